@@ -1,0 +1,176 @@
+"""What can go wrong, in the contract's words: one exception, and a function per cause.
+
+A `GatewayError` knows nothing of HTTP forms: each dialect renders it as its official client
+expects (`gateway.relay.dialects`).
+"""
+
+from __future__ import annotations
+
+RETRY_AFTER_UNTIL_NOT_RETRIED = 60.0
+"""Seconds. Official SDKs repeat 429 and 5xx by themselves; a longer wait is not worth repeating."""
+
+
+class GatewayError(Exception):
+    """A request ends with this status instead of an answer.
+
+    `code` is the contract's machine-readable word, also sent as `X-Gateway-Reason`.
+    `retry_after` is in seconds. `retryable` False sends `x-should-retry: false`.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: float | None = None,
+        retryable: bool = True,
+        details: dict[str, int] | None = None,
+        allow: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+        self.retryable = retryable and (retry_after or 0.0) <= RETRY_AFTER_UNTIL_NOT_RETRIED
+        self.details = details or {}
+        self.allow = allow
+
+    @property
+    def type(self) -> str:
+        """OpenAI's error type for this status."""
+        if self.status == 401:
+            return "authentication_error"
+        if self.status == 403:
+            return "permission_error"
+        if self.status == 429:
+            return "insufficient_quota" if self.code == "insufficient_quota" else "rate_limit_error"
+        if self.status < 500:
+            return "invalid_request_error"
+        return "server_error"
+
+
+class ClientClosed(Exception):  # noqa: N818 - not an error: the client left, nobody is told
+    """The client left before the answer was complete; 499 in logs and metrics only."""
+
+
+def invalid_json(detail: str) -> GatewayError:
+    """400: the body is not JSON."""
+    return GatewayError(400, "invalid_json", f"The body is not valid JSON: {detail}.")
+
+
+def invalid_request(message: str, param: str | None = None) -> GatewayError:
+    """400: the body is JSON, but no node could serve it."""
+    return GatewayError(400, "invalid_request", message, param=param)
+
+
+def context_length_exceeded(prompt_tokens: int | None, context: int | None) -> GatewayError:
+    """400: the prompt is longer than the context (tokens of one slot) of any node."""
+    size = f"{prompt_tokens} tokens" if prompt_tokens else "more tokens than fit"
+    limit = f"a context of {context} tokens" if context else "the context of every node"
+    details = {}
+    if prompt_tokens:
+        details["n_prompt_tokens"] = prompt_tokens
+    if context:
+        details["n_ctx"] = context
+    return GatewayError(
+        400,
+        "context_length_exceeded",
+        f"The prompt has {size}, which does not fit into {limit}. Shorten it.",
+        param="messages",
+        details=details,
+    )
+
+
+def invalid_api_key() -> GatewayError:
+    """401: no key, or one that is not known."""
+    return GatewayError(
+        401,
+        "invalid_api_key",
+        "No valid API key was sent. Send one as 'Authorization: Bearer lg_...', "
+        "'x-api-key' or 'api-key'.",
+        retryable=False,
+    )
+
+
+def model_not_allowed(model: str) -> GatewayError:
+    """403: the key may not use this model."""
+    return GatewayError(
+        403, "model_not_allowed", f"This API key may not use the model '{model}'.", param="model"
+    )
+
+
+def model_not_found(model: str, known: list[str]) -> GatewayError:
+    """404: no node in the inventory serves this name, now or when last seen."""
+    some = ", ".join(f"'{name}'" for name in known[:8])
+    hint = f" Known here: {some}{', ...' if len(known) > 8 else ''}." if known else ""
+    return GatewayError(
+        404, "model_not_found", f"The model '{model}' does not exist here.{hint}", param="model"
+    )
+
+
+def not_found(path: str) -> GatewayError:
+    """404: no such path."""
+    return GatewayError(404, "not_found", f"There is nothing at '{path}'.")
+
+
+def method_not_allowed(method: str, allow: str) -> GatewayError:
+    """405: the path exists, the method does not."""
+    return GatewayError(
+        405, "method_not_allowed", f"{method} is not allowed here, use {allow}.", allow=allow
+    )
+
+
+def request_timeout(message: str) -> GatewayError:
+    """408: the client was too slow to send its request."""
+    return GatewayError(408, "request_timeout", message)
+
+
+def body_too_large(limit: int) -> GatewayError:
+    """413: `limit` is in bytes."""
+    return GatewayError(413, "request_too_large", f"The body is larger than {limit} bytes.")
+
+
+def headers_too_large(limit: int) -> GatewayError:
+    """431: `limit` is in bytes."""
+    return GatewayError(431, "headers_too_large", f"The headers are larger than {limit} bytes.")
+
+
+def queue_full(message: str, retry_after: float) -> GatewayError:
+    """429: nothing more may wait here now."""
+    return GatewayError(429, "queue_full", message, retry_after=retry_after)
+
+
+def queue_timeout(message: str, retry_after: float) -> GatewayError:
+    """503: it waited for a slot as long as it may, or could never make its deadline."""
+    return GatewayError(503, "queue_timeout", message, retry_after=retry_after, retryable=False)
+
+
+def no_node(message: str, retry_after: float) -> GatewayError:
+    """503: every node that could serve it is out."""
+    return GatewayError(503, "no_node", message, retry_after=retry_after)
+
+
+def starting(message: str, retry_after: float = 2.0) -> GatewayError:
+    """503: a node that might serve it has not been probed yet."""
+    return GatewayError(503, "starting", message, retry_after=retry_after)
+
+
+def shutting_down(retry_after: float = 5.0) -> GatewayError:
+    """503: the gateway is on its way out."""
+    return GatewayError(
+        503, "shutting_down", "The gateway is shutting down.", retry_after=retry_after
+    )
+
+
+def node_failed(message: str) -> GatewayError:
+    """502: every permitted attempt failed."""
+    return GatewayError(502, "node_failed", message, retryable=False)
+
+
+def node_timeout(message: str) -> GatewayError:
+    """504: a node took longer than it may."""
+    return GatewayError(504, "node_timeout", message, retryable=False)

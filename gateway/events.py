@@ -1,0 +1,110 @@
+"""What happened, told once to whoever subscribed: metrics, logs, later usage and the dashboard."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from gateway.request import Priority
+
+
+@dataclass(slots=True)
+class RequestFinished:
+    """A request has ended, however it did. Seconds and tokens."""
+
+    id: str
+    path: str
+    model: str
+    """A name that the fleet serves, or `unknown`."""
+    priority: Priority
+    caller: str
+    code: int
+    """The true outcome: 499 when the client left, the error's code after a heartbeat's 200."""
+    reason: str | None
+    """The contract's error code, if it failed."""
+    stream: bool
+    node: str | None
+    tier: str | None
+    attempts: int
+    queue: float
+    """Seconds spent waiting for a slot."""
+    ttft: float | None
+    """Seconds until the first content went out; None when none did."""
+    duration: float
+    overhead: float | None
+    """Seconds between arrival and dispatch that were not spent waiting for a slot."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Part of `prompt_tokens`."""
+    completion_tokens: int = 0
+    cost: float = 0.0
+
+
+@dataclass(slots=True)
+class AttemptEnded:
+    """One attempt on one node is over. `outcome` is a word of a small set, never free text."""
+
+    request_id: str
+    node: str
+    outcome: str
+    seconds: float
+    status: int | None = None
+
+
+@dataclass(slots=True)
+class NodeChanged:
+    """A node's state has changed; `reason` is for an operator to act on."""
+
+    node: str
+    old: str | None
+    """None: the node is new."""
+    new: str | None
+    """None: the node has left the fleet."""
+    reason: str
+
+
+@dataclass(slots=True)
+class InventoryChanged:
+    """The inventory was read again; with `error`, nothing changed."""
+
+    added: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class SettingsChanged:
+    """The settings were read again; with `error`, nothing changed."""
+
+    needs_restart: tuple[str, ...] = ()
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class NodeDrift:
+    """A node differs from what the inventory declares."""
+
+    node: str
+    differences: tuple[str, ...]
+
+
+E = TypeVar("E")
+
+
+class Bus:
+    """Hands each event to its subscribers, at once and in order. Subscribers must not raise."""
+
+    def __init__(self) -> None:
+        self._subscribers: dict[type, list[Callable[[Any], None]]] = defaultdict(list)
+
+    def subscribe(self, kind: type[E], subscriber: Callable[[E], None]) -> None:
+        """Call `subscriber` with every later event of exactly this type."""
+        self._subscribers[kind].append(subscriber)
+
+    def publish(self, event: object) -> None:
+        """Tell everybody who asked for events of this type."""
+        for subscriber in self._subscribers.get(type(event), ()):
+            subscriber(event)

@@ -1,0 +1,86 @@
+"""One request as a plain value: what the edge has read, and all that later steps decide by."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Literal
+
+Headers = list[tuple[bytes, bytes]]
+"""Header fields in wire order, names in lower case."""
+
+Endpoint = Literal["chat", "embeddings", "rerank", "infill", "vision"]
+"""What a node can do, as `endpoints` in the inventory names it."""
+
+
+class Priority(enum.IntEnum):
+    """The classes, best first: a smaller number goes first."""
+
+    URGENT = 0
+    PREMIUM = 1
+    NORMAL = 2
+    BATCH = 3
+
+    @property
+    def label(self) -> str:
+        """The class's name on the wire: `urgent`, `premium`, `normal`, `batch`."""
+        return _LABELS[self]
+
+    @classmethod
+    def parse(cls, word: str) -> Priority | None:
+        """The class of that name, or None."""
+        return _BY_LABEL.get(word.strip().lower())
+
+
+_LABELS = {priority: priority.name.lower() for priority in Priority}
+_BY_LABEL = {label: priority for priority, label in _LABELS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: a key's holder, or an anonymous address."""
+
+    id: str
+    name: str
+    best: Priority
+    """The highest class this caller gets, whatever it asks for."""
+    models: frozenset[str] | None = None
+    """Public model names it may use; None: all."""
+    anonymous: bool = False
+
+    def may_use(self, model: str) -> bool:
+        """Whether this caller may use the public model name."""
+        return self.models is None or model in self.models
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request that may be sent to a node, several times if need be.
+
+    Times are monotonic seconds of the gateway's clock.
+    """
+
+    id: str
+    path: str
+    """The path as nodes know it, for example `/v1/chat/completions`."""
+    body: bytes
+    headers: Headers
+    """The client's fields that may be passed on."""
+    caller: Caller
+    priority: Priority
+    model: str
+    """The public name asked for, or the default."""
+    candidates: tuple[str, ...]
+    """The names it stands for after aliases, in order of preference."""
+    endpoint: Endpoint
+    received: float
+    stream: bool = False
+    vision: bool = False
+    slots: int = 1
+    prompt_tokens: int = 0
+    """An estimate that would rather be too low; tokens."""
+    max_tokens: int | None = None
+    deadline: float | None = None
+    """When the client stops waiting for the whole answer."""
+    excluded: set[str] = field(default_factory=set)
+    """Nodes that have failed this request."""

@@ -1,0 +1,247 @@
+"""One connection to a node: HTTP/1.1 by httptools, body parts of one socket read merged.
+
+There is no timer in here: whoever waits sets its limits and calls `fail` when one has passed, so
+that a stream of a thousand tokens costs no timer per token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import httptools
+
+from gateway.request import Headers
+from gateway.transport.errors import Garbage, Reset, Stale, UpstreamError
+
+HEAD_BYTES = 64 * 1024
+"""Largest head of a reply, interim ones included; llama.cpp's has some 500 bytes."""
+
+HIGH_WATER = 256 * 1024
+"""Bytes of body kept for a reader that lags before the socket is no longer read."""
+
+STALE_SECONDS = 1.0
+"""A reused connection that breaks later than this had reached the node."""
+
+
+class Connection(asyncio.Protocol):
+    """Sends one request at a time and reads its reply, part by part."""
+
+    __slots__ = (
+        "_bodyless",
+        "_error",
+        "_framed",
+        "_loop",
+        "_parser",
+        "_parts",
+        "_paused",
+        "_pending",
+        "_sent_at",
+        "_waiter",
+        "_write_waiter",
+        "alive",
+        "complete",
+        "headers",
+        "idle_since",
+        "received",
+        "reusable",
+        "served",
+        "status",
+        "transport",
+    )
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.transport: asyncio.Transport | None = None
+        self.alive = False
+        self.served = 0
+        self.idle_since = 0.0
+        self._waiter: asyncio.Future[None] | None = None
+        self._write_waiter: asyncio.Future[None] | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self.complete = False
+        self.reusable = False
+        self.received = 0
+        self._framed = False
+        self._bodyless = False
+        self._error: UpstreamError | None = None
+        self._parts: list[bytes] = []
+        self._pending = 0
+        self._paused = False
+        self._sent_at = 0.0
+
+    # What the caller does.
+
+    def send(self, data: bytes, body: bytes = b"", *, bodyless: bool = False) -> None:
+        """Start an exchange. `bodyless`: a HEAD request, whose reply has a head alone."""
+        if self.served:
+            self._clear()
+        self.served += 1
+        self._bodyless = bodyless
+        self._sent_at = self._loop.time()
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            self._break(self._reset("The node had closed the connection"))
+            return
+        if len(body) < HEAD_BYTES:
+            transport.write(data + body)
+        else:
+            transport.write(data)
+            transport.write(body)
+
+    async def head(self) -> int:
+        """The reply's status, once its head is here; `headers` is set then.
+
+        Raises: UpstreamError.
+        """
+        while not self.status:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+        return self.status
+
+    async def read(self) -> bytes:
+        """All body bytes that have come since the last call; empty at the end.
+
+        Raises: UpstreamError, after all that came before the failure was read.
+        """
+        while not self._parts:
+            if self.complete:
+                return b""
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+        parts = self._parts
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        self._parts = []
+        self._pending = 0
+        if self._paused:
+            self._paused = False
+            if self.transport is not None and not self.transport.is_closing():
+                self.transport.resume_reading()
+        return data
+
+    def fail(self, error: UpstreamError) -> None:
+        """End the exchange from this side: the reader gets `error`, the socket is closed."""
+        self._break(error)
+        self.close()
+
+    def close(self) -> None:
+        """Close at once; what is unsent is lost."""
+        self.alive = False
+        if self.transport is not None:
+            self.transport.abort()
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _break(self, error: UpstreamError) -> None:
+        if not self.complete and self._error is None:
+            self._error = error
+        self._wake()
+
+    def _reset(self, message: str) -> Reset:
+        stale = (
+            self.served > 1
+            and not self.received
+            and self._loop.time() - self._sent_at < STALE_SECONDS
+        )
+        return Stale(message) if stale else Reset(message)
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self.alive = True
+
+    def data_received(self, data: bytes) -> None:
+        if self.complete or not self.served:
+            # A reply to a question nobody asked: the connection can't be trusted.
+            self.reusable = False
+            self.close()
+            return
+        self.received += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._break(Garbage("The node's reply is not HTTP"))
+            self.close()
+            return
+        except httptools.HttpParserUpgrade:
+            self._break(Garbage("The node wants to change the protocol"))
+            self.close()
+            return
+        if self.status:
+            self._wake()
+            if self._pending > HIGH_WATER and not self._paused and not self.complete:
+                self._paused = True
+                assert self.transport is not None
+                self.transport.pause_reading()
+        elif self.received > HEAD_BYTES:
+            self._break(Garbage(f"The head of the node's reply is larger than {HEAD_BYTES} bytes"))
+            self.close()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.alive = False
+        self.reusable = False
+        if not self.served or self.complete:
+            return
+        if self.status and not self._framed:
+            self.complete = True
+            self._wake()
+        elif self.status:
+            self._break(self._reset("The node broke off in the middle of its reply"))
+        else:
+            self._break(self._reset("The node closed the connection without a reply"))
+
+    # What the parser calls.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:
+            self.headers = []
+            return
+        for name, value in self.headers:
+            if name == b"content-length" or (
+                name == b"transfer-encoding" and value.lower().endswith(b"chunked")
+            ):
+                self._framed = True
+        if status in {204, 304}:
+            self._framed = True
+        self.status = status
+        if self._bodyless:
+            # llhttp can't know that no body follows: this connection is not used again.
+            self.complete = True
+
+    def on_body(self, body: bytes) -> None:
+        if self._bodyless:
+            return
+        self._parts.append(body)
+        self._pending += len(body)
+
+    def on_message_complete(self) -> None:
+        if not self.status:
+            return
+        self.complete = True
+        # Only in here does llhttp still know.
+        self.reusable = self._parser.should_keep_alive()

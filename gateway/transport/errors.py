@@ -1,0 +1,59 @@
+"""Why a node gave no answer.
+
+UpstreamError
+├── ConnectFailed     refused, unreachable, unknown name, TLS failure
+├── ConnectTimedOut   no connection within the limit
+├── Reset             the connection broke before the reply was complete
+│   └── Stale         ... a reused one, at once and before the first byte: no attempt at all
+├── Garbage           what came back is not HTTP, or a head without end
+└── Overdue           the caller's own limit passed (first byte, silence, whole request)
+
+`outcome` is the word that metrics and logs use.
+"""
+
+from __future__ import annotations
+
+
+class UpstreamError(Exception):
+    """A node could not be asked, or did not answer to the end."""
+
+    outcome = "failed"
+
+
+class ConnectFailed(UpstreamError):  # noqa: N818 - the tree above reads better without "Error"
+    """The connection was refused or could not be made."""
+
+    outcome = "connect_failed"
+
+
+class ConnectTimedOut(UpstreamError):  # noqa: N818
+    """The connection was not made in time."""
+
+    outcome = "connect_timeout"
+
+
+class Reset(UpstreamError):  # noqa: N818
+    """The connection broke before the reply was complete."""
+
+    outcome = "reset"
+
+
+class Stale(Reset):
+    """A reused connection that the node had closed: the request never reached it."""
+
+    outcome = "stale"
+
+
+class Garbage(UpstreamError):  # noqa: N818
+    """What came back is not HTTP."""
+
+    outcome = "garbage"
+
+
+class Overdue(UpstreamError):  # noqa: N818
+    """A limit passed; `limit` names it: `first_byte`, `silence`, `total`."""
+
+    def __init__(self, limit: str, message: str) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.outcome = f"{limit}_timeout"

@@ -1,0 +1,119 @@
+"""The same connections for everything that is not hot, as plain httpx."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+
+from gateway.transport.connection import Connection
+from gateway.transport.errors import (
+    ConnectFailed,
+    ConnectTimedOut,
+    Garbage,
+    Stale,
+    UpstreamError,
+)
+from gateway.transport.pool import Pool
+
+_SKIPPED = frozenset({b"host", b"connection", b"transfer-encoding"})
+
+
+class PoolTransport(httpx.AsyncBaseTransport):
+    """An httpx transport over the pool of one node; `timeout` as httpx has it, in seconds."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send one request.
+
+        Raises: httpx.TransportError.
+        """
+        limits = request.extensions.get("timeout", {})
+        body = await request.aread()
+        origin = self._pool.origin
+        target = request.url.raw_path
+        lines = [
+            request.method.encode() + b" " + target + b" HTTP/1.1\r\n",
+            origin.fields,
+            *(
+                name + b": " + value + b"\r\n"
+                for name, value in request.headers.raw
+                if name.lower() not in _SKIPPED
+            ),
+            b"\r\n",
+        ]
+        data = b"".join(lines)
+        connection = None
+        try:
+            connection = await self._exchange(request, data, body, limits)
+            return httpx.Response(
+                connection.status,
+                headers=connection.headers,
+                stream=_Body(self._pool, connection, limits.get("read")),
+                request=request,
+            )
+        except UpstreamError as error:
+            raise _translated(error, request) from error
+
+    async def _exchange(
+        self, request: httpx.Request, data: bytes, body: bytes, limits: dict[str, float | None]
+    ) -> Connection:
+        connection = self._pool.idle()
+        while True:
+            if connection is None:
+                connection = await self._pool.connect(limits.get("connect") or 60.0)
+            try:
+                connection.send(data, body, bodyless=request.method == "HEAD")
+                async with asyncio.timeout(limits.get("read")):
+                    await connection.head()
+            except Stale:
+                connection.close()
+                connection = None
+            except TimeoutError:
+                connection.close()
+                raise httpx.ReadTimeout("The node did not answer", request=request) from None
+            except BaseException:
+                connection.close()
+                raise
+            else:
+                return connection
+
+
+class _Body(httpx.AsyncByteStream):
+    def __init__(self, pool: Pool, connection: Connection, timeout: float | None) -> None:
+        self._pool = pool
+        self._connection = connection
+        self._timeout = timeout
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    data = await self._connection.read()
+            except TimeoutError:
+                raise httpx.ReadTimeout("The node fell silent") from None
+            except UpstreamError as error:
+                raise _translated(error, None) from error
+            if not data:
+                return
+            yield data
+
+    async def aclose(self) -> None:
+        if self._connection.complete:
+            self._pool.give(self._connection)
+        else:
+            self._connection.close()
+
+
+def _translated(error: UpstreamError, request: httpx.Request | None) -> httpx.TransportError:
+    kind: type[httpx.TransportError] = httpx.ReadError
+    if isinstance(error, ConnectTimedOut):
+        kind = httpx.ConnectTimeout
+    elif isinstance(error, ConnectFailed):
+        kind = httpx.ConnectError
+    elif isinstance(error, Garbage):
+        kind = httpx.RemoteProtocolError
+    return kind(str(error), request=request)

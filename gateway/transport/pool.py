@@ -1,0 +1,119 @@
+"""The connections to one node: idle ones are used again, the last one first.
+
+llama.cpp's server closes a connection that was idle for 5 s and any after 100 requests, so an
+idle one is forgotten before that, and one that proves to be closed in the instant of its reuse
+(`Stale`) was no attempt at all: the caller sends again on a fresh one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from dataclasses import dataclass
+
+from gateway.transport.connection import Connection
+from gateway.transport.errors import ConnectFailed, ConnectTimedOut
+
+IDLE_SECONDS = 4.0
+"""Below the 5 s after which llama.cpp's server closes (cpp-httplib's keep-alive timeout)."""
+
+IDLE_CONNECTIONS = 1024
+"""Idle connections kept for one node; what comes back beyond is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a node is, and what every request to it carries."""
+
+    host: str
+    port: int
+    prefix: bytes
+    """Path prefix, without a slash at its end."""
+    fields: bytes
+    """Header lines that every request to this node has: Host, the node's key."""
+    tls: ssl.SSLContext | None = None
+    server_name: str | None = None
+
+
+class Pool:
+    """Connections to one origin."""
+
+    def __init__(self, origin: Origin) -> None:
+        self.origin = origin
+        self.opened = 0
+        self._loop = asyncio.get_running_loop()
+        self._idle: list[Connection] = []
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def idle(self) -> Connection | None:
+        """An open connection that was used lately, or None."""
+        oldest = self._loop.time() - IDLE_SECONDS
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.alive and connection.idle_since > oldest:
+                return connection
+            connection.close()
+        return None
+
+    async def connect(self, timeout: float) -> Connection:
+        """A new connection within `timeout` seconds.
+
+        Raises: ConnectFailed, ConnectTimedOut.
+        """
+        origin = self.origin
+        try:
+            async with asyncio.timeout(timeout):
+                _, connection = await self._loop.create_connection(
+                    lambda: Connection(self._loop),
+                    origin.host,
+                    origin.port,
+                    ssl=origin.tls,
+                    server_hostname=origin.server_name if origin.tls else None,
+                )
+        except TimeoutError:
+            raise ConnectTimedOut(f"No connection within {timeout:g} s") from None
+        except (OSError, ssl.SSLError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            raise ConnectFailed(f"The connection failed: {reason}") from None
+        self.opened += 1
+        return connection
+
+    def give(self, connection: Connection) -> None:
+        """Take back a connection whose exchange is over, for another one if it allows that."""
+        if (
+            self._closed
+            or not connection.reusable
+            or not connection.alive
+            or len(self._idle) >= IDLE_CONNECTIONS
+        ):
+            connection.close()
+            return
+        connection.idle_since = self._loop.time()
+        self._idle.append(connection)
+        if self._sweeper is None:
+            self._sweeper = self._loop.call_later(IDLE_SECONDS, self._sweep)
+
+    def close(self) -> None:
+        """Close all idle connections; those in use end with their exchange."""
+        self._closed = True
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    def _sweep(self) -> None:
+        self._sweeper = None
+        oldest = self._loop.time() - IDLE_SECONDS
+        kept = []
+        for connection in self._idle:
+            if connection.alive and connection.idle_since > oldest:
+                kept.append(connection)
+            else:
+                connection.close()
+        self._idle = kept
+        if kept:
+            wait = kept[0].idle_since - oldest
+            self._sweeper = self._loop.call_later(max(0.1, wait), self._sweep)
