@@ -1,0 +1,98 @@
+"""`python -m gateway.local.embedded --model F ...`: one llama.cpp server in this process.
+
+The server is the one inside the xllamacpp wheel. It says on standard output where it listens
+once it has loaded its model; its log goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from gateway.local.launch import die_with_parent
+
+BATCH = 512  # tokens of one step; a larger batch keeps the neighbours of a prefill waiting
+MICRO_BATCH = 256
+EVICTED_PROMPTS = 1024  # MiB of host memory; llama.cpp's own default is 8192
+POOLING = ("none", "mean", "cls", "last", "rank")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; names follow llama-server's where it has one."""
+    made = argparse.ArgumentParser(prog="python -m gateway.local.embedded", description=__doc__)
+    made.add_argument("--model", type=Path, required=True, metavar="FILE.gguf")
+    made.add_argument("--alias", help="the name it reports (default: the file's)")
+    made.add_argument("--host", default="127.0.0.1")
+    made.add_argument("--port", type=int, default=0, help="0: any free one")
+    made.add_argument("--slots", type=int, default=1, help="requests at once")
+    made.add_argument("--ctx", type=int, default=0, help="tokens over all slots; 0: as trained")
+    made.add_argument("--threads", type=int, default=1)
+    made.add_argument("--batch", type=int, default=BATCH)
+    made.add_argument("--ubatch", type=int, default=MICRO_BATCH)
+    made.add_argument("--cache-ram", type=int, default=EVICTED_PROMPTS, metavar="MiB")
+    made.add_argument("--no-mmap", action="store_true", help="read the model into own memory")
+    made.add_argument("--embedding", action="store_true", help="serve embeddings only")
+    made.add_argument("--pooling", choices=POOLING, default="mean", help="of embeddings")
+    made.add_argument("--parent", type=int, metavar="PID", help="die with this process")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Serve until a signal; exit 1 when the server can't start."""
+    options = parser().parse_args(arguments)
+    die_with_parent(options.parent or os.getppid())
+    # No clean-up is worth waiting for: either signal ends the process at once.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        server = serve(options)
+    except ImportError as error:
+        sys.exit(
+            f"embedded: the package {error.name!r} is not installed: "
+            "pip install 'llama-gateway[local]', or name a llama-server with --server-bin FILE"
+        )
+    except RuntimeError as error:
+        sys.exit(f"embedded: llama.cpp could not serve {options.model}: {error}")
+    sys.stdout.write(f"{server.listening_address}\n")
+    sys.stdout.flush()
+    while True:
+        signal.pause()
+
+
+def serve(options: argparse.Namespace) -> Any:
+    """Start the server; it serves from threads of its own for as long as the object lives."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(options.model)
+    params.model_alias = {options.alias or options.model.stem}
+    params.hostnames = [options.host]
+    params.port = options.port
+    params.n_parallel = options.slots
+    params.n_ctx = options.ctx
+    params.n_batch = options.batch
+    params.n_ubatch = min(options.ubatch, options.batch)
+    params.cpuparams.n_threads = options.threads
+    params.cpuparams_batch.n_threads = options.threads
+    params.cache_ram_mib = options.cache_ram
+    params.fit_params = False  # the context asked for, or an error; not a smaller one
+    params.endpoint_metrics = params.endpoint_slots = params.endpoint_props = True
+    params.ui = False
+    # By default any web page may call the server and read its slots through a browser.
+    params.cors_origins = ""
+    params.cors_origins_explicit = True
+    if options.no_mmap:
+        params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_NONE
+    if options.embedding:
+        params.embedding = True
+        kind = f"LLAMA_POOLING_TYPE_{options.pooling.upper()}"
+        params.pooling_type = getattr(xllamacpp.llama_pooling_type, kind)
+    return xllamacpp.Server(params)
+
+
+if __name__ == "__main__":
+    main()

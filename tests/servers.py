@@ -1,0 +1,182 @@
+"""Real llama.cpp servers for tests: the demo model in processes of their own on free ports.
+
+    with demo_servers(2) as urls: ...
+    async with start_demo_servers(2) as urls: ...
+
+Both may be used in any number of pytest workers at once. The servers die with the process
+that started them (on Linux with its thread: start them from the main one).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from gateway.local.demo_model import Size, ensure_demo_model
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+START_LIMIT = 60.0  # seconds until a server must answer
+STOP_LIMIT = 10.0
+LOG_SHOWN = 4000  # characters
+
+
+@functools.cache
+def demo_model(size: Size = "small") -> Path:
+    """The demo model in a folder of this process, removed at its end."""
+    return ensure_demo_model(_folder(), size)
+
+
+@functools.cache
+def _folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="llama-gateway-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+@dataclass
+class DemoServer:
+    """One running server."""
+
+    process: subprocess.Popen[bytes]
+    log: IO[bytes] = field(repr=False)
+    url: str = ""
+
+    @property
+    def pid(self) -> int:
+        """The id of the server's process."""
+        return self.process.pid
+
+    def kill(self) -> None:
+        """End it as `kill -9` does, and wait until it is gone."""
+        self.process.kill()
+        self.process.wait(STOP_LIMIT)
+
+    def log_end(self) -> str:
+        """The end of what the server logged."""
+        self.log.seek(0)
+        return self.log.read()[-LOG_SHOWN:].decode(errors="replace")
+
+
+def spawn_demo_server(
+    *,
+    slots: int = 2,
+    context: int = 4096,
+    embedding: bool = False,
+    size: Size = "small",
+    port: int = 0,
+    alias: str = "demo",
+    extra: tuple[str, ...] = (),
+) -> DemoServer:
+    """Start a server without waiting for it; `context` is tokens of one slot."""
+    log = tempfile.TemporaryFile()  # noqa: SIM115
+    command = [
+        *(sys.executable, "-m", "gateway.local.embedded", "--parent", str(os.getpid())),
+        *("--model", str(demo_model(size)), "--alias", alias, "--port", str(port)),
+        *("--slots", str(slots), "--ctx", str(slots * context), "--threads", "1"),
+        *(("--embedding",) if embedding else ()),
+        *extra,
+    ]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log
+    )
+    return DemoServer(process, log)
+
+
+def wait_for_demo_server(server: DemoServer, limit: float = START_LIMIT) -> str:
+    """Wait until the server says where it listens; AssertionError with its log when it doesn't."""
+    assert server.process.stdout is not None
+    until = time.monotonic() + limit
+    said = b""
+    while not said.endswith(b"\n"):
+        left = until - time.monotonic()
+        if left <= 0 or not select.select([server.process.stdout], [], [], left)[0]:
+            break
+        chunk = os.read(server.process.stdout.fileno(), 4096)
+        if not chunk:
+            break
+        said += chunk
+    server.url = said.decode().strip()
+    assert server.url.startswith("http://"), f"no server after {limit} s:\n{server.log_end()}"
+    return server.url
+
+
+def stop_demo_server(server: DemoServer) -> None:
+    """End the server, whatever state it is in."""
+    server.kill()
+    if server.process.stdout is not None:
+        server.process.stdout.close()
+    server.log.close()
+
+
+@contextmanager
+def running_demo_servers(
+    n: int = 1,
+    *,
+    slots: int = 2,
+    context: int = 4096,
+    embedding: bool = False,
+    size: Size = "small",
+) -> Iterator[list[DemoServer]]:
+    """`n` servers that answer, started side by side, as objects with `url`, `pid` and `kill()`."""
+    servers: list[DemoServer] = []
+    try:
+        for _ in range(n):
+            one = spawn_demo_server(slots=slots, context=context, embedding=embedding, size=size)
+            servers.append(one)
+        for server in servers:
+            wait_for_demo_server(server)
+        yield servers
+    finally:
+        for server in servers:
+            stop_demo_server(server)
+
+
+@contextmanager
+def demo_servers(
+    n: int = 1,
+    *,
+    slots: int = 2,
+    context: int = 4096,
+    embedding: bool = False,
+    size: Size = "small",
+) -> Iterator[list[str]]:
+    """The base URLs of `n` servers that answer."""
+    with running_demo_servers(
+        n, slots=slots, context=context, embedding=embedding, size=size
+    ) as servers:
+        yield [server.url for server in servers]
+
+
+@asynccontextmanager
+async def start_demo_servers(
+    n: int = 1,
+    slots: int = 2,
+    *,
+    context: int = 4096,
+    embedding: bool = False,
+    size: Size = "small",
+) -> AsyncIterator[list[str]]:
+    """The same for an asynchronous test; the loop isn't blocked while they start."""
+    servers: list[DemoServer] = []
+    try:
+        for _ in range(n):
+            one = spawn_demo_server(slots=slots, context=context, embedding=embedding, size=size)
+            servers.append(one)
+        yield [await asyncio.to_thread(wait_for_demo_server, server) for server in servers]
+    finally:
+        for server in servers:
+            stop_demo_server(server)
