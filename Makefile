@@ -1,0 +1,99 @@
+# `make` alone explains itself. Everything is set up in .venv; nothing else of the machine is touched.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# How many test processes run side by side.
+TEST_PROCESSES ?= 2
+# More arguments for the command of a target: make test ARGS="-k queue", make run ARGS="--servers 2".
+ARGS ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+.PHONY: help install run test test-fast check format bench pins docs docs-serve clean
+
+help: ## show this list
+	@printf 'llama-gateway: make targets\n\n'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@printf '\nARGS="..." adds arguments to the command of run, test, test-fast and bench.\n'
+
+install: $(STAMP) ## set up .venv with everything pinned (fast when nothing changed)
+
+# The newest supported Python on PATH makes the environment; an existing one of the right age is kept.
+$(BIN)/python:
+	@python=; \
+	for name in python3.13 python3.12 python3.11 python3; do \
+	  if command -v "$$name" >/dev/null && \
+	     "$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    python=$$name; \
+	    if "$$name" -c 'import ensurepip, venv' 2>/dev/null; then break; fi; \
+	  fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "make: no Python 3.11 or newer found. Remedy: apt-get install python3 python3-venv" >&2; exit 1; \
+	fi; \
+	if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+	  echo "make: $$python has no venv module. Remedy: apt-get install python3-venv" >&2; exit 1; \
+	fi; \
+	echo "Making $(VENV) with $$("$$python" --version)"; \
+	"$$python" -m venv --clear $(VENV)
+
+$(STAMP): $(BIN)/python requirements/dev.txt pyproject.toml
+	@echo 'Installing the pinned dependencies (a minute or two the first time)'
+	@$(BIN)/python -m pip install --quiet --require-hashes -r requirements/dev.txt
+	@$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	@touch $@
+	@echo 'Ready: $(BIN)/llama-gateway'
+
+run: $(STAMP) ## serve real llama.cpp servers of this machine on http://127.0.0.1:8000/v1
+	@$(BIN)/llama-gateway up $(ARGS)
+
+test: $(STAMP) ## pass every test that needs no root and no Debian package
+	@$(BIN)/python -m pytest -m 'not net' -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
+
+test-fast: $(STAMP) ## only the tests that take no time and no server
+	@$(BIN)/python -m pytest -m 'not net and not slow and not real' $(ARGS)
+
+check: $(STAMP) ## format, lint, types and import direction
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+format: $(STAMP) ## format the code and mend what lint can mend by itself
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: $(STAMP) ## the data plane beside nginx, HAProxy and none (two cores; the peers must be installed)
+	@$(BIN)/python -m tests.bench.dataplane $(ARGS)
+
+# Run with the oldest supported Python: what it needs is a superset of what newer ones need.
+COMPILE := CUSTOM_COMPILE_COMMAND='make pins' $(BIN)/pip-compile --quiet --upgrade --strip-extras --allow-unsafe \
+  --generate-hashes --annotation-style=line --no-emit-index-url --no-emit-trusted-host --no-emit-find-links \
+  --no-emit-options
+
+pins: $(STAMP) ## renew requirements/*.txt from pyproject.toml (Python 3.11)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and \
+	  "make pins: needs a .venv of Python 3.11, the oldest supported one")'
+	@$(COMPILE) --extra local --extra dev --extra docs --all-build-deps -o requirements/dev.txt pyproject.toml
+	@$(COMPILE) -c requirements/dev.txt -o requirements/runtime.txt pyproject.toml
+	@$(COMPILE) -c requirements/dev.txt --extra local -o requirements/local.txt pyproject.toml
+	@$(COMPILE) -c requirements/dev.txt --only-build-deps --all-build-deps -o requirements/build.txt pyproject.toml
+
+docs: $(STAMP) ## build the documentation into site/
+	@$(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(STAMP) ## serve the documentation on http://127.0.0.1:8100 while you write
+	@$(BIN)/mkdocs serve --dev-addr 127.0.0.1:8100
+
+clean: ## remove .venv and everything that was made
+	rm -rf $(VENV) site build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache \
+	  .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
