@@ -1,0 +1,1 @@
+"""Who may do what: keys, callers and their classes, and where the listeners may stand."""

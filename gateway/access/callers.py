@@ -1,0 +1,139 @@
+"""Who asks, and with which class: the contract's rules over a request's headers and address."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+
+from gateway import errors
+from gateway.access.keys import KeyRing, presented
+from gateway.request import Caller, Headers, Priority
+
+IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+FORWARDED_HOPS = 32
+"""Entries of X-Forwarded-For that are looked at, from the right."""
+
+_TIERS = {"priority": Priority.PREMIUM, "flex": Priority.BATCH}
+
+
+def caller_of(
+    headers: Headers,
+    client_address: str | None,
+    ring: KeyRing,
+    *,
+    allow_anonymous: bool,
+    loopback_listener: bool,
+    trusted_proxies: Sequence[IPNetwork] = (),
+) -> Caller:
+    """Who sent this request.
+
+    `client_address` is the peer's IP address, None where there is none (a Unix socket).
+    Where there are no keys at all, a key that was sent means nothing: clients have to send some.
+    Without keys on a listener that is not loopback, nobody is let in unless that is allowed: a
+    reload that takes the last key away must not open the door.
+
+    Raises: errors.GatewayError (401).
+    """
+    if ring:
+        key = presented(headers)
+        if key is not None:
+            caller = ring.find(key)
+            if caller is None:
+                raise errors.invalid_api_key()
+            return caller
+        if not allow_anonymous:
+            raise errors.invalid_api_key()
+    elif not (allow_anonymous or loopback_listener):
+        raise errors.invalid_api_key()
+    address = address_of(headers, client_address, trusted_proxies)
+    return Caller(
+        id=f"anonymous:{address}",
+        name="anonymous",
+        best=Priority.URGENT if loopback_listener else Priority.NORMAL,
+        anonymous=True,
+    )
+
+
+def address_of(
+    headers: Headers, client_address: str | None, trusted_proxies: Sequence[IPNetwork]
+) -> str:
+    """The client's address: the rightmost one in X-Forwarded-For that is no trusted proxy.
+
+    The field is read only when the peer itself is a trusted proxy. What is not an address ends the
+    search: the last proxy that could be trusted is then the best that is known.
+    """
+    if client_address is None:
+        return "local"
+    if not trusted_proxies:
+        # By far the usual case, and the event loop writes addresses in one form already.
+        return client_address.removeprefix("::ffff:")
+    address = _parsed(client_address)
+    if address is None or not _trusted(address, trusted_proxies):
+        return str(address or client_address)
+    fields = [value for name, value in headers if name == b"x-forwarded-for"]
+    hops = b",".join(fields).decode("latin-1").rsplit(",", FORWARDED_HOPS)[-FORWARDED_HOPS:]
+    for hop in reversed(hops):
+        before = _parsed(_without_port(hop.strip()))
+        if before is None:
+            break
+        address = before
+        if not _trusted(address, trusted_proxies):
+            break
+    return str(address)
+
+
+def priority_of(
+    headers: Headers, body_priority: str | None, service_tier: str | None, caller: Caller
+) -> Priority:
+    """The class of a request: what it asks for, capped by what its caller may have.
+
+    `body_priority` is the body's `priority` where that is a string.
+
+    Raises: errors.GatewayError (400) for a class there is not.
+    """
+    word, where = _asked(headers), "X-Priority"
+    if word is None:
+        word, where = body_priority, "priority"
+    if word is not None:
+        asked = Priority.parse(word)
+        if asked is None:
+            known = ", ".join(priority.label for priority in Priority)
+            raise errors.invalid_request(
+                f"There is no class {word[:32]!r} (in {where}); the classes are {known}.", where
+            )
+    else:
+        asked = _TIERS.get(service_tier or "", Priority.NORMAL)
+    return max(asked, caller.best)
+
+
+def _asked(headers: Headers) -> str | None:
+    for name, value in headers:
+        if name == b"x-priority":
+            return value.decode("latin-1")
+    return None
+
+
+def _trusted(address: IPAddress, proxies: Sequence[IPNetwork]) -> bool:
+    return any(address in network for network in proxies)
+
+
+def _parsed(text: str) -> IPAddress | None:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        return address.ipv4_mapped or address
+    return address
+
+
+def _without_port(hop: str) -> str:
+    """`1.2.3.4:80` and `[2001:db8::1]:443` without port or zone; some proxies add them."""
+    hop = hop.partition("%")[0]
+    if hop.startswith("["):
+        return hop[1:].partition("]")[0]
+    if hop.count(":") == 1:
+        return hop.partition(":")[0]
+    return hop

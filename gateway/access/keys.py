@@ -1,0 +1,150 @@
+"""API keys: a public id to look one up by, and a secret of which only the SHA-256 is kept.
+
+A key reads `lg_<id>_<secret>`. The secret is random and long, so one plain SHA-256 is enough: there
+is nothing to guess that a slow hash would have to protect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import string
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from gateway.request import Caller, Headers, Priority
+
+PREFIX = "lg"
+
+KEY_CHARACTERS = 512
+"""Anything longer is no key; so nobody can have us hash much."""
+
+_ID_ALPHABET = string.ascii_lowercase + string.digits
+_SECRET_ALPHABET = string.ascii_letters + string.digits
+_ID_CHARACTERS = 8
+_SECRET_CHARACTERS = 43
+"""62 ** 43 is just above 2 ** 256."""
+
+
+class KeySpec(Protocol):
+    """A key as the settings hold it."""
+
+    @property
+    def id(self) -> str:
+        """The public part."""
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the secret, 64 hexadecimal digits."""
+
+    @property
+    def name(self) -> str | None:
+        """What people call its holder."""
+
+    @property
+    def max_class(self) -> str:
+        """The highest class it gets, by name."""
+
+    @property
+    def models(self) -> Iterable[str] | None:
+        """Public model names it may use; None: all."""
+
+
+class NewKey(NamedTuple):
+    """A key that was just made; `text` is shown once and kept nowhere."""
+
+    text: str
+    id: str
+    sha256: str
+
+
+class KeyRing:
+    """The keys of one version of the settings. Never changed: a reload makes a new one."""
+
+    __slots__ = ("_by_id", "_nobody")
+
+    def __init__(self, specs: Iterable[KeySpec] = ()) -> None:
+        self._by_id = {spec.id: (bytes.fromhex(spec.sha256), _caller(spec)) for spec in specs}
+        # What an unknown id is compared with, so that it costs the same time as a known one.
+        self._nobody = (secrets.token_bytes(32), None)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def find(self, presented: str) -> Caller | None:
+        """The holder of the key that was presented, or None; one hash, whatever it is."""
+        key_id, secret = _split(presented)
+        digest, caller = self._by_id.get(key_id, self._nobody)
+        same = hmac.compare_digest(_digest(secret), digest)
+        return caller if same else None
+
+
+def new_key(id: str | None = None) -> NewKey:  # noqa: A002 - the word the settings use
+    """A fresh random key; `id` must hold no underscore.
+
+    Raises: ValueError.
+    """
+    if id is None:
+        id = "".join(secrets.choice(_ID_ALPHABET) for _ in range(_ID_CHARACTERS))  # noqa: A001
+    if not id or "_" in id:
+        raise ValueError("a key's id is not empty and has no underscore")
+    secret = "".join(secrets.choice(_SECRET_ALPHABET) for _ in range(_SECRET_CHARACTERS))
+    return NewKey(f"{PREFIX}_{id}_{secret}", id, _digest(secret).hex())
+
+
+def hash_key(text: str) -> NewKey:
+    """The parts of a key that somebody already has.
+
+    Raises: ValueError if it does not read `lg_<id>_<secret>`.
+    """
+    key_id, secret = _split(text)
+    if not key_id or not secret:
+        raise ValueError(f"a key reads {PREFIX}_<id>_<secret>")
+    return NewKey(text, key_id, _digest(secret).hex())
+
+
+def presented(headers: Headers) -> str | None:
+    """The key a request carries, or None.
+
+    `Authorization: Bearer` goes before `x-api-key`, and that before `api-key`. An empty one, which
+    clients without a key like to send, is none; another scheme of `Authorization` is none of ours.
+    """
+    best = len(_FIELDS)
+    found: bytes | None = None
+    for name, value in headers:
+        rank = _FIELDS.get(name)
+        if rank is None or rank >= best:
+            continue
+        key = _bearer(value) if rank == 0 else value.strip()
+        if key:
+            best, found = rank, key
+    return None if found is None else found.decode("latin-1")
+
+
+_FIELDS = {b"authorization": 0, b"x-api-key": 1, b"api-key": 2}
+
+
+def _bearer(value: bytes) -> bytes:
+    scheme, _, key = value.strip().partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _split(text: str) -> tuple[str, str]:
+    if len(text) > KEY_CHARACTERS:
+        return "", ""
+    prefix, _, rest = text.partition("_")
+    key_id, _, secret = rest.partition("_")
+    return (key_id, secret) if prefix == PREFIX else ("", "")
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+
+
+def _caller(spec: KeySpec) -> Caller:
+    best = Priority.parse(spec.max_class)
+    if best is None:
+        raise ValueError(f"key '{spec.id}': there is no class '{spec.max_class}'")
+    models = None if spec.models is None else frozenset(spec.models)
+    return Caller(id=spec.id, name=spec.name or spec.id, best=best, models=models)

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+from ipaddress import ip_network
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.access.callers import FORWARDED_HOPS, address_of, caller_of, priority_of
+from gateway.access.keys import KeyRing, new_key
+from gateway.errors import GatewayError
+from gateway.request import Caller, Headers, Priority
+from tests.access.test_keys import Spec
+
+KEY = new_key("team")
+RING = KeyRing([Spec(KEY.id, KEY.sha256, max_class="premium")])
+WITH_KEY: Headers = [(b"authorization", b"Bearer " + KEY.text.encode())]
+WRONG_KEY: Headers = [(b"x-api-key", b"lg_team_wrong")]
+PROXIES = (ip_network("10.0.0.0/8"), ip_network("fd00::/8"))
+
+
+def caller(
+    headers: Headers, ring: KeyRing, *, allow_anonymous: bool = False, loopback: bool = False
+) -> Caller:
+    return caller_of(
+        headers,
+        "192.0.2.7",
+        ring,
+        allow_anonymous=allow_anonymous,
+        loopback_listener=loopback,
+    )
+
+
+@pytest.mark.parametrize("loopback", [True, False])
+@pytest.mark.parametrize("allow_anonymous", [True, False])
+def test_a_good_key_names_its_holder_on_every_listener(
+    loopback: bool, allow_anonymous: bool
+) -> None:
+    found = caller(WITH_KEY, RING, loopback=loopback, allow_anonymous=allow_anonymous)
+    assert (found.id, found.best) == ("team", Priority.PREMIUM)
+
+
+@pytest.mark.parametrize("loopback", [True, False])
+@pytest.mark.parametrize("allow_anonymous", [True, False])
+def test_a_bad_key_is_401_even_where_anonymous_callers_are_let_in(
+    loopback: bool, allow_anonymous: bool
+) -> None:
+    with pytest.raises(GatewayError) as caught:
+        caller(WRONG_KEY, RING, loopback=loopback, allow_anonymous=allow_anonymous)
+    assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize("loopback", [True, False])
+def test_where_there_are_keys_one_is_needed(loopback: bool) -> None:
+    with pytest.raises(GatewayError) as caught:
+        caller([], RING, loopback=loopback)
+    assert caught.value.status == 401
+
+
+def test_where_there_are_keys_anonymous_callers_may_be_allowed() -> None:
+    found = caller([], RING, allow_anonymous=True)
+    assert found.anonymous
+    assert (found.id, found.best) == ("anonymous:192.0.2.7", Priority.NORMAL)
+
+
+def test_an_anonymous_caller_of_a_loopback_listener_gets_every_class() -> None:
+    assert caller([], KeyRing(), loopback=True).best is Priority.URGENT
+
+
+def test_where_there_are_no_keys_a_key_that_clients_must_send_means_nothing() -> None:
+    assert caller(WRONG_KEY, KeyRing(), loopback=True).anonymous
+    assert caller(WRONG_KEY, KeyRing(), allow_anonymous=True).best is Priority.NORMAL
+
+
+def test_a_public_listener_that_lost_its_last_key_lets_nobody_in() -> None:
+    with pytest.raises(GatewayError) as caught:
+        caller([], KeyRing())
+    assert caught.value.status == 401
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "address"),
+    [
+        ("192.0.2.7", [], "192.0.2.7"),
+        ("192.0.2.7", [b"198.51.100.1"], "192.0.2.7"),  # the peer is no proxy of ours
+        ("10.0.0.1", [], "10.0.0.1"),
+        ("10.0.0.1", [b"198.51.100.1"], "198.51.100.1"),
+        ("10.0.0.1", [b"203.0.113.9, 198.51.100.1"], "198.51.100.1"),  # the left one is claimed
+        ("10.0.0.1", [b"203.0.113.9", b"198.51.100.1, 10.9.9.9"], "198.51.100.1"),
+        ("10.0.0.1", [b"10.0.0.3, 10.0.0.2"], "10.0.0.3"),
+        ("10.0.0.1", [b"198.51.100.1, unknown"], "10.0.0.1"),
+        ("10.0.0.1", [b"198.51.100.1, unknown, 10.0.0.2"], "10.0.0.2"),
+        ("10.0.0.1", [b""], "10.0.0.1"),
+        ("10.0.0.1", [b"198.51.100.1:4711"], "198.51.100.1"),
+        ("10.0.0.1", [b"[2001:DB8:0::1]:4711"], "2001:db8::1"),
+        ("10.0.0.1", [b"2001:db8::1"], "2001:db8::1"),
+        ("10.0.0.1", [b"::ffff:198.51.100.1"], "198.51.100.1"),
+        ("10.0.0.1", [b"2001:db8::1%" + b"x" * 1000], "2001:db8::1"),
+        ("::ffff:10.0.0.1", [b"198.51.100.1"], "198.51.100.1"),
+        ("fd00::1", [b"198.51.100.1, fd00::2"], "198.51.100.1"),
+        ("2001:db8::5", [b"198.51.100.1"], "2001:db8::5"),
+        (None, [b"198.51.100.1"], "local"),
+    ],
+)
+def test_the_address_is_the_rightmost_that_is_no_trusted_proxy(
+    peer: str | None, forwarded: list[bytes], address: str
+) -> None:
+    headers = [(b"x-forwarded-for", value) for value in forwarded]
+    assert address_of(headers, peer, PROXIES) == address
+
+
+def test_without_trusted_proxies_the_peer_is_the_caller() -> None:
+    headers = [(b"x-forwarded-for", b"198.51.100.1")]
+    assert address_of(headers, "::ffff:10.0.0.1", ()) == "10.0.0.1"
+    assert address_of(headers, "2001:db8::1", ()) == "2001:db8::1"
+
+
+def test_an_endless_list_of_proxies_is_read_only_so_far() -> None:
+    value = b"198.51.100.1" + b",10.0.0.2" * FORWARDED_HOPS
+    assert address_of([(b"x-forwarded-for", value)], "10.0.0.1", PROXIES) == "10.0.0.2"
+
+
+@given(st.binary(max_size=200))
+def test_no_forwarded_field_whatever_is_an_error(value: bytes) -> None:
+    assert address_of([(b"x-forwarded-for", value)], "10.0.0.1", PROXIES)
+
+
+ANYBODY = Caller(id="x", name="x", best=Priority.URGENT)
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "tier", "priority"),
+    [
+        (None, None, None, Priority.NORMAL),
+        (b"urgent", "batch", "flex", Priority.URGENT),
+        (b" Premium ", None, None, Priority.PREMIUM),
+        (None, "batch", "priority", Priority.BATCH),
+        (None, None, "priority", Priority.PREMIUM),
+        (None, None, "flex", Priority.BATCH),
+        (None, None, "auto", Priority.NORMAL),
+        (None, None, "default", Priority.NORMAL),
+    ],
+)
+def test_the_class_comes_from_the_header_then_the_body_then_the_tier(
+    header: bytes | None, body: str | None, tier: str | None, priority: Priority
+) -> None:
+    headers = [] if header is None else [(b"x-priority", header)]
+    assert priority_of(headers, body, tier, ANYBODY) is priority
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "where"),
+    [
+        (b"high", None, "X-Priority"),
+        (b"", None, "X-Priority"),
+        (b"\xff" * 5000, "normal", "X-Priority"),
+        (None, "vip", "priority"),
+        (None, "", "priority"),
+    ],
+)
+def test_an_unknown_class_is_400_and_names_the_known_ones(
+    header: bytes | None, body: str | None, where: str
+) -> None:
+    headers = [] if header is None else [(b"x-priority", header)]
+    with pytest.raises(GatewayError) as caught:
+        priority_of(headers, body, None, ANYBODY)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_request")
+    assert caught.value.param == where
+    assert "urgent, premium, normal, batch" in caught.value.message
+    assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    ("asked", "best", "got"),
+    [
+        (b"urgent", Priority.NORMAL, Priority.NORMAL),
+        (b"urgent", Priority.PREMIUM, Priority.PREMIUM),
+        (b"batch", Priority.PREMIUM, Priority.BATCH),
+        (b"normal", Priority.BATCH, Priority.BATCH),
+    ],
+)
+def test_the_caller_s_best_class_caps_without_an_error(
+    asked: bytes, best: Priority, got: Priority
+) -> None:
+    holder = Caller(id="x", name="x", best=best)
+    assert priority_of([(b"x-priority", asked)], None, None, holder) is got

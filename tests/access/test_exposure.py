@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+
+from gateway.access.exposure import admin_refusal, is_loopback, public_refusal
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost", "LOCALHOST", "::ffff:127.0.0.1"]
+)
+def test_these_are_reached_from_this_machine_alone(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "0.0.0.0",
+        "::",
+        "",
+        "10.0.0.1",
+        "example.org",
+        "localhost.example.org",
+        "127.0.0.1.example.org",
+    ],
+)
+def test_these_may_be_reached_from_elsewhere(host: str) -> None:
+    assert not is_loopback(host)
+
+
+def test_a_public_address_needs_a_key_or_the_word_that_it_is_meant() -> None:
+    refusal = public_refusal("0.0.0.0", keys=0, allow_anonymous=False)
+    assert refusal is not None
+    assert "0.0.0.0" in refusal
+    assert "keys hash" in refusal
+    assert "--allow-anonymous" in refusal
+    assert public_refusal("0.0.0.0", keys=1, allow_anonymous=False) is None
+    assert public_refusal("0.0.0.0", keys=0, allow_anonymous=True) is None
+    assert public_refusal("127.0.0.1", keys=0, allow_anonymous=False) is None
+
+
+def test_the_admin_listener_needs_a_key_anywhere_but_on_loopback() -> None:
+    refusal = admin_refusal("0.0.0.0", has_key=False)
+    assert refusal is not None
+    assert "--admin-key-file" in refusal
+    assert admin_refusal("0.0.0.0", has_key=True) is None
+    assert admin_refusal("::1", has_key=False) is None

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.access import keys
+from gateway.access.keys import KeyRing, hash_key, new_key, presented
+from gateway.request import Priority
+
+
+@dataclass(frozen=True)
+class Spec:
+    id: str
+    sha256: str
+    name: str | None = None
+    max_class: str = "normal"
+    models: tuple[str, ...] | None = None
+
+
+def test_a_key_finds_its_holder() -> None:
+    key = new_key()
+    ring = KeyRing([Spec(key.id, key.sha256, "Team A", "premium", ("mistral-7b",))])
+    caller = ring.find(key.text)
+    assert caller is not None
+    assert caller.id == key.id
+    assert caller.name == "Team A"
+    assert caller.best is Priority.PREMIUM
+    assert caller.may_use("mistral-7b")
+    assert not caller.may_use("phi-4-mini")
+    assert not caller.anonymous
+
+
+def test_what_the_settings_keep_is_the_sha256_of_the_secret_alone() -> None:
+    key = new_key("team-a")
+    prefix, key_id, secret = key.text.split("_")
+    assert (prefix, key_id) == ("lg", "team-a")
+    assert key.sha256 == hashlib.sha256(secret.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text[:-1],
+        lambda text: text + "x",
+        lambda text: text.upper(),
+        lambda text: text.replace("lg_", "sk_"),
+        lambda text: text.replace("lg_", ""),
+        lambda text: text.replace("lg_team", "lg_other"),
+        lambda text: " " + text,
+        lambda text: text.rsplit("_", 1)[0],
+        lambda text: text.rsplit("_", 1)[0] + "_",
+        lambda text: "",
+        lambda text: "lg__",
+        lambda text: text + "x" * 100_000,
+        lambda text: text + "\udc80",
+    ],
+)
+def test_a_key_that_differs_in_anything_finds_nobody(change: Callable[[str], str]) -> None:
+    key = new_key("team")
+    assert KeyRing([Spec(key.id, key.sha256)]).find(change(key.text)) is None
+
+
+def test_whatever_is_presented_costs_one_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    real = hashlib.sha256
+
+    def counting(data: bytes) -> object:
+        hashed.append(len(data))
+        return real(data)
+
+    key = new_key()
+    ring = KeyRing([Spec(key.id, key.sha256)])
+    monkeypatch.setattr("gateway.access.keys.hashlib.sha256", counting)
+    for text in (key.text, "lg_unknown_" + "x" * 43, "sk-something", "", "x" * 60_000):
+        hashed.clear()
+        ring.find(text)
+        assert len(hashed) == 1
+        assert hashed[0] <= keys.KEY_CHARACTERS
+
+
+def test_a_secret_with_an_underscore_of_somebody_s_own_making_works() -> None:
+    key = hash_key("lg_mine_some_secret_of_my_own")
+    assert key.id == "mine"
+    caller = KeyRing([Spec(key.id, key.sha256)]).find(key.text)
+    assert caller is not None
+    assert caller.name == "mine"
+
+
+@pytest.mark.parametrize("text", ["", "secret", "sk-secret", "lg_secret", "lg__secret", "lg_id_"])
+def test_what_is_not_of_the_form_can_t_be_hashed(text: str) -> None:
+    with pytest.raises(ValueError, match="lg_<id>_<secret>"):
+        hash_key(text)
+
+
+def test_new_keys_differ_and_are_long_and_plain() -> None:
+    made = [new_key() for _ in range(200)]
+    assert len({key.id for key in made}) == 200
+    assert len({key.text for key in made}) == 200
+    for key in made:
+        secret = key.text.split("_")[2]
+        assert len(secret) == 43
+        assert secret.isalnum()
+        assert secret.isascii()
+
+
+@pytest.mark.parametrize("key_id", ["", "with_underscore"])
+def test_an_id_that_would_split_wrongly_is_refused(key_id: str) -> None:
+    with pytest.raises(ValueError, match="underscore"):
+        new_key(key_id)
+
+
+def test_nobody_is_found_on_an_empty_ring() -> None:
+    assert not KeyRing()
+    assert KeyRing().find(new_key().text) is None
+
+
+@pytest.mark.parametrize(
+    ("headers", "key"),
+    [
+        ([(b"authorization", b"Bearer lg_a_b")], "lg_a_b"),
+        ([(b"authorization", b"bearer   lg_a_b ")], "lg_a_b"),
+        ([(b"x-api-key", b"lg_a_b")], "lg_a_b"),
+        ([(b"api-key", b" lg_a_b")], "lg_a_b"),
+        ([(b"api-key", b"c"), (b"x-api-key", b"b"), (b"authorization", b"Bearer a")], "a"),
+        ([(b"api-key", b"c"), (b"x-api-key", b"b")], "b"),
+        ([(b"authorization", b"Basic dTpw"), (b"x-api-key", b"b")], "b"),
+        ([(b"authorization", b"Bearer "), (b"x-api-key", b"b")], "b"),
+        ([(b"authorization", b"Bearer")], None),
+        ([(b"authorization", b"Basic dTpw")], None),
+        ([(b"x-api-key", b"")], None),
+        ([(b"authorization", b"Bearer \xff\xfe")], "\xff\xfe"),
+        ([], None),
+    ],
+)
+def test_a_key_is_read_from_three_fields(
+    headers: list[tuple[bytes, bytes]], key: str | None
+) -> None:
+    assert presented(headers) == key
+
+
+@given(st.text())
+def test_no_text_whatever_upsets_the_ring(text: str) -> None:
+    key = new_key("team")
+    assert KeyRing([Spec(key.id, key.sha256)]).find(text) is None
