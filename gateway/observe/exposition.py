@@ -1,0 +1,84 @@
+"""Prometheus' text format (0.0.4), and histograms that cost a few hundred nanoseconds to feed.
+
+Written by hand because a scrape runs on the event loop: prometheus_client renders some 130,000
+samples a second, so a fleet of 1,000 nodes with nine states each would stop every stream for 80 ms.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+
+
+def labels(**values: str) -> str:
+    """The braces of a sample, values escaped: `{node="a",state="ready"}`."""
+    return "{" + ",".join(f'{name}="{escaped(value)}"' for name, value in values.items()) + "}"
+
+
+def escaped(value: str) -> str:
+    """A label's value as the format wants it, without the quotes."""
+    return value.translate(_ESCAPES)
+
+
+def number(value: float) -> str:
+    """A sample's value."""
+    if math.isfinite(value):
+        return repr(value)
+    return "NaN" if math.isnan(value) else ("+Inf" if value > 0 else "-Inf")
+
+
+class Page:
+    """The text of one scrape, family by family."""
+
+    __slots__ = ("_lines", "_prefix")
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._lines: list[str] = []
+
+    def family(
+        self, name: str, kind: str, meaning: str, samples: Iterable[tuple[str, float]]
+    ) -> None:
+        """One family; each sample is its labels with their braces (or nothing) and its value."""
+        full = self._prefix + name
+        self._lines.append(f"# HELP {full} {meaning}\n# TYPE {full} {kind}\n")
+        self._lines.extend(f"{full}{braces} {number(value)}\n" for braces, value in samples)
+
+    def histogram(self, name: str, meaning: str, histogram: Histogram) -> None:
+        """One histogram without labels."""
+        full = self._prefix + name
+        self._lines.append(f"# HELP {full} {meaning}\n# TYPE {full} histogram\n")
+        below = 0
+        for bound, count in zip(histogram.bounds, histogram.counts, strict=False):
+            below += count
+            self._lines.append(f'{full}_bucket{{le="{bound!r}"}} {below}\n')
+        total = below + histogram.counts[-1]
+        self._lines.append(
+            f'{full}_bucket{{le="+Inf"}} {total}\n'
+            f"{full}_sum {histogram.sum!r}\n{full}_count {total}\n"
+        )
+
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self._lines)
+
+
+class Histogram:
+    """Counts values up to each bound; bounds are floats in rising order."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = [float(bound) for bound in bounds]
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value

@@ -1,0 +1,257 @@
+"""`GET /metrics`: what happened, counted from events; what is, read at each scrape.
+
+On the hot path an event costs about a microsecond, in plain dictionaries; all words are made at
+the scrape. The number of series is bounded by the fleet: nodes by the inventory, models by a cap.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+
+from gateway import __version__
+from gateway.events import AttemptEnded, Bus, NodeChanged, RequestFinished
+from gateway.observe.exposition import Histogram, Page, escaped, labels
+from gateway.request import Priority
+
+PREFIX = "llama_gateway_"
+
+STATES = (
+    "standby",
+    "draining",
+    "down",
+    "loading",
+    "starting",
+    "ejected",
+    "mute",
+    "degraded",
+    "ready",
+)
+"""Every state a node can be in, as the admin API names them."""
+
+MODELS = 1000
+"""Distinct model labels; what comes beyond is `other`."""
+
+NODES = 10_000
+"""Distinct node labels; what comes beyond is `other`."""
+
+OTHER = "other"
+
+# A CPU node may take an hour over an answer; a refusal takes a millisecond.
+_UP_TO_AN_HOUR = (1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, *_UP_TO_AN_HOUR)
+_OVERHEAD = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    1,
+    60,
+    3600,
+)
+
+
+@dataclass(slots=True)
+class NodeSample:
+    """One node at the moment of a scrape. Speeds in tokens per second, None until measured."""
+
+    name: str
+    state: str
+    slots_total: int
+    slots_busy: int
+    decode_tps: float | None = None
+    prefill_tps: float | None = None
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What is, at the moment of a scrape."""
+
+    nodes: Sequence[NodeSample] = ()
+    queue: Mapping[Priority, int] = field(default_factory=dict)
+    """Requests that wait for a slot, by class; a class that is missing has none."""
+    in_flight: int = 0
+    """Requests that wait or run."""
+    inventory_error: bool = False
+    """The inventory on disk is invalid; an older one is in force."""
+    retry_budget: float | None = None
+    """Retries that could be made now."""
+
+
+class Metrics:
+    """Counts the events of `bus`; `snapshot` is called at each scrape and must be quick."""
+
+    def __init__(self, bus: Bus, snapshot: Callable[[], Snapshot]) -> None:
+        self._snapshot = snapshot
+        self._requests: dict[tuple[Priority, str, int], int] = {}
+        self._tokens: dict[str, list[int]] = {}
+        self._attempts: dict[str, dict[str, int]] = {}
+        self._cost: dict[str, float] = {}
+        self._duration = Histogram(_SECONDS)
+        self._ttft = Histogram(_SECONDS)
+        self._queue = Histogram(_SECONDS)
+        self._overhead = Histogram(_OVERHEAD)
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
+        bus.subscribe(RequestFinished, self.finished)
+        bus.subscribe(AttemptEnded, self.attempted)
+        bus.subscribe(NodeChanged, self.node_changed)
+
+    def finished(self, event: RequestFinished) -> None:
+        """Count a request that has ended."""
+        model = event.model
+        tokens = self._tokens.get(model)
+        if tokens is None:
+            if len(self._tokens) >= MODELS:
+                model = OTHER
+            tokens = self._tokens.setdefault(model, [0, 0, 0])
+        tokens[0] += event.prompt_tokens
+        tokens[1] += event.cached_tokens
+        tokens[2] += event.completion_tokens
+        key = (event.priority, model, event.code)
+        self._requests[key] = self._requests.get(key, 0) + 1
+        self._duration.observe(event.duration)
+        if event.ttft is not None:
+            self._ttft.observe(event.ttft)
+        if event.overhead is not None:
+            self._overhead.observe(event.overhead)
+        if event.attempts or event.queue:
+            self._queue.observe(event.queue)
+        if event.tier is not None:
+            self._cost[event.tier] = self._cost.get(event.tier, 0.0) + event.cost
+
+    def attempted(self, event: AttemptEnded) -> None:
+        """Count an attempt on a node."""
+        outcomes = self._attempts.get(event.node)
+        if outcomes is None:
+            node = event.node if len(self._attempts) < NODES else OTHER
+            outcomes = self._attempts.setdefault(node, {})
+        outcomes[event.outcome] = outcomes.get(event.outcome, 0) + 1
+
+    def node_changed(self, event: NodeChanged) -> None:
+        """Forget a node that has left the fleet."""
+        if event.new is None:
+            self._attempts.pop(event.node, None)
+
+    def render(self) -> bytes:
+        """The page that Prometheus scrapes, in the form of `exposition.CONTENT_TYPE`."""
+        snapshot = self._snapshot()
+        page = Page(PREFIX)
+        self._put_requests(page)
+        self._put_fleet(page, snapshot.nodes)
+        page.family(
+            "queue_depth",
+            "gauge",
+            "Requests that wait for a slot.",
+            (
+                (labels(**{"class": priority.label}), snapshot.queue.get(priority, 0))
+                for priority in Priority
+            ),
+        )
+        page.family("in_flight", "gauge", "Requests that wait or run.", [("", snapshot.in_flight)])
+        page.family(
+            "inventory_error",
+            "gauge",
+            "1 while the inventory on disk is invalid and an older one is in force.",
+            [("", int(snapshot.inventory_error))],
+        )
+        if snapshot.retry_budget is not None:
+            page.family(
+                "retry_budget",
+                "gauge",
+                "Retries that could be made now.",
+                [("", snapshot.retry_budget)],
+            )
+        build = labels(version=__version__, python=platform.python_version())
+        page.family("build_info", "gauge", "The version that runs.", [(build, 1)])
+        return page.text().encode() + generate_latest(self._process)
+
+    def _put_requests(self, page: Page) -> None:
+        page.family(
+            "requests_total",
+            "counter",
+            "Requests that have ended, by their true status; 499: the client left.",
+            (
+                (labels(**{"class": priority.label}, model=model, code=str(code)), count)
+                for (priority, model, code), count in self._requests.items()
+            ),
+        )
+        page.family("tokens_total", "counter", "Tokens of requests that ended.", self._each_token())
+        page.family(
+            "cost_total",
+            "counter",
+            "Cost of requests that ended, in the settings' currency.",
+            ((labels(tier=tier), cost) for tier, cost in self._cost.items()),
+        )
+        for name, meaning, histogram in (
+            ("request_duration_seconds", "From arrival to the last byte.", self._duration),
+            ("time_to_first_token_seconds", "From arrival to the first content.", self._ttft),
+            ("queue_seconds", "Time spent waiting for a slot.", self._queue),
+            ("overhead_seconds", "From arrival to dispatch, less the wait.", self._overhead),
+        ):
+            page.histogram(name, meaning, histogram)
+
+    def _each_token(self) -> Iterator[tuple[str, float]]:
+        for model, counts in self._tokens.items():
+            for kind, count in zip(("prompt", "cached", "completion"), counts, strict=True):
+                yield labels(model=model, kind=kind), count
+
+    def _put_fleet(self, page: Page, nodes: Sequence[NodeSample]) -> None:
+        self._forget_all_but(node.name for node in nodes)
+        page.family(
+            "attempts_total",
+            "counter",
+            "Attempts on a node that are over.",
+            (
+                (labels(node=node, outcome=outcome), count)
+                for node, outcomes in self._attempts.items()
+                for outcome, count in outcomes.items()
+            ),
+        )
+        page.family(
+            "node_state",
+            "gauge",
+            "1 for the state a node is in, 0 for the others.",
+            (
+                (f'{{node="{name}",state="{state}"}}', int(state == current))
+                for name, current in [(escaped(node.name), node.state) for node in nodes]
+                for state in STATES
+            ),
+        )
+        braces = [labels(node=node.name) for node in nodes]
+        for family, meaning, values in (
+            ("node_slots_total", "Slots a node has.", [n.slots_total for n in nodes]),
+            ("node_slots_busy", "Slots in use.", [n.slots_busy for n in nodes]),
+            (
+                "node_decode_tokens_per_second",
+                "Measured speed of writing, for one request.",
+                [n.decode_tps for n in nodes],
+            ),
+            (
+                "node_prefill_tokens_per_second",
+                "Measured speed of reading a prompt.",
+                [n.prefill_tps for n in nodes],
+            ),
+        ):
+            known = [
+                (brace, value)
+                for brace, value in zip(braces, values, strict=True)
+                if value is not None
+            ]
+            page.family(family, "gauge", meaning, known)
+
+    def _forget_all_but(self, names: Iterable[str]) -> None:
+        """Drop what a node's last attempts, ending after it had left, have made again."""
+        kept = {*names, OTHER}
+        for gone in [node for node in self._attempts if node not in kept]:
+            del self._attempts[gone]

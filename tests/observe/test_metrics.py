@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.events import AttemptEnded, Bus, NodeChanged, RequestFinished
+from gateway.observe.exposition import Histogram, Page, labels
+from gateway.observe.metrics import MODELS, STATES, Metrics, NodeSample, Snapshot
+from gateway.request import Priority
+
+P = "llama_gateway_"
+
+
+def finished(**changes: object) -> RequestFinished:
+    values: dict[str, object] = {
+        "id": "r1",
+        "path": "/v1/chat/completions",
+        "model": "mistral-7b",
+        "priority": Priority.NORMAL,
+        "caller": "team",
+        "code": 200,
+        "reason": None,
+        "stream": True,
+        "node": "a",
+        "tier": "cpu",
+        "attempts": 1,
+        "queue": 0.0,
+        "ttft": 0.4,
+        "duration": 2.0,
+        "overhead": 0.0003,
+    }
+    return RequestFinished(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Scraped:
+    """A page as Prometheus reads it."""
+
+    def __init__(self, page: bytes) -> None:
+        self.families: dict[str, Metric] = {}
+        for family in text_string_to_metric_families(page.decode()):
+            assert family.name not in self.families, "a family may be there once"
+            self.families[family.name] = family
+        self.values = {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in self.families.values()
+            for sample in family.samples
+        }
+
+    def value(self, name: str, **wanted: str) -> float | None:
+        return self.values.get((P + name, tuple(sorted(wanted.items()))))
+
+    def count(self, name: str) -> int:
+        return sum(1 for sample, _ in self.values if sample == P + name)
+
+
+class Gateway:
+    """A bus, its metrics and what a scrape finds."""
+
+    def __init__(self) -> None:
+        self.bus = Bus()
+        self.snapshot = Snapshot()
+        self.metrics = Metrics(self.bus, lambda: self.snapshot)
+
+    def publish(self, *events: object) -> None:
+        for event in events:
+            self.bus.publish(event)
+
+    def nodes(self, *names: str) -> None:
+        self.snapshot.nodes = [NodeSample(name, "ready", 2, 0) for name in names]
+
+    def scrape(self) -> Scraped:
+        return Scraped(self.metrics.render())
+
+
+@pytest.fixture
+def gateway() -> Gateway:
+    return Gateway()
+
+
+def test_every_name_of_the_contract_is_on_a_busy_gateway_s_page(gateway: Gateway) -> None:
+    gateway.snapshot = Snapshot(nodes=[NodeSample("a", "ready", 2, 1, 16.5, 250.0)])
+    gateway.publish(finished(prompt_tokens=3), AttemptEnded("r1", "a", "ok", 1.0))
+    kinds = {name: family.type for name, family in gateway.scrape().families.items()}
+    # The parser takes the _total off the names of counters.
+    for name in ("requests", "tokens", "attempts", "cost"):
+        assert kinds[P + name] == "counter"
+    for name in ("request_duration", "time_to_first_token", "queue", "overhead"):
+        assert kinds[f"{P}{name}_seconds"] == "histogram"
+    for name in (
+        "queue_depth",
+        "node_state",
+        "node_slots_total",
+        "node_slots_busy",
+        "node_decode_tokens_per_second",
+        "node_prefill_tokens_per_second",
+        "in_flight",
+        "inventory_error",
+        "build_info",
+    ):
+        assert kinds[P + name] == "gauge"
+    assert kinds["process_resident_memory_bytes"] == "gauge"
+    assert kinds["process_open_fds"] == "gauge"
+
+
+def test_names_units_and_help_are_as_promtool_wants_them(gateway: Gateway) -> None:
+    gateway.snapshot = Snapshot(nodes=[NodeSample("a", "ready", 2, 1, 1.0, 1.0)], retry_budget=9)
+    gateway.publish(finished(), AttemptEnded("r1", "a", "ok", 1.0))
+    for family in gateway.scrape().families.values():
+        assert family.documentation, f"{family.name} has no help"
+        assert not any(unit in family.name for unit in ("milliseconds", "minutes", "_ms", "_kb"))
+        for sample in family.samples:
+            if family.type == "counter":
+                assert sample.name.endswith("_total")
+            elif sample.name != P + "node_slots_total":  # a gauge that the contract names so
+                assert not sample.name.endswith("_total")
+            assert all(len(label) > 1 for label in sample.labels)
+
+
+def test_requests_are_counted_by_class_model_and_true_code(gateway: Gateway) -> None:
+    gateway.publish(
+        finished(),
+        finished(),
+        finished(code=499),
+        finished(priority=Priority.URGENT),
+        finished(model="unknown", code=404),
+    )
+    page = gateway.scrape()
+    count = page.value("requests_total", **{"class": "normal"}, model="mistral-7b", code="200")
+    assert count == 2
+    assert page.value("requests_total", **{"class": "normal"}, model="mistral-7b", code="499") == 1
+    assert page.value("requests_total", **{"class": "urgent"}, model="mistral-7b", code="200") == 1
+    assert page.value("requests_total", **{"class": "normal"}, model="unknown", code="404") == 1
+
+
+def test_tokens_and_cost_add_up(gateway: Gateway) -> None:
+    once = finished(prompt_tokens=100, cached_tokens=60, completion_tokens=7, cost=0.25)
+    gateway.publish(once, once, finished(tier="gpu", cost=1.5), finished(tier=None, code=429))
+    page = gateway.scrape()
+    assert page.value("tokens_total", model="mistral-7b", kind="prompt") == 200
+    assert page.value("tokens_total", model="mistral-7b", kind="cached") == 120
+    assert page.value("tokens_total", model="mistral-7b", kind="completion") == 14
+    assert page.value("cost_total", tier="cpu") == 0.5
+    assert page.value("cost_total", tier="gpu") == 1.5
+    assert page.count("cost_total") == 2
+
+
+def test_histograms_take_what_was_measured_and_leave_out_what_was_not(gateway: Gateway) -> None:
+    gateway.publish(
+        finished(duration=0.3, ttft=None, overhead=None, attempts=0),
+        finished(duration=3000.0, queue=12.0),
+        finished(duration=5000.0, queue=12.0, attempts=0),
+    )
+    page = gateway.scrape()
+    assert page.value("request_duration_seconds_count") == 3
+    assert page.value("request_duration_seconds_sum") == 8000.3
+    assert page.value("request_duration_seconds_bucket", le="0.25") == 0
+    assert page.value("request_duration_seconds_bucket", le="0.5") == 1
+    assert page.value("request_duration_seconds_bucket", le="3600.0") == 2
+    assert page.value("request_duration_seconds_bucket", le="+Inf") == 3
+    assert page.value("time_to_first_token_seconds_count") == 2
+    assert page.value("overhead_seconds_count") == 2
+    assert page.value("queue_seconds_count") == 2
+    assert page.value("queue_seconds_bucket", le="20.0") == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "request_duration_seconds",
+        "time_to_first_token_seconds",
+        "queue_seconds",
+        "overhead_seconds",
+    ],
+)
+def test_every_histogram_reaches_one_hour_and_is_there_before_the_first_request(
+    gateway: Gateway, name: str
+) -> None:
+    page = gateway.scrape()
+    assert page.value(f"{name}_bucket", le="3600.0") == 0
+    assert page.value(f"{name}_count") == 0
+
+
+def test_a_node_is_in_one_state_and_every_other_reads_zero(gateway: Gateway) -> None:
+    gateway.snapshot = Snapshot(
+        nodes=[
+            NodeSample("a", "ready", 2, 1, 16.5, 250.0),
+            NodeSample("b", "down", 4, 0),
+        ]
+    )
+    page = gateway.scrape()
+    for state in STATES:
+        assert page.value("node_state", node="a", state=state) == int(state == "ready")
+        assert page.value("node_state", node="b", state=state) == int(state == "down")
+    assert page.value("node_slots_total", node="b") == 4
+    assert page.value("node_slots_busy", node="a") == 1
+    assert page.value("node_decode_tokens_per_second", node="a") == 16.5
+    assert page.value("node_prefill_tokens_per_second", node="a") == 250.0
+    assert page.value("node_decode_tokens_per_second", node="b") is None
+
+
+def test_a_removed_node_s_series_disappear(gateway: Gateway) -> None:
+    gateway.nodes("a", "b")
+    gateway.publish(AttemptEnded("r", "a", "ok", 1.0), AttemptEnded("r", "b", "reset", 1.0))
+    assert gateway.scrape().value("attempts_total", node="b", outcome="reset") == 1
+    gateway.nodes("a")
+    gateway.publish(NodeChanged("b", "ready", None, "removed from the inventory"))
+    gateway.publish(AttemptEnded("r", "b", "ok", 1.0))  # its last work ends after it has left
+    page = gateway.scrape()
+    assert not [key for key in page.values if ("node", "b") in key[1]]
+    assert page.value("attempts_total", node="a", outcome="ok") == 1
+
+
+def test_a_node_that_comes_back_counts_from_zero(gateway: Gateway) -> None:
+    gateway.nodes("a")
+    gateway.publish(AttemptEnded("r", "a", "ok", 1.0), NodeChanged("a", "ready", None, "removed"))
+    gateway.publish(NodeChanged("a", None, "starting", "added"), AttemptEnded("r", "a", "ok", 1.0))
+    assert gateway.scrape().value("attempts_total", node="a", outcome="ok") == 1
+
+
+def test_the_queue_shows_every_class(gateway: Gateway) -> None:
+    gateway.snapshot = Snapshot(queue={Priority.BATCH: 3}, in_flight=5, inventory_error=True)
+    page = gateway.scrape()
+    assert page.value("queue_depth", **{"class": "batch"}) == 3
+    assert page.value("queue_depth", **{"class": "urgent"}) == 0
+    assert page.count("queue_depth") == 4
+    assert page.value("in_flight") == 5
+    assert page.value("inventory_error") == 1
+    assert page.value("retry_budget") is None
+
+
+def test_models_without_end_are_counted_as_other(gateway: Gateway) -> None:
+    gateway.publish(*(finished(model=f"m{n}", prompt_tokens=1) for n in range(MODELS + 50)))
+    page = gateway.scrape()
+    assert page.count("requests_total") == MODELS + 1
+    assert page.count("tokens_total") == 3 * (MODELS + 1)
+    assert page.value("requests_total", **{"class": "normal"}, model="other", code="200") == 50
+    assert page.value("tokens_total", model="other", kind="prompt") == 50
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=5))
+def test_any_name_survives_the_text_format(names: list[str]) -> None:
+    gateway = Gateway()
+    gateway.publish(*(finished(model=name) for name in names))
+    page = gateway.scrape()
+    for name in names:
+        count = page.value("requests_total", **{"class": "normal"}, model=name, code="200")
+        assert count == names.count(name)
+
+
+@given(st.lists(st.floats(min_value=0, max_value=1e6), max_size=50))
+def test_a_histogram_s_buckets_hold_what_is_not_above_them(values: list[float]) -> None:
+    histogram = Histogram([0.1, 1, 10])
+    for value in values:
+        histogram.observe(value)
+    page = Page("")
+    page.histogram("h", "meaning", histogram)
+    (family,) = text_string_to_metric_families(page.text())
+    read = {sample.labels.get("le", sample.name): sample.value for sample in family.samples}
+    for bound in (0.1, 1.0, 10.0, math.inf):
+        name = "+Inf" if bound == math.inf else repr(bound)
+        assert read[name] == sum(value <= bound for value in values)
+    assert read["h_count"] == len(values)
+    assert read["h_sum"] == pytest.approx(sum(values))
+
+
+def test_values_that_are_not_finite_are_written_as_prometheus_reads_them() -> None:
+    def written(values: Iterable[float]) -> list[float]:
+        page = Page("")
+        page.family("g", "gauge", "m", [(labels(n=str(n)), v) for n, v in enumerate(values)])
+        (family,) = text_string_to_metric_families(page.text())
+        return [sample.value for sample in family.samples]
+
+    assert written([math.inf, -math.inf, 1e-7, 3]) == [math.inf, -math.inf, 1e-7, 3]
+    assert math.isnan(written([math.nan])[0])
