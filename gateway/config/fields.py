@@ -1,0 +1,267 @@
+"""The kinds of values that settings and inventory are made of."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from gateway.config.units import parse_duration, parse_size
+
+# No wait of the gateway is meant to be longer than a week; a larger figure is a slip of units.
+LONGEST_WAIT = 7 * 86400.0
+LARGEST_SIZE = 1 << 40
+
+
+class ConfigModel(BaseModel):
+    """A mapping of a configuration file: unknown keys are errors, an empty value is no value."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_by_alias=True,
+        validate_by_name=True,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=False,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_unset(cls, data: object) -> object:
+        # `queue:` with every line below it commented out reads as null in YAML.
+        if isinstance(data, Mapping):
+            return {key: value for key, value in data.items() if value is not None}
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How the reference names a type, and the unit that its numbers are in."""
+
+    name: str
+    unit: str = ""
+
+
+def wrong(message: str, remedy: str = "", key: str = "") -> PydanticCustomError:
+    """Build the error that a validator raises: what is wrong, and what to do about it.
+
+    `key` names the key to blame where it isn't the validated one but one beside it.
+    """
+    context = {"message": message, "remedy": remedy, "key": key}
+    return PydanticCustomError("config", "{message}", context)
+
+
+def _number(value: object) -> object:
+    if isinstance(value, (bool, str)):
+        raise wrong("must be a number", "without quotes" if isinstance(value, str) else "")
+    return value
+
+
+def _duration(value: object) -> float:
+    try:
+        return parse_duration(value)
+    except ValueError:
+        raise wrong(
+            "must be a duration", 'seconds such as 30 or 0.5, or "30s", "5m", "1h"'
+        ) from None
+
+
+def _switchable_duration(value: object) -> float:
+    if value is False or (isinstance(value, str) and value.lower() in {"off", "no", "false"}):
+        return 0.0
+    return _duration(value)
+
+
+def _size(value: object) -> int:
+    try:
+        return parse_size(value)
+    except ValueError:
+        raise wrong(
+            "must be a number of bytes", 'such as 65536, "64KiB", "500kB" or "1GiB"'
+        ) from None
+
+
+def one_or_many(value: object) -> object:
+    """Let a single text stand for a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+def existing_file(value: object, info: ValidationInfo) -> object:
+    """Resolve a path against the folder of the file that names it; there it must exist.
+
+    Without a file (settings built in code) the path stays as it is.
+    """
+    if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
+        raise wrong("must be the path of a file")
+    folder = (info.context or {}).get("folder")
+    if folder is None:
+        return Path(value)
+    path = Path(folder) / value
+    try:
+        found = path.exists() and not path.is_dir()
+    except OSError:
+        found = False
+    if not found:
+        raise wrong(
+            f"there is no file {path}",
+            "create it or correct the path; a relative path starts in this file's folder",
+        )
+    return path
+
+
+def _network(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return ipaddress.ip_network(value.strip())
+    except ValueError:
+        pass
+    try:
+        remedy = f"write {ipaddress.ip_network(value.strip(), strict=False)}"
+    except ValueError:
+        remedy = "such as 127.0.0.1, 10.0.0.0/8 or fd00::/8"
+    raise wrong("must be an address or a network", remedy)
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252}[A-Za-z0-9_.])?")
+
+
+def is_host(text: str) -> bool:
+    """Tell whether a text is a host name or an IP address (no port, no brackets)."""
+    if _HOST.fullmatch(text):
+        return True
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return "%" not in text
+
+
+def _host(value: object) -> object:
+    if isinstance(value, str) and not is_host(value):
+        raise wrong("must be a host name or an IP address", "without a scheme, a path or a port")
+    return value
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+
+
+def _variable(value: object) -> object:
+    # The value is never shown: a key pasted here by mistake must not reach a log.
+    if isinstance(value, str) and not _VARIABLE.fullmatch(value):
+        raise wrong(
+            "must be the name of an environment variable", "the name such as NODE_KEY, not the key"
+        )
+    return value
+
+
+def json_value(value: object) -> object:
+    """Check that a value can be written as JSON for a node."""
+    match value:
+        case float() if not math.isfinite(value):
+            raise wrong("must be a finite number")
+        case int() if not -(1 << 63) <= value < 1 << 63:
+            raise wrong("must be a number of at most 64 bits")
+        case Mapping():
+            for item in value.values():
+                json_value(item)
+        case list() | tuple():
+            for item in value:
+                json_value(item)
+    return value
+
+
+_DURATION_SCHEMA = {
+    "anyOf": [
+        {"type": "number", "minimum": 0},
+        {"type": "string", "pattern": r"^\s*([0-9.]+\s*(ms|s|m|h|d)\s*)+$"},
+    ]
+}
+_SWITCHABLE_SCHEMA = {
+    "anyOf": [*_DURATION_SCHEMA["anyOf"], {"enum": ["off", False]}],
+}
+_SIZE_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1},
+        {"type": "string", "pattern": r"^\s*[0-9.]+\s*([kKmMgGtT][iI]?)?[bB]\s*$"},
+    ]
+}
+
+Text = Annotated[str, Field(min_length=1, max_length=1024), Kind("text")]
+Host = Annotated[str, BeforeValidator(_host), Kind("host name or address")]
+Port = Annotated[int, BeforeValidator(_number), Field(ge=0, le=65535), Kind("port")]
+Count = Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000_000), Kind("number")]
+CountOrZero = Annotated[
+    int, BeforeValidator(_number), Field(ge=0, le=1_000_000_000), Kind("number")
+]
+Amount = Annotated[
+    float,
+    BeforeValidator(_number),
+    Field(ge=0, le=1e9, allow_inf_nan=False),
+    Kind("amount", "currency"),
+]
+Share = Annotated[
+    float, BeforeValidator(_number), Field(ge=0, le=1, allow_inf_nan=False), Kind("share, 0 to 1")
+]
+Factor = Annotated[
+    float, BeforeValidator(_number), Field(gt=0, le=1e6, allow_inf_nan=False), Kind("factor")
+]
+Seconds = Annotated[
+    float,
+    Field(gt=0, le=LONGEST_WAIT),
+    BeforeValidator(_duration),
+    WithJsonSchema(_DURATION_SCHEMA),
+    Kind("duration", "s"),
+]
+SecondsOrZero = Annotated[
+    float,
+    Field(ge=0, le=LONGEST_WAIT),
+    BeforeValidator(_duration),
+    WithJsonSchema(_DURATION_SCHEMA),
+    Kind("duration", "s"),
+]
+SecondsOrOff = Annotated[
+    float,
+    Field(ge=0, le=LONGEST_WAIT),
+    BeforeValidator(_switchable_duration),
+    WithJsonSchema(_SWITCHABLE_SCHEMA),
+    Kind("duration or `off`", "s"),
+]
+Size = Annotated[
+    int,
+    Field(ge=1, le=LARGEST_SIZE),
+    BeforeValidator(_size),
+    WithJsonSchema(_SIZE_SCHEMA),
+    Kind("size", "bytes"),
+]
+ExistingFile = Annotated[
+    Path, BeforeValidator(existing_file), WithJsonSchema({"type": "string"}), Kind("path of a file")
+]
+Network = Annotated[
+    ipaddress.IPv4Network | ipaddress.IPv6Network,
+    BeforeValidator(_network),
+    WithJsonSchema({"type": "string"}),
+    Kind("network"),
+]
+Variable = Annotated[str, BeforeValidator(_variable), Kind("name of a variable")]
+Lowered = BeforeValidator(_lower)
+JsonMap = Mapping[str, Annotated[Any, BeforeValidator(json_value)]]

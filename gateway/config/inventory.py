@@ -1,0 +1,174 @@
+"""The inventory: which nodes there are, as `config/nodes.yaml` says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from gateway.config.fields import ConfigModel, wrong
+from gateway.config.node import (
+    Endpoint,
+    NodeSpec,
+    NodeTimeouts,
+    NodeTls,
+    TokenCost,
+)
+from gateway.config.problems import ConfigError, Problem
+from gateway.config.validation import repeated, told_once, validate
+from gateway.config.yaml_source import (
+    MOST_VALUES,
+    Entry,
+    Items,
+    Scalar,
+    Source,
+    Table,
+    read_yaml,
+    table,
+)
+
+__all__ = [
+    "Endpoint",
+    "Inventory",
+    "NodeSpec",
+    "NodeTimeouts",
+    "NodeTls",
+    "TokenCost",
+    "load_inventory",
+]
+
+# Keys of which a node has one: its own stands in for the default of the other.
+_EITHER = (
+    ("cost_per_hour", "cost_per_million_tokens"),
+    ("api_key_env", "api_key_file"),
+)
+# What tells one node from the others can't be a default.
+_OWN = ("name", "url")
+
+
+class Inventory(ConfigModel):
+    """All nodes, in the order of the file."""
+
+    nodes: Annotated[
+        tuple[NodeSpec, ...],
+        Field(description="The nodes. `[]` is allowed: a fleet may be filled later."),
+    ]
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Inventory:
+        seen: set[str] = set()
+        for node in self.nodes:
+            if node.name in seen:
+                raise wrong(f"two nodes are named {node.name}", "a node's name must be unique")
+            seen.add(node.name)
+        return self
+
+
+def load_inventory(path: Path, env: Mapping[str, str] | None = None) -> Inventory:
+    """Read the inventory from a YAML file.
+
+    `env` holds the variables for `${VAR}` and `api_key_env`; by default the process's own.
+    Raises ConfigError with every problem of the file. Reads the disk: call it in a thread.
+    """
+    env = os.environ if env is None else env
+    source = read_yaml(path, env)
+    problems = list(source.problems)
+    defaults, entries = _parts(source, problems)
+
+    # The defaults are checked even where no node takes them.
+    stand_in = {"name": _text("node"), "url": _text("http://node")}
+    checked = table({**defaults.entries, **stand_in})
+    problems += validate(NodeSpec, source, Entry(checked, 0, "defaults"), env)[1]
+
+    nodes: list[NodeSpec] = []
+    values = 0
+    for entry in entries:
+        merged = _with_defaults(defaults, entry)
+        values += merged.tree.size
+        if values > MOST_VALUES:
+            problems.append(
+                Problem(path, entry.line, entry.key, f"more than {MOST_VALUES} values in all")
+            )
+            break
+        node, wrongs = validate(NodeSpec, source, merged, env)
+        problems += wrongs
+        if node is not None:
+            nodes.append(node)
+    problems += repeated(source, entries, "name", "the node")
+    if problems:
+        raise ConfigError(told_once(problems))
+    return Inventory(nodes=tuple(nodes))
+
+
+def _text(value: str) -> Entry:
+    return Entry(Scalar(value), 0, "")
+
+
+def _parts(source: Source, problems: list[Problem]) -> tuple[Table, tuple[Entry, ...]]:
+    """Take the file's two keys apart: the defaults and the nodes."""
+    root = source.root
+
+    def tell(entry: Entry, message: str, remedy: str, key: str | None = None) -> None:
+        name = entry.key if key is None else key
+        problems.append(Problem(source.file, entry.line, name, message, remedy))
+
+    if not isinstance(root.tree, Table):
+        empty = isinstance(root.tree, Scalar) and root.tree.value is None
+        tell(root, "the file is empty" if empty else "must be a mapping", "write nodes: []")
+        return table({}), ()
+    known = root.tree.entries
+    for key, entry in known.items():
+        if key not in {"defaults", "nodes"}:
+            near = " Did you mean a key of a node?" if key in NodeSpec.model_fields else ""
+            tell(entry, "unknown key", f"allowed here: defaults, nodes.{near}")
+
+    defaults = table({})
+    if (given := known.get("defaults")) is not None:
+        if isinstance(given.tree, Table):
+            for key in _OWN:
+                if key in given.tree.entries:
+                    tell(given.tree.entries[key], "can't be a default", "each node has its own")
+            own = {key: one for key, one in given.tree.entries.items() if key not in _OWN}
+            defaults = table(own)
+        elif given.tree != Scalar(None):
+            tell(given, "must be a mapping", "of keys that every node shall have")
+
+    nodes = known.get("nodes")
+    if nodes is None or nodes.tree == Scalar(None):
+        tell(nodes or root, "is missing", "list the nodes, or write nodes: []", "nodes")
+        return defaults, ()
+    if not isinstance(nodes.tree, Items):
+        tell(nodes, "must be a list", "one item, - name: ..., for each node")
+        return defaults, ()
+    return defaults, nodes.tree.entries
+
+
+def _with_defaults(defaults: Table, entry: Entry) -> Entry:
+    if not isinstance(entry.tree, Table):
+        return entry
+    taken = dict(defaults.entries)
+    for pair in _EITHER:
+        if any(key in entry.tree.entries for key in pair):
+            for key in pair:
+                taken.pop(key, None)
+    return Entry(_merged(table(taken), entry.tree), entry.line, entry.key)
+
+
+def _merged(below: Table, above: Table) -> Table:
+    """Lay a mapping over another, and the mappings in them likewise."""
+    entries = dict(below.entries)
+    for key, entry in above.entries.items():
+        under = entries.get(key)
+        if (
+            key != "model"
+            and under
+            and isinstance(under.tree, Table)
+            and isinstance(entry.tree, Table)
+        ):
+            entries[key] = Entry(_merged(under.tree, entry.tree), entry.line, entry.key)
+        else:
+            entries[key] = entry
+    return table(entries)

@@ -1,0 +1,276 @@
+"""Settings of the two listeners: who may connect, who may ask, and how much they may send."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+
+from gateway.config.fields import (
+    ConfigModel,
+    Count,
+    CountOrZero,
+    ExistingFile,
+    Host,
+    Kind,
+    Lowered,
+    Network,
+    Port,
+    Seconds,
+    SecondsOrZero,
+    Size,
+    Text,
+    one_or_many,
+    wrong,
+)
+
+Class = Literal["urgent", "premium", "normal", "batch"]
+
+MIB = 1 << 20
+
+
+class TlsFiles(ConfigModel):
+    """Certificate of a listener."""
+
+    cert: Annotated[ExistingFile, Field(description="PEM file of the certificate chain.")]
+    key: Annotated[ExistingFile, Field(description="PEM file of the certificate's key.")]
+
+
+class ListenSettings(ConfigModel):
+    """The public listener. A change needs a restart."""
+
+    host: Annotated[
+        Host,
+        Field(
+            description=(
+                "Address to bind; `0.0.0.0` or `::` for all. Without `keys`, only a loopback "
+                "address is accepted unless `allow_anonymous` says that it is meant."
+            )
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[Port, Field(description="Port to bind; 0 takes a free one.")] = 8000
+    tls: Annotated[TlsFiles | None, Field(description="Serve https with this certificate.")] = None
+    trusted_proxies: Annotated[
+        tuple[Network, ...],
+        BeforeValidator(one_or_many),
+        Field(
+            description=(
+                "Proxies in front of the gateway, as addresses or networks. "
+                "Only theirs is the `X-Forwarded-For` that is believed."
+            )
+        ),
+        Kind("list of networks"),
+    ] = ()
+    expose_node: Annotated[
+        bool | None,
+        Field(
+            description=(
+                "Tell the node's name in `X-Gateway-Node`. Left away: on a loopback listener only."
+            )
+        ),
+        Kind("true or false"),
+    ] = None
+    keep_alive: Annotated[
+        Seconds, Field(description="An idle client connection is closed after this time.")
+    ] = 75.0
+
+
+class AdminSettings(ConfigModel):
+    """The admin listener: metrics, nodes, drain, reload. A change needs a restart."""
+
+    host: Annotated[
+        Host,
+        Field(description="Address to bind. On any but a loopback one, `key_file` is needed."),
+    ] = "127.0.0.1"
+    port: Annotated[Port, Field(description="Port to bind; 0 takes a free one.")] = 8001
+    key_file: Annotated[
+        ExistingFile | None,
+        Field(description="File that holds the admin key (`Authorization: Bearer`)."),
+    ] = None
+    hosts: Annotated[
+        tuple[Host, ...],
+        BeforeValidator(one_or_many),
+        Field(
+            description=(
+                "Further names by which the listener may be asked. Requests with another `Host` "
+                "are refused, so that no web page reaches it through a browser."
+            )
+        ),
+        Kind("list of host names"),
+    ] = ()
+
+
+_ID = re.compile(r"[A-Za-z0-9-]{1,64}")
+_SHA256 = re.compile(r"[0-9a-fA-F]{64}")
+
+
+def _key_id(value: object) -> object:
+    if isinstance(value, str) and not _ID.fullmatch(value):
+        raise wrong(
+            "must be 1 to 64 letters, digits or '-'", "the part between lg_ and _ of the key"
+        )
+    return value
+
+
+def _sha256(value: object) -> object:
+    # Never shown: the key itself may have been pasted here.
+    if isinstance(value, str):
+        if not _SHA256.fullmatch(value):
+            raise wrong("must be 64 hexadecimal digits", "`llama-gateway keys hash` makes them")
+        return value.lower()
+    return value
+
+
+class KeySpec(ConfigModel):
+    """One API key: a public id and the SHA-256 of its secret."""
+
+    id: Annotated[
+        str,
+        BeforeValidator(_key_id),
+        Field(
+            description="Public part of the key `lg_<id>_<secret>`; unique.",
+            json_schema_extra={"pattern": f"^{_ID.pattern}$"},
+        ),
+        Kind("text"),
+    ]
+    sha256: Annotated[
+        str,
+        BeforeValidator(_sha256),
+        Field(
+            description="SHA-256 of the secret, as `llama-gateway keys hash` prints it.",
+            json_schema_extra={"pattern": f"^{_SHA256.pattern}$"},
+            repr=False,
+        ),
+        Kind("64 hex digits"),
+    ]
+    name: Annotated[
+        str,
+        Field(description="Who uses it; shown in logs and metrics.", max_length=256),
+        Kind("text"),
+    ] = ""
+    max_class: Annotated[
+        Class, Lowered, Field(description="Highest class it may ask for; higher ones are lowered.")
+    ] = "normal"
+    models: Annotated[
+        tuple[Text, ...] | None,
+        BeforeValidator(one_or_many),
+        Field(description="Public names it may use. Left away: all."),
+        Kind("list of names"),
+    ] = None
+
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#]+")
+_HEADER = re.compile(r"\*|[!#$%&'+.^_`|~0-9A-Za-z-]+")
+
+
+def _origin(value: object) -> object:
+    if isinstance(value, str) and not _ORIGIN.fullmatch(value):
+        raise wrong(
+            'must be an origin or "*"', "such as https://chat.example.org, without a path or slash"
+        )
+    return value
+
+
+def _header(value: object) -> object:
+    if isinstance(value, str) and not _HEADER.fullmatch(value):
+        raise wrong('must be the name of a header or "*"')
+    return value
+
+
+class CorsSpec(ConfigModel):
+    """Which web pages may call the public listener from a browser."""
+
+    origins: Annotated[
+        tuple[Annotated[str, BeforeValidator(_origin)], ...],
+        BeforeValidator(one_or_many),
+        Field(description='Origins that may ask, or `"*"` for every one.', min_length=1),
+        Kind("list of origins"),
+    ]
+    headers: Annotated[
+        tuple[Annotated[str, BeforeValidator(_header)], ...],
+        BeforeValidator(one_or_many),
+        Field(description="Request headers that pages may send."),
+        Kind("list of header names"),
+    ] = ("*",)
+    max_age: Annotated[
+        SecondsOrZero, Field(description="How long a browser may remember the permission.")
+    ] = 600.0
+    credentials: Annotated[
+        bool,
+        Field(description="Let browsers send cookies and certificates. Not together with `*`."),
+        Kind("true or false"),
+    ] = False
+
+    @field_validator("credentials")
+    @classmethod
+    def _not_for_every_page(cls, credentials: bool, info: ValidationInfo) -> bool:  # noqa: FBT001
+        if credentials and "*" in info.data.get("origins", ()):
+            raise wrong('can\'t be true with the origin "*"', "name the origins")
+        return credentials
+
+
+class LimitSettings(ConfigModel):
+    """Bounds on what clients may send and ask for, and on what is kept in memory."""
+
+    body_bytes: Annotated[
+        Size, Field(description="Largest request body; a larger one is answered with 413.")
+    ] = 64 * MIB
+    header_bytes: Annotated[
+        Size, Field(description="Largest head of a request; a larger one is answered with 431.")
+    ] = 64 << 10
+    buffered_bytes: Annotated[
+        Size,
+        Field(description="Request bodies in memory at one time, all together."),
+    ] = 1024 * MIB
+    header_timeout: Annotated[
+        Seconds, Field(description="A request's head must be complete within this time.")
+    ] = 15.0
+    body_timeout: Annotated[
+        Seconds,
+        Field(
+            description="A body must be complete within this time, plus its bytes / `body_rate`."
+        ),
+    ] = 30.0
+    body_rate: Annotated[
+        Size,
+        Field(description="Bytes per second that a body beyond `body_timeout` must average."),
+        Kind("size", "bytes/s"),
+    ] = 16384
+    connections: Annotated[
+        Count, Field(description="Client connections at one time. A change needs a restart.")
+    ] = 10000
+    n: Annotated[
+        Count, Field(description="Largest `n` (answers to one request); above it, 400.")
+    ] = 32
+    max_tokens: Annotated[
+        Count | None,
+        Field(description="Tokens one answer may have; more is lowered to it. Unset: no bound."),
+        Kind("number", "tokens"),
+    ] = None
+    n_probs: Annotated[
+        CountOrZero, Field(description="Largest `n_probs` and `top_logprobs`; lowered above it.")
+    ] = 64
+    event_bytes: Annotated[Size, Field(description="Largest single event in a node's stream.")] = (
+        MIB
+    )
+    response_bytes: Annotated[
+        Size,
+        Field(description="Largest plain answer that is held back while it may still be retried."),
+    ] = 64 * MIB
+    json_depth: Annotated[
+        Annotated[Count, Field(le=900)],
+        Field(description="Deepest nesting of a request's JSON; above it, 400."),
+        Kind("number"),
+    ] = 128
+    media_hosts: Annotated[
+        tuple[Host, ...],
+        BeforeValidator(one_or_many),
+        Field(
+            description=(
+                "Hosts whose remote image URLs are passed on. All others are refused, since the "
+                "node would fetch them; `data:` URLs always pass."
+            )
+        ),
+        Kind("list of host names"),
+    ] = ()

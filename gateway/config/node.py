@@ -1,0 +1,290 @@
+"""One node, as `config/nodes.yaml` describes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
+
+from gateway.config.fields import (
+    Amount,
+    ConfigModel,
+    Count,
+    ExistingFile,
+    Factor,
+    Host,
+    Kind,
+    Seconds,
+    Text,
+    Variable,
+    one_or_many,
+    wrong,
+)
+from gateway.config.node_key import key_from_file, key_from_variable
+from gateway.config.urls import node_url, url_host
+
+Endpoint = Literal["chat", "embeddings", "rerank", "infill", "vision"]
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+def _node_name(value: object) -> object:
+    if isinstance(value, str) and (not _NAME.fullmatch(value) or value in {".", ".."}):
+        raise wrong("must be 1 to 128 letters, digits, '.', '_' or '-'", "such as epyc-a-numa0")
+    return value
+
+
+def _slots(value: object) -> object:
+    if value == "auto":
+        return None
+    if isinstance(value, (bool, str)):
+        raise wrong('must be a number of slots or "auto"')
+    return value
+
+
+def _models(value: object) -> object:
+    """Bring the three ways of naming models to one: public name -> the node's name."""
+    match value:
+        case str():
+            return {value: value}
+        case Mapping():
+            models = dict(value)
+        case list() | tuple() if all(isinstance(name, str) for name in value):
+            models = {name: name for name in value}
+        case _:
+            raise wrong("must be a name, a list of names, or a mapping {public name: node's name}")
+    if not models:
+        raise wrong("must name a model", "leave the key away to take what the server says")
+    return models
+
+
+class TokenCost(ConfigModel):
+    """The price of a million tokens, in the settings' currency."""
+
+    prompt: Annotated[Amount, Field(description="Price of a million prompt tokens.")] = 0.0
+    completion: Annotated[Amount, Field(description="Price of a million generated tokens.")] = 0.0
+
+
+class NodeTimeouts(ConfigModel):
+    """A node's exceptions to `timeouts` in the settings; a key left away means the settings'."""
+
+    connect: Annotated[
+        Seconds | None, Field(description="Longest wait for a connection to be made.")
+    ] = None
+    first_byte: Annotated[
+        Seconds | None,
+        Field(description="Longest wait for the first event with content, before scaling."),
+    ] = None
+    silence: Annotated[
+        Seconds | None, Field(description="Longest silence between two pieces of an answer.")
+    ] = None
+    total: Annotated[Seconds | None, Field(description="Longest duration of a whole request.")] = (
+        None
+    )
+
+
+class NodeTls(ConfigModel):
+    """How the gateway checks a node's certificate, and shows its own."""
+
+    ca: Annotated[
+        ExistingFile | None,
+        Field(description="PEM file of the authorities to trust, instead of the system's."),
+    ] = None
+    cert: Annotated[
+        ExistingFile | None, Field(description="PEM file of the gateway's own certificate.")
+    ] = None
+    key: Annotated[
+        ExistingFile | None,
+        Field(description="PEM file of that certificate's key, where `cert` doesn't hold it."),
+    ] = None
+    verify: Annotated[
+        bool,
+        Field(description="`false` trusts any certificate. For a closed network only."),
+        Kind("true or false"),
+    ] = True
+    server_name: Annotated[
+        Host | None,
+        Field(description="Name expected in the certificate, where it isn't the URL's host."),
+    ] = None
+
+    @field_validator("key")
+    @classmethod
+    def _key_has_a_certificate(cls, key: Path | None, info: ValidationInfo) -> Path | None:
+        if key is not None and info.data.get("cert", key) is None:
+            raise wrong("needs `cert`", "name the certificate that this key belongs to")
+        return key
+
+
+class NodeSpec(ConfigModel):
+    """One node: a llama.cpp server, or another OpenAI-compatible endpoint."""
+
+    name: Annotated[
+        str,
+        BeforeValidator(_node_name),
+        Field(
+            description="Unique name: letters, digits, `.`, `_`, `-`.",
+            json_schema_extra={"pattern": f"^{_NAME.pattern}$"},
+        ),
+        Kind("text"),
+    ]
+    url: Annotated[
+        str,
+        BeforeValidator(node_url),
+        Field(
+            description="Address without `/v1`; a path prefix is kept.",
+            json_schema_extra={"pattern": r"^(https?://|.*\$\{)"},
+        ),
+        Kind("URL"),
+    ]
+    kind: Annotated[
+        Literal["llama.cpp", "openai"],
+        Field(description="`llama.cpp`, or `openai` for any other OpenAI-compatible endpoint."),
+    ] = "llama.cpp"
+    tier: Annotated[Literal["cpu", "gpu"], Field(description="What the node computes on.")] = "cpu"
+    slots: Annotated[
+        Annotated[int, Field(ge=1, le=65536)] | None,
+        BeforeValidator(_slots),
+        WithJsonSchema(
+            {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 65536}, {"const": "auto"}]}
+        ),
+        Field(description="Requests it works on at once. `auto`: what the server says."),
+        Kind("number or `auto`"),
+    ] = None
+    models: Annotated[
+        Mapping[Text, Text] | None,
+        BeforeValidator(_models),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                    {
+                        "type": "object",
+                        "additionalProperties": {"type": "string"},
+                        "minProperties": 1,
+                    },
+                ]
+            }
+        ),
+        Field(
+            validation_alias="model",
+            description=(
+                "What it serves: a name, a list, or a mapping `{public name: node's name}`. "
+                "Left away: what the server says."
+            ),
+        ),
+        Kind("text, list or mapping"),
+    ] = None
+    endpoints: Annotated[
+        frozenset[Endpoint] | None,
+        BeforeValidator(one_or_many),
+        Field(
+            description=(
+                "Which APIs it serves: `chat`, `embeddings`, `rerank`, `infill`, `vision`. "
+                "Left away: all but what the node refuses with 501."
+            )
+        ),
+        Kind("list"),
+    ] = None
+    context: Annotated[
+        Count | None,
+        Field(description="Tokens of one slot. Left away: what the server says."),
+        Kind("number", "tokens"),
+    ] = None
+    host: Annotated[
+        Host,
+        Field(
+            description=(
+                "Fate domain: nodes that fail together share it, and a retry prefers another. "
+                "Left away: the URL's host."
+            ),
+            validate_default=True,
+        ),
+        Kind("text"),
+    ] = ""
+    cost_per_hour: Annotated[
+        Amount, Field(description="What an hour of it costs, in the settings' currency.")
+    ] = 0.0
+    cost_per_million_tokens: Annotated[
+        TokenCost | None,
+        Field(description="What its tokens cost, instead of `cost_per_hour`."),
+    ] = None
+    speed_hint: Annotated[
+        Factor, Field(description="First guess of its relative speed, until it is measured.")
+    ] = 1.0
+    api_key_env: Annotated[
+        Variable | None,
+        Field(description="Name of the environment variable that holds the node's key."),
+    ] = None
+    api_key_file: Annotated[
+        ExistingFile | None,
+        Field(description="File that holds the node's key, instead of `api_key_env`."),
+    ] = None
+    # Resolved from the two keys above; never a key of the file (`exclude` says so everywhere).
+    api_key: SecretStr | None = Field(default=None, exclude=True, validate_default=True)
+    timeouts: Annotated[
+        NodeTimeouts, Field(description="This node's exceptions to the settings' `timeouts`.")
+    ] = NodeTimeouts()
+    tls: Annotated[NodeTls | None, Field(description="For an https node.")] = None
+    enabled: Annotated[
+        bool,
+        Field(description="`false`: it stays in the file and gets nothing."),
+        Kind("true or false"),
+    ] = True
+    standby: Annotated[
+        bool,
+        Field(description="`true`: an elastic node that is started on demand."),
+        Kind("true or false"),
+    ] = False
+    labels: Annotated[
+        Mapping[Text, str],
+        Field(description='Free words about it, such as `{numa: "0"}`.', max_length=64),
+        Kind("mapping of texts"),
+    ] = {}
+
+    @field_validator("host", mode="before")
+    @classmethod
+    def _host_of_the_url(cls, host: object, info: ValidationInfo) -> object:
+        return host or url_host(info.data.get("url", "http://unknown"))
+
+    @field_validator("cost_per_million_tokens")
+    @classmethod
+    def _one_price(cls, cost: TokenCost | None, info: ValidationInfo) -> TokenCost | None:
+        if cost is not None and info.data.get("cost_per_hour"):
+            raise wrong(
+                "can't stand beside cost_per_hour", "a node is paid by the hour or by the token"
+            )
+        return cost
+
+    @field_validator("api_key_file")
+    @classmethod
+    def _one_key(cls, path: Path | None, info: ValidationInfo) -> Path | None:
+        if path is not None and info.data.get("api_key_env"):
+            raise wrong("can't stand beside api_key_env", "keep one of the two")
+        return path
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _resolve_the_key(cls, key: object, info: ValidationInfo) -> object:
+        env = (info.context or {}).get("env")
+        if env is None:
+            return key
+        if key is not None:
+            raise wrong(
+                "a key must not stand in this file", "name it by api_key_env or api_key_file"
+            )
+        if variable := info.data.get("api_key_env"):
+            return key_from_variable(variable, env)
+        if path := info.data.get("api_key_file"):
+            return key_from_file(path)
+        return None

@@ -1,0 +1,45 @@
+"""The key that a node asks for: read from a variable or a file, never shown."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from gateway.config.fields import wrong
+
+LONGEST_KEY = 16384
+
+
+def key_from_variable(variable: str, env: Mapping[str, str]) -> str:
+    """Take a key from the environment; raises a validation error that names the variable."""
+    if variable not in env:
+        raise wrong(
+            f"the variable {variable} is not set",
+            "set it where the gateway is started",
+            "api_key_env",
+        )
+    return _checked(env[variable], f"the variable {variable}", "api_key_env")
+
+
+def key_from_file(path: Path) -> str:
+    """Take a key from a file, without white space around it; bounded."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(LONGEST_KEY + 1)
+    except OSError as error:
+        raise wrong(
+            f"can't read {path}: {error.strerror}",
+            "the gateway's user must be allowed to read it",
+            "api_key_file",
+        ) from None
+    # Latin-1 maps each byte to a character, so what isn't ASCII is told below.
+    return _checked(content.decode("latin-1"), str(path), "api_key_file")
+
+
+def _checked(text: str, source: str, key: str) -> str:
+    secret = text.strip()
+    if not secret:
+        raise wrong(f"{source} is empty", "put the node's key there", key)
+    if len(secret) >= LONGEST_KEY or not (secret.isascii() and secret.isprintable()):
+        raise wrong(
+            f"{source} holds no key", "a key is one line of printable ASCII characters", key
+        )
+    return secret

@@ -1,0 +1,223 @@
+"""Settings that say where a request goes, how long it may take, and how often it is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+
+from gateway.config.fields import (
+    ConfigModel,
+    Count,
+    CountOrZero,
+    JsonMap,
+    Kind,
+    Seconds,
+    SecondsOrZero,
+    Share,
+    Text,
+    one_or_many,
+    wrong,
+)
+
+# What a request is, not how it is answered: a rule that touched these would make another one of it.
+_NOT_PARAMETERS = frozenset({"model", "messages", "prompt", "input", "stream"})
+
+
+def _parameters(value: object) -> object:
+    if isinstance(value, (Mapping, list, tuple)):
+        for name in value:
+            if name in _NOT_PARAMETERS:
+                raise wrong(f"can't hold {name}", "a rule is for parameters such as temperature")
+    return value
+
+
+class ModelRule(ConfigModel):
+    """What a public model name stands for, and what is done to requests for it."""
+
+    use: Annotated[
+        tuple[Text, ...],
+        BeforeValidator(one_or_many),
+        Field(
+            description=(
+                "The model meant, or a list: the first that can serve. Left away: the name itself."
+            )
+        ),
+        Kind("name or list"),
+    ] = ()
+    set: Annotated[
+        JsonMap,
+        BeforeValidator(_parameters),
+        Field(description="Parameters that every request gets, whatever it says."),
+        Kind("mapping"),
+    ] = Field(default_factory=dict)
+    default: Annotated[
+        JsonMap,
+        BeforeValidator(_parameters),
+        Field(description="Parameters that a request gets if it doesn't name them."),
+        Kind("mapping"),
+    ] = Field(default_factory=dict)
+    max_tokens: Annotated[
+        Count | None,
+        Field(description="Tokens one answer may have; a request for more is lowered."),
+        Kind("number", "tokens"),
+    ] = None
+    strip: Annotated[
+        tuple[Text, ...],
+        BeforeValidator(_parameters),
+        BeforeValidator(one_or_many),
+        Field(description="Parameters that are taken out of every request."),
+        Kind("list of names"),
+    ] = ()
+
+
+def find_loop(rules: Mapping[str, ModelRule]) -> list[str]:
+    """Find names whose `use` leads back to them, in the order of the loop; empty if none.
+
+    A name that uses itself isn't a loop: it means the nodes' model of that name.
+    """
+    done: set[str] = set()
+    for start in rules:
+        # Depth first, with a stack of our own: a chain may be as long as the file.
+        path: dict[str, None] = {}
+        stack: list[tuple[str, bool]] = [(start, False)]
+        while stack:
+            name, leaving = stack.pop()
+            if leaving:
+                path.pop(name)
+                done.add(name)
+            elif name in path:
+                names = list(path)
+                return [*names[names.index(name) :], name]
+            elif name not in done and name in rules:
+                path[name] = None
+                stack.append((name, True))
+                stack.extend((used, False) for used in rules[name].use if used != name)
+    return []
+
+
+class ClassRule(ConfigModel):
+    """What holds for one class of requests."""
+
+    max_wait: Annotated[
+        Seconds | None, Field(description="Longest wait in the queue, instead of `queue.max_wait`.")
+    ] = None
+
+
+class QueueSettings(ConfigModel):
+    """Requests that wait for a slot."""
+
+    max: Annotated[
+        CountOrZero,
+        Field(description="Requests that may wait; the next is answered with 429 `queue_full`."),
+    ] = 256
+    max_wait: Annotated[Seconds, Field(description="Longest wait; then 503 `queue_timeout`.")] = (
+        300.0
+    )
+
+
+class HealthSettings(ConfigModel):
+    """Probes of the nodes, and the circuit breaker that each node has."""
+
+    interval: Annotated[Seconds, Field(description="Time between two probes of a node.")] = 5.0
+    timeout: Annotated[Seconds, Field(description="Longest wait for a probe's answer.")] = 2.0
+    rise: Annotated[Count, Field(description="Good probes until a node counts as up.")] = 1
+    fall: Annotated[Count, Field(description="Failed probes until a node counts as down.")] = 3
+    discover_interval: Annotated[
+        Seconds, Field(description="Time between two questions for slots, models and context.")
+    ] = 30.0
+    prefill_grace: Annotated[
+        Seconds,
+        Field(
+            description=(
+                "A node that reads a prompt may leave probes unanswered for this time, or for 4 "
+                "times what the prompt should take if that is longer (state `mute`, not `down`)."
+            )
+        ),
+    ] = 60.0
+    failures: Annotated[
+        Count, Field(description="Failed requests in a row that open a node's circuit.")
+    ] = 5
+    open: Annotated[
+        Seconds,
+        Field(
+            description="An open circuit lets one trial through after this time; then it doubles."
+        ),
+    ] = 30.0
+    open_max: Annotated[Seconds, Field(description="Longest time a circuit stays open.")] = 300.0
+    slow_start: Annotated[
+        SecondsOrZero, Field(description="A node that came back gets its full share after this.")
+    ] = 30.0
+
+    @field_validator("open_max")
+    @classmethod
+    def _not_below_open(cls, longest: float, info: ValidationInfo) -> float:
+        if longest < info.data.get("open", 0.0):
+            raise wrong("must not be less than `open`", "raise open_max or lower open")
+        return longest
+
+
+class TimeoutSettings(ConfigModel):
+    """Limits of one request to a node. A node's own `timeouts` in the inventory come first."""
+
+    connect: Annotated[Seconds, Field(description="Longest wait for a connection to be made.")] = (
+        3.0
+    )
+    first_byte: Annotated[
+        Seconds,
+        Field(
+            description=(
+                "Longest wait for the first event with content. Grows with the prompt's length "
+                "and the node's measured speed."
+            )
+        ),
+    ] = 60.0
+    silence: Annotated[
+        Seconds,
+        Field(
+            description=(
+                "Longest silence between two pieces of an answer. Suspended while the node reads "
+                "another prompt."
+            )
+        ),
+    ] = 60.0
+    total: Annotated[Seconds, Field(description="Longest duration of a whole request.")] = 3600.0
+
+
+class RetrySettings(ConfigModel):
+    """Retries on another node, before the first byte has gone to the client."""
+
+    attempts: Annotated[
+        Annotated[Count, Field(le=100)],
+        Field(description="Attempts in all; 1 never retries."),
+        Kind("number"),
+    ] = 3
+    backoff: Annotated[
+        SecondsOrZero, Field(description="Wait before the first retry; doubles, with jitter.")
+    ] = 0.05
+    backoff_max: Annotated[SecondsOrZero, Field(description="Longest wait before a retry.")] = 2.0
+    budget: Annotated[
+        Share,
+        Field(description="Retries allowed, as a share of the last minute's requests."),
+    ] = 0.2
+    budget_min: Annotated[
+        CountOrZero,
+        Field(
+            description=(
+                "Retries a minute that are always allowed (the slots of the largest node are "
+                "allowed too, if they are more)."
+            )
+        ),
+    ] = 10
+    wait_for_node: Annotated[
+        SecondsOrZero,
+        Field(description="When every node is out, wait this long for one; then 503 `no_node`."),
+    ] = 30.0
+
+    @field_validator("backoff_max")
+    @classmethod
+    def _not_below_backoff(cls, longest: float, info: ValidationInfo) -> float:
+        if longest < info.data.get("backoff", 0.0):
+            raise wrong("must not be less than `backoff`", "raise backoff_max or lower backoff")
+        return longest

@@ -1,0 +1,203 @@
+"""The settings: how the gateway behaves, as `config/gateway.yaml` says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from gateway.config.fields import (
+    ConfigModel,
+    Kind,
+    Lowered,
+    SecondsOrOff,
+    SecondsOrZero,
+    Text,
+    wrong,
+)
+from gateway.config.listeners import (
+    AdminSettings,
+    Class,
+    CorsSpec,
+    KeySpec,
+    LimitSettings,
+    ListenSettings,
+)
+from gateway.config.problems import ConfigError, Problem
+from gateway.config.routing import (
+    ClassRule,
+    HealthSettings,
+    ModelRule,
+    QueueSettings,
+    RetrySettings,
+    TimeoutSettings,
+    find_loop,
+)
+from gateway.config.validation import repeated, told_once, validate
+from gateway.config.yaml_source import Entry, Items, Scalar, Source, Table, read_yaml, table
+
+
+class LoggingSettings(ConfigModel):
+    """What is logged, and how. Never a prompt, a completion or a key."""
+
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Lowered,
+        Field(description="The least that is worth a line."),
+    ] = "info"
+    format: Annotated[
+        Literal["auto", "console", "json"],
+        Lowered,
+        Field(description="`auto`: readable on a terminal, JSON otherwise."),
+    ] = "auto"
+    access: Annotated[
+        bool, Field(description="One line for each request."), Kind("true or false")
+    ] = True
+
+
+class ShutdownSettings(ConfigModel):
+    """What happens between SIGTERM and the end."""
+
+    delay: Annotated[
+        SecondsOrZero,
+        Field(
+            description=(
+                "`/ready` says 503 for this time before the listeners close, so that a balancer "
+                "in front can look away."
+            )
+        ),
+    ] = 0.0
+    grace: Annotated[
+        SecondsOrZero, Field(description="What waits and runs may end within this time.")
+    ] = 60.0
+
+
+def _named(value: object) -> object:
+    if isinstance(value, Mapping) and "" in value:
+        raise wrong("a model's name can't be empty")
+    return value
+
+
+class Settings(ConfigModel):
+    """All settings. Every key has a default; the file may be missing."""
+
+    listen: Annotated[ListenSettings, Field(description="The public listener.")] = ListenSettings()
+    admin: Annotated[AdminSettings, Field(description="The admin listener.")] = AdminSettings()
+    keys: Annotated[
+        tuple[KeySpec, ...],
+        Field(description="API keys of the public listener. None: no key is asked for."),
+        Kind("list"),
+    ] = ()
+    allow_anonymous: Annotated[
+        bool,
+        Field(description="Serve without keys on an address that isn't loopback."),
+        Kind("true or false"),
+    ] = False
+    cors: Annotated[CorsSpec | None, Field(description="Web pages that may call; unset: none.")] = (
+        None
+    )
+    limits: Annotated[LimitSettings, Field(description="Bounds of requests and of memory.")] = (
+        LimitSettings()
+    )
+    models: Annotated[
+        Mapping[str, Annotated[ModelRule, BeforeValidator(lambda rule: rule or {})]],
+        BeforeValidator(_named),
+        Field(description="Public model names: aliases, fall-backs and parameters."),
+        Kind("mapping of rules"),
+    ] = {}
+    default_model: Annotated[
+        Text | None,
+        Field(description="Model of a request that names none. Unset: the only one there is."),
+    ] = None
+    classes: Annotated[
+        Mapping[Class, Annotated[ClassRule, BeforeValidator(lambda rule: rule or {})]],
+        Field(description="Rules for `urgent`, `premium`, `normal` and `batch`."),
+        Kind("mapping of rules"),
+    ] = {}
+    queue: Annotated[QueueSettings, Field(description="Waiting for a slot.")] = QueueSettings()
+    policy: Annotated[Literal["least_loaded"], Field(description="How a node is chosen.")] = (
+        "least_loaded"
+    )
+    health: Annotated[HealthSettings, Field(description="Probes and circuit breakers.")] = (
+        HealthSettings()
+    )
+    timeouts: Annotated[TimeoutSettings, Field(description="Limits of one request to a node.")] = (
+        TimeoutSettings()
+    )
+    retries: Annotated[RetrySettings, Field(description="Retries on another node.")] = (
+        RetrySettings()
+    )
+    heartbeat: Annotated[
+        SecondsOrOff,
+        Field(
+            description=(
+                "A sign of life on a waiting stream, this often. It commits status 200: a later "
+                "error comes as an event of the stream. `off` or 0 sends none."
+            )
+        ),
+    ] = 15.0
+    logging: Annotated[LoggingSettings, Field(description="What is logged.")] = LoggingSettings()
+    shutdown: Annotated[ShutdownSettings, Field(description="From SIGTERM to the end.")] = (
+        ShutdownSettings()
+    )
+
+    @field_validator("keys")
+    @classmethod
+    def _ids_are_unique(cls, keys: tuple[KeySpec, ...]) -> tuple[KeySpec, ...]:
+        seen: set[str] = set()
+        for key in keys:
+            if key.id in seen:
+                raise wrong(f"two keys have the id {key.id}", "a key's id must be unique")
+            seen.add(key.id)
+        return keys
+
+    @field_validator("models")
+    @classmethod
+    def _no_loops(cls, models: Mapping[str, ModelRule]) -> Mapping[str, ModelRule]:
+        if loop := find_loop(models):
+            raise wrong(
+                f"the names stand for each other: {' -> '.join(loop)}",
+                "let one of them name a model that a node serves",
+            )
+        return models
+
+
+# Keys of the contract that later versions bring: told apart from slips of the pen.
+NOT_YET = frozenset({"hybrid", "resume", "store"})
+
+
+def load_settings(path: Path | None, env: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings from a YAML file; without a path, every key has its default.
+
+    `env` holds the variables for `${VAR}`; by default the process's own. Raises ConfigError
+    with every problem of the file. Reads the disk: call it in a thread.
+    """
+    if path is None:
+        return Settings()
+    env = os.environ if env is None else env
+    source = read_yaml(path, env)
+    root = source.root
+    if root.tree == Scalar(None):
+        root = Entry(table({}), root.line, root.key)
+    problems = list(source.problems)
+    if isinstance(root.tree, Table):
+        problems += [
+            Problem(path, entry.line, key, "not supported by this version yet", "remove it")
+            for key, entry in root.tree.entries.items()
+            if key in NOT_YET
+        ]
+    settings, wrongs = validate(Settings, source, root, env)
+    problems += [*wrongs, *_same_ids(source, root)]
+    if problems or settings is None:
+        raise ConfigError(told_once(problems))
+    return settings
+
+
+def _same_ids(source: Source, root: Entry) -> list[Problem]:
+    keys = root.tree.entries.get("keys") if isinstance(root.tree, Table) else None
+    if keys is None or not isinstance(keys.tree, Items):
+        return []
+    return repeated(source, keys.tree.entries, "id", "the key")

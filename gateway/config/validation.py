@@ -1,0 +1,176 @@
+"""From a tree to a model, with every problem told in the file's own terms."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ValidationError
+
+from gateway.config.fields import ConfigModel
+from gateway.config.problems import Problem
+from gateway.config.shape import keys_of, model_at
+from gateway.config.yaml_source import Entry, Items, Scalar, Source, Table, plain
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+Model = TypeVar("Model", bound=ConfigModel)
+
+# More than this of one mapping is not told.
+_ERRORS = 200
+
+_MESSAGES = {
+    "missing": "is missing",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "int_parsing_size": "must be a smaller number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be a text",
+    "string_too_short": "must not be empty",
+    "dict_type": "must be a mapping",
+    "mapping_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
+    "frozen_set_type": "must be a list",
+    "is_instance_of": "must be an address or a network",
+}
+
+
+def validate(
+    model: type[Model], source: Source, entry: Entry, env: Mapping[str, str]
+) -> tuple[Model | None, list[Problem]]:
+    """Build a model from the mapping of an entry; None where it has problems.
+
+    Relative paths start in the file's folder; `env` holds the nodes' keys.
+    """
+    context = {"folder": source.file.parent, "env": env}
+    data = plain(entry.tree)
+    try:
+        return model.model_validate(data, context=context, by_alias=True, by_name=False), []
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    # A variable's value was typed, but this place asks for a text: `name: ${N}` with N=42.
+    texts = [error["loc"] for error in errors if _wants_text(error, entry)]
+    if texts:
+        for loc in texts:
+            _put(data, loc, _find(entry, loc))
+        try:
+            return model.model_validate(data, context=context, by_alias=True, by_name=False), []
+        except ValidationError as error:
+            errors = error.errors(include_url=False)
+    return None, [_problem(error, model, source.file, entry) for error in errors[:_ERRORS]]
+
+
+def unknown_key(model: type[ConfigModel], key: str) -> str:
+    """Tell which key was probably meant, and which ones there are."""
+    known = sorted(keys_of(model))
+    near = difflib.get_close_matches(key, known, n=1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return f"{meant}Allowed: {', '.join(known)}" if meant else f"allowed: {', '.join(known)}"
+
+
+def told_once(problems: Iterable[Problem]) -> list[Problem]:
+    """Put problems in the order of the file, each place and message once.
+
+    A value that could not be read (its variable is missing) has its own problem; what validation
+    says about the same key on the same line is only a consequence of it.
+    """
+    first: dict[tuple[int, str], Problem] = {}
+    every: dict[Problem, None] = {}
+    for problem in problems:
+        every.setdefault(problem)
+        first.setdefault((problem.line, problem.key), problem)
+    kept = [one for one in every if first[one.line, one.key] is one]
+    return sorted(kept, key=lambda problem: problem.line)
+
+
+def repeated(source: Source, items: Iterable[Entry], key: str, what: str) -> list[Problem]:
+    """Tell of items of a list that share what must be unique, with the lines of both."""
+    problems = []
+    first: dict[str, Entry] = {}
+    for item in items:
+        entry = item.tree.entries.get(key) if isinstance(item.tree, Table) else None
+        if entry is None or not isinstance(entry.tree, Scalar) or entry.tree.value is None:
+            continue
+        other = first.setdefault(entry.tree.text or str(entry.tree.value), entry)
+        if other is not entry:
+            message = f"{what} in line {other.line} has this {key} already"
+            remedy = f"give each its own {key}"
+            problems.append(Problem(source.file, entry.line, entry.key, message, remedy))
+    return problems
+
+
+def _find(entry: Entry, loc: Iterable[str | int]) -> Entry:
+    """Follow a location as far as the file has it; parts that only a type has are skipped."""
+    for part in loc:
+        match entry.tree, part:
+            case Table(entries=entries), str() if part in entries:
+                entry = entries[part]
+            case Items(entries=items), int() if part < len(items):
+                entry = items[part]
+    return entry
+
+
+def _wants_text(error: ErrorDetails, entry: Entry) -> bool:
+    if error["type"] != "string_type":
+        return False
+    tree = _find(entry, error["loc"]).tree
+    return isinstance(tree, Scalar) and tree.text is not None
+
+
+def _put(data: Any, loc: tuple[str | int, ...], entry: Entry) -> None:
+    tree = entry.tree
+    for part in loc[:-1]:
+        data = data[part]
+    if isinstance(tree, Scalar) and isinstance(data, (dict, list)):
+        data[loc[-1]] = tree.text  # type: ignore[index]
+
+
+def _problem(error: ErrorDetails, model: type[ConfigModel], file: Path, entry: Entry) -> Problem:
+    loc = error["loc"]
+    context = error.get("ctx", {})
+    kind = error["type"]
+    if blamed := context.get("key"):
+        loc = (*loc[:-1], blamed)
+    found = _find(entry, loc)
+    key = found.key
+    message, remedy = _MESSAGES.get(kind, ""), ""
+    if kind == "config":
+        message, remedy = context["message"], context["remedy"]
+    elif kind == "missing":
+        name = str(loc[-1])
+        if not (isinstance(found.tree, Scalar) and found.tree.value is None and found is not entry):
+            key = f"{key}.{name}" if key else name
+        field = keys_of(model_at(model, loc[:-1]) or model).get(name)
+        remedy = f"add it: {field.description}" if field and field.description else "add it"
+    elif kind == "extra_forbidden":
+        message = "unknown key"
+        remedy = unknown_key(model_at(model, loc[:-1]) or model, str(loc[-1]))
+    elif kind == "literal_error":
+        message, remedy = _literal(context["expected"], error["input"])
+    elif kind == "string_type" and isinstance(error["input"], (bool, int, float)):
+        message, remedy = _MESSAGES[kind], "put it in quotes"
+    elif not message:
+        # pydantic's own words for bounds and lengths: "Input should be greater than 0".
+        message = error["msg"].replace("Input should", "must").replace("String should", "must")
+        message = message[0].lower() + message[1:]
+    return Problem(file, found.line, key, message, remedy)
+
+
+def _literal(expected: str, value: object) -> tuple[str, str]:
+    allowed = expected.replace("'", "")
+    names = allowed.replace(" or ", ", ").split(", ")
+    near = difflib.get_close_matches(str(value), names, n=1)
+    return f"must be {allowed}" if len(names) == 1 else f"must be one of: {', '.join(names)}", (
+        f"did you mean {near[0]}?" if near else ""
+    )
