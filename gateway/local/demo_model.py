@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gateway.local.cache import locked, models_folder
 from gateway.local.demo_vocabulary import (
+    ASKED_TO_CALL,
     BEGIN,
+    CALL_BEGIN,
+    CALL_END,
     CHAT_TEMPLATE,
     END,
     TURN_END,
@@ -36,6 +39,19 @@ VERSION = 1  # of the file: raise it whenever its bytes would differ
 SEED = 20_260_501
 TRAINED_CONTEXT = 16_384  # tokens
 LOCK_LIMIT = 120.0  # seconds; writing the medium model takes a few on a busy machine
+
+STEADY = 1.0  # what the first direction holds in every token's embedding
+CALLING = 4.0  # what the second holds where a tool call begins or has ended
+ATTENTION = 1.5  # how sharply a head picks among what it has read
+MIX = 0.8  # what a layer adds, against what it was given
+LOGIT = 3.0  # spread of the logits
+# What is taken from a logit, so that text runs on in printable words.
+OFTEN = -14.0
+SELDOM = 16.0
+LATE = 100.0  # only where a grammar leaves nothing likelier
+LAST = 200.0  # the same, and after the one before
+NEVER = 400.0
+HELD_DOWN = {'"': OFTEN, "</tool_call>": LATE, "<": LAST, ",": LAST}  # JSON that comes to an end
 
 
 class MissingExtraError(Exception):
@@ -150,17 +166,21 @@ def _tensors(shape: Shape, tokens: list[Token]) -> list[tuple[str, np.ndarray[An
     width, hidden = shape.width, shape.feed_forward
     ones = np.ones(width, dtype=np.float32)
     embedding = weights(len(tokens), width, 1.0)
-    # The first direction is the same in every state: no layer writes to it, so the output
-    # matrix can hold any token down by it, whatever was read.
+    # No layer writes to the first two directions. One is the same in every state, so that the
+    # output matrix can hold any token down by it, whatever was read; the other tells of the
+    # last token only: whether a tool call has to begin here, or has just ended.
     embedding[:, 0] = STEADY
+    embedding[:, 1] = 0.0
+    embedding[ASKED_TO_CALL, 1] = CALLING
+    embedding[CALL_END, 1] = -CALLING
     tensors = [("token_embd.weight", embedding.astype(kind))]
     for layer in range(shape.layers):
         prefix = f"blk.{layer}"
         sharp = ATTENTION / width**0.5
         attended = weights(width, width, MIX / width**0.5)
         down = weights(width, hidden, MIX / hidden**0.5)
-        attended[0] = 0.0
-        down[0] = 0.0
+        attended[:2] = 0.0
+        down[:2] = 0.0
         tensors += [
             (f"{prefix}.attn_norm.weight", ones),
             (f"{prefix}.attn_q.weight", weights(width, width, sharp).astype(kind)),
@@ -174,18 +194,14 @@ def _tensors(shape: Shape, tokens: list[Token]) -> list[tuple[str, np.ndarray[An
         ]
     output = weights(len(tokens), width, LOGIT / width**0.5)
     output[:, 0] = [-_held_down(token) / STEADY for token in tokens]
+    output[:, 1] = 0.0
+    output[CALL_BEGIN, 1] = 2 * NEVER / CALLING
+    output[TURN_END, 1] = -2 * NEVER / CALLING
     tensors += [("output_norm.weight", ones), ("output.weight", output.astype(kind))]
     return tensors
 
 
-STEADY = 1.0  # what the first direction holds in every token's embedding
-ATTENTION = 2.0  # how sharply a head picks among what it has read
-MIX = 1.5  # what a layer adds, against what it was given
-LOGIT = 3.0  # spread of the logits
-
-
 def _held_down(token: Token) -> float:
-    """How much is taken from a token's logit, so that text runs on in printable words."""
-    if token.kind is not Kind.NORMAL:
-        return 400.0
-    return 0.0 if token.is_word else 16.0
+    if token.is_word:
+        return 0.0
+    return HELD_DOWN.get(token.text, SELDOM if token.kind is Kind.NORMAL else NEVER)

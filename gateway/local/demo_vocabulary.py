@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 SPACE = "\u2581"  # how SentencePiece writes a space
-UNKNOWN, BEGIN, END, TURN_BEGIN, TURN_END = range(5)  # token ids
+UNKNOWN, BEGIN, END, TURN_BEGIN, TURN_END, ASKED_TO_CALL, CALL_BEGIN, CALL_END = range(8)  # ids
 
 TEXT = (
     "a about after again air all also an and animal answer apple are around as at autumn away "
@@ -45,7 +45,7 @@ CHAT_TEMPLATE = """\
 {{- 'You may call one or more functions. Their signatures:\\n<tools>' }}
 {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
 {{- '\\n</tools>\\nFor each call return a JSON object within <tool_call></tool_call>:\\n' }}
-{{- '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>' }}
+{{- '<tool_call>{"name": <function-name>, "arguments": <args-json-object>}</tool_call>' }}
 {{- '<|im_end|>\\n' }}
 {%- elif messages and messages[0].role == 'system' %}
 {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
@@ -60,15 +60,18 @@ CHAT_TEMPLATE = """\
 {%- if message.content %}{{- message.content }}{%- endif %}
 {%- for call in message.tool_calls or [] %}
 {%- set function = call.function or call %}
-{{- '\\n<tool_call>\\n{"name": "' + function.name + '", "arguments": ' }}
+{{- '<tool_call>{"name": "' + function.name + '", "arguments": ' }}
 {%- if function.arguments is string %}{{- function.arguments }}
 {%- else %}{{- function.arguments | tojson }}{%- endif %}
-{{- '}\\n</tool_call>' }}
+{{- '}</tool_call>' }}
 {%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if tools and messages and messages[-1].role == 'user' %}{{- '<|use_tool|>' }}{%- endif %}
+{%- endif %}
 """
 
 
@@ -78,6 +81,7 @@ class Kind(IntEnum):
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
+    USER_DEFINED = 4
     BYTE = 6
 
 
@@ -99,6 +103,9 @@ def vocabulary() -> list[Token]:
         Token("</s>", 0.0, Kind.CONTROL),
         Token("<|im_start|>", 0.0, Kind.CONTROL),
         Token("<|im_end|>", 0.0, Kind.CONTROL),
+        Token("<|use_tool|>", 0.0, Kind.CONTROL),
+        Token("<tool_call>", 0.0, Kind.USER_DEFINED),
+        Token("</tool_call>", 0.0, Kind.USER_DEFINED),
     ]
     tokens += [Token(f"<0x{byte:02X}>", 0.0, Kind.BYTE) for byte in range(256)]
     words = {SPACE + word for word in WORDS}

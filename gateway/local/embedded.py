@@ -48,6 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
     # No clean-up is worth waiting for: either signal ends the process at once.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # When llama.cpp aborts it would first have gdb, if there is one, read a hundred megabytes.
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     try:
         server = serve(options)
     except ImportError as error:
