@@ -1,0 +1,180 @@
+"""One connection of a client: HTTP/1.1 in, the server's keep-alive habits, misbehaviour to order."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import httptools
+
+if TYPE_CHECKING:
+    from tests.emulator.node import EmulatedNode
+    from tests.emulator.reply import Reply
+
+_BODY_LIMIT = 64 << 20  # bytes
+_BAD_REQUEST = (
+    b"HTTP/1.1 400 Bad Request\r\nServer: llama.cpp\r\nConnection: close\r\n"
+    b"Content-Length: 0\r\n\r\n"
+)
+
+
+@dataclass(slots=True)
+class Request:
+    """One request as it came in. Header names are lower-case."""
+
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
+    body: bytes
+    connection: int
+    reused: bool  # the connection has carried a request before
+    keep_alive: bool
+
+
+@dataclass(slots=True)
+class _Incoming:
+    url: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytearray = field(default_factory=bytearray)
+
+
+class Connection(asyncio.Protocol):
+    """Reads requests one after the other; `node.handle` answers each, then calls `finished`."""
+
+    def __init__(self, node: EmulatedNode) -> None:
+        self.node = node
+        self.number = 0
+        self.served = 0  # requests begun
+        self.gone = False
+        self.reply: Reply | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._transport: asyncio.Transport
+        self._incoming = _Incoming()
+        self._parser = httptools.HttpRequestParser(self)
+        self._waiting: deque[Request] = deque()
+        self._writable: asyncio.Event | None = None
+        self._idle: asyncio.TimerHandle | None = None
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.number = self.node.joined(self)
+        self._rest()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self.write(_BAD_REQUEST)
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.gone = True
+        self._wake()
+        self._resume()
+        self.node.left(self)
+        if self.task is not None and self.reply is not None and self.reply.interruptible:
+            self.task.cancel()
+
+    def pause_writing(self) -> None:
+        self._writable = asyncio.Event()
+
+    def resume_writing(self) -> None:
+        self._resume()
+
+    # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        self._wake()
+        self._incoming = _Incoming()
+
+    def on_url(self, url: bytes) -> None:
+        self._incoming.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._incoming.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        if self._incoming.headers.get("expect", "").lower() == "100-continue":
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        self._incoming.body += body
+        if len(self._incoming.body) > _BODY_LIMIT:
+            self.close()
+
+    def on_message_complete(self) -> None:
+        incoming = self._incoming
+        path, _, query = incoming.url.decode("latin-1").partition("?")
+        self._waiting.append(
+            Request(
+                method=self._parser.get_method().decode("latin-1"),
+                path=path,
+                query=query,
+                headers=incoming.headers,
+                body=bytes(incoming.body),
+                connection=self.number,
+                reused=self.served + len(self._waiting) > 0,
+                keep_alive=self._parser.should_keep_alive(),
+            )
+        )
+        self._next()
+
+    # What a reply calls.
+
+    def write(self, data: bytes) -> None:
+        if not self.gone and not self._transport.is_closing():
+            self._transport.write(data)
+
+    async def drain(self) -> None:
+        if self._writable is not None:
+            await self._writable.wait()
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def reset(self) -> None:
+        sock = self._transport.get_extra_info("socket")
+        if sock is not None and not self._transport.is_closing():
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._transport.abort()
+
+    def finished(self, reply: Reply) -> None:
+        """The reply has been written, or has failed."""
+        self.task = self.reply = None
+        if reply.closing:
+            self.close()
+        if self.gone or self._transport.is_closing():
+            self._waiting.clear()
+        elif self._waiting:
+            # Not at once: a client that pipelines must not make the stack grow.
+            asyncio.get_running_loop().call_soon(self._next)
+        else:
+            self._rest()
+
+    def _next(self) -> None:
+        if self.reply is None and self._waiting and not self._transport.is_closing():
+            request = self._waiting.popleft()
+            self.served += 1
+            self.node.handle(self, request)
+
+    def _rest(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._idle = loop.call_later(self.node.keepalive_seconds, self.close)
+
+    def _wake(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+
+    def _resume(self) -> None:
+        if self._writable is not None:
+            self._writable.set()
+            self._writable = None

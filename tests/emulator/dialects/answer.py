@@ -1,0 +1,126 @@
+"""What the dialects tell about: one answer, and the reply it is part of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+from zlib import crc32
+
+import msgspec
+
+from tests.emulator.prompts import Work
+from tests.emulator.words import tokenize
+
+
+@dataclass(slots=True)
+class Answer:
+    """One prompt's answer as far as it has come. Times in seconds."""
+
+    index: int
+    prompt: str
+    prompt_tokens: int
+    slot: int
+    text: str = ""
+    tokens: int = 0
+    finish: Literal["stop", "length", "word"] = "stop"
+    stopping_word: str = ""
+    prefill: float = 0.0
+    decode: float = 0.0
+
+    def timings(self) -> dict[str, Any]:
+        read, wrote = self.prefill * 1000, self.decode * 1000
+        steps = max(self.tokens - 1, 1)  # the first token comes out of the prefill
+        return {
+            "cache_n": 0,
+            "prompt_n": self.prompt_tokens,
+            "prompt_ms": round(read, 3),
+            "prompt_per_token_ms": read / self.prompt_tokens,
+            "prompt_per_second": self.prompt_tokens * 1000 / max(read, 0.001),
+            "predicted_n": self.tokens,
+            "predicted_ms": round(max(wrote, 0.001), 3),
+            "predicted_per_token_ms": wrote / steps,
+            "predicted_per_second": steps * 1000 / max(wrote, 0.001),
+        }
+
+    def progress(self, processed: int, seconds: float) -> dict[str, int]:
+        return {
+            "total": self.prompt_tokens,
+            "cache": 0,
+            "processed": processed,
+            "time_ms": int(seconds * 1000),
+        }
+
+    def finish_reason(self) -> str:
+        return "length" if self.finish == "length" else "stop"
+
+
+@dataclass(slots=True)
+class Told:
+    """What all events of one reply have in common."""
+
+    work: Work
+    model: str
+    created: int
+    serial: int  # of the request, makes the ids
+    answers: list[Answer] = field(default_factory=list)
+
+    def ident(self, prefix: str) -> str:
+        return f"{prefix}{crc32(prefix.encode()):08x}{self.serial:024d}"
+
+    def usage(self) -> dict[str, Any]:
+        first = self.answers[0]
+        return {
+            "completion_tokens": first.tokens,
+            "prompt_tokens": first.prompt_tokens,
+            "total_tokens": first.prompt_tokens + first.tokens,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+
+
+class Dialect(Protocol):
+    """How one API's reply looks. A list of events goes out as one chunk."""
+
+    def __init__(self, told: Told) -> None: ...
+
+    def head(self) -> list[bytes]:
+        """Events that come with the head, before the prefill."""
+
+    def progress(self, answer: Answer, processed: int, seconds: float) -> list[bytes]:
+        """Events that tell how much of the prompt has been read."""
+
+    def start(self, answer: Answer) -> list[bytes]:
+        """Events that go out in one chunk with the first delta."""
+
+    def delta(self, answer: Answer, word: str) -> bytes: ...
+
+    def finish(self, answer: Answer) -> list[bytes]: ...
+
+    def end(self) -> list[bytes]:
+        """Events after all answers."""
+
+    def plain(self) -> Any:
+        """The whole reply where no stream was asked for."""
+
+
+def dump(value: object) -> bytes:
+    return msgspec.json.encode(value)
+
+
+def data(value: object) -> bytes:
+    return b"data: %b\n\n" % msgspec.json.encode(value)
+
+
+def named(value: dict[str, Any]) -> bytes:
+    """An event that carries its type as its name, too."""
+    return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), msgspec.json.encode(value))
+
+
+def logprobs(word: str) -> dict[str, Any]:
+    ids = tokenize(word)
+    token = {
+        "id": ids[0] if ids else 0,
+        "token": word,
+        "bytes": list(word.encode()),
+        "logprob": -0.5,
+    }
+    return {"content": [token | {"top_logprobs": [token]}]}

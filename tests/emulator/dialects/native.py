@@ -1,0 +1,77 @@
+"""`/completion`, llama.cpp's own. It has no `[DONE]`: the event with `"stop": true` is the last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.emulator.dialects.answer import Answer, Told, data
+from tests.emulator.dialects.sampling import SAMPLING
+from tests.emulator.words import count_tokens, tokenize
+
+_STOP_TYPES = {"stop": "eos", "length": "limit", "word": "word"}
+
+
+class Native:
+    def __init__(self, told: Told) -> None:
+        self.told = told
+
+    def head(self) -> list[bytes]:
+        # The server says so when it has several prompts; a reader has to bear it.
+        return [b"data: null\n\n"] if len(self.told.answers) > 1 else []
+
+    def progress(self, answer: Answer, processed: int, seconds: float) -> list[bytes]:
+        progress = answer.progress(processed, seconds)
+        return [self._delta(answer, "", [0], prompt_progress=progress)]
+
+    def start(self, answer: Answer) -> list[bytes]:
+        return []
+
+    def delta(self, answer: Answer, word: str) -> bytes:
+        return self._delta(answer, word, tokenize(word))
+
+    def _delta(self, answer: Answer, text: str, tokens: list[int], **more: Any) -> bytes:
+        value = {
+            "index": answer.index,
+            "content": text,
+            "tokens": tokens,
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": answer.tokens,
+            "tokens_evaluated": answer.prompt_tokens,
+        }
+        if self.told.work.timings_per_token:
+            value["timings"] = answer.timings()
+        return data(value | more)
+
+    def finish(self, answer: Answer) -> list[bytes]:
+        return [data(self._done(answer, ""))]
+
+    def end(self) -> list[bytes]:
+        return []
+
+    def plain(self) -> Any:
+        replies = [self._done(answer, answer.text) for answer in self.told.answers]
+        return replies[0] if len(replies) == 1 else replies
+
+    def _done(self, answer: Answer, content: str) -> dict[str, Any]:
+        work = self.told.work
+        limit = -1 if work.max_tokens is None else work.max_tokens
+        return {
+            "index": answer.index,
+            "content": content,
+            "tokens": [],
+            "id_slot": answer.slot,
+            "stop": True,
+            "model": self.told.model,
+            "tokens_predicted": answer.tokens,
+            "tokens_evaluated": answer.prompt_tokens,
+            "generation_settings": SAMPLING
+            | {"max_tokens": limit, "n_predict": limit, "stream": work.stream},
+            "prompt": "<s> " + answer.prompt,
+            "has_new_line": "\n" in answer.text,
+            "truncated": False,
+            "stop_type": _STOP_TYPES[answer.finish],
+            "stopping_word": answer.stopping_word,
+            "tokens_cached": count_tokens(answer.prompt) + answer.tokens - 1,
+            "timings": answer.timings(),
+        }

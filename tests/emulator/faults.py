@@ -1,0 +1,185 @@
+"""Faults that a test switches on: what goes wrong, where, how often."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+#: Kinds that act once: before the head where `after_events` is None, else when that many events
+#: (0: only the head) have gone out. On a plain reply any number above 0 means half the body.
+ACTS = {
+    "hang": "goes silent for `seconds` (None: until released or the client leaves), then goes on",
+    "reset": "RST",
+    "close": "FIN without an answer's end",
+    "cut": "half of the next chunk, then FIN (RST where `reset` is true)",
+    "end": "ends the body properly, though the answer is not complete",
+    "error_event": "the dialect's error event, then ends the body properly",
+    "insert": "sends `data` (or the preset `what`, see INSERTIONS) as a chunk, then goes on",
+    "garbage_body": "bytes that break the chunked coding, then FIN",
+}
+#: Kinds that stand for the whole reply.
+WHOLE = {
+    "status": "answers `status` with the server's error body, `body` or `headers`",
+    "garbage": "answers bytes that are no HTTP, then FIN",
+    "interim": "`count` interim answers (`status`, 103 unless told) before the real one",
+    "slow_head": "head in pieces of `size` bytes (1), `seconds` (0.01) apart",
+    "trickle": "everything in pieces of `size` bytes (1), `seconds` (0.01) apart",
+    "head_bomb": "`count` (10000) more headers of `size` (20) bytes",
+    "wrong_length": "Content-Length off by `delta` (+10), body without it unchanged, then FIN",
+    "chunk_extensions": "chunks with extensions and a trailer",
+    "crlf": "lines end with CR LF",
+    "comments": "a comment after every event",
+    "split": "events in pieces of `size` (7) bytes, each a segment of its own",
+    "merge": "`count` (4) events in one segment, each its own chunk",
+    "double_done": "the last event twice",
+    "no_done": "no last event, though the body ends properly",
+}
+#: Shorthands.
+PRESETS: dict[str, dict[str, Any]] = {
+    "mute": {"kind": "hang", "path": "control"},
+    "loading": {"kind": "status", "status": 503, "path": "*"},
+    "stale": {"kind": "reset", "reused": True},
+}
+INSERTIONS = {
+    "not_json": b"data: {oops\n\n",
+    "invalid_utf8": b'data: {"choices":[{"index":0,"delta":{"content":"\xff\xfe"}}]}\n\n',
+    "no_data": b"event: nothing\n\n",
+    "empty": b"\n\n",
+    "null": b"data: null\n\n",
+    "comment": b":\n\n",
+    "line_comment": b":\n",
+    "fields": b"id: 7\nretry: 10\nunknown: x\n\n",
+    "done": b"data: [DONE]\n\n",
+    "nul": b"\0\0\0\n\n",
+}
+GARBAGE = b"\x16\x03\x01\x02\0 not HTTP at all \xff\xfe\0\r\n\r\n" * 8
+
+_ERRORS = {
+    400: ("invalid_request_error", "Bad request"),
+    401: ("authentication_error", "Invalid API Key"),
+    403: ("permission_error", "Forbidden"),
+    404: ("not_found_error", "File Not Found"),
+    429: ("rate_limit_error", "Too many requests"),
+    501: ("not_supported_error", "This server does not support this"),
+    503: ("unavailable_error", "Loading model"),
+}
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Fault:
+    """One thing that goes wrong. Which values a kind reads: see `ACTS` and `WHOLE`."""
+
+    kind: str
+    path: str | None = None  # None: whatever takes a slot; "control", "*", or an exact path
+    reused: bool = False  # only on a connection that has carried a request before
+    after_events: int | None = None
+    seconds: float | None = None
+    size: int | None = None  # bytes
+    count: int | None = None
+    status: int | None = None
+    body: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    what: str | None = None
+    data: bytes = b""
+    delta: int = 10  # bytes
+    reset: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in ACTS and self.kind not in WHOLE:
+            allowed = ", ".join([*ACTS, *WHOLE, *PRESETS])
+            raise ValueError(f"no fault {self.kind!r}; there are: {allowed}")
+        if self.what not in {None, "huge", *INSERTIONS}:
+            raise ValueError(f"no insertion {self.what!r}: huge, {', '.join(INSERTIONS)}")
+        if self.kind == "status" and self.status is None:
+            raise ValueError("a fault 'status' needs a status")
+
+    def hits(self, path: str, *, control: bool, reused: bool) -> bool:
+        if self.reused and not reused:
+            return False
+        if self.path is None:
+            return not control
+        return self.path in {"*", path} or (self.path == "control" and control)
+
+    def insertion(self) -> bytes:
+        if self.what == "huge":
+            return b'data: {"choices":[],"padding":"%b"}\n\n' % (b"x" * (self.size or 1 << 20))
+        return self.data or INSERTIONS[self.what or "comment"]
+
+    def error_body(self) -> bytes:
+        if self.body is not None:
+            return self.body.encode()
+        status = self.status or 500
+        kind, message = _ERRORS.get(status, ("server_error", f"Emulated {status}"))
+        return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})
+
+
+def read_fault(kind: str, **options: Any) -> Fault:
+    """A fault by its name or shorthand; raises ValueError for one that there is not."""
+    options = PRESETS.get(kind, {"kind": kind}) | options
+    if isinstance(options.get("data"), str):
+        options["data"] = options["data"].encode()
+    try:
+        return Fault(**options)
+    except TypeError as error:
+        raise ValueError(f"fault {kind!r}: {error}") from None
+
+
+class FaultBoard:
+    """The faults of one node: those for coming requests first, then the standing one."""
+
+    def __init__(self) -> None:
+        self.standing: list[Fault] = []
+        self.coming: deque[Fault] = deque()
+        self.fired = 0
+        self._released = asyncio.Event()
+
+    def next(self, kind: str, n: int = 1, **options: Any) -> None:
+        """Lets the next `n` requests that fit meet a fault."""
+        self.coming.extend([read_fault(kind, **options)] * n)
+
+    def set(self, kind: str, **options: Any) -> None:
+        """Lets every request that fits meet a fault, until `clear()`."""
+        self.standing.append(read_fault(kind, **options))
+
+    def clear(self) -> None:
+        """Forgets all faults and lets whatever hangs go on."""
+        self.standing.clear()
+        self.coming.clear()
+        self.release()
+
+    def release(self) -> None:
+        """Lets whatever hangs go on."""
+        self._released.set()
+        self._released = asyncio.Event()
+
+    def pick(self, path: str, *, control: bool, reused: bool) -> Fault | None:
+        fault = self._find(path, control=control, reused=reused)
+        if fault is not None:
+            self.fired += 1
+        return fault
+
+    def _find(self, path: str, *, control: bool, reused: bool) -> Fault | None:
+        for i, fault in enumerate(self.coming):
+            if fault.hits(path, control=control, reused=reused):
+                del self.coming[i]
+                return fault
+        hits = (f for f in self.standing if f.hits(path, control=control, reused=reused))
+        return next(hits, None)
+
+    async def hang(self, seconds: float | None) -> None:
+        """Waits until released, `seconds` at most."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._released.wait()
+        except TimeoutError:
+            return
+
+    def __bool__(self) -> bool:
+        return bool(self.standing or self.coming)
+
+
+__all__ = ["ACTS", "GARBAGE", "INSERTIONS", "WHOLE", "Fault", "FaultBoard", "read_fault"]

@@ -1,0 +1,203 @@
+"""A reply that goes wrong as its fault says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import NoReturn
+
+from tests.emulator.faults import ACTS, GARBAGE, Fault, FaultBoard
+from tests.emulator.reply import JSON, REASONS, GoneError, Link, Reply
+
+_STEP = 0.01  # seconds between pieces, unless the fault says otherwise
+
+
+class FaultyReply(Reply):
+    def __init__(
+        self, link: Link, fault: Fault, board: FaultBoard, *, closing: bool, closes_streams: bool
+    ) -> None:
+        super().__init__(link, closing=closing, head_only=False, closes_streams=closes_streams)
+        self.fault = fault
+        self.board = board
+        self.sent = 0  # events
+        self.acted = False
+        self.kept: list[bytes] = []  # chunks that wait to be merged
+
+    async def before(self) -> bool:
+        """What happens in place of a reply, before any slot is taken. True: that was all."""
+        fault = self.fault
+        if fault.kind == "status":
+            await super().plain(fault.status or 500, fault.error_body(), headers=_headers(fault))
+            return True
+        if fault.kind == "garbage":
+            self.link.write(fault.data or GARBAGE)
+            self._leave()
+        if fault.kind in {"reset", "close"} and fault.after_events is None:
+            self._leave(reset=fault.kind == "reset")
+        if fault.kind == "interim":
+            status = fault.status or 103
+            extra = "".join(f"{name}: {value}\r\n" for name, value in fault.headers.items())
+            head = f"HTTP/1.1 {status} {REASONS.get(status, 'Interim')}\r\n{extra}\r\n"
+            self.link.write(head.encode() * (fault.count or 1))
+        return False
+
+    async def plain(
+        self, status: int, body: bytes, kind: str = JSON, headers: dict[str, str] | None = None
+    ) -> None:
+        fault = self.fault
+        more = (headers or {}) | _headers(fault)
+        if fault.kind == "chunk_extensions":
+            items = [("Content-Type", kind), ("Transfer-Encoding", "chunked"), *more.items()]
+            self.link.write(self._head(status, items))
+            await self._chunk(body)
+            self.link.write(b"0\r\nX-Checked: yes\r\n\r\n")
+            return
+        declared = len(body) + (fault.delta if fault.kind == "wrong_length" else 0)
+        if fault.kind == "garbage_body":
+            body = (GARBAGE * (len(body) // len(GARBAGE) + 1))[: len(body)]
+        if self._due(None):
+            await self._act(body)
+        await self._write_head(self._plain_head(status, kind, declared, more))
+        if self._due(0):
+            await self._act(body)
+        half = len(body) // 2
+        await self._write(body[:half])
+        if self._due(fault.after_events):
+            await self._act(body)
+        await self._write(body[half:])
+        if fault.kind == "wrong_length":
+            self._leave()
+
+    async def open_stream(self) -> None:
+        if self._due(None):
+            await self._act(b"")
+        head = self._stream_head()
+        more = "".join(f"{name}: {value}\r\n" for name, value in _headers(self.fault).items())
+        if self.fault.kind == "wrong_length":
+            length = f"Content-Length: {10_000 + self.fault.delta}".encode()
+            head = head.replace(b"Transfer-Encoding: chunked", length)
+        await self._write_head(head[:-2] + more.encode() + b"\r\n")
+
+    async def events(self, events: Sequence[bytes]) -> None:
+        for event in events:
+            if self._due(self.sent):
+                await self._act(event)
+            await self._chunk(self._dress(event))
+            self.sent += 1
+        await self.link.drain()
+
+    async def comment(self) -> None:
+        await self._chunk(b":\n\n")
+
+    async def end_stream(self, last: Sequence[bytes]) -> None:
+        kind = self.fault.kind
+        if kind == "double_done":
+            last = [*last, last[-1]]
+        await self.events(last[:-1] if kind == "no_done" else last)
+        if self._due(self.sent):
+            await self._act(b"")
+        await self._flush()
+        if kind == "wrong_length":
+            self._leave()
+        self._end_chunks()
+
+    def _due(self, sent: int | None) -> bool:
+        after = self.fault.after_events
+        if self.fault.kind in {"cut", "end", "error_event", "insert", "garbage_body"}:
+            after = after or 0
+        return self.fault.kind in ACTS and not self.acted and after == sent
+
+    async def _act(self, data: bytes) -> None:
+        """Does what the fault says at its point; `data` is what would come next."""
+        fault = self.fault
+        self.acted = True
+        match fault.kind:
+            case "hang":
+                was, self.interruptible = self.interruptible, True
+                await self.board.hang(fault.seconds)
+                self.interruptible = was
+            case "insert":
+                await self._chunk(fault.insertion())
+            case "error_event":
+                await self._chunk(self.error_event)
+                self._end_chunks()
+                self.closing = True
+                raise GoneError
+            case "end":
+                self._end_chunks()
+                raise GoneError
+            case "cut":
+                chunk = b"%x\r\n%b\r\n" % (len(data), data)
+                self.link.write(chunk[: len(chunk) // 2])
+                self._leave(reset=fault.reset)
+            case "garbage_body":
+                self.link.write(GARBAGE)
+                self._leave()
+            case _:
+                self._leave(reset=fault.kind == "reset")
+
+    def _leave(self, *, reset: bool = False) -> NoReturn:
+        if reset:
+            self.link.reset()
+        else:
+            self.link.close()
+        raise GoneError
+
+    def _dress(self, event: bytes) -> bytes:
+        if self.fault.kind == "crlf":
+            return event.replace(b"\n", b"\r\n")
+        return event + b":\n\n" if self.fault.kind == "comments" else event
+
+    async def _chunk(self, data: bytes) -> None:
+        extension = b";node=emulated" if self.fault.kind == "chunk_extensions" else b""
+        if self.fault.kind == "wrong_length":
+            await self._write(data)
+            return
+        chunk = b"%x%b\r\n%b\r\n" % (len(data), extension, data)
+        if self.fault.kind != "merge":
+            await self._write(chunk)
+            return
+        self.kept.append(chunk)
+        if len(self.kept) >= (self.fault.count or 4):
+            await self._flush()
+
+    async def _flush(self) -> None:
+        if self.kept:
+            self.link.write(b"".join(self.kept))
+            self.kept.clear()
+
+    def _end_chunks(self) -> None:
+        trailer = b"X-Checked: yes\r\n" if self.fault.kind == "chunk_extensions" else b""
+        self.link.write(b"0\r\n" + trailer + b"\r\n")
+
+    async def _write_head(self, head: bytes) -> None:
+        if self.fault.kind in {"slow_head", "trickle"}:
+            await self._write_slowly(head, self.fault.size or 1)
+        else:
+            self.link.write(head)
+
+    async def _write(self, data: bytes) -> None:
+        if self.fault.kind in {"trickle", "split"}:
+            await self._write_slowly(
+                data, self.fault.size or (7 if self.fault.kind == "split" else 1)
+            )
+        else:
+            self.link.write(data)
+
+    async def _write_slowly(self, data: bytes, step: int) -> None:
+        seconds = self.fault.seconds
+        if seconds is None:
+            seconds = 0.0005 if self.fault.kind == "split" else _STEP
+        for i in range(0, len(data), step):
+            if self.link.gone:
+                raise GoneError
+            self.link.write(data[i : i + step])
+            await asyncio.sleep(seconds)
+
+
+def _headers(fault: Fault) -> dict[str, str]:
+    """More headers of the reply's head."""
+    if fault.kind == "head_bomb":
+        value = "b" * (fault.size or 20)
+        return {f"X-Bomb-{i}": value for i in range(fault.count or 10_000)}
+    return fault.headers if fault.kind in {"status", "hang"} else {}

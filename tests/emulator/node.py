@@ -1,0 +1,324 @@
+"""An emulated llama.cpp server: listener, routes, counters and life."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from math import inf
+from typing import Any, Self
+
+from tests.emulator import control, vectors
+from tests.emulator.connection import Connection, Request
+from tests.emulator.dialects.answer import dump
+from tests.emulator.faults import FaultBoard
+from tests.emulator.faulty import FaultyReply
+from tests.emulator.generation import Engine
+from tests.emulator.prompts import DialectName, RefusedError, read_json, read_work
+from tests.emulator.reply import GoneError, Reply
+from tests.emulator.slots import SlotPool
+
+_DIALECTS: dict[str, DialectName] = {
+    "/v1/chat/completions": "chat",
+    "/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/completions": "completions",
+    "/completion": "native",
+    "/v1/messages": "messages",
+    "/v1/responses": "responses",
+}
+_EMBEDDINGS = {"/v1/embeddings", "/embeddings", "/embedding"}
+_RERANKS = {"/v1/rerank", "/rerank", "/v1/reranking", "/reranking"}
+_WORK = {*_DIALECTS, *_EMBEDDINGS, *_RERANKS, "/infill"}
+
+
+class EmulatedNode:
+    """A llama.cpp server that can misbehave.
+
+    `async with EmulatedNode(slots=2) as node:` listens at `node.url`. Speeds are in tokens/s and
+    infinite unless told, times in seconds. Faults are switched at `node.faults`; `kill()`,
+    `revive()`, `refuse()` and `accept()` end and bring back the whole server on the same port.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int = 2,
+        context: int = 4096,
+        context_train: int = 8192,
+        model: str = "demo",
+        prefill_tps: float = inf,
+        decode_tps: float = inf,
+        answer_tokens: int = 32,
+        batch: int = 256,
+        prefill_stalls: bool = False,
+        ping_interval: float = 30.0,
+        embeddings: bool = False,
+        rerank: bool = False,
+        infill: bool = False,
+        endpoint_slots: bool = True,
+        embedding_size: int = 16,
+        api_key: str | None = None,
+        build: str = "b0-unknown",
+        keepalive_seconds: float = 5.0,
+        keepalive_requests: int = 100,
+        close_after_stream: bool = True,
+        remember: int = 100,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.slots = SlotPool(slots)
+        self.engine = Engine(
+            pool=self.slots,
+            model=model,
+            context=context,
+            prefill_tps=prefill_tps,
+            decode_tps=decode_tps,
+            answer_tokens=answer_tokens,
+            batch=batch,
+            prefill_stalls=prefill_stalls,
+            ping_interval=ping_interval,
+            clock=clock,
+        )
+        self.context_train = context_train
+        self.embeddings = embeddings
+        self.rerank = rerank
+        self.infill = infill
+        self.endpoint_slots = endpoint_slots
+        self.embedding_size = embedding_size
+        self.api_key = api_key
+        self.build = build
+        self.keepalive_seconds = keepalive_seconds
+        self.keepalive_requests = keepalive_requests
+        self.close_after_stream = close_after_stream
+        self.host = host
+        self.port = port
+        self.faults = FaultBoard()
+        self.loading = False  # 503 on every path
+        self.requests = 0  # that ask for a slot
+        self.control_requests = 0
+        self.connections_opened = 0
+        self.seen: deque[Request] = deque(maxlen=remember)  # those that ask for a slot
+        self.failures: list[BaseException] = []  # of the emulator itself
+        self.started = int(time.time())
+        self._connections: set[Connection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def model(self) -> str:
+        return self.engine.model
+
+    @property
+    def context(self) -> int:
+        return self.engine.context
+
+    @property
+    def busy(self) -> int:
+        """Slots that work now."""
+        return self.slots.busy
+
+    @property
+    def peak_busy(self) -> int:
+        return self.slots.peak_busy
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait inside for a slot."""
+        return len(self.slots.waiting)
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open now."""
+        return len(self._connections)
+
+    # Life.
+
+    async def __aenter__(self) -> Self:
+        await self.accept()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.kill()
+        if self.failures:
+            raise ExceptionGroup("the emulator failed", self.failures)  # type: ignore[type-var]
+
+    async def accept(self) -> None:
+        """Listens, on the same port as before."""
+        if self._server is not None:
+            return
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: Connection(self), self.host, self.port, backlog=4096
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def refuse(self) -> None:
+        """Refuses new connections; those there are live on."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            await asyncio.sleep(0)
+
+    async def kill(self) -> None:
+        """Ends like kill -9: refuses, resets every connection, forgets all work."""
+        await self.refuse()
+        for connection in list(self._connections):
+            connection.reset()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.until(lambda: not self._connections)
+
+    async def revive(self, *, loading: bool = False) -> None:
+        """Comes back on the same port with empty slots; `loading` answers 503 until set false."""
+        self.loading = loading
+        await self.accept()
+
+    async def until(self, condition: Callable[[], bool], limit: float = 5.0) -> None:
+        """Waits until a condition holds; raises TimeoutError after `limit` seconds."""
+        async with asyncio.timeout(limit):
+            while not condition():  # noqa: ASYNC110  # any condition of a test, over many objects
+                await asyncio.sleep(0.001)
+
+    # What a connection calls.
+
+    def joined(self, connection: Connection) -> int:
+        """Counts a new connection; its number."""
+        self._connections.add(connection)
+        self.connections_opened += 1
+        return self.connections_opened
+
+    def left(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+
+    def handle(self, connection: Connection, request: Request) -> None:
+        work = request.path in _WORK
+        if work:
+            self.requests += 1
+            self.seen.append(request)
+        else:
+            self.control_requests += 1
+        closing = not request.keep_alive or connection.served >= self.keepalive_requests
+        fault = self.faults and self.faults.pick(
+            request.path, control=not work, reused=request.reused
+        )
+        if not fault:
+            reply = Reply(
+                connection,
+                closing=closing,
+                head_only=request.method == "HEAD",
+                closes_streams=self.close_after_stream,
+            )
+            connection.reply = reply
+            if not work:
+                self._tell(request, reply)
+                connection.finished(reply)
+                return
+        else:
+            reply = FaultyReply(
+                connection,
+                fault,
+                self.faults,
+                closing=closing,
+                closes_streams=self.close_after_stream,
+            )
+            connection.reply = reply
+        task = asyncio.get_running_loop().create_task(self._serve(connection, request, reply))
+        connection.task = task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, connection: Connection, request: Request, reply: Reply) -> None:
+        try:
+            if isinstance(reply, FaultyReply) and await reply.before():
+                return
+            if request.path in _WORK:
+                await self._work(request, reply)
+            else:
+                status, body, kind = self._answer(request)
+                await reply.plain(status, body, kind)
+        except RefusedError as refused:
+            await reply.plain(refused.status, dump(refused.value))
+        except (GoneError, asyncio.CancelledError):
+            reply.closing = True
+        except Exception as error:  # noqa: BLE001  # told when the node ends
+            self.failures.append(error)
+            connection.reset()
+        finally:
+            connection.finished(reply)
+
+    def _tell(self, request: Request, reply: Reply) -> None:
+        try:
+            status, body, kind = self._answer(request)
+            reply.write_plain(status, body, kind)
+        except RefusedError as refused:
+            reply.write_plain(refused.status, dump(refused.value))
+
+    def _answer(self, request: Request) -> tuple[int, bytes, str]:
+        """Status, body and content type of what takes no slot."""
+        self._admit(request)
+        path = request.path
+        kind = "application/json; charset=utf-8"
+        if request.method == "OPTIONS":
+            return 200, b"", "text/html"
+        if request.method in {"GET", "HEAD"}:
+            if path == "/metrics":
+                return 200, control.metrics(self).encode(), "text/plain; version=0.0.4"
+            if path in control.GETS:
+                return 200, dump(control.GETS[path](self, request.query)), kind
+        elif request.method == "POST" and path in control.POSTS:
+            return 200, dump(control.POSTS[path](read_json(request.body))), kind
+        raise RefusedError(404, "not_found_error", "File Not Found")
+
+    async def _work(self, request: Request, reply: Reply) -> None:
+        self._admit(request)
+        path = request.path
+        if request.method != "POST":
+            raise RefusedError(404, "not_found_error", "File Not Found")
+        self._supports(path)
+        body = read_json(request.body)
+        if path in _EMBEDDINGS:
+            native = path == "/embedding"
+            size = self.embedding_size
+            value: Any = await vectors.embeddings(self.engine, body, size, native=native)
+            await reply.plain(200, dump(value))
+        elif path in _RERANKS:
+            await reply.plain(200, dump(await vectors.rerank(self.engine, body)))
+        else:
+            if path == "/infill":
+                prefix, suffix = body.get("input_prefix", ""), body.get("input_suffix", "")
+                body = body | {"prompt": f"{prefix}{suffix}"}
+            dialect = _DIALECTS.get(path, "native")
+            work = read_work(dialect, body, len(self.slots.slots))
+            await self.engine.generate(work, reply)
+
+    def _admit(self, request: Request) -> None:
+        if self.loading:
+            raise RefusedError(503, "unavailable_error", "Loading model")
+        if self.api_key is None or request.path in control.PUBLIC:
+            return
+        key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.api_key not in {key, request.headers.get("x-api-key")}:
+            raise RefusedError(401, "authentication_error", "Invalid API Key")
+
+    def _supports(self, path: str) -> None:
+        if path in _EMBEDDINGS and not self.embeddings:
+            message = "This server does not support embeddings. Start it with `--embeddings`"
+        elif path in _RERANKS and not self.rerank:
+            message = "This server does not support reranking. Start it with `--reranking`"
+        elif path == "/infill" and not self.infill:
+            message = (
+                "Infill is not supported by this model: prefix token is missing. "
+                "suffix token is missing. middle token is missing. "
+            )
+        else:
+            return
+        raise RefusedError(501, "not_supported_error", message)
