@@ -25,6 +25,7 @@ help: ## show this list
 	@printf '\nARGS="..." adds arguments to the command of run, test, test-fast and bench.\n'
 
 install: $(STAMP) ## set up .venv with everything pinned (fast when nothing changed)
+	@echo 'Ready: $(BIN)/llama-gateway'
 
 # The newest supported Python on PATH makes the environment; an existing one of the right age is kept.
 $(BIN)/python:
@@ -47,10 +48,9 @@ $(BIN)/python:
 
 $(STAMP): $(BIN)/python requirements/dev.txt pyproject.toml
 	@echo 'Installing the pinned dependencies (a minute or two the first time)'
-	@$(BIN)/python -m pip install --quiet --require-hashes -r requirements/dev.txt
-	@$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	@$(BIN)/python -m pip install -qq --require-hashes -r requirements/dev.txt
+	@$(BIN)/python -m pip install -qq --no-build-isolation --no-deps -e .
 	@touch $@
-	@echo 'Ready: $(BIN)/llama-gateway'
 
 run: $(STAMP) ## serve real llama.cpp servers of this machine on http://127.0.0.1:8000/v1
 	@$(BIN)/llama-gateway up $(ARGS)
@@ -88,10 +88,10 @@ pins: $(STAMP) ## renew requirements/*.txt from pyproject.toml (Python 3.11)
 	@$(COMPILE) -c requirements/dev.txt --only-build-deps --all-build-deps -o requirements/build.txt pyproject.toml
 
 docs: $(STAMP) ## build the documentation into site/
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 docs-serve: $(STAMP) ## serve the documentation on http://127.0.0.1:8100 while you write
-	@$(BIN)/mkdocs serve --dev-addr 127.0.0.1:8100
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8100
 
 clean: ## remove .venv and everything that was made
 	rm -rf $(VENV) site build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache \

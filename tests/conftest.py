@@ -1,0 +1,25 @@
+"""What holds for every test: the machine's own settings must not reach in."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+# A proxy would sit between a test and its server on loopback; the gateway's own variables would
+# override what a test sets up.
+_FOREIGN = ("http_proxy", "https_proxy", "all_proxy")
+_OURS = "LLAMA_GATEWAY_"
+# Tests share the generated demo model with `make run`: it is the same, bit for bit.
+_KEPT = {"LLAMA_GATEWAY_CACHE"}
+
+
+def pytest_configure() -> None:
+    for name in list(os.environ):
+        if name.lower() in _FOREIGN or (name.startswith(_OURS) and name not in _KEPT):
+            del os.environ[name]
+
+
+# How long one example takes says more about the machine's other work than about the code.
+settings.register_profile("house", deadline=None)
+settings.load_profile("house")

@@ -1,0 +1,186 @@
+"""What keeps the house in order and no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from gateway import __version__
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = sorted((ROOT / "gateway").rglob("*.py"))
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PINS = sorted((ROOT / "requirements").glob("*.txt"))
+LINES_OF_A_MODULE = 400
+NAMES_THAT_HIDE = {"common", "helper", "helpers", "manager", "misc", "util", "utils"}
+# Written so that this file does not hold what it looks for.
+REGISTRY = re.compile(
+    r"pypi\.[o]rg|python[h]osted\.org|npmjs\.[c]om|npmjs\.[o]rg|crates\.[i]o"
+    r"|^\s*(extra-)?index-[u]rl|\"resolved\": *\"https?:|registry *= *\"?https?:"
+)
+PLACE_OF_ONE_MACHINE = re.compile(r"(?<![\w.$}>*~/-])/(work|root|home/\w+|Users/\w+)/")
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def tracked() -> tuple[Path, ...]:
+    """Return the text files of the project: what git tracks, or in an unpacked archive all."""
+    git = shutil.which("git")
+    if git and (ROOT / ".git").exists():
+        listing = subprocess.run(
+            [git, "-c", f"safe.directory={ROOT}", "-C", str(ROOT), "ls-files", "-z"],
+            capture_output=True,
+            check=True,
+            text=True,
+        )
+        paths = [ROOT / name for name in listing.stdout.split("\0") if name]
+    else:
+        skipped = {".venv", ".git", "node_modules", "__pycache__", "site"}
+        paths = [path for path in ROOT.rglob("*") if not skipped & set(path.parts)]
+    return tuple(path for path in paths if path.is_file() and b"\0" not in path.read_bytes())
+
+
+def project() -> dict[str, object]:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        table = tomllib.load(file)["project"]
+    assert isinstance(table, dict)
+    return table
+
+
+def declared(*extras: str) -> set[str]:
+    """Return the names of the dependencies that pyproject.toml asks for."""
+    table = project()
+    lists = [table["dependencies"]]
+    optional = table["optional-dependencies"]
+    assert isinstance(optional, dict)
+    lists += [optional[extra] for extra in extras]
+    return {canonicalize_name(Requirement(text).name) for texts in lists for text in texts}  # type: ignore[attr-defined]
+
+
+def pinned(path: Path) -> dict[str, str]:
+    """Return name -> everything that belongs to the pin: version, markers and hashes."""
+    blocks = re.split(r"^(?=[A-Za-z0-9])", path.read_text(), flags=re.MULTILINE)[1:]
+    return {canonicalize_name(re.split(r"[=\[ ]", block, maxsplit=1)[0]): block for block in blocks}
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("module", MODULES, ids=shown)
+def test_a_module_is_short_enough_to_be_read_at_once(module: Path) -> None:
+    assert len(module.read_text().splitlines()) <= LINES_OF_A_MODULE
+
+
+@pytest.mark.parametrize("module", MODULES, ids=shown)
+def test_a_module_is_named_for_what_it_does(module: Path) -> None:
+    words = {
+        word for part in module.relative_to(ROOT).with_suffix("").parts for word in part.split("_")
+    }
+    assert not words & NAMES_THAT_HIDE
+
+
+@pytest.mark.parametrize("module", MODULES, ids=shown)
+def test_a_module_says_what_it_is(module: Path) -> None:
+    text = module.read_text()
+    assert not text.strip() or ast.get_docstring(ast.parse(text))
+
+
+def test_no_file_names_a_package_registry_or_a_place_of_one_machine() -> None:
+    found = [
+        f"{shown(path)}:{number}: {line.strip()[:100]}"
+        for path in tracked()
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1)
+        if REGISTRY.search(line) or PLACE_OF_ONE_MACHINE.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "https://pypi." + "org/simple",
+        "extra-index-" + "url = x",
+        "cd /wo" + "rk/main",
+        "'/ro" + "ot/x'",
+    ],
+)
+def test_the_search_for_registries_and_places_finds_them(line: str) -> None:
+    assert REGISTRY.search(line) or PLACE_OF_ONE_MACHINE.search(line)
+
+
+@pytest.mark.parametrize("path", PINS, ids=shown)
+def test_every_pin_has_a_version_and_hashes_and_no_address(path: Path) -> None:
+    assert "http:" not in path.read_text()
+    assert "https:" not in path.read_text()
+    pins = pinned(path)
+    assert pins
+    assert [
+        name for name, pin in pins.items() if "==" not in pin or "--hash=sha256:" not in pin
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "extras"),
+    [("runtime", ()), ("local", ("local",)), ("dev", ("local", "dev", "docs"))],
+)
+def test_every_declared_dependency_is_pinned(name: str, extras: tuple[str, ...]) -> None:
+    missing = declared(*extras) - set(pinned(ROOT / "requirements" / f"{name}.txt"))
+    assert not missing, "make pins renews the pins"
+
+
+def test_the_pins_agree_with_each_other() -> None:
+    everything = pinned(ROOT / "requirements" / "dev.txt")
+    for path in PINS:
+        for name, pin in pinned(path).items():
+            assert pin.split()[0] == everything[name].split()[0], f"{shown(path)}: {name}"
+
+
+def test_every_dependency_of_the_gateway_earns_a_line() -> None:
+    rows = re.findall(
+        r"^\| `([^`]+)`", (ROOT / "docs" / "dependencies.md").read_text(), re.MULTILINE
+    )
+    explained = {canonicalize_name(row) for row in rows}
+    assert declared("local") - explained == set(), "explain it in docs/dependencies.md"
+    assert explained - declared("local", "dev", "docs") - {"hatchling"} == set(), "no longer used"
+
+
+def test_the_changelog_has_a_place_for_what_comes_next() -> None:
+    headings = re.findall(r"^## \[?([^\]\s]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased"
+
+
+def test_the_version_is_a_release_number() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", __version__)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_every_make_command_of_a_page_exists(page: Path) -> None:
+    named = re.findall(r"(?:`|^\s*\$ |&& )make ([a-z][a-z-]*)", page.read_text(), re.MULTILINE)
+    assert set(named) - make_targets() == set()
+
+
+def test_make_help_tells_every_target() -> None:
+    text = (ROOT / "Makefile").read_text()
+    told = set(re.findall(r"^([a-z][a-z-]*):.*## \S", text, re.MULTILINE))
+    assert told == make_targets()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    without_code = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)\)", without_code)
+    local = [target.split("#")[0] for target in targets if not re.match(r"[a-z]+:|#", target)]
+    assert [target for target in local if not (page.parent / target).exists()] == []
