@@ -1,0 +1,125 @@
+"""What a server says about itself, read without trust, and how it differs from the inventory."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gateway.config.inventory import NodeSpec
+
+MOST_SLOTS = 65_536
+MOST_CONTEXT = 1 << 30
+MOST_MODELS = 1_000
+LONGEST_NAME = 512
+
+
+@dataclass(slots=True)
+class Facts:
+    """What is known from a server's own words. None: it has not said. Kept while it is down."""
+
+    slots: int | None = None
+    context: int | None = None
+    """Tokens of one slot."""
+    models: tuple[str, ...] = ()
+    """Its names for what it serves."""
+    build: str | None = None
+    template: str | None = None
+    """A hash of the chat template."""
+    vision: bool | None = None
+    audio: bool | None = None
+    slots_endpoint: bool | None = None
+    """Whether it answers `/slots`."""
+    n_params: int | None = None
+    size: int | None = None
+    """Bytes of the model's tensors."""
+    ftype: str | None = None
+    """The quantization's name."""
+    refused: set[str] = field(default_factory=set)
+    """Endpoints that it has refused with 501: `facts.refused.add("rerank")`."""
+
+    def identity(self) -> tuple[object, ...]:
+        """Changes when another build or another model runs there."""
+        return (self.build, self.models, self.n_params, self.size, self.ftype, self.template)
+
+    def read_props(self, props: object) -> None:
+        """Take in the answer to `/props`; what it does not say stays as it was."""
+        if not isinstance(props, dict):
+            return
+        self.slots = _count(props.get("total_slots"), MOST_SLOTS) or self.slots
+        settings = props.get("default_generation_settings")
+        if isinstance(settings, dict):
+            self.context = _count(settings.get("n_ctx"), MOST_CONTEXT) or self.context
+        self.build = _name(props.get("build_info")) or self.build
+        template = props.get("chat_template")
+        if isinstance(template, str):
+            # A JSON string may hold lone surrogates, which UTF-8 does not.
+            raw = template.encode("utf-8", "surrogatepass")
+            self.template = hashlib.sha256(raw).hexdigest()[:16]
+        modalities = props.get("modalities")
+        if isinstance(modalities, dict):
+            self.vision = _flag(modalities.get("vision"), self.vision)
+            self.audio = _flag(modalities.get("audio"), self.audio)
+        self.slots_endpoint = _flag(props.get("endpoint_slots"), self.slots_endpoint)
+        alias = _name(props.get("model_alias"))
+        if alias and not self.models:
+            self.models = (alias,)
+
+    def read_models(self, answer: object) -> None:
+        """Take in the answer to `/v1/models`; what it does not say stays as it was."""
+        data = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(data, list):
+            return
+        entries = [entry for entry in data[:MOST_MODELS] if isinstance(entry, dict)]
+        names = [name for entry in entries if (name := _name(entry.get("id")))]
+        self.models = tuple(dict.fromkeys(names))
+        meta = entries[0].get("meta") if len(entries) == 1 else None
+        if isinstance(meta, dict):
+            self.n_params = _count(meta.get("n_params"), 1 << 60) or self.n_params
+            self.size = _count(meta.get("size"), 1 << 60) or self.size
+            self.ftype = _name(meta.get("ftype")) or self.ftype
+            self.context = self.context or _count(meta.get("n_ctx"), MOST_CONTEXT)
+
+
+def busy_slots(answer: object) -> tuple[int, int] | None:
+    """(busy, all) of an answer to `/slots`; None if it is not one."""
+    if not isinstance(answer, list) or not 0 < len(answer) <= MOST_SLOTS:
+        return None
+    if not all(isinstance(slot, dict) and "is_processing" in slot for slot in answer):
+        return None
+    return sum(slot["is_processing"] is True for slot in answer), len(answer)
+
+
+def differences(spec: NodeSpec, facts: Facts) -> tuple[str, ...]:
+    """What the server says against what the inventory declares, a sentence each."""
+    found = []
+    if spec.slots is not None and facts.slots is not None and spec.slots != facts.slots:
+        found.append(f"slots: the inventory says {spec.slots}, the server has {facts.slots}")
+    if spec.context is not None and facts.context is not None and spec.context != facts.context:
+        found.append(
+            f"context: the inventory says {spec.context} tokens a slot, "
+            f"the server has {facts.context}"
+        )
+    if spec.models is not None and facts.models:
+        missing = sorted(set(spec.models.values()) - set(facts.models))
+        if missing:
+            found.append(
+                f"model: the inventory says {', '.join(missing)}, "
+                f"the server serves {', '.join(facts.models[:8])}"
+            )
+    return tuple(found)
+
+
+def _count(value: Any, most: int) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+        return None
+    return value
+
+
+def _name(value: Any) -> str | None:
+    return value if isinstance(value, str) and 0 < len(value) <= LONGEST_NAME else None
+
+
+def _flag(value: Any, otherwise: bool | None) -> bool | None:  # noqa: FBT001
+    return value if isinstance(value, bool) else otherwise

@@ -1,0 +1,396 @@
+"""The set of nodes: kept as the inventory says, watched, and asked who serves what."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from gateway.events import Bus, InventoryChanged, NodeChanged, NodeDrift
+from gateway.fleet.circuit import Circuit
+from gateway.fleet.facts import differences
+from gateway.fleet.health import Watch
+from gateway.fleet.node import Node, Rules
+from gateway.fleet.probing import Probing
+from gateway.fleet.reclaim import Reclaimer
+from gateway.fleet.speed import weigh
+from gateway.fleet.states import State, judge
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from gateway.config.inventory import Inventory, NodeSpec
+    from gateway.config.routing import HealthSettings, TimeoutSettings
+    from gateway.fleet.drains import Drains
+    from gateway.fleet.probing import Outcome
+    from gateway.transport.upstream import Connect, Upstream
+
+log = logging.getLogger(__name__)
+
+PROBES_AT_ONCE = 256
+"""Nodes probed at the same moment, at most; when all are black holes a thousand take 8 s."""
+WEIGH_EVERY = 5.0
+"""Seconds between two comparisons of all nodes' speeds."""
+
+
+class Fleet:
+    """All nodes by name, in the inventory's order.
+
+    `on_capacity` is called whenever a slot may have become free. It may be called often and from
+    within other calls: it must be cheap and must not raise.
+    """
+
+    def __init__(
+        self,
+        *,
+        connect: Connect,
+        health: HealthSettings,
+        timeouts: TimeoutSettings,
+        bus: Bus,
+        clock: Callable[[], float],
+        rng: random.Random,
+        drains: Drains,
+    ) -> None:
+        self.nodes: dict[str, Node] = {}
+        self.probed = asyncio.Event()
+        """Set when every node of the first inventory has been probed once."""
+        self.on_capacity: Callable[[], None] | None = None
+        self._connect = connect
+        self._rules = Rules(health, timeouts)
+        self._bus = bus
+        self._clock = clock
+        self._rng = rng
+        self._drains = drains
+        self._reclaimer = Reclaimer()
+        self._gate = asyncio.Semaphore(PROBES_AT_ONCE)
+        self._watches: dict[Node, Watch] = {}
+        self._leaving: set[Node] = set()
+        self._retired: list[tuple[Node, Upstream]] = []
+        """Upstreams that were replaced while leases still used them."""
+        self._closing: set[asyncio.Task[None]] = set()
+        self._chores: asyncio.Task[None] | None = None
+        self._unprobed: set[Node] = set()
+        self._serving: dict[str, tuple[Node, ...]] | None = None
+
+    # Life.
+
+    async def start(self, inventory: Inventory) -> InventoryChanged:
+        """Take in the first inventory and begin to watch. Raises what `connect` raises."""
+        change = self.apply(inventory)
+        self._chores = asyncio.create_task(self._weigh_now_and_then(), name="weigh nodes")
+        return change
+
+    async def aclose(self) -> None:
+        """Stop watching and close every connection, whatever still runs."""
+        tasks = [watch.cancel() for watch in self._watches.values()]
+        if self._chores is not None:
+            self._chores.cancel()
+            tasks.append(self._chores)
+        self._watches.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._reclaimer.aclose()
+        for node in (*self.nodes.values(), *self._leaving):
+            self._close(node.upstream)
+        for _, upstream in self._retired:
+            self._close(upstream)
+        self._leaving.clear()
+        self._retired.clear()
+        await asyncio.gather(*self._closing)
+
+    # The inventory and the settings.
+
+    def apply(self, inventory: Inventory) -> InventoryChanged:
+        """Bring the fleet to this inventory; running work ends where it runs.
+
+        Raises what `connect` raises, and then nothing has changed. The caller publishes the
+        result.
+        """
+        plan = self._plan(inventory)
+        change = InventoryChanged()
+        before, self.nodes = self.nodes, {}
+        for spec, known, upstream in plan:
+            old = before.get(spec.name)
+            if old is None:
+                change.added.append(spec.name)
+            elif old.spec != spec:
+                change.changed.append(spec.name)
+            told = None if old is None else old.state
+            if known is None:
+                assert upstream is not None
+                self.nodes[spec.name] = self._add(spec, upstream, told)
+            else:
+                self.nodes[spec.name] = known
+                self._keep(known, spec, upstream, told)
+        for name, node in before.items():
+            if self.nodes.get(name) is not node:
+                self._leave(node)
+            if name not in self.nodes:
+                change.removed.append(name)
+                reason = "removed from the inventory"
+                self._bus.publish(NodeChanged(name, node.state.value, None, reason))
+        self._serving = None
+        weigh(self.nodes.values())
+        for node in self.nodes.values():
+            self.settle(node)
+        self._note_probed()
+        self._tell_capacity()
+        return change
+
+    def configure(self, health: HealthSettings, timeouts: TimeoutSettings) -> None:
+        """Put changed settings in force."""
+        self._rules = Rules(health, timeouts)
+        for node in (*self.nodes.values(), *self._leaving):
+            node.rules = self._rules
+            node.circuit.rules = health
+        for watch in self._watches.values():
+            watch.hurry()
+
+    def _plan(self, inventory: Inventory) -> list[tuple[NodeSpec, Node | None, Upstream | None]]:
+        """Each node with what is known of its server and, where needed, new ways to it."""
+        plan: list[tuple[NodeSpec, Node | None, Upstream | None]] = []
+        try:
+            for spec in inventory.nodes:
+                node = self._known(spec)
+                fresh = node is None or _ways(node.spec) != _ways(spec)
+                plan.append((spec, node, self._connect(spec) if fresh else None))
+        except BaseException:
+            for _, _, upstream in plan:
+                if upstream is not None:
+                    self._close(upstream)
+            raise
+        return plan
+
+    def _known(self, spec: NodeSpec) -> Node | None:
+        """The node of this name at the same server, also if it is on its way out."""
+        here = self.nodes.get(spec.name)
+        for node in self._leaving if here is None else (here, *self._leaving):
+            if node.name == spec.name and _server(node.spec) == _server(spec):
+                return node
+        return None
+
+    def _add(self, spec: NodeSpec, upstream: Upstream, told: State | None) -> Node:
+        node = Node(
+            spec=spec,
+            upstream=upstream,
+            rules=self._rules,
+            clock=self._clock,
+            circuit=Circuit(self._rules.health, self._rng),
+            on_return=self._returned,
+            on_abandon=self._reclaimer.watch,
+        )
+        self._enter(node, told)
+        return node
+
+    def _keep(
+        self, node: Node, spec: NodeSpec, upstream: Upstream | None, told: State | None
+    ) -> None:
+        """Go on with a node that the inventory describes anew."""
+        if node.spec == spec and not node.removed:
+            return
+        begins = not node.wanted
+        node.spec = spec
+        if upstream is not None:
+            self._retired.append((node, node.upstream))
+            node.upstream = upstream
+            self._close_retired()
+        if begins:
+            node.probing = Probing()
+        node.probing.next = self._clock()
+        if node.removed:
+            node.removed = False
+            self._leaving.discard(node)
+            self._enter(node, told)
+        else:
+            self._watches[node].wake()
+
+    def _enter(self, node: Node, told: State | None) -> None:
+        """Begin to watch; `told`: the state of this name that the world knows of."""
+        node.draining = node.name in self._drains
+        node.state, node.reason = judge(node, self._clock())
+        self._unprobed.add(node)
+        self._watches[node] = Watch(node, self.settle, self._gate, self._rng)
+        if node.state is not told:
+            old = None if told is None else told.value
+            self._bus.publish(NodeChanged(node.name, old, node.state.value, node.reason))
+
+    def _leave(self, node: Node) -> None:
+        """Give it nothing more, and close it when it has ended what it runs."""
+        node.removed = True
+        self._own(self._watches.pop(node).cancel())
+        self._leaving.add(node)
+        self._close_left(node)
+
+    # What happens to nodes.
+
+    def drain(self, name: str) -> None:
+        """No new work for this node until it is resumed, restarts included. Raises KeyError."""
+        node = self.nodes[name]
+        self._drains.add(name)
+        node.draining = True
+        self.settle(node)
+
+    def resume(self, name: str) -> None:
+        """End a drain. Raises KeyError."""
+        node = self.nodes[name]
+        self._drains.remove(name)
+        node.draining = False
+        self.settle(node)
+
+    async def probe(self, name: str) -> Outcome:
+        """Probe now; closes the node's circuit if it answers. Raises KeyError."""
+        node = self.nodes[name]
+        outcome = await self._watches[node].probe()
+        if outcome.up:
+            node.circuit.close(self._clock())
+        self.settle(node)
+        return outcome
+
+    def succeeded(self, node: Node, now: float, began: float | None = None) -> None:
+        """A request that `began` then (a lease's `taken`) went well."""
+        if node.circuit.succeeded(now, began):
+            self._turned(node)
+
+    def failed(self, node: Node, now: float, began: float | None = None) -> None:
+        """A request that `began` then (a lease's `taken`) failed, and the node is to blame."""
+        node.failures += 1
+        watch = self._watches.get(node)
+        if watch is not None:
+            watch.hurry()
+        if node.circuit.failed(now, began):
+            self._turned(node)
+
+    def settle(self, node: Node) -> None:
+        """Bring the node's state in line with what is known, and tell who must know."""
+        if node.removed:
+            return
+        now = self._clock()
+        old = node.state
+        node.state, node.reason = judge(node, now)
+        if node.state is not old:
+            self._bus.publish(NodeChanged(node.name, old.value, node.state.value, node.reason))
+        if node.probing.down:
+            self._reclaimer.give_up(node)
+        self._compare(node)
+        if node.probing.probed and node in self._unprobed:
+            self._unprobed.discard(node)
+            if not self._unprobed:
+                self.probed.set()
+        free = node.free(now)
+        if free > node.announced:
+            self._tell_capacity()
+        node.announced = free
+
+    def _compare(self, node: Node) -> None:
+        """See whether what the server says has changed."""
+        if (models := node.public_models) != node.listed:
+            node.listed = models
+            self._serving = None
+        if (drift := differences(node.spec, node.facts)) != node.drift:
+            node.drift = drift
+            self._bus.publish(NodeDrift(node.name, drift))
+
+    def _turned(self, node: Node) -> None:
+        """The circuit has opened or closed."""
+        self.settle(node)
+        if node in self._watches:
+            self._watches[node].wake()
+
+    def _returned(self, node: Node) -> None:
+        """A lease of the node has been given back."""
+        if node.removed:
+            self._close_left(node)
+        if self._retired:
+            self._close_retired()
+        self._tell_capacity()
+
+    def _tell_capacity(self) -> None:
+        if self.on_capacity is not None:
+            self.on_capacity()
+
+    def _note_probed(self) -> None:
+        """Forget the nodes that need no first probe any more; when none is left, all are."""
+        self._unprobed = {
+            node for node in self._unprobed if node.wanted and not node.probing.probed
+        }
+        if not self._unprobed:
+            self.probed.set()
+
+    async def _weigh_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(WEIGH_EVERY)
+            weigh(self.nodes.values())
+
+    # Who serves what.
+
+    def model_names(self) -> tuple[str, ...]:
+        """The public names that nodes serve, declared or said, down or not."""
+        return tuple(self._index())
+
+    def known(self, model: str) -> bool:
+        """Whether some node serves this public name, down or not."""
+        return model in self._index()
+
+    def nodes_for(self, model: str) -> tuple[Node, ...]:
+        """The nodes that serve this public name, down or not."""
+        return self._index().get(model, ())
+
+    def undecided(self) -> bool:
+        """Whether some node has yet to say what it serves: a name may be unknown only so far."""
+        return any(
+            node.wanted and not node.public_models and not node.probing.down
+            for node in self.nodes.values()
+        )
+
+    def _index(self) -> dict[str, tuple[Node, ...]]:
+        if self._serving is None:
+            serving: dict[str, list[Node]] = {}
+            for node in self.nodes.values():
+                if node.spec.enabled:
+                    # In the node's own order, so that lists of models keep still.
+                    models = node.facts.models if node.spec.models is None else node.spec.models
+                    for model in models:
+                        serving.setdefault(model, []).append(node)
+            self._serving = {model: tuple(nodes) for model, nodes in serving.items()}
+        return self._serving
+
+    # Ends.
+
+    def _close_left(self, node: Node) -> None:
+        if not node.leases and node in self._leaving:
+            self._leaving.discard(node)
+            self._close(node.upstream)
+
+    def _close_retired(self) -> None:
+        """Close the replaced upstreams that no lease uses any more."""
+        kept = []
+        for node, upstream in self._retired:
+            if any(lease.upstream is upstream for lease in node.leases):
+                kept.append((node, upstream))
+            else:
+                self._close(upstream)
+        self._retired = kept
+
+    def _close(self, upstream: Upstream) -> None:
+        self._own(asyncio.create_task(_close_quietly(upstream)))
+
+    def _own(self, task: asyncio.Task[None]) -> None:
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+def _server(spec: NodeSpec) -> tuple[object, ...]:
+    """What makes it another server when it changes."""
+    return (spec.url, spec.kind)
+
+
+def _ways(spec: NodeSpec) -> tuple[object, ...]:
+    """What makes new connections necessary when it changes."""
+    return (spec.url, spec.kind, spec.tls, spec.api_key, spec.timeouts.connect)
+
+
+async def _close_quietly(upstream: Upstream) -> None:
+    try:
+        await upstream.aclose()
+    except Exception:
+        log.exception("Connections to a node that has left could not be closed")

@@ -1,0 +1,106 @@
+"""A lease: slots of one node that one request holds, from dispatch until they are free again."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from gateway.fleet.node import Node
+    from gateway.request import Priority
+    from gateway.transport.upstream import Upstream
+
+
+class Phase(enum.Enum):
+    """How far the node has got with the request."""
+
+    WAITING_HEAD = "waiting"
+    """Sent; the node has not begun to answer: it is queued there, or a plain request runs."""
+    PREFILL = "prefill"
+    """The head is here, the first content is not: the node reads the prompt."""
+    DECODE = "decode"
+    """Content has come."""
+    RECLAIM = "reclaim"
+    """We have left, the node may still be at work."""
+    OVER = "over"
+    """Given back."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Slots held on a node. Made by `Node.take`, ended by `give_back`; a context manager.
+
+    Leaving the `with` block gives the slots back, unless `abandon` was called: then the
+    reclaimer does, when the node shows them free. Times are monotonic seconds.
+    """
+
+    node: Node
+    upstream: Upstream
+    """The ways to the node when the lease was taken; they stay open until it has ended."""
+    slots: int
+    request_id: str
+    priority: Priority
+    taken: float
+    stream: bool
+    """Whether the node streams its answer: if so it stops soon after we leave."""
+    expected_prefill: float | None
+    """Predicted seconds from dispatch to the first content; None: no idea."""
+    expected_total: float | None
+    """Predicted seconds from dispatch to the end; None: no idea."""
+    trial: bool = False
+    """Its outcome closes or reopens the node's circuit."""
+    phase: Phase = Phase.WAITING_HEAD
+    prefill_began: float = 0.0
+    last_moved: float | None = None
+    """When the last byte of content came from the node."""
+    abandoned: float = 0.0
+    """When it was abandoned, if it was."""
+    left_in: Phase | None = None
+    """How far the node had got then."""
+
+    @property
+    def held(self) -> bool:
+        """Whether the slots still count against the node."""
+        return self.phase is not Phase.OVER
+
+    def head_came(self, now: float) -> None:
+        """The head of a streamed answer is here: a slot has begun to read the prompt."""
+        if self.phase is Phase.WAITING_HEAD:
+            self.phase = Phase.PREFILL
+            self.prefill_began = now
+
+    def moved(self, now: float) -> None:
+        """Content came from the node."""
+        self.last_moved = now
+        if self.phase is Phase.WAITING_HEAD or self.phase is Phase.PREFILL:
+            self.phase = Phase.DECODE
+
+    def give_back(self) -> None:
+        """The slots are free. Calling it again does nothing."""
+        if self.phase is not Phase.OVER:
+            self.phase = Phase.OVER
+            self.node.returned(self)
+
+    def abandon(self) -> None:
+        """We have left, the node may still be at work: hold the slots until it shows them free."""
+        if self.phase is Phase.OVER or self.phase is Phase.RECLAIM:
+            return
+        self.left_in = self.phase
+        self.phase = Phase.RECLAIM
+        self.abandoned = self.node.clock()
+        self.node.on_abandon(self.node)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.phase is not Phase.RECLAIM:
+            self.give_back()

@@ -1,0 +1,214 @@
+"""A node: what the inventory says of it, what it says itself, and what it is doing for us."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gateway.fleet.circuit import Circuit
+from gateway.fleet.facts import Facts
+from gateway.fleet.lease import Lease
+from gateway.fleet.occupancy import Occupancy
+from gateway.fleet.probing import Probing
+from gateway.fleet.speed import Speed
+from gateway.fleet.states import State
+
+if TYPE_CHECKING:
+    from gateway.config.inventory import NodeSpec
+    from gateway.config.routing import HealthSettings, TimeoutSettings
+    from gateway.request import Endpoint, Priority
+    from gateway.transport.upstream import Upstream
+
+OPENAI_SLOTS = 8
+"""Requests at once for an endpoint that has no slots to tell of, unless the inventory says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The settings in force that nodes read; replaced as a whole."""
+
+    health: HealthSettings
+    timeouts: TimeoutSettings
+
+
+def _nothing(_: Node) -> None:
+    pass
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One node. `state` and `reason` are kept by the fleet (`Fleet.settle`)."""
+
+    spec: NodeSpec
+    upstream: Upstream
+    rules: Rules
+    clock: Callable[[], float]
+    circuit: Circuit
+    facts: Facts = field(default_factory=Facts)
+    speed: Speed = field(default_factory=Speed)
+    probing: Probing = field(default_factory=Probing)
+    state: State = State.STARTING
+    reason: str = ""
+    draining: bool = False
+    removed: bool = False
+    """Out of the inventory: it gets nothing and ends what it runs."""
+    drift: tuple[str, ...] = ()
+    """How the server differs from the inventory, as last told."""
+    listed: frozenset[str] = frozenset()
+    """Its public models, as the fleet's index has them."""
+    leases: set[Lease] = field(default_factory=set)
+    occupancy: Occupancy = field(default_factory=Occupancy)
+    requests: int = 0
+    """Leases taken since the start."""
+    failures: int = 0
+    """Failures reported since the start."""
+    announced: int = 0
+    """Free slots as the scheduler was last told."""
+    on_return: Callable[[Node], None] = _nothing
+    on_abandon: Callable[[Node], None] = _nothing
+
+    def __post_init__(self) -> None:
+        self.speed.relative = self.spec.speed_hint
+
+    @property
+    def name(self) -> str:
+        """Its name in the inventory."""
+        return self.spec.name
+
+    @property
+    def slots_total(self) -> int:
+        """Requests it works on at once: declared, else said, else assumed."""
+        if self.spec.slots is not None:
+            return self.spec.slots
+        if self.facts.slots is not None:
+            return self.facts.slots
+        return OPENAI_SLOTS if self.spec.kind == "openai" else 1
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the inventory lets it be probed and used."""
+        return self.spec.enabled and not self.spec.standby and not self.removed
+
+    @property
+    def tells_slots(self) -> bool:
+        """Whether it can be asked which slots are busy, as far as is known."""
+        return self.spec.kind == "llama.cpp" and self.facts.slots_endpoint is not False
+
+    @property
+    def leased(self) -> int:
+        """Slots that our leases hold; the sum over `leases`."""
+        return self.occupancy.leased
+
+    @property
+    def foreign(self) -> int:
+        """Slots that others keep busy, by the last reading of `/slots`."""
+        return self.occupancy.foreign
+
+    @property
+    def slots_busy(self) -> int:
+        """The larger of our leases and what the node reports."""
+        return max(self.leased, min(self.slots_total, self.leased + self.foreign))
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of ours that it runs, abandoned ones that it has not let go of included."""
+        return len(self.leases)
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of one slot: declared, else said; None: unknown."""
+        return self.spec.context if self.spec.context is not None else self.facts.context
+
+    @property
+    def silence(self) -> float:
+        """Seconds that a stream of this node may stand still."""
+        own = self.spec.timeouts.silence
+        return own if own is not None else self.rules.timeouts.silence
+
+    @property
+    def public_models(self) -> frozenset[str]:
+        """The public names it serves, as declared or as it has said."""
+        return frozenset(self.facts.models if self.spec.models is None else self.spec.models)
+
+    def serves(self, model: str) -> str | None:
+        """The node's own name for this public model name; None if it does not serve it."""
+        if self.spec.models is not None:
+            return self.spec.models.get(model)
+        return model if model in self.facts.models else None
+
+    def offers(self, endpoint: Endpoint, *, vision: bool = False) -> bool:
+        """Whether it may be asked this: as declared, else unless it refuses."""
+        if self.spec.endpoints is not None:
+            wanted = {endpoint, "vision"} if vision else {endpoint}
+            return wanted <= self.spec.endpoints
+        if endpoint in self.facts.refused:
+            return False
+        return not vision or (self.facts.vision is not False and "vision" not in self.facts.refused)
+
+    def capacity(self, now: float) -> int:
+        """Slots that work may use at this moment, whatever is in use already."""
+        if self.removed:
+            return 0
+        if self.state is State.READY or self.state is State.DEGRADED:
+            return self.circuit.allowed(self.slots_total, now)
+        if self.state is State.EJECTED and self.circuit.wants_trial(now) and not self.probing.mute:
+            return 1
+        return 0
+
+    def free(self, now: float) -> int:
+        """Slots that new work may take at this moment."""
+        capacity = self.capacity(now)
+        if not capacity:
+            return 0
+        used = self.leased + self.foreign
+        if self.state is State.EJECTED:
+            return 1 if used < self.slots_total else 0
+        return max(0, capacity - used)
+
+    def take(
+        self,
+        slots: int,
+        request_id: str,
+        priority: Priority,
+        now: float,
+        *,
+        stream: bool = True,
+        expected_prefill: float | None = None,
+        expected_total: float | None = None,
+    ) -> Lease:
+        """Count `slots` as used, at once. The caller has looked at `free`.
+
+        `expected_prefill` and `expected_total` are seconds from now. Raises ValueError for a
+        negative number of slots; none is fine for what needs no slot.
+        """
+        if slots < 0:
+            raise ValueError(f"{slots} slots")
+        lease = Lease(
+            node=self,
+            upstream=self.upstream,
+            slots=slots,
+            request_id=request_id,
+            priority=priority,
+            taken=now,
+            stream=stream,
+            expected_prefill=expected_prefill,
+            expected_total=expected_total,
+            prefill_began=now,
+        )
+        if self.circuit.wants_trial(now):
+            lease.trial = True
+            self.circuit.begin_trial(lease)
+        self.leases.add(lease)
+        self.occupancy.take(slots, now)
+        self.requests += 1
+        self.announced = max(0, self.announced - slots)
+        return lease
+
+    def returned(self, lease: Lease) -> None:
+        """Count the slots of a lease as free: called by the lease, once."""
+        self.leases.remove(lease)
+        self.occupancy.give_back(lease.slots, self.clock())
+        if lease.trial:
+            self.circuit.end_trial(lease)
+        self.on_return(self)

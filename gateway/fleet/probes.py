@@ -1,0 +1,162 @@
+"""The questions a node is asked over HTTP: is it alive, what is it, what is it busy with."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import httpx
+import msgspec
+
+from gateway.fleet.facts import busy_slots
+from gateway.fleet.probing import Answer, Outcome
+
+if TYPE_CHECKING:
+    from gateway.fleet.node import Node
+
+LARGEST_ANSWER = 4 << 20
+"""Bytes; `/slots` of a server with many slots and `/props` with a long template stay far below."""
+GONE = frozenset({404, 405, 501})
+"""There is no such endpoint."""
+LOCKED = frozenset({401, 403})
+NO_KEY = "refuses our key ({status} on {path}): set api_key_env or api_key_file in the inventory"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A status and a body that was read to its end."""
+
+    status: int
+    body: bytes
+
+    def json(self) -> object:
+        """The body's value; None if it is not JSON."""
+        try:
+            return msgspec.json.decode(self.body)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return None
+
+
+async def ask(node: Node, path: str) -> Reply | Outcome:
+    """GET `path`, within the probe's limit and in bounded memory; an Outcome if that failed."""
+    began = time.monotonic()
+    limit = node.rules.health.timeout
+
+    def ended(answer: Answer, detail: str) -> Outcome:
+        return Outcome(answer, detail, time.monotonic() - began)
+
+    try:
+        async with (
+            asyncio.timeout(limit),
+            node.upstream.client.stream("GET", path, timeout=limit) as response,
+        ):
+            body = bytearray()
+            async for part in response.aiter_bytes():
+                body += part
+                if len(body) > LARGEST_ANSWER:
+                    return ended(Answer.FAILED, f"{path} answers without end")
+            return Reply(response.status_code, bytes(body))
+    except (TimeoutError, httpx.TimeoutException):
+        return ended(Answer.TIMED_OUT, f"no answer to {path} within {limit:g} s")
+    except httpx.ConnectError as error:
+        return ended(Answer.REFUSED, f"no connection to {node.spec.url} ({_why(error)})")
+    except httpx.TransportError as error:
+        return ended(Answer.FAILED, f"{path} broke off ({_why(error)})")
+    except Exception as error:  # noqa: BLE001 - whatever one node causes, the others are watched
+        return ended(Answer.FAILED, f"{path} could not be asked ({_why(error)})")
+
+
+async def check_alive(node: Node) -> Outcome:
+    """The cheapest question that tells whether the node can take work."""
+    began = time.monotonic()
+    if node.spec.kind == "openai":
+        return await discover(node)
+    reply = await ask(node, "/health")
+    if isinstance(reply, Outcome):
+        return reply
+    answer, detail = _judge_health(reply)
+    return Outcome(answer, detail, time.monotonic() - began)
+
+
+async def discover(node: Node) -> Outcome:
+    """Ask what the server is and take it in. UP also if it would not say all."""
+    began = time.monotonic()
+    paths = ["/v1/models"] if node.spec.kind == "openai" else ["/v1/models", "/props"]
+    facts = node.facts
+    before = facts.identity()
+    for path in paths:
+        reply = await ask(node, path)
+        if isinstance(reply, Outcome):
+            return reply
+        if refusal := _judge_discovery(node, path, reply.status):
+            return Outcome(*refusal, time.monotonic() - began)
+        if reply.status == httpx.codes.OK:
+            if path == "/props":
+                facts.read_props(reply.json())
+            else:
+                facts.read_models(reply.json())
+    if facts.identity() != before:
+        # Another build or model: what the old one refused says nothing about it.
+        facts.refused.clear()
+    return Outcome(Answer.UP, "", time.monotonic() - began)
+
+
+async def read_slots(node: Node) -> int | None:
+    """How many slots the node says are busy; None if it would not say.
+
+    Learns whether there is such an endpoint.
+    """
+    reply = await ask(node, "/slots")
+    if isinstance(reply, Outcome):
+        # No process, no busy slot.
+        return 0 if reply.answer is Answer.REFUSED else None
+    if reply.status in GONE | LOCKED:
+        node.facts.slots_endpoint = False
+    counts = busy_slots(reply.json()) if reply.status == httpx.codes.OK else None
+    if counts is None:
+        return None
+    node.facts.slots_endpoint = True
+    node.facts.slots = node.facts.slots or counts[1]
+    return counts[0]
+
+
+def _judge_health(reply: Reply) -> tuple[Answer, str]:
+    if reply.status == httpx.codes.OK:
+        return Answer.UP, ""
+    if reply.status == httpx.codes.SERVICE_UNAVAILABLE and b"loading model" in reply.body.lower():
+        return Answer.LOADING, "the server is loading its model"
+    if reply.status in LOCKED:
+        return Answer.FAILED, NO_KEY.format(status=reply.status, path="/health")
+    if reply.status in GONE:
+        return Answer.FAILED, (
+            f"/health answers {reply.status}: is this a llama.cpp server? "
+            "Another one needs kind: openai in the inventory"
+        )
+    return Answer.FAILED, f"/health answers {reply.status}"
+
+
+def _judge_discovery(node: Node, path: str, status: int) -> tuple[Answer, str] | None:
+    """What keeps the node from serving, if this status does."""
+    if node.spec.kind == "openai":
+        if status == httpx.codes.OK:
+            return None
+        # Some services hide their list, even from keys that may use their models.
+        declared = node.spec.models is not None
+        if declared and (status in GONE or (status in LOCKED and node.spec.api_key is not None)):
+            return None
+        if status in LOCKED:
+            return Answer.FAILED, NO_KEY.format(status=status, path=path)
+        if status in GONE:
+            return Answer.FAILED, (
+                f"{path} answers {status}: say in the inventory what it serves (model: ...)"
+            )
+        return Answer.FAILED, f"{path} answers {status}"
+    if status in LOCKED:
+        return Answer.FAILED, NO_KEY.format(status=status, path=path)
+    return None
+
+
+def _why(error: Exception) -> str:
+    return str(error).strip()[:200] or type(error).__name__

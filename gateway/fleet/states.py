@@ -1,0 +1,58 @@
+"""A node's state, the first of the contract's list that holds, with a reason to act on."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from gateway.fleet.circuit import CircuitPhase
+
+if TYPE_CHECKING:
+    from gateway.fleet.node import Node
+
+
+class State(enum.Enum):
+    """The contract's states, in its order."""
+
+    STANDBY = "standby"
+    DRAINING = "draining"
+    DOWN = "down"
+    LOADING = "loading"
+    STARTING = "starting"
+    EJECTED = "ejected"
+    MUTE = "mute"
+    DEGRADED = "degraded"
+    """Not produced yet: what counts as far slower than it was is for a later version to say."""
+    READY = "ready"
+
+
+def judge(node: Node, now: float) -> tuple[State, str]:
+    """The state and its reason."""
+    probing = node.probing
+    if not node.spec.enabled:
+        return State.STANDBY, "enabled: false in the inventory"
+    if node.spec.standby:
+        return State.STANDBY, "standby: true in the inventory"
+    if node.draining:
+        return State.DRAINING, "drained by an operator, until it is resumed"
+    if probing.down:
+        return State.DOWN, probing.detail
+    if probing.loading:
+        return State.LOADING, "the server is loading its model"
+    if not probing.probed:
+        return State.STARTING, "not probed yet"
+    match node.circuit.phase(now):
+        case CircuitPhase.OPEN:
+            return State.EJECTED, (
+                f"{node.circuit.failures} requests in a row failed; "
+                f"no work for about {node.circuit.length:.0f} s, then one on trial"
+            )
+        case CircuitPhase.HALF_OPEN:
+            return State.EJECTED, (
+                f"{node.circuit.failures} requests in a row failed; the next one is on trial"
+            )
+        case CircuitPhase.CLOSED:
+            pass
+    if probing.mute:
+        return State.MUTE, probing.detail
+    return State.READY, "answers its probes"
