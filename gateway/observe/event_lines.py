@@ -1,0 +1,129 @@
+"""One log line per request, per change of a node's state, and per thing that an operator awaits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import structlog
+
+from gateway.events import (
+    AttemptEnded,
+    Bus,
+    InventoryChanged,
+    NodeChanged,
+    NodeDrift,
+    RequestFinished,
+    SettingsChanged,
+)
+from gateway.observe.logs import LEVELS, Logs, printable
+
+QUIET_OUTCOMES = frozenset({"ok", "client_closed", "cancelled", "stale", "refused"})
+"""Attempts that blame no node: worth a line at `debug` only."""
+
+_TROUBLE = frozenset({"down", "ejected", "mute", "degraded"})
+
+
+def subscribe(bus: Bus, logs: Logs, *, access: bool = True) -> EventLines:
+    """Write a line for each event of `bus`; `access` False leaves out the one per request."""
+    lines = EventLines(logs, access=access)
+    bus.subscribe(RequestFinished, lines.request)
+    bus.subscribe(AttemptEnded, lines.attempt)
+    bus.subscribe(NodeChanged, lines.node)
+    bus.subscribe(NodeDrift, lines.drift)
+    bus.subscribe(InventoryChanged, lines.inventory)
+    bus.subscribe(SettingsChanged, lines.settings)
+    return lines
+
+
+class EventLines:
+    """Words events. `access` may be switched while it runs."""
+
+    def __init__(self, logs: Logs, *, access: bool) -> None:
+        self._logs = logs
+        self.access = access
+
+    def request(self, event: RequestFinished) -> None:
+        """The access line; a request that failed for our own or a node's sake is a warning."""
+        if not self.access:
+            return
+        level = "warning" if event.code >= 500 else "info"
+        if not self._logs.heard(LEVELS[level]):
+            return
+        fields: dict[str, Any] = {
+            "id": printable(event.id),
+            "path": printable(event.path),
+            "status": event.code,
+            "class": event.priority.label,
+            "model": event.model,
+            "node": event.node,
+            "attempts": event.attempts,
+            "queue": round(event.queue, 4),
+            "ttft": None if event.ttft is None else round(event.ttft, 4),
+            "duration": round(event.duration, 4),
+            "prompt_tokens": event.prompt_tokens,
+            "cached_tokens": event.cached_tokens,
+            "completion_tokens": event.completion_tokens,
+            "stream": event.stream,
+            "caller": event.caller,
+        }
+        if event.reason is not None:
+            fields["reason"] = event.reason
+        self._write(level, "request", fields)
+
+    def attempt(self, event: AttemptEnded) -> None:
+        """An attempt that failed; the request may yet succeed on another node."""
+        fields: dict[str, Any] = {
+            "id": event.request_id,
+            "node": event.node,
+            "outcome": event.outcome,
+            "seconds": round(event.seconds, 4),
+        }
+        if event.status is not None:
+            fields["status"] = event.status
+        self._say("debug" if event.outcome in QUIET_OUTCOMES else "warning", "attempt", fields)
+
+    def node(self, event: NodeChanged) -> None:
+        """A node's change of state, with its reason."""
+        level = "warning" if event.new in _TROUBLE else "info"
+        fields = {"node": event.node, "old": event.old, "new": event.new, "reason": event.reason}
+        self._say(level, "node", fields)
+
+    def drift(self, event: NodeDrift) -> None:
+        """A node that is not what the inventory says."""
+        fields = {"node": event.node, "differences": "; ".join(event.differences)}
+        if event.differences:
+            self._say("warning", "node differs from the inventory", fields)
+        else:
+            self._say("info", "node is as the inventory says again", {"node": event.node})
+
+    def inventory(self, event: InventoryChanged) -> None:
+        """The inventory was read again."""
+        if event.error is not None:
+            self._say("error", "inventory is invalid, nothing changed", _problems(event.error))
+            return
+        fields = {"added": event.added, "changed": event.changed, "removed": event.removed}
+        self._say("info", "inventory", fields)
+
+    def settings(self, event: SettingsChanged) -> None:
+        """The settings were read again."""
+        if event.error is not None:
+            self._say("error", "settings are invalid, nothing changed", _problems(event.error))
+        elif event.needs_restart:
+            fields = {"needs_restart": event.needs_restart}
+            self._say("warning", "settings changed, some need a restart", fields)
+        else:
+            self._say("info", "settings changed", {})
+
+    def _say(self, level: str, event: str, fields: dict[str, Any]) -> None:
+        if self._logs.heard(LEVELS[level]):
+            self._write(level, event, fields)
+
+    def _write(self, level: str, event: str, fields: dict[str, Any]) -> None:
+        if self._logs.json:
+            self._logs.line(level, event, fields)
+        else:
+            structlog.get_logger().log(LEVELS[level], event, **fields)
+
+
+def _problems(error: str) -> dict[str, Any]:
+    return {"error": "; ".join(error.splitlines())}

@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import pty
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from gateway.events import (
+    AttemptEnded,
+    Bus,
+    InventoryChanged,
+    NodeChanged,
+    NodeDrift,
+    SettingsChanged,
+)
+from gateway.observe.event_lines import subscribe
+from gateway.observe.logs import VALUE_CHARACTERS, Format, Logs, set_up
+from tests.observe.test_metrics import finished
+
+SECRET = "the prompt nobody may see"
+
+
+class Written:
+    """Logging to a file, read back at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fd = os.open(path, os.O_CREAT | os.O_RDWR)
+        self.logs: Logs | None = None
+        self.bus = Bus()
+
+    def set_up(self, level: str = "info", form: Format = "auto", *, access: bool = True) -> Logs:
+        self.logs = set_up(level, form, fd=self.fd, environment={})
+        self.lines_of_events = subscribe(self.bus, self.logs, access=access)
+        return self.logs
+
+    def text(self) -> str:
+        assert self.logs is not None
+        self.logs.close()
+        return self.path.read_text()
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.text().splitlines()]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Iterator[Written]:
+    root = logging.getLogger()
+    before = (root.handlers[:], root.level)
+    log = Written(tmp_path / "log")
+    yield log
+    if log.logs is not None:
+        log.logs.close()
+    os.close(log.fd)
+    root.handlers[:], root.level = before
+    logging.getLogger("gateway").setLevel(logging.NOTSET)
+
+
+def test_a_request_is_one_json_line_with_all_that_is_asked_for(written: Written) -> None:
+    written.set_up()
+    written.bus.publish(
+        finished(
+            id="req-1",
+            queue=0.25,
+            ttft=1.5,
+            duration=4.0,
+            attempts=2,
+            prompt_tokens=10,
+            cached_tokens=4,
+            completion_tokens=7,
+        )
+    )
+    (line,) = written.lines()
+    assert line.pop("timestamp").endswith("Z")
+    assert line == {
+        "level": "info",
+        "event": "request",
+        "id": "req-1",
+        "path": "/v1/chat/completions",
+        "status": 200,
+        "class": "normal",
+        "model": "mistral-7b",
+        "node": "a",
+        "attempts": 2,
+        "queue": 0.25,
+        "ttft": 1.5,
+        "duration": 4.0,
+        "prompt_tokens": 10,
+        "cached_tokens": 4,
+        "completion_tokens": 7,
+        "stream": True,
+        "caller": "team",
+    }
+
+
+def test_a_failed_request_says_why(written: Written) -> None:
+    written.set_up("warning")
+    written.bus.publish(finished(code=503, reason="no_node", node=None, ttft=None))
+    written.bus.publish(finished())
+    (line,) = written.lines()
+    assert (line["level"], line["status"], line["reason"]) == ("warning", 503, "no_node")
+    assert line["node"] is None
+    assert line["ttft"] is None
+
+
+def test_the_access_log_can_be_switched_off_while_it_runs(written: Written) -> None:
+    written.set_up()
+    written.bus.publish(finished(id="first"))
+    written.lines_of_events.access = False
+    written.bus.publish(finished(id="second"))
+    written.bus.publish(NodeChanged("a", "ready", "down", "connection refused"))
+    assert [line.get("id", line["event"]) for line in written.lines()] == ["first", "node"]
+
+
+def test_a_node_s_change_of_state_has_its_reason(written: Written) -> None:
+    written.set_up()
+    written.bus.publish(NodeChanged("a", "ready", "down", "connection refused 3 times"))
+    written.bus.publish(NodeChanged("a", "down", "ready", "answers again"))
+    down, ready = written.lines()
+    assert (down["level"], down["node"], down["old"], down["new"], down["reason"]) == (
+        "warning",
+        "a",
+        "ready",
+        "down",
+        "connection refused 3 times",
+    )
+    assert ready["level"] == "info"
+
+
+def test_attempts_are_told_when_a_node_failed(written: Written) -> None:
+    written.set_up()
+    written.bus.publish(AttemptEnded("r", "a", "ok", 1.0, 200))
+    written.bus.publish(AttemptEnded("r", "a", "client_closed", 1.0))
+    written.bus.publish(AttemptEnded("r", "b", "reset", 0.5))
+    (line,) = written.lines()
+    assert (line["event"], line["node"], line["outcome"]) == ("attempt", "b", "reset")
+
+
+def test_what_an_operator_waits_for_is_told(written: Written) -> None:
+    written.set_up()
+    written.bus.publish(NodeDrift("a", ("slots: 2 declared, 4 said",)))
+    written.bus.publish(NodeDrift("a", ()))
+    written.bus.publish(InventoryChanged(added=["b"], removed=["c"]))
+    written.bus.publish(InventoryChanged(error="nodes.yaml:3: a\nnodes.yaml:4: b"))
+    written.bus.publish(SettingsChanged())
+    written.bus.publish(SettingsChanged(needs_restart=("listen.port",)))
+    written.bus.publish(SettingsChanged(error="gateway.yaml:1: c"))
+    lines = written.lines()
+    assert [line["level"] for line in lines] == [
+        "warning",
+        "info",
+        "info",
+        "error",
+        "info",
+        "warning",
+        "error",
+    ]
+    assert lines[0]["differences"] == "slots: 2 declared, 4 said"
+    assert lines[2]["added"] == ["b"]
+    assert lines[3]["error"] == "nodes.yaml:3: a; nodes.yaml:4: b"
+    assert lines[5]["needs_restart"] == ["listen.port"]
+
+
+def test_the_level_can_change_while_it_runs(written: Written) -> None:
+    logs = written.set_up("error")
+    log = structlog.get_logger()
+    log.info("unheard")
+    logs.configure("debug")
+    log.debug("heard")
+    logging.getLogger("gateway.something").debug("heard too")
+    assert [line["event"] for line in written.lines()] == ["heard", "heard too"]
+
+
+def test_other_libraries_are_heard_from_warnings_on(written: Written) -> None:
+    written.set_up("debug")
+    logging.getLogger("httpx").info("HTTP Request: POST %s", SECRET)
+    logging.getLogger("asyncio").debug(SECRET)
+    logging.getLogger("uvicorn.error").info("Started")
+    logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+    (line,) = written.lines()
+    assert line["event"] == "Invalid HTTP request received."
+    assert (line["level"], line["logger"]) == ("warning", "uvicorn.error")
+
+
+def test_an_exception_is_told_by_type_and_place_without_its_message(written: Written) -> None:
+    written.set_up()
+
+    def parse() -> None:
+        try:
+            os.environ[SECRET]
+        except KeyError as error:
+            raise ValueError(SECRET) from error
+
+    try:
+        parse()
+    except ValueError:
+        logging.getLogger("uvicorn.error").exception("Exception in ASGI application\n")
+        structlog.get_logger().exception("it broke")
+    text = written.text()
+    assert SECRET not in text
+    for line in map(json.loads, text.splitlines()):
+        assert line["level"] == "error"
+        assert "ValueError" in line["exception"]
+        assert "KeyError" in line["exception"]
+        assert "test_logs.py" in line["exception"]
+        assert "in parse" in line["exception"]
+
+
+def test_the_system_s_own_errors_keep_their_words(written: Written) -> None:
+    written.set_up()
+    try:
+        Path("/nonexistent/x").read_bytes()
+    except OSError:
+        structlog.get_logger().exception("it broke")
+    (line,) = written.lines()
+    assert "FileNotFoundError: No such file or directory" in line["exception"]
+
+
+async def test_a_task_that_nobody_awaited_does_not_quote_what_it_read(written: Written) -> None:
+    written.set_up()
+
+    async def work() -> None:
+        raise ValueError(SECRET)
+
+    def handle(data: bytes) -> None:
+        raise ValueError(data)
+
+    task = asyncio.create_task(work())
+    asyncio.get_running_loop().call_soon(handle, SECRET.encode())
+    await asyncio.wait([task], timeout=5)
+    del task
+    text = written.text()
+    assert "never retrieved" in text
+    assert "in work" in text
+    assert SECRET not in text
+
+
+def test_python_s_warnings_are_lines_too(written: Written) -> None:
+    written.set_up()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("take care", UserWarning, stacklevel=1)
+    (line,) = written.lines()
+    assert line["logger"] == "py.warnings"
+    assert "take care" in line["event"]
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_no_text_breaks_out_of_its_line(written: Written, form: Format) -> None:
+    written.set_up(form=form)
+    evil = "/a\nb\x1b[2J\x9b\u2028\ud800"
+    written.bus.publish(finished(path=evil, id="i" * 100_000))
+    structlog.get_logger().info("message", value=evil, odd={1: object()})
+    arguments = ("one argument too few",)
+    logging.getLogger("gateway").warning("%s %s", *arguments)
+    text = written.text()
+    lines = text.split("\n")
+    assert len(lines) == 4
+    assert lines[-1] == ""
+    assert all(line.isprintable() for line in lines)
+    assert len(lines[0]) < VALUE_CHARACTERS + 1000
+    assert "/a\\nb\\x1b" in lines[0].replace("\\\\", "\\")
+    assert "could not be read" in lines[2]
+
+
+def test_a_terminal_gets_words_and_colours_and_a_file_gets_json(tmp_path: Path) -> None:
+    def shown(environment: dict[str, str]) -> str:
+        main, terminal = pty.openpty()
+        try:
+            logs = set_up(fd=terminal, environment=environment)
+            bus = Bus()
+            subscribe(bus, logs)
+            bus.publish(finished(id="req-1"))
+            logs.close()
+            return os.read(main, 10_000).decode()
+        finally:
+            os.close(terminal)
+            os.close(main)
+
+    coloured = shown({})
+    assert "\x1b[" in coloured
+    plain = shown({"NO_COLOR": "1"})
+    assert "\x1b[" not in plain
+    assert "id=req-1" in plain
+    assert "status=200" in plain
+    assert not plain.startswith("{")
+
+
+def test_after_the_close_nobody_writes_any_more(written: Written) -> None:
+    logs = written.set_up()
+    logs.close()
+    written.bus.publish(finished())
+    assert written.text() == ""
