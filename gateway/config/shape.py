@@ -36,6 +36,17 @@ def model_in(annotation: Any) -> type[ConfigModel] | None:
     return None
 
 
+def models_in(model: type[ConfigModel]) -> list[type[ConfigModel]]:
+    """List a model and all models below it, each once, in the order of the keys."""
+    found = [model]
+    for one in found:
+        for field in keys_of(one).values():
+            inner = model_in(field.annotation)
+            if inner is not None and inner not in found:
+                found.append(inner)
+    return found
+
+
 def model_at(model: type[ConfigModel], loc: Sequence[str | int]) -> type[ConfigModel] | None:
     """Find the model of the mapping at a place below another model."""
     current: type[ConfigModel] | None = model

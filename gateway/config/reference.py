@@ -1,0 +1,203 @@
+"""The configuration reference, from the models: `python -m gateway.config.reference`."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from gateway.config.fields import ConfigModel, Kind
+from gateway.config.live import is_fixed_at_start
+from gateway.config.node import NodeSpec
+from gateway.config.settings import Settings
+from gateway.config.shape import keys_of, model_in
+from gateway.config.units import show_duration, show_size
+
+_HEAD = """\
+# Configuration
+
+<!-- Written by `python -m gateway.config.reference`. Change the models, not this page. -->
+
+Two YAML files. `config/nodes.yaml` says which nodes there are; `config/gateway.yaml` says how the
+gateway behaves, and may be missing. `llama-gateway check` reads both and tells every mistake with
+its file, line, key and remedy:
+
+```text
+config/nodes.yaml:9: nodes[1].slot: unknown key (did you mean slots? ...)
+```
+
+**A change takes effect** when the file is saved, on SIGHUP, and on `POST /admin/reload`. A file
+with a mistake changes nothing: the gateway goes on with what it has, logs the problems and shows
+them in `GET /admin/status`. Keys marked *restart* are read only when the gateway starts.
+
+**Precedence.** A flag beats the environment, which beats the file.
+
+| variable | stands for |
+| --- | --- |
+| `LLAMA_GATEWAY_NODES` | path of the inventory |
+| `LLAMA_GATEWAY_CONFIG` | path of the settings |
+| `LLAMA_GATEWAY_HOST`, `LLAMA_GATEWAY_PORT` | `listen.host`, `listen.port` |
+| `LLAMA_GATEWAY_ADMIN_HOST`, `LLAMA_GATEWAY_ADMIN_PORT` | `admin.host`, `admin.port` |
+| `LLAMA_GATEWAY_ADMIN_KEY_FILE` | `admin.key_file` |
+
+## Which key, when it hurts
+
+| what is seen | where to look |
+| --- | --- |
+| clients get 429 `queue_full` | `queue.max`; more nodes or slots |
+| clients get 503 `queue_timeout` | `queue.max_wait`, `classes`; more nodes or slots |
+| clients get 503 `no_node` | the nodes: `llama-gateway nodes`; how long is waited: `retries.wait_for_node` |
+| clients get 502 `node_failed` | the nodes' logs; `retries.attempts`, `retries.budget` |
+| clients get 504 `node_timeout` | `timeouts.first_byte` for long prompts, `timeouts.silence`, `timeouts.total` |
+| clients get 413, 431 or 408 | `limits.body_bytes`, `limits.header_bytes`, `limits.body_timeout` |
+| clients get 404 `model_not_found` | `model` of the nodes, `models`, `default_model` |
+| a node flaps between up and down | `health.timeout`, `health.fall` |
+| a node is `ejected` | its circuit is open: `health.failures`, `health.open`; `POST /admin/nodes/NAME/probe` closes it |
+| a node shall get no more work | `enabled: false`, or `llama-gateway nodes drain NAME` |
+| every client has the same address | `listen.trusted_proxies` |
+| a balancer cuts silent streams | `heartbeat` |
+| a restart cuts answers short | `shutdown.grace`, `shutdown.delay` |
+
+## How values are written
+
+| what | how |
+| --- | --- |
+| variables | `${VAR}` or `${VAR:-default}` in a value, see below |
+| durations | a number of seconds, or `250ms`, `30s`, `5m`, `1h30m` |
+| sizes | a number of bytes, or `64KiB`, `500kB`, `1 GiB` |
+| true and false | `true`, `false`; `on`, `off`, `yes`, `no` too |
+| texts that look like numbers | in quotes: `{numa: "0"}` |
+| nothing | a key without a value counts as left away |
+| paths | relative ones start in the folder of the file that names them |
+| repetition | anchors, aliases and `<<` work; a key that stands twice is an error |
+
+**Variables.** `${VAR}` must be set; `${VAR:-default}` may be missing or empty. They work in values,
+not in keys, and are put in after the YAML was read, so that a variable can't bring YAML with it. A
+value that is wholly one reference becomes a number or a boolean where it looks like one. Inside of
+`{...}` and `[...]` put quotes around it: `{connect: "${CONNECT:-3}"}`. `$$` is a dollar sign.
+
+Both sample files name a JSON Schema, so that editors complete keys and mark mistakes.
+"""
+
+_NODES = """\
+## Inventory: `config/nodes.yaml`
+
+`nodes` is the list of nodes; `nodes: []` is allowed, a missing key is not. `defaults` holds any
+keys but `name` and `url` for every node that doesn't have its own; mappings such as `timeouts`
+and `labels` are merged key by key.
+"""
+
+_SETTINGS = """\
+## Settings: `config/gateway.yaml`
+
+Every key has a default. Later versions bring `hybrid`, `resume` and `store`; this one refuses
+them.
+"""
+
+
+def reference() -> str:
+    """Write the page as Markdown."""
+    parts = [_HEAD, _NODES, *_sections(NodeSpec, "nodes[]"), _SETTINGS, *_sections(Settings, "")]
+    return "\n".join(parts)
+
+
+def _sections(model: type[ConfigModel], path: str) -> Iterator[str]:
+    """Write a section for a mapping, and one for each mapping in it."""
+    keys = keys_of(model)
+    title = f"### `{path}`\n\n{_doc(model)}\n" if path else "### Top level\n"
+    rows = [_row(path, key, field) for key, field in keys.items()]
+    yield "\n".join(
+        [title, "| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
+    )
+    for key, field in keys.items():
+        inner = model_in(field.annotation)
+        if inner is not None:
+            yield from _sections(inner, f"{path}.{key}{_many(field)}".lstrip("."))
+
+
+def _row(path: str, key: str, field: FieldInfo) -> str:
+    meaning = field.description or ""
+    if is_fixed_at_start(f"{path}.{key}".lstrip(".")):
+        meaning += " *Restart.*"
+    cells = (f"`{key}`", _type(field), _default(field), meaning)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _doc(model: type[ConfigModel]) -> str:
+    return " ".join((model.__doc__ or "").split())
+
+
+def _many(field: FieldInfo) -> str:
+    """Show whether a key holds several mappings, and how they are told apart."""
+    kind = _kind(field)
+    if kind is None:
+        return ""
+    return {"list": "[]", "mapping of rules": ".<name>"}.get(kind.name, "")
+
+
+def _kind(field: FieldInfo) -> Kind | None:
+    found = [part for part in field.metadata if isinstance(part, Kind)]
+    return found[-1] if found else next(_kinds(field.annotation), None)
+
+
+def _kinds(annotation: Any) -> Iterator[Kind]:
+    for part in _parts(annotation):
+        if isinstance(part, Kind):
+            yield part
+        elif get_origin(part) is not None:
+            yield from _kinds(part)
+
+
+def _parts(annotation: Any) -> Iterable[Any]:
+    return (
+        get_args(annotation)
+        if get_origin(annotation) in {Annotated, Union, types.UnionType}
+        else ()
+    )
+
+
+def _type(field: FieldInfo) -> str:
+    if get_origin(field.annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(field.annotation))
+    kind = _kind(field)
+    if kind is None:
+        return "mapping"
+    return (
+        f"{kind.name} ({kind.unit})" if kind.unit and kind.unit not in {"s", "bytes"} else kind.name
+    )
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "**needed**"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value is None or value == "" or isinstance(value, ConfigModel):
+        return "`auto`" if field.validation_alias is None and _auto(field) else "-"
+    kind = _kind(field)
+    unit = kind.unit if kind else ""
+    if unit == "s":
+        return f"`{show_duration(value)}`"
+    if unit in {"bytes", "bytes/s"}:
+        return f"`{show_size(value)}`"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return f"`[{', '.join(map(repr, value))}]`".replace("'", '"')
+    if isinstance(value, float):
+        return f"`{value:g}`"
+    return f"`{value}`"
+
+
+def _auto(field: FieldInfo) -> bool:
+    kind = _kind(field)
+    return kind is not None and "`auto`" in kind.name
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/reference/configuration.md")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(reference(), encoding="utf-8")
