@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import TYPE_CHECKING
 
 from gateway.events import Bus, InventoryChanged, NodeChanged, NodeDrift
 from gateway.fleet.circuit import Circuit
+from gateway.fleet.departures import Departures
 from gateway.fleet.facts import differences
 from gateway.fleet.health import Watch
 from gateway.fleet.node import Node, Rules
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from gateway.fleet.drains import Drains
     from gateway.fleet.probing import Outcome
     from gateway.transport.upstream import Connect, Upstream
-
-log = logging.getLogger(__name__)
 
 PROBES_AT_ONCE = 256
 """Nodes probed at the same moment, at most; when all are black holes a thousand take 8 s."""
@@ -65,10 +63,7 @@ class Fleet:
         self._reclaimer = Reclaimer()
         self._gate = asyncio.Semaphore(PROBES_AT_ONCE)
         self._watches: dict[Node, Watch] = {}
-        self._leaving: set[Node] = set()
-        self._retired: list[tuple[Node, Upstream]] = []
-        """Upstreams that were replaced while leases still used them."""
-        self._closing: set[asyncio.Task[None]] = set()
+        self._departures = Departures()
         self._chores: asyncio.Task[None] | None = None
         self._unprobed: set[Node] = set()
         self._serving: dict[str, tuple[Node, ...]] | None = None
@@ -90,13 +85,9 @@ class Fleet:
         self._watches.clear()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._reclaimer.aclose()
-        for node in (*self.nodes.values(), *self._leaving):
-            self._close(node.upstream)
-        for _, upstream in self._retired:
-            self._close(upstream)
-        self._leaving.clear()
-        self._retired.clear()
-        await asyncio.gather(*self._closing)
+        for node in self.nodes.values():
+            self._departures.close(node.upstream)
+        await self._departures.aclose()
 
     # The inventory and the settings.
 
@@ -140,11 +131,11 @@ class Fleet:
     def configure(self, health: HealthSettings, timeouts: TimeoutSettings) -> None:
         """Put changed settings in force."""
         self._rules = Rules(health, timeouts)
-        for node in (*self.nodes.values(), *self._leaving):
+        for node in (*self.nodes.values(), *self._departures.nodes):
             node.rules = self._rules
             node.circuit.rules = health
         for watch in self._watches.values():
-            watch.hurry()
+            watch.reschedule()
 
     def _plan(self, inventory: Inventory) -> list[tuple[NodeSpec, Node | None, Upstream | None]]:
         """Each node with what is known of its server and, where needed, new ways to it."""
@@ -157,15 +148,16 @@ class Fleet:
         except BaseException:
             for _, _, upstream in plan:
                 if upstream is not None:
-                    self._close(upstream)
+                    self._departures.close(upstream)
             raise
         return plan
 
     def _known(self, spec: NodeSpec) -> Node | None:
         """The node of this name at the same server, also if it is on its way out."""
         here = self.nodes.get(spec.name)
-        for node in self._leaving if here is None else (here, *self._leaving):
-            if node.name == spec.name and _server(node.spec) == _server(spec):
+        leaving = [node for node in self._departures.nodes if node.name == spec.name]
+        for node in leaving if here is None else (here, *leaving):
+            if _server(node.spec) == _server(spec):
                 return node
         return None
 
@@ -191,15 +183,14 @@ class Fleet:
         begins = not node.wanted
         node.spec = spec
         if upstream is not None:
-            self._retired.append((node, node.upstream))
-            node.upstream = upstream
-            self._close_retired()
+            self._departures.replace(node, upstream)
         if begins:
             node.probing = Probing()
-        node.probing.next = self._clock()
+        if begins or upstream is not None:
+            node.probing.next = self._clock()
         if node.removed:
             node.removed = False
-            self._leaving.discard(node)
+            self._departures.nodes.discard(node)
             self._enter(node, told)
         else:
             self._watches[node].wake()
@@ -217,9 +208,8 @@ class Fleet:
     def _leave(self, node: Node) -> None:
         """Give it nothing more, and close it when it has ended what it runs."""
         node.removed = True
-        self._own(self._watches.pop(node).cancel())
-        self._leaving.add(node)
-        self._close_left(node)
+        self._departures.own(self._watches.pop(node).cancel())
+        self._departures.leave(node)
 
     # What happens to nodes.
 
@@ -298,10 +288,7 @@ class Fleet:
 
     def _returned(self, node: Node) -> None:
         """A lease of the node has been given back."""
-        if node.removed:
-            self._close_left(node)
-        if self._retired:
-            self._close_retired()
+        self._departures.returned(node)
         self._tell_capacity()
 
     def _tell_capacity(self) -> None:
@@ -354,30 +341,6 @@ class Fleet:
             self._serving = {model: tuple(nodes) for model, nodes in serving.items()}
         return self._serving
 
-    # Ends.
-
-    def _close_left(self, node: Node) -> None:
-        if not node.leases and node in self._leaving:
-            self._leaving.discard(node)
-            self._close(node.upstream)
-
-    def _close_retired(self) -> None:
-        """Close the replaced upstreams that no lease uses any more."""
-        kept = []
-        for node, upstream in self._retired:
-            if any(lease.upstream is upstream for lease in node.leases):
-                kept.append((node, upstream))
-            else:
-                self._close(upstream)
-        self._retired = kept
-
-    def _close(self, upstream: Upstream) -> None:
-        self._own(asyncio.create_task(_close_quietly(upstream)))
-
-    def _own(self, task: asyncio.Task[None]) -> None:
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-
 
 def _server(spec: NodeSpec) -> tuple[object, ...]:
     """What makes it another server when it changes."""
@@ -387,10 +350,3 @@ def _server(spec: NodeSpec) -> tuple[object, ...]:
 def _ways(spec: NodeSpec) -> tuple[object, ...]:
     """What makes new connections necessary when it changes."""
     return (spec.url, spec.kind, spec.tls, spec.api_key, spec.timeouts.connect)
-
-
-async def _close_quietly(upstream: Upstream) -> None:
-    try:
-        await upstream.aclose()
-    except Exception:
-        log.exception("Connections to a node that has left could not be closed")

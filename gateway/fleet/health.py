@@ -58,6 +58,12 @@ class Watch:
             probing.next = soon
             self._wake.set()
 
+    def reschedule(self) -> None:
+        """The interval has changed: find a place in it."""
+        probing, interval = self._node.probing, self._node.rules.health.interval
+        probing.next = min(probing.next, self._node.clock() + self._rng.uniform(0.0, interval))
+        self._wake.set()
+
     async def probe(self) -> Outcome:
         """Probe now, and take in the answer."""
         async with self._busy:
@@ -100,9 +106,8 @@ class Watch:
             # Known before it gets work: the load that others have put on it.
             await self._observe()
         now = node.clock()
-        probing.note(
-            outcome, rise=health.rise, fall=health.fall, sign_of_life=sign_of_life(node, now)
-        )
+        sign = sign_of_life(node, now) if outcome.answer is Answer.TIMED_OUT else None
+        probing.note(outcome, rise=health.rise, fall=health.fall, sign_of_life=sign)
         probing.next = now + next_gap(
             health.interval, self._rng, first=first, unsettled=probing.unsettled
         )
@@ -121,10 +126,10 @@ class Watch:
         outcome = alive if node.spec.kind == "openai" else await discover(node)
         if outcome.up:
             node.probing.discovered = node.clock()
-        elif outcome.answer is Answer.TIMED_OUT:
-            # It lives, as /health has just said; it is asked again with the next probe.
             return alive
-        return outcome
+        # Whatever else went wrong: it lives, as /health has just said, and is asked again with
+        # the next probe.
+        return outcome if outcome.answer is Answer.LOCKED else alive
 
     async def _observe(self) -> None:
         """Read how many slots are busy."""

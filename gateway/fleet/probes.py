@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ LARGEST_ANSWER = 4 << 20
 GONE = frozenset({404, 405, 501})
 """There is no such endpoint."""
 LOCKED = frozenset({401, 403})
-NO_KEY = "refuses our key ({status} on {path}): set api_key_env or api_key_file in the inventory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +39,11 @@ class Reply:
 
 async def ask(node: Node, path: str) -> Reply | Outcome:
     """GET `path`, within the probe's limit and in bounded memory; an Outcome if that failed."""
-    began = time.monotonic()
+    began = node.clock()
     limit = node.rules.health.timeout
 
     def ended(answer: Answer, detail: str) -> Outcome:
-        return Outcome(answer, detail, time.monotonic() - began)
+        return Outcome(answer, detail, node.clock() - began)
 
     try:
         async with (
@@ -70,19 +68,19 @@ async def ask(node: Node, path: str) -> Reply | Outcome:
 
 async def check_alive(node: Node) -> Outcome:
     """The cheapest question that tells whether the node can take work."""
-    began = time.monotonic()
+    began = node.clock()
     if node.spec.kind == "openai":
         return await discover(node)
     reply = await ask(node, "/health")
     if isinstance(reply, Outcome):
         return reply
     answer, detail = _judge_health(reply)
-    return Outcome(answer, detail, time.monotonic() - began)
+    return Outcome(answer, detail, node.clock() - began)
 
 
 async def discover(node: Node) -> Outcome:
     """Ask what the server is and take it in. UP also if it would not say all."""
-    began = time.monotonic()
+    began = node.clock()
     paths = ["/v1/models"] if node.spec.kind == "openai" else ["/v1/models", "/props"]
     facts = node.facts
     before = facts.identity()
@@ -90,8 +88,9 @@ async def discover(node: Node) -> Outcome:
         reply = await ask(node, path)
         if isinstance(reply, Outcome):
             return reply
-        if refusal := _judge_discovery(node, path, reply.status):
-            return Outcome(*refusal, time.monotonic() - began)
+        answer, detail = _judge_discovery(node, path, reply.status)
+        if answer is not Answer.UP:
+            return Outcome(answer, detail, node.clock() - began)
         if reply.status == httpx.codes.OK:
             if path == "/props":
                 facts.read_props(reply.json())
@@ -100,7 +99,7 @@ async def discover(node: Node) -> Outcome:
     if facts.identity() != before:
         # Another build or model: what the old one refused says nothing about it.
         facts.refused.clear()
-    return Outcome(Answer.UP, "", time.monotonic() - began)
+    return Outcome(Answer.UP, "", node.clock() - began)
 
 
 async def read_slots(node: Node) -> int | None:
@@ -128,7 +127,7 @@ def _judge_health(reply: Reply) -> tuple[Answer, str]:
     if reply.status == httpx.codes.SERVICE_UNAVAILABLE and b"loading model" in reply.body.lower():
         return Answer.LOADING, "the server is loading its model"
     if reply.status in LOCKED:
-        return Answer.FAILED, NO_KEY.format(status=reply.status, path="/health")
+        return _locked("/health", reply.status)
     if reply.status in GONE:
         return Answer.FAILED, (
             f"/health answers {reply.status}: is this a llama.cpp server? "
@@ -137,25 +136,29 @@ def _judge_health(reply: Reply) -> tuple[Answer, str]:
     return Answer.FAILED, f"/health answers {reply.status}"
 
 
-def _judge_discovery(node: Node, path: str, status: int) -> tuple[Answer, str] | None:
-    """What keeps the node from serving, if this status does."""
+def _judge_discovery(node: Node, path: str, status: int) -> tuple[Answer, str]:
+    if status == httpx.codes.OK:
+        return Answer.UP, ""
     if node.spec.kind == "openai":
-        if status == httpx.codes.OK:
-            return None
         # Some services hide their list, even from keys that may use their models.
-        declared = node.spec.models is not None
-        if declared and (status in GONE or (status in LOCKED and node.spec.api_key is not None)):
-            return None
-        if status in LOCKED:
-            return Answer.FAILED, NO_KEY.format(status=status, path=path)
+        hidden = status in GONE or (status in LOCKED and node.spec.api_key is not None)
+        if hidden and node.spec.models is not None:
+            return Answer.UP, ""
         if status in GONE:
             return Answer.FAILED, (
                 f"{path} answers {status}: say in the inventory what it serves (model: ...)"
             )
-        return Answer.FAILED, f"{path} answers {status}"
+    elif status in GONE:
+        return Answer.UP, ""
     if status in LOCKED:
-        return Answer.FAILED, NO_KEY.format(status=status, path=path)
-    return None
+        return _locked(path, status)
+    return Answer.FAILED, f"{path} answers {status}"
+
+
+def _locked(path: str, status: int) -> tuple[Answer, str]:
+    return Answer.LOCKED, (
+        f"it refuses our key ({status} on {path}): set api_key_env or api_key_file in the inventory"
+    )
 
 
 def _why(error: Exception) -> str:

@@ -13,6 +13,8 @@ class Answer(enum.Enum):
     LOADING = "loading"
     REFUSED = "refused"
     TIMED_OUT = "timed out"
+    LOCKED = "locked"
+    """It refuses our key: alive, and of no use."""
     FAILED = "failed"
 
 

@@ -11,7 +11,6 @@ from gateway.fleet.evidence import prefill_limit
 from gateway.fleet.lease import Phase
 from gateway.fleet.occupancy import LINGER
 from gateway.fleet.probes import read_slots
-from gateway.fleet.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -118,7 +117,7 @@ class Reclaimer:
 
     async def _look(self, node: Node, seen: int) -> int:
         """Give back what may be; how many slots this reading saw free and still held."""
-        if node.state is State.DOWN:
+        if node.probing.down:
             self.give_up(node)
             return 0
         began = node.clock()
