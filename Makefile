@@ -90,7 +90,7 @@ pins: $(STAMP) ## renew requirements/*.txt from pyproject.toml (Python 3.11)
 	@$(COMPILE) -c requirements/dev.txt --only-build-deps --all-build-deps -o requirements/build.txt pyproject.toml
 
 docs: $(STAMP) ## build the documentation into site/
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-serve: $(STAMP) ## serve the documentation on http://127.0.0.1:8100 while you write
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8100
