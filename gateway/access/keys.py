@@ -22,7 +22,6 @@ KEY_CHARACTERS = 512
 
 _ID_ALPHABET = string.ascii_lowercase + string.digits
 _SECRET_ALPHABET = string.ascii_letters + string.digits
-_ID_CHARACTERS = 8
 _SECRET_CHARACTERS = 43
 """62 ** 43 is just above 2 ** 256."""
 
@@ -86,7 +85,9 @@ def new_key(id: str | None = None) -> NewKey:  # noqa: A002 - the word the setti
     Raises: ValueError.
     """
     if id is None:
-        id = "".join(secrets.choice(_ID_ALPHABET) for _ in range(_ID_CHARACTERS))  # noqa: A001
+        # A letter first: YAML reads 1234e567 as a number.
+        first = secrets.choice(string.ascii_lowercase)
+        id = first + "".join(secrets.choice(_ID_ALPHABET) for _ in range(7))  # noqa: A001
     if not id or "_" in id:
         raise ValueError("a key's id is not empty and has no underscore")
     secret = "".join(secrets.choice(_SECRET_ALPHABET) for _ in range(_SECRET_CHARACTERS))

@@ -102,6 +102,7 @@ def test_new_keys_differ_and_are_long_and_plain() -> None:
     assert len({key.id for key in made}) == 200
     assert len({key.text for key in made}) == 200
     for key in made:
+        assert key.id[0].isalpha()
         secret = key.text.split("_")[2]
         assert len(secret) == 43
         assert secret.isalnum()

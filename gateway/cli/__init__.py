@@ -1,0 +1,68 @@
+"""The commands. Each has a module of its own, which imports what is heavy only when it runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from gateway import __version__
+from gateway.cli import check, keys, nodes, serve
+from gateway.cli.options import prose
+from gateway.cli.terminal import CommandFailed, complain
+from gateway.config.problems import ConfigError
+
+app = typer.Typer(
+    name="llama-gateway",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=(
+        "Every command explains itself: [bold]llama-gateway nodes --help[/]. "
+        "Exit status: 0 done, 1 it could not do it, 2 wrong usage or configuration."
+    ),
+)
+for command, examples in (
+    (serve.serve, serve.EXAMPLES),
+    (check.check, check.EXAMPLES),
+    (nodes.nodes, nodes.EXAMPLES),
+):
+    app.command(help=prose(command.__doc__), epilog=examples)(command)
+app.add_typer(keys.app, name="keys")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"llama-gateway {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and end."
+        ),
+    ] = False,
+) -> None:
+    """One OpenAI-compatible address in front of many llama.cpp servers."""
+
+
+def main() -> NoReturn:
+    """Run the command that the arguments ask for, and end the process with its status."""
+    try:
+        app(prog_name="llama-gateway")
+    except ConfigError as error:
+        complain(str(error))
+        sys.exit(2)
+    except CommandFailed as error:
+        complain(str(error))
+        sys.exit(error.status)
+    except OSError as error:
+        complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        sys.exit(1)
+    sys.exit(0)

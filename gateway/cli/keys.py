@@ -1,0 +1,150 @@
+"""`llama-gateway keys`: make API keys. Only their SHA-256 goes into the settings."""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gateway.cli.options import Json, examples
+from gateway.cli.terminal import CommandFailed, put_json
+
+if TYPE_CHECKING:
+    from gateway.access.keys import NewKey
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="API keys of the public listener; the settings keep their SHA-256 alone.",
+)
+
+_ID = re.compile(r"[A-Za-z0-9-]{1,64}")
+_LONGEST_INPUT = 4096
+
+
+class Class(enum.StrEnum):
+    """The classes, best first."""
+
+    URGENT = "urgent"
+    PREMIUM = "premium"
+    NORMAL = "normal"
+    BATCH = "batch"
+
+
+def _checked_id(value: str | None) -> str | None:
+    if value is not None and not _ID.fullmatch(value):
+        raise typer.BadParameter("1 to 64 letters, digits or '-', no underscore")
+    return value
+
+
+Id = Annotated[
+    str | None,
+    typer.Option(
+        "--id",
+        callback=_checked_id,
+        show_default="random",
+        help="The key's public part, which logs show.",
+    ),
+]
+
+
+@app.command(
+    "hash",
+    epilog=examples(
+        ("llama-gateway keys hash", "a new key, and the lines for config/gateway.yaml"),
+        ("llama-gateway keys hash --read < key.txt", "the lines for a key that exists already"),
+    ),
+)
+def hash_(
+    key_id: Id = None,
+    read: Annotated[
+        bool,
+        typer.Option(
+            "--read", help="Take a key from the prompt or from stdin instead of making one."
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a key, or take one, and show its SHA-256 for the settings.
+
+    A key that was made is shown this once and is kept nowhere.
+    """
+    if read and key_id is not None:
+        raise typer.BadParameter("a key that is read has its id already", param_hint="--id")
+    key = _read() if read else _made(key_id)
+    _show(key, {}, shown=not read, as_json=as_json)
+
+
+@app.command(
+    "create",
+    epilog=examples(
+        (
+            "llama-gateway keys create --id team-a --name 'Team A' --max-class premium",
+            "a key that may ask for the class premium",
+        ),
+        ("llama-gateway keys create --model mistral-7b", "a key for one model"),
+    ),
+)
+def create(
+    key_id: Id = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Who uses it; logs and metrics show it.")
+    ] = None,
+    max_class: Annotated[
+        Class, typer.Option("--max-class", help="The highest class it gets.")
+    ] = Class.NORMAL,
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="A model it may use; repeat it for more. Default: all."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a key with its name and rights, and show its entry for the settings.
+
+    The key is shown this once and is kept nowhere.
+    """
+    rights: dict[str, str | list[str]] = {"max_class": max_class.value}
+    if name:
+        rights = {"name": name, **rights}
+    if model:
+        rights["models"] = model
+    _show(_made(key_id), rights, shown=True, as_json=as_json)
+
+
+def _made(key_id: str | None) -> NewKey:
+    from gateway.access.keys import new_key
+
+    return new_key(key_id)
+
+
+def _read() -> NewKey:
+    from gateway.access.keys import hash_key
+
+    if sys.stdin.isatty():
+        text = typer.prompt("Key", hide_input=True, err=True)
+    else:
+        text = sys.stdin.read(_LONGEST_INPUT)
+    try:
+        key = hash_key(text.strip())
+    except ValueError as error:
+        # The text is not quoted: it may be a secret all the same.
+        raise CommandFailed(f"what was read is no key of ours: {error}", status=2) from None
+    if not _ID.fullmatch(key.id):
+        raise CommandFailed("the key's id has other characters than letters, digits, '-'", status=2)
+    return key
+
+
+def _show(key: NewKey, rights: dict[str, str | list[str]], *, shown: bool, as_json: bool) -> None:
+    entry = {"id": key.id, "sha256": key.sha256, **rights}
+    if as_json:
+        put_json({"key": key.text, **entry} if shown else entry)
+        return
+    if shown:
+        print(f"The key, shown this once:\n\n  {key.text}\n")
+    print("For config/gateway.yaml:\n\nkeys:")
+    # A JSON text is a YAML text too, whatever is in it.
+    lines = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in entry.items()]
+    print("  - " + "\n    ".join(lines))
