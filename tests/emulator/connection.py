@@ -1,4 +1,4 @@
-"""One connection of a client: HTTP/1.1 in, the server's keep-alive habits, misbehaviour to order."""
+"""One connection of a client: HTTP/1.1 in, and the server's keep-alive habits."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import socket
 import struct
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
 
 if TYPE_CHECKING:
-    from tests.emulator.node import EmulatedNode
     from tests.emulator.reply import Reply
 
 _BODY_LIMIT = 64 << 20  # bytes
@@ -43,11 +42,21 @@ class _Incoming:
     body: bytearray = field(default_factory=bytearray)
 
 
-class Connection(asyncio.Protocol):
-    """Reads requests one after the other; `node.handle` answers each, then calls `finished`."""
+class Host(Protocol):
+    """What listens: it counts its connections and answers their requests."""
 
-    def __init__(self, node: EmulatedNode) -> None:
-        self.node = node
+    keepalive_seconds: float
+
+    def joined(self, connection: Connection) -> int: ...
+    def left(self, connection: Connection) -> None: ...
+    def handle(self, connection: Connection, request: Request) -> None: ...
+
+
+class Connection(asyncio.Protocol):
+    """Reads requests one after the other; `host.handle` answers each, then calls `finished`."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
         self.number = 0
         self.served = 0  # requests begun
         self.gone = False
@@ -63,9 +72,8 @@ class Connection(asyncio.Protocol):
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self.number = self.node.joined(self)
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
+        self.number = self.host.joined(self)
         self._rest()
 
     def data_received(self, data: bytes) -> None:
@@ -79,7 +87,7 @@ class Connection(asyncio.Protocol):
         self.gone = True
         self._wake()
         self._resume()
-        self.node.left(self)
+        self.host.left(self)
         if self.task is not None and self.reply is not None and self.reply.interruptible:
             self.task.cancel()
 
@@ -163,11 +171,11 @@ class Connection(asyncio.Protocol):
         if self.reply is None and self._waiting and not self._transport.is_closing():
             request = self._waiting.popleft()
             self.served += 1
-            self.node.handle(self, request)
+            self.host.handle(self, request)
 
     def _rest(self) -> None:
         loop = asyncio.get_running_loop()
-        self._idle = loop.call_later(self.node.keepalive_seconds, self.close)
+        self._idle = loop.call_later(self.host.keepalive_seconds, self.close)
 
     def _wake(self) -> None:
         if self._idle is not None:

@@ -52,9 +52,10 @@ class FaultyReply(Reply):
             await self._chunk(body)
             self.link.write(b"0\r\nX-Checked: yes\r\n\r\n")
             return
-        declared = len(body) + (fault.delta if fault.kind == "wrong_length" else 0)
         if fault.kind == "garbage_body":
+            self.acted = True
             body = (GARBAGE * (len(body) // len(GARBAGE) + 1))[: len(body)]
+        declared = len(body) + (fault.delta if fault.kind == "wrong_length" else 0)
         if self._due(None):
             await self._act(body)
         await self._write_head(self._plain_head(status, kind, declared, more))
@@ -82,7 +83,8 @@ class FaultyReply(Reply):
         for event in events:
             if self._due(self.sent):
                 await self._act(event)
-            await self._chunk(self._dress(event))
+            for _ in range(self._times(event)):
+                await self._chunk(self._dress(event))
             self.sent += 1
         await self.link.drain()
 
@@ -90,14 +92,11 @@ class FaultyReply(Reply):
         await self._chunk(b":\n\n")
 
     async def end_stream(self, last: Sequence[bytes]) -> None:
-        kind = self.fault.kind
-        if kind == "double_done":
-            last = [*last, last[-1]]
-        await self.events(last[:-1] if kind == "no_done" else last)
+        await self.events(last)
         if self._due(self.sent):
             await self._act(b"")
         await self._flush()
-        if kind == "wrong_length":
+        if self.fault.kind == "wrong_length":
             self._leave()
         self._end_chunks()
 
@@ -142,6 +141,12 @@ class FaultyReply(Reply):
         else:
             self.link.close()
         raise GoneError
+
+    def _times(self, event: bytes) -> int:
+        """How often an event is sent."""
+        if self.fault.kind not in {"double_done", "no_done"} or not _is_last(event):
+            return 1
+        return 2 if self.fault.kind == "double_done" else 0
 
     def _dress(self, event: bytes) -> bytes:
         if self.fault.kind == "crlf":
@@ -193,6 +198,12 @@ class FaultyReply(Reply):
                 raise GoneError
             self.link.write(data[i : i + step])
             await asyncio.sleep(seconds)
+
+
+def _is_last(event: bytes) -> bool:
+    """Whether an event ends the answer, in any dialect."""
+    ends = (b"data: [DONE]", b"event: message_stop", b"event: response.completed")
+    return event.startswith(ends) or b'"stop":true,"model"' in event
 
 
 def _headers(fault: Fault) -> dict[str, str]:

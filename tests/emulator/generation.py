@@ -156,8 +156,8 @@ class Engine:
         live = list(running)
         while live:
             if step:
-                begin += await self._stalled()
                 await self._pace(begin + step / self.decode_tps, step)
+                begin += await self._stalled()
             for sequence in list(live):
                 answer = sequence.answer
                 answer.decode = self.clock() - begin

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from tests.emulator import control, vectors
 from tests.emulator.connection import Connection, Request
+from tests.emulator.desk import Desk
 from tests.emulator.dialects.answer import dump
 from tests.emulator.faults import FaultBoard
 from tests.emulator.faulty import FaultyReply
@@ -96,6 +97,7 @@ class EmulatedNode:
         self.host = host
         self.port = port
         self.faults = FaultBoard()
+        self.desk = Desk(self)
         self.loading = False  # 503 on every path
         self.requests = 0  # that ask for a slot
         self.control_requests = 0
@@ -146,6 +148,7 @@ class EmulatedNode:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.kill()
+        await self.desk.close()
         if self.failures:
             raise ExceptionGroup("the emulator failed", self.failures)  # type: ignore[type-var]
 
@@ -200,6 +203,9 @@ class EmulatedNode:
         self._connections.discard(connection)
 
     def handle(self, connection: Connection, request: Request) -> None:
+        if request.path.startswith("/__"):
+            self.desk.handle(connection, request)
+            return
         work = request.path in _WORK
         if work:
             self.requests += 1

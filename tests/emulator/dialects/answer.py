@@ -115,6 +115,11 @@ def named(value: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), msgspec.json.encode(value))
 
 
+def null_of_several(told: Told) -> list[bytes]:
+    """What the server really sends first when it has several prompts; a reader has to bear it."""
+    return [b"data: null\n\n"] if len({answer.prompt for answer in told.answers}) > 1 else []
+
+
 def logprobs(word: str) -> dict[str, Any]:
     ids = tokenize(word)
     token = {

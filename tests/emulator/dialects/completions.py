@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.emulator.dialects.answer import Answer, Told, data
+from tests.emulator.dialects.answer import Answer, Told, data, null_of_several
 from tests.emulator.dialects.chat import DONE
 
 
@@ -32,7 +32,7 @@ class Completions:
         }
 
     def head(self) -> list[bytes]:
-        return []
+        return null_of_several(self.told)
 
     def _delta(self, answer: Answer, text: str, **more: Any) -> bytes:
         if self.told.work.timings_per_token:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.emulator.dialects.answer import Answer, Told, data
+from tests.emulator.dialects.answer import Answer, Told, data, null_of_several
 from tests.emulator.dialects.sampling import SAMPLING
 from tests.emulator.words import count_tokens, tokenize
 
@@ -16,8 +16,7 @@ class Native:
         self.told = told
 
     def head(self) -> list[bytes]:
-        # The server says so when it has several prompts; a reader has to bear it.
-        return [b"data: null\n\n"] if len(self.told.answers) > 1 else []
+        return null_of_several(self.told)
 
     def progress(self, answer: Answer, processed: int, seconds: float) -> list[bytes]:
         progress = answer.progress(processed, seconds)

@@ -1,0 +1,67 @@
+"""`python -m tests.emulator --slots 2`: an emulated node as a process of its own.
+
+Prints two lines, the node's URL and the URL where it takes orders (see `desk.py`), and serves
+until SIGTERM, SIGINT or the end of its parent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+from math import inf
+
+import uvloop
+
+from tests.emulator.node import EmulatedNode
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.emulator", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--context", type=int, default=4096, help="tokens of one slot")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--prefill-tps", type=float, default=inf, help="prompt tokens/s")
+    parser.add_argument("--decode-tps", type=float, default=inf, help="tokens/s of one slot")
+    parser.add_argument("--answer-tokens", type=int, default=32, help="where the model ends")
+    parser.add_argument("--prefill-stalls", action="store_true", help="as on a shared CPU")
+    parser.add_argument("--ping-interval", type=float, default=30.0, help="seconds")
+    parser.add_argument("--embeddings", action="store_true")
+    parser.add_argument("--rerank", action="store_true")
+    parser.add_argument("--infill", action="store_true")
+    parser.add_argument("--api-key")
+    parser.add_argument("--keepalive-seconds", type=float, default=5.0)
+    parser.add_argument("--keepalive-requests", type=int, default=100)
+    parser.add_argument("--close-after-stream", action=argparse.BooleanOptionalAction, default=True)
+    return parser
+
+
+async def _serve(options: dict[str, object]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with EmulatedNode(**options) as node:  # type: ignore[arg-type]
+        await node.desk.listen(node.host)
+        print(node.url, node.desk.url, sep="\n", flush=True)
+        await stop.wait()
+
+
+def main() -> None:
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            return
+    uvloop.run(_serve(vars(_options().parse_args())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The emulated node against a real server: same replies, field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.emulator import EmulatedNode
+from tests.servers import demo_servers
+
+pytestmark = [pytest.mark.real, pytest.mark.slow]
+
+HELLO = {"messages": [{"role": "user", "content": "hello there"}]}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", HELLO | {"max_tokens": 3}),
+    ("/v1/chat/completions", HELLO | {"max_tokens": 3, "n": 2}),
+    ("/v1/chat/completions", HELLO | {"max_tokens": 3, "timings_per_token": True}),
+    ("/v1/chat/completions", HELLO | {"max_tokens": 3, "stream_options": {"include_usage": True}}),
+    ("/v1/completions", {"prompt": "hello there", "max_tokens": 3}),
+    ("/v1/completions", {"prompt": ["hello", "there"], "max_tokens": 3}),
+    ("/v1/completions", {"prompt": "hello", "max_tokens": 3, "timings_per_token": True}),
+    ("/completion", {"prompt": "hello there", "n_predict": 3}),
+    ("/v1/messages", HELLO | {"max_tokens": 3}),
+    ("/v1/responses", {"input": "hello there", "max_output_tokens": 3}),
+    ("/tokenize", {"content": "hello there"}),
+    ("/tokenize", {"content": "hello there", "with_pieces": True}),
+    ("/apply-template", HELLO),
+    ("/v1/messages/count_tokens", HELLO),
+    ("/v1/chat/completions/input_tokens", HELLO),
+]
+STREAMS = [
+    case
+    for case in CASES
+    if case[0].endswith(("/completions", "/completion", "/messages", "/responses"))
+]
+BAD: list[tuple[str, bytes]] = [
+    ("/v1/chat/completions", b"{}"),
+    ("/v1/chat/completions", b'{"messages":'),
+    ("/v1/chat/completions", b'{"messages":"x"}'),
+    ("/v1/chat/completions", b'{"messages":[{"role":"user","content":"a"}],"n":3}'),
+    ("/v1/chat/completions", b'{"messages":[{"role":"user","content":"a"}],"max_tokens":"a"}'),
+    ("/v1/chat/completions", b'{"messages":[{"role":"user","content":"%b"}]}' % (b"x " * 5000)),
+    ("/v1/completions", b"{}"),
+    ("/completion", b"{}"),
+    ("/v1/messages", b"{}"),
+    ("/v1/responses", b"{}"),
+    ("/v1/embeddings", b'{"input":"a"}'),
+    ("/v1/rerank", b'{"query":"a","documents":["b"]}'),
+    ("/infill", b'{"input_prefix":"a","input_suffix":"b"}'),
+    ("/v1/nothing", b"{}"),
+]
+# What depends on the model or on the machine, or is told in part only.
+SET_ASIDE = {"generation_settings", "params", "chat_template_caps", "speculative.types"}
+HEADERS = {"content-type", "connection", "keep-alive", "transfer-encoding", "server"}
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[str]:
+    with demo_servers(1, slots=2, context=1024) as [url]:
+        yield url
+
+
+def shape(value: Any) -> Any:
+    """A value without what changes: names and types."""
+    if isinstance(value, dict):
+        return {k: ... if k in SET_ASIDE else shape(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [shape(item) for item in value[:1]] if len(value) < 2 else [shape(value[0]), "more"]
+    return (
+        "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value)
+    )
+
+
+def stream_shape(body: str) -> list[Any]:
+    """The events' names and shapes, a run of equal ones counted once."""
+    shapes: list[Any] = []
+    for block in body.split("\n\n")[:-1]:
+        *names, data = block.split("\n")
+        value = data.removeprefix("data: ")
+        found = [
+            *names,
+            value if value == "[DONE]" else shape(httpx.Response(200, text=value).json()),
+        ]
+        if not shapes or shapes[-1] != found:
+            shapes.append(found)
+    return shapes
+
+
+def heads(reply: httpx.Response) -> dict[str, str]:
+    return {name: value for name, value in reply.headers.items() if name in HEADERS}
+
+
+async def both(
+    real: str, method: str, path: str, **options: Any
+) -> tuple[httpx.Response, httpx.Response]:
+    async with (
+        EmulatedNode(slots=2, context=1024) as node,
+        httpx.AsyncClient(timeout=30) as client,
+    ):
+        await client.request(method, node.url + path, **options)  # a used slot tells more
+        emulated = await client.request(method, node.url + path, **options)
+        return await client.request(method, real + path, **options), emulated
+
+
+@pytest.mark.parametrize(("path", "body"), CASES)
+async def test_plain_replies_agree(real: str, path: str, body: dict[str, Any]) -> None:
+    theirs, ours = await both(real, "POST", path, json=body)
+    assert shape(ours.json()) == shape(theirs.json())
+    assert heads(ours) == heads(theirs)
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMS)
+async def test_streams_agree(real: str, path: str, body: dict[str, Any]) -> None:
+    theirs, ours = await both(real, "POST", path, json=body | {"stream": True})
+    assert heads(ours) == heads(theirs)
+    if body.get("n") or isinstance(body.get("prompt"), list):  # answers interleave as they like
+        assert set(map(str, stream_shape(ours.text))) == set(map(str, stream_shape(theirs.text)))
+    else:
+        assert stream_shape(ours.text) == stream_shape(theirs.text)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
+async def test_progress_agrees(real: str, path: str) -> None:
+    body = HELLO | {"prompt": "hello", "stream": True, "return_progress": True, "n_predict": 2}
+    theirs, ours = await both(real, "POST", path, json=body)
+    assert stream_shape(ours.text) == stream_shape(theirs.text)
+
+
+@pytest.mark.parametrize(("path", "body"), BAD)
+async def test_errors_agree(real: str, path: str, body: bytes) -> None:
+    theirs, ours = await both(real, "POST", path, content=body)
+    assert ours.status_code == theirs.status_code
+    assert shape(ours.json()) == shape(theirs.json())
+    assert ours.json()["error"]["type"] == theirs.json()["error"]["type"]
+    assert heads(ours) == heads(theirs)
+
+
+@pytest.mark.parametrize("path", ["/health", "/props", "/slots", "/v1/models", "/nothing"])
+async def test_what_the_node_tells_of_itself_agrees(real: str, path: str) -> None:
+    theirs, ours = await both(real, "GET", path)
+    if path == "/slots":  # the real ones may be used already
+        assert all(set(slot) <= set(theirs.json()[0]) for slot in ours.json())
+        return
+    assert shape(ours.json()) == shape(theirs.json())
+    assert heads(ours) == heads(theirs)
+
+
+async def test_metrics_have_the_real_names(real: str) -> None:
+    theirs, ours = await both(real, "GET", "/metrics")
+    names = {line.split()[2:][0] for line in ours.text.splitlines() if line.startswith("# TYPE")}
+    assert names <= {line.split()[2] for line in theirs.text.splitlines() if line[0] == "#"}
+    assert ours.headers["content-type"] == theirs.headers["content-type"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_connections_end_alike(real: str, stream: bool) -> None:
+    async with EmulatedNode() as node, httpx.AsyncClient(timeout=30) as client:
+        for url in (real, node.url):
+            body = HELLO | {"max_tokens": 2, "stream": stream}
+            local = set()
+            for _ in range(2):
+                async with client.stream("POST", url + "/v1/chat/completions", json=body) as reply:
+                    local.add(reply.extensions["network_stream"].get_extra_info("client_addr"))
+                    await reply.aread()
+            assert len(local) == (2 if stream else 1)

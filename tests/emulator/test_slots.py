@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import httpx
+import pytest
+
+from tests.emulator import EmulatedNode
+from tests.emulator.wire import Wire, chat, post, wired
+
+CHAT = "/v1/chat/completions"
+
+
+async def ask(stack: AsyncExitStack, node: EmulatedNode, text: str = "hello") -> Wire:
+    wire = await stack.enter_async_context(wired(node.url))
+    await wire.send(post(CHAT, chat(text)))
+    return wire
+
+
+async def test_the_head_comes_at_once_and_the_first_event_after_the_prefill() -> None:
+    async with EmulatedNode(prefill_tps=100) as node, wired(node.url) as wire:
+        await wire.send(post(CHAT, chat("the " * 30, max_tokens=1)))  # some 40 tokens: 0.4 s
+        began = asyncio.get_running_loop().time()
+        assert b"text/event-stream" in await wire.head()
+        head = asyncio.get_running_loop().time() - began
+        await wire.until(b"\n\n")
+        event = asyncio.get_running_loop().time() - began
+    assert event - head > 0.3
+
+
+async def test_tokens_are_paced() -> None:
+    async with EmulatedNode(decode_tps=50) as node, httpx.AsyncClient() as client:
+        began = asyncio.get_running_loop().time()
+        reply = await client.post(node.url + CHAT, json=chat(stream=False, max_tokens=11))
+        took = asyncio.get_running_loop().time() - began
+    assert took > 10 / 50
+    assert reply.json()["timings"]["predicted_per_second"] == pytest.approx(50, rel=0.5)
+
+
+async def test_a_full_node_withholds_the_head_until_a_slot_is_free() -> None:
+    async with (
+        EmulatedNode(slots=2, answer_tokens=10**6, decode_tps=100) as node,
+        AsyncExitStack() as stack,
+    ):
+        first, second, third = [await ask(stack, node) for _ in range(3)]
+        await first.head()
+        await second.head()
+        await node.until(lambda: node.queued == 1)
+        with pytest.raises(TimeoutError):
+            await third.some(0.05)
+        await first.leave()
+        await third.head()
+        assert (node.busy, node.peak_busy, node.queued) == (2, 2, 0)
+
+
+async def test_slots_tell_that_they_are_busy() -> None:
+    async with (
+        EmulatedNode(slots=1, answer_tokens=10**6, decode_tps=100) as node,
+        wired(node.url) as wire,
+        httpx.AsyncClient(base_url=node.url) as client,
+    ):
+        assert (await client.get("/slots?fail_on_no_slot=1")).status_code == 200
+        await wire.send(post(CHAT, chat()))
+        await wire.until(b"\n\n")
+        [slot] = (await client.get("/slots")).json()
+        assert slot["is_processing"] is True
+        assert slot["next_token"][0]["n_decoded"] >= 1
+        full = await client.get("/slots?fail_on_no_slot=1")
+        assert (full.status_code, full.json()["error"]["message"]) == (503, "no slot available")
+
+
+async def test_a_stream_s_slot_is_free_when_its_client_leaves_in_decode() -> None:
+    async with EmulatedNode(answer_tokens=10**6, decode_tps=10) as node, wired(node.url) as wire:
+        await wire.send(post(CHAT, chat()))
+        await wire.until(b"\n\n")
+        assert node.busy == 1
+        await wire.leave()
+        await node.until(lambda: node.busy == 0, limit=0.08)  # less than a token takes
+
+
+async def test_a_stream_s_slot_stays_taken_until_its_prompt_is_read() -> None:
+    async with EmulatedNode(prefill_tps=100) as node, wired(node.url) as wire:
+        await wire.send(post(CHAT, chat("the " * 30)))
+        await wire.head()
+        await wire.leave()
+        await node.until(lambda: node.connections == 0)
+        assert node.busy == 1
+        await node.until(lambda: node.busy == 0)
+        assert node.engine.tokens == 0
+
+
+async def test_a_stream_with_progress_is_given_up_within_a_batch() -> None:
+    async with EmulatedNode(prefill_tps=100, batch=5) as node, wired(node.url) as wire:
+        await wire.send(post(CHAT, chat("the " * 1000, return_progress=True)))  # 10 s
+        await wire.until(b"\n\n")
+        await wire.leave()
+        await node.until(lambda: node.busy == 0, limit=2)
+
+
+async def test_a_plain_request_holds_its_slot_to_the_end() -> None:
+    async with EmulatedNode(decode_tps=100) as node, wired(node.url) as wire:
+        await wire.send(post(CHAT, chat(stream=False, max_tokens=30)))
+        await node.until(lambda: node.busy == 1)
+        await wire.leave()
+        await node.until(lambda: node.busy == 0)
+        assert node.engine.tokens == 30
+
+
+async def test_a_queued_stream_whose_client_left_still_has_its_prompt_read() -> None:
+    async with (
+        EmulatedNode(slots=1, answer_tokens=10**6, decode_tps=100) as node,
+        AsyncExitStack() as stack,
+    ):
+        first = await ask(stack, node)
+        await first.until(b"\n\n")
+        read = node.engine.prompt_tokens
+        second = await ask(stack, node)
+        await node.until(lambda: node.queued == 1)
+        await second.leave()
+        await node.until(lambda: node.connections == 1)
+        assert node.queued == 1
+        await first.leave()
+        await node.until(lambda: node.busy == 0)
+        assert node.engine.prompt_tokens == 2 * read
+
+
+async def test_a_prefill_can_hold_its_neighbours_up() -> None:
+    async with (
+        EmulatedNode(
+            prefill_tps=200, decode_tps=100, answer_tokens=10**6, prefill_stalls=True
+        ) as node,
+        AsyncExitStack() as stack,
+    ):
+        first = await ask(stack, node)
+        await first.until(b"\n\n")
+        second = await ask(stack, node, "the " * 100)  # half a second
+        await second.head()
+        await node.until(lambda: node.engine.reading == 1)
+        written = node.engine.tokens
+        await node.until(lambda: node.engine.reading == 0)
+        assert node.engine.tokens <= written + 2  # not the fifty that half a second has
+        await node.until(lambda: node.engine.tokens > written + 10)
+
+
+async def test_a_long_prefill_sends_comments() -> None:
+    async with EmulatedNode(prefill_tps=100, ping_interval=0.05) as node, wired(node.url) as wire:
+        await wire.send(post(CHAT, chat("the " * 30)))
+        await wire.head()
+        assert await wire.until(b"\n\n\r\n") == b"3\r\n:\n\n\r\n"
+
+
+async def test_many_requests_at_once_never_take_more_than_the_slots() -> None:
+    async with EmulatedNode(slots=4, decode_tps=2000) as node:
+        limits = httpx.Limits(max_connections=40)
+        async with httpx.AsyncClient(limits=limits) as client:
+            replies = await asyncio.gather(
+                *(
+                    client.post(node.url + CHAT, json=chat(stream=i % 2 == 0, max_tokens=3))
+                    for i in range(120)
+                )
+            )
+        assert {reply.status_code for reply in replies} == {200}
+        assert (node.requests, node.peak_busy, node.busy) == (120, 4, 0)
