@@ -1,0 +1,285 @@
+"""Keep-alive clients that send requests and hold every answer against what it must be.
+
+A load is bounded twice: by its count of requests and by a time limit. An answer with another
+status, length or content, one that breaks off and one that never comes are errors, and one
+error makes the whole sample invalid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+from zlib import crc32
+
+import httptools
+
+from tests.bench import shapes
+
+Address = tuple[str, int]
+CONNECTING_AT_ONCE = 64
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a load's requests."""
+
+    completed: int = 0
+    errors: int = 0
+    first_error: str = ""
+    reconnects: int = 0
+    seconds: float = 0.0
+    took: list[float] = field(default_factory=list)
+    """Seconds of each request that was answered rightly."""
+
+    def fail(self, problem: str) -> None:
+        self.errors += 1
+        self.first_error = self.first_error or problem
+
+
+class Connection(asyncio.Protocol):
+    """One keep-alive connection; answers must match a length and a checksum."""
+
+    def __init__(self, finished: Callable[[Connection, str], None], length: int, crc: int) -> None:
+        self.finished = finished
+        self.expected = (200, length, crc)
+        self.parser = httptools.HttpResponseParser(self)
+        self.transport: asyncio.Transport
+        self.length = 0
+        self.crc = 0
+        self.busy = False
+        self.closed = False
+        self.sent_at = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by inheritance
+
+    def send(self, request: bytes) -> None:
+        self.length = self.crc = 0
+        self.busy = True
+        self.sent_at = time.perf_counter()
+        self.transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.abort()
+            self._end(f"not HTTP: {error}")
+
+    def on_body(self, body: bytes) -> None:
+        self.length += len(body)
+        self.crc = crc32(body, self.crc)
+
+    def on_message_complete(self) -> None:
+        # Right only in here: later the parser has forgotten what this answer said.
+        if not self.parser.should_keep_alive():
+            self.closed = True
+            self.transport.close()
+        if self.busy:
+            self._end(self.problem())
+
+    def problem(self) -> str:
+        """What is wrong with the answer that just ended; empty when nothing is."""
+        seen = (self.parser.get_status_code(), self.length, self.crc)
+        return "" if seen == self.expected else f"status, length, checksum {seen}"
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        self._end(f"connection lost after {self.length} bytes: {exc}")
+
+    def abort(self) -> None:
+        self.closed = True
+        self.transport.abort()
+
+    def _end(self, problem: str) -> None:
+        if self.busy:
+            self.busy = False
+            self.finished(self, problem)
+
+
+class ChatConnection(Connection):
+    """Answers must be a plain chat completion with the right text, whoever wrote its JSON."""
+
+    tokens = 0
+
+    def __init__(self, finished: Callable[[Connection, str], None], length: int, crc: int) -> None:
+        super().__init__(finished, length, crc)
+        self.body = b""
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def problem(self) -> str:
+        body, self.body = self.body, b""
+        status = self.parser.get_status_code()
+        if status != 200:
+            return f"status {status}"
+        try:
+            choice = json.loads(body)["choices"][0]
+            said = (choice["message"]["content"], choice["finish_reason"])
+        except (ValueError, LookupError, TypeError):
+            return f"not a chat completion ({len(body)} bytes)"
+        return "" if said == (shapes.text(self.tokens), "stop") else "another text or finish reason"
+
+
+class StampedConnection(Connection):
+    """Answers are streams of stamped events; notes how old each event was on arrival."""
+
+    def __init__(self, finished: Callable[[Connection, str], None], length: int, crc: int) -> None:
+        super().__init__(finished, length, crc)
+        self.partial = b""
+        self.ages: list[tuple[int, int]] = []
+        """Microseconds: when an event came (monotonic) and how old it was."""
+
+    def on_body(self, body: bytes) -> None:
+        now = time.monotonic_ns() // 1000
+        self.length += len(body)
+        whole, ended, rest = (self.partial + body).rpartition(b"\n\n")
+        self.partial = rest
+        if ended:
+            self.ages.extend((now, now - sent) for sent in shapes.stamps(whole))
+            self.crc = whole.endswith(shapes.DONE.rstrip())
+
+    def problem(self) -> str:
+        seen = (self.parser.get_status_code(), self.length, self.crc)
+        return "" if seen == self.expected else f"status, length, ended with [DONE] {seen}"
+
+
+@dataclass(slots=True)
+class Load:
+    """Connections to one address that repeat one request.
+
+    `length` and `crc` are those of the body every answer must have.
+    """
+
+    address: Address
+    request: bytes
+    length: int = 0
+    crc: int = 0
+    connection: type[Connection] = Connection
+    connections: list[Connection] = field(default_factory=list, repr=False)
+    outcome: Outcome = field(default_factory=Outcome)
+    _unsent: int = 0
+    _open: int = 0
+    _done: asyncio.Event = field(default_factory=asyncio.Event)
+    _idle: list[Connection] = field(default_factory=list, repr=False)
+    _repairs: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def connect(self, count: int) -> None:
+        """Open `count` connections, not all at the same instant."""
+        while len(self.connections) < count:
+            batch = min(CONNECTING_AT_ONCE, count - len(self.connections))
+            self.connections += await asyncio.gather(*(self._connect() for _ in range(batch)))
+
+    async def run(self, total: int, limit: float, spread: float = 0.0) -> Outcome:
+        """Send `total` requests, each connection its next when it has its answer.
+
+        The connections begin evenly over `spread` seconds. After `limit` seconds what is not
+        answered is an error.
+        """
+        begin = self._begin(total)
+        self._unsent = total
+        loop = asyncio.get_running_loop()
+        pause = spread / len(self.connections)
+        starts = [
+            loop.call_later(i * pause, self._next, connection)
+            for i, connection in enumerate(self.connections[:total])
+        ]
+        await self._answered(total, limit)
+        for start in starts:
+            start.cancel()
+        self.outcome.seconds = time.perf_counter() - begin
+        return self.outcome
+
+    async def steady(self, rate: float, seconds: float, limit: float) -> Outcome:
+        """Send `rate` requests a second whatever the answers do.
+
+        Connections are reused last in, first out, and opened when none is free. What is not
+        answered `limit` seconds after the last request is an error.
+        """
+        total = int(rate * seconds)
+        begin = self._begin(total)
+        self._idle = list(self.connections)
+        for i in range(total):
+            await asyncio.sleep(begin + i / rate - time.perf_counter())
+            while self._idle and self._idle[-1].closed:
+                self._idle.pop()
+            if not self._idle:
+                self._idle.append(await self._connect())
+                self.connections += self._idle
+            self._idle.pop().send(self.request)
+        await self._answered(total, limit)
+        self.outcome.seconds = time.perf_counter() - begin
+        return self.outcome
+
+    async def close(self) -> None:
+        """Drop all connections."""
+        self._unsent = 0
+        for connection in self.connections:
+            connection.busy = False
+            connection.abort()
+        for task in list(self._repairs):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, OSError):
+                await task
+
+    def _begin(self, total: int) -> float:
+        self.outcome = Outcome()
+        self._open = total
+        self._done.clear()
+        return time.perf_counter()
+
+    async def _answered(self, total: int, limit: float) -> None:
+        try:
+            async with asyncio.timeout(limit):
+                await self._done.wait()
+        except TimeoutError:
+            self._unsent = 0
+            self.outcome.fail(f"{self._open} of {total} answers missing after {limit:g} s")
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        _, made = await loop.create_connection(
+            lambda: self.connection(self._finished, self.length, self.crc), *self.address
+        )
+        return made
+
+    def _next(self, connection: Connection) -> None:
+        if not self._unsent:
+            return
+        self._unsent -= 1
+        if connection.closed:
+            self.outcome.reconnects += 1
+            task = asyncio.get_running_loop().create_task(self._replace(connection))
+            self._repairs.add(task)
+            task.add_done_callback(self._repairs.discard)
+        else:
+            connection.send(self.request)
+
+    async def _replace(self, connection: Connection) -> None:
+        try:
+            fresh = await self._connect()
+        except OSError as error:
+            self._finished(connection, f"cannot connect: {error}")
+            return
+        self.connections[self.connections.index(connection)] = fresh
+        fresh.send(self.request)
+
+    def _finished(self, connection: Connection, problem: str) -> None:
+        if problem:
+            self.outcome.fail(problem)
+        else:
+            self.outcome.completed += 1
+            self.outcome.took.append(time.perf_counter() - connection.sent_at)
+        self._open -= 1
+        if self._unsent:
+            self._next(connection)
+            return
+        self._idle.append(connection)
+        if not self._open:
+            self._done.set()

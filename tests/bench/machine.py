@@ -1,0 +1,72 @@
+"""Facts about the machine and the programs, to stand beside the figures."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from tests.bench.targets import TARGETS
+
+
+def facts(targets: Sequence[str]) -> dict[str, str]:
+    """What a reader must know to place the figures."""
+    known = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "cpu": cpu_model(Path("/proc/cpuinfo").read_text()),
+        "cores": str(os.cpu_count()),
+        "load": f"{os.getloadavg()[0]:.2f} (one minute, before the run)",
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "uvloop": _installed("uvloop"),
+        "gateway": " ".join(filter(None, (_installed("llama-gateway"), _commit()))),
+    }
+    for name in targets:
+        program = TARGETS[name].program()
+        if name in known or not program:
+            continue
+        known[name] = _said([program, *TARGETS[name].version]).splitlines()[0]
+    return known
+
+
+def cpu_model(cpuinfo: str) -> str:
+    """The model's name in /proc/cpuinfo; the machine's architecture where it tells none."""
+    for line in cpuinfo.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    """Commit of the tree, marked where files of the gateway differ from it."""
+    commit = _said(["git", "rev-parse", "--short", "HEAD"])
+    changed = _said(["git", "status", "--porcelain", "--", "gateway"])
+    return f"{commit}{' with changes' if changed else ''}" if commit else ""
+
+
+def _said(command: list[str]) -> str:
+    """What a command prints; empty where it fails."""
+    try:
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

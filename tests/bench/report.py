@@ -1,0 +1,132 @@
+"""The benchmark's report: Markdown tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.bench.results import GOALS, OURS, PEER, Results
+from tests.bench.scenarios import Scenario, Sizes
+
+BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """How the figures came about."""
+
+    command: str
+    machine: dict[str, str]
+    sizes: Sizes
+    rounds: int
+
+
+def number(value: float) -> str:
+    """Three digits that mean something."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def tables(results: Results, scenarios: Sequence[Scenario], targets: Sequence[str]) -> str:
+    """The figures, the verdicts and how busy the cores were, as Markdown tables."""
+    parts = [_figures(results, scenarios, targets)]
+    if OURS in targets:
+        parts.append(_verdicts(results))
+    parts.append(_cores(results, scenarios, targets))
+    if invalid := results.invalid():
+        parts.append(
+            "\n".join(
+                ["Invalid, and counted in no figure:", ""]
+                + [
+                    f"- {s.scenario}, {s.target}, round {s.round}: {s.errors} errors, "
+                    f"the first: {s.first_error}"
+                    for s in invalid
+                ]
+            )
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _figures(results: Results, scenarios: Sequence[Scenario], targets: Sequence[str]) -> str:
+    def cell(scenario: Scenario, target: str) -> str:
+        if target == "direct" and scenario.figure == "cpu_us":
+            return "-"
+        value = results.median(scenario.name, target, scenario.figure)
+        if value is None:
+            return "-"
+        ratio = results.ratio((scenario.name, target), (scenario.name, PEER), scenario.figure)
+        return number(value) if ratio is None else f"{number(value)} ({ratio:.2f} x)"
+
+    rows = [[s.title, *(cell(s, target) for target in targets)] for s in scenarios]
+    return _table(["", *targets], rows)
+
+
+def _verdicts(results: Results) -> str:
+    rows = []
+    for goal in GOALS:
+        value = goal.measure(results)
+        sign = ">=" if goal.more_is_better else "<="
+        rows.append(
+            [
+                goal.name,
+                "-" if value is None else number(value),
+                f"{sign} {goal.must:g}",
+                f"{sign} {goal.aim:g}",
+                goal.verdict(value),
+            ]
+        )
+    return _table(["target", "measured", "must", "aim", "kept"], rows)
+
+
+def _cores(results: Results, scenarios: Sequence[Scenario], targets: Sequence[str]) -> str:
+    def cell(scenario: Scenario, target: str) -> str:
+        shares = [
+            results.median(scenario.name, target, figure) for figure in ("proxy_busy", "load_busy")
+        ]
+        proxy, load = shares
+        if proxy is None or load is None:
+            return "-"
+        return f"{load:.0%}" if target == "direct" else f"{proxy:.0%} / {load:.0%}"
+
+    rows = [[s.title, *(cell(s, target) for target in targets)] for s in scenarios]
+    return _table(["core busy: proxy / upstream and load", *targets], rows)
+
+
+def page(report: str, setting: Setting) -> str:
+    """The tables with the command that made them and the facts of the machine."""
+    facts = setting.machine | {"rounds": str(setting.rounds)}
+    told = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    return f"```console\n$ {setting.command}\n```\n\n{told}\n\n{report}"
+
+
+def write_between_markers(page: Path, text: str) -> None:
+    """Put `text` between the page's two markers; append both where the page has none."""
+    before, begin, rest = (page.read_text() if page.exists() else "").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if not begin and before and not before.endswith("\n\n"):
+        before = before.rstrip("\n") + "\n\n"
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after or chr(10)}")
+
+
+def as_json(results: Results, setting: Setting) -> str:
+    """All samples and the verdicts, with how they came about."""
+    kept = [(goal, goal.measure(results)) for goal in GOALS]
+    goals = [
+        {
+            "name": goal.name,
+            "value": value,
+            "must": goal.must,
+            "aim": goal.aim,
+            "kept": goal.verdict(value),
+        }
+        for goal, value in kept
+    ]
+    samples = [dataclasses.asdict(sample) for sample in results.samples]
+    return json.dumps(dataclasses.asdict(setting) | {"goals": goals, "samples": samples}, indent=2)

@@ -1,0 +1,276 @@
+"""The scenarios: what is sent, what is counted, and what one measurement yields."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from zlib import crc32
+
+from tests.bench import shapes
+from tests.bench.load import Address, ChatConnection, Load, Outcome, StampedConnection
+from tests.bench.measuring import Subject, measuring
+from tests.bench.process import resident_bytes
+from tests.bench.upstream import Script
+
+LIMIT = 120.0
+"""Seconds after which a load that isn't through is an error."""
+BURST = 10
+"""Tokens of one write at full speed: single writes would make the upstream the bottleneck."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured."""
+
+    requests: int = 40000
+    streams: int = 100
+    tokens: int = 200
+    interval: float = 0.02
+    repeats: int = 10
+    """Streams each connection takes one after the other at full speed."""
+    rate: float = 100.0
+    rate_seconds: float = 8.0
+    many: tuple[int, ...] = (2000,)
+    many_seconds: float = 10.0
+    idle: int = 500
+
+
+QUICK = Sizes(
+    requests=2000,
+    streams=20,
+    tokens=50,
+    repeats=4,
+    rate_seconds=1.0,
+    many=(100,),
+    many_seconds=1.0,
+    idle=50,
+)
+
+Result = tuple[dict[str, float], Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A named measurement; `figure` is the one of its figures that is compared."""
+
+    name: str
+    title: str
+    figure: str
+    run: Callable[[Subject, Sizes], Awaitable[Result]]
+    fits: Callable[[str], bool] = lambda _: True
+    """Whether it says something about a target."""
+
+
+def post(path: str, body: bytes) -> bytes:
+    """A whole request."""
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: bench.local\r\nUser-Agent: bench\r\nAccept: */*\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    ).encode() + body
+
+
+def chat(*, stream: bool) -> bytes:
+    """A chat request of ordinary size."""
+    messages = [
+        {"role": "system", "content": "You are a helpful assistant. Answer briefly."},
+        {"role": "user", "content": "Name the instruments of a string quartet, one by one."},
+    ]
+    body = {"model": shapes.MODEL, "messages": messages, "temperature": 0.2, "stream": stream}
+    return post("/v1/chat/completions", shapes.compact(body))
+
+
+def plain_load(address: Address) -> Load:
+    """Embeddings: nothing that a gateway would assemble."""
+    request = shapes.compact({"model": shapes.MODEL, "input": "a short text"})
+    return Load(
+        address, post("/v1/embeddings", request), len(shapes.EMBEDDING), crc32(shapes.EMBEDDING)
+    )
+
+
+def stream_load(address: Address, tokens: int) -> Load:
+    """Chat streams of so many content events."""
+    body = shapes.stream_body(tokens)
+    return Load(address, chat(stream=True), len(body), crc32(body))
+
+
+async def plain(subject: Subject, sizes: Sizes, *, connections: int) -> Result:
+    """Small requests, each connection its next when it has its answer."""
+    async with _closing(plain_load(subject.address)) as load:
+        await load.connect(connections)
+        await load.run(sizes.requests // 10, LIMIT)
+        async with measuring(subject) as measured:
+            outcome = await load.run(sizes.requests, LIMIT)
+    figures = measured.figures(outcome.completed)
+    return figures | spread_ms([seconds * 1e3 for seconds in outcome.took]), outcome
+
+
+async def paced_chunks(subject: Subject, sizes: Sizes) -> Result:
+    """Streams at the pace of a node."""
+    script = Script(sizes.tokens, sizes.interval)
+    load = stream_load(subject.address, sizes.tokens)
+    return await _streams(subject, sizes, load, script, repeats=1)
+
+
+async def full_chunks(subject: Subject, sizes: Sizes) -> Result:
+    """Streams as fast as they go."""
+    script = Script(sizes.tokens, 0.0, BURST)
+    load = stream_load(subject.address, sizes.tokens)
+    return await _streams(subject, sizes, load, script, repeats=sizes.repeats)
+
+
+async def assembled(subject: Subject, sizes: Sizes) -> Result:
+    """Plain chat answers of nodes that write at their pace, whoever puts them together."""
+
+    class Answers(ChatConnection):
+        tokens = sizes.tokens
+
+    script = Script(sizes.tokens, sizes.interval)
+    load = Load(subject.address, chat(stream=False), connection=Answers)
+    return await _streams(subject, sizes, load, script, repeats=1)
+
+
+async def latency(subject: Subject, sizes: Sizes) -> Result:
+    """Small requests at a low steady rate: what one answer takes."""
+    async with _closing(plain_load(subject.address)) as load:
+        await load.connect(4)
+        await load.run(200, LIMIT)
+        async with measuring(subject) as measured:
+            outcome = await load.steady(sizes.rate, sizes.rate_seconds, 10.0)
+    figures = measured.figures(outcome.completed)
+    return figures | spread_ms([seconds * 1e3 for seconds in outcome.took]), outcome
+
+
+async def many_streams(subject: Subject, sizes: Sizes, *, streams: int) -> Result:
+    """Streams of 10 tokens/s: how old an event is on arrival, while all of them run."""
+    interval, ramp = 0.1, max(1.0, streams / 1000)
+    tokens = int((ramp + 1 + sizes.many_seconds) / interval)
+    load = Load(
+        subject.address,
+        chat(stream=True),
+        shapes.stamped_length(tokens),
+        crc=True,
+        connection=StampedConnection,
+    )
+    async with _closing(load):
+        await load.connect(streams)
+        subject.upstream.script = Script(tokens, interval, stamped=True)
+        begin = time.monotonic() + ramp + 1
+        async with measuring(subject) as measured:
+            outcome = await load.run(streams, LIMIT, spread=ramp)
+        until = begin + sizes.many_seconds - 2 * interval
+        ages = [
+            age / 1e3
+            for connection in load.connections
+            if isinstance(connection, StampedConnection)
+            for came, age in connection.ages
+            if begin * 1e6 <= came <= until * 1e6
+        ]
+    figures = measured.figures(outcome.completed * tokens) | {"streams": streams}
+    return figures | spread_ms(ages), outcome
+
+
+async def idle_memory(subject: Subject, sizes: Sizes) -> Result:
+    """Memory while streams are open that have begun and say nothing more."""
+    count = sizes.idle
+    async with _closing(stream_load(subject.address, 2)) as load:
+        await load.connect(count)
+        subject.upstream.script = Script(2, 0.0, held=True)
+        running = asyncio.ensure_future(load.run(count, LIMIT, spread=1.0))
+        try:
+            until = time.monotonic() + 30.0
+            while (begun := sum(c.length > 0 for c in load.connections)) < count:
+                if time.monotonic() > until or load.outcome.errors:
+                    load.outcome.fail(f"only {begun} of {count} streams began")
+                    break
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.5)
+            memory = resident_bytes(subject.pid) if subject.pid else 0
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+        outcome = load.outcome
+    return {"rss_mb": memory / 1e6, "streams": count}, outcome
+
+
+def catalogue(sizes: Sizes) -> dict[str, Scenario]:
+    """All scenarios by name, in the order in which they run."""
+    paced = f"{sizes.streams} streams x {sizes.tokens} events, {sizes.interval * 1e3:.0f} ms apart"
+    c32, c256 = partial(plain, connections=32), partial(plain, connections=256)
+    scenarios = (
+        Scenario("plain-c32", "plain c32, us/request", "cpu_us", c32),
+        Scenario("plain-c256", "plain c256, us/request", "cpu_us", c256),
+        Scenario("chunk", f"chunk ({paced}), us/chunk", "cpu_us", paced_chunks),
+        Scenario("chunk-full", "chunk full speed, us/chunk", "cpu_us", full_chunks),
+        # A plain answer that is only passed on has no tokens: nothing for the peers.
+        Scenario(
+            "assembled",
+            "assembled plain chat, us/token",
+            "cpu_us",
+            assembled,
+            lambda target: target == "gateway",
+        ),
+        Scenario("latency", f"median at {sizes.rate:.0f} requests/s, ms", "p50_ms", latency),
+        *(
+            Scenario(
+                f"streams-{count}",
+                f"{count} streams of 10 tokens/s: p99 delay, ms",
+                "p99_ms",
+                partial(many_streams, streams=count),
+            )
+            for count in sizes.many
+        ),
+        Scenario(
+            "rss",
+            f"RSS with {sizes.idle} idle streams, MB",
+            "rss_mb",
+            idle_memory,
+            lambda target: target != "direct",
+        ),
+    )
+    return {scenario.name: scenario for scenario in scenarios}
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The smallest value that at least this share of the values doesn't exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * share) - 1)]
+
+
+def spread_ms(values: list[float]) -> dict[str, float]:
+    """Median, 99th percentile and largest of values in ms; nothing where there are none."""
+    if not values:
+        return {}
+    return {
+        "p50_ms": statistics.median(values),
+        "p99_ms": quantile(values, 0.99),
+        "max_ms": max(values),
+    }
+
+
+async def _streams(
+    subject: Subject, sizes: Sizes, load: Load, script: Script, *, repeats: int
+) -> Result:
+    async with _closing(load):
+        await load.connect(sizes.streams)
+        subject.upstream.script = Script(sizes.tokens, 0.0, BURST)
+        await load.run(sizes.streams, LIMIT)
+        subject.upstream.script = script
+        async with measuring(subject) as measured:
+            outcome = await load.run(sizes.streams * repeats, LIMIT, spread=10 * script.interval)
+    return measured.figures(outcome.completed * sizes.tokens), outcome
+
+
+@asynccontextmanager
+async def _closing(load: Load) -> AsyncIterator[Load]:
+    try:
+        yield load
+    finally:
+        await load.close()

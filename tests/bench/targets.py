@@ -1,0 +1,285 @@
+"""What is measured: how each proxy is configured, started, awaited and ended.
+
+To add a target, write a function that puts its configuration into a folder and returns its
+command line, and add a `Target` to `TARGETS`. It must listen on `Plan.address`, spread requests
+over `Plan.upstreams` by least load, keep connections to them alive, relay streams unbuffered
+and stay in the foreground. Its ratios appear in every table by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from tests.bench.load import Address
+
+HOST = "127.0.0.1"
+START_LIMIT = 30.0
+STOP_LIMIT = 10.0
+CONNECTIONS = 8192
+"""Connections each proxy is told to take; a stream takes two."""
+
+
+class TargetError(Exception):
+    """A target can't be started; says why and where its log is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a target has to know to configure itself."""
+
+    folder: Path
+    port: int
+    upstreams: tuple[int, ...]
+
+    @property
+    def address(self) -> Address:
+        return HOST, self.port
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One thing to measure."""
+
+    name: str
+    program: Callable[[], str | None]
+    """Path of its binary, None where it isn't installed."""
+    remedy: str
+    command: Callable[[str, Plan], list[str]]
+    ready: str = "/health"
+    """Path that answers 200 when it can take work."""
+    version: tuple[str, ...] = ("--version",)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A target that takes requests; `pid` is None for direct."""
+
+    address: Address
+    pid: int | None
+
+
+def find(binary: str) -> str | None:
+    """A binary on PATH or where Debian puts daemons."""
+    return shutil.which(binary, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _nginx(binary: str, plan: Plan) -> list[str]:
+    servers = "\n".join(f"    server {HOST}:{port} max_fails=0;" for port in plan.upstreams)
+    user = "user root;" if os.geteuid() == 0 else ""
+    config = plan.folder / "nginx.conf"
+    config.write_text(f"""{user}
+daemon off;
+worker_processes 1;
+worker_rlimit_nofile {CONNECTIONS};
+pid nginx.pid;
+error_log error.log error;
+events {{ worker_connections {CONNECTIONS}; }}
+http {{
+  access_log off;
+  client_body_temp_path body;
+  proxy_temp_path proxy;
+  fastcgi_temp_path fastcgi;
+  uwsgi_temp_path uwsgi;
+  scgi_temp_path scgi;
+  upstream nodes {{
+    least_conn;
+{servers}
+    keepalive 1024;
+    keepalive_requests 1000000000;
+  }}
+  server {{
+    listen {HOST}:{plan.port} backlog=4096;
+    keepalive_requests 1000000000;
+    proxy_http_version 1.1;
+    proxy_set_header Connection "";
+    proxy_read_timeout 3600s;
+    location / {{ proxy_pass http://nodes; }}
+    location /v1/chat/completions {{ proxy_pass http://nodes; proxy_buffering off; }}
+  }}
+}}
+""")
+    return [binary, "-p", str(plan.folder), "-c", str(config), "-e", "error.log"]
+
+
+def _haproxy(binary: str, plan: Plan) -> list[str]:
+    servers = "\n".join(f"  server node{i} {HOST}:{port}" for i, port in enumerate(plan.upstreams))
+    config = plan.folder / "haproxy.cfg"
+    # http-no-delay: without it HAProxy may hold a chunk back to fill a packet.
+    config.write_text(f"""global
+  nbthread 1
+  maxconn {CONNECTIONS // 2}
+defaults
+  mode http
+  option http-no-delay
+  http-reuse always
+  timeout connect 5s
+  timeout client 1h
+  timeout server 1h
+frontend public
+  bind {HOST}:{plan.port} backlog 4096
+  default_backend nodes
+backend nodes
+  balance leastconn
+{servers}
+""")
+    return [binary, "-db", "-f", str(config)]
+
+
+def _gateway_program() -> str | None:
+    script = Path(sys.executable).parent / "llama-gateway"
+    return str(script) if script.exists() else None
+
+
+def _gateway(binary: str, plan: Plan) -> list[str]:
+    # JSON is YAML. All but the queue's length is left as an operator finds it.
+    nodes = plan.folder / "nodes.yaml"
+    settings = plan.folder / "gateway.yaml"
+    fleet = [
+        {"name": f"node{i}", "url": f"http://{HOST}:{port}"}
+        for i, port in enumerate(plan.upstreams)
+    ]
+    nodes.write_text(json.dumps({"nodes": fleet}))
+    settings.write_text(json.dumps({"queue": {"max": 10000}}))
+    return [
+        *(binary, "serve", "--nodes", str(nodes), "--config", str(settings)),
+        *("--host", HOST, "--port", str(plan.port), "--admin-port", str(free_port())),
+    ]
+
+
+def _direct(_: str, __: Plan) -> list[str]:
+    return []
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target(
+            "gateway",
+            _gateway_program,
+            "make install",
+            _gateway,
+            ready="/ready",
+        ),
+        Target(
+            "nginx",
+            lambda: find("nginx"),
+            "apt-get install nginx",
+            _nginx,
+            version=("-v",),
+        ),
+        Target(
+            "haproxy",
+            lambda: find("haproxy"),
+            "apt-get install haproxy",
+            _haproxy,
+            version=("-v",),
+        ),
+        Target("direct", lambda: "", "", _direct),
+    )
+}
+
+
+@asynccontextmanager
+async def running(
+    target: Target, folder: Path, upstreams: tuple[int, ...], core: int
+) -> AsyncIterator[Running]:
+    """Start a target on its core, wait until it takes work, and end it afterwards.
+
+    Raises TargetError when it isn't installed, exits or isn't ready within `START_LIMIT` s.
+    """
+    program = target.program()
+    if program is None:
+        raise TargetError(f"{target.name} is not installed ({target.remedy})")
+    plan = Plan(folder, free_port(), upstreams)
+    command = target.command(program, plan)
+    if not command:
+        yield Running((HOST, upstreams[0]), None)
+        return
+    log_file = folder / f"{target.name}.log"
+    with log_file.open("ab") as log:
+        process = _start(command, log, folder, core)
+        try:
+            await _until_ready(target, process, plan, log_file)
+            yield Running(plan.address, process.pid)
+        finally:
+            await _stop(process)
+
+
+def _start(command: list[str], log: BinaryIO, folder: Path, core: int) -> subprocess.Popen[bytes]:
+    # setpriv: a killed benchmark leaves no proxy behind. Both tools exec what follows, so the
+    # process id stays that of the proxy.
+    wrapped = ["setpriv", "--pdeathsig", "TERM", "taskset", "-c", str(core), *command]
+    return subprocess.Popen(
+        wrapped,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+async def _until_ready(
+    target: Target, process: subprocess.Popen[bytes], plan: Plan, log: Path
+) -> None:
+    until = time.monotonic() + START_LIMIT
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            raise TargetError(_epitaph(target, process.returncode, log))
+        if await _status(plan.address, target.ready) == 200:
+            return
+        await asyncio.sleep(0.05)
+    raise TargetError(f"{target.name} is not ready after {START_LIMIT:.0f} s; see {log}")
+
+
+def _epitaph(target: Target, status: int, log: Path) -> str:
+    tail = log.read_text(errors="replace")[-600:]
+    return f"{target.name} exited with {status}; end of {log}:\n{tail}"
+
+
+async def _status(address: Address, path: str) -> int:
+    """Status of a GET; 0 where nobody answers within a second."""
+    try:
+        async with asyncio.timeout(1):
+            reader, writer = await asyncio.open_connection(*address)
+            try:
+                host = f"{address[0]}:{address[1]}"
+                writer.write(
+                    f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
+                )
+                line = await reader.readline()
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return 0
+    words = line.split()
+    return int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
+
+
+async def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        await asyncio.to_thread(process.wait, STOP_LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

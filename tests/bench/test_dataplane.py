@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bench.dataplane import main
+from tests.bench.report import BEGIN, END
+
+ROOT = Path(__file__).parents[2]
+
+two_cores = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="one core for the proxy, one for the load"
+)
+
+
+def bench(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.bench.dataplane", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@two_cores
+def test_a_quick_run_without_a_proxy_is_valid_in_every_scenario(tmp_path: Path) -> None:
+    page, file = tmp_path / "page.md", tmp_path / "bench.json"
+    words = ("--quick", "--targets", "direct", "--streams", "20", "--markdown", str(page))
+    done = bench(*words, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(file.read_text())
+    samples = {sample["scenario"]: sample for sample in told["samples"]}
+    assert list(samples) == [
+        "plain-c32",
+        "plain-c256",
+        "chunk",
+        "chunk-full",
+        "latency",
+        "streams-20",
+    ]
+    assert not any(sample["errors"] for sample in told["samples"])
+    assert samples["plain-c32"]["figures"]["upstream_connections"] == 0
+    assert 0 < samples["streams-20"]["figures"]["p50_ms"] < 1000
+    assert page.read_text().startswith(BEGIN)
+    assert "tests.bench.dataplane --quick --targets direct" in page.read_text()
+    assert done.stdout.strip() in page.read_text().partition(END)[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--targets", "ngnix"], "unknown: ngnix (there are gateway, nginx, haproxy, direct)"),
+        (["--only", "chunks"], "unknown: chunks (there are plain-c32,"),
+        (["--rounds", "0"], "not a positive whole number: 0"),
+        (["--streams", "2000,many"], "not a positive whole number: many"),
+    ],
+)
+def test_a_word_it_does_not_know_is_told(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    assert exit_.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_target_that_was_asked_for_and_is_not_installed_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tests.bench.targets.find", lambda _: None)
+    assert main(["--targets", "haproxy"]) == 2
+    assert "apt-get install haproxy" in capsys.readouterr().err

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from zlib import crc32
+
+import httpx
+import pytest
+
+from tests.bench import shapes
+from tests.bench.load import Address, ChatConnection, Load, StampedConnection
+from tests.bench.scenarios import chat, plain_load, stream_load
+from tests.bench.upstream import Script, Upstream
+
+LIMIT = 10.0
+GOOD = shapes.answer(shapes.EMBEDDING)
+
+
+@asynccontextmanager
+async def answering(
+    reply: Callable[[int], bytes], *, close: bool = False
+) -> AsyncIterator[tuple[Address, list[int]]]:
+    """A server whose answer is a function of the request's number; its connections' counts."""
+    served: list[int] = []
+    tasks: set[asyncio.Task[None] | None] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.current_task())
+        mine = len(served)
+        served.append(0)
+        try:
+            while await reader.readuntil(b"\r\n\r\n"):
+                await reader.readuntil(b"}")
+                served[mine] += 1
+                writer.write(reply(sum(served)))
+                await writer.drain()
+                if close:
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[:2], served
+        await asyncio.wait({task for task in tasks if task}, timeout=LIMIT)
+
+
+@asynccontextmanager
+async def loading(load: Load, connections: int) -> AsyncIterator[Load]:
+    try:
+        await load.connect(connections)
+        yield load
+    finally:
+        await load.close()
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[Upstream]:
+    async with Upstream(nodes=2, slots=4) as upstream:
+        yield upstream
+
+
+def direct(upstream: Upstream) -> Address:
+    return "127.0.0.1", upstream.ports[0]
+
+
+async def test_every_request_is_answered_over_the_same_connections(upstream: Upstream) -> None:
+    async with loading(plain_load(direct(upstream)), 3) as load:
+        outcome = await load.run(50, LIMIT)
+    assert (outcome.completed, outcome.errors) == (50, 0)
+    assert len(outcome.took) == 50
+    assert (upstream.counters.requests, upstream.counters.connections) == (50, 3)
+
+
+@pytest.mark.parametrize("interval", [0.0, 0.002])
+async def test_streams_come_whole(upstream: Upstream, interval: float) -> None:
+    upstream.script = Script(tokens=25, interval=interval, burst=4)
+    async with loading(stream_load(direct(upstream), 25), 4) as load:
+        outcome = await load.run(8, LIMIT, spread=0.01)
+    assert (outcome.completed, outcome.first_error) == (8, "")
+
+
+async def test_a_stream_larger_than_the_sockets_buffers_waits_for_its_reader(
+    upstream: Upstream,
+) -> None:
+    upstream.script = Script(tokens=60_000, interval=0.0, burst=500)
+    async with loading(stream_load(direct(upstream), 60_000), 1) as load:
+        load.connections[0].transport.pause_reading()
+        asyncio.get_running_loop().call_later(0.2, load.connections[0].transport.resume_reading)
+        outcome = await load.run(1, LIMIT)
+    assert (outcome.completed, outcome.first_error) == (1, "")
+
+
+async def test_a_stream_that_is_one_token_short_is_an_error(upstream: Upstream) -> None:
+    upstream.script = Script(tokens=24, interval=0.0)
+    async with loading(stream_load(direct(upstream), 25), 1) as load:
+        outcome = await load.run(2, LIMIT)
+    assert (outcome.completed, outcome.errors) == (0, 2)
+    assert "status, length" in outcome.first_error
+
+
+async def test_usage_that_was_not_asked_for_is_an_error(upstream: Upstream) -> None:
+    upstream.script = Script(tokens=5, interval=0.0)
+    load = stream_load(direct(upstream), 5)
+    head, _, body = load.request.partition(b"\r\n\r\n")
+    more = body[:-1] + b',"stream_options":{"include_usage":true}}'
+    asked = head.replace(b"Length: %d" % len(body), b"Length: %d" % len(more))
+    load.request = asked + b"\r\n\r\n" + more
+    async with loading(load, 1):
+        outcome = await load.run(1, LIMIT)
+    assert outcome.errors == 1
+
+
+async def test_stamped_streams_tell_the_age_of_every_token(upstream: Upstream) -> None:
+    upstream.script = Script(tokens=10, interval=0.001, stamped=True)
+    length = shapes.stamped_length(10)
+    load = Load(direct(upstream), chat(stream=True), length, 1, connection=StampedConnection)
+    async with loading(load, 2):
+        outcome = await load.run(2, LIMIT)
+    assert (outcome.completed, outcome.first_error) == (2, "")
+    for connection in load.connections:
+        assert isinstance(connection, StampedConnection)
+        assert len(connection.ages) == 10
+        assert all(0 <= age < LIMIT * 1e6 for _, age in connection.ages)
+
+
+async def test_stamps_survive_any_cut_of_the_body() -> None:
+    load = Load(("", 0), b"", connection=StampedConnection)
+    connection = StampedConnection(load._finished, 0, 1)
+    body = shapes.ROLE + shapes.stamped_token(1) + shapes.stamped_token(2) + shapes.DONE
+    for i in range(0, len(body), 7):
+        connection.on_body(body[i : i + 7])
+    assert len(connection.ages) == 2
+    assert (connection.length, connection.crc) == (len(body), True)
+
+
+async def test_a_plain_chat_is_judged_by_its_text(upstream: Upstream) -> None:
+    class Answers(ChatConnection):
+        tokens = 6
+
+    for tokens, errors in ((6, 0), (7, 1)):
+        upstream.script = Script(tokens=tokens, interval=0.001)
+        load = Load(direct(upstream), chat(stream=False), connection=Answers)
+        async with loading(load, 1):
+            outcome = await load.run(1, LIMIT)
+        assert outcome.errors == errors
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param(shapes.answer(shapes.EMBEDDING, "503 Service Unavailable"), id="status"),
+        pytest.param(shapes.answer(shapes.EMBEDDING[:-1]), id="length"),
+        pytest.param(shapes.answer(b"{" + b" " * 398 + b"}"), id="content"),
+        pytest.param(b"what is this\r\n\r\n", id="garbage"),
+    ],
+)
+async def test_one_wrong_answer_is_one_error_and_the_rest_goes_on(bad: bytes) -> None:
+    async with (
+        answering(lambda number: bad if number == 3 else GOOD) as (address, _),
+        loading(plain_load(address), 1) as load,
+    ):
+        outcome = await load.run(10, LIMIT)
+    assert (outcome.completed, outcome.errors) == (9, 1)
+
+
+async def test_a_server_that_closes_after_each_answer_costs_reconnects_not_errors() -> None:
+    reply = GOOD.replace(b"Server:", b"Connection: close\r\nServer:")
+    async with (
+        answering(lambda _: reply, close=True) as (address, served),
+        loading(plain_load(address), 2) as load,
+    ):
+        outcome = await load.run(6, LIMIT)
+    assert (outcome.completed, outcome.errors, outcome.reconnects) == (6, 0, 4)
+    assert served == [1] * 6
+
+
+async def test_a_connection_that_breaks_off_is_an_error() -> None:
+    async with (
+        answering(lambda _: GOOD[:-10], close=True) as (address, _),
+        loading(plain_load(address), 1) as load,
+    ):
+        outcome = await load.run(2, LIMIT)
+    assert outcome.errors == 2
+    assert "connection lost" in outcome.first_error
+
+
+async def test_an_answer_that_never_comes_is_an_error_at_the_limit() -> None:
+    async with (
+        answering(lambda _: b"") as (address, _),
+        loading(plain_load(address), 1) as load,
+    ):
+        outcome = await load.run(5, limit=0.05)
+    assert outcome.errors == 1
+    assert "5 of 5 answers missing" in outcome.first_error
+
+
+@pytest.mark.parametrize("connections", [1, 8])
+async def test_a_steady_rate_opens_a_connection_only_when_none_is_free(connections: int) -> None:
+    async with (
+        answering(lambda _: GOOD) as (address, served),
+        loading(plain_load(address), connections) as load,
+    ):
+        outcome = await load.steady(rate=200, seconds=0.25, limit=LIMIT)
+        assert (outcome.completed, outcome.errors) == (50, 0)
+        assert outcome.seconds >= 0.24
+        assert len(load.connections) == len(served)
+        assert max(served) > 50 / max(2, connections)
+
+
+async def test_a_node_answers_what_a_gateway_asks_it(upstream: Upstream) -> None:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{upstream.ports[1]}") as client:
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        assert (await client.get("/props")).json()["total_slots"] == 4
+        assert len((await client.get("/slots?x=1")).json()) == 4
+        assert (await client.get("/v1/models")).json()["data"][0]["id"] == shapes.MODEL
+        assert (await client.get("/nowhere")).status_code == 404
+
+
+async def test_a_client_that_leaves_ends_its_stream(upstream: Upstream) -> None:
+    upstream.script = Script(tokens=3, interval=0.0, held=True)
+    async with loading(stream_load(direct(upstream), 3), 2) as load:
+        running = asyncio.ensure_future(load.run(2, LIMIT))
+        await until(lambda: all(c.length for c in load.connections))
+        running.cancel()
+        await asyncio.wait([running])
+    await until(lambda: upstream.counters.left == 2)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT):
+        while not condition():  # noqa: ASYNC110 - what is awaited has no event
+            await asyncio.sleep(0.005)
+
+
+def test_the_expected_checksum_is_of_the_whole_body() -> None:
+    load = stream_load(("127.0.0.1", 1), 9)
+    body = shapes.stream_body(9)
+    assert (load.length, load.crc) == (len(body), crc32(body))
