@@ -118,15 +118,18 @@ def existing_file(value: object, info: ValidationInfo) -> object:
         found = False
     if not found:
         raise wrong(
-            f"there is no file {path}",
-            "create it or correct the path; a relative path starts in this file's folder",
+            # The path isn't shown: a key may have been pasted here.
+            "there is no such file",
+            f"create it or correct the path; a relative one starts in {folder}",
         )
     return path
 
 
 def _network(value: object) -> object:
-    if not isinstance(value, str):
+    if isinstance(value, (ipaddress.IPv4Network, ipaddress.IPv6Network)):
         return value
+    if not isinstance(value, str):
+        raise wrong("must be an address or a network", "such as 127.0.0.1 or 10.0.0.0/8")
     try:
         return ipaddress.ip_network(value.strip())
     except ValueError:

@@ -50,13 +50,13 @@ them in `GET /admin/status`. Keys marked *restart* are read only when the gatewa
 | --- | --- |
 | clients get 429 `queue_full` | `queue.max`; more nodes or slots |
 | clients get 503 `queue_timeout` | `queue.max_wait`, `classes`; more nodes or slots |
-| clients get 503 `no_node` | the nodes: `llama-gateway nodes`; how long is waited: `retries.wait_for_node` |
+| clients get 503 `no_node` | `llama-gateway nodes` tells why; `retries.wait_for_node` |
 | clients get 502 `node_failed` | the nodes' logs; `retries.attempts`, `retries.budget` |
-| clients get 504 `node_timeout` | `timeouts.first_byte` for long prompts, `timeouts.silence`, `timeouts.total` |
+| clients get 504 `node_timeout` | `timeouts`: `first_byte` for long prompts, `silence`, `total` |
 | clients get 413, 431 or 408 | `limits.body_bytes`, `limits.header_bytes`, `limits.body_timeout` |
 | clients get 404 `model_not_found` | `model` of the nodes, `models`, `default_model` |
 | a node flaps between up and down | `health.timeout`, `health.fall` |
-| a node is `ejected` | its circuit is open: `health.failures`, `health.open`; `POST /admin/nodes/NAME/probe` closes it |
+| a node is `ejected` | `health.failures`, `health.open`; `POST /admin/nodes/NAME/probe` |
 | a node shall get no more work | `enabled: false`, or `llama-gateway nodes drain NAME` |
 | every client has the same address | `listen.trusted_proxies` |
 | a balancer cuts silent streams | `heartbeat` |

@@ -145,7 +145,10 @@ class HealthSettings(ConfigModel):
             description="An open circuit lets one trial through after this time; then it doubles."
         ),
     ] = 30.0
-    open_max: Annotated[Seconds, Field(description="Longest time a circuit stays open.")] = 300.0
+    open_max: Annotated[
+        Seconds,
+        Field(description="Longest time a circuit stays open.", validate_default=True),
+    ] = 300.0
     slow_start: Annotated[
         SecondsOrZero, Field(description="A node that came back gets its full share after this.")
     ] = 30.0
@@ -196,7 +199,9 @@ class RetrySettings(ConfigModel):
     backoff: Annotated[
         SecondsOrZero, Field(description="Wait before the first retry; doubles, with jitter.")
     ] = 0.05
-    backoff_max: Annotated[SecondsOrZero, Field(description="Longest wait before a retry.")] = 2.0
+    backoff_max: Annotated[
+        SecondsOrZero, Field(description="Longest wait before a retry.", validate_default=True)
+    ] = 2.0
     budget: Annotated[
         Share,
         Field(description="Retries allowed, as a share of the last minute's requests."),

@@ -42,7 +42,6 @@ _MESSAGES = {
     "list_type": "must be a list",
     "tuple_type": "must be a list",
     "frozen_set_type": "must be a list",
-    "is_instance_of": "must be an address or a network",
 }
 
 
@@ -129,11 +128,10 @@ def _wants_text(error: ErrorDetails, entry: Entry) -> bool:
 
 
 def _put(data: Any, loc: tuple[str | int, ...], entry: Entry) -> None:
-    tree = entry.tree
     for part in loc[:-1]:
         data = data[part]
-    if isinstance(tree, Scalar) and isinstance(data, (dict, list)):
-        data[loc[-1]] = tree.text  # type: ignore[index]
+    if isinstance(entry.tree, Scalar):
+        data[loc[-1]] = entry.tree.text
 
 
 def _problem(error: ErrorDetails, model: type[ConfigModel], file: Path, entry: Entry) -> Problem:
@@ -143,19 +141,20 @@ def _problem(error: ErrorDetails, model: type[ConfigModel], file: Path, entry: E
     if blamed := context.get("key"):
         loc = (*loc[:-1], blamed)
     found = _find(entry, loc)
+    parent = model_at(model, loc[:-1]) or model
     key = found.key
+    if found is _find(entry, loc[:-1]) and loc and loc[-1] in keys_of(parent):
+        # A key that the file doesn't have: it is missing, or its default doesn't fit.
+        key = f"{key}.{loc[-1]}" if key else str(loc[-1])
     message, remedy = _MESSAGES.get(kind, ""), ""
     if kind == "config":
         message, remedy = context["message"], context["remedy"]
     elif kind == "missing":
-        name = str(loc[-1])
-        if not (isinstance(found.tree, Scalar) and found.tree.value is None and found is not entry):
-            key = f"{key}.{name}" if key else name
-        field = keys_of(model_at(model, loc[:-1]) or model).get(name)
+        field = keys_of(parent).get(str(loc[-1]))
         remedy = f"add it: {field.description}" if field and field.description else "add it"
     elif kind == "extra_forbidden":
         message = "unknown key"
-        remedy = unknown_key(model_at(model, loc[:-1]) or model, str(loc[-1]))
+        remedy = unknown_key(parent, str(loc[-1]))
     elif kind == "literal_error":
         message, remedy = _literal(context["expected"], error["input"])
     elif kind == "string_type" and isinstance(error["input"], (bool, int, float)):

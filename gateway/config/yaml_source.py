@@ -262,7 +262,7 @@ class _Builder:
             tree = Items(tuple(ended.items), *_measure(item.tree for item in ended.items))
         if tree.depth > DEEPEST:
             raise self._stop(event, f"nested deeper than {DEEPEST} levels")
-        self._add(event, tree, ended.anchor)
+        self._add(event, tree, ended.anchor, (ended.line, ended.key))
 
     def _with_merged(self, ended: _Open) -> dict[str, Entry]:
         """Put in what `<<` names; the mapping's own keys come first."""
@@ -330,14 +330,15 @@ class _Builder:
             return Scalar(typed(text.strip()), text)
         return Scalar(text)
 
-    def _add(self, event: Event, tree: Tree, anchor: str | None) -> None:
+    def _add(
+        self, event: Event, tree: Tree, anchor: str | None, place: tuple[int, str] | None = None
+    ) -> None:
         self._values += 1
         if self._values > MOST_VALUES:
             raise self._stop(event, f"more than {MOST_VALUES} values, aliases expanded")
         if anchor is not None:
             self._anchors[anchor] = tree
-        line, key = self._place(event)
-        entry = Entry(tree, line, key)
+        entry = Entry(tree, *(place or self._place(event)))
         if not self._open:
             self._root = entry
             return

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from gateway.config import Settings
+from gateway.config.fields import ConfigModel
+from gateway.config.node import NodeSpec
+from gateway.config.reference import reference
+from gateway.config.shape import keys_of, models_in
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
+
+
+def models() -> list[type[ConfigModel]]:
+    return [*models_in(NodeSpec), *models_in(Settings)]
+
+
+def test_the_page_in_the_tree_is_up_to_date() -> None:
+    assert PAGE.read_text() == reference(), "run: python -m gateway.config.reference"
+
+
+def test_every_key_has_a_row_and_a_meaning() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.*) \|$", reference(), re.MULTILINE)
+    assert sorted(row[0] for row in rows) == sorted(
+        key for model in models() for key in keys_of(model)
+    )
+    for key, kind, default, meaning in rows:
+        assert kind.strip(), key
+        assert default.strip(), key
+        assert len(meaning) > 10, key
+
+
+def test_the_tables_keep_their_four_columns() -> None:
+    for line in reference().splitlines():
+        if line.startswith("| `") and "LLAMA_GATEWAY" not in line:
+            assert len(re.split(r"(?<!\\)\|", line)) == 6
+
+
+def test_what_is_never_written_in_a_file_is_not_told() -> None:
+    assert "`api_key`" not in reference()
+    assert "`models` | text, list" not in reference()

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from gateway.config import Settings, load_inventory, load_settings
+from gateway.config.fields import ConfigModel
+from gateway.config.node import NodeSpec
+from gateway.config.schema import nodes_schema, settings_schema
+from gateway.config.shape import keys_of
+
+CONFIG = Path(__file__).parents[2] / "config"
+
+# A comment that is a key or an item of YAML, not prose: `# port: 8000`, `#   - name: x`.
+COMMENTED = re.compile(r"^(?P<indent> *)# (?P<yaml> *(- )?[a-z0-9_-]+:( .*)?)$")
+
+
+def uncommented(name: str, *, unset: str) -> str:
+    """Take the # away from every key that is shown in a comment."""
+    lines = []
+    for line in (CONFIG / name).read_text().splitlines()[1:]:
+        found = COMMENTED.match(line)
+        text = found["indent"] + found["yaml"] if found else line
+        # `key: []` stands for the list that follows it in comments.
+        lines.append(re.sub(unset, "", text) if unset else text)
+    return "\n".join(lines)
+
+
+def test_the_sample_inventory_has_one_local_node_and_works_as_it_is() -> None:
+    (node,) = load_inventory(CONFIG / "nodes.yaml", {}).nodes
+    assert (node.url, node.slots, node.enabled) == ("http://127.0.0.1:8080", None, True)
+
+
+def test_the_sample_settings_are_the_defaults() -> None:
+    assert load_settings(CONFIG / "gateway.yaml", {}) == Settings()
+
+
+@pytest.mark.parametrize("name", ["nodes", "gateway"])
+def test_the_samples_name_their_schema_and_fit_it(name: str) -> None:
+    text = (CONFIG / f"{name}.yaml").read_text()
+    assert text.splitlines()[0] == f"# yaml-language-server: $schema={name}.schema.json"
+    schema = {"nodes": nodes_schema, "gateway": settings_schema}[name]()
+    jsonschema.Draft202012Validator(schema).validate(yaml.safe_load(text))
+
+
+def test_the_examples_in_the_sample_inventory_work(tmp_path: Path) -> None:
+    (tmp_path / "nodes.yaml").write_text(uncommented("nodes.yaml", unset=""))
+    (tmp_path / "ca.pem").write_text("certificate")
+    (tmp_path / "elsewhere.key").write_text("key\n")
+    nodes = load_inventory(tmp_path / "nodes.yaml", {"GPU_1_KEY": "key"}).nodes
+    assert [node.name for node in nodes] == [
+        "local",
+        "epyc-a-numa0",
+        "epyc-a-numa1",
+        "gpu-1",
+        "elsewhere",
+    ]
+
+
+def test_the_examples_in_the_sample_settings_work(tmp_path: Path) -> None:
+    text = uncommented("gateway.yaml", unset=r"(?<=^keys:) \[\]")
+    (tmp_path / "gateway.yaml").write_text(text)
+    for name in ("cert.pem", "key.pem"):
+        (tmp_path / name).write_text("x")
+    settings = load_settings(tmp_path / "gateway.yaml", {})
+    shown = settings.model_copy(
+        update={
+            "keys": (),
+            "models": {},
+            "classes": {},
+            "cors": None,
+            "listen": settings.listen.model_copy(update={"tls": None}),
+        }
+    )
+    assert shown == Settings(), "a sample shows another value than the default"
+    assert (len(settings.keys), len(settings.models), len(settings.classes)) == (1, 3, 1)
+    assert settings.cors is not None
+
+
+def test_the_sample_settings_show_every_key() -> None:
+    shown = yaml.safe_load(uncommented("gateway.yaml", unset=r"(?<=^keys:) \[\]"))
+
+    def assert_shown(model: type[ConfigModel], keys: dict[str, object]) -> None:
+        assert set(keys) == set(keys_of(model))
+
+    assert_shown(Settings, shown)
+    for key, field in keys_of(Settings).items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, ConfigModel):
+            assert_shown(field.annotation, shown[key])
+
+
+def test_the_sample_inventory_shows_almost_every_key() -> None:
+    text = (CONFIG / "nodes.yaml").read_text()
+    unshown = {key for key in keys_of(NodeSpec) if f"{key}:" not in text and key not in text}
+    assert unshown == {"standby"}

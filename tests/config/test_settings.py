@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+from ipaddress import ip_network
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config import ConfigError, Settings, load_settings
+from gateway.config.routing import ModelRule, find_loop
+from tests.config.conftest import LoadSettings, Problems
+
+HASH = "0123456789abcdef" * 4
+
+
+def test_without_a_file_every_key_has_its_default(load_gateway: LoadSettings) -> None:
+    settings = load_settings(None)
+    assert settings == Settings() == load_gateway("") == load_gateway("# nothing\n")
+    assert (settings.listen.host, settings.listen.port) == ("127.0.0.1", 8000)
+    assert (settings.admin.host, settings.admin.port) == ("127.0.0.1", 8001)
+    assert settings.limits.body_bytes == 64 << 20
+    assert (settings.queue.max, settings.queue.max_wait) == (256, 300.0)
+    assert (settings.heartbeat, settings.shutdown.grace) == (15.0, 60.0)
+
+
+def test_a_key_with_nothing_below_it_counts_as_left_away(load_gateway: LoadSettings) -> None:
+    text = "listen:\nkeys:\nlimits: ~\nmodels:\n  m:\nclasses:\n  batch:\nqueue:\n  max:\n"
+    assert load_gateway(text).model_copy(update={"models": {}, "classes": {}}) == Settings()
+
+
+def test_values_are_read_in_their_units(load_gateway: LoadSettings) -> None:
+    settings = load_gateway(
+        """
+        listen: {port: 0, trusted_proxies: [10.0.0.0/8, "::1"], expose_node: on}
+        limits: {body_bytes: 1 GiB, header_bytes: 1000, body_timeout: 1m, media_hosts: h.example}
+        queue: {max: 0, max_wait: 1h30m}
+        retries: {budget: 1, backoff: 100ms}
+        logging: {level: DEBUG, access: off}
+        """
+    )
+    assert settings.listen.trusted_proxies == (ip_network("10.0.0.0/8"), ip_network("::1"))
+    assert settings.listen.expose_node is True
+    assert (settings.limits.body_bytes, settings.limits.header_bytes) == (1 << 30, 1000)
+    assert settings.limits.body_timeout == 60.0
+    assert settings.limits.media_hosts == ("h.example",)
+    assert (settings.queue.max, settings.queue.max_wait) == (0, 5400.0)
+    assert (settings.retries.budget, settings.retries.backoff) == (1.0, 0.1)
+    assert (settings.logging.level, settings.logging.access) == ("debug", False)
+
+
+@pytest.mark.parametrize("written", ["off", "false", "0", "no", "'off'", "0s"])
+def test_the_heartbeat_can_be_switched_off(load_gateway: LoadSettings, written: str) -> None:
+    assert load_gateway(f"heartbeat: {written}").heartbeat == 0.0
+
+
+def test_model_rules_are_read(load_gateway: LoadSettings) -> None:
+    rules = load_gateway(
+        """
+        models:
+          gpt-4o-mini: {use: mistral-7b}
+          helper: {use: [phi-4-mini, mistral-7b]}
+          mistral-7b:
+            set: {temperature: 0.2, stop: [a, b], seed: ~}
+            default: {max_tokens: 512}
+            max_tokens: 2048
+            strip: logit_bias
+        default_model: helper
+        classes: {urgent: {max_wait: 30s}}
+        """
+    )
+    assert rules.models["gpt-4o-mini"].use == ("mistral-7b",)
+    assert rules.models["helper"].use == ("phi-4-mini", "mistral-7b")
+    rule = rules.models["mistral-7b"]
+    assert rule.set == {"temperature": 0.2, "stop": ["a", "b"], "seed": None}
+    assert (rule.default, rule.max_tokens, rule.strip) == (
+        {"max_tokens": 512},
+        2048,
+        ("logit_bias",),
+    )
+    assert rules.default_model == "helper"
+    assert rules.classes["urgent"].max_wait == 30.0
+
+
+def test_keys_are_read_and_their_hashes_are_not_shown(load_gateway: LoadSettings) -> None:
+    (key,) = load_gateway(f"keys: [{{id: a, sha256: {HASH.upper()}, models: m}}]").keys
+    assert (key.id, key.sha256, key.name, key.max_class, key.models) == (
+        "a",
+        HASH,
+        "",
+        "normal",
+        ("m",),
+    )
+    assert HASH not in repr(key)
+
+
+def test_files_start_in_the_folder_of_the_settings(
+    load_gateway: LoadSettings, tmp_path: Path
+) -> None:
+    for name in ("cert.pem", "key.pem", "admin.key"):
+        (tmp_path / name).write_text("x")
+    settings = load_gateway(
+        "listen: {tls: {cert: cert.pem, key: key.pem}}\nadmin: {key_file: admin.key}"
+    )
+    assert settings.listen.tls is not None
+    assert settings.listen.tls.cert == tmp_path / "cert.pem"
+    assert settings.admin.key_file == tmp_path / "admin.key"
+
+
+@pytest.mark.parametrize("key", ["hybrid: {}", "resume: text", "resume: off", "store: {url: x}"])
+def test_what_later_versions_bring_is_told_apart(gateway_problems: Problems, key: str) -> None:
+    (problem,) = gateway_problems(key)
+    assert problem.message == "not supported by this version yet"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key"),
+    [
+        ("- 1", ""),
+        ("text", ""),
+        ("listn: {}", "listn"),
+        ("listen: 8000", "listen"),
+        ("listen: {port: 65536}", "listen.port"),
+        ('listen: {port: "80"}', "listen.port"),
+        ("listen: {port: true}", "listen.port"),
+        ("listen: {host: http://h}", "listen.host"),
+        ("listen: {host: ''}", "listen.host"),
+        ("listen: {trusted_proxies: [10.0.0.1/8]}", "listen.trusted_proxies[0]"),
+        ("listen: {trusted_proxies: [3]}", "listen.trusted_proxies[0]"),
+        ("listen: {tls: {cert: c}}", "listen.tls.cert"),
+        ("listen: {keep_alive: 0}", "listen.keep_alive"),
+        ("admin: {key_file: none}", "admin.key_file"),
+        ("admin: {hosts: ['a:80']}", "admin.hosts[0]"),
+        ("keys: {a: b}", "keys"),
+        (f"keys: [{{id: a_b, sha256: {HASH}}}]", "keys[0].id"),
+        ("keys: [{id: a, sha256: lg_a_secret}]", "keys[0].sha256"),
+        (f"keys: [{{sha256: {HASH}}}]", "keys[0].id"),
+        (f"keys: [{{id: a, sha256: {HASH}, max_class: best}}]", "keys[0].max_class"),
+        ("allow_anonymous: perhaps", "allow_anonymous"),
+        ("cors: {origins: []}", "cors.origins"),
+        ("cors: {origins: ['https://h/']}", "cors.origins[0]"),
+        ("cors: {origins: ['*'], credentials: true}", "cors.credentials"),
+        ("cors: {origins: ['*'], headers: ['a b']}", "cors.headers[0]"),
+        ("limits: {body_bytes: 64M}", "limits.body_bytes"),
+        ("limits: {body_bytes: 0}", "limits.body_bytes"),
+        ("limits: {body_bytes: 2TiB}", "limits.body_bytes"),
+        ("limits: {json_depth: 1000}", "limits.json_depth"),
+        ("limits: {json_depth: true}", "limits.json_depth"),
+        ("limits: {n: 0}", "limits.n"),
+        ("limits: {media_hosts: ['https://h']}", "limits.media_hosts[0]"),
+        ("models: [a]", "models"),
+        ("models: {'': {}}", "models"),
+        ("models: {a: b}", "models.a"),
+        ("models: {a: {use: 3}}", "models.a.use"),
+        ("models: {a: {use: ['']}}", "models.a.use[0]"),
+        ("models: {a: {set: {x: .nan}}}", "models.a.set.x"),
+        ("models: {a: {set: {x: [{y: .inf}]}}}", "models.a.set.x"),
+        ("models: {a: {set: {x: 99999999999999999999}}}", "models.a.set.x"),
+        ("models: {a: {set: {model: b}}}", "models.a.set"),
+        ("models: {a: {strip: [messages]}}", "models.a.strip"),
+        ("default_model: 3", "default_model"),
+        ("classes: {vip: {max_wait: 1}}", "classes.vip"),
+        ("classes: {batch: {max_wait: 0}}", "classes.batch.max_wait"),
+        ("queue: {max: -1}", "queue.max"),
+        ("policy: random", "policy"),
+        ("health: {open: 60, open_max: 30}", "health.open_max"),
+        ("health: {rise: 0}", "health.rise"),
+        ("timeouts: {total: 0}", "timeouts.total"),
+        ("timeouts: {total: 8d}", "timeouts.total"),
+        ("retries: {attempts: 0}", "retries.attempts"),
+        ("retries: {budget: 1.5}", "retries.budget"),
+        ("retries: {backoff: 3s}", "retries.backoff_max"),
+        ("heartbeat: on", "heartbeat"),
+        ("heartbeat: true", "heartbeat"),
+        ("logging: {level: loud}", "logging.level"),
+        ("shutdown: {grace: soon}", "shutdown.grace"),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_key_and_nothing_secret(
+    gateway_problems: Problems, wrong: str, key: str
+) -> None:
+    problem = gateway_problems(wrong)[0]
+    assert (problem.line, problem.key) == (1, key)
+    assert problem.message
+    assert "lg_a_secret" not in str(problem)
+
+
+def test_a_duplicate_id_is_told_with_both_lines(gateway_problems: Problems) -> None:
+    text = f"keys:\n  - id: a\n    sha256: {HASH}\n  - id: a\n    sha256: short\n"
+    problems = gateway_problems(text)
+    assert [(p.line, p.key) for p in problems] == [(4, "keys[1].id"), (5, "keys[1].sha256")]
+    assert "line 2" in problems[0].message
+
+
+def test_names_that_stand_for_each_other_are_refused(gateway_problems: Problems) -> None:
+    (problem,) = gateway_problems("models:\n  a: {use: [x, b]}\n  b: {use: c}\n  c: {use: a}\n")
+    assert problem.message == "the names stand for each other: a -> b -> c -> a"
+
+
+def test_a_name_may_use_itself_and_fall_back(load_gateway: LoadSettings) -> None:
+    assert load_gateway("models: {a: {use: [a, b]}, b: {}}").models["a"].use == ("a", "b")
+
+
+def test_a_long_chain_of_names_is_no_loop_and_no_recursion() -> None:
+    chain = {f"m{i}": ModelRule(use=(f"m{i + 1}",)) for i in range(20_000)}
+    assert find_loop(chain) == []
+    assert len(find_loop({**chain, "m20000": ModelRule(use=("m0",))})) == 20_002
+
+
+GRAPHS = st.dictionaries(
+    st.sampled_from("abcdef"), st.lists(st.sampled_from("abcdefgh"), max_size=4)
+)
+
+
+@given(GRAPHS)
+def test_a_loop_is_found_exactly_where_there_is_one(graph: dict[str, list[str]]) -> None:
+    rules = {name: ModelRule(use=tuple(used)) for name, used in graph.items()}
+    loop = find_loop(rules)
+
+    # The other way: take away names that lead nowhere until nothing changes.
+    left = {name: {one for one in used if one != name} for name, used in graph.items()}
+    while ends := [name for name, used in left.items() if not used & left.keys()]:
+        for name in ends:
+            del left[name]
+    assert bool(loop) == bool(left)
+    for name, used in pairwise(loop):
+        assert used in rules[name].use
+    assert not loop or (loop[0] == loop[-1] and len(loop) > 2)
+
+
+def test_all_problems_come_at_once(gateway_problems: Problems) -> None:
+    problems = gateway_problems(
+        """\
+        listen: {port: -1}
+        queue:
+          max: many
+          max_wait: ${WAIT}
+        models:
+          a: {use: b}
+          b: {use: a}
+        resume: text
+        """
+    )
+    assert [(p.line, p.key) for p in problems] == [
+        (1, "listen.port"),
+        (3, "queue.max"),
+        (4, "queue.max_wait"),
+        (5, "models"),
+        (8, "resume"),
+    ]
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().heartbeat = 3.0  # type: ignore[misc]
+
+
+def test_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_settings(tmp_path / "gateway.yaml", {})
