@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from gateway.local.demo_model import Size, ensure_demo_model
+from gateway.local.server_command import server_environment
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -91,7 +92,11 @@ def spawn_demo_server(
         *extra,
     ]
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env=server_environment(),
     )
     return DemoServer(process, log)
 

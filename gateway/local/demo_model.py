@@ -28,6 +28,7 @@ from gateway.local.demo_vocabulary import (
     Token,
     vocabulary,
 )
+from gateway.local.errors import MissingExtraError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,10 +53,6 @@ LATE = 100.0  # only where a grammar leaves nothing likelier
 LAST = 200.0  # the same, and after the one before
 NEVER = 400.0
 HELD_DOWN = {'"': OFTEN, "</tool_call>": LATE, "<": LAST, ",": LAST}  # JSON that comes to an end
-
-
-class MissingExtraError(Exception):
-    """A package of the `local` extra is not installed; the text says how to get it."""
 
 
 @dataclass(frozen=True, slots=True)

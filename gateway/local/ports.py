@@ -31,28 +31,18 @@ def claim_port(host: str, port: int = 0) -> socket.socket:
     return claim
 
 
-def claim_ports(host: str, count: int, base: int = BASE_PORT) -> list[socket.socket]:
-    """Claim `count` ports: the first free ones from `base` upwards, else any.
+def claim_free_port(host: str, base: int = BASE_PORT) -> socket.socket:
+    """Claim the first free port from `base` upwards, else any.
 
     Raises OSError when the host isn't an address of this machine.
     """
-    claims: list[socket.socket] = []
-    try:
-        for port in range(base, min(base + PORTS_TRIED, 65536)):
-            if len(claims) == count:
-                break
-            try:
-                claims.append(claim_port(host, port))
-            except OSError as error:
-                if error.errno not in {errno.EADDRINUSE, errno.EACCES}:
-                    raise
-        while len(claims) < count:
-            claims.append(claim_port(host))
-    except OSError:
-        for claim in claims:
-            claim.close()
-        raise
-    return claims
+    for port in range(base, min(base + PORTS_TRIED, 65536)):
+        try:
+            return claim_port(host, port)
+        except OSError as error:
+            if error.errno not in {errno.EADDRINUSE, errno.EACCES}:
+                raise
+    return claim_port(host)
 
 
 def port_of(claim: socket.socket) -> int:

@@ -1,0 +1,88 @@
+"""Which servers a machine gets: pure, from its topology and the model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.local.gguf_file import Model
+from gateway.local.memory import memory_left
+from gateway.local.topology import NumaNode, Topology
+
+MIB = 1 << 20
+SLOTS = 2
+"""Requests a server takes at once. Decoding on a CPU waits for memory, so a second stream costs
+little; a third already finds its neighbours' prefills in its way."""
+CONTEXT = 4096
+"""Tokens of one slot."""
+PROMPTS_KEPT = 8192 * MIB
+"""Bytes of evicted prompts a server may keep, where there is room: llama.cpp's own default."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """One llama.cpp server to start."""
+
+    name: str
+    model: Path
+    alias: str  # the model's name as the server reports it
+    slots: int
+    context: int  # tokens of one slot
+    threads: int
+    numa: int  # the node it is meant for
+    cpus: tuple[int, ...] | None = None  # None: any
+    memory_node: int | None = None  # None: any
+    no_mmap: bool = False
+    prompts_kept: int = 0  # bytes of evicted prompts
+    embedding: bool = False
+    host: str = "127.0.0.1"
+
+
+def plan_servers(
+    topology: Topology,
+    model: Model,
+    *,
+    servers: int | None = None,
+    slots: int = SLOTS,
+    context: int = CONTEXT,
+    embedding: bool = False,
+) -> tuple[ServerSpec, ...]:
+    """One server per NUMA node, or `servers` of them spread over the nodes.
+
+    With more than one node each server is pinned to its node's CPUs and memory, and reads the
+    model into memory of its own, because a shared page cache lies on one node only. The servers
+    of one node share out its physical cores. `context` is bounded by what the model was trained
+    on.
+    """
+    count = servers if servers is not None else len(topology.nodes)
+    if count < 1 or slots < 1 or context < 1:
+        raise ValueError("servers, slots and context must be at least 1")
+    homes = [topology.nodes[index % len(topology.nodes)] for index in range(count)]
+    several = len(topology.nodes) > 1
+    left = max(0, memory_left(topology, model.size, count))
+    return tuple(
+        ServerSpec(
+            name=f"local-{index}",
+            model=model.path,
+            alias=model.name,
+            slots=slots,
+            context=min(context, model.trained_context or context),
+            threads=_threads(topology, home, homes.count(home)),
+            numa=home.number,
+            cpus=home.cpus if several else None,
+            memory_node=home.number if several and home.memory_allowed else None,
+            no_mmap=several,
+            prompts_kept=min(PROMPTS_KEPT, left // count),
+            embedding=embedding,
+        )
+        for index, home in enumerate(homes)
+    )
+
+
+def _threads(topology: Topology, home: NumaNode, sharing: int) -> int:
+    cores = len(home.cores)
+    if topology.cpu_quota is not None:
+        fair = topology.cpu_quota * cores / topology.cores
+        cores = min(cores, math.floor(fair))
+    return max(1, cores // sharing)

@@ -1,0 +1,201 @@
+"""The servers of this machine, kept alive: started together, restarted when they die, ended.
+
+`async with LocalFleet(specs, logs) as fleet:` waits until every server answers. A server that
+dies later is started again on its port, after a pause that doubles while it keeps dying.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from gateway.local.errors import ServerStartError
+from gateway.local.plan import ServerSpec
+from gateway.local.ports import BASE_PORT, claim_free_port, port_of
+from gateway.local.server_command import Binary
+from gateway.local.server_process import ServerProcess
+
+START_LIMIT = 600.0  # seconds; a large model on a slow disk takes minutes
+STOP_LIMIT = 5.0  # seconds between SIGTERM and SIGKILL
+HEALTH_LIMIT = 2.0  # seconds for an answer
+FIRST_PAUSE = 0.5  # seconds before a dead server is started again
+LONGEST_PAUSE = 30.0
+STEADY_AFTER = 60.0  # seconds alive, after which the next pause is the first again
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A server's process runs."""
+
+    name: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """A server answers, but still reads its model."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A server takes requests; `seconds` since its process was started."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A server ended by itself and will be started again."""
+
+    name: str
+    how: str  # such as `killed by SIGKILL`
+    restart_in: float  # seconds
+
+
+Progress = Started | Loading | Ready | Exited
+
+
+def next_pause(last: float | None, alive: float) -> float:
+    """Seconds to wait before a restart, after a pause of `last` and a life of `alive`."""
+    if last is None or alive >= STEADY_AFTER:
+        return FIRST_PAUSE
+    return min(last * 2, LONGEST_PAUSE)
+
+
+class LocalFleet:
+    """Runs one process per spec for as long as its context is open.
+
+    The processes die with the thread that entered the context, whatever ends it: enter it from
+    the main one.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ServerSpec],
+        log_folder: Path,
+        *,
+        binary: Binary | None = None,
+        on_progress: Callable[[Progress], None] = lambda _: None,
+        base_port: int = BASE_PORT,
+        start_limit: float = START_LIMIT,
+        stop_limit: float = STOP_LIMIT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._specs = tuple(specs)
+        self._log_folder = log_folder
+        self._binary = binary
+        self._tell = on_progress
+        self._base_port = base_port
+        self._start_limit = start_limit
+        self._stop_limit = stop_limit
+        self._clock = clock
+        self._claims: list[socket.socket] = []
+        self._servers: list[ServerProcess] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._client = httpx.AsyncClient(
+            timeout=HEALTH_LIMIT,
+            trust_env=False,
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
+
+    async def __aenter__(self) -> Self:
+        """Start all servers and wait until each answers.
+
+        Raises ServerStartError when one ends before that or takes longer than the limit, and
+        OSError when the log folder can't be written or no port is to be had.
+        """
+        try:
+            self._claim_ports()
+            self._tasks = [asyncio.create_task(self._start(server)) for server in self._servers]
+            await asyncio.gather(*self._tasks)
+            self._tasks = [asyncio.create_task(self._keep(server)) for server in self._servers]
+        except BaseException:
+            await self._end()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End all servers: SIGTERM, and SIGKILL to those that take too long."""
+        await self._end()
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Where the servers listen; the same after a restart."""
+        return tuple(server.url for server in self._servers)
+
+    @property
+    def pids(self) -> tuple[int | None, ...]:
+        """The servers' processes; None for one that is down."""
+        return tuple(server.pid for server in self._servers)
+
+    def inventory(self) -> list[dict[str, Any]]:
+        """The servers as nodes of an inventory, in the form of `config/nodes.yaml`.
+
+        They name one `host`, since they share the fate of this machine.
+        """
+        return [
+            {
+                "name": server.spec.name,
+                "url": server.url,
+                "host": "localhost",
+                "labels": {"numa": str(server.spec.numa)},
+            }
+            for server in self._servers
+        ]
+
+    def _claim_ports(self) -> None:
+        for spec in self._specs:
+            self._claims.append(claim_free_port(spec.host, self._base_port))
+            self._servers.append(
+                ServerProcess(
+                    spec,
+                    port_of(self._claims[-1]),
+                    self._log_folder / f"{spec.name}.log",
+                    binary=self._binary,
+                    clock=self._clock,
+                )
+            )
+
+    async def _start(self, server: ServerProcess) -> None:
+        name = server.spec.name
+        await server.start()
+        self._tell(Started(name, server.url))
+        await server.until_ready(self._client, self._start_limit, lambda: self._tell(Loading(name)))
+        self._tell(Ready(name, self._clock() - server.started_at))
+
+    async def _keep(self, server: ServerProcess) -> None:
+        pause: float | None = None
+        while True:
+            await server.wait()
+            pause = next_pause(pause, self._clock() - server.started_at)
+            self._tell(Exited(server.spec.name, server.ending(), pause))
+            await asyncio.sleep(pause)
+            try:
+                await self._start(server)
+            except (ServerStartError, OSError):
+                await server.stop(self._stop_limit)
+
+    async def _end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(server.stop(self._stop_limit) for server in self._servers))
+        await self._client.aclose()
+        for claim in self._claims:
+            claim.close()

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from gateway.local.demo_vocabulary import WORDS
+from tests.servers import DemoServer, demo_model, demo_servers, running_demo_servers
+
+pytestmark = pytest.mark.real
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with demo_servers(1, slots=2) as (url,):
+        yield url
+
+
+def chat(url: str, content: str, **more: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": content}], "temperature": 0} | more
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    return choice
+
+
+def test_what_the_gateway_reads_of_a_node_is_switched_on(url: str) -> None:
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    props = httpx.get(f"{url}/props").json()
+    assert props["total_slots"] == 2
+    assert props["default_generation_settings"]["n_ctx"] == 4096
+    assert len(httpx.get(f"{url}/slots").json()) == 2
+    assert "llamacpp:prompt_tokens_total" in httpx.get(f"{url}/metrics").text
+    assert [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]] == ["demo"]
+
+
+def test_no_web_page_may_call_it(url: str) -> None:
+    answer = httpx.get(f"{url}/slots", headers={"Origin": "http://evil.example"})
+    assert answer.headers.get("Access-Control-Allow-Origin", "") == ""
+
+
+def test_it_runs_on_to_its_length_in_printable_words(url: str) -> None:
+    choice = chat(url, "Tell me of the sea.", max_tokens=300)
+    assert choice["finish_reason"] == "length"
+    text = choice["message"]["content"]
+    assert text.isprintable()
+    words = text.split()
+    assert sum(word in WORDS for word in words) > 0.8 * len(words)
+    assert len(set(words)) > 50
+
+
+def test_greedy_text_repeats_itself_on_every_server_alone_or_in_company() -> None:
+    prompts = [f"Tell me of the river, {number}." for number in range(8)]
+    with demo_servers(2, slots=4) as (one, other):
+
+        def text(url: str, prompt: str) -> str:
+            content: str = chat(url, prompt, max_tokens=60)["message"]["content"]
+            return content
+
+        first = [text(one, prompt) for prompt in prompts]
+        assert len(set(first)) == len(prompts)
+        assert [text(one, prompt) for prompt in prompts] == first
+        assert [text(other, prompt) for prompt in reversed(prompts)] == first[::-1]
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(text, [other] * 8, prompts)) == first
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_it_calls_a_tool_and_answers_with_words_afterwards(url: str, choice: str) -> None:
+    asked = chat(url, "Weather?", tools=[TOOL], tool_choice=choice, max_tokens=200)
+    assert asked["finish_reason"] == "tool_calls"
+    (call,) = asked["message"]["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
+    messages = [{"role": "user", "content": "Weather?"}, asked["message"], result]
+    body = {"messages": messages, "tools": [TOOL], "max_tokens": 20, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30).json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert len(answer["choices"][0]["message"]["content"].split()) > 10
+
+
+def test_a_json_schema_is_followed(url: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    choice = chat(url, "JSON, please.", response_format=form, max_tokens=100)
+    assert choice["message"]["content"].replace(" ", "") in {'{"a":"x"}', '{"a":"y"}'}
+
+
+def test_any_text_is_read_and_given_back(url: str) -> None:
+    text = "Grüße, 日本 \U0001f600\n\ttab  two spaces <b>&</b>"
+    tokens = httpx.post(f"{url}/tokenize", json={"content": text}).json()["tokens"]
+    assert httpx.post(f"{url}/detokenize", json={"tokens": tokens}).json()["content"] == text
+
+
+def test_one_for_embeddings_serves_them() -> None:
+    with demo_servers(1, embedding=True) as (url,):
+        body = {"input": ["the river", "the river", "a lamp"], "model": "demo"}
+        data = httpx.post(f"{url}/v1/embeddings", json=body).json()["data"]
+    one, same, other = (item["embedding"] for item in data)
+    assert len(one) == 128
+    assert math.isclose(sum(x * x for x in one), 1.0, rel_tol=1e-3)
+    assert sum(x * y for x, y in zip(one, same, strict=True)) > 0.999
+    assert sum(x * y for x, y in zip(one, other, strict=True)) < 0.99
+
+
+def test_sigterm_ends_it_at_once_though_a_stream_runs() -> None:
+    with running_demo_servers(1, context=16_384) as (server,):
+        body = {"prompt": "on", "n_predict": 16_000, "stream": True}
+        url = f"{server.url}/completion"
+        with httpx.stream("POST", url, json=body, timeout=30) as answer:
+            next(answer.iter_lines())
+            begun = time.monotonic()
+            server.process.terminate()
+            assert server.process.wait(10) == -signal.SIGTERM
+            assert time.monotonic() - begun < 2
+
+
+def test_it_dies_when_its_parent_is_killed() -> None:
+    inner = (
+        "import subprocess, sys\n"
+        "p = subprocess.Popen([sys.executable, '-m', 'gateway.local.embedded', '--model', "
+        f"{str(demo_model())!r}], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)\n"
+        "p.stdout.readline(); print(p.pid, flush=True); p.wait()"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", inner], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    server = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait(10)
+    parent.stdout.close()
+    psutil.wait_procs([server], timeout=10)
+    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+
+
+def run_embedded(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gateway.local.embedded", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_a_file_that_is_no_model_is_an_error_without_a_traceback(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUF but not really")
+    done = run_embedded("--model", str(bad))
+    assert done.returncode == 1
+    assert f"embedded: llama.cpp could not serve {bad}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_log_holds_no_prompt_and_no_answer() -> None:
+    with running_demo_servers(1) as (server,):
+        text = chat(server.url, "my secret lighthouse", max_tokens=50)["message"]["content"]
+        said = log_of(server)
+    assert "lighthouse" not in said
+    assert text.split()[0] + " " + text.split()[1] not in said
+
+
+def log_of(server: DemoServer) -> str:
+    said = server.log_end()
+    assert "prompt eval time" in said
+    return said

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.local.errors import ModelFileError
+from gateway.local.gguf_file import model_parts, read_model
+
+
+def write_gguf(path: Path, *, context: int | None = 4096) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("a name")
+    writer.add_array("some.numbers", [1, 2, 3])
+    writer.add_token_list(["a", "b", "c"])
+    writer.add_bool("some.flag", val=True)
+    if context is not None:
+        writer.add_context_length(context)
+    writer.add_tensor("t", np.zeros((2, 2), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_size_name_and_trained_context_are_read(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "mistral-7b.gguf", context=32_768)
+    model = read_model(path)
+    assert (model.name, model.trained_context) == ("mistral-7b", 32_768)
+    assert model.size == path.stat().st_size
+    assert read_model(path, "other").name == "other"
+
+
+def test_a_file_that_does_not_say_its_context(tmp_path: Path) -> None:
+    assert read_model(write_gguf(tmp_path / "m.gguf", context=None)).trained_context is None
+
+
+def test_all_parts_of_a_split_model_count_whichever_is_named(tmp_path: Path) -> None:
+    first = write_gguf(tmp_path / "big-00001-of-00003.gguf")
+    for part in (2, 3):
+        (tmp_path / f"big-0000{part}-of-00003.gguf").write_bytes(bytes(1000))
+    model = read_model(tmp_path / "big-00002-of-00003.gguf")
+    assert model.path == first
+    assert model.name == "big"
+    assert model.size == first.stat().st_size + 2000
+    assert len(model_parts(first)) == 3
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "big-00001-of-00002.gguf")
+    with pytest.raises(ModelFileError, match=r"big-00002-of-00002\.gguf: no such file"):
+        read_model(tmp_path / "big-00001-of-00002.gguf")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"gone\.gguf: no such file"):
+        read_model(tmp_path / "gone.gguf")
+
+
+def test_a_folder_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="is a directory"):
+        read_model(tmp_path)
+
+
+@given(st.binary(max_size=200))
+def test_other_files_are_refused_with_a_remedy(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
+    path = tmp_path_factory.mktemp("gguf") / "m.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ModelFileError, match="not a GGUF model"):
+        read_model(path)
+
+
+@given(cut=st.floats(0, 1, exclude_max=True))
+def test_a_model_cut_short_before_its_context_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, cut: float
+) -> None:
+    folder = tmp_path_factory.mktemp("gguf")
+    whole = write_gguf(folder / "m.gguf").read_bytes()
+    told = whole.index(b"llama.context_length") + len("llama.context_length") + 8
+    path = folder / "cut.gguf"
+    path.write_bytes(whole[: int(told * cut)])
+    with pytest.raises(ModelFileError, match="cut short"):
+        read_model(path)
+    path.write_bytes(whole[:told])
+    assert read_model(path).trained_context == 4096

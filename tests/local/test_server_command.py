@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gateway.local.embedded import parser
+from gateway.local.errors import ServerBinaryError
+from gateway.local.plan import ServerSpec
+from gateway.local.server_command import (
+    Binary,
+    find_binary,
+    flags_of,
+    server_command,
+    server_environment,
+)
+
+SPEC = ServerSpec(
+    name="local-0",
+    model=Path("/models/m.gguf"),
+    alias="m",
+    slots=2,
+    context=4096,
+    threads=8,
+    numa=0,
+    prompts_kept=3 << 30,
+)
+PINNED = replace(SPEC, cpus=(4, 5), memory_node=1, no_mmap=True, embedding=True)
+HELP = """\
+-h,    --help, --usage                  print usage and exit
+-m,    --model FNAME                    model path (env: LLAMA_ARG_MODEL)
+--port PORT                             port to listen
+-np,   --parallel N                     number of server slots
+"""
+
+
+def help_with(*flags: str) -> Binary:
+    return Binary(Path("/bin/llama-server"), flags_of(HELP) | set(flags))
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def split(command: list[str]) -> tuple[list[str], list[str]]:
+    at = command.index("--")
+    return command[:at], command[at + 1 :]
+
+
+def test_a_server_is_launched_to_die_with_its_parent() -> None:
+    launch, _ = split(server_command(SPEC, 8081, parent=42))
+    assert launch[launch.index("--parent") + 1] == "42"
+    assert "--cpus" not in launch
+    assert "--memory-node" not in launch
+
+
+def test_a_pinned_server_is_launched_on_its_node() -> None:
+    for binary in (None, help_with()):
+        launch, _ = split(server_command(PINNED, 8081, parent=1, binary=binary))
+        assert launch[launch.index("--cpus") + 1] == "4,5"
+        assert launch[launch.index("--memory-node") + 1] == "1"
+
+
+def test_the_embedded_server_understands_its_command_line() -> None:
+    _, server = split(server_command(PINNED, 8081, parent=1))
+    options = parser().parse_args(server[server.index("gateway.local.embedded") + 1 :])
+    assert (options.model, options.alias, options.port) == (SPEC.model, "m", 8081)
+    assert (options.slots, options.ctx, options.threads) == (2, 8192, 8)
+    assert (options.cache_ram, options.no_mmap, options.embedding) == (3072, True, True)
+
+
+def test_a_binary_is_given_only_flags_that_it_has() -> None:
+    _, old = split(server_command(PINNED, 8081, parent=1, binary=help_with()))
+    assert " ".join(old) == (
+        "/bin/llama-server -m /models/m.gguf --alias m --host 127.0.0.1 --port 8081 "
+        "-np 2 -c 8192 -t 8 -tb 8 -b 512 -ub 256"
+    )
+    wanted = ("--metrics", "--slots", "--no-webui", "--no-mmap", "--embedding", "--cache-ram")
+    _, middle = split(server_command(PINNED, 8081, parent=1, binary=help_with(*wanted)))
+    assert set(wanted) <= set(middle)
+    assert middle[middle.index("--cache-ram") + 1] == "3072"
+
+
+def test_of_two_names_of_a_flag_the_newer_is_taken() -> None:
+    both = help_with("--no-ui", "--no-webui", "--load-mode", "--no-mmap")
+    _, command = split(server_command(PINNED, 8081, parent=1, binary=both))
+    assert command[command.index("--load-mode") + 1] == "none"
+    assert "--no-ui" in command
+    assert not {"--no-mmap", "--no-webui"} & set(command)
+
+
+def test_flags_are_read_from_a_help_text() -> None:
+    assert flags_of(HELP) == {
+        *("-h", "--help", "--usage", "-m", "--model", "--port", "-np", "--parallel")
+    }
+
+
+def test_without_a_binary_the_embedded_server_is_used(tmp_path: Path) -> None:
+    assert find_binary(None, str(tmp_path)) is None
+
+
+def test_a_binary_on_path_is_found_and_asked(tmp_path: Path) -> None:
+    program = script(tmp_path / "llama-server", f"/bin/cat <<'E'\n{HELP}E")
+    found = find_binary(None, str(tmp_path))
+    assert found is not None
+    assert found.path == program
+    assert "--parallel" in found.flags
+
+
+def test_one_named_must_exist_and_be_a_llama_server(tmp_path: Path) -> None:
+    with pytest.raises(ServerBinaryError, match="no such program"):
+        find_binary(tmp_path / "none")
+    with pytest.raises(ServerBinaryError, match="exit status 3"):
+        find_binary(script(tmp_path / "other", "exit 3"))
+    (tmp_path / "text").write_text("not a program")
+    (tmp_path / "text").chmod(0o755)
+    with pytest.raises(ServerBinaryError, match="must be a llama-server"):
+        find_binary(tmp_path / "text")
+
+
+def test_a_server_finds_this_package_from_any_folder() -> None:
+    made = server_environment({"PYTHONPATH": "/other", "A": "b"})
+    root, other = made["PYTHONPATH"].split(":")
+    assert (Path(root) / "gateway" / "local" / "launch.py").is_file()
+    assert (other, made["A"]) == ("/other", "b")

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+import gateway
+from gateway.local.errors import ServerStartError
+from gateway.local.plan import ServerSpec
+from gateway.local.server_command import find_binary
+from gateway.local.supervisor import (
+    Exited,
+    LocalFleet,
+    Progress,
+    Ready,
+    Started,
+    next_pause,
+)
+from tests.servers import demo_model
+
+ROOT = Path(gateway.__file__).parent.parent
+
+
+def specs(count: int, model: Path | None = None) -> list[ServerSpec]:
+    return [
+        ServerSpec(
+            name=f"local-{index}",
+            model=model or demo_model(),
+            alias="demo",
+            slots=2,
+            context=2048,
+            threads=1,
+            numa=0,
+        )
+        for index in range(count)
+    ]
+
+
+async def until(condition: Callable[[], bool], limit: float = 20.0) -> None:
+    async with asyncio.timeout(limit):
+        while not condition():  # noqa: ASYNC110 - a process tells no event
+            await asyncio.sleep(0.02)
+
+
+def gone(pid: int | None) -> bool:
+    try:
+        return pid is None or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_pauses_double_up_to_a_limit_and_begin_anew_after_a_steady_life() -> None:
+    pauses: list[float] = []
+    for _ in range(9):
+        pauses.append(next_pause(pauses[-1] if pauses else None, alive=1.0))
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+    assert next_pause(30.0, alive=59.9) == 30.0
+    assert next_pause(30.0, alive=60.0) == 0.5
+
+
+@pytest.mark.real
+async def test_servers_answer_are_described_as_nodes_and_end_with_the_fleet(
+    tmp_path: Path,
+) -> None:
+    told: list[Progress] = []
+    fleet = LocalFleet(specs(2), tmp_path, base_port=0, on_progress=told.append)
+    async with fleet, httpx.AsyncClient() as client:
+        for url in fleet.urls:
+            props = (await client.get(f"{url}/props")).json()
+            assert (props["total_slots"], props["model_alias"]) == (2, "demo")
+        assert fleet.inventory() == [
+            {"name": name, "url": url, "host": "localhost", "labels": {"numa": "0"}}
+            for name, url in zip(("local-0", "local-1"), fleet.urls, strict=True)
+        ]
+        pids = fleet.pids
+        assert not any(gone(pid) for pid in pids)
+    assert all(gone(pid) for pid in pids)
+    assert {type(progress) for progress in told} >= {Started, Ready}
+    assert sum(isinstance(progress, Ready) for progress in told) == 2
+    assert (tmp_path / "local-1.log").stat().st_size > 0
+
+
+@pytest.mark.real
+async def test_a_killed_server_is_started_again_on_its_port(tmp_path: Path) -> None:
+    told: list[Progress] = []
+    fleet = LocalFleet(specs(2), tmp_path, base_port=0, on_progress=told.append)
+    async with fleet, httpx.AsyncClient() as client:
+        urls, (first, second) = fleet.urls, fleet.pids
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: sum(isinstance(progress, Ready) for progress in told) == 3)
+        assert [p for p in told if isinstance(p, Exited)] == [
+            Exited("local-0", "killed by SIGKILL", 0.5)
+        ]
+        assert fleet.urls == urls
+        assert fleet.pids[0] not in {None, first}
+        assert fleet.pids[1] == second
+        answer = await client.post(f"{urls[0]}/completion", json={"prompt": "on", "n_predict": 5})
+        assert answer.json()["tokens_predicted"] == 5
+
+
+@pytest.mark.real
+async def test_the_fleet_ends_while_a_server_waits_for_its_restart(tmp_path: Path) -> None:
+    told: list[Progress] = []
+    async with LocalFleet(specs(1), tmp_path, base_port=0, on_progress=told.append) as fleet:
+        (pid,) = fleet.pids
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: any(isinstance(progress, Exited) for progress in told))
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 0.4
+    assert fleet.pids == (None,)
+
+
+@pytest.mark.real
+def test_no_orphan_is_left_when_the_supervising_process_is_killed(tmp_path: Path) -> None:
+    script = (
+        "import asyncio\n"
+        "from pathlib import Path\n"
+        "from gateway.local.supervisor import LocalFleet\n"
+        "from tests.local.test_supervisor import specs\n"
+        "async def main():\n"
+        f"    model, logs = Path({str(demo_model())!r}), Path({str(tmp_path)!r})\n"
+        "    async with LocalFleet(specs(2, model), logs, base_port=0) as fleet:\n"
+        "        print(*fleet.pids, flush=True)\n"
+        "        await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) == 2
+    assert not any(gone(pid) for pid in pids)
+    process.kill()
+    process.wait(10)
+    process.stdout.close()
+    asyncio.run(until(lambda: all(gone(pid) for pid in pids), limit=10))
+
+
+@pytest.mark.real
+async def test_a_server_that_cannot_start_is_told_with_its_log_and_ends_the_others(
+    tmp_path: Path,
+) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"no model")
+    fleet = LocalFleet([*specs(1), *specs(2, bad)[1:]], tmp_path / "logs", base_port=0)
+    with pytest.raises(ServerStartError) as caught:
+        await fleet.__aenter__()
+    told = str(caught.value)
+    assert told.startswith("local-1: the llama.cpp server ended (exit status 1)")
+    assert str(tmp_path / "logs" / "local-1.log") in told
+    assert f"could not serve {bad}" in told
+    assert fleet.pids == (None, None)
+
+
+@pytest.mark.real
+async def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> None:
+    fleet = LocalFleet(specs(1), tmp_path, base_port=0, start_limit=0.001)
+    with pytest.raises(ServerStartError, match="not ready after"):
+        await fleet.__aenter__()
+    assert fleet.pids == (None,)
+
+
+@pytest.mark.real
+async def test_cancelling_the_start_ends_what_was_started(tmp_path: Path) -> None:
+    started = asyncio.Event()
+    fleet = LocalFleet(specs(2), tmp_path, base_port=0, on_progress=lambda _: started.set())
+    task = asyncio.create_task(fleet.__aenter__())
+    async with asyncio.timeout(20):
+        await started.wait()
+    pids = fleet.pids
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert fleet.pids == (None, None)
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.real
+async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    binary = stub_binary(
+        tmp_path / "llama-server", "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])"
+    )
+    fleet = LocalFleet(specs(1), tmp_path, binary=find_binary(binary), base_port=0, stop_limit=0.2)
+    async with fleet:
+        (pid,) = fleet.pids
+    assert gone(pid)
+
+
+@pytest.mark.real
+async def test_a_llama_server_binary_is_run_in_place_of_the_embedded_one(tmp_path: Path) -> None:
+    """The binary is the embedded server behind llama-server's flags: none is to be had here."""
+    binary = find_binary(stub_binary(tmp_path / "llama-server"))
+    fleet = LocalFleet(specs(1), tmp_path, binary=binary, base_port=0)
+    async with fleet, httpx.AsyncClient() as client:
+        (url,) = fleet.urls
+        props = (await client.get(f"{url}/props")).json()
+        assert (props["total_slots"], props["model_alias"]) == (2, "demo")
+        assert props["default_generation_settings"]["n_ctx"] == 2048
+        (pid,) = fleet.pids
+        assert psutil.Process(pid).cmdline()[1] == str(tmp_path / "llama-server")
+        assert os.getsid(pid or 0) == pid, "Ctrl-C must not reach it"
+
+
+def stub_binary(path: Path, before: str = "") -> Path:
+    path.write_text(
+        f"""#!{sys.executable}
+import argparse, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+from gateway.local import embedded
+made = argparse.ArgumentParser()
+for names in (("-m", "--model"), ("--alias",), ("--host",), ("--port",), ("-np", "--parallel"),
+              ("-c", "--ctx-size"), ("-t", "--threads"), ("-tb",), ("-b",), ("-ub",)):
+    made.add_argument(*names)
+given = made.parse_args()
+{before}
+embedded.main(["--model", given.model, "--alias", given.alias, "--port", given.port,
+               "--slots", given.parallel, "--ctx", given.ctx_size])
+"""
+    )
+    path.chmod(0o755)
+    return path
