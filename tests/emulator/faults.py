@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 #: Kinds that act once: before the head where `after_events` is None, else when that many events
-#: (0: only the head) have gone out. On a plain reply any number above 0 means half the body.
+#: (0: only the head) have gone out. On a plain reply any number above 0 means half the body;
+#: "cut" and "end" always do, "insert" and "error_event" do nothing there.
 ACTS = {
     "hang": "goes silent for `seconds` (None: until released or the client leaves), then goes on",
     "reset": "RST",

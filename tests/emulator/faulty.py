@@ -52,8 +52,9 @@ class FaultyReply(Reply):
             await self._chunk(body)
             self.link.write(b"0\r\nX-Checked: yes\r\n\r\n")
             return
+        # There are no events here, so what these do between events does not apply.
+        self.acted = fault.kind in {"cut", "end", "insert", "error_event", "garbage_body"}
         if fault.kind == "garbage_body":
-            self.acted = True
             body = (GARBAGE * (len(body) // len(GARBAGE) + 1))[: len(body)]
         declared = len(body) + (fault.delta if fault.kind == "wrong_length" else 0)
         if self._due(None):
@@ -63,6 +64,8 @@ class FaultyReply(Reply):
             await self._act(body)
         half = len(body) // 2
         await self._write(body[:half])
+        if fault.kind in {"cut", "end"}:
+            self._leave(reset=fault.reset)
         if self._due(fault.after_events):
             await self._act(body)
         await self._write(body[half:])
@@ -112,6 +115,8 @@ class FaultyReply(Reply):
         self.acted = True
         match fault.kind:
             case "hang":
+                if self.link.gone:
+                    raise GoneError
                 was, self.interruptible = self.interruptible, True
                 await self.board.hang(fault.seconds)
                 self.interruptible = was

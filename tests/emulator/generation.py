@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tests.emulator.dialects import DIALECTS, Answer, Dialect, Told
 from tests.emulator.dialects.answer import data, dump
-from tests.emulator.prompts import ASSISTANT, END, RefusedError, Work
+from tests.emulator.prompts import RefusedError, Work, written_tokens
 from tests.emulator.reply import GoneError, Reply
 from tests.emulator.slots import Slot, SlotPool
 from tests.emulator.words import count_tokens, next_words
@@ -20,7 +20,7 @@ _FAILURE = {"code": 500, "message": "Compute error.", "type": "server_error"}
 
 
 @dataclass(slots=True)
-class Sequence:
+class Writing:
     """One answer being written on one slot."""
 
     answer: Answer
@@ -28,12 +28,6 @@ class Sequence:
     words: Iterator[str]
     limit: int  # tokens that were asked for or fit
     natural: int | None  # tokens after which the model ends by itself
-
-
-def _written(prompt: str) -> int:
-    """Tokens of an assistant's message that the prompt leaves open."""
-    _, marker, tail = prompt.rpartition(ASSISTANT)
-    return count_tokens(tail) - 1 if marker and END not in tail else 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,7 +71,7 @@ class Engine:
         told = Told(work=work, model=self.model, created=int(time.time()), serial=self.requests)
         slots = await self.pool.take(len(work.prompts))
         try:
-            running: list[Sequence] = []
+            running: list[Writing] = []
             for i, (prompt, count) in enumerate(zip(work.prompts, counts, strict=True)):
                 slot = slots[i % len(slots)]
                 answer = Answer(index=i, prompt=prompt, prompt_tokens=count, slot=slot.id)
@@ -85,8 +79,8 @@ class Engine:
                 room = self.context - count
                 limit = room if work.max_tokens is None else min(work.max_tokens, room)
                 slot.begin(count, limit)
-                natural = None if work.ignore_eos else self.answer_tokens - _written(prompt)
-                running.append(Sequence(answer, slot, next_words(prompt), limit, natural))
+                natural = None if work.ignore_eos else self.answer_tokens - written_tokens(prompt)
+                running.append(Writing(answer, slot, next_words(prompt), limit, natural))
             dialect = DIALECTS[work.dialect](told)
             if work.stream:
                 await self._stream(dialect, running, work, reply)
@@ -98,7 +92,7 @@ class Engine:
             self.pool.give_back(slots)
 
     async def _stream(
-        self, dialect: Dialect, running: list[Sequence], work: Work, reply: Reply
+        self, dialect: Dialect, running: list[Writing], work: Work, reply: Reply
     ) -> None:
         named = work.dialect == "messages"
         error = b"event: error\n" + data(_FAILURE) if named else data({"error": _FAILURE})
@@ -125,7 +119,7 @@ class Engine:
             self.pool.give_back(slots)
 
     async def _prefill(
-        self, running: list[Sequence], work: Work, reply: Reply | None, dialect: Dialect
+        self, running: list[Writing], work: Work, reply: Reply | None, dialect: Dialect
     ) -> None:
         start = self.clock()
         # The copies of `n` share one reading of their prompt.
@@ -137,19 +131,19 @@ class Engine:
             for done in range(0, total + step, step):
                 processed = min(done, total)
                 await self._wait(begin + processed / self.prefill_tps, reply)
-                for sequence in running:
-                    sequence.slot.processed = min(processed, sequence.answer.prompt_tokens)
+                for writing in running:
+                    writing.slot.processed = min(processed, writing.answer.prompt_tokens)
                 if progress and reply is not None:
                     if reply.link.gone:
                         raise GoneError
                     seconds = self.clock() - begin
                     await reply.events(dialect.progress(running[0].answer, processed, seconds))
         self.prompt_tokens += total
-        for sequence in running:
-            sequence.answer.prefill = self.clock() - start
+        for writing in running:
+            writing.answer.prefill = self.clock() - start
 
     async def _decode(
-        self, running: list[Sequence], work: Work, reply: Reply | None, dialect: Dialect
+        self, running: list[Writing], work: Work, reply: Reply | None, dialect: Dialect
     ) -> None:
         begin = self.clock()
         step = 0
@@ -158,31 +152,34 @@ class Engine:
             if step:
                 await self._pace(begin + step / self.decode_tps, step)
                 begin += await self._stalled()
-            for sequence in list(live):
-                answer = sequence.answer
+            for writing in list(live):
+                answer = writing.answer
+                first = answer.tokens == 0
                 answer.decode = self.clock() - begin
-                events = [] if answer.tokens else dialect.start(answer)
-                word = self._next_word(sequence, work)
-                if word is not None:
-                    events.append(dialect.delta(answer, word))
-                if reply is not None and events:
-                    await reply.events(events)
-                if word is None or answer.tokens >= sequence.limit or answer.stopping_word:
-                    live.remove(sequence)
-                    if word is not None and not answer.stopping_word:
-                        answer.finish = "length"
-                    if reply is not None:
+                word = self._next_word(writing, work)
+                ended = word is None or bool(answer.stopping_word)
+                if not ended and answer.tokens >= writing.limit:
+                    answer.finish, ended = "length", True
+                if ended:
+                    live.remove(writing)
+                if reply is not None:
+                    events = dialect.start(answer) if first else []
+                    if word is not None:
+                        events.append(dialect.delta(answer, word))
+                    if events:
+                        await reply.events(events)
+                    if ended:
                         await reply.events(dialect.finish(answer))
             step += 1
 
-    def _next_word(self, sequence: Sequence, work: Work) -> str | None:
+    def _next_word(self, writing: Writing, work: Work) -> str | None:
         """Writes one more token; None when the model has ended."""
-        answer = sequence.answer
-        if sequence.natural is not None and answer.tokens >= sequence.natural:
+        answer = writing.answer
+        if writing.natural is not None and answer.tokens >= writing.natural:
             return None
-        word = next(sequence.words)
+        word = next(writing.words)
         answer.tokens += 1
-        sequence.slot.decoded += 1
+        writing.slot.decoded += 1
         self.tokens += 1
         before = len(answer.text)
         answer.text += word

@@ -103,7 +103,7 @@ class EmulatedNode:
         self.control_requests = 0
         self.connections_opened = 0
         self.seen: deque[Request] = deque(maxlen=remember)  # those that ask for a slot
-        self.failures: list[BaseException] = []  # of the emulator itself
+        self.failures: list[Exception] = []  # of the emulator itself
         self.started = int(time.time())
         self._connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -150,7 +150,7 @@ class EmulatedNode:
         await self.kill()
         await self.desk.close()
         if self.failures:
-            raise ExceptionGroup("the emulator failed", self.failures)  # type: ignore[type-var]
+            raise ExceptionGroup("the emulator failed", self.failures)
 
     async def accept(self) -> None:
         """Listens, on the same port as before."""
@@ -244,15 +244,7 @@ class EmulatedNode:
 
     async def _serve(self, connection: Connection, request: Request, reply: Reply) -> None:
         try:
-            if isinstance(reply, FaultyReply) and await reply.before():
-                return
-            if request.path in _WORK:
-                await self._work(request, reply)
-            else:
-                status, body, kind = self._answer(request)
-                await reply.plain(status, body, kind)
-        except RefusedError as refused:
-            await reply.plain(refused.status, dump(refused.value))
+            await self._reply(request, reply)
         except (GoneError, asyncio.CancelledError):
             reply.closing = True
         except Exception as error:  # noqa: BLE001  # told when the node ends
@@ -260,6 +252,18 @@ class EmulatedNode:
             connection.reset()
         finally:
             connection.finished(reply)
+
+    async def _reply(self, request: Request, reply: Reply) -> None:
+        if isinstance(reply, FaultyReply) and await reply.before():
+            return
+        try:
+            if request.path in _WORK:
+                await self._work(request, reply)
+            else:
+                status, body, kind = self._answer(request)
+                await reply.plain(status, body, kind)
+        except RefusedError as refused:
+            await reply.plain(refused.status, dump(refused.value))
 
     def _tell(self, request: Request, reply: Reply) -> None:
         try:

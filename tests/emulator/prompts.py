@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tests.emulator.words import detokenize, expected_text
+from tests.emulator.words import count_tokens, detokenize, expected_text
 
 DialectName = Literal["chat", "completions", "native", "messages", "responses"]
 ASSISTANT = "<|assistant|>"
@@ -60,6 +60,12 @@ def render_chat(messages: list[dict[str, Any]]) -> str:
     if messages and messages[-1].get("role") == "assistant":
         return text.removesuffix(END)
     return text + ASSISTANT
+
+
+def written_tokens(prompt: str) -> int:
+    """Tokens of an assistant's message that the prompt leaves open."""
+    _, marker, tail = prompt.rpartition(ASSISTANT)
+    return count_tokens(tail) - 1 if marker and END not in tail else 0
 
 
 def expected_chat_text(messages: list[dict[str, Any]], n: int) -> str:

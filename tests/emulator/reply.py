@@ -52,7 +52,6 @@ class Reply:
         self.closing = closing  # the connection ends with this reply
         self.head_only = head_only
         self.closes_streams = closes_streams
-        self.begun = False
         self.interruptible = False  # the work ends when the client leaves
         self.error_event = b""  # in the dialect of the request; for faults
 
@@ -63,7 +62,6 @@ class Reply:
         if status >= 400:
             self.closing = True
         head.append("Connection: close" if self.closing else "Keep-Alive: timeout=5, max=100")
-        self.begun = True
         return ("\r\n".join(head) + "\r\n\r\n").encode()
 
     def _plain_head(self, status: int, kind: str, size: int, more: dict[str, str]) -> bytes:

