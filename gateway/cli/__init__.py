@@ -11,7 +11,6 @@ from gateway import __version__
 from gateway.cli import check, keys, nodes, serve
 from gateway.cli.options import prose
 from gateway.cli.terminal import CommandFailed, complain
-from gateway.config.problems import ConfigError
 
 app = typer.Typer(
     name="llama-gateway",
@@ -56,13 +55,18 @@ def main() -> NoReturn:
     """Run the command that the arguments ask for, and end the process with its status."""
     try:
         app(prog_name="llama-gateway")
-    except ConfigError as error:
-        complain(str(error))
-        sys.exit(2)
     except CommandFailed as error:
         complain(str(error))
         sys.exit(error.status)
     except OSError as error:
         complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         sys.exit(1)
+    except Exception as error:
+        # Late: pydantic comes with it, and would double the time of --help and of each completion.
+        from gateway.config.problems import ConfigError
+
+        if not isinstance(error, ConfigError):
+            raise
+        complain(str(error))
+        sys.exit(2)
     sys.exit(0)

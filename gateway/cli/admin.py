@@ -10,7 +10,6 @@ from urllib.parse import quote, urlsplit
 
 from gateway.cli.options import settings_file
 from gateway.cli.terminal import CommandFailed, note
-from gateway.config.problems import ConfigError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -65,12 +64,13 @@ class Admin:
             response = self._client.request(method, path, params=parameters)
         except httpx.ConnectError as error:
             raise CommandFailed(
-                f"no gateway answers at {self.url} ({error}): is it running? "
+                f"no gateway answers at {self.url} ({_reason(error)}): is it running? "
                 "--admin-url says where its admin listener is"
             ) from None
         except httpx.HTTPError as error:
-            why = str(error) or type(error).__name__
-            raise CommandFailed(f"the gateway at {self.url} did not answer: {why}") from None
+            raise CommandFailed(
+                f"the gateway at {self.url} did not answer ({_reason(error)})"
+            ) from None
         if response.is_success:
             return _object(response)
         raise CommandFailed(self._refusal(response))
@@ -96,6 +96,10 @@ class Admin:
         tb: TracebackType | None,
     ) -> None:
         self._client.close()
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    return str(error).partition("] ")[2] or str(error) or type(error).__name__
 
 
 def _object(response: httpx.Response, *, strict: bool = True) -> dict[str, Any]:
@@ -140,6 +144,7 @@ def _settings(config: Path | None) -> AdminSettings | None:
     path = settings_file(config)
     if path is None:
         return None
+    from gateway.config.problems import ConfigError
     from gateway.config.settings import load_settings
 
     try:

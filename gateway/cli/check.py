@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -12,11 +11,11 @@ import typer
 from gateway.cli import options
 from gateway.cli.options import examples
 from gateway.cli.terminal import cell, complain, put_json, put_table
-from gateway.config.problems import ConfigError, Problem
 
 if TYPE_CHECKING:
     from gateway.cli.asking import Asked
     from gateway.config.inventory import Inventory
+    from gateway.config.problems import Problem
     from gateway.config.settings import Settings
 
 EXAMPLES = examples(
@@ -39,6 +38,7 @@ def check(
     Exit status 2 for a problem in a file, 1 for a node that does not answer or would be refused.
     """
     from gateway.config.inventory import load_inventory
+    from gateway.config.problems import ConfigError
     from gateway.config.settings import load_settings
 
     settings_path = options.settings_file(config)
@@ -65,6 +65,8 @@ def check(
 
 
 def _loaded(load: Callable[[], T], problems: list[Problem]) -> T | None:
+    from gateway.config.problems import ConfigError
+
     try:
         return load()
     except ConfigError as error:
@@ -97,6 +99,8 @@ def _warnings(settings: Settings) -> list[str]:
 
 
 def _ask(inventory: Inventory, settings: Settings) -> list[Asked]:
+    import asyncio
+
     from gateway.cli.asking import ask_all
 
     return asyncio.run(ask_all(inventory, settings))

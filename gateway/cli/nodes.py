@@ -58,7 +58,7 @@ class Action(enum.StrEnum):
 def nodes(
     action: Annotated[Action, typer.Argument(help="What to do.")] = Action.LIST,
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="The node; for all but list.")
+        str | None, typer.Argument(metavar="NAME", help="The node; for all but list.")
     ] = None,
     admin_url: options.AdminUrl = None,
     admin_key_file: options.AdminKeyFile = None,

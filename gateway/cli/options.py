@@ -12,8 +12,8 @@ DEFAULT_NODES = Path("config/nodes.yaml")
 DEFAULT_CONFIG = Path("config/gateway.yaml")
 
 _FILES = "Files"
-_LISTENERS = "Listeners"
-_ADMIN = "The running gateway"
+_LISTENER = "Public listener"
+_ADMIN = "Admin listener"
 
 NodesFile = Annotated[
     Path,
@@ -44,7 +44,7 @@ Host = Annotated[
         metavar="ADDRESS",
         show_default="127.0.0.1",
         help="Address of the public listener; 0.0.0.0 or :: for all.",
-        rich_help_panel=_LISTENERS,
+        rich_help_panel=_LISTENER,
     ),
 ]
 Port = Annotated[
@@ -56,7 +56,7 @@ Port = Annotated[
         max=65535,
         show_default="8000",
         help="Port of the public listener; 0 takes a free one.",
-        rich_help_panel=_LISTENERS,
+        rich_help_panel=_LISTENER,
     ),
 ]
 AdminHost = Annotated[
@@ -67,7 +67,7 @@ AdminHost = Annotated[
         metavar="ADDRESS",
         show_default="127.0.0.1",
         help="Address of the admin listener; needs a key where it is not loopback.",
-        rich_help_panel=_LISTENERS,
+        rich_help_panel=_ADMIN,
     ),
 ]
 AdminPort = Annotated[
@@ -79,7 +79,7 @@ AdminPort = Annotated[
         max=65535,
         show_default="8001",
         help="Port of the admin listener; 0 takes a free one.",
-        rich_help_panel=_LISTENERS,
+        rich_help_panel=_ADMIN,
     ),
 ]
 AdminKeyFile = Annotated[
@@ -89,7 +89,7 @@ AdminKeyFile = Annotated[
         envvar="LLAMA_GATEWAY_ADMIN_KEY_FILE",
         metavar="FILE",
         help="File that holds the admin key.",
-        rich_help_panel=_LISTENERS,
+        rich_help_panel=_ADMIN,
     ),
 ]
 AllowAnonymous = Annotated[
@@ -97,7 +97,7 @@ AllowAnonymous = Annotated[
     typer.Option(
         "--allow-anonymous",
         help="Serve callers without a key, on an address that is not loopback too.",
-        rich_help_panel=_LISTENERS,
+        rich_help_panel=_LISTENER,
     ),
 ]
 AdminUrl = Annotated[

@@ -6,6 +6,7 @@ import typer
 
 from gateway.cli import options
 from gateway.cli.options import examples
+from gateway.cli.terminal import CommandFailed
 
 EXAMPLES = examples(
     ("llama-gateway serve", "config/nodes.yaml and config/gateway.yaml, on 127.0.0.1:8000"),
@@ -32,18 +33,20 @@ def serve(
     Both files are read again when they change and on SIGHUP. SIGTERM ends it: what runs may finish
     within [bold]shutdown.grace[/]; a second one ends it at once.
     """
-    from gateway.app import Options, run
+    from gateway.app import Options, StartError, run
 
-    status = run(
-        Options(
-            nodes=nodes,
-            config=options.settings_file(config),
-            host=host,
-            port=port,
-            admin_host=admin_host,
-            admin_port=admin_port,
-            allow_anonymous=allow_anonymous,
-            admin_key_file=admin_key_file,
-        )
+    given = Options(
+        nodes=nodes,
+        config=options.settings_file(config),
+        host=host,
+        port=port,
+        admin_host=admin_host,
+        admin_port=admin_port,
+        allow_anonymous=allow_anonymous,
+        admin_key_file=admin_key_file,
     )
+    try:
+        status = run(given)
+    except StartError as error:
+        raise CommandFailed(str(error), error.status) from None
     raise typer.Exit(status)

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from gateway.config.problems import printable
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -49,12 +47,16 @@ def complain(message: str) -> None:
     """Tell on stderr what is wrong, a line or several."""
     from rich.text import Text
 
+    from gateway.config.problems import printable
+
     for line in message.splitlines() or [""]:
         console(sys.stderr).print(Text("error: ", style="bold red"), printable(line), sep="")
 
 
 def note(message: str) -> None:
     """Tell on stderr what is worth knowing, so that stdout stays what was asked for."""
+    from gateway.config.problems import printable
+
     console(sys.stderr).print(printable(message))
 
 
@@ -80,6 +82,8 @@ def put_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, state
 
 def cell(value: object) -> str:
     """A value as a table shows it; `-` for none."""
+    from gateway.config.problems import printable
+
     if value is None or value == "":
         return "-"
     if isinstance(value, float):

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import Ran, run
+from tests.emulator import EmulatedNode
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/nodes.yaml").write_text("nodes: [{name: a, url: http://127.0.0.1:1}]\n")
+    return tmp_path
+
+
+def test_valid_files_are_told_so(folder: Path) -> None:
+    ran = run("check")
+    assert ran == Ran(
+        0,
+        "config/nodes.yaml: valid, 1 node\n"
+        "config/gateway.yaml: not there, every setting has its default\n",
+        "",
+    )
+    (folder / "config/gateway.yaml").write_text("queue: {max: 5}\n")
+    assert "config/gateway.yaml: valid" in run("check").out
+
+
+def test_every_problem_of_both_files_is_told_with_its_line(folder: Path) -> None:
+    (folder / "config/nodes.yaml").write_text(
+        "nodes:\n  - name: a\n    url: http://127.0.0.1:1/v1\n    sluts: 2\n"
+    )
+    (folder / "config/gateway.yaml").write_text("queue:\n  max: many\n")
+    ran = run("check")
+    assert (ran.status, ran.out) == (2, "")
+    assert "config/nodes.yaml:3" in ran.err
+    assert "config/nodes.yaml:4" in ran.err
+    assert "config/gateway.yaml:2" in ran.err
+    assert all(line.startswith("error: config/") for line in ran.err.splitlines())
+
+    ran = run("check", "--json")
+    answer = json.loads(ran.out)
+    assert (ran.status, answer["valid"]) == (2, False)
+    places = {(problem["file"], problem["line"]) for problem in answer["problems"]}
+    assert ("config/nodes.yaml", 4) in places
+    assert ("config/gateway.yaml", 2) in places
+    assert all(problem["message"] and problem["key"] for problem in answer["problems"])
+
+
+def test_the_files_can_be_named_by_flag_and_by_environment(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "other.yaml").write_text("nodes: []\n")
+    monkeypatch.setenv("LLAMA_GATEWAY_NODES", "other.yaml")
+    assert "other.yaml: valid, 0 nodes" in run("check").out
+    assert "config/nodes.yaml: valid" in run("check", "--nodes", "config/nodes.yaml").out
+
+
+@pytest.mark.parametrize("flag", ["--nodes", "--config"])
+def test_a_named_file_that_is_not_there_is_an_error(folder: Path, flag: str) -> None:
+    ran = run("check", flag, "missing.yaml")
+    assert ran.status == 2
+    assert "missing.yaml" in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_what_serve_would_refuse_is_told(folder: Path) -> None:
+    (folder / "config/gateway.yaml").write_text("listen: {host: 0.0.0.0}\nadmin: {host: '::'}\n")
+    ran = run("check")
+    assert ran.status == 0
+    assert "--allow-anonymous" in ran.err
+    assert "--admin-key-file" in ran.err
+    assert len(json.loads(run("check", "--json").out)["warnings"]) == 2
+
+
+async def probed(folder: Path, inventory: str, *arguments: str) -> Ran:
+    (folder / "config/nodes.yaml").write_text(inventory)
+    return await asyncio.to_thread(run, "check", "--probe", *arguments)
+
+
+async def test_every_node_is_asked_what_it_is(folder: Path) -> None:
+    async with EmulatedNode(slots=3, context=2048, model="mistral-7b") as node:
+        ran = await probed(folder, f"nodes: [{{name: a, url: '{node.url}'}}]\n")
+    assert ran.status == 0, ran.err
+    head, row = ran.out.splitlines()[-2:]
+    assert head.split()[:2] == ["NAME", "ANSWER"]
+    assert row.split()[:5] == ["a", "up", "3", "2048", "mistral-7b"]
+
+
+async def test_a_node_that_differs_from_the_inventory_is_told(folder: Path) -> None:
+    async with EmulatedNode(slots=3, model="mistral-7b") as node:
+        inventory = f"nodes: [{{name: a, url: '{node.url}', slots: 2, model: phi}}]\n"
+        ran = await probed(folder, inventory)
+        as_json = await probed(folder, inventory, "--json")
+    assert ran.status == 0
+    assert "the inventory says 2, the server has 3" in ran.out
+    assert "the inventory says phi" in ran.out
+    (answer,) = json.loads(as_json.out)["nodes"]
+    assert (answer["answer"], answer["slots"], len(answer["drift"])) == ("up", 3, 2)
+
+
+async def test_a_node_that_does_not_answer_is_status_1_and_hides_no_other(folder: Path) -> None:
+    async with EmulatedNode() as node, EmulatedNode(api_key="secret") as locked:
+        inventory = (
+            "nodes:\n"
+            f"- {{name: up, url: '{node.url}'}}\n"
+            f"- {{name: locked, url: '{locked.url}'}}\n"
+            "- {name: gone, url: 'http://127.0.0.1:1'}\n"
+            "- {name: off, url: 'http://127.0.0.1:1', enabled: false}\n"
+        )
+        ran = await probed(folder, inventory)
+        as_json = await probed(folder, inventory, "--json")
+    assert ran.status == 1
+    answers = {one["name"]: one["answer"] for one in json.loads(as_json.out)["nodes"]}
+    assert answers == {"up": "up", "locked": "locked", "gone": "refused", "off": "standby"}
+    assert "api_key_env" in ran.out
+
+
+async def test_a_disabled_node_is_no_failure(folder: Path) -> None:
+    ran = await probed(folder, "nodes: [{name: a, url: 'http://127.0.0.1:1', enabled: false}]\n")
+    assert ran.status == 0
+    assert "not asked" in ran.out
+
+
+async def test_a_node_that_hangs_is_given_up_after_the_health_timeout(folder: Path) -> None:
+    (folder / "config/gateway.yaml").write_text("health: {timeout: 0.2}\n")
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1000):
+            pass
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    ran = await probed(folder, f"nodes: [{{name: a, url: 'http://127.0.0.1:{port}'}}]\n")
+    server.close()
+    await asyncio.wait_for(server.wait_closed(), 5)
+    assert ran.status == 1
+    assert "timed out" in ran.out

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gateway import __version__
+from tests.cli.running import run, run_process
+
+COMMANDS = [("serve",), ("check",), ("nodes",), ("keys", "hash"), ("keys", "create")]
+
+
+def test_the_version() -> None:
+    ran = run("--version")
+    assert (ran.status, ran.out) == (0, f"llama-gateway {__version__}\n")
+
+
+def test_help_names_every_command() -> None:
+    ran = run("--help")
+    assert ran.status == 0
+    for command in COMMANDS:
+        assert command[0] in ran.out
+    assert "--install-completion" in ran.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_teaches_by_example(command: tuple[str, ...]) -> None:
+    ran = run(*command, "--help")
+    assert ran.status == 0
+    assert "Examples" in ran.out
+    assert "llama-gateway " + " ".join(command) in ran.out.partition("Examples")[2]
+    assert "\x1b" not in ran.out
+
+
+@pytest.mark.parametrize("arguments", [("explode",), ("--explode",), ("check", "surplus")])
+def test_wrong_usage_is_2_without_a_traceback(arguments: tuple[str, ...]) -> None:
+    ran = run(*arguments)
+    assert ran.status == 2
+    assert ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_it_is_also_a_module_and_keeps_its_exit_status(tmp_path: Path) -> None:
+    assert run_process(["--version"]).out == f"llama-gateway {__version__}\n"
+    ran = run_process(["check", "--nodes", str(tmp_path / "missing.yaml")])
+    assert (ran.status, ran.out) == (2, "")
+    assert "Traceback" not in ran.err
+
+
+def test_help_and_completion_load_nothing_heavy() -> None:
+    code = (
+        "import sys, gateway.cli\n"
+        "heavy = {'pydantic', 'httpx', 'uvicorn', 'starlette', 'yaml', 'structlog', 'asyncio',"
+        " 'prometheus_client', 'numpy', 'rich'}\n"
+        "sys.exit(', '.join(sorted(heavy & set(sys.modules))) or 0)\n"
+    )
+    ran = run_process([], code=code)
+    assert (ran.status, ran.err) == (0, "")
+
+
+def test_a_shell_can_complete_commands() -> None:
+    ran = run_process(
+        [],
+        {
+            "_LLAMA_GATEWAY_COMPLETE": "complete_bash",
+            "COMP_WORDS": "llama-gateway no",
+            "COMP_CWORD": "1",
+        },
+    )
+    assert ran.out.split() == ["nodes"]
+
+
+@pytest.mark.parametrize(("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_errors_are_coloured_on_a_terminal_that_wants_it(
+    environment: dict[str, str], coloured: bool
+) -> None:
+    main, terminal = pty.openpty()
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "gateway", "check", "--nodes", "missing.yaml"],
+            env={**os.environ, "TERM": "xterm-256color", **environment},
+            stderr=terminal,
+            stdout=subprocess.DEVNULL,
+            timeout=30,
+            check=False,
+        )
+        said = os.read(main, 10_000).decode()
+    finally:
+        os.close(terminal)
+        os.close(main)
+    assert ended.returncode == 2
+    assert "missing.yaml" in said
+    assert ("\x1b[1;31m" in said) == coloured
+
+
+def test_a_reader_that_leaves_early_is_no_crash() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gateway", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    said = process.stderr.read().decode()
+    process.stderr.close()
+    process.wait(30)
+    assert "Traceback" not in said
