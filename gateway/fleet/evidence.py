@@ -32,6 +32,14 @@ def sign_of_life(node: Node, now: float) -> str | None:
     return None
 
 
+def another_reads(lease: Lease, now: float) -> bool:
+    """Whether the node reads another request's prompt, which holds this one up."""
+    return any(
+        other is not lease and _reads(other) and now - other.prefill_began < prefill_limit(other)
+        for other in lease.node.leases
+    )
+
+
 def _reads(lease: Lease) -> bool:
     # After the client has left a prefill goes on to its end all the same.
     phase = lease.left_in if lease.phase is Phase.RECLAIM else lease.phase

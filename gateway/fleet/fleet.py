@@ -250,6 +250,32 @@ class Fleet:
         if node.circuit.failed(now, began):
             self._turned(node)
 
+    def unreachable(self, node: Node, why: str) -> None:
+        """A request found nobody there: as good as a probe that found it."""
+        self._noticed(node, Answer.REFUSED, why)
+
+    def loading(self, node: Node) -> None:
+        """A request was told that the model is still being loaded."""
+        self._noticed(node, Answer.LOADING, "the server is loading its model")
+
+    def refuses(self, node: Node, endpoint: Endpoint) -> None:
+        """A request was told that the node does not do this (501)."""
+        node.facts.refused.add(endpoint)
+
+    def learn(self, node: Node, timings: Mapping[str, object]) -> None:
+        """Take in llama.cpp's `timings` of an answer."""
+        node.speed.learn(timings)
+
+    def _noticed(self, node: Node, answer: Answer, detail: str) -> None:
+        health = self._rules.health
+        node.probing.note(
+            Outcome(answer, detail), rise=health.rise, fall=health.fall, sign_of_life=None
+        )
+        watch = self._watches.get(node)
+        if watch is not None:
+            watch.hurry()
+        self.settle(node)
+
     def settle(self, node: Node) -> None:
         """Bring the node's state in line with what is known, and tell who must know."""
         if node.removed:
@@ -349,4 +375,4 @@ def _server(spec: NodeSpec) -> tuple[object, ...]:
 
 def _ways(spec: NodeSpec) -> tuple[object, ...]:
     """What makes new connections necessary when it changes."""
-    return (spec.url, spec.kind, spec.tls, spec.api_key, spec.timeouts.connect)
+    return (spec.url, spec.kind, spec.tls, spec.api_key)

@@ -1,0 +1,165 @@
+"""Nodes and fleets for the tests of this room: a clock that stands still, quick settings."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from gateway.config.inventory import Inventory, NodeSpec
+from gateway.config.routing import HealthSettings, TimeoutSettings
+from gateway.events import Bus, NodeChanged, NodeDrift
+from gateway.fleet.circuit import Circuit
+from gateway.fleet.drains import Drains
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.lease import Lease
+from gateway.fleet.node import Node, Rules
+from gateway.fleet.states import State
+from gateway.request import Priority
+from gateway.transport.upstream import Upstream, connect
+
+QUICK: dict[str, Any] = {
+    "interval": 0.05,
+    "timeout": 0.2,
+    "discover_interval": 0.1,
+    "open": 0.2,
+    "open_max": 0.8,
+    "slow_start": 0.0,
+}
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float) -> float:
+        self.now += seconds
+        return self.now
+
+
+class NoUpstream:
+    """Ways to a node that nobody may use; knows whether it was closed."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+def no_upstream() -> Upstream:
+    return cast("Upstream", NoUpstream())
+
+
+def a_spec(name: str = "a", url: str = "http://127.0.0.1:9", **keys: Any) -> NodeSpec:
+    return NodeSpec(name=name, url=url, **keys)
+
+
+def a_node(
+    clock: Clock | None = None,
+    *,
+    health: dict[str, Any] | None = None,
+    state: State = State.READY,
+    **keys: Any,
+) -> Node:
+    """A node that is up, without a fleet."""
+    clock = clock or Clock()
+    rules = Rules(HealthSettings(**health or {}), TimeoutSettings())
+    node = Node(
+        spec=a_spec(**keys),
+        upstream=no_upstream(),
+        rules=rules,
+        clock=clock,
+        circuit=Circuit(rules.health, random.Random(7)),
+    )
+    node.probing.probed = node.probing.up = True
+    node.state = state
+    return node
+
+
+def take(node: Node, slots: int = 1, **keys: Any) -> Lease:
+    return node.take(slots, "request", Priority.NORMAL, node.clock(), **keys)
+
+
+@dataclass
+class Running:
+    """A fleet with what it has said."""
+
+    fleet: Fleet
+    changes: list[NodeChanged] = field(default_factory=list)
+    drifts: list[NodeDrift] = field(default_factory=list)
+    capacity: int = 0
+    """How often it was told that capacity may have grown."""
+
+    def __getitem__(self, name: str) -> Node:
+        return self.fleet.nodes[name]
+
+    def state(self, name: str) -> State:
+        return self.fleet.nodes[name].state
+
+    def states(self, name: str) -> list[str | None]:
+        """The states that a node has gone through."""
+        return [change.new for change in self.changes if change.node == name]
+
+    async def until(self, condition: Callable[[], bool], limit: float = 5.0) -> None:
+        async with asyncio.timeout(limit):
+            while not condition():  # noqa: ASYNC110 - any condition of a test
+                await asyncio.sleep(0.002)
+
+    async def until_state(self, name: str, state: State, limit: float = 5.0) -> None:
+        try:
+            await self.until(lambda: self[name].state is state, limit)
+        except TimeoutError:
+            node = self[name]
+            raise AssertionError(f"{node.state} ({node.reason}), not {state}") from None
+
+
+def inventory(*specs: NodeSpec) -> Inventory:
+    return Inventory(nodes=specs)
+
+
+@asynccontextmanager
+async def a_fleet(
+    *specs: NodeSpec,
+    connect: Callable[[NodeSpec], Upstream] = connect,
+    drains: Path | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    probed: bool = True,
+    timeouts: dict[str, Any] | None = None,
+    **health: Any,
+) -> AsyncIterator[Running]:
+    """A fleet that runs, with quick probes; `probed`: waits for its first probes."""
+    bus = Bus()
+    fleet = Fleet(
+        connect=connect,
+        health=HealthSettings(**(QUICK | health)),
+        timeouts=TimeoutSettings(**timeouts or {}),
+        bus=bus,
+        clock=clock,
+        rng=random.Random(7),
+        drains=Drains(drains),
+    )
+    running = Running(fleet)
+    bus.subscribe(NodeChanged, running.changes.append)
+    bus.subscribe(NodeDrift, running.drifts.append)
+
+    def grown() -> None:
+        running.capacity += 1
+
+    fleet.on_capacity = grown
+    await fleet.start(inventory(*specs))
+    try:
+        if probed:
+            async with asyncio.timeout(5):
+                await fleet.probed.wait()
+        yield running
+    finally:
+        await fleet.aclose()

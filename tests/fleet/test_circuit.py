@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config.routing import HealthSettings
+from gateway.fleet.circuit import JITTER, Circuit, CircuitPhase
+
+RULES = HealthSettings(failures=3, open=30, open_max=300, slow_start=30)
+
+
+def a_circuit(rules: HealthSettings = RULES) -> Circuit:
+    return Circuit(rules, random.Random(1))
+
+
+def opened(now: float = 0.0) -> Circuit:
+    circuit = a_circuit()
+    for _ in range(RULES.failures):
+        circuit.failed(now)
+    return circuit
+
+
+def end_of_open(circuit: Circuit) -> float:
+    assert circuit.open_until is not None
+    return circuit.open_until
+
+
+def test_failures_in_a_row_open_it() -> None:
+    circuit = a_circuit()
+    assert [circuit.failed(t) for t in (1.0, 1.0, 1.0)] == [False, False, True]
+    assert circuit.phase(1.0) is CircuitPhase.OPEN
+
+
+def test_a_success_between_failures_keeps_it_closed() -> None:
+    circuit = a_circuit()
+    for now in range(20):
+        circuit.failed(now)
+        circuit.failed(now)
+        circuit.succeeded(now)
+    assert circuit.phase(20) is CircuitPhase.CLOSED
+
+
+def test_it_is_open_for_about_the_set_time_then_wants_one_trial() -> None:
+    circuit = opened(now=100.0)
+    until = end_of_open(circuit)
+    assert 100 + 30 * (1 - JITTER) <= until <= 100 + 30 * (1 + JITTER)
+    assert circuit.next_change(100.0) == until
+    assert not circuit.wants_trial(until - 0.001)
+    assert circuit.phase(until) is CircuitPhase.HALF_OPEN
+    assert circuit.wants_trial(until)
+    circuit.begin_trial("lease")
+    assert not circuit.wants_trial(until + 100)
+
+
+def test_a_trial_that_fails_opens_it_for_twice_as_long_up_to_the_maximum() -> None:
+    circuit = opened()
+    lengths = [circuit.length]
+    for _ in range(6):
+        now = end_of_open(circuit)
+        circuit.begin_trial("lease")
+        assert circuit.failed(now + 1, began=now)
+        lengths.append(circuit.length)
+    assert lengths == [30, 60, 120, 240, 300, 300, 300]
+
+
+def test_a_trial_that_succeeds_closes_it() -> None:
+    circuit = opened()
+    now = end_of_open(circuit)
+    circuit.begin_trial("lease")
+    assert circuit.succeeded(now + 1, began=now)
+    assert circuit.phase(now + 1) is CircuitPhase.CLOSED
+    assert circuit.failures == 0
+
+
+def test_a_trial_that_proves_nothing_makes_room_for_the_next() -> None:
+    circuit = opened()
+    now = end_of_open(circuit)
+    circuit.begin_trial("first")
+    circuit.end_trial("first")
+    assert circuit.wants_trial(now)
+
+
+def test_the_end_of_an_old_trial_does_not_end_the_new_one() -> None:
+    circuit = opened()
+    now = end_of_open(circuit)
+    circuit.begin_trial("first")
+    circuit.failed(now + 1, began=now)
+    again = end_of_open(circuit)
+    circuit.begin_trial("second")
+    circuit.end_trial("first")
+    assert not circuit.wants_trial(again)
+
+
+def test_requests_that_began_before_it_opened_neither_extend_nor_close_it() -> None:
+    circuit = opened(now=100.0)
+    until = end_of_open(circuit)
+    assert not circuit.failed(110.0, began=90.0)
+    assert not circuit.failed(until + 1, began=90.0)
+    assert not circuit.succeeded(until + 1, began=90.0)
+    assert circuit.open_until == until
+
+
+def test_an_old_failure_says_nothing_about_a_node_that_has_come_back() -> None:
+    circuit = opened(now=100.0)
+    now = end_of_open(circuit)
+    circuit.succeeded(now, began=now)
+    circuit.failed(now + 1, began=99.0)
+    assert circuit.failures == 0
+
+
+@pytest.mark.parametrize(("calm", "length"), [(10.0, 60.0), (301.0, 30.0)])
+def test_the_doubling_is_forgotten_after_it_stayed_closed_for_long(
+    calm: float, length: float
+) -> None:
+    circuit = opened()
+    now = end_of_open(circuit)
+    circuit.succeeded(now, began=now)
+    for _ in range(RULES.failures):
+        circuit.failed(now + calm)
+    assert circuit.length == length
+
+
+def test_it_starts_slowly_after_it_closed() -> None:
+    circuit = opened()
+    now = end_of_open(circuit)
+    circuit.succeeded(now, began=now)
+    allowed = [circuit.allowed(8, now + t) for t in (0, 10, 15, 20, 29, 30, 31)]
+    assert allowed == [1, 3, 4, 6, 8, 8, 8]
+    assert circuit.next_change(now + 31) == float("inf")
+
+
+def test_a_node_that_never_failed_has_no_slow_start() -> None:
+    assert a_circuit().allowed(8, 0.0) == 8
+
+
+def test_an_operator_can_close_it() -> None:
+    circuit = opened()
+    assert circuit.close(1.0)
+    assert circuit.phase(1.0) is CircuitPhase.CLOSED
+    assert not circuit.close(1.0)
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["failed", "succeeded", "trial", "end"]),
+        st.floats(0, 50),
+        st.floats(0, 100),
+    )
+)
+
+
+@given(steps)
+def test_whatever_happens_one_trial_at_most_and_bounded_openings(
+    story: list[tuple[str, float, float]],
+) -> None:
+    circuit, now, out = a_circuit(), 1000.0, None
+    for n, (what, passes, ago) in enumerate(story):
+        now += passes
+        if what == "failed":
+            was = circuit.open_until
+            if circuit.failed(now, began=now - ago):
+                assert circuit.phase(now) is CircuitPhase.OPEN
+                assert 30 <= circuit.length <= 300
+                assert end_of_open(circuit) - now <= 300 * (1 + JITTER)
+            else:
+                assert circuit.open_until == was
+        elif what == "succeeded":
+            circuit.succeeded(now, began=now - ago)
+        elif what == "trial" and circuit.wants_trial(now):
+            out = n
+            circuit.begin_trial(out)
+            assert not circuit.wants_trial(now)
+        elif what == "end":
+            circuit.end_trial(out)
+        assert 0 < circuit.share(now) <= 1
+        assert 1 <= circuit.allowed(4, now) <= 4
+        assert circuit.next_change(now) > now or circuit.next_change(now) == now

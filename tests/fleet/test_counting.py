@@ -1,0 +1,133 @@
+"""The count of slots, under any order of events."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from gateway.fleet.lease import Lease, Phase
+from gateway.fleet.node import Node
+from tests.fleet.build import Clock, a_node, a_spec, no_upstream, take
+
+
+class Counting(RuleBasedStateMachine):
+    """Takes, gives back, abandons and reloads as they come; what is counted must be what is out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.node = a_node(self.clock, slots=4)
+        self.node.on_return = self._returned
+        self.leases: list[Lease] = []
+        self.returns = 0
+        self.ended = 0
+
+    def _returned(self, node: Node) -> None:
+        self.returns += 1
+
+    @initialize(slots=st.integers(1, 8))
+    def begin(self, slots: int) -> None:
+        self.node.spec = a_spec(slots=slots)
+
+    @rule(slots=st.integers(0, 4))
+    def takes(self, slots: int) -> None:
+        self.leases.append(take(self.node, slots))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), how=st.sampled_from(["back", "abandon", "with", "raise", "leave"]))
+    def ends(self, data: st.DataObject, how: str) -> None:
+        lease = data.draw(st.sampled_from(self.leases))
+        held = lease.held
+        abandoned = lease.phase is Phase.RECLAIM
+        if how == "back":
+            lease.give_back()
+        elif how == "abandon":
+            lease.abandon()
+            assert lease.held is held
+        elif how == "with":
+            with lease:
+                pass
+            assert lease.held is (held and abandoned)
+        elif how == "raise":
+            with pytest.raises(ZeroDivisionError), lease:
+                raise ZeroDivisionError
+        elif how == "leave":
+            with lease:
+                lease.abandon()
+            assert lease.held is held
+        if held and not lease.held:
+            self.ended += 1
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def moves(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(self.leases))
+        phase = lease.phase
+        lease.head_came(self.clock())
+        lease.moved(self.clock())
+        if phase in {Phase.RECLAIM, Phase.OVER}:
+            assert lease.phase is phase
+        else:
+            assert lease.phase is Phase.DECODE
+
+    @rule(slots=st.none() | st.integers(1, 8), removed=st.booleans(), fresh=st.booleans())
+    def reloads(self, slots: int | None, removed: bool, fresh: bool) -> None:
+        self.node.spec = a_spec(slots=slots)
+        self.node.removed = removed
+        if fresh:
+            self.node.upstream = no_upstream()
+
+    @rule(busy=st.integers(0, 9), seconds=st.floats(0, 2))
+    def is_read(self, busy: int, seconds: float) -> None:
+        occupancy = self.node.occupancy
+        with occupancy.reading(self.clock()) as reading:
+            self.clock.passes(seconds)
+        occupancy.saw(busy, reading)
+        assert self.node.foreign <= busy
+
+    @invariant()
+    def counts_agree(self) -> None:
+        node = self.node
+        held = [lease for lease in self.leases if lease.held]
+        assert node.leased == sum(lease.slots for lease in held) >= 0
+        assert node.leases == set(held)
+        assert node.in_flight == len(held)
+        assert node.foreign >= 0
+        assert node.free(self.clock()) >= 0
+        assert node.free(self.clock()) + node.leased <= max(node.slots_total, node.leased)
+        assert node.slots_busy >= node.leased
+        assert self.returns == self.ended
+
+
+TestCounting = Counting.TestCase
+TestCounting.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_lease_is_given_back_once() -> None:
+    node = a_node(slots=2)
+    lease = take(node, 2)
+    assert (node.leased, node.free(node.clock())) == (2, 0)
+    lease.give_back()
+    lease.give_back()
+    lease.abandon()
+    assert (node.leased, node.free(node.clock())) == (0, 2)
+
+
+def test_leaving_the_block_gives_back_unless_the_lease_was_abandoned() -> None:
+    node = a_node(slots=2)
+    with take(node):
+        assert node.leased == 1
+    assert node.leased == 0
+    with take(node) as lease:
+        lease.abandon()
+    assert node.leased == 1
+    assert lease.phase is Phase.RECLAIM
+
+
+def test_a_negative_number_of_slots_is_refused() -> None:
+    node = a_node()
+    with pytest.raises(ValueError, match="-1"):
+        take(node, -1)
+    assert node.leased == 0

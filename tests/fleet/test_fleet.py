@@ -1,0 +1,403 @@
+"""The set of nodes: reloads, drains, and who serves what."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.config.inventory import NodeSpec
+from gateway.config.routing import HealthSettings, TimeoutSettings
+from gateway.events import Bus, NodeChanged
+from gateway.fleet.drains import Drains
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.lease import Lease
+from gateway.fleet.node import Node
+from gateway.fleet.states import State
+from gateway.transport.upstream import Upstream, connect
+from tests.emulator import EmulatedNode
+from tests.fleet.build import NoUpstream, a_fleet, a_spec, inventory, take
+
+
+def is_closed(upstream: Upstream) -> bool:
+    return upstream.client.is_closed
+
+
+async def test_an_empty_inventory_is_probed_at_once() -> None:
+    async with a_fleet() as fleet:
+        assert fleet.fleet.model_names() == ()
+
+
+async def test_a_new_node_is_told_and_becomes_ready() -> None:
+    async with EmulatedNode() as server, a_fleet() as fleet:
+        change = fleet.fleet.apply(inventory(a_spec(url=server.url)))
+        assert (change.added, change.changed, change.removed) == (["a"], [], [])
+        await fleet.until_state("a", State.READY)
+        assert fleet.states("a") == ["starting", "ready"]
+
+
+async def test_the_same_inventory_again_changes_nothing() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        node, upstream = fleet["a"], fleet["a"].upstream
+        change = fleet.fleet.apply(inventory(a_spec(url=server.url)))
+        assert (change.added, change.changed, change.removed) == ([], [], [])
+        assert fleet["a"] is node
+        assert node.upstream is upstream
+        assert fleet.states("a") == ["starting", "ready"]
+
+
+async def test_labels_and_limits_change_without_a_new_start() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        node, upstream = fleet["a"], fleet["a"].upstream
+        lease = take(node)
+        told = fleet.capacity
+        change = fleet.fleet.apply(
+            inventory(a_spec(url=server.url, slots=5, speed_hint=3, labels={"numa": "1"}))
+        )
+        assert change.changed == ["a"]
+        assert (fleet["a"], node.upstream) == (node, upstream)
+        assert (node.slots_total, node.free(time.monotonic())) == (5, 4)
+        assert node.speed.relative == 3
+        assert fleet.capacity > told
+        assert node.state is State.READY
+        lease.give_back()
+        assert node.free(time.monotonic()) == 5
+
+
+async def test_fewer_slots_than_run_give_nothing_out() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url, slots=3)) as fleet:
+        leases = [take(fleet["a"]) for _ in range(3)]
+        fleet.fleet.apply(inventory(a_spec(url=server.url, slots=1)))
+        assert fleet["a"].free(time.monotonic()) == 0
+        for lease in leases:
+            lease.give_back()
+        assert fleet["a"].free(time.monotonic()) == 1
+
+
+async def test_a_removed_node_ends_what_it_runs_and_is_closed() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        node = fleet["a"]
+        lease = take(node)
+        assert fleet.fleet.apply(inventory()).removed == ["a"]
+        assert fleet.states("a") == ["starting", "ready", None]
+        assert "a" not in fleet.fleet.nodes
+        assert node.free(time.monotonic()) == 0
+        assert (await lease.upstream.client.get("/health")).status_code == 200
+        lease.give_back()
+        await fleet.until(lambda: is_closed(node.upstream))
+
+
+async def test_a_removed_name_that_comes_back_meanwhile_goes_on_where_it_was() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        node = fleet["a"]
+        lease = take(node)
+        fleet.fleet.apply(inventory())
+        fleet.fleet.apply(inventory(a_spec(url=server.url)))
+        assert fleet["a"] is node
+        assert node.leased == 1
+        lease.give_back()
+        await fleet.until_state("a", State.READY)
+        assert node.free(time.monotonic()) == 2
+        assert not is_closed(node.upstream)
+        assert fleet.states("a")[:3] == ["starting", "ready", None]
+        assert fleet.states("a")[-1] == "ready"
+
+
+async def test_another_url_is_another_server_and_work_ends_on_the_old_one() -> None:
+    async with (
+        EmulatedNode() as one,
+        EmulatedNode(slots=3) as two,
+        a_fleet(a_spec(url=one.url)) as fleet,
+    ):
+        old = fleet["a"]
+        lease = take(old)
+        assert fleet.fleet.apply(inventory(a_spec(url=two.url))).changed == ["a"]
+        assert fleet["a"] is not old
+        await fleet.until_state("a", State.READY)
+        assert fleet["a"].free(time.monotonic()) == 3
+        assert fleet.states("a") == ["starting", "ready", "starting", "ready"]
+        assert lease.upstream is old.upstream
+        assert not is_closed(old.upstream)
+        # And back again, while the first request still runs there.
+        second = fleet["a"]
+        fleet.fleet.apply(inventory(a_spec(url=one.url)))
+        assert fleet["a"] is old
+        await fleet.until(lambda: is_closed(second.upstream))
+        lease.give_back()
+        await fleet.until_state("a", State.READY)
+        assert not is_closed(old.upstream)
+
+
+async def test_another_key_opens_new_ways_to_the_same_server() -> None:
+    async with (
+        EmulatedNode(api_key="right") as server,
+        a_fleet(a_spec(url=server.url, api_key="right")) as fleet,
+    ):
+        node, before = fleet["a"], fleet["a"].upstream
+        lease = take(node)
+        server.api_key = "new"
+        fleet.fleet.apply(inventory(a_spec(url=server.url, api_key="new")))
+        assert fleet["a"] is node
+        assert node.upstream is not before
+        assert lease.upstream is before
+        assert node.leased == 1
+        assert (await before.client.get("/health")).status_code == 200
+        newer = take(node)
+        lease.give_back()
+        await fleet.until(lambda: is_closed(before))
+        assert not is_closed(node.upstream)
+        newer.give_back()
+
+
+async def test_a_corrected_key_is_tried_at_once() -> None:
+    async with (
+        EmulatedNode(api_key="right") as server,
+        a_fleet(a_spec(url=server.url, api_key="wrong"), interval=60) as fleet,
+    ):
+        assert fleet.state("a") is State.DOWN
+        fleet.fleet.apply(inventory(a_spec(url=server.url, api_key="right")))
+        await fleet.until_state("a", State.READY)
+
+
+async def test_a_node_can_be_disabled_and_enabled() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), interval=60) as fleet:
+        fleet.fleet.apply(inventory(a_spec(url=server.url, enabled=False)))
+        assert fleet.state("a") is State.STANDBY
+        assert fleet.fleet.model_names() == ()
+        fleet.fleet.apply(inventory(a_spec(url=server.url)))
+        # What was known of it is old: it is probed before it gets work.
+        assert fleet.state("a") is State.STARTING
+        await fleet.until_state("a", State.READY)
+        assert fleet.states("a") == ["starting", "ready", "standby", "starting", "ready"]
+
+
+async def test_an_inventory_that_cannot_be_connected_changes_nothing() -> None:
+    opened: list[NoUpstream] = []
+
+    def picky(spec: NodeSpec) -> Upstream:
+        if spec.name == "bad":
+            raise OSError("no such CA file")
+        opened.append(NoUpstream())
+        return cast("Upstream", opened[-1]) if spec.name == "c" else connect(spec)
+
+    async with (
+        EmulatedNode() as server,
+        a_fleet(a_spec(url=server.url), connect=picky) as fleet,
+    ):
+        with pytest.raises(OSError, match="CA file"):
+            fleet.fleet.apply(inventory(a_spec("c"), a_spec("bad")))
+        assert list(fleet.fleet.nodes) == ["a"]
+        assert fleet.state("a") is State.READY
+        await fleet.until(lambda: opened[-1].closed)
+
+
+async def test_the_nodes_stand_in_the_inventorys_order() -> None:
+    specs = [a_spec(name, enabled=False) for name in "cab"]
+    async with a_fleet(*specs) as fleet:
+        assert list(fleet.fleet.nodes) == ["c", "a", "b"]
+        fleet.fleet.apply(inventory(*reversed(specs)))
+        assert list(fleet.fleet.nodes) == ["b", "a", "c"]
+
+
+async def test_a_drained_node_gets_nothing_and_lasts_over_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "drains.json"
+    async with EmulatedNode() as server:
+        spec = a_spec(url=server.url)
+        async with a_fleet(spec, drains=path) as fleet:
+            fleet.fleet.drain("a")
+            assert fleet.state("a") is State.DRAINING
+            assert fleet["a"].free(time.monotonic()) == 0
+        async with a_fleet(spec, drains=path) as fleet:
+            assert fleet.state("a") is State.DRAINING
+            told = fleet.capacity
+            fleet.fleet.resume("a")
+            assert fleet.state("a") is State.READY
+            assert fleet["a"].free(time.monotonic()) == 2
+            assert fleet.capacity > told
+        async with a_fleet(spec, drains=path) as fleet:
+            assert fleet.state("a") is State.READY
+
+
+async def test_unknown_names_are_a_key_error() -> None:
+    async with a_fleet() as fleet:
+        with pytest.raises(KeyError):
+            fleet.fleet.drain("nobody")
+        with pytest.raises(KeyError):
+            fleet.fleet.resume("nobody")
+        with pytest.raises(KeyError):
+            await fleet.fleet.probe("nobody")
+
+
+async def test_models_are_what_nodes_declare_or_have_said_down_or_not() -> None:
+    async with EmulatedNode(model="said") as server:
+        specs = [
+            a_spec("a", server.url),
+            a_spec("b", server.url, model={"public": "said"}),
+            a_spec("c", model=["declared", "public"]),
+            a_spec("d", model="off", enabled=False),
+        ]
+        async with a_fleet(*specs) as fleet:
+            assert fleet.fleet.model_names() == ("said", "public", "declared")
+            assert [node.name for node in fleet.fleet.nodes_for("public")] == ["b", "c"]
+            assert fleet.fleet.known("declared")
+            assert not fleet.fleet.known("off")
+            assert fleet.fleet.nodes_for("off") == ()
+            await server.kill()
+            await fleet.until_state("a", State.DOWN)
+            assert fleet.fleet.known("said")
+
+
+async def test_another_model_on_a_node_is_noticed() -> None:
+    async with EmulatedNode(model="old") as server, a_fleet(a_spec(url=server.url)) as fleet:
+        assert fleet.fleet.model_names() == ("old",)
+        server.engine.model = "new"
+        await fleet.until(lambda: fleet.fleet.model_names() == ("new",))
+
+
+async def test_a_node_that_has_not_spoken_yet_may_serve_anything() -> None:
+    async with EmulatedNode() as server:
+        server.loading = True
+        async with a_fleet(a_spec(url=server.url)) as fleet:
+            assert fleet.state("a") is State.LOADING
+            assert fleet.fleet.undecided()
+            server.loading = False
+            await fleet.until_state("a", State.READY)
+            assert not fleet.fleet.undecided()
+
+
+async def test_changed_settings_are_in_force_at_once() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), interval=3600) as fleet:
+        await server.kill()
+        health = HealthSettings(interval=0.05, timeout=0.2, fall=1, failures=1)
+        fleet.fleet.configure(health, TimeoutSettings(silence=7))
+        await fleet.until_state("a", State.DOWN)
+        assert fleet["a"].silence == 7
+        assert fleet["a"].circuit.rules is health
+
+
+async def test_a_closed_fleet_leaves_no_task_and_no_connection() -> None:
+    async with EmulatedNode() as server:
+        before = asyncio.all_tasks()
+        async with a_fleet(a_spec("a", server.url), a_spec("b", server.url)) as fleet:
+            nodes = list(fleet.fleet.nodes.values())
+            take(nodes[0]).abandon()
+            take(nodes[1])
+            fleet.fleet.apply(inventory(a_spec("a", server.url)))
+        assert asyncio.all_tasks() <= before
+        assert all(is_closed(node.upstream) for node in nodes)
+        await server.until(lambda: server.connections == 0)
+
+
+names = st.sampled_from(["a", "b", "c"])
+steps = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("reload"),
+            st.dictionaries(
+                names,
+                st.fixed_dictionaries(
+                    {
+                        "url": st.sampled_from(["http://127.0.0.1:9", "http://127.0.0.1:10"]),
+                        "slots": st.integers(1, 3),
+                        "enabled": st.booleans(),
+                        "api_key": st.sampled_from(["k", "l"]),
+                    }
+                ),
+            ),
+        ),
+        st.tuples(st.just("take"), st.integers(1, 2)),
+        st.tuples(st.just("back"), st.integers(0, 99)),
+        st.tuples(st.just("abandon"), st.integers(0, 99)),
+        st.tuples(st.just("drain"), names),
+        st.tuples(st.just("resume"), names),
+        st.tuples(st.just("fail"), names),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps)
+def test_whatever_order_reloads_and_leases_come_in_nothing_is_lost(
+    story: list[tuple[str, Any]],
+) -> None:
+    asyncio.run(play(story))
+
+
+class Play:
+    """A fleet of nodes that nobody watches over the network, and what has been told of it."""
+
+    def __init__(self) -> None:
+        self.upstreams: list[NoUpstream] = []
+        self.told: dict[str, str | None] = {}
+        self.everybody: set[Node] = set()
+        self.leases: list[Lease] = []
+        bus = Bus()
+        bus.subscribe(NodeChanged, self.hears)
+        self.fleet = Fleet(
+            connect=self.opens,
+            health=HealthSettings(failures=2),
+            timeouts=TimeoutSettings(),
+            bus=bus,
+            clock=time.monotonic,
+            rng=random.Random(7),
+            drains=Drains(),
+        )
+
+    def opens(self, spec: NodeSpec) -> Upstream:
+        self.upstreams.append(NoUpstream())
+        return cast("Upstream", self.upstreams[-1])
+
+    def hears(self, change: NodeChanged) -> None:
+        assert change.old == self.told.get(change.node)
+        assert change.old != change.new
+        self.told[change.node] = change.new
+
+    def step(self, what: str, detail: Any) -> None:
+        nodes = self.fleet.nodes
+        if what == "reload":
+            specs = (a_spec(name, **keys) for name, keys in detail.items())
+            self.fleet.apply(inventory(*specs))
+            self.everybody.update(self.fleet.nodes.values())
+        elif what == "take":
+            self.leases.extend(take(node, detail) for node in nodes.values())
+        elif what in {"back", "abandon"}:
+            for lease in self.leases[detail : detail + 1]:
+                lease.give_back() if what == "back" else lease.abandon()
+        elif detail in nodes:
+            if what == "fail":
+                self.fleet.failed(nodes[detail], time.monotonic())
+            else:
+                self.fleet.drain(detail) if what == "drain" else self.fleet.resume(detail)
+
+    def check(self) -> None:
+        held = [lease for lease in self.leases if lease.held]
+        for node in self.everybody:
+            assert node.leased == sum(lease.slots for lease in held if lease.node is node)
+        for name, node in self.fleet.nodes.items():
+            assert self.told[name] == node.state.value
+        assert {name for name, state in self.told.items() if state} == set(self.fleet.nodes)
+        assert not any(cast("NoUpstream", lease.upstream).closed for lease in held)
+
+
+async def play(story: list[tuple[str, Any]]) -> None:
+    scene = Play()
+    await scene.fleet.start(inventory())
+    for what, detail in story:
+        scene.step(what, detail)
+        scene.check()
+        await asyncio.sleep(0)
+    for lease in scene.leases:
+        lease.give_back()
+    assert all(node.leased == 0 for node in scene.everybody)
+    await asyncio.gather(*scene.fleet._departures._tasks, return_exceptions=True)
+    alive = {id(node.upstream) for node in scene.fleet.nodes.values()}
+    assert {id(one) for one in scene.upstreams if not one.closed} == alive
+    await scene.fleet.aclose()
+    assert all(upstream.closed for upstream in scene.upstreams)

@@ -1,0 +1,240 @@
+"""Nodes watched by a fleet: emulated servers that come, go, load and fall silent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+
+import httpx
+import pytest
+
+from gateway.fleet.states import State
+from tests.emulator import EmulatedNode
+from tests.fleet.build import a_fleet, a_spec, take
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 500}
+
+
+async def test_a_node_is_ready_once_it_is_known_what_it_is() -> None:
+    async with EmulatedNode(slots=3) as server, a_fleet(a_spec(url=server.url)) as fleet:
+        node = fleet["a"]
+        assert node.state is State.READY
+        assert node.free(time.monotonic()) == 3
+        assert fleet.states("a") == ["starting", "ready"]
+        assert fleet.capacity > 0
+
+
+async def test_all_nodes_are_probed_at_once_at_the_start() -> None:
+    async with EmulatedNode() as server:
+        specs = [a_spec(f"n{i}", server.url) for i in range(50)]
+        async with a_fleet(*specs, interval=60, timeout=5) as fleet:
+            assert all(node.state is State.READY for node in fleet.fleet.nodes.values())
+
+
+async def test_a_node_that_is_not_there_at_the_start_does_not_hold_the_others_up() -> None:
+    async with (
+        EmulatedNode() as server,
+        a_fleet(a_spec("a", server.url), a_spec("b")) as fleet,
+    ):
+        assert fleet.state("b") is State.DOWN
+        assert "http://127.0.0.1:9" in fleet["b"].reason
+        assert fleet.state("a") is State.READY
+
+
+async def test_a_killed_server_goes_down_and_is_ready_again_when_it_is_back() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        await server.kill()
+        await fleet.until_state("a", State.DOWN)
+        assert fleet["a"].free(time.monotonic()) == 0
+        told = fleet.capacity
+        server.slots.slots.pop()  # it comes back with fewer slots
+        await server.revive(loading=True)
+        await fleet.until_state("a", State.LOADING)
+        server.loading = False
+        await fleet.until_state("a", State.READY)
+        assert fleet.capacity > told
+        assert fleet["a"].slots_total == 1
+        assert fleet.states("a") == ["starting", "ready", "down", "loading", "ready"]
+
+
+async def server_is_asked_again(server: EmulatedNode) -> None:
+    asked = server.control_requests
+    await server.until(lambda: server.control_requests > asked + 4)
+
+
+async def test_one_failed_probe_changes_nothing() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        for _ in range(3):
+            server.faults.next("status", path="/health", status=500)
+            await fleet.until(lambda: not server.faults)
+            await server_is_asked_again(server)
+        assert fleet.states("a") == ["starting", "ready"]
+
+
+@pytest.mark.slow
+async def test_a_node_that_reads_a_prompt_is_mute_and_not_down() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        lease = take(fleet["a"])
+        server.faults.set("mute")
+        await fleet.until_state("a", State.MUTE)
+        assert fleet["a"].free(time.monotonic()) == 0
+        assert "it reads a prompt" in fleet["a"].reason
+        await asyncio.sleep(1)  # more than `fall` probes
+        assert fleet.state("a") is State.MUTE
+        told = fleet.capacity
+        server.faults.clear()
+        await fleet.until_state("a", State.READY)
+        assert fleet.capacity > told
+        assert fleet.states("a") == ["starting", "ready", "mute", "ready"]
+        lease.give_back()
+
+
+@pytest.mark.slow
+async def test_a_node_whose_streams_move_is_mute_until_they_stop() -> None:
+    async with EmulatedNode() as server:
+        spec = a_spec(url=server.url)
+        async with a_fleet(spec, prefill_grace=0.01, timeouts={"silence": 0.6}) as fleet:
+            lease = take(fleet["a"])
+            server.faults.set("mute")
+            until = time.monotonic() + 1.5
+            while time.monotonic() < until:
+                lease.moved(time.monotonic())
+                await asyncio.sleep(0.02)
+            assert fleet.state("a") is State.MUTE
+            await fleet.until_state("a", State.DOWN)
+            assert fleet.states("a") == ["starting", "ready", "mute", "down"]
+            lease.give_back()
+            server.faults.clear()
+
+
+async def test_a_silent_node_without_work_goes_down() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        server.faults.set("mute")
+        await fleet.until_state("a", State.DOWN)
+        assert fleet.states("a") == ["starting", "ready", "down"]
+        server.faults.clear()
+
+
+async def test_a_refused_connection_takes_a_node_down_though_a_stream_moved() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        lease = take(fleet["a"])
+        lease.moved(time.monotonic())
+        await server.kill()
+        await fleet.until_state("a", State.DOWN)
+        lease.give_back()
+
+
+async def test_a_wrong_key_takes_a_node_down_with_the_remedy() -> None:
+    async with EmulatedNode(api_key="right") as server:
+        async with a_fleet(a_spec(url=server.url, api_key="wrong")) as fleet:
+            assert fleet.state("a") is State.DOWN
+            assert "api_key_env" in fleet["a"].reason
+        async with a_fleet(a_spec(url=server.url, api_key="right")) as fleet:
+            assert fleet.state("a") is State.READY
+
+
+async def test_a_disabled_node_is_listed_and_left_alone() -> None:
+    async with (
+        EmulatedNode() as server,
+        a_fleet(a_spec(url=server.url, enabled=False)) as fleet,
+    ):
+        await asyncio.sleep(0.3)
+        assert fleet.state("a") is State.STANDBY
+        assert fleet["a"].reason == "enabled: false in the inventory"
+        assert server.connections_opened == 0
+
+
+async def test_work_that_others_put_on_a_node_counts() -> None:
+    async with (
+        EmulatedNode(slots=2, decode_tps=20) as server,
+        httpx.AsyncClient(base_url=server.url, trust_env=False) as client,
+        AsyncExitStack() as others,
+    ):
+        await others.enter_async_context(client.stream("POST", "/v1/chat/completions", json=CHAT))
+        async with a_fleet(a_spec(url=server.url)) as fleet:
+            node = fleet["a"]
+            # Known before the node got anything.
+            assert (node.foreign, node.free(time.monotonic()), node.slots_busy) == (1, 1, 1)
+            told = fleet.capacity
+            await others.aclose()
+            await fleet.until(lambda: node.foreign == 0)
+            assert node.free(time.monotonic()) == 2
+            assert fleet.capacity > told
+
+
+async def test_our_own_work_is_not_taken_for_others() -> None:
+    async with (
+        EmulatedNode(slots=2, decode_tps=20) as server,
+        a_fleet(a_spec(url=server.url), interval=0.02) as fleet,
+    ):
+        node = fleet["a"]
+        for _ in range(5):
+            with take(node) as lease:
+                request = lease.upstream.client.stream(
+                    "POST", "/v1/chat/completions", json=CHAT | {"max_tokens": 4}
+                )
+                async with request as response:
+                    await response.aread()
+            assert node.foreign == 0
+        await server_is_asked_again(server)
+        assert node.foreign == 0
+
+
+async def test_drift_is_told_once_and_again_when_it_changes() -> None:
+    async with (
+        EmulatedNode(slots=2) as server,
+        a_fleet(a_spec(url=server.url, slots=4)) as fleet,
+    ):
+        await asyncio.sleep(0.4)
+        said = ("slots: the inventory says 4, the server has 2",)
+        assert [drift.differences for drift in fleet.drifts] == [said]
+        assert fleet["a"].drift == said
+        server.slots.slots.extend(type(server.slots.slots[0])(i) for i in (2, 3))
+        await fleet.until(lambda: not fleet["a"].drift)
+        assert [drift.differences for drift in fleet.drifts] == [said, ()]
+
+
+async def test_failures_open_the_circuit_and_time_alone_lets_a_trial_in() -> None:
+    async with EmulatedNode() as server:
+        spec = a_spec(url=server.url)
+        async with a_fleet(spec, failures=3, interval=60, open=0.3) as fleet:
+            node = fleet["a"]
+            for _ in range(3):
+                fleet.fleet.failed(node, time.monotonic())
+            assert node.state is State.EJECTED
+            assert node.failures == 3
+            assert node.free(time.monotonic()) == 0
+            told = fleet.capacity
+            await fleet.until(lambda: fleet.capacity > told)
+            assert node.free(time.monotonic()) == 1
+            trial = take(node)
+            assert trial.trial
+            fleet.fleet.succeeded(node, time.monotonic(), began=trial.taken)
+            trial.give_back()
+            assert fleet.states("a") == ["starting", "ready", "ejected", "ready"]
+
+
+@pytest.mark.slow
+async def test_a_failed_request_makes_the_next_probe_come_soon() -> None:
+    async with (
+        EmulatedNode() as server,
+        a_fleet(a_spec(url=server.url), interval=60, fall=2) as fleet,
+    ):
+        await asyncio.sleep(0.1)
+        await server.kill()
+        fleet.fleet.failed(fleet["a"], time.monotonic())
+        await fleet.until_state("a", State.DOWN)
+
+
+async def test_an_operators_probe_closes_the_circuit_of_a_node_that_answers() -> None:
+    async with (
+        EmulatedNode() as server,
+        a_fleet(a_spec(url=server.url), failures=1, open=60, open_max=60) as fleet,
+    ):
+        fleet.fleet.failed(fleet["a"], time.monotonic())
+        assert fleet.state("a") is State.EJECTED
+        assert (await fleet.fleet.probe("a")).up
+        assert fleet.state("a") is State.READY
+        await server.kill()
+        assert not (await fleet.fleet.probe("a")).up

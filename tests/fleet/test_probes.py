@@ -1,0 +1,204 @@
+"""The probes' questions, put to an emulated node over real connections."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from gateway.config.routing import HealthSettings, TimeoutSettings
+from gateway.fleet.circuit import Circuit
+from gateway.fleet.node import Node, Rules
+from gateway.fleet.probes import LARGEST_ANSWER, check_alive, discover, read_slots
+from gateway.fleet.probing import Answer
+from gateway.transport.upstream import connect
+from tests.emulator import EmulatedNode
+from tests.fleet.build import a_spec
+
+
+@asynccontextmanager
+async def node_at(url: str, *, timeout: float = 0.2, **keys: Any) -> AsyncIterator[Node]:
+    spec = a_spec(url=url, **keys)
+    rules = Rules(HealthSettings(timeout=timeout), TimeoutSettings())
+    upstream = connect(spec)
+    try:
+        yield Node(spec, upstream, rules, time.monotonic, Circuit(rules.health, random.Random(7)))
+    finally:
+        await upstream.aclose()
+
+
+async def test_a_healthy_server_is_up() -> None:
+    async with EmulatedNode() as server, node_at(server.url) as node:
+        outcome = await check_alive(node)
+    assert outcome.answer is Answer.UP
+    assert outcome.seconds < 0.2
+
+
+async def test_a_path_prefix_is_kept() -> None:
+    async with EmulatedNode() as server, node_at(f"{server.url}/some/where") as node:
+        outcome = await check_alive(node)
+    assert outcome.answer is Answer.FAILED
+    assert "/health answers 404" in outcome.detail
+
+
+async def test_a_server_that_loads_its_model_is_told_from_one_that_fails() -> None:
+    async with EmulatedNode() as server, node_at(server.url) as node:
+        server.loading = True
+        server.faults.next("loading")
+        assert (await check_alive(node)).answer is Answer.LOADING
+        server.faults.next("status", path="/health", status=503, body="overloaded")
+        failed = await check_alive(node)
+    assert (failed.answer, failed.detail) == (Answer.FAILED, "/health answers 503")
+
+
+async def test_a_closed_port_refuses() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        async with node_at(url) as node:
+            outcome = await check_alive(node)
+    assert outcome.answer is Answer.REFUSED
+    assert url in outcome.detail
+
+
+async def test_a_server_that_does_not_answer_times_out() -> None:
+    async with EmulatedNode() as server, node_at(server.url) as node:
+        server.faults.set("mute")
+        outcome = await check_alive(node)
+        server.faults.clear()
+    assert outcome.answer is Answer.TIMED_OUT
+    assert outcome.detail == "no answer to /health within 0.2 s"
+    assert 0.2 <= outcome.seconds < 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"kind": "reset"},
+        {"kind": "close"},
+        {"kind": "garbage"},
+        {"kind": "status", "status": 500},
+        {"kind": "status", "status": 404},
+        {"kind": "wrong_length"},
+        {"kind": "head_bomb"},
+    ],
+)
+async def test_every_other_answer_is_a_failure(fault: dict[str, Any]) -> None:
+    async with EmulatedNode() as server, node_at(server.url) as node:
+        server.faults.set(path="control", **fault)
+        outcome = await check_alive(node)
+        server.faults.clear()
+    assert outcome.answer is Answer.FAILED
+    assert "/health" in outcome.detail
+
+
+async def test_an_answer_that_trickles_is_cut_at_the_limit() -> None:
+    async with EmulatedNode() as server, node_at(server.url) as node:
+        server.faults.set("trickle", path="control", seconds=0.05)
+        outcome = await check_alive(node)
+        server.faults.clear()
+    assert outcome.answer is Answer.TIMED_OUT
+    assert outcome.seconds < 1
+
+
+async def test_an_endless_answer_is_cut_by_size() -> None:
+    async with EmulatedNode() as server, node_at(server.url, timeout=5) as node:
+        server.faults.next("status", path="/health", status=200, body="x" * (LARGEST_ANSWER + 1))
+        outcome = await check_alive(node)
+    assert outcome.answer is Answer.FAILED
+    assert "without end" in outcome.detail
+
+
+async def test_a_server_tells_what_it_is() -> None:
+    async with (
+        EmulatedNode(slots=3, context=2048, build="b42") as server,
+        node_at(server.url) as node,
+    ):
+        assert (await discover(node)).up
+    facts = node.facts
+    assert (facts.slots, facts.context, facts.models, facts.build) == (3, 2048, ("demo",), "b42")
+
+
+async def test_a_wrong_key_is_told_with_its_remedy() -> None:
+    async with EmulatedNode(api_key="right") as server:
+        async with node_at(server.url) as node:
+            assert (await check_alive(node)).up
+            outcome = await discover(node)
+        assert outcome.answer is Answer.LOCKED
+        assert "401 on /v1/models" in outcome.detail
+        assert "api_key_env" in outcome.detail
+        async with node_at(server.url, api_key="right") as node:
+            assert (await discover(node)).up
+
+
+async def test_what_is_no_json_teaches_nothing() -> None:
+    async with EmulatedNode() as server, node_at(server.url) as node:
+        server.faults.set("status", path="control", status=200, body="<html>")
+        assert (await discover(node)).up
+        assert await read_slots(node) is None
+        server.faults.clear()
+    assert node.facts.models == ()
+
+
+async def test_another_build_may_do_what_the_old_one_refused() -> None:
+    async with EmulatedNode(build="b1") as server, node_at(server.url) as node:
+        await discover(node)
+        node.facts.refused.add("rerank")
+        await discover(node)
+        assert node.facts.refused == {"rerank"}
+        server.build = "b2"
+        await discover(node)
+        assert node.facts.refused == set()
+
+
+async def test_busy_slots_are_read() -> None:
+    async with EmulatedNode(slots=2, decode_tps=50) as server, node_at(server.url) as node:
+        assert await read_slots(node) == 0
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 50}
+        async with node.upstream.client.stream("POST", "/v1/chat/completions", json=body):
+            await server.until(lambda: server.busy == 1)
+            assert await read_slots(node) == 1
+
+
+async def test_a_server_without_slots_is_not_asked_again() -> None:
+    async with EmulatedNode(endpoint_slots=False) as server, node_at(server.url) as node:
+        assert node.tells_slots
+        assert await read_slots(node) is None
+    assert not node.tells_slots
+
+
+async def test_no_process_has_no_busy_slot() -> None:
+    async with EmulatedNode() as server, node_at(server.url) as node:
+        await server.kill()
+        assert await read_slots(node) == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "keys", "answer"),
+    [
+        (200, {}, Answer.UP),
+        (404, {"model": "x"}, Answer.UP),
+        (404, {}, Answer.FAILED),
+        (401, {"model": "x", "api_key": "k"}, Answer.UP),
+        (403, {"model": "x", "api_key": "k"}, Answer.UP),
+        (401, {"model": "x"}, Answer.LOCKED),
+        (401, {"api_key": "k"}, Answer.LOCKED),
+        (500, {"model": "x", "api_key": "k"}, Answer.FAILED),
+    ],
+)
+async def test_another_kind_of_server_is_judged_by_its_list_of_models(
+    status: int, keys: dict[str, Any], answer: Answer
+) -> None:
+    async with EmulatedNode() as server, node_at(server.url, kind="openai", **keys) as node:
+        server.faults.set("status", path="/health", status=404)
+        body = '{"data": [{"id": "gpt"}]}'
+        server.faults.set("status", path="/v1/models", status=status, body=body)
+        outcome = await check_alive(node)
+        server.faults.clear()
+    assert outcome.answer is answer
+    assert node.facts.models == (("gpt",) if status == 200 else ())

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+
+from gateway.fleet.probing import Answer, Outcome, Probing
+
+
+def told(
+    probing: Probing, *answers: Answer, rise: int = 1, fall: int = 3, sign: str | None = None
+) -> Probing:
+    for answer in answers:
+        probing.note(Outcome(answer, answer.value), rise=rise, fall=fall, sign_of_life=sign)
+    return probing
+
+
+UP, LOADING, REFUSED = Answer.UP, Answer.LOADING, Answer.REFUSED
+TIMED_OUT, FAILED, LOCKED = Answer.TIMED_OUT, Answer.FAILED, Answer.LOCKED
+
+
+def test_the_first_answer_brings_a_new_node_up() -> None:
+    assert told(Probing(), UP, rise=3).up
+
+
+def test_a_node_that_was_never_up_is_down_at_its_first_failure() -> None:
+    probing = told(Probing(), REFUSED)
+    assert probing.down
+    assert probing.detail == "refused"
+
+
+@pytest.mark.parametrize("failure", [REFUSED, TIMED_OUT, FAILED, LOCKED])
+def test_a_node_that_works_goes_down_at_the_third_failure_in_a_row(failure: Answer) -> None:
+    probing = told(Probing(), UP, failure, failure)
+    assert probing.up
+    assert probing.unsettled
+    assert told(probing, failure).down
+
+
+def test_an_answer_between_failures_starts_the_count_anew() -> None:
+    assert told(Probing(), UP, FAILED, FAILED, UP, FAILED, FAILED).up
+
+
+def test_a_node_that_was_down_must_answer_as_often_as_rise_says() -> None:
+    probing = told(Probing(), FAILED)
+    assert not told(probing, UP, rise=2).up
+    assert not told(probing, FAILED, UP, rise=2).up
+    assert told(probing, UP, rise=2).up
+
+
+def test_loading_is_believed_at_once_and_is_not_down() -> None:
+    probing = told(Probing(), UP, LOADING)
+    assert probing.loading
+    assert not probing.up
+    assert not probing.down
+    assert probing.unsettled
+    assert told(probing, UP, rise=3).up
+
+
+def test_a_server_that_dies_while_loading_is_down_at_once() -> None:
+    assert told(Probing(), LOADING, REFUSED).down
+
+
+def test_time_outs_do_not_count_while_something_shows_that_the_node_lives() -> None:
+    probing = told(Probing(), UP, *[TIMED_OUT] * 50, sign="it reads a prompt")
+    assert probing.up
+    assert probing.mute
+    assert "it reads a prompt" in probing.detail
+    assert not told(probing, UP).mute
+
+
+def test_refusals_count_whatever_else_shows() -> None:
+    assert told(Probing(), UP, *[REFUSED] * 3, sign="one of its streams moves").down
+
+
+def test_time_outs_count_again_when_the_sign_of_life_ends() -> None:
+    probing = told(Probing(), UP, TIMED_OUT, TIMED_OUT, sign="it reads a prompt")
+    told(probing, TIMED_OUT, TIMED_OUT)
+    assert probing.mute
+    assert not probing.down
+    assert "2 of 3" in probing.detail
+    assert told(probing, TIMED_OUT).down
+    assert not probing.mute
+
+
+def test_a_node_that_is_down_does_not_become_mute() -> None:
+    assert told(Probing(), REFUSED, TIMED_OUT, sign="one of its streams moves").down
+
+
+def test_what_a_server_is_must_be_asked_again_when_it_comes_back() -> None:
+    probing = told(Probing(), UP)
+    probing.discovered = 5.0
+    told(probing, FAILED, FAILED)
+    assert probing.discovered == 5.0
+    told(probing, FAILED)
+    assert probing.discovered is None

@@ -1,0 +1,99 @@
+"""The same against real llama.cpp servers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.fleet.lease import Phase
+from gateway.fleet.states import State
+from tests.fleet.build import a_fleet, a_spec, take
+from tests.servers import running_demo_servers
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(180)]
+
+CHAT = {"messages": [{"role": "user", "content": "tell me"}], "stream": True, "max_tokens": 3000}
+REAL: dict[str, Any] = {"interval": 0.2, "timeout": 1.0}
+
+
+async def test_a_real_server_tells_what_it_is_and_is_read_while_it_works() -> None:
+    with running_demo_servers(1, slots=2, context=4096) as [server]:
+        async with a_fleet(a_spec(url=server.url), **REAL) as fleet:
+            node = fleet["a"]
+            assert node.state is State.READY
+            facts = node.facts
+            assert (facts.slots, facts.context, facts.models) == (2, 4096, ("demo",))
+            assert facts.slots_endpoint is True
+            assert facts.template
+            assert facts.vision is False
+            assert facts.n_params
+            async with (
+                httpx.AsyncClient(base_url=server.url, trust_env=False) as other,
+                other.stream("POST", "/v1/chat/completions", json=CHAT) as response,
+            ):
+                parts = response.aiter_bytes()
+                await anext(parts)
+                await fleet.until(lambda: node.foreign == 1)
+            await fleet.until(lambda: node.foreign == 0)
+
+
+async def test_a_cut_stream_of_a_real_server_frees_its_slot() -> None:
+    with running_demo_servers(1, slots=1) as [server]:
+        async with a_fleet(a_spec(url=server.url), **REAL | {"interval": 60}) as fleet:
+            node = fleet["a"]
+            lease = take(node)
+            client = lease.upstream.client
+            async with client.stream("POST", "/v1/chat/completions", json=CHAT) as response:
+                parts = response.aiter_bytes()
+                await anext(parts)
+                lease.moved(time.monotonic())
+            lease.abandon()
+            left = time.monotonic()
+            assert lease.phase is Phase.RECLAIM
+            await fleet.until(lambda: not lease.held)
+            assert time.monotonic() - left < 2
+            slots = (await client.get("/slots")).json()
+            assert [slot["is_processing"] for slot in slots] == [False]
+
+
+async def test_the_timings_of_a_real_server_are_learnt() -> None:
+    with running_demo_servers(1) as [server]:
+        async with a_fleet(a_spec(url=server.url), **REAL) as fleet:
+            node = fleet["a"]
+            body = CHAT | {"stream": False, "max_tokens": 30}
+            answer = await node.upstream.client.post("/v1/chat/completions", json=body, timeout=60)
+            node.speed.learn(answer.json()["timings"])
+            assert node.speed.prefill_tps
+            assert node.speed.decode_tps
+            assert 1 < node.speed.decode_tps < math.inf
+
+
+async def test_a_real_server_that_hangs_is_mute_with_work_and_down_without() -> None:
+    with running_demo_servers(1) as [server]:
+        async with a_fleet(a_spec(url=server.url), **REAL) as fleet:
+            lease = take(fleet["a"])
+            os.kill(server.pid, signal.SIGSTOP)
+            try:
+                await fleet.until_state("a", State.MUTE, limit=20)
+                lease.give_back()
+                await fleet.until_state("a", State.DOWN, limit=20)
+            finally:
+                os.kill(server.pid, signal.SIGCONT)
+            await fleet.until_state("a", State.READY, limit=20)
+
+
+async def test_a_killed_real_server_goes_down_within_seconds() -> None:
+    with running_demo_servers(2) as [one, two]:
+        specs = [a_spec("a", one.url), a_spec("b", two.url)]
+        async with a_fleet(*specs, **REAL) as fleet:
+            await asyncio.to_thread(one.kill)
+            await fleet.until_state("a", State.DOWN, limit=10)
+            assert "no connection" in fleet["a"].reason
+            assert fleet.state("b") is State.READY

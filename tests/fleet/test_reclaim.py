@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.fleet.lease import Lease, Phase
+from gateway.fleet.reclaim import BLIND, blind_hold, let_go, longest_hold
+from gateway.fleet.states import State
+from tests.emulator import EmulatedNode
+from tests.fleet.build import Clock, Running, a_fleet, a_node, a_spec, inventory, take
+
+
+def test_a_slot_that_the_node_shows_free_is_let_go() -> None:
+    node = a_node(slots=2)
+    take(node).abandon()
+    assert let_go(1, node.leases, 1001.0) == 0
+    assert let_go(0, node.leases, 1001.0) == 1
+
+
+def test_busy_slots_are_put_down_to_live_requests_first() -> None:
+    node = a_node(slots=3)
+    take(node)
+    take(node).abandon()
+    assert let_go(2, node.leases, 1001.0) == 0
+    assert let_go(1, node.leases, 1001.0) == 1
+
+
+def test_a_request_that_may_not_have_reached_its_slot_accounts_for_nothing() -> None:
+    node = a_node(slots=3)
+    take(node)
+    take(node).abandon()
+    assert let_go(1, node.leases, 1000.1) == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.floats(0, 5))), st.integers(0, 20))
+def test_never_more_than_what_was_abandoned(
+    taken: list[tuple[int, bool, float]], busy: int
+) -> None:
+    clock = Clock()
+    node = a_node(clock, slots=4)
+    abandoned = 0
+    for slots, left, seconds in taken:
+        lease = take(node, slots)
+        clock.passes(seconds)
+        if left:
+            lease.abandon()
+            abandoned += slots
+    assert 0 <= let_go(busy, node.leases, clock()) <= abandoned
+
+
+def abandoned(*, moved: bool = False, after: float = 0.0, **keys: Any) -> Lease:
+    clock = Clock()
+    lease = take(a_node(clock), **keys)
+    clock.passes(after)
+    if moved:
+        lease.moved(clock())
+    lease.abandon()
+    return lease
+
+
+def test_without_slots_to_read_the_hold_is_what_is_known_of_the_request() -> None:
+    assert blind_hold(abandoned(moved=True)) == BLIND
+    assert blind_hold(abandoned(expected_prefill=30.0, after=10.0)) == pytest.approx(20.0)
+    assert blind_hold(abandoned(expected_prefill=30.0, after=50.0)) == BLIND
+    assert blind_hold(abandoned()) == 60.0
+    plain = abandoned(stream=False, moved=True, expected_total=45.0, after=5.0)
+    assert blind_hold(plain) == pytest.approx(40.0)
+    assert blind_hold(abandoned(stream=False, expected_total=900.0)) == 60.0
+    assert blind_hold(abandoned(stream=False)) == 60.0
+
+
+def test_the_longest_hold_grows_with_the_prefill_predicted() -> None:
+    assert longest_hold(abandoned()) == 60.0
+    assert longest_hold(abandoned(expected_prefill=100.0)) == 400.0
+
+
+@asynccontextmanager
+async def streaming(fleet: Running, **keys: Any) -> AsyncIterator[Lease]:
+    """A chat that runs under a lease; leaving closes its connection."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 400}
+    lease = take(fleet["a"], stream=True)
+    client = lease.upstream.client
+    async with client.stream("POST", "/v1/chat/completions", json=body | keys) as response:
+        lease.head_came(time.monotonic())
+        if not keys:
+            # Kept: an iterator that is dropped closes the connection.
+            parts = response.aiter_bytes()
+            await anext(parts)
+            lease.moved(time.monotonic())
+        yield lease
+
+
+async def test_a_cut_stream_gives_its_slot_back_when_the_node_shows_it_free() -> None:
+    async with (
+        EmulatedNode(slots=2, decode_tps=50) as server,
+        a_fleet(a_spec(url=server.url), interval=60) as fleet,
+    ):
+        async with streaming(fleet) as lease:
+            pass
+        told, began = fleet.capacity, time.monotonic()
+        lease.abandon()
+        assert fleet["a"].leased == 1
+        await fleet.until(lambda: not lease.held)
+        assert server.busy == 0
+        assert fleet.capacity > told
+        assert time.monotonic() - began < 1.0
+
+
+@pytest.mark.slow
+async def test_a_slot_that_reads_a_prompt_to_its_end_is_held_as_long() -> None:
+    async with (
+        EmulatedNode(slots=1, prefill_tps=200, decode_tps=50) as server,
+        a_fleet(a_spec(url=server.url), interval=60) as fleet,
+    ):
+        content = "word " * 200
+        async with streaming(fleet, messages=[{"role": "user", "content": content}]) as lease:
+            pass
+        lease.abandon()
+        await asyncio.sleep(0.4)
+        assert server.busy == 1
+        assert lease.phase is Phase.RECLAIM
+        assert fleet["a"].free(time.monotonic()) == 0
+        freed = 0.0
+
+        def over() -> bool:
+            nonlocal freed
+            if not freed and server.busy == 0:
+                freed = time.monotonic()
+            return not lease.held
+
+        await fleet.until(over)
+        assert freed
+        assert time.monotonic() - freed < 3.0
+
+
+async def test_a_neighbour_that_goes_on_does_not_keep_the_slot() -> None:
+    async with (
+        EmulatedNode(slots=2, decode_tps=50) as server,
+        a_fleet(a_spec(url=server.url), interval=60) as fleet,
+    ):
+        async with streaming(fleet) as neighbour:
+            async with streaming(fleet) as lease:
+                pass
+            lease.abandon()
+            await fleet.until(lambda: not lease.held)
+            assert server.busy == 1
+            assert neighbour.held
+            assert fleet["a"].free(time.monotonic()) == 1
+        neighbour.give_back()
+
+
+async def test_many_streams_cut_at_once_are_all_given_back() -> None:
+    async with (
+        EmulatedNode(slots=8, decode_tps=50) as server,
+        a_fleet(a_spec(url=server.url)) as fleet,
+    ):
+        leases = []
+
+        async def one() -> None:
+            async with streaming(fleet) as lease:
+                leases.append(lease)
+                await fleet.until(lambda: server.peak_busy == 8)
+            lease.abandon()
+
+        await asyncio.gather(*(one() for _ in range(8)))
+        await fleet.until(lambda: fleet["a"].leased == 0)
+        assert len(leases) == 8
+        assert fleet["a"].foreign == 0
+
+
+async def test_a_node_that_is_gone_gives_everything_back_at_once() -> None:
+    async with (
+        EmulatedNode(slots=1) as server,
+        a_fleet(a_spec(url=server.url)) as fleet,
+    ):
+        server.faults.set("status", path="/slots", status=500)
+        lease = take(fleet["a"])
+        lease.abandon()
+        await asyncio.sleep(0.2)
+        assert lease.held
+        server.faults.clear()
+        await server.kill()
+        await fleet.until(lambda: not lease.held)
+
+
+async def test_a_node_without_slots_gives_a_cut_stream_back_shortly() -> None:
+    async with (
+        EmulatedNode(slots=1, endpoint_slots=False) as server,
+        a_fleet(a_spec(url=server.url)) as fleet,
+    ):
+        lease = take(fleet["a"])
+        lease.moved(time.monotonic())
+        began = time.monotonic()
+        lease.abandon()
+        await fleet.until(lambda: not lease.held)
+        assert BLIND <= time.monotonic() - began < 1.5
+
+
+async def test_a_slot_is_not_held_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    async with EmulatedNode(slots=1) as server:
+        timeouts = {"silence": 0.3}
+        async with a_fleet(a_spec(url=server.url), prefill_grace=0.3, timeouts=timeouts) as fleet:
+            server.faults.set("status", path="/slots", status=500)
+            lease = take(fleet["a"])
+            with caplog.at_level(logging.WARNING):
+                lease.abandon()
+                await fleet.until(lambda: not lease.held)
+            assert "Node a has not shown" in caplog.text
+            server.faults.clear()
+
+
+async def test_abandoned_work_of_a_removed_node_is_waited_for() -> None:
+    async with (
+        EmulatedNode(slots=1, decode_tps=50) as server,
+        a_fleet(a_spec(url=server.url)) as fleet,
+    ):
+        node = fleet["a"]
+        async with streaming(fleet) as lease:
+            fleet.fleet.apply(inventory())
+        lease.abandon()
+        await fleet.until(lambda: not lease.held)
+        assert node.state is State.READY
+        await fleet.until(lambda: node.upstream.client.is_closed)

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from gateway.fleet.node import Node
+from gateway.fleet.probing import Probing
+from gateway.fleet.states import State, judge
+from tests.fleet.build import a_node, a_spec, take
+
+
+def everything_at_once() -> Node:
+    """A node for which every state but `starting` would hold."""
+    node = a_node(enabled=False)
+    node.draining = True
+    node.probing = Probing(probed=True, up=False, detail="no connection", mute=True)
+    for _ in range(5):
+        node.circuit.failed(1000.0)
+    return node
+
+
+def test_the_first_state_of_the_list_that_holds_wins() -> None:
+    node, seen = everything_at_once(), []
+
+    def state() -> str:
+        return judge(node, 1000.0)[0].value
+
+    seen.append(state())
+    node.spec = a_spec()
+    seen.append(state())
+    node.draining = False
+    seen.append(state())
+    node.probing.loading = True
+    seen.append(state())
+    node.probing.loading = node.probing.probed = False
+    seen.append(state())
+    node.probing.probed = node.probing.up = True
+    seen.append(state())
+    node.circuit.close(1000.0)
+    seen.append(state())
+    node.probing.mute = False
+    seen.append(state())
+    assert seen == [
+        "standby",
+        "draining",
+        "down",
+        "loading",
+        "starting",
+        "ejected",
+        "mute",
+        "ready",
+    ]
+
+
+def test_the_states_stand_in_the_contracts_order() -> None:
+    assert [state.value for state in State] == (
+        [
+            "standby",
+            "draining",
+            "down",
+            "loading",
+            "starting",
+            "ejected",
+            "mute",
+            "degraded",
+            "ready",
+        ]
+    )
+
+
+def test_the_reason_says_why_a_node_gets_nothing() -> None:
+    assert judge(a_node(enabled=False), 0) == (State.STANDBY, "enabled: false in the inventory")
+    assert judge(a_node(standby=True), 0) == (State.STANDBY, "standby: true in the inventory")
+    node = everything_at_once()
+    node.spec, node.draining = a_spec(), False
+    assert judge(node, 1000.0) == (State.DOWN, "no connection")
+
+
+def test_an_ejected_node_tells_how_many_requests_failed_and_what_comes_next() -> None:
+    node = a_node()
+    for _ in range(5):
+        node.circuit.failed(1000.0)
+    assert judge(node, 1000.0)[1] == (
+        "5 requests in a row failed; no work for about 30 s, then one on trial"
+    )
+    assert judge(node, 1040.0) == (
+        State.EJECTED,
+        "5 requests in a row failed; the next one is on trial",
+    )
+
+
+def test_a_half_open_node_takes_exactly_one_request() -> None:
+    node = a_node(slots=4)
+    for _ in range(5):
+        node.circuit.failed(1000.0)
+    node.state = State.EJECTED
+    assert node.free(1010.0) == 0
+    assert (node.capacity(1040.0), node.free(1040.0)) == (1, 1)
+    lease = node.take(1, "x", take(a_node()).priority, 1040.0)
+    assert lease.trial
+    assert (node.capacity(1040.0), node.free(1040.0)) == (0, 0)
+    lease.give_back()
+    assert node.free(1040.0) == 1
+
+
+def test_a_half_open_node_whose_slots_are_full_takes_nothing() -> None:
+    node = a_node(slots=2)
+    take(node, 2)
+    for _ in range(5):
+        node.circuit.failed(1000.0)
+    node.state = State.EJECTED
+    assert node.free(1040.0) == 0
+
+
+def test_only_nodes_that_may_work_have_capacity() -> None:
+    for state in State:
+        node = a_node(slots=3, state=state)
+        may = state in {State.READY, State.DEGRADED}
+        assert node.capacity(1000.0) == (3 if may else 0)
+    node = a_node(slots=3)
+    node.removed = True
+    assert node.capacity(1000.0) == 0
+
+
+def test_capacity_grows_in_slow_start() -> None:
+    node = a_node(slots=4)
+    for _ in range(5):
+        node.circuit.failed(1000.0)
+    node.circuit.close(1100.0)
+    assert [node.capacity(1100.0 + t) for t in (0, 10, 20, 40)] == [1, 2, 3, 4]
