@@ -18,10 +18,12 @@ _ROUNDS = 20
 _Print = tuple[int, ...] | None
 
 
-async def changes(
+def changes(
     paths: Iterable[Path], *, stop: asyncio.Event | None = None, poll: float = 2.0
 ) -> AsyncGenerator[set[Path], None]:
-    """Yield the paths whose content changed since the last time, once a change has settled.
+    """Yield the paths whose content changed since this call, once a change has settled.
+
+    So call it before the files are read, and iterate afterwards: no change falls in between.
 
     Folders are watched, not files, so that a file replaced by rename (editors, Ansible) or by a
     switched link (Kubernetes) is seen; a file that vanishes is a change too, and so is one that
@@ -30,8 +32,12 @@ async def changes(
     set; cancelling the task that iterates ends it as well.
     """
     files = tuple(paths)
-    ended = _Either(stop or asyncio.Event())
-    known = await asyncio.to_thread(_prints, files)
+    return _changes(files, _prints(files), _Either(stop or asyncio.Event()), poll)
+
+
+async def _changes(
+    files: Iterable[Path], known: Mapping[Path, _Print], ended: asyncio.Event, poll: float
+) -> AsyncGenerator[set[Path], None]:
     while not ended.is_set():
         folders = await asyncio.to_thread(_folders, files)
         async with aclosing(_wakes(folders, ended, poll)) as wakes:

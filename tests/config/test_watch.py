@@ -1,0 +1,187 @@
+# ruff: noqa: ASYNC240 - small files on a local disk
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from gateway.config.watch import changes
+
+# Seconds; a poll of a minute in a test proves that the system told.
+LIMIT = 15.0
+
+pytestmark = pytest.mark.slow
+
+
+class Watch:
+    """Collects what a watch reports."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.seen: asyncio.Queue[set[Path]] = asyncio.Queue()
+
+    async def run(self, reports: AsyncIterator[set[Path]]) -> None:
+        async for changed in reports:
+            self.seen.put_nowait(changed)
+
+    async def next(self) -> set[Path]:
+        return await asyncio.wait_for(self.seen.get(), LIMIT)
+
+
+async def stands(watch: Watch, marker: Path) -> None:
+    """Touch a file until the system tells of it, then wait until it is quiet."""
+    for _ in range(int(LIMIT / 0.5)):
+        marker.touch()
+        if await told(watch):
+            while await told(watch):
+                pass
+            return
+    pytest.fail("nothing was told")
+
+
+async def told(watch: Watch) -> bool:
+    try:
+        await asyncio.wait_for(watch.seen.get(), 0.5)
+    except TimeoutError:
+        return False
+    return True
+
+
+@asynccontextmanager
+async def watching(*paths: Path, poll: float = 0.5) -> AsyncIterator[Watch]:
+    watch = Watch()
+    task = asyncio.create_task(watch.run(changes(paths, stop=watch.stop, poll=poll)))
+    await stands(watch, paths[0])
+    try:
+        yield watch
+        assert watch.stop.is_set() or not task.done()
+    finally:
+        watch.stop.set()
+        await asyncio.wait_for(task, LIMIT)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "nodes.yaml"
+    path.write_text("nodes: []\n")
+    return path
+
+
+async def test_a_write_in_place_is_seen(file: Path) -> None:
+    async with watching(file, poll=60.0) as watch:
+        file.write_text("nodes: [1]\n")
+        assert await watch.next() == {file}
+
+
+async def test_a_rename_over_the_file_is_seen(file: Path) -> None:
+    async with watching(file, poll=60.0) as watch:
+        for round_ in range(3):
+            new = file.with_suffix(".tmp")
+            new.write_text(f"nodes: [{round_}]\n")
+            new.replace(file)
+            assert await watch.next() == {file}
+
+
+async def test_a_deleted_file_is_a_change_and_so_is_its_return(file: Path) -> None:
+    async with watching(file, poll=60.0) as watch:
+        file.unlink()
+        assert await watch.next() == {file}
+        file.write_text("nodes: []\n")
+        assert await watch.next() == {file}
+
+
+async def test_a_switched_link_is_seen(tmp_path: Path) -> None:
+    # As Kubernetes mounts a ConfigMap: nodes.yaml -> ..data/nodes.yaml, ..data -> ..one
+    for version in ("..one", "..two"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "nodes.yaml").write_text(version)
+    (tmp_path / "..data").symlink_to("..one")
+    file = tmp_path / "nodes.yaml"
+    file.symlink_to("..data/nodes.yaml")
+    async with watching(file) as watch:
+        (tmp_path / "..tmp").symlink_to("..two")
+        (tmp_path / "..tmp").replace(tmp_path / "..data")
+        assert await watch.next() == {file}
+        shutil.rmtree(tmp_path / "..one")
+        (tmp_path / "..two" / "nodes.yaml").write_text("again")
+        assert await watch.next() == {file}
+
+
+async def test_a_folder_that_vanishes_and_comes_back_is_watched_again(tmp_path: Path) -> None:
+    folder = tmp_path / "config"
+    folder.mkdir()
+    file = folder / "nodes.yaml"
+    file.write_text("nodes: []\n")
+    async with watching(file) as watch:
+        shutil.rmtree(folder)
+        assert await watch.next() == {file}
+        folder.mkdir()
+        file.write_text("nodes: [1]\n")
+        assert await watch.next() == {file}
+        file.write_text("nodes: [1, 2]\n")
+        assert await watch.next() == {file}
+
+
+async def test_only_the_files_that_changed_are_named(file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "gateway.yaml"
+    other.write_text("queue:\n")
+    async with watching(file, other) as watch:
+        (tmp_path / "neighbour").write_text("x")
+        other.write_text("queue: {max: 3}\n")
+        assert await watch.next() == {other}
+
+
+async def test_many_writes_in_a_row_are_few_changes(file: Path) -> None:
+    async with watching(file) as watch:
+        for part in range(30):
+            with file.open("a") as growing:
+                growing.write(f"# {part}\n")
+            await asyncio.sleep(0.01)
+        assert await watch.next() == {file}
+        assert watch.seen.qsize() <= 3
+
+
+async def test_a_file_that_is_not_there_yet_is_seen_when_it_comes(file: Path) -> None:
+    later = file.parent / "later" / "gateway.yaml"
+    async with watching(file, later) as watch:
+        later.parent.mkdir()
+        later.write_text("queue:\n")
+        assert await watch.next() == {later}
+
+
+async def test_it_stops_soon_when_told(file: Path) -> None:
+    async with asyncio.timeout(5), watching(file, poll=60.0) as watch:
+        watch.stop.set()
+
+
+async def test_a_change_before_the_first_look_is_not_lost(file: Path) -> None:
+    reports = changes([file], poll=0.5)
+    file.write_text("nodes: [1]\n")
+    async with asyncio.timeout(LIMIT), contextlib.aclosing(reports):
+        assert await anext(reports) == {file}
+
+
+async def test_cancelling_ends_it_and_leaves_the_stop_event_alone(file: Path) -> None:
+    watch = Watch()
+    task = asyncio.create_task(watch.run(changes([file], stop=watch.stop, poll=60.0)))
+    await stands(watch, file)
+    task.cancel()
+    async with asyncio.timeout(5):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert not watch.stop.is_set()
+
+
+async def test_a_link_to_itself_is_survived(file: Path) -> None:
+    loop = file.parent / "loop.yaml"
+    loop.symlink_to("loop.yaml")
+    async with watching(file, loop) as watch:
+        loop.unlink()
+        loop.write_text("x")
+        assert await watch.next() == {loop}
