@@ -31,8 +31,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--slots", type=int, default=1, help="requests at once")
     made.add_argument("--ctx", type=int, default=0, help="tokens over all slots; 0: as trained")
     made.add_argument("--threads", type=int, default=1)
-    made.add_argument("--batch", type=int, default=BATCH)
-    made.add_argument("--ubatch", type=int, default=MICRO_BATCH)
+    made.add_argument("--batch", type=int, help="tokens of one step")
+    made.add_argument("--ubatch", type=int, help="tokens of one computation")
     made.add_argument("--cache-ram", type=int, default=EVICTED_PROMPTS, metavar="MiB")
     made.add_argument("--no-mmap", action="store_true", help="read the model into own memory")
     made.add_argument("--embedding", action="store_true", help="serve embeddings only")
@@ -65,6 +65,16 @@ def main(arguments: list[str] | None = None) -> None:
         signal.pause()
 
 
+def batch_sizes(context: int, *, embedding: bool) -> tuple[int, int]:
+    """Tokens of a step and of one computation, for slots of `context` tokens.
+
+    For embeddings one computation must hold the whole text: a longer one is refused.
+    """
+    if embedding:
+        return max(BATCH, context), max(BATCH, context)
+    return BATCH, MICRO_BATCH
+
+
 def serve(options: argparse.Namespace) -> Any:
     """Start the server; it serves from threads of its own for as long as the object lives."""
     import xllamacpp
@@ -76,8 +86,9 @@ def serve(options: argparse.Namespace) -> Any:
     params.port = options.port
     params.n_parallel = options.slots
     params.n_ctx = options.ctx
-    params.n_batch = options.batch
-    params.n_ubatch = min(options.ubatch, options.batch)
+    batch, micro_batch = batch_sizes(options.ctx // options.slots, embedding=options.embedding)
+    params.n_batch = options.batch or batch
+    params.n_ubatch = min(options.ubatch or micro_batch, params.n_batch)
     params.cpuparams.n_threads = options.threads
     params.cpuparams_batch.n_threads = options.threads
     params.cache_ram_mib = options.cache_ram

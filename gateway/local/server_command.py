@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gateway
-from gateway.local.embedded import BATCH, MICRO_BATCH
+from gateway.local.embedded import batch_sizes
 from gateway.local.errors import ServerBinaryError
 from gateway.local.plan import MIB, ServerSpec
 
@@ -106,12 +106,13 @@ def _embedded(spec: ServerSpec, port: int) -> list[str]:
 
 
 def _llama_server(spec: ServerSpec, port: int, binary: Binary) -> list[str]:
+    batch, micro_batch = batch_sizes(spec.context, embedding=spec.embedding)
     command = [
         *(str(binary.path), "-m", str(spec.model), "--alias", spec.alias),
         *("--host", spec.host, "--port", str(port)),
         *("-np", str(spec.slots), "-c", str(spec.slots * spec.context)),
         *("-t", str(spec.threads), "-tb", str(spec.threads)),
-        *("-b", str(BATCH), "-ub", str(MICRO_BATCH)),
+        *("-b", str(batch), "-ub", str(micro_batch)),
     ]
     # Flags come and go between versions: the first of each row that this one has.
     wanted: list[list[list[str]]] = [

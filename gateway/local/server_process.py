@@ -39,8 +39,8 @@ class ServerProcess:
         host = f"[{spec.host}]" if ":" in spec.host else spec.host
         self.url = f"http://{host}:{port}"
         self.started_at = clock()
+        self.log = log
         self._port = port
-        self._log = log
         self._binary = binary
         self._clock = clock
         self._process: asyncio.subprocess.Process | None = None
@@ -56,7 +56,7 @@ class ServerProcess:
         """Start the process. Raises OSError when the log or the process can't be made."""
         self.started_at = self._clock()
         command = server_command(self.spec, self._port, parent=os.getpid(), binary=self._binary)
-        with open_log(self._log) as log:
+        with open_log(self.log) as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -91,7 +91,7 @@ class ServerProcess:
     async def wait(self) -> None:
         """Wait until the process has ended, and keep its log bounded meanwhile."""
         while not await self._ended_within(LOG_CHECK):
-            await asyncio.to_thread(bound_log, self._log)
+            await asyncio.to_thread(bound_log, self.log)
 
     async def stop(self, limit: float) -> None:
         """End the process: SIGTERM, and SIGKILL after `limit` seconds or when cancelled."""
@@ -124,8 +124,8 @@ class ServerProcess:
         return self._process.returncode is not None
 
     def _start_error(self, what: str) -> ServerStartError:
-        lines = "".join(f"\n  {line}" for line in last_lines(self._log))
+        lines = "".join(f"\n  {line}" for line in last_lines(self.log))
         return ServerStartError(
-            f"{self.spec.name}: the llama.cpp server {what}; the end of its log {self._log}:"
+            f"{self.spec.name}: the llama.cpp server {what}; the end of its log {self.log}:"
             f"{lines or ' nothing'}"
         )

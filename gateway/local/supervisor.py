@@ -77,7 +77,7 @@ class LocalFleet:
     """Runs one process per spec for as long as its context is open.
 
     The processes die with the thread that entered the context, whatever ends it: enter it from
-    the main one.
+    the main one. Ports are the first free ones from `base_port` (0: any). Limits are in seconds.
     """
 
     def __init__(
@@ -144,6 +144,11 @@ class LocalFleet:
         """The servers' processes; None for one that is down."""
         return tuple(server.pid for server in self._servers)
 
+    @property
+    def logs(self) -> tuple[Path, ...]:
+        """The servers' log files."""
+        return tuple(server.log for server in self._servers)
+
     def inventory(self) -> list[dict[str, Any]]:
         """The servers as nodes of an inventory, in the form of `config/nodes.yaml`.
 
@@ -162,11 +167,13 @@ class LocalFleet:
     def _claim_ports(self) -> None:
         for spec in self._specs:
             self._claims.append(claim_free_port(spec.host, self._base_port))
+            port = port_of(self._claims[-1])
             self._servers.append(
                 ServerProcess(
                     spec,
-                    port_of(self._claims[-1]),
-                    self._log_folder / f"{spec.name}.log",
+                    port,
+                    # Two gateways of one user may share the folder, but no port.
+                    self._log_folder / f"{spec.name}-{port}.log",
                     binary=self._binary,
                     clock=self._clock,
                 )

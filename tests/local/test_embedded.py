@@ -118,6 +118,8 @@ def test_one_for_embeddings_serves_them() -> None:
     with demo_servers(1, embedding=True) as (url,):
         body = {"input": ["the river", "the river", "a lamp"], "model": "demo"}
         data = httpx.post(f"{url}/v1/embeddings", json=body).json()["data"]
+        long = httpx.post(f"{url}/v1/embeddings", json={"input": "sea " * 2000, "model": "demo"})
+    assert long.json()["usage"]["prompt_tokens"] > 2000
     one, same, other = (item["embedding"] for item in data)
     assert len(one) == 128
     assert math.isclose(sum(x * x for x in one), 1.0, rel_tol=1e-3)

@@ -76,7 +76,7 @@ def test_a_binary_is_given_only_flags_that_it_has() -> None:
     _, old = split(server_command(PINNED, 8081, parent=1, binary=help_with()))
     assert " ".join(old) == (
         "/bin/llama-server -m /models/m.gguf --alias m --host 127.0.0.1 --port 8081 "
-        "-np 2 -c 8192 -t 8 -tb 8 -b 512 -ub 256"
+        "-np 2 -c 8192 -t 8 -tb 8 -b 4096 -ub 4096"
     )
     wanted = ("--metrics", "--slots", "--no-webui", "--no-mmap", "--embedding", "--cache-ram")
     _, middle = split(server_command(PINNED, 8081, parent=1, binary=help_with(*wanted)))
@@ -90,6 +90,11 @@ def test_of_two_names_of_a_flag_the_newer_is_taken() -> None:
     assert command[command.index("--load-mode") + 1] == "none"
     assert "--no-ui" in command
     assert not {"--no-mmap", "--no-webui"} & set(command)
+
+
+def test_a_prefill_is_cut_small_but_a_text_to_embed_is_not_cut() -> None:
+    for spec, sizes in ((SPEC, "-b 512 -ub 256"), (PINNED, "-b 4096 -ub 4096")):
+        assert sizes in " ".join(server_command(spec, 8081, parent=1, binary=help_with()))
 
 
 def test_flags_are_read_from_a_help_text() -> None:

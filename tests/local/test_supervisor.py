@@ -86,7 +86,7 @@ async def test_servers_answer_are_described_as_nodes_and_end_with_the_fleet(
     assert all(gone(pid) for pid in pids)
     assert {type(progress) for progress in told} >= {Started, Ready}
     assert sum(isinstance(progress, Ready) for progress in told) == 2
-    assert (tmp_path / "local-1.log").stat().st_size > 0
+    assert all(log.parent == tmp_path and log.stat().st_size > 0 for log in fleet.logs)
 
 
 @pytest.mark.real
@@ -122,9 +122,12 @@ async def test_the_fleet_ends_while_a_server_waits_for_its_restart(tmp_path: Pat
 
 
 @pytest.mark.real
-def test_no_orphan_is_left_when_the_supervising_process_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_no_orphan_is_left_when_the_supervising_process_is_killed(
+    tmp_path: Path, loop: str
+) -> None:
     script = (
-        "import asyncio\n"
+        f"import asyncio, {loop}\n"
         "from pathlib import Path\n"
         "from gateway.local.supervisor import LocalFleet\n"
         "from tests.local.test_supervisor import specs\n"
@@ -133,7 +136,7 @@ def test_no_orphan_is_left_when_the_supervising_process_is_killed(tmp_path: Path
         "    async with LocalFleet(specs(2, model), logs, base_port=0) as fleet:\n"
         "        print(*fleet.pids, flush=True)\n"
         "        await asyncio.sleep(60)\n"
-        "asyncio.run(main())\n"
+        f"{loop}.run(main())\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -159,7 +162,7 @@ async def test_a_server_that_cannot_start_is_told_with_its_log_and_ends_the_othe
         await fleet.__aenter__()
     told = str(caught.value)
     assert told.startswith("local-1: the llama.cpp server ended (exit status 1)")
-    assert str(tmp_path / "logs" / "local-1.log") in told
+    assert str(fleet.logs[1]) in told
     assert f"could not serve {bad}" in told
     assert fleet.pids == (None, None)
 
