@@ -61,11 +61,17 @@ class Request:
     """
 
     id: str
+    """Unique in this process, whatever the client sent."""
+    tag: str
+    """`X-Request-ID`: the client's own if it sent a sane one, else `id`."""
     path: str
     """The path as nodes know it, for example `/v1/chat/completions`."""
-    body: bytes
-    headers: Headers
-    """The client's fields that may be passed on."""
+    fields: bytes
+    """Header lines of the client's that are passed on, each with its line end."""
+    bodies: dict[str, bytes]
+    """What is sent, for each name of `candidates`."""
+    said: str | None
+    """The model's name in those bodies; None: they name none."""
     caller: Caller
     priority: Priority
     model: str
@@ -80,7 +86,13 @@ class Request:
     prompt_tokens: int = 0
     """An estimate that would rather be too low; tokens."""
     max_tokens: int | None = None
+    native: bool = False
+    """Only llama.cpp's own server knows the path."""
     deadline: float | None = None
     """When the client stops waiting for the whole answer."""
-    excluded: set[str] = field(default_factory=set)
-    """Nodes that have failed this request."""
+    failed: set[str] = field(default_factory=set)
+    """Nodes that failed this request: others go first."""
+    refused: set[str] = field(default_factory=set)
+    """Nodes that said they can't serve it: never asked again."""
+    smallest_context: int = 0
+    """Tokens a node must have room for, learnt from an overflow elsewhere."""

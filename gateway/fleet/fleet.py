@@ -11,19 +11,19 @@ from gateway.fleet.departures import Departures
 from gateway.fleet.facts import differences
 from gateway.fleet.health import Watch
 from gateway.fleet.node import Node, Rules
-from gateway.fleet.probing import Probing
+from gateway.fleet.probing import Answer, Outcome, Probing
 from gateway.fleet.reclaim import Reclaimer
 from gateway.fleet.speed import weigh
 from gateway.fleet.states import State, judge
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from gateway.config.inventory import Inventory, NodeSpec
     from gateway.config.routing import HealthSettings, TimeoutSettings
     from gateway.fleet.drains import Drains
-    from gateway.fleet.probing import Outcome
+    from gateway.request import Endpoint
     from gateway.transport.upstream import Connect, Upstream
 
 PROBES_AT_ONCE = 256

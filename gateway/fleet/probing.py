@@ -6,6 +6,10 @@ import enum
 from dataclasses import dataclass
 
 
+RETURNS_WITHIN = 30
+"""Failed probes after which a node is no longer expected to come back at any moment."""
+
+
 class Answer(enum.Enum):
     """How a probe ended."""
 
@@ -60,14 +64,17 @@ class Probing:
     @property
     def unsettled(self) -> bool:
         """Whether a change is likely soon: look again sooner."""
-        return self.loading or (self.up and self.failed_in_a_row > 0 and not self.mute)
+        if not self.up:
+            return self.loading or 0 < self.failed_in_a_row <= RETURNS_WITHIN
+        return self.failed_in_a_row > 0 and not self.mute
 
     def note(self, outcome: Outcome, *, rise: int, fall: int, sign_of_life: str | None) -> None:
         """Count one more probe.
 
         A node that has not been up yet is down at its first failure: `fall` guards a node that
         works against a passing trouble. `sign_of_life` tells why it is alive all the same;
-        it outweighs a time-out and nothing else.
+        it outweighs a time-out and nothing else. A refused connection needs no second look: the
+        system itself says that nobody listens there.
         """
         first = not self.probed
         self.probed = True
@@ -89,7 +96,7 @@ class Probing:
             self.detail = f"{outcome.detail}, but {sign_of_life}: no new work until it answers"
             return
         self.failed_in_a_row += 1
-        if not self.up or self.failed_in_a_row >= fall:
+        if not self.up or self.failed_in_a_row >= fall or outcome.answer is Answer.REFUSED:
             self._away(loading=False, detail=outcome.detail)
         elif self.mute:
             self.detail = f"{outcome.detail} ({self.failed_in_a_row} of {fall} times)"

@@ -125,6 +125,11 @@ class Connection(asyncio.Protocol):
                 self.transport.resume_reading()
         return data
 
+    @property
+    def unread(self) -> bool:
+        """Whether body bytes have come that `read` has not returned yet."""
+        return bool(self._parts)
+
     def fail(self, error: UpstreamError) -> None:
         """End the exchange from this side: the reader gets `error`, the socket is closed."""
         self._break(error)
@@ -214,7 +219,8 @@ class Connection(asyncio.Protocol):
     # What the parser calls.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
+        if not self.status:  # else it is a trailer, which nobody asked for
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

@@ -5,6 +5,7 @@ UpstreamError
 ├── ConnectTimedOut   no connection within the limit
 ├── Reset             the connection broke before the reply was complete
 │   └── Stale         ... a reused one, at once and before the first byte: no attempt at all
+├── Errored           the node's own error, in the middle of its answer
 ├── Garbage           what came back is not HTTP, or a head without end
 └── Overdue           the caller's own limit passed (first byte, silence, whole request)
 
@@ -48,6 +49,12 @@ class Garbage(UpstreamError):  # noqa: N818
     """What came back is not HTTP."""
 
     outcome = "garbage"
+
+
+class Errored(UpstreamError):  # noqa: N818
+    """The node told of an error of its own after it had begun to answer."""
+
+    outcome = "error_event"
 
 
 class Overdue(UpstreamError):  # noqa: N818

@@ -27,7 +27,17 @@ def test_a_node_that_was_never_up_is_down_at_its_first_failure() -> None:
     assert probing.detail == "refused"
 
 
-@pytest.mark.parametrize("failure", [REFUSED, TIMED_OUT, FAILED, LOCKED])
+def test_a_refused_connection_takes_a_node_that_works_down_at_once() -> None:
+    assert told(Probing(), UP, REFUSED).down
+
+
+def test_a_node_that_went_down_is_looked_at_often_for_a_while() -> None:
+    probing = told(Probing(), UP, REFUSED)
+    assert probing.unsettled
+    assert not told(probing, *[REFUSED] * 30).unsettled
+
+
+@pytest.mark.parametrize("failure", [TIMED_OUT, FAILED, LOCKED])
 def test_a_node_that_works_goes_down_at_the_third_failure_in_a_row(failure: Answer) -> None:
     probing = told(Probing(), UP, failure, failure)
     assert probing.up

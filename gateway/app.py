@@ -1,0 +1,441 @@
+"""The only place that builds the gateway's objects and owns their life."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvloop
+
+from gateway import __version__, errors
+from gateway.access.exposure import admin_refusal, is_loopback, public_refusal
+from gateway.config.inventory import Inventory, load_inventory
+from gateway.config.live import needs_restart
+from gateway.config.problems import ConfigError
+from gateway.config.settings import Settings, load_settings
+from gateway.config.watch import changes
+from gateway.events import Bus, InventoryChanged, SettingsChanged
+from gateway.fleet.drains import Drains
+from gateway.fleet.fleet import Fleet
+from gateway.observe.event_lines import subscribe
+from gateway.observe.logs import Logs, set_up
+from gateway.observe.metrics import Metrics
+from gateway.open_files import raise_open_files
+from gateway.relay.journey import Means
+from gateway.relay.live import Registry
+from gateway.relay.relay import Relay
+from gateway.relay.routes import ROUTES
+from gateway.scheduling.scheduler import Scheduler
+from gateway.systemd import Notifier
+from gateway.transport.upstream import connect
+from gateway.web.admin.app import admin_app
+from gateway.web.admin.view import fleet_view
+from gateway.web.listener import Listener, bind
+from gateway.web.public.edge import Edge, Snapshot
+from gateway.web.public.protocol import bounded
+from gateway.web.public.site import cors, public_site
+
+LAST_WORDS = 5.0
+"""Seconds for clients to read how their request ended, once the grace is over."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says; None leaves it to the file."""
+
+    nodes: Path
+    config: Path | None = None
+    host: str | None = None
+    port: int | None = None
+    admin_host: str | None = None
+    admin_port: int | None = None
+    admin_key_file: Path | None = None
+    allow_anonymous: bool = False
+
+    def over(self, settings: Settings) -> Settings:
+        """These settings with what the command line says on top."""
+        listen = {"host": self.host, "port": self.port}
+        admin = {"host": self.admin_host, "port": self.admin_port, "key_file": self.admin_key_file}
+        return settings.model_copy(
+            update={
+                "listen": settings.listen.model_copy(update=_given(listen)),
+                "admin": settings.admin.model_copy(update=_given(admin)),
+                "allow_anonymous": settings.allow_anonymous or self.allow_anonymous,
+            }
+        )
+
+
+class StartError(Exception):
+    """The gateway can't start; `status` is the process's exit status."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def run(options: Options) -> int:
+    """Serve until a signal ends it; the exit status. Raises: StartError, ConfigError."""
+    settings, inventory = read(options)
+    with set_up(settings.logging.level, settings.logging.format) as logs:
+        return start(serve(options, settings, inventory, logs))
+
+
+def start(main: Any) -> int:
+    """Run a coroutine on the event loop that the gateway is made for."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        status: int = runner.run(main)
+        return status
+
+
+def read(options: Options) -> tuple[Settings, Inventory]:
+    """Both files, checked. Raises: ConfigError, StartError."""
+    settings = options.over(load_settings(options.config))
+    refusal = public_refusal(
+        settings.listen.host, keys=len(settings.keys), allow_anonymous=settings.allow_anonymous
+    ) or admin_refusal(settings.admin.host, has_key=settings.admin.key_file is not None)
+    if refusal is not None:
+        raise StartError(refusal, status=2)
+    return settings, load_inventory(options.nodes)
+
+
+async def serve(
+    options: Options,
+    settings: Settings,
+    inventory: Inventory,
+    logs: Logs,
+    on_ready: Callable[[Gateway], None] = lambda _: None,
+) -> int:
+    """Serve until a signal ends it; the exit status. Raises: StartError."""
+    gateway = Gateway(options, settings, logs)
+    loop = asyncio.get_running_loop()
+    signals = {
+        signal.SIGTERM: gateway.stop,
+        signal.SIGINT: gateway.stop,
+        signal.SIGHUP: gateway.reload_soon,
+    }
+    for number, handler in signals.items():
+        loop.add_signal_handler(number, handler)
+    try:
+        async with gateway.running(inventory):
+            on_ready(gateway)
+            await gateway.stopping.wait()
+            return await gateway.shut_down()
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+class Gateway:
+    """A running gateway: what the admin listener steers and a signal ends."""
+
+    version = __version__
+
+    def __init__(self, options: Options, settings: Settings, logs: Logs) -> None:
+        self.options = options
+        self.settings = settings
+        self.clock = time.monotonic
+        self.started = self.clock()
+        self.inventory_error: str | None = None
+        self.settings_error: str | None = None
+        self.stopping = asyncio.Event()
+        self._at_once = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reloading = asyncio.Lock()
+        self._notifier = Notifier()
+        rng = random.Random()
+        self.bus = Bus()
+        self.fleet = Fleet(
+            connect=connect,
+            health=settings.health,
+            timeouts=settings.timeouts,
+            bus=self.bus,
+            clock=self.clock,
+            rng=rng,
+            drains=Drains(_drains_file(options.nodes)),
+        )
+        self.scheduler = Scheduler(self.fleet, settings, self.clock, rng)
+        self.means = Means(self.scheduler, self.fleet, settings, self.bus, self.clock)
+        self.relay = Relay(self.means)
+        self.registry = Registry()
+        self._loopback = is_loopback(settings.listen.host)
+        self.edge = Edge(
+            Snapshot.of(settings, loopback=self._loopback),
+            self.relay,
+            self.fleet,
+            self.registry,
+            self.bus,
+            self.clock,
+        )
+        self.metrics = Metrics(self.bus, fleet_view(self.fleet, self.scheduler, self))
+        self.lines = subscribe(self.bus, logs, access=settings.logging.access)
+        self._logs = logs
+        self._site = public_site(self.edge, self.scheduler)
+        self._public_app: Any = self._public
+        self._frame()
+        self.public: Listener | None = None
+        self.admin: Listener | None = None
+
+    @property
+    def closing(self) -> bool:
+        """Whether it is on its way out."""
+        return self.edge.closing
+
+    # Life.
+
+    @contextlib.asynccontextmanager
+    async def running(self, inventory: Inventory) -> AsyncIterator[None]:
+        """Serve inside this context. Raises: StartError."""
+        files = raise_open_files()
+        try:
+            self.public, self.admin = self._listeners()
+            await self.fleet.start(inventory)
+            self._own(self._watch_files(), "watch the files")
+            self._own(self._notifier.feed_watchdog(), "feed the watchdog")
+            self.public.open()
+            self.admin.open()
+            log.info(
+                "listening",
+                version=__version__,
+                public=self.public.url,
+                admin=self.admin.url,
+                nodes=len(self.fleet.nodes),
+                open_files=files,
+            )
+            self._notifier.tell("READY=1", f"STATUS=serving on {self.public.url}")
+            yield
+        finally:
+            await self._end()
+
+    def stop(self) -> None:
+        """Begin the orderly end; called again, end at once."""
+        if self.stopping.is_set():
+            self._at_once.set()
+        self.stopping.set()
+
+    async def shut_down(self) -> int:
+        """Let what waits and runs end within the grace; 0, or 1 if a second signal cut it short."""
+        shutdown = self.settings.shutdown
+        self._notifier.tell("STOPPING=1")
+        log.info("shutting down", in_flight=len(self.registry), grace=shutdown.grace)
+        self.edge.closing = True
+        await self._unless_at_once(asyncio.sleep(shutdown.delay))
+        self.edge.refusing = True
+        assert self.public is not None
+        closing = asyncio.create_task(self.public.close())
+        try:
+            if not await self._unless_at_once(asyncio.wait([closing], timeout=shutdown.grace)):
+                return 1
+            if not closing.done():
+                left = self.registry.end_where(lambda _: True, errors.shutting_down())
+                self.scheduler.refuse_all(errors.shutting_down)
+                log.warning("the grace is over", ended=left)
+                await self._unless_at_once(asyncio.wait([closing], timeout=LAST_WORDS))
+        finally:
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
+        return 1 if self._at_once.is_set() else 0
+
+    async def _unless_at_once(self, waited: Any) -> bool:
+        """Wait for something, unless a second signal comes; whether it was waited for."""
+        waiting = asyncio.ensure_future(waited)
+        at_once = asyncio.create_task(self._at_once.wait())
+        await asyncio.wait([waiting, at_once], return_when=asyncio.FIRST_COMPLETED)
+        for task in (waiting, at_once):
+            task.cancel()
+        await asyncio.gather(waiting, at_once, return_exceptions=True)
+        return not self._at_once.is_set()
+
+    async def _end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for listener in (self.public, self.admin):
+            if listener is not None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(listener.close(), 1.0)
+        self.scheduler.close()
+        await self.fleet.aclose()
+        log.info("ended")
+
+    def _own(self, work: Any, name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task failed", task=task.get_name(), error=repr(error))
+
+    # Listeners.
+
+    def _listeners(self) -> tuple[Listener, Listener]:
+        listen, admin = self.settings.listen, self.settings.admin
+        key = None
+        if admin.key_file is not None:
+            key = _read_key(admin.key_file)
+        public_sock = _bound(listen.host, listen.port, "--port (listen.port)")
+        try:
+            admin_sock = _bound(admin.host, admin.port, "--admin-port (admin.port)")
+        except StartError:
+            public_sock.close()
+            raise
+        protocol = bounded(self.settings.limits)
+        public = Listener(
+            self._outermost,
+            public_sock,
+            protocol=protocol,
+            keep_alive=listen.keep_alive,
+            certificate=listen.tls.cert if listen.tls else None,
+            key=listen.tls.key if listen.tls else None,
+        )
+        app = admin_app(
+            fleet=self.fleet,
+            scheduler=self.scheduler,
+            registry=self.registry,
+            metrics=self.metrics,
+            control=self,
+            host=admin.host,
+            key=key,
+            extra_hosts=admin.hosts,
+        )
+        return public, Listener(app, admin_sock, protocol=protocol, keep_alive=listen.keep_alive)
+
+    async def _outermost(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._public_app(scope, receive, send)
+
+    async def _public(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["method"] == "POST":
+            route = ROUTES.get(scope["path"])
+            if route is not None:
+                await self.edge.serve(route, scope, receive, send)
+                return
+        await self._site(scope, receive, send)
+
+    def _frame(self) -> None:
+        """Put CORS around everything, where the settings ask for it."""
+        if self.settings.cors is None:
+            self._public_app = self._public
+        else:
+            self._public_app = cors(self._public, self.settings.cors)
+
+    # Reload.
+
+    def reload_soon(self) -> None:
+        """Read both files again (SIGHUP)."""
+        self._own(self._reload_quietly(inventory=True, settings=True), "reload")
+
+    async def reload(self) -> tuple[InventoryChanged, SettingsChanged]:
+        """Read both files again. Raises: ConfigError; then what was invalid has not changed."""
+        async with self._reloading:
+            changed = await self._reload_settings()
+            return await self._reload_inventory(), changed
+
+    async def _watch_files(self) -> None:
+        paths = [path for path in (self.options.nodes, self.options.config) if path is not None]
+        async for changed in changes(paths):
+            await self._reload_quietly(
+                inventory=self.options.nodes in changed, settings=self.options.config in changed
+            )
+
+    async def _reload_quietly(self, *, inventory: bool, settings: bool) -> None:
+        async with self._reloading:
+            # Each file by itself: an invalid one must not keep the other from being read.
+            with contextlib.suppress(ConfigError):
+                if settings:
+                    await self._reload_settings()
+            with contextlib.suppress(ConfigError):
+                if inventory:
+                    await self._reload_inventory()
+
+    async def _reload_inventory(self) -> InventoryChanged:
+        try:
+            inventory = await asyncio.to_thread(load_inventory, self.options.nodes)
+            change = self.fleet.apply(inventory)
+        except (ConfigError, OSError) as error:
+            self.inventory_error = str(error)
+            self.bus.publish(InventoryChanged(error=self.inventory_error))
+            raise
+        self.inventory_error = None
+        self.bus.publish(change)
+        return change
+
+    async def _reload_settings(self) -> SettingsChanged:
+        try:
+            loaded = await asyncio.to_thread(load_settings, self.options.config)
+        except (ConfigError, OSError) as error:
+            self.settings_error = str(error)
+            self.bus.publish(SettingsChanged(error=self.settings_error))
+            raise
+        self.settings_error = None
+        settings = self.options.over(loaded)
+        old, self.settings = self.settings, settings
+        change = SettingsChanged(needs_restart=needs_restart(old, settings))
+        if settings == old:
+            return change
+        self.scheduler.settings = self.means.settings = settings
+        self.fleet.configure(settings.health, settings.timeouts)
+        self.edge.snapshot = Snapshot.of(settings, loopback=self._loopback)
+        self.lines.access = settings.logging.access
+        self._logs.configure(settings.logging.level)
+        self._frame()
+        self.scheduler.capacity_changed()
+        self.bus.publish(change)
+        return change
+
+    @property
+    def started_at(self) -> str:
+        """When it started, as RFC 3339 says it."""
+        moment = datetime.now(UTC).timestamp() - (self.clock() - self.started)
+        return datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _bound(host: str, port: int, flag: str) -> Any:
+    try:
+        return bind(host, port)
+    except OSError as error:
+        raise StartError(
+            f"{host}:{port} can't be listened on: {error.strerror or error}; "
+            f"end what is there, or choose another with {flag}"
+        ) from None
+
+
+def _read_key(path: Path) -> str:
+    try:
+        key = path.read_text().strip()
+    except OSError as error:
+        raise StartError(
+            f"{path}: the admin key can't be read: {error.strerror}; make the file, or name "
+            "another with --admin-key-file (admin.key_file)",
+            status=2,
+        ) from None
+    if not key:
+        raise StartError(f"{path}: the file holds no admin key; write one into it", status=2)
+    return key
+
+
+def _drains_file(nodes: Path) -> Path:
+    """Where the drained nodes of this inventory are kept over a restart."""
+    folder = os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
+    if not folder:
+        base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        folder = str(Path(base) / "llama-gateway")
+    which = hashlib.sha256(str(nodes.absolute()).encode()).hexdigest()[:12]
+    return Path(folder) / f"drains-{which}.json"

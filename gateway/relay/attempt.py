@@ -1,0 +1,247 @@
+"""One attempt: one node, one lease, one exchange, up to its first content and through its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.fleet.lease import Lease
+from gateway.relay import sse
+from gateway.relay.dialects import Dialect, Part
+from gateway.relay.sse import EventGate
+from gateway.relay.verdict import message_of, status_of
+from gateway.relay.watch import Limits, Watch
+from gateway.request import Headers, Request
+from gateway.transport.connection import Connection
+from gateway.transport.errors import Errored, Garbage, Stale, UpstreamError
+
+ERROR_EVENT = b"event: error\n"
+"""How a node's own error event begins, in dialects that name their events."""
+
+ERROR_BYTES = 256 * 1024
+"""Of an error's body no more is read."""
+
+
+class Attempt:
+    """Ends exactly once, by `end`: the connection goes back or is closed, the lease likewise."""
+
+    __slots__ = (
+        "_clock",
+        "_connection",
+        "_dialect",
+        "_failure",
+        "_gate",
+        "_over",
+        "_sent",
+        "_watch",
+        "began",
+        "content",
+        "dispatched",
+        "headers",
+        "lease",
+        "limits",
+        "status",
+        "streams",
+        "tail",
+    )
+
+    def __init__(
+        self, lease: Lease, dialect: Dialect, limits: Limits, clock: Callable[[], float]
+    ) -> None:
+        self.lease = lease
+        self.limits = limits
+        self._dialect = dialect
+        self._clock = clock
+        self._connection: Connection | None = None
+        self._failure: UpstreamError | None = None
+        """Set from outside, perhaps before there is a connection."""
+        self._gate: EventGate | None = None
+        self._watch: Watch | None = None
+        self._over = False
+        self._sent = False
+        self.began = clock()
+        self.dispatched: float | None = None
+        self.status = 0
+        self.headers: Headers = []
+        self.streams = False
+        """Whether what comes is a stream of events."""
+        self.content = b""
+        """What had come when `open` returned: the first events, or all of a plain answer."""
+        self.tail: tuple[bytes, bytes, bytes] = (b"", b"", b"")
+        """The last three pieces of a stream."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the node's reply has come to its end."""
+        return self._connection is not None and self._connection.complete
+
+    @property
+    def events(self) -> int:
+        """Events that have passed."""
+        return self._gate.events if self._gate is not None else 0
+
+    @property
+    def cut(self) -> bool:
+        """Whether the stream ended within an event."""
+        return self._gate is not None and self._gate.partial
+
+    async def open(
+        self, request: Request, data: bytes, body: bytes, *, event_bytes: int, hold_bytes: int,
+        comments: bool,
+    ) -> None:  # fmt: skip
+        """Send, and wait for the outcome: the first content of a stream, else the whole answer.
+
+        A plain answer longer than `hold_bytes` is left to `read`. Raises: UpstreamError.
+        """
+        connection = await self._exchange(data, body)
+        self.status = connection.status
+        self.headers = connection.headers
+        if self.status >= 300:
+            self.content = await self._all(ERROR_BYTES)
+            return
+        if request.stream and _is_event_stream(self.headers):
+            self.lease.head_came(self._clock())
+            self.streams = True
+            self._gate = EventGate(event_bytes, comments=comments)
+            self.content = await self._first_content(event_bytes)
+        else:
+            self.content = await self._all(hold_bytes)
+
+    async def read(self) -> bytes:
+        """The next bytes that may pass, empty at the end. Raises: UpstreamError."""
+        connection, gate = self._connection, self._gate
+        assert connection is not None
+        if gate is None:
+            return await connection.read()
+        while True:
+            chunk = await connection.read()
+            if not chunk:
+                return b""
+            before = gate.events
+            passed = gate.feed(chunk)
+            if ERROR_EVENT in passed:
+                passed = self._before_error(passed)
+            if gate.events != before:
+                self.lease.last_moved = self._clock()
+                _, second, third = self.tail
+                self.tail = (second, third, passed)
+            if passed:
+                return passed
+
+    def _before_error(self, passed: bytes) -> bytes:
+        """What stands before the node's own error event; that event itself ends the stream, in
+        the form that this API's clients know.
+        """
+        kept = []
+        for event in sse.split(passed):
+            if event.startswith(ERROR_EVENT):
+                data = sse.payload(event)
+                self.fail(Errored(message_of(data) or "The node failed in the middle of it"))
+                break
+            kept.append(event)
+        return b"".join(kept)
+
+    def fail(self, error: UpstreamError) -> None:
+        """End it from outside: whoever waits gets `error`."""
+        self._failure = error
+        if self._connection is not None:
+            self._connection.fail(error)
+
+    def end(self) -> None:
+        """Leave the node. Its slot is free when its answer was complete, else when it says so."""
+        if self._over:
+            return
+        self._over = True
+        if self._watch is not None:
+            self._watch.stop()
+        connection = self._connection
+        if connection is not None and connection.complete:
+            self.lease.upstream.pool.give(connection)
+            self.lease.give_back()
+            return
+        if connection is not None:
+            connection.close()
+        if self._sent:
+            self.lease.abandon()
+        else:
+            self.lease.give_back()
+
+    async def _exchange(self, data: bytes, body: bytes) -> Connection:
+        """Send on an idle connection if there is one; one that was stale is no attempt."""
+        pool = self.lease.upstream.pool
+        while True:
+            connection = pool.idle() or await pool.connect(self.limits.connect)
+            if self._failure is not None:
+                connection.close()
+                raise self._failure
+            self._connection = connection
+            if self._watch is None:
+                self._watch = Watch(self.lease, self.limits, self.fail, self._clock)
+                self.dispatched = self._clock()
+            self._sent = True
+            connection.send(data, body)
+            try:
+                await connection.head()
+            except Stale:
+                connection.close()
+                self._connection = None
+                self._sent = False
+            else:
+                return connection
+
+    async def _first_content(self, most: int) -> bytes:
+        """All events up to the first with content. Raises: UpstreamError."""
+        connection, gate = self._connection, self._gate
+        assert connection is not None
+        assert gate is not None
+        held = b""
+        while True:
+            chunk = await connection.read()
+            if not chunk:
+                raise Garbage("The node's stream ended before it said anything")
+            passed = gate.feed(chunk)
+            held += passed
+            for event in sse.split(passed):
+                part = Part.OPENING if event.startswith(b":") else self._dialect.part(event)
+                if part is Part.OPENING:
+                    continue
+                if part is Part.ERROR:
+                    return self._refused(sse.payload(event))
+                self.lease.moved(self._clock())
+                self.tail = (b"", b"", held)
+                return held
+            if len(held) > most:
+                raise Garbage(f"{most} bytes of events came without any content")
+
+    def _refused(self, error: bytes) -> bytes:
+        """An error in place of the first content: the same as a reply with its status."""
+        self.status = status_of(error)
+        self.streams = False
+        self.headers = [(b"content-type", b"application/json")]
+        return error
+
+    async def _all(self, most: int) -> bytes:
+        """The body, up to about `most` bytes."""
+        connection = self._connection
+        assert connection is not None
+        first = await connection.read()
+        if connection.complete and not connection.unread:
+            return first
+        parts = [first]
+        size = len(first)
+        while size < most and (part := await connection.read()):
+            self.lease.last_moved = self._clock()
+            parts.append(part)
+            size += len(part)
+        return b"".join(parts)
+
+
+def _is_event_stream(headers: Headers) -> bool:
+    kind = encoding = b""
+    for name, value in headers:
+        if name == b"content-type":
+            kind = value
+        elif name == b"content-encoding":
+            encoding = value.lower()
+    if encoding not in {b"", b"identity"}:
+        raise Garbage("The node compressed its stream though it was asked not to")
+    return kind.startswith(b"text/event-stream")

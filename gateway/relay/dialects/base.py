@@ -1,0 +1,95 @@
+"""What the relay asks of a dialect: how its stream begins, ends and fails."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from gateway.errors import GatewayError
+from gateway.relay import sse
+from gateway.transport.errors import Garbage
+
+_JSON = msgspec.json.Decoder()
+
+
+class Part(enum.Enum):
+    """What an event that stands before the first content is."""
+
+    OPENING = enum.auto()
+    """Says only that an answer begins: held back, since a retry would repeat it."""
+    CONTENT = enum.auto()
+    ERROR = enum.auto()
+
+
+class Dialect:
+    """OpenAI's form, which most others share."""
+
+    name = "openai"
+
+    def error_body(self, error: GatewayError, tag: str) -> bytes:
+        """The error as this API's official client expects it; `tag` is the request's id."""
+        return msgspec.json.encode({"error": error_fields(error)})
+
+    def error_event(self, error: GatewayError, tag: str) -> bytes:
+        """The same as an event of a stream that has begun."""
+        return b"data: " + self.error_body(error, tag) + b"\n\n"
+
+    def heartbeat(self) -> bytes:
+        """Bytes that mean nothing, between events."""
+        return sse.HEARTBEAT
+
+    def part(self, event: bytes) -> Part:
+        """What one event is. Raises: Garbage, when it is none of this API's."""
+        data = sse.payload(event)
+        if not data:
+            return Part.OPENING
+        if sse.event_name(event) == b"error":
+            return Part.ERROR
+        if data == b"[DONE]":
+            return Part.CONTENT
+        if data == b"null":
+            # llama.cpp begins a stream of several prompts with it.
+            return Part.OPENING
+        value = decoded(data)
+        if not isinstance(value, dict):
+            raise Garbage("An event of the node's stream is not a JSON object")
+        if value.get("error"):
+            return Part.ERROR
+        return Part.CONTENT if self.is_content(value) else Part.OPENING
+
+    def is_content(self, value: dict[str, Any]) -> bool:
+        """Whether an event's data has anything that the reader would miss."""
+        raise NotImplementedError
+
+    def finished(self, tail: bytes) -> bool:
+        """Whether a stream that ends with these bytes has come to its end."""
+        return b"data: [DONE]" in tail[-64:]
+
+    def failed(self, tail: bytes) -> bool:
+        """Whether the last event of `tail` is the node's own error event."""
+        events = [event for event in sse.split(tail) if sse.payload(event)]
+        if not events:
+            return False
+        data = sse.payload(events[-1])
+        return data.startswith(b'{"error":') or sse.event_name(events[-1]) == b"error"
+
+
+def error_fields(error: GatewayError) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {
+        "message": error.message,
+        "type": error.type,
+        "param": error.param,
+        "code": error.code,
+        **error.details,
+    }
+
+
+def decoded(data: bytes) -> Any:
+    """The JSON value of an event's data. Raises: Garbage."""
+    try:
+        return _JSON.decode(data)
+    except (msgspec.DecodeError, RecursionError):
+        raise Garbage("An event of the node's stream is not JSON") from None

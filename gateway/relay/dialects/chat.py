@@ -1,0 +1,40 @@
+"""OpenAI's chat completions and completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.relay.dialects.base import Dialect
+
+_TEXTS = ("content", "reasoning_content", "tool_calls", "function_call", "refusal", "reasoning")
+
+
+class Chat(Dialect):
+    """`/v1/chat/completions`: a role delta, content deltas, a finish reason, `[DONE]`."""
+
+    name = "chat"
+
+    def is_content(self, value: dict[str, Any]) -> bool:
+        choices = value.get("choices")
+        if not isinstance(choices, list) or not choices:
+            return bool(value.get("usage"))
+        for choice in choices:
+            if not isinstance(choice, dict) or choice.get("finish_reason"):
+                return True
+            delta = choice.get("delta")
+            if not isinstance(delta, dict) or any(delta.get(name) for name in _TEXTS):
+                return True
+        return False
+
+
+class Completions(Dialect):
+    """`/v1/completions`: text in each event, `[DONE]`."""
+
+    name = "completions"
+
+    def is_content(self, value: dict[str, Any]) -> bool:
+        return "choices" in value
+
+
+CHAT = Chat()
+COMPLETIONS = Completions()

@@ -1,0 +1,54 @@
+"""Anthropic's messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gateway.errors import GatewayError
+from gateway.relay.dialects.base import Dialect
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_OPENINGS = frozenset({"message_start", "content_block_start", "ping"})
+
+
+class Messages(Dialect):
+    """`/v1/messages`: named events, from `message_start` to `message_stop`."""
+
+    name = "messages"
+
+    def error_body(self, error: GatewayError, tag: str) -> bytes:
+        kind = _TYPES.get(error.status)
+        if kind is None:
+            kind = "invalid_request_error" if error.status < 500 else "api_error"
+        return self._body(kind, error, tag)
+
+    def error_event(self, error: GatewayError, tag: str) -> bytes:
+        return b"event: error\ndata: " + self._body("api_error", error, tag) + b"\n\n"
+
+    def _body(self, kind: str, error: GatewayError, tag: str) -> bytes:
+        fields = {"type": kind, "message": error.message}
+        return msgspec.json.encode({"type": "error", "error": fields, "request_id": tag})
+
+    def heartbeat(self) -> bytes:
+        return b'event: ping\ndata: {"type": "ping"}\n\n'
+
+    def is_content(self, value: dict[str, Any]) -> bool:
+        return value.get("type") not in _OPENINGS
+
+    def finished(self, tail: bytes) -> bool:
+        return b"event: message_stop" in tail[-128:]
+
+
+MESSAGES = Messages()

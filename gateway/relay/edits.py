@@ -1,0 +1,108 @@
+"""The only place that edits bodies, and only those that need it.
+
+An edited body is parsed one level deep: everything inside stays the client's own bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.config.routing import ModelRule
+from gateway.relay.peek import Number, Peek
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
+_PROBABILITIES = ("n_probs", "top_logprobs")
+
+Edit = dict[str, Any]
+"""What becomes of a body's fields: a new value, or `msgspec.UNSET` to take one out."""
+
+
+def needed(
+    peeked: Peek,
+    rules: tuple[ModelRule, ...],
+    *,
+    length_field: str | None,
+    max_tokens: int | None,
+    n_probs: int,
+) -> Edit | None:
+    """The edit that the contract asks for; None, as nearly always, when there is none.
+
+    `max_tokens` and `n_probs` are the operator's bounds; `length_field` is the name that this
+    path has for the answer's length.
+    """
+    caps = [rule.max_tokens for rule in rules if rule.max_tokens is not None]
+    cap = min([*caps, *([] if max_tokens is None else [max_tokens])], default=None)
+    edit: Edit = {}
+    if isinstance(peeked.priority, str):
+        edit["priority"] = msgspec.UNSET
+    if peeked.id_slot is not None:
+        edit["id_slot"] = msgspec.UNSET
+    if peeked.lora is not None:
+        edit["lora"] = msgspec.UNSET
+    for name in _PROBABILITIES:
+        value = getattr(peeked, name)
+        if value is not None and value > n_probs:
+            edit[name] = n_probs
+    if cap is not None and length_field is not None:
+        present = {name: getattr(peeked, name) for name in _LENGTHS}
+        for name, value in present.items():
+            if value is not None and not 0 <= value <= cap:
+                edit[name] = cap
+        if all(value is None for value in present.values()):
+            edit[length_field] = cap
+    if not edit and not any(rule.set or rule.default or rule.strip for rule in rules):
+        return None
+    return edit
+
+
+def applied(body: bytes, edit: Edit, rules: tuple[ModelRule, ...] = ()) -> bytes:
+    """`body` with the rules' parameters stripped, defaulted and set, and then `edit` made."""
+    fields: dict[str, Any] = dict(_FIELDS.decode(body))
+    caps: dict[str, int] = {}
+    for rule in rules:
+        for name in rule.strip:
+            fields.pop(name, None)
+        for name, value in rule.default.items():
+            if name not in fields or bytes(fields[name]) == b"null":
+                fields[name] = _raw(value)
+        for name, value in rule.set.items():
+            fields[name] = _raw(value)
+            caps[name] = value
+    for name, value in edit.items():
+        if value is msgspec.UNSET:
+            fields.pop(name, None)
+        elif not _set_below(caps.get(name), value):
+            fields[name] = _raw(value)
+    return msgspec.json.encode(fields)
+
+
+def renamed(body: bytes, model: str) -> bytes:
+    """`body` with another model's name, in the place where the old one stood."""
+    fields = _FIELDS.decode(body)
+    fields["model"] = _raw(model)
+    return msgspec.json.encode(fields)
+
+
+def whole(value: Number) -> int | None:
+    """A number of a body as an int; None for none, and a huge one for infinity."""
+    if value is None:
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
+        return 1 << 62
+    return int(value)
+
+
+def _set_below(value: object, bound: object) -> bool:
+    """Whether a rule's own `set` value already keeps within the bound."""
+    return isinstance(value, int) and isinstance(bound, int) and 0 <= value <= bound
+
+
+def _raw(value: object) -> msgspec.Raw:
+    plain = dict(value) if isinstance(value, Mapping) else value
+    return msgspec.Raw(msgspec.json.encode(plain))

@@ -1,0 +1,214 @@
+"""One request's way through its attempts: a lease, an exchange, and what its outcome means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gateway import errors
+from gateway.config.settings import Settings
+from gateway.errors import GatewayError
+from gateway.events import Bus
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.lease import Lease
+from gateway.relay import edits, fields, verdict
+from gateway.relay.attempt import Attempt
+from gateway.relay.dialects import Dialect
+from gateway.relay.live import Ended, Live
+from gateway.relay.reply import Reply, Rest, as_error
+from gateway.relay.routes import ROUTES
+from gateway.relay.settle import Settler
+from gateway.relay.verdict import Verdict
+from gateway.relay.watch import Limits, first_byte_limit
+from gateway.scheduling.scheduler import Scheduler
+from gateway.transport.errors import ConnectFailed, Overdue, UpstreamError
+
+
+@dataclass(slots=True, eq=False)
+class Means:
+    """What every request's attempts need; one for the whole process."""
+
+    scheduler: Scheduler
+    fleet: Fleet
+    settings: Settings
+    bus: Bus
+    clock: Callable[[], float]
+
+
+class AttemptFailed(Exception):  # noqa: N818 - as `Overdue` and its like
+    """An attempt came to nothing. `error` is what the client gets when no other may follow."""
+
+    def __init__(
+        self, error: GatewayError, *, again: bool = True, answer: Reply | None = None
+    ) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.again = again
+        self.answer = answer
+        """A node's own error, to be passed on if nobody knows better."""
+
+
+class Journey:
+    """One request's way through its attempts."""
+
+    __slots__ = ("_dialect", "_erring", "_live", "_means", "_settler")
+
+    def __init__(self, means: Means, live: Live) -> None:
+        self._means = means
+        self._live = live
+        self._dialect: Dialect = ROUTES[live.request.path].dialect
+        self._erring: list[tuple[Lease, int]] = []
+        """Attempts that ended with a server error, whoever is to blame for it."""
+        self._settler = Settler(means.fleet, means.scheduler, means.bus, live, means.clock)
+
+    async def attempt(self) -> Reply:
+        """One attempt. Raises: AttemptFailed, GatewayError."""
+        means, live = self._means, self._live
+        request, record, clock = live.request, live.record, means.clock
+        if live.ended_by is not None:
+            raise live.ended_by
+        asked = clock()
+        lease, model = await means.scheduler.lease(request)
+        began = clock()
+        record.queue += began - asked
+        record.attempts += 1
+        record.node = lease.node.name
+        record.tier = lease.node.spec.tier
+        attempt = Attempt(lease, self._dialect, self._limits(lease), clock)
+        live.trying(attempt)
+        try:
+            settings = means.settings
+            head, body = self._encoded(lease, model)
+            await attempt.open(
+                request,
+                head,
+                body,
+                event_bytes=settings.limits.event_bytes,
+                hold_bytes=settings.limits.response_bytes,
+                comments=settings.heartbeat > 0,
+            )
+        except UpstreamError as error:
+            attempt.end()
+            raise self._failed(attempt, error) from error
+        except BaseException:
+            attempt.end()
+            self._settler.tell(attempt, "client_closed")
+            raise
+        if record.overhead is None and attempt.dispatched is not None:
+            record.overhead = max(0.0, attempt.dispatched - request.received - record.queue)
+        if attempt.status < 300:
+            return self._answered(attempt)
+        return self._judged(attempt)
+
+    def _encoded(self, lease: Lease, model: str) -> tuple[bytes, bytes]:
+        """The head and the body for this node, under the name that it knows the model by."""
+        request, origin = self._live.request, lease.upstream.pool.origin
+        body = request.bodies[model]
+        name = lease.node.serves(model) or model
+        if name != request.said and (request.said is not None or lease.node.spec.kind == "openai"):
+            body = edits.renamed(body, name)
+        head = b"POST %s%s HTTP/1.1\r\n%s%scontent-length: %d\r\n\r\n" % (
+            origin.prefix,
+            request.path.encode(),
+            origin.fields,
+            request.fields,
+            len(body),
+        )
+        return head, body
+
+    def _limits(self, lease: Lease) -> Limits:
+        own, all_ = lease.node.spec.timeouts, self._means.settings.timeouts
+        request = self._live.request
+        until = request.received + (own.total or all_.total)
+        if request.deadline is not None:
+            until = min(until, request.deadline)
+        first_byte = own.first_byte or all_.first_byte
+        generates = ROUTES[request.path].streams
+        return Limits(
+            connect=own.connect or all_.connect,
+            # A plain answer comes in one piece, after its last token.
+            first_byte=None
+            if generates and not request.stream
+            else first_byte_limit(first_byte, lease),
+            silence=own.silence or all_.silence,
+            until=until,
+        )
+
+    # What became of it.
+
+    def _answered(self, attempt: Attempt) -> Reply:
+        """The node answers: from here on nothing can be repeated."""
+        record, clock = self._live.record, self._means.clock
+        for lease, _ in self._erring:
+            self._means.fleet.failed(lease.node, clock(), lease.taken)
+        headers = fields.to_client(attempt.headers)
+        if attempt.streams:
+            record.ttft = clock() - self._live.request.received
+        elif attempt.complete:
+            self._settler.finished(attempt, attempt.content)
+            return Reply(attempt.status, headers, attempt.content)
+        rest = Rest(attempt, self._live, self._dialect, self._settler)
+        return Reply(attempt.status, headers, attempt.content, rest)
+
+    def _judged(self, attempt: Attempt) -> Reply:
+        """An error of the node's: whose it is, and whether another node may know better."""
+        status, content = attempt.status, attempt.content
+        request, node = self._live.request, attempt.lease.node
+        lease, fleet, now = attempt.lease, self._means.fleet, self._means.clock()
+        attempt.end()
+        judged = verdict.judge(status, content, request)
+        self._settler.tell(attempt, "ok" if judged is Verdict.PASS else judged.value)
+        answer = Reply(status, fields.to_client(attempt.headers), content)
+        if judged is Verdict.PASS:
+            fleet.succeeded(node, now, lease.taken)
+            return answer
+        request.failed.add(node.name)
+        if judged is Verdict.OVERFLOW:
+            raise self._overflow(content, lease)
+        if judged is Verdict.REFUSED:
+            request.refused.add(node.name)
+            if status == 501:
+                fleet.refuses(node, request.endpoint)
+            raise AttemptFailed(
+                errors.node_failed(f"No node could serve this request (the last said {status}).")
+            )
+        if judged is Verdict.BUSY:
+            if verdict.is_loading(status, content):
+                fleet.loading(node)
+            elif status in {502, 503, 504}:
+                fleet.failed(node, now, lease.taken)
+            raise AttemptFailed(errors.node_failed(f"Every node tried failed ({status})."))
+        if any(status == earlier for _, earlier in self._erring):
+            return answer
+        if not self._means.scheduler.elsewhere(request, node):
+            return answer
+        self._erring.append((lease, status))
+        raise AttemptFailed(errors.node_failed("Every node tried failed."), answer=answer)
+
+    def _overflow(self, content: bytes, lease: Lease) -> Exception:
+        """The prompt does not fit here: once more where there is more room, if there is."""
+        request, node = self._live.request, lease.node
+        tokens, context = verdict.overflow_sizes(content)
+        context = context or node.context
+        error = errors.context_length_exceeded(tokens, context)
+        self._means.fleet.succeeded(node, self._means.clock(), lease.taken)
+        if request.smallest_context or context is None:
+            return error
+        request.smallest_context = max(tokens or 0, context + 1)
+        if not self._means.scheduler.larger(request):
+            return error
+        return AttemptFailed(error)
+
+    def _failed(self, attempt: Attempt, failure: UpstreamError) -> Exception:
+        """An attempt ended without any reply that could be passed on."""
+        request, node = self._live.request, attempt.lease.node
+        self._settler.tell(attempt, failure.outcome)
+        if isinstance(failure, Ended):
+            return failure.error
+        request.failed.add(node.name)
+        out_of_time = isinstance(failure, Overdue) and failure.limit == "total"
+        if not out_of_time or request.deadline is None:
+            self._means.fleet.failed(node, self._means.clock(), attempt.lease.taken)
+        if isinstance(failure, ConnectFailed):
+            self._means.fleet.unreachable(node, str(failure))
+        return AttemptFailed(as_error(failure), again=not out_of_time)

@@ -1,0 +1,51 @@
+"""What a public model name stands for: aliases, fall-backs, and the rules met on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gateway.config.routing import ModelRule
+
+MOST_MEANINGS = 32
+"""Names that one alias may fan out to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """A model that nodes may serve, and the rules for requests that come to it by this name."""
+
+    name: str
+    rules: tuple[ModelRule, ...] = ()
+
+
+@dataclass(slots=True)
+class Names:
+    """The `models` of one settings file; made anew at each reload."""
+
+    rules: Mapping[str, ModelRule]
+    _known: dict[str, tuple[Meaning, ...]] = field(default_factory=dict)
+
+    def meanings(self, name: str) -> tuple[Meaning, ...]:
+        """The models that `name` stands for, in order of preference; itself if nothing is said."""
+        if name not in self.rules:
+            return (Meaning(name),)
+        found = self._known.get(name)
+        if found is None:
+            found = self._known[name] = tuple(_follow(name, self.rules, ()))[:MOST_MEANINGS]
+        return found
+
+
+def _follow(
+    name: str, rules: Mapping[str, ModelRule], applied: tuple[ModelRule, ...]
+) -> list[Meaning]:
+    rule = rules.get(name)
+    if rule is None:
+        return [Meaning(name, applied)]
+    applied = (*applied, rule)
+    meanings: dict[str, Meaning] = {}
+    for used in rule.use or (name,):
+        inner = [Meaning(used, applied)] if used == name else _follow(used, rules, applied)
+        for meaning in inner:
+            meanings.setdefault(meaning.name, meaning)
+    return list(meanings.values())

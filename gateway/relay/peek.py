@@ -1,0 +1,168 @@
+"""What the gateway needs to know of a body, read without building the rest of it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from gateway import errors
+
+Number = int | float | None
+
+
+class Peek(msgspec.Struct):
+    """The fields that decide where a request goes; everything else stays bytes.
+
+    Fields that are only ever taken out or bounded are here so that their presence is known.
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    n: Number = None
+    max_tokens: Number = None
+    max_completion_tokens: Number = None
+    max_output_tokens: Number = None
+    n_predict: Number = None
+    n_probs: Number = None
+    top_logprobs: Number = None
+    n_cmpl: Number = None
+    priority: Any = None
+    service_tier: Any = None
+    id_slot: msgspec.Raw | None = None
+    lora: msgspec.Raw | None = None
+    prompt: msgspec.Raw | None = None
+    messages: msgspec.Raw | None = None
+    input: msgspec.Raw | None = None
+
+
+_PEEK = msgspec.json.Decoder(Peek)
+_RAWS = msgspec.json.Decoder(list[msgspec.Raw])
+_ANY = msgspec.json.Decoder()
+
+_PATH = re.compile(r"^(?P<what>.*?) - at `\$\.?(?P<key>[^`]*)`$", re.DOTALL)
+
+
+def peek(body: bytes) -> Peek:
+    """Read `body`. Raises: GatewayError 400."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise errors.invalid_json(f"byte {error.start} is not UTF-8") from None
+    try:
+        return _PEEK.decode(body)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = _PATH.match(text)
+        if found is None:
+            raise errors.invalid_request(f"The body is not what was expected: {text}.") from None
+        key = found["key"] or None
+        message = f"'{key}': {found['what']}." if key else f"{found['what']}."
+        raise errors.invalid_request(message, key) from None
+    except msgspec.DecodeError as error:
+        detail = "it is empty" if not body.strip() else str(error)
+        raise errors.invalid_json(detail) from None
+    except RecursionError:
+        raise errors.invalid_json("it is nested too deeply") from None
+
+
+def count_prompts(raw: msgspec.Raw | None) -> int:
+    """How many prompts a completion's `prompt` holds, as llama.cpp counts them.
+
+    A list of numbers, or of numbers and strings mixed, is one prompt; any other list holds one
+    an item.
+    """
+    if raw is None or bytes(raw).lstrip()[:1] != b"[":
+        return 1
+    try:
+        items = _RAWS.decode(raw)
+    except msgspec.DecodeError:
+        return 1
+    if not items or any(bytes(item)[:1] not in b'"[{' for item in items):
+        return 1
+    return len(items)
+
+
+def count_tokens(raw: msgspec.Raw | None, bytes_per_token: float) -> int:
+    """A low guess at a prompt's tokens: exact for token ids, by length for text.
+
+    Images are left out, since their size in base64 says nothing about their tokens.
+    """
+    if raw is None:
+        return 0
+    data = bytes(raw)
+    if data.lstrip()[:1] == b"[" and data[1:64].lstrip()[:1].isdigit():
+        return data.count(b",") + 1
+    size = len(data)
+    start = data.find(b";base64,")
+    while start >= 0:
+        end = data.find(b'"', start)
+        if end < 0:
+            break
+        size -= end - start
+        start = data.find(b";base64,", end)
+    return int(size / bytes_per_token)
+
+
+def depth(body: bytes, limit: int) -> int:
+    """How deeply the JSON is nested, as far as it may matter: exact only above `limit`."""
+    if body.count(b"[") + body.count(b"{") <= limit:
+        return 0
+    brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
+    deepest = level = 0
+    for byte in brackets:
+        if byte in b"[{":
+            level += 1
+            deepest = max(deepest, level)
+        else:
+            level -= 1
+    return deepest
+
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+_LINKS = (b"_url", b'"source"', b"input_audio", b"multimodal_data", b"\\u")
+_MEDIA = frozenset(
+    {"image_url", "video_url", "audio_url", "file_url", "input_audio", "input_video", "input_image"}
+)
+_PICTURES = frozenset({"image_url", "input_image", "image"})
+
+
+def may_link(body: bytes) -> bool:
+    """Whether `body` could hold a picture or a link to one; an escape could spell anything."""
+    return any(mark in body for mark in _LINKS)
+
+
+def links(body: bytes) -> tuple[list[str], bool]:
+    """The addresses that a server might fetch for this body, and whether it holds a picture."""
+    value = _ANY.decode(body)
+    found: list[str] = []
+    pictures = False
+    waiting: list[Any] = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting.extend(item)
+        elif isinstance(item, dict):
+            pictures = pictures or item.get("type") in _PICTURES or "multimodal_data" in item
+            for key, inner in item.items():
+                if key in _MEDIA or (
+                    key == "source" and isinstance(inner, dict) and inner.get("type") != "base64"
+                ):
+                    found.extend(_addresses(inner))
+                elif key == "multimodal_data" and isinstance(inner, list):
+                    found.extend(text for text in inner if isinstance(text, str) and ":" in text)
+            waiting.extend(item.values())
+    return found, pictures
+
+
+def _addresses(media: object) -> list[str]:
+    """The addresses in a part: the text itself, or what its `url` and `data` say."""
+    if isinstance(media, str):
+        return [media] if ":" in media else []
+    if isinstance(media, dict):
+        texts = (media.get("url"), media.get("data"))
+        return [text for text in texts if isinstance(text, str) and ":" in text]
+    return []

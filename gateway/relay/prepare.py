@@ -1,0 +1,175 @@
+"""From what the client sent to a `Request`: read once, checked once, edited once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import msgspec
+
+from gateway import errors
+from gateway.config.listeners import LimitSettings
+from gateway.relay import edits, fields, peek
+from gateway.relay.naming import Names
+from gateway.relay.routes import Route
+from gateway.request import Caller, Headers, Priority, Request
+
+BYTES_PER_TOKEN = 4.0
+"""English text has about 4 bytes a token in the tokenizers of today's open models; JSON around
+it makes the guess low on purpose, since it only ever excludes nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The part of the settings that preparing goes by; replaced as a whole at a reload."""
+
+    limits: LimitSettings
+    names: Names
+    default_model: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A request as the edge has read it."""
+
+    id: str
+    tag: str
+    route: Route
+    headers: Headers
+    body: bytes
+    caller: Caller
+    received: float
+
+
+def prepare(
+    incoming: Incoming,
+    peeked: peek.Peek,
+    priority: Priority,
+    rules: Rules,
+    known_models: Callable[[], Sequence[str]],
+) -> Request:
+    """A request that can be sent to nodes. Raises: GatewayError."""
+    route, limits, body = incoming.route, rules.limits, incoming.body
+    if peek.depth(body, limits.json_depth) > limits.json_depth:
+        raise errors.invalid_request(f"The body is nested deeper than {limits.json_depth} levels.")
+    model = _model(peeked.model, rules, incoming.caller, known_models)
+    meanings = rules.names.meanings(model)
+    vision = peek.may_link(body) and _checked_media(body, limits.media_hosts)
+    bodies = {}
+    for meaning in meanings:
+        edit = edits.needed(
+            peeked,
+            meaning.rules,
+            length_field=route.limit,
+            max_tokens=limits.max_tokens,
+            n_probs=limits.n_probs,
+        )
+        bodies[meaning.name] = body if edit is None else edits.applied(body, edit, meaning.rules)
+    slots = _slots(route, peeked, limits.n)
+    raw = getattr(peeked, route.prompt) if route.prompt in _PROMPTS else None
+    return Request(
+        id=incoming.id,
+        tag=incoming.tag,
+        path=route.path,
+        fields=fields.to_node(incoming.headers, incoming.tag),
+        bodies=bodies,
+        said=peeked.model,
+        caller=incoming.caller,
+        priority=priority,
+        model=model,
+        candidates=tuple(bodies),
+        endpoint=route.endpoint,
+        received=incoming.received,
+        stream=bool(peeked.stream) and route.streams,
+        vision=vision,
+        slots=slots,
+        prompt_tokens=peek.count_tokens(raw, BYTES_PER_TOKEN),
+        max_tokens=_max_tokens(peeked),
+        native=route.native,
+        deadline=_deadline(incoming),
+    )
+
+
+_PROMPTS = frozenset({"prompt", "messages", "input"})
+
+
+def _model(
+    said: str | None, rules: Rules, caller: Caller, known_models: Callable[[], Sequence[str]]
+) -> str:
+    model = said or rules.default_model
+    if model is None:
+        known = [name for name in known_models() if caller.may_use(name)]
+        if not known:
+            raise errors.starting("No node has said yet which models it serves.")
+        if len(known) > 1:
+            some = ", ".join(f"'{name}'" for name in known[:8])
+            raise errors.invalid_request(f"'model' is missing. There are: {some}.", "model")
+        model = known[0]
+    if not caller.may_use(model):
+        raise errors.model_not_allowed(model)
+    return model
+
+
+def _slots(route: Route, peeked: peek.Peek, limit: int) -> int:
+    """Slots that the answer takes at once: one for each answer to each prompt."""
+    if not route.occupies:
+        return 0
+    if not route.streams:
+        return 1
+    answers = max(edits.whole(peeked.n) or 1, edits.whole(peeked.n_cmpl) or 1, 1)
+    if answers > limit:
+        raise errors.invalid_request(f"'n' is {answers}, the most is {limit}.", "n")
+    return answers * (peek.count_prompts(peeked.prompt) if route.prompt == "prompt" else 1)
+
+
+def _max_tokens(peeked: peek.Peek) -> int | None:
+    for value in (
+        peeked.max_completion_tokens,
+        peeked.max_tokens,
+        peeked.max_output_tokens,
+        peeked.n_predict,
+    ):
+        if value is not None and value >= 0:
+            return edits.whole(value)
+    return None
+
+
+def _deadline(incoming: Incoming) -> float | None:
+    for name, value in incoming.headers:
+        if name == b"x-request-timeout":
+            try:
+                seconds = float(value)
+            except ValueError:
+                seconds = math.nan
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise errors.invalid_request(
+                    "'X-Request-Timeout' must be a positive number of seconds.",
+                    "X-Request-Timeout",
+                )
+            return incoming.received + seconds
+    return None
+
+
+def _checked_media(body: bytes, hosts: tuple[str, ...]) -> bool:
+    """Whether the body holds a picture; links that a node would fetch are refused."""
+    try:
+        found, pictures = peek.links(body)
+    except (msgspec.DecodeError, RecursionError):
+        raise errors.invalid_json("it can't be read") from None
+    for link in found:
+        if link.startswith("data:"):
+            continue
+        try:
+            parts = urlsplit(link)
+            allowed = parts.scheme in {"http", "https"} and parts.hostname in hosts
+        except ValueError:
+            allowed = False
+        if not allowed:
+            raise errors.invalid_request(
+                "Only 'data:' URLs may be sent for images and files: the node would have to fetch "
+                "anything else. An operator can allow hosts in 'limits.media_hosts'.",
+                "messages",
+            )
+    return pictures

@@ -1,0 +1,55 @@
+"""From a request to its reply: attempts under leases until one answers.
+
+A function of no web framework: the web edge calls it, and so can jobs and batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gateway.relay.journey import AttemptFailed, Journey, Means
+from gateway.relay.live import Live
+from gateway.relay.reply import Reply
+from gateway.relay.retry import RetryBudget, retrying
+
+
+@dataclass(slots=True, eq=False)
+class Relay:
+    """Relays requests, within one budget of retries."""
+
+    means: Means
+    budget: RetryBudget = field(default_factory=RetryBudget)
+
+    async def __call__(self, live: Live) -> Reply:
+        """The reply to a live request. Raises: GatewayError."""
+        self.budget.request(self.means.clock())
+        journey = Journey(self.means, live)
+        try:
+            return await journey.attempt()
+        except AttemptFailed as failure:
+            return await self._again(journey, failure)
+
+    async def _again(self, journey: Journey, first: AttemptFailed) -> Reply:
+        """Once the first attempt has failed, tenacity takes over: it costs too much before."""
+
+        def may_retry(error: BaseException) -> bool:
+            return isinstance(error, AttemptFailed) and error.again
+
+        try:
+            async for trial in retrying(self.means.settings.retries, may_retry, self._affordable):
+                with trial:
+                    if trial.retry_state.attempt_number == 1:
+                        raise first
+                    return await journey.attempt()
+        except AttemptFailed as failure:
+            if failure.answer is not None:
+                return failure.answer
+            raise failure.error from failure
+        raise AssertionError("tenacity ends by a result or an exception")
+
+    def _affordable(self) -> bool:
+        retries = self.means.settings.retries
+        largest = max((node.slots_total for node in self.means.fleet.nodes.values()), default=0)
+        return self.budget.spend(
+            self.means.clock(), share=retries.budget, least=max(retries.budget_min, largest)
+        )

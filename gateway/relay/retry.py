@@ -1,0 +1,76 @@
+"""How often, how soon and how much may be tried again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception,
+    stop_after_attempt,
+    wait_random_exponential,
+)
+from tenacity.stop import stop_base
+
+from gateway.config.routing import RetrySettings
+
+WINDOW = 60.0
+"""Seconds of the past that the budget counts."""
+
+
+class RetryBudget:
+    """Keeps an outage from being multiplied: retries are at most a share of recent requests."""
+
+    def __init__(self) -> None:
+        self._requests: deque[tuple[int, int]] = deque()
+        self._counted = 0
+        self._retries: deque[float] = deque()
+
+    def request(self, now: float) -> None:
+        """Count a request that is tried for the first time."""
+        second = int(now)
+        requests = self._requests
+        if requests and requests[-1][0] == second:
+            requests[-1] = (second, requests[-1][1] + 1)
+        else:
+            requests.append((second, 1))
+            while requests[0][0] < second - WINDOW:
+                self._counted -= requests.popleft()[1]
+        self._counted += 1
+
+    def spend(self, now: float, *, share: float, least: int) -> bool:
+        """Count a retry, if one is left: `share` of the last minute's requests, or `least`."""
+        while self._retries and self._retries[0] < now - WINDOW:
+            self._retries.popleft()
+        if len(self._retries) >= self.allowance(share, least):
+            return False
+        self._retries.append(now)
+        return True
+
+    def allowance(self, share: float, least: int) -> int:
+        """Retries allowed within a minute."""
+        return max(least, int(share * self._counted))
+
+
+class _OutOfBudget(stop_base):
+    def __init__(self, affordable: Callable[[], bool]) -> None:
+        self._affordable = affordable
+
+    def __call__(self, retry_state: RetryCallState) -> bool:
+        return not self._affordable()
+
+
+def retrying(
+    settings: RetrySettings,
+    may_retry: Callable[[BaseException], bool],
+    affordable: Callable[[], bool],
+) -> AsyncRetrying:
+    """The loop of tenacity for one request; `affordable` is asked once for each further attempt."""
+    return AsyncRetrying(
+        stop=stop_after_attempt(settings.attempts) | _OutOfBudget(affordable),
+        wait=wait_random_exponential(multiplier=settings.backoff, max=settings.backoff_max),
+        retry=retry_if_exception(may_retry),
+        reraise=True,
+    )

@@ -1,0 +1,104 @@
+"""Tokens and speeds, read from the end of an answer without parsing the rest.
+
+llama.cpp puts `timings` into the last chunk of a stream unasked and into plain answers, and
+`usage` where the dialect has it. Inside a JSON string the quotes of `"usage":{` would be escaped,
+so its raw bytes are found only where it is a real key.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
+
+LONGEST_OBJECT = 16 * 1024
+"""Bytes; `usage` and `timings` have a few hundred."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one answer; `cached` is a part of `prompt`."""
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+    timings: dict[str, Any] | None = None
+    """llama.cpp's own figures of the generation, unchecked."""
+
+
+def read_usage(data: bytes) -> Usage | None:
+    """What the last `timings` and `usage` objects in `data` say, or None without either."""
+    usage = last_object(data, b'"usage":')
+    timings = last_object(data, b'"timings":')
+    if usage is None and timings is None:
+        return None
+    found = Usage(timings=timings)
+    if timings is not None:
+        found.cached = _count(timings.get("cache_n"))
+        found.prompt = _count(timings.get("prompt_n")) + found.cached
+        found.completion = _count(timings.get("predicted_n"))
+    if usage is not None:
+        _read(found, usage)
+    return found
+
+
+def _read(found: Usage, usage: dict[str, Any]) -> None:
+    """OpenAI's names and Anthropic's, whose `input_tokens` leave out what was cached."""
+    if "prompt_tokens" in usage:
+        found.prompt = _count(usage["prompt_tokens"])
+        found.completion = _count(usage.get("completion_tokens"))
+        found.cached = _detail(usage.get("prompt_tokens_details"), found.cached)
+    elif "input_tokens" in usage and "total_tokens" in usage:
+        found.prompt = _count(usage["input_tokens"])
+        found.completion = _count(usage.get("output_tokens"))
+        found.cached = _detail(usage.get("input_tokens_details"), found.cached)
+    else:
+        if "input_tokens" in usage:
+            found.cached = _count(usage.get("cache_read_input_tokens"))
+            found.prompt = _count(usage["input_tokens"]) + found.cached
+        if "output_tokens" in usage:
+            found.completion = _count(usage["output_tokens"])
+    found.cached = min(found.cached, found.prompt)
+
+
+def last_object(data: bytes, key: bytes) -> dict[str, Any] | None:
+    """The JSON object behind the last `key` (quotes and colon included), or None."""
+    start = data.rfind(key)
+    if start < 0:
+        return None
+    start = data.find(b"{", start + len(key), start + len(key) + 8)
+    if start < 0:
+        return None
+    depth = 0
+    for end in range(start, min(len(data), start + LONGEST_OBJECT)):
+        byte = data[end]
+        if byte == 0x7B:
+            depth += 1
+        elif byte == 0x7D:
+            depth -= 1
+            if not depth:
+                try:
+                    return _OBJECT.decode(data[start : end + 1])
+                except msgspec.DecodeError:
+                    return None
+    return None
+
+
+def _detail(details: object, otherwise: int) -> int:
+    if isinstance(details, dict):
+        return _count(details.get("cached_tokens"))
+    return otherwise
+
+
+def _number(value: object) -> float:
+    if isinstance(value, (int, float)) and math.isfinite(value) and value > 0:
+        return float(value)
+    return 0.0
+
+
+def _count(value: object) -> int:
+    return min(int(_number(value)), 1 << 31)

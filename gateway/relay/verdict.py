@@ -1,0 +1,106 @@
+"""What a node's answer means: pass it on, or ask another node, and who is to blame."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from gateway.request import Request
+
+
+class Verdict(enum.Enum):
+    """What to do with a node's reply before anything of it went out."""
+
+    PASS = "pass"  # noqa: S105 - no password
+    """An answer, or an error of the client's own making."""
+    OVERFLOW = "context_overflow"
+    """The prompt does not fit: a node with a larger context may take it."""
+    REFUSED = "refused"
+    """This node can't serve it: another one, and never this one again."""
+    BUSY = "busy"
+    """Not now: another one."""
+    ERROR = "server_error"
+    """It failed, or the request makes every node fail: another one tells which."""
+
+
+_REFUSED = frozenset({401, 403, 404, 405, 501})
+_BUSY = frozenset({408, 429, 502, 503, 504})
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    type: str | None = None
+    code: object = None
+    n_ctx: int | None = None
+    n_prompt_tokens: int | None = None
+
+
+class _Body(msgspec.Struct):
+    error: _Error | None = None
+    message: str = ""
+    type: str | None = None
+    code: object = None
+
+
+_BODY = msgspec.json.Decoder(_Body)
+
+
+def judge(status: int, content: bytes, request: Request) -> Verdict:
+    """What a reply of this status and (for errors) content means."""
+    if status < 300:
+        return Verdict.PASS
+    if status in _BUSY:
+        return Verdict.BUSY
+    if status in _REFUSED or status < 400:
+        return Verdict.REFUSED
+    if is_overflow(status, content, request):
+        return Verdict.OVERFLOW
+    return Verdict.ERROR if status >= 500 else Verdict.PASS
+
+
+def is_overflow(status: int, content: bytes, request: Request) -> bool:
+    """Whether the prompt was too long: its own error type, or for embeddings a 500 that says so."""
+    error = _error(content)
+    if error is None:
+        return False
+    if status == 400:
+        return error.type == "exceed_context_size_error"
+    return (
+        status == 500
+        and request.endpoint in {"embeddings", "rerank"}
+        and ("too large to process" in error.message or "context size" in error.message)
+    )
+
+
+def overflow_sizes(content: bytes) -> tuple[int | None, int | None]:
+    """Tokens of the prompt and of the node's context, as far as its error tells."""
+    error = _error(content)
+    return (error.n_prompt_tokens, error.n_ctx) if error else (None, None)
+
+
+def message_of(content: bytes) -> str | None:
+    """What the node's error says, if it is one."""
+    error = _error(content)
+    return error.message or None if error is not None else None
+
+
+def is_loading(status: int, content: bytes) -> bool:
+    """Whether a 503 says that the model is still being loaded."""
+    return status == 503 and b"Loading model" in content
+
+
+def status_of(content: bytes) -> int:
+    """The status that an error of this body stands for, as its `code` says; else 500."""
+    error = _error(content)
+    code = error.code if error is not None else None
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
+
+
+def _error(content: bytes) -> _Error | None:
+    try:
+        body = _BODY.decode(content)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    # On a stream of `/v1/messages` llama.cpp sends the fields of the error alone.
+    return body.error or _Error(message=body.message, type=body.type, code=body.code)

@@ -1,0 +1,353 @@
+"""Leases for requests: at once while a slot is free, else in turn, within limits.
+
+No node gets more requests than it has slots: the rest wait here, oldest first. A request that
+no free node can take does not hold up one behind it that another node can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from gateway import errors
+from gateway.config.settings import Settings
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.lease import Lease
+from gateway.fleet.node import Node
+from gateway.fleet.states import State
+from gateway.request import Priority, Request
+from gateway.scheduling.choice import least_loaded, narrowed, to_hold
+from gateway.scheduling.rate import CompletionRate
+
+TICK = 0.5
+"""Seconds between two looks at the limits of what waits."""
+
+UNMEASURED_PREFILL = 25.0
+"""Prompt tokens/s to expect of a node that has not shown its speed: slow on purpose, since it
+bounds a wait (one busy thread read 140 tokens/s of a 768 wide model when measured)."""
+
+ALIVE = frozenset({State.READY, State.DEGRADED, State.MUTE})
+"""States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A place in the queue."""
+
+    request: Request
+    entered: float
+    until: float
+    """When it has waited long enough; monotonic seconds."""
+    granted: asyncio.Future[tuple[Lease, str]]
+    out_since: float | None = None
+    """Since when every node that could serve it has been out."""
+
+    @property
+    def position(self) -> float:
+        """The key of the queue's order."""
+        return self.request.received
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """One waiting request, as the admin API shows it."""
+
+    request: Request
+    position: int
+    seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class Scheduler:
+    """Gives out leases on the slots of a fleet."""
+
+    fleet: Fleet
+    settings: Settings
+    clock: Callable[[], float]
+    rng: random.Random
+    rate: CompletionRate = field(default_factory=CompletionRate)
+    closing: bool = False
+    _queue: list[Ticket] = field(default_factory=list)
+    _matching: asyncio.Handle | None = None
+    _ticking: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        self.fleet.on_capacity = self.capacity_changed
+
+    async def lease(self, request: Request) -> tuple[Lease, str]:
+        """A lease for `request`, and the public model name that it was given for.
+
+        Waits while all nodes that could serve it are busy or out. Raises: GatewayError, when it
+        can't be served, there is no place to wait, or it has waited too long.
+        """
+        now = self.clock()
+        able = self._able(request)
+        if not self._queue or not request.slots:
+            granted = self._place(request, able, now, set())
+            if granted is not None:
+                return granted
+        return await self._wait(request, able, now)
+
+    def elsewhere(self, request: Request, node: Node) -> bool:
+        """Whether another node than `node` is in that could take `request`."""
+        return any(
+            other is not node and other.name not in request.failed and other.state in ALIVE
+            for _, nodes in self._able(request)
+            for other in nodes
+        )
+
+    def larger(self, request: Request) -> bool:
+        """Whether a node has the context that `request` is now known to need."""
+        return any(
+            node.context is not None and node.context >= request.smallest_context
+            for _, nodes in self._able(request)
+            for node in nodes
+        )
+
+    def waiting(self) -> list[Waiting]:
+        """What waits, in its order."""
+        now = self.clock()
+        return [
+            Waiting(ticket.request, place, now - ticket.entered)
+            for place, ticket in enumerate(self._queue, 1)
+        ]
+
+    def depths(self) -> dict[Priority, int]:
+        """How many requests of each class wait."""
+        depths = dict.fromkeys(Priority, 0)
+        for ticket in self._queue:
+            depths[ticket.request.priority] += 1
+        return depths
+
+    def has_room(self) -> bool:
+        """Whether one more request could be taken: at once, or into the queue."""
+        return not self.closing and len(self._queue) < self.settings.queue.max
+
+    def capacity_changed(self) -> None:
+        """Look again who can go, soon; called for each slot that comes free."""
+        if self._queue and self._matching is None:
+            self._matching = asyncio.get_running_loop().call_soon(self._match)
+
+    def completed(self) -> None:
+        """A request has been answered: the queue moves at this rate."""
+        self.rate.completed(self.clock())
+
+    def refuse(self, request_id: str, error: errors.GatewayError) -> bool:
+        """End the wait of one request, by its own id; whether it was waiting."""
+        for ticket in self._queue:
+            if ticket.request.id == request_id:
+                self._refuse(ticket, error)
+                return True
+        return False
+
+    def refuse_all(self, error: Callable[[], errors.GatewayError]) -> None:
+        """End everything that waits with an error of its own."""
+        for ticket in self._queue:
+            if not ticket.granted.done():
+                ticket.granted.set_exception(error())
+        self._queue.clear()
+
+    def close(self) -> None:
+        """Stop the timers; nothing may wait any more."""
+        self.refuse_all(errors.shutting_down)
+        for handle in (self._matching, self._ticking):
+            if handle is not None:
+                handle.cancel()
+        self._matching = self._ticking = None
+
+    # Who can serve it at all.
+
+    def _able(self, request: Request) -> list[tuple[str, Sequence[Node]]]:
+        """The nodes that can serve it, for each name it stands for that some node serves.
+
+        Raises: GatewayError when there is none, or none that could ever hold it.
+        """
+        offered = False
+        able: list[tuple[str, Sequence[Node]]] = []
+        widest = 0
+        for name in request.candidates:
+            serving = self.fleet.nodes_for(name)
+            offering = [
+                node
+                for node in serving
+                if node.name not in request.refused
+                and node.offers(request.endpoint, vision=request.vision)
+                and not (request.native and node.spec.kind == "openai")
+            ]
+            offered = offered or bool(serving)
+            if not offering:
+                continue
+            widest = max(widest, *(node.slots_total for node in offering))
+            wide_enough = [node for node in offering if node.slots_total >= request.slots]
+            if wide_enough:
+                able.append((name, narrowed(wide_enough, request)))
+        if able:
+            return able
+        if widest:
+            raise errors.invalid_request(
+                f"This request takes {request.slots} slots at once, more than any node has "
+                f"({widest}). Ask for fewer answers or prompts.",
+                "n",
+            )
+        if offered:
+            raise errors.node_failed(
+                f"No node serves '{request.endpoint}' requests for '{request.model}'."
+            )
+        if self.fleet.undecided():
+            raise errors.starting("The nodes are being asked what they serve.")
+        raise errors.model_not_found(request.model, list(self.fleet.model_names()))
+
+    def _place(
+        self,
+        request: Request,
+        able: Sequence[tuple[str, Sequence[Node]]],
+        now: float,
+        held: set[str],
+    ) -> tuple[Lease, str] | None:
+        """A lease at once, on a node that serves the first of its names that some node can."""
+        if self.closing:
+            raise errors.shutting_down()
+        for name, nodes in able:
+            node = least_loaded(nodes, request, now, self.rng, held)
+            if node is not None:
+                return _taken(node, request, now), name
+            if _any_alive(nodes):
+                break
+        return None
+
+    # Waiting.
+
+    async def _wait(
+        self, request: Request, able: Sequence[tuple[str, Sequence[Node]]], now: float
+    ) -> tuple[Lease, str]:
+        settings = self.settings
+        if self.closing:
+            raise errors.shutting_down()
+        ahead = len(self._queue)
+        if ahead >= settings.queue.max:
+            raise errors.queue_full(
+                f"{ahead} requests wait already. Try again later.", self.rate.retry_after(1, now)
+            )
+        rule = settings.classes.get(request.priority.label)  # type: ignore[call-overload]
+        limit = settings.queue.max_wait
+        if rule is not None and rule.max_wait is not None:
+            limit = rule.max_wait
+        until = now + limit
+        if request.deadline is not None:
+            expected = self.rate.wait(ahead + 1, now)
+            if expected is not None and ahead and now + expected > request.deadline:
+                raise errors.queue_timeout(
+                    f"{ahead} requests wait already, about {expected:.0f} s: longer than this "
+                    "client will wait.",
+                    self.rate.retry_after(ahead + 1, now),
+                )
+            until = min(until, request.deadline)
+        ticket = Ticket(request, now, until, asyncio.get_running_loop().create_future())
+        if not any(_any_alive(nodes) for _, nodes in able):
+            ticket.out_since = now
+        insort(self._queue, ticket, key=lambda ticket: ticket.position)
+        self._arm()
+        try:
+            return await ticket.granted
+        except asyncio.CancelledError:
+            granted = ticket.granted
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                granted.result()[0].give_back()
+            raise
+        finally:
+            if ticket in self._queue:
+                self._queue.remove(ticket)
+                self.capacity_changed()
+
+    def _arm(self) -> None:
+        if self._ticking is None and self._queue:
+            self._ticking = asyncio.get_running_loop().call_later(TICK, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = None
+        now = self.clock()
+        for ticket in list(self._queue):
+            self._expire(ticket, now)
+        self._match()
+        self._arm()
+
+    def _expire(self, ticket: Ticket, now: float) -> None:
+        """End a wait that has lasted long enough, or that has become hopeless."""
+        try:
+            able = self._able(ticket.request)
+        except errors.GatewayError as error:
+            self._refuse(ticket, error)
+            return
+        if any(_any_alive(nodes) for _, nodes in able):
+            ticket.out_since = None
+        elif ticket.out_since is None:
+            ticket.out_since = now
+        retry_after = self.rate.retry_after(len(self._queue), now)
+        if (
+            ticket.out_since is not None
+            and now - ticket.out_since >= self.settings.retries.wait_for_node
+        ):
+            names = ", ".join(repr(name) for name in ticket.request.candidates)
+            self._refuse(ticket, errors.no_node(f"Every node for {names} is out.", retry_after))
+        elif now >= ticket.until:
+            waited = now - ticket.entered
+            self._refuse(
+                ticket, errors.queue_timeout(f"No slot came free in {waited:.0f} s.", retry_after)
+            )
+
+    def _refuse(self, ticket: Ticket, error: errors.GatewayError) -> None:
+        self._queue.remove(ticket)
+        if not ticket.granted.done():
+            ticket.granted.set_exception(error)
+
+    def _match(self) -> None:
+        """Give free slots to those who wait, oldest first."""
+        if self._matching is not None:
+            self._matching.cancel()
+            self._matching = None
+        now = self.clock()
+        held: set[str] = set()
+        for ticket in list(self._queue):
+            if ticket.granted.done():
+                continue
+            request = ticket.request
+            try:
+                able = self._able(request)
+                granted = self._place(request, able, now, held)
+            except errors.GatewayError as error:
+                self._refuse(ticket, error)
+                continue
+            if granted is not None:
+                self._queue.remove(ticket)
+                ticket.granted.set_result(granted)
+                continue
+            for _, nodes in able:
+                name = to_hold(nodes, request, now)
+                if name is not None:
+                    held.add(name)
+                break
+
+
+def _any_alive(nodes: Sequence[Node]) -> bool:
+    return any(node.state in ALIVE for node in nodes)
+
+
+def _taken(node: Node, request: Request, now: float) -> Lease:
+    """The lease, with what it should take: it bounds how long the node may be silent."""
+    prefill = request.prompt_tokens / (node.speed.prefill_tps or UNMEASURED_PREFILL)
+    decode_tps = node.speed.decode_tps
+    total = None
+    if decode_tps is not None and request.max_tokens is not None:
+        total = prefill + request.max_tokens / decode_tps
+    return node.take(
+        request.slots,
+        request.id,
+        request.priority,
+        now,
+        stream=request.stream,
+        expected_prefill=prefill,
+        expected_total=total,
+    )

@@ -1,0 +1,102 @@
+"""One listening address and the uvicorn server behind it, whose life is the gateway's to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+BACKLOG = 4096
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the gateway's business."""
+        yield
+
+
+class Listener:
+    """Serves `app` on an address until `close`."""
+
+    def __init__(
+        self,
+        app: Any,
+        sock: socket.socket,
+        *,
+        protocol: type[HttpToolsProtocol],
+        keep_alive: float,
+        certificate: Path | None = None,
+        key: Path | None = None,
+    ) -> None:
+        self.host, self.port = sock.getsockname()[:2]
+        self.scheme = "http" if certificate is None else "https"
+        self._sock = sock
+        config = uvicorn.Config(
+            app,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=int(keep_alive),
+            backlog=BACKLOG,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
+
+    def open(self) -> None:
+        """Accept connections from now on."""
+        self._task = asyncio.create_task(self._server.serve([self._sock]), name=self.url)
+
+    async def close(self) -> None:
+        """Accept nothing more, and wait until what runs is over. Cancel it to end at once."""
+        self._server.should_exit = True
+        if self._task is None:
+            self._sock.close()
+            return
+        try:
+            await asyncio.shield(self._task)
+        except asyncio.CancelledError:
+            self._server.force_exit = True
+            for connection in list(self._server.server_state.connections):
+                if connection.transport is not None:
+                    connection.transport.abort()
+            await asyncio.wait([self._task], timeout=2.0)
+            raise
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound and not listening yet; `port` 0 takes a free one. Raises: OSError."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            # "::" means every address, as people expect of it.
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
+        sock.bind(address)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,74 @@
+"""A request's body, read within limits of size, time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gateway import errors
+from gateway.config.listeners import LimitSettings
+from gateway.errors import ClientClosed
+from gateway.request import Headers
+
+Receive = Callable[[], Awaitable[Any]]
+
+BUSY_RETRY = 2.0
+"""Seconds to advise when the memory for bodies is used up."""
+
+
+@dataclass(slots=True)
+class Buffered:
+    """Bytes of request bodies held by the whole process."""
+
+    held: int = 0
+
+    def take(self, size: int, limit: int) -> None:
+        """Count more bytes. Raises: GatewayError 429 when they pass the limit."""
+        if self.held + size > limit:
+            raise errors.queue_full("The memory for request bodies is used up.", BUSY_RETRY)
+        self.held += size
+
+    def release(self, size: int) -> None:
+        """These bytes are gone."""
+        self.held -= size
+
+
+async def read_body(
+    receive: Receive, headers: Headers, limits: LimitSettings, buffered: Buffered
+) -> bytes:
+    """The whole body; its bytes stay counted in `buffered` until the caller releases them.
+
+    Raises: GatewayError 400, 408, 413, 429; ClientClosed.
+    """
+    for name, value in headers:
+        if name == b"content-length":
+            if int(value) > limits.body_bytes:
+                raise errors.body_too_large(limits.body_bytes)
+        elif name == b"content-encoding" and value.lower() != b"identity":
+            raise errors.invalid_request("A compressed body is not understood; send it plain.")
+    began = asyncio.get_running_loop().time()
+    size = 0
+    parts: list[bytes] = []
+    try:
+        async with asyncio.timeout(limits.body_timeout) as limit:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientClosed  # noqa: TRY301
+                part: bytes = message.get("body", b"")
+                buffered.take(len(part), limits.buffered_bytes)
+                size += len(part)
+                if size > limits.body_bytes:
+                    raise errors.body_too_large(limits.body_bytes)  # noqa: TRY301
+                if not message.get("more_body", False):
+                    return b"".join((*parts, part)) if parts else part
+                parts.append(part)
+                limit.reschedule(began + limits.body_timeout + size / limits.body_rate)
+    except TimeoutError:
+        buffered.release(size)
+        raise errors.request_timeout("The body took too long to arrive.") from None
+    except BaseException:
+        buffered.release(size)
+        raise
