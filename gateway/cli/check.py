@@ -10,7 +10,7 @@ import typer
 
 from gateway.cli import options
 from gateway.cli.options import examples
-from gateway.cli.terminal import cell, complain, put_json, put_table
+from gateway.cli.terminal import cell, complain, note, put_json, put_table
 
 if TYPE_CHECKING:
     from gateway.cli.asking import Asked
@@ -120,7 +120,7 @@ def _report(
     else:
         print(f"{settings_path}: valid")
     for warning in warnings:
-        complain(warning)
+        note(f"warning: {warning}")
     if asked:
         print()
         columns = ("NAME", "ANSWER", "SLOTS", "CONTEXT", "MODELS", "BUILD", "LATENCY", "REMARKS")

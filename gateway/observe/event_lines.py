@@ -17,7 +17,7 @@ from gateway.events import (
 )
 from gateway.observe.logs import LEVELS, Logs, printable
 
-QUIET_OUTCOMES = frozenset({"ok", "client_closed", "cancelled", "stale", "refused"})
+QUIET_OUTCOMES = frozenset({"ok", "client_closed", "cancelled", "stale", "context_overflow"})
 """Attempts that blame no node: worth a line at `debug` only."""
 
 _TROUBLE = frozenset({"down", "ejected", "mute", "degraded"})

@@ -54,6 +54,7 @@ class Logs:
         self._render = _json if json else _console(colours=colours)
         self._level = logging.INFO
         self._handler = _Bridge()
+        self._replaced = logging.getLogger().handlers[:]
 
     def configure(self, level: str) -> None:
         """Log from `level` on; may be called again when the settings change."""
@@ -89,12 +90,11 @@ class Logs:
         )
 
     def close(self) -> None:
-        """Write what waits and stop listening to `logging`."""
+        """Write what waits and stop listening to `logging`; what structlog is told now is lost."""
         root = logging.getLogger()
         if self._handler in root.handlers:
-            root.removeHandler(self._handler)
+            root.handlers[:] = self._replaced
         logging.captureWarnings(capture=False)
-        structlog.reset_defaults()
         self.sink.close()
 
     def __enter__(self) -> Self:

@@ -54,13 +54,13 @@ class Written:
 @pytest.fixture
 def written(tmp_path: Path) -> Iterator[Written]:
     root = logging.getLogger()
-    before = (root.handlers[:], root.level)
+    before = root.level
     log = Written(tmp_path / "log")
     yield log
     if log.logs is not None:
         log.logs.close()
     os.close(log.fd)
-    root.handlers[:], root.level = before
+    root.setLevel(before)
     logging.getLogger("gateway").setLevel(logging.NOTSET)
 
 
@@ -294,8 +294,12 @@ def test_a_terminal_gets_words_and_colours_and_a_file_gets_json(tmp_path: Path) 
     assert not plain.startswith("{")
 
 
-def test_after_the_close_nobody_writes_any_more(written: Written) -> None:
+def test_after_the_close_nothing_is_written_anywhere(
+    written: Written, capfd: pytest.CaptureFixture[str]
+) -> None:
     logs = written.set_up()
     logs.close()
     written.bus.publish(finished())
+    structlog.get_logger().error("too late", secret=SECRET)
     assert written.text() == ""
+    assert capfd.readouterr() == ("", "")
