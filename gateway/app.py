@@ -64,6 +64,8 @@ class Options:
     admin_port: int | None = None
     admin_key_file: Path | None = None
     allow_anonymous: bool = False
+    state: Path | None = None
+    """Folder for what lasts over a restart; by default systemd's, else the user's."""
 
     def over(self, settings: Settings) -> Settings:
         """These settings with what the command line says on top."""
@@ -164,7 +166,7 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
             rng=rng,
-            drains=Drains(_drains_file(options.nodes)),
+            drains=Drains(_drains_file(options)),
         )
         self.scheduler = Scheduler(self.fleet, settings, self.clock, rng)
         self.means = Means(self.scheduler, self.fleet, settings, self.bus, self.clock)
@@ -431,11 +433,13 @@ def _read_key(path: Path) -> str:
     return key
 
 
-def _drains_file(nodes: Path) -> Path:
+def _drains_file(options: Options) -> Path:
     """Where the drained nodes of this inventory are kept over a restart."""
-    folder = os.environ.get("STATE_DIRECTORY", "").partition(":")[0]
-    if not folder:
-        base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        folder = str(Path(base) / "llama-gateway")
-    which = hashlib.sha256(str(nodes.absolute()).encode()).hexdigest()[:12]
-    return Path(folder) / f"drains-{which}.json"
+    folder = options.state
+    if folder is None and (systemd := os.environ.get("STATE_DIRECTORY", "").partition(":")[0]):
+        folder = Path(systemd)
+    if folder is None:
+        base = os.environ.get("XDG_STATE_HOME")
+        folder = (Path(base) if base else Path.home() / ".local" / "state") / "llama-gateway"
+    which = hashlib.sha256(str(options.nodes.absolute()).encode()).hexdigest()[:12]
+    return folder / f"drains-{which}.json"

@@ -1,0 +1,108 @@
+"""A whole gateway for tests, in this process: real listeners on free ports, real files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from gateway.app import Gateway, Options, read
+from gateway.fleet.states import State
+from gateway.observe.logs import set_up
+
+START_LIMIT = 20.0
+
+
+@dataclass(slots=True)
+class Running:
+    """A gateway that serves."""
+
+    gateway: Gateway
+    url: str
+    admin_url: str
+    nodes_file: Path
+    settings_file: Path
+    client: httpx.AsyncClient
+    """Speaks to the public listener; relative URLs."""
+
+    def write_nodes(self, nodes: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the inventory as an editor does: by a rename."""
+        _write(self.nodes_file, {"nodes": [dict(node) for node in nodes]})
+
+    def write_settings(self, settings: Mapping[str, Any]) -> None:
+        """Replace the settings likewise."""
+        _write(self.settings_file, dict(settings))
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(
+    folder: Path,
+    nodes: Sequence[str | Mapping[str, Any]],
+    settings: Mapping[str, Any] | None = None,
+    *,
+    wait_ready: bool = True,
+    **options: Any,
+) -> AsyncIterator[Running]:
+    """A gateway over these nodes (URLs, or mappings as in `nodes.yaml`) and settings.
+
+    `options` are those of `gateway.app.Options`. With `wait_ready` it is entered once every node
+    has been probed and one at least is ready.
+    """
+    specs = [
+        {"name": f"node-{number}", "url": node} if isinstance(node, str) else dict(node)
+        for number, node in enumerate(nodes)
+    ]
+    nodes_file, settings_file = folder / "nodes.yaml", folder / "gateway.yaml"
+    _write(nodes_file, {"nodes": specs})
+    _write(settings_file, dict(settings or {}))
+    chosen = Options(
+        nodes=nodes_file,
+        config=settings_file,
+        **{"port": 0, "admin_port": 0, "state": folder / "state", **options},
+    )
+    loaded, inventory = read(chosen)
+    with (folder / "gateway.log").open("ab") as log, set_up("debug", "json", fd=log.fileno()) as logs:
+        gateway = Gateway(chosen, loaded, logs)
+        async with gateway.running(inventory):
+            assert gateway.public is not None
+            assert gateway.admin is not None
+            if wait_ready:
+                async with asyncio.timeout(START_LIMIT):
+                    await gateway.fleet.probed.wait()
+                    while not any(
+                        node.state is State.READY for node in gateway.fleet.nodes.values()
+                    ):
+                        await asyncio.sleep(0.01)
+            async with httpx.AsyncClient(
+                base_url=gateway.public.url, timeout=60.0, trust_env=False
+            ) as client:
+                yield Running(
+                    gateway,
+                    gateway.public.url,
+                    gateway.admin.url,
+                    nodes_file,
+                    settings_file,
+                    client,
+                )
+
+
+async def until(condition: Any, limit: float = 10.0) -> None:
+    """Wait until `condition()` holds; an AssertionError after `limit` seconds."""
+    try:
+        async with asyncio.timeout(limit):
+            while not condition():
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(f"not within {limit} s") from None
+
+
+def _write(path: Path, value: Any) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(yaml.safe_dump(value))
+    new.rename(path)
