@@ -18,17 +18,9 @@ from gateway.config.node import (
     TokenCost,
 )
 from gateway.config.problems import ConfigError, Problem
+from gateway.config.tree import Entry, Items, Scalar, Table, table
 from gateway.config.validation import repeated, told_once, validate
-from gateway.config.yaml_source import (
-    MOST_VALUES,
-    Entry,
-    Items,
-    Scalar,
-    Source,
-    Table,
-    read_yaml,
-    table,
-)
+from gateway.config.yaml_source import MOST_VALUES, Source, read_yaml
 
 __all__ = [
     "Endpoint",

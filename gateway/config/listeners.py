@@ -101,14 +101,14 @@ class AdminSettings(ConfigModel):
     ] = ()
 
 
-_ID = re.compile(r"[A-Za-z0-9-]{1,64}")
+_ID = re.compile(r"[A-Za-z0-9.-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 
 
 def _key_id(value: object) -> object:
     if isinstance(value, str) and not _ID.fullmatch(value):
         raise wrong(
-            "must be 1 to 64 letters, digits or '-'", "the part between lg_ and _ of the key"
+            "must be 1 to 64 letters, digits, '.' or '-'", "the part between lg_ and _ of the key"
         )
     return value
 

@@ -26,12 +26,12 @@ def key_from_file(path: Path) -> str:
             content = file.read(LONGEST_KEY + 1)
     except OSError as error:
         raise wrong(
-            f"can't read {path}: {error.strerror}",
+            f"can't be read: {error.strerror}",
             "the gateway's user must be allowed to read it",
             "api_key_file",
         ) from None
     # Latin-1 maps each byte to a character, so what isn't ASCII is told below.
-    return _checked(content.decode("latin-1"), str(path), "api_key_file")
+    return _checked(content.decode("latin-1"), "the file", "api_key_file")
 
 
 def _checked(text: str, source: str, key: str) -> str:

@@ -78,7 +78,8 @@ them in `GET /admin/status`. Keys marked *restart* are read only when the gatewa
 **Variables.** `${VAR}` must be set; `${VAR:-default}` may be missing or empty. They work in values,
 not in keys, and are put in after the YAML was read, so that a variable can't bring YAML with it. A
 value that is wholly one reference becomes a number or a boolean where it looks like one. Inside of
-`{...}` and `[...]` put quotes around it: `{connect: "${CONNECT:-3}"}`. `$$` is a dollar sign.
+`{...}` and `[...]` put quotes around it: `{connect: "${CONNECT:-3}"}`. `!!str ${VAR}`
+keeps it a text. `$$` is a dollar sign.
 
 Both sample files name a JSON Schema, so that editors complete keys and mark mistakes.
 """

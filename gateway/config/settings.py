@@ -36,8 +36,9 @@ from gateway.config.routing import (
     TimeoutSettings,
     find_loop,
 )
+from gateway.config.tree import Entry, Items, Scalar, Table, table
 from gateway.config.validation import repeated, told_once, validate
-from gateway.config.yaml_source import Entry, Items, Scalar, Source, Table, read_yaml, table
+from gateway.config.yaml_source import Source, read_yaml
 
 
 class LoggingSettings(ConfigModel):
@@ -75,6 +76,10 @@ class ShutdownSettings(ConfigModel):
     ] = 60.0
 
 
+def _empty_rule(value: object) -> object:
+    return {} if value is None else value
+
+
 def _named(value: object) -> object:
     if isinstance(value, Mapping) and "" in value:
         raise wrong("a model's name can't be empty")
@@ -103,7 +108,7 @@ class Settings(ConfigModel):
         LimitSettings()
     )
     models: Annotated[
-        Mapping[str, Annotated[ModelRule, BeforeValidator(lambda rule: rule or {})]],
+        Mapping[str, Annotated[ModelRule, BeforeValidator(_empty_rule)]],
         BeforeValidator(_named),
         Field(description="Public model names: aliases, fall-backs and parameters."),
         Kind("mapping of rules"),
@@ -113,7 +118,7 @@ class Settings(ConfigModel):
         Field(description="Model of a request that names none. Unset: the only one there is."),
     ] = None
     classes: Annotated[
-        Mapping[Class, Annotated[ClassRule, BeforeValidator(lambda rule: rule or {})]],
+        Mapping[Class, Annotated[ClassRule, BeforeValidator(_empty_rule)]],
         Field(description="Rules for `urgent`, `premium`, `normal` and `batch`."),
         Kind("mapping of rules"),
     ] = {}

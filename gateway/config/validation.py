@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from gateway.config.fields import ConfigModel
 from gateway.config.problems import Problem
 from gateway.config.shape import keys_of, model_at
-from gateway.config.yaml_source import Entry, Items, Scalar, Source, Table, plain
+from gateway.config.tree import Entry, Items, Scalar, Table, plain
+from gateway.config.yaml_source import Source
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -6,8 +6,7 @@ of seconds. `${VAR}` is put in after parsing, so that a variable can't bring YAM
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from yaml.reader import Reader
 
 from gateway.config.interpolation import InterpolationError, interpolate, is_reference
 from gateway.config.problems import ConfigError, Problem
+from gateway.config.tree import Entry, Items, Scalar, Table, Tree, Value, items, table, typed
 
 # A fleet of ten thousand nodes takes about 2 MiB and 200,000 values.
 LARGEST_FILE = 8 << 20
@@ -34,19 +34,7 @@ DEEPEST = 64
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-# A longer run of digits is a checksum or an id, not a number.
-_LONGEST_NUMBER = 40
-
 _TAG = "tag:yaml.org,2002:"
-_INT = re.compile(r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]{1,4})?")
-_SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_WORDS: Mapping[str, bool | None] = {
-    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
-    **dict.fromkeys(("true", "True", "TRUE"), True),
-    **dict.fromkeys(("false", "False", "FALSE"), False),
-}
-
 # What a tag promises.
 _TAGGED: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
@@ -54,48 +42,6 @@ _TAGGED: Mapping[str, tuple[type, ...]] = {
     "bool": (bool,),
     "null": (type(None),),
 }
-
-Value = str | int | float | bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class Scalar:
-    """A single value. `text` is what a variable held where its value was typed."""
-
-    value: Value
-    text: str | None = None
-    size: int = 1
-    depth: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Items:
-    """A list."""
-
-    entries: tuple[Entry, ...]
-    size: int
-    depth: int
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A mapping; its keys are texts, whatever they look like."""
-
-    entries: Mapping[str, Entry]
-    size: int
-    depth: int
-
-
-Tree = Scalar | Items | Table
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A value in its place: the line of its key or item, and its path, `nodes[2].timeouts`."""
-
-    tree: Tree
-    line: int
-    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,30 +60,12 @@ def read_yaml(path: Path, env: Mapping[str, str]) -> Source:
     """
     text = _read(path)
     if bad := Reader.NON_PRINTABLE.search(text):
-        line, column = (
-            text.count("\n", 0, bad.start()) + 1,
-            bad.start() - text.rfind("\n", 0, bad.start()),
-        )
+        line = text.count("\n", 0, bad.start()) + 1
+        column = bad.start() - text.rfind("\n", 0, bad.start())
         raise ConfigError(
             [Problem(path, line, "", "a control character", "remove it", column=column)]
         )
     return _Builder(path, env).build(text)
-
-
-def table(entries: Mapping[str, Entry]) -> Table:
-    """Build a mapping from entries that may come from several places."""
-    return Table(entries, *_measure(entry.tree for entry in entries.values()))
-
-
-def plain(tree: Tree) -> object:
-    """Turn a tree into plain values."""
-    match tree:
-        case Scalar(value=value):
-            return value
-        case Items(entries=items):
-            return [plain(item.tree) for item in items]
-        case Table(entries=entries):
-            return {key: plain(entry.tree) for key, entry in entries.items()}
 
 
 def _read(path: Path) -> str:
@@ -159,29 +87,6 @@ def _read(path: Path) -> str:
         raise ConfigError(
             [Problem(path, line, "", "not UTF-8", "save the file as UTF-8")]
         ) from None
-
-
-def typed(text: str) -> Value:
-    """Type a plain scalar as the core schema of YAML 1.2 does."""
-    if len(text) > _LONGEST_NUMBER:
-        return text
-    if text in _WORDS:
-        return _WORDS[text]
-    if _INT.fullmatch(text):
-        return int(text, 0) if text[:2] in {"0x", "0o"} else int(text)
-    if _FLOAT.fullmatch(text):
-        return float(text)
-    if _SPECIAL.fullmatch(text):
-        return float(text.replace(".", ""))
-    return text
-
-
-def _measure(trees: Iterable[Tree]) -> tuple[int, int]:
-    size, depth = 1, 0
-    for tree in trees:
-        size += tree.size
-        depth = max(depth, tree.depth)
-    return size, depth + 1
 
 
 def _line(event: Event) -> int:
@@ -255,11 +160,7 @@ class _Builder:
 
     def _end(self, event: Event) -> None:
         ended = self._open.pop()
-        tree: Tree
-        if ended.items is None:
-            tree = table(self._with_merged(ended))
-        else:
-            tree = Items(tuple(ended.items), *_measure(item.tree for item in ended.items))
+        tree: Tree = table(self._with_merged(ended)) if ended.items is None else items(ended.items)
         if tree.depth > DEEPEST:
             raise self._stop(event, f"nested deeper than {DEEPEST} levels")
         self._add(event, tree, ended.anchor, (ended.line, ended.key))
@@ -274,9 +175,8 @@ class _Builder:
                     for key, entry in source.tree.entries.items():
                         entries.setdefault(key, entry)
                 else:
-                    self._problems.append(
-                        Problem(self._file, merged.line, merged.key, "must name mappings")
-                    )
+                    wrong = Problem(self._file, merged.line, merged.key, "must name mappings")
+                    self._problems.append(wrong)
         return entries
 
     def _alias(self, event: AliasEvent) -> None:
@@ -296,8 +196,11 @@ class _Builder:
         tag, text = event.tag, event.value
         if tag is None and event.implicit[0]:
             tree = self._interpolated(event, typed(text))
-        elif tag in {None, "!", _TAG + "str"}:
+        elif tag is None:
             tree = self._interpolated(event, text)
+        elif tag in {"!", _TAG + "str"}:
+            tree = self._interpolated(event, text)
+            tree = tree if tree.text is None else Scalar(tree.text)
         else:
             tree = Scalar(typed(text))
             kind = tag.removeprefix(_TAG)

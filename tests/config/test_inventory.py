@@ -316,6 +316,15 @@ def test_a_key_is_one_line_of_ascii(
     assert problem.key == "nodes[0].api_key_file"
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux")
+def test_a_key_file_that_cannot_be_read_is_told(nodes_problems: Problems) -> None:
+    (problem,) = nodes_problems(ONE.format("api_key_file: /proc/self/mem"))
+    assert (problem.key, problem.message) == (
+        "nodes[0].api_key_file",
+        "can't be read: Input/output error",
+    )
+
+
 def test_a_missing_or_empty_variable_of_a_key_is_told(nodes_problems: Problems) -> None:
     (missing,) = nodes_problems(ONE.format("api_key_env: NODE_KEY"))
     assert (missing.key, missing.message) == (

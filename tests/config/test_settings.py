@@ -152,6 +152,8 @@ def test_what_later_versions_bring_is_told_apart(gateway_problems: Problems, key
         ("models: [a]", "models"),
         ("models: {'': {}}", "models"),
         ("models: {a: b}", "models.a"),
+        ("models: {a: 0}", "models.a"),
+        ("classes: {batch: false}", "classes.batch"),
         ("models: {a: {use: 3}}", "models.a.use"),
         ("models: {a: {use: ['']}}", "models.a.use[0]"),
         ("models: {a: {set: {x: .nan}}}", "models.a.set.x"),
