@@ -105,11 +105,10 @@ def write_model(path: Path, shape: Shape) -> None:
     try:
         import gguf
     except ImportError as error:
-        message = (
+        raise MissingExtraError(
             f"the demo model needs the package {error.name!r}, which is not installed: "
             "pip install 'llama-gateway[local]', or name a model with --model FILE.gguf"
-        )
-        raise MissingExtraError(message) from error
+        ) from error
 
     tokens = vocabulary()
     writer = gguf.GGUFWriter(path, "llama")

@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ubatch", type=int, help="tokens of one computation")
     made.add_argument("--cache-ram", type=int, default=EVICTED_PROMPTS, metavar="MiB")
     made.add_argument("--no-mmap", action="store_true", help="read the model into own memory")
-    made.add_argument("--embedding", action="store_true", help="serve embeddings only")
+    made.add_argument("--embedding", action="store_true", help="serve embeddings too")
     made.add_argument("--pooling", choices=POOLING, default="mean", help="of embeddings")
     made.add_argument("--parent", type=int, metavar="PID", help="die with this process")
     return made
@@ -93,7 +93,8 @@ def serve(options: argparse.Namespace) -> Any:
     params.cpuparams_batch.n_threads = options.threads
     params.cache_ram_mib = options.cache_ram
     params.fit_params = False  # the context asked for, or an error; not a smaller one
-    params.endpoint_metrics = params.endpoint_slots = params.endpoint_props = True
+    # GET /props is always there; endpoint_props would let anybody change them.
+    params.endpoint_metrics = params.endpoint_slots = True
     params.ui = False
     # By default any web page may call the server and read its slots through a browser.
     params.cors_origins = ""

@@ -15,7 +15,15 @@ import psutil
 import pytest
 
 from gateway.local.demo_vocabulary import WORDS
-from tests.servers import DemoServer, demo_model, demo_servers, running_demo_servers
+from tests.servers import (
+    DemoServer,
+    demo_model,
+    demo_servers,
+    running_demo_servers,
+    spawn_demo_server,
+    stop_demo_server,
+    wait_for_demo_server,
+)
 
 pytestmark = pytest.mark.real
 
@@ -125,6 +133,18 @@ def test_one_for_embeddings_serves_them() -> None:
     assert math.isclose(sum(x * x for x in one), 1.0, rel_tol=1e-3)
     assert sum(x * y for x, y in zip(one, same, strict=True)) > 0.999
     assert sum(x * y for x, y in zip(one, other, strict=True)) < 0.99
+
+
+def test_without_mmap_the_model_is_in_memory_of_its_own() -> None:
+    servers = [spawn_demo_server(), spawn_demo_server(extra=("--no-mmap",))]
+    try:
+        for server in servers:
+            wait_for_demo_server(server)
+        maps = [Path(f"/proc/{server.pid}/maps").read_text() for server in servers]
+    finally:
+        for server in servers:
+            stop_demo_server(server)
+    assert [str(demo_model()) in text for text in maps] == [True, False]
 
 
 def test_sigterm_ends_it_at_once_though_a_stream_runs() -> None:
