@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-
 RETURNS_WITHIN = 30
 """Failed probes after which a node is no longer expected to come back at any moment."""
 

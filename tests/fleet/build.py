@@ -25,7 +25,7 @@ from gateway.transport.upstream import Upstream, connect
 
 QUICK: dict[str, Any] = {
     "interval": 0.05,
-    "timeout": 0.2,
+    "timeout": 0.5,
     "discover_interval": 0.1,
     "open": 0.2,
     "open_max": 0.8,

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from gateway.fleet.evidence import sign_of_life
+from gateway.fleet.evidence import another_reads, sign_of_life
 from tests.fleet.build import Clock, a_node, take
 
 
@@ -65,3 +65,14 @@ def test_an_ended_request_says_nothing() -> None:
     lease.moved(clock())
     lease.give_back()
     assert sign_of_life(node, clock()) is None
+
+
+def test_a_neighbour_is_held_up_while_another_prompt_is_read() -> None:
+    clock = Clock()
+    node = a_node(clock)
+    stream, reader = take(node), take(node)
+    stream.moved(clock())
+    assert another_reads(stream, clock.passes(30))
+    assert not another_reads(reader, clock())
+    reader.moved(clock())
+    assert not another_reads(stream, clock())

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.fleet.states import State
 from tests.emulator import EmulatedNode
-from tests.fleet.build import a_fleet, a_spec, take
+from tests.fleet.build import a_fleet, a_spec, inventory, take
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 500}
 
@@ -80,7 +80,7 @@ async def test_a_node_that_reads_a_prompt_is_mute_and_not_down() -> None:
         await fleet.until_state("a", State.MUTE)
         assert fleet["a"].free(time.monotonic()) == 0
         assert "it reads a prompt" in fleet["a"].reason
-        await asyncio.sleep(1)  # more than `fall` probes
+        await asyncio.sleep(2)  # more than `fall` probes
         assert fleet.state("a") is State.MUTE
         told = fleet.capacity
         server.faults.clear()
@@ -97,7 +97,7 @@ async def test_a_node_whose_streams_move_is_mute_until_they_stop() -> None:
         async with a_fleet(spec, prefill_grace=0.01, timeouts={"silence": 0.6}) as fleet:
             lease = take(fleet["a"])
             server.faults.set("mute")
-            until = time.monotonic() + 1.5
+            until = time.monotonic() + 2.5
             while time.monotonic() < until:
                 lease.moved(time.monotonic())
                 await asyncio.sleep(0.02)
@@ -238,3 +238,37 @@ async def test_an_operators_probe_closes_the_circuit_of_a_node_that_answers() ->
         assert fleet.state("a") is State.READY
         await server.kill()
         assert not (await fleet.fleet.probe("a")).up
+
+
+@pytest.mark.slow
+async def test_what_a_request_finds_out_is_believed_at_once() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), interval=60) as fleet:
+        await server.kill()
+        fleet.fleet.unreachable(fleet["a"], "connection refused")
+        assert fleet.state("a") is State.DOWN
+        assert fleet["a"].reason == "connection refused"
+        await server.revive(loading=True)
+        await fleet.until_state("a", State.LOADING)
+        server.loading = False
+        await fleet.until_state("a", State.READY)
+        fleet.fleet.loading(fleet["a"])
+        assert fleet.state("a") is State.LOADING
+        await fleet.until_state("a", State.READY)
+        fleet.fleet.refuses(fleet["a"], "rerank")
+        assert not fleet["a"].offers("rerank")
+        fleet.fleet.learn(fleet["a"], {"predicted_n": 10, "predicted_ms": 1000})
+        assert fleet["a"].speed.decode_tps == 10
+
+
+async def test_a_node_that_has_left_can_still_be_told_of() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        node = fleet["a"]
+        lease = take(node)
+        fleet.fleet.apply(inventory())
+        said = list(fleet.changes)
+        for _ in range(9):
+            fleet.fleet.failed(node, time.monotonic())
+        fleet.fleet.unreachable(node, "connection refused")
+        fleet.fleet.succeeded(node, time.monotonic())
+        lease.give_back()
+        assert fleet.changes == said
