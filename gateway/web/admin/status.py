@@ -1,0 +1,85 @@
+"""`/admin/status`: the gateway on one page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.errors import GatewayError
+from gateway.fleet.fleet import Fleet
+from gateway.relay.live import Registry
+from gateway.request import Priority
+from gateway.scheduling.scheduler import Scheduler
+from gateway.web.admin.control import Control
+from gateway.web.admin.totals import Totals
+from gateway.web.public.answers import Json
+from gateway.web.public.readiness import unreadiness
+
+SHOWN = 100
+"""Waiting requests that are listed; `queue` counts them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The endpoints."""
+
+    fleet: Fleet
+    scheduler: Scheduler
+    registry: Registry
+    control: Control
+    totals: Totals
+
+    async def health(self, _: Request) -> Response:
+        """While the process lives."""
+        return Json({"status": "ok"})
+
+    async def ready(self, _: Request) -> Response:
+        """While work may be sent here."""
+        error = self._unreadiness()
+        if error is not None:
+            raise error
+        return Json({"status": "ready"})
+
+    async def status(self, _: Request) -> Response:
+        """Everything at a glance."""
+        control, nodes = self.control, self.fleet.nodes.values()
+        depths, error = self.scheduler.depths(), self._unreadiness()
+        uptime = control.clock() - control.started
+        started = datetime.now(UTC) - timedelta(seconds=uptime)
+        return Json(
+            {
+                "version": control.version,
+                "started_at": started.isoformat(timespec="seconds").replace("+00:00", "Z"),
+                "uptime_seconds": round(uptime, 3),
+                "ready": error is None,
+                "reason": None if error is None else error.code,
+                "in_flight": len(self.registry),
+                "queue": {priority.label: depths[priority] for priority in Priority},
+                "waiting": self._waiting(),
+                "totals": self.totals.shown(),
+                "nodes": dict(Counter(node.state.value for node in nodes)),
+                "slots_total": sum(node.slots_total for node in nodes),
+                "slots_busy": sum(node.slots_busy for node in nodes),
+                "inventory_error": control.inventory_error,
+                "settings_error": control.settings_error,
+            }
+        )
+
+    def _waiting(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "position": waiting.position,
+                "seconds": round(waiting.seconds, 3),
+                "class": waiting.request.priority.label,
+                "model": waiting.request.model,
+            }
+            for waiting in self.scheduler.waiting()[:SHOWN]
+        ]
+
+    def _unreadiness(self) -> GatewayError | None:
+        return unreadiness(self.fleet, self.scheduler, closing=self.control.closing)

@@ -1,0 +1,141 @@
+"""Everything on the public listener that is not relayed: models, health, and what isn't there."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from gateway import errors
+from gateway.access.callers import caller_of
+from gateway.config.listeners import CorsSpec
+from gateway.relay import routes as relayed
+from gateway.scheduling.scheduler import Scheduler
+from gateway.web.public.answers import Json, cold_app, echoed
+from gateway.web.public.catalogue import Catalogue, for_anthropic, listing, properties
+from gateway.web.public.edge import Edge, Receive, Scope, Send
+from gateway.web.public.heads import EXPOSED
+from gateway.web.public.readiness import unreadiness
+
+
+def public_site(edge: Edge, scheduler: Scheduler) -> ASGIApp:
+    """The public listener's application.
+
+    It is complete: the relayed paths are here as well, so that their wrong methods are told.
+    Whoever is in a hurry sends their POSTs to `edge.serve` without coming by.
+    """
+    site = _Site(edge, scheduler, created=int(time.time()))
+    told = [
+        Route(path, endpoint, methods=["GET"])
+        for path, endpoint in (
+            ("/v1/models", site.models),
+            ("/models", site.models),
+            ("/v1/models/{id:path}", site.model),
+            ("/models/{id:path}", site.model),
+            ("/props", site.props),
+            ("/health", site.health),
+            ("/v1/health", site.health),
+            ("/ready", site.ready),
+        )
+    ]
+    routed = [
+        Route(path, _Relayed(edge, route), methods=["POST"])
+        for path, route in relayed.ROUTES.items()
+    ]
+    return cold_app([*told, *routed], edge.next_id)
+
+
+def cors(app: ASGIApp, spec: CorsSpec) -> ASGIApp:
+    """`app` for web pages of other origins as well; stands around everything else."""
+    return CORSMiddleware(
+        app,
+        allow_origins=spec.origins,
+        allow_methods=("GET", "HEAD", "POST"),
+        allow_headers=spec.headers,
+        allow_credentials=spec.credentials,
+        expose_headers=EXPOSED,
+        max_age=int(spec.max_age),
+    )
+
+
+@dataclass(slots=True)
+class _Relayed:
+    """One routed path as an application."""
+
+    edge: Edge
+    route: relayed.Route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.edge.serve(self.route, scope, receive, send)
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """The paths that the gateway answers itself."""
+
+    edge: Edge
+    scheduler: Scheduler
+    created: int
+    """What every model says of its age: seconds since 1970."""
+
+    async def models(self, request: Request) -> Response:
+        catalogue = self._catalogue(request)
+        cards = [catalogue.card(name, self.created) for name in catalogue.all()]
+        return Json(listing(cards, anthropic=_is_anthropic(request)))
+
+    async def model(self, request: Request) -> Response:
+        catalogue = self._catalogue(request)
+        name = self._checked(catalogue, request.path_params["id"])
+        card = catalogue.card(name, self.created)
+        return Json(for_anthropic(card) if _is_anthropic(request) else card)
+
+    async def props(self, request: Request) -> Response:
+        catalogue = self._catalogue(request)
+        name = request.query_params.get("model") or self._default(catalogue)
+        names = catalogue.all() if name is None else [self._checked(catalogue, name)]
+        return Json(properties(catalogue.nodes(names)))
+
+    async def health(self, _: Request) -> Response:
+        return Json({"status": "ok"})
+
+    async def ready(self, _: Request) -> Response:
+        error = unreadiness(self.edge.fleet, self.scheduler, closing=self.edge.closing)
+        if error is not None:
+            raise error
+        return Json({"status": "ready"})
+
+    def _catalogue(self, request: Request) -> Catalogue:
+        """The models that this caller may use. Raises: GatewayError (401, 503)."""
+        snapshot, client = self.edge.snapshot, request.client
+        caller = caller_of(
+            request.scope["headers"],
+            client.host if client else None,
+            snapshot.keys,
+            allow_anonymous=snapshot.settings.allow_anonymous,
+            loopback_listener=snapshot.loopback,
+            trusted_proxies=snapshot.settings.listen.trusted_proxies,
+        )
+        if not self.edge.fleet.probed.is_set():
+            raise errors.starting("The nodes are being asked what they serve.")
+        return Catalogue(self.edge.fleet, snapshot.rules.names, caller)
+
+    def _checked(self, catalogue: Catalogue, name: str) -> str:
+        """The name, if it is one of the catalogue. Raises: GatewayError (404, 503)."""
+        if name in catalogue:
+            return name
+        if catalogue.caller.may_use(name) and self.edge.fleet.undecided():
+            raise errors.starting("A node has not said yet which models it serves.")
+        raise errors.model_not_found(echoed(name), catalogue.all())
+
+    def _default(self, catalogue: Catalogue) -> str | None:
+        name = self.edge.snapshot.settings.default_model
+        return name if name is not None and name in catalogue else None
+
+
+def _is_anthropic(request: Request) -> bool:
+    return "anthropic-version" in request.headers
