@@ -36,15 +36,17 @@ def waiting(node: Node) -> list[Lease]:
 def let_go(busy: int, leases: Iterable[Lease], began: float) -> int:
     """How many slots of abandoned leases are free, if a reading that `began` then saw `busy`.
 
-    A live lease counts as occupied only once its request has had time to reach a slot; a busy
-    slot that nobody accounts for may be an abandoned one, so others' work makes us wait.
+    A request counts only once it has had time to reach a slot: a live one as occupying it, an
+    abandoned one as having let it go. A busy slot that nobody accounts for may be an abandoned
+    one, so others' work makes us wait.
     """
     abandoned = occupied = 0
     for lease in leases:
-        if lease.phase is Phase.RECLAIM:
+        arrived = began - lease.taken >= LINGER
+        if lease.phase is not Phase.RECLAIM:
+            occupied += lease.slots if arrived else 0
+        elif arrived or lease.left_in is Phase.DECODE:
             abandoned += lease.slots
-        elif began - lease.taken >= LINGER:
-            occupied += lease.slots
     return max(0, abandoned - max(0, busy - occupied))
 
 

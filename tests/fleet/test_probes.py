@@ -22,7 +22,7 @@ from tests.fleet.build import a_spec
 
 
 @asynccontextmanager
-async def node_at(url: str, *, timeout: float = 0.2, **keys: Any) -> AsyncIterator[Node]:
+async def node_at(url: str, *, timeout: float = 5.0, **keys: Any) -> AsyncIterator[Node]:
     spec = a_spec(url=url, **keys)
     rules = Rules(HealthSettings(timeout=timeout), TimeoutSettings())
     upstream = connect(spec)
@@ -36,7 +36,7 @@ async def test_a_healthy_server_is_up() -> None:
     async with EmulatedNode() as server, node_at(server.url) as node:
         outcome = await check_alive(node)
     assert outcome.answer is Answer.UP
-    assert outcome.seconds < 0.2
+    assert outcome.seconds < 5
 
 
 async def test_a_path_prefix_is_kept() -> None:
@@ -67,7 +67,7 @@ async def test_a_closed_port_refuses() -> None:
 
 
 async def test_a_server_that_does_not_answer_times_out() -> None:
-    async with EmulatedNode() as server, node_at(server.url) as node:
+    async with EmulatedNode() as server, node_at(server.url, timeout=0.2) as node:
         server.faults.set("mute")
         outcome = await check_alive(node)
         server.faults.clear()
@@ -98,7 +98,7 @@ async def test_every_other_answer_is_a_failure(fault: dict[str, Any]) -> None:
 
 
 async def test_an_answer_that_trickles_is_cut_at_the_limit() -> None:
-    async with EmulatedNode() as server, node_at(server.url) as node:
+    async with EmulatedNode() as server, node_at(server.url, timeout=0.2) as node:
         server.faults.set("trickle", path="control", seconds=0.05)
         outcome = await check_alive(node)
         server.faults.clear()
@@ -107,7 +107,7 @@ async def test_an_answer_that_trickles_is_cut_at_the_limit() -> None:
 
 
 async def test_an_endless_answer_is_cut_by_size() -> None:
-    async with EmulatedNode() as server, node_at(server.url, timeout=5) as node:
+    async with EmulatedNode() as server, node_at(server.url) as node:
         server.faults.next("status", path="/health", status=200, body="x" * (LARGEST_ANSWER + 1))
         outcome = await check_alive(node)
     assert outcome.answer is Answer.FAILED

@@ -40,6 +40,14 @@ def test_a_request_that_may_not_have_reached_its_slot_accounts_for_nothing() -> 
     assert let_go(1, node.leases, 1000.1) == 0
 
 
+def test_a_request_left_at_once_may_reach_its_slot_later() -> None:
+    node = a_node(slots=3)
+    lease = take(node)
+    lease.abandon()
+    assert let_go(0, node.leases, 1000.1) == 0
+    assert let_go(0, node.leases, 1000.3) == 1
+
+
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.floats(0, 5))), st.integers(0, 20))
 def test_never_more_than_what_was_abandoned(
     taken: list[tuple[int, bool, float]], busy: int
