@@ -32,15 +32,14 @@ class Configuration:
         return Json(masked(self.control.settings))
 
     async def reload(self, _: Request) -> Response:
-        """Read both files again: what has changed, or every problem and no change."""
+        """Read both files again: what has changed, or every problem of the one that is invalid."""
         before = self.control.settings
         try:
-            done = await self.control.reload()
+            nodes, settings = await self.control.reload()
         except ConfigError as error:
             return _invalid(str(error.problems[0]), error.problems)
         except OSError as error:
             return _invalid(printable(str(error)), ())
-        nodes = done.inventory
         return Json(
             {
                 "nodes": {
@@ -50,7 +49,7 @@ class Configuration:
                 },
                 "settings": {
                     "changed": changed(before, self.control.settings),
-                    "needs_restart": done.settings.needs_restart,
+                    "needs_restart": settings.needs_restart,
                 },
             }
         )
@@ -66,7 +65,7 @@ def changed(before: Settings, after: Settings) -> list[str]:
 def _invalid(first: str, problems: Sequence[Problem]) -> Response:
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     error = GatewayError(
-        422, "invalid_configuration", f"Nothing has changed, since a file is invalid: {first}{more}"
+        422, "invalid_configuration", f"A file is invalid and has changed nothing: {first}{more}"
     )
     listed = [
         {
