@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import os
 import random
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import structlog
 import uvloop
 
 from gateway import __version__, errors
-from gateway.access.exposure import admin_refusal, is_loopback, public_refusal
+from gateway.access.exposure import is_loopback
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.live import needs_restart
 from gateway.config.problems import ConfigError
@@ -32,6 +27,7 @@ from gateway.observe.event_lines import subscribe
 from gateway.observe.logs import Logs, set_up
 from gateway.observe.metrics import Metrics
 from gateway.open_files import raise_open_files
+from gateway.options import Options, StartError, drains_file, read, read_key
 from gateway.relay.journey import Means
 from gateway.relay.live import Registry
 from gateway.relay.relay import Relay
@@ -40,7 +36,10 @@ from gateway.scheduling.scheduler import Scheduler
 from gateway.systemd import Notifier
 from gateway.transport.upstream import connect
 from gateway.web.admin.app import admin_app
-from gateway.web.admin.view import fleet_view
+from gateway.web.admin.control import Reloaded
+from gateway.web.admin.deadlines import Deadlines
+from gateway.web.admin.totals import Totals
+from gateway.web.admin.view import View
 from gateway.web.listener import Listener, bind
 from gateway.web.public.edge import Edge, Snapshot
 from gateway.web.public.protocol import bounded
@@ -50,42 +49,6 @@ LAST_WORDS = 5.0
 """Seconds for clients to read how their request ended, once the grace is over."""
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the command line says; None leaves it to the file."""
-
-    nodes: Path
-    config: Path | None = None
-    host: str | None = None
-    port: int | None = None
-    admin_host: str | None = None
-    admin_port: int | None = None
-    admin_key_file: Path | None = None
-    allow_anonymous: bool = False
-    state: Path | None = None
-    """Folder for what lasts over a restart; by default systemd's, else the user's."""
-
-    def over(self, settings: Settings) -> Settings:
-        """These settings with what the command line says on top."""
-        listen = {"host": self.host, "port": self.port}
-        admin = {"host": self.admin_host, "port": self.admin_port, "key_file": self.admin_key_file}
-        return settings.model_copy(
-            update={
-                "listen": settings.listen.model_copy(update=_given(listen)),
-                "admin": settings.admin.model_copy(update=_given(admin)),
-                "allow_anonymous": settings.allow_anonymous or self.allow_anonymous,
-            }
-        )
-
-
-class StartError(Exception):
-    """The gateway can't start; `status` is the process's exit status."""
-
-    def __init__(self, message: str, status: int = 1) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def run(options: Options) -> int:
@@ -100,17 +63,6 @@ def start(main: Any) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status: int = runner.run(main)
         return status
-
-
-def read(options: Options) -> tuple[Settings, Inventory]:
-    """Both files, checked. Raises: ConfigError, StartError."""
-    settings = options.over(load_settings(options.config))
-    refusal = public_refusal(
-        settings.listen.host, keys=len(settings.keys), allow_anonymous=settings.allow_anonymous
-    ) or admin_refusal(settings.admin.host, has_key=settings.admin.key_file is not None)
-    if refusal is not None:
-        raise StartError(refusal, status=2)
-    return settings, load_inventory(options.nodes)
 
 
 async def serve(
@@ -166,7 +118,7 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
             rng=rng,
-            drains=Drains(_drains_file(options)),
+            drains=Drains(drains_file(options)),
         )
         self.scheduler = Scheduler(self.fleet, settings, self.clock, rng)
         self.means = Means(self.scheduler, self.fleet, settings, self.bus, self.clock)
@@ -181,7 +133,12 @@ class Gateway:
             self.bus,
             self.clock,
         )
-        self.metrics = Metrics(self.bus, fleet_view(self.fleet, self.scheduler, self))
+        self.metrics = Metrics(
+            self.bus,
+            View(self.fleet, self.scheduler, self.registry, lambda: self.inventory_error),
+        )
+        self.totals = Totals.of(self.bus)
+        self.deadlines = Deadlines(self.registry)
         self.lines = subscribe(self.bus, logs, access=settings.logging.access)
         self._logs = logs
         self._site = public_site(self.edge, self.scheduler)
@@ -268,6 +225,7 @@ class Gateway:
             if listener is not None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(listener.close(), 1.0)
+        self.deadlines.close()
         self.scheduler.close()
         await self.fleet.aclose()
         log.info("ended")
@@ -280,7 +238,7 @@ class Gateway:
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task failed", task=task.get_name(), error=repr(error))
+            log.error("a task failed", task=task.get_name(), exc_info=error)
 
     # Listeners.
 
@@ -288,7 +246,7 @@ class Gateway:
         listen, admin = self.settings.listen, self.settings.admin
         key = None
         if admin.key_file is not None:
-            key = _read_key(admin.key_file)
+            key = read_key(admin.key_file)
         public_sock = _bound(listen.host, listen.port, "--port (listen.port)")
         try:
             admin_sock = _bound(admin.host, admin.port, "--admin-port (admin.port)")
@@ -309,6 +267,8 @@ class Gateway:
             scheduler=self.scheduler,
             registry=self.registry,
             metrics=self.metrics,
+            totals=self.totals,
+            deadlines=self.deadlines,
             control=self,
             host=admin.host,
             key=key,
@@ -340,11 +300,11 @@ class Gateway:
         """Read both files again (SIGHUP)."""
         self._own(self._reload_quietly(inventory=True, settings=True), "reload")
 
-    async def reload(self) -> tuple[InventoryChanged, SettingsChanged]:
+    async def reload(self) -> Reloaded:
         """Read both files again. Raises: ConfigError; then what was invalid has not changed."""
         async with self._reloading:
             changed = await self._reload_settings()
-            return await self._reload_inventory(), changed
+            return Reloaded(await self._reload_inventory(), changed)
 
     async def _watch_files(self) -> None:
         paths = [path for path in (self.options.nodes, self.options.config) if path is not None]
@@ -356,10 +316,10 @@ class Gateway:
     async def _reload_quietly(self, *, inventory: bool, settings: bool) -> None:
         async with self._reloading:
             # Each file by itself: an invalid one must not keep the other from being read.
-            with contextlib.suppress(ConfigError):
+            with contextlib.suppress(ConfigError, OSError):
                 if settings:
                     await self._reload_settings()
-            with contextlib.suppress(ConfigError):
+            with contextlib.suppress(ConfigError, OSError):
                 if inventory:
                     await self._reload_inventory()
 
@@ -398,16 +358,6 @@ class Gateway:
         self.bus.publish(change)
         return change
 
-    @property
-    def started_at(self) -> str:
-        """When it started, as RFC 3339 says it."""
-        moment = datetime.now(UTC).timestamp() - (self.clock() - self.started)
-        return datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
-
-
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
 
 def _bound(host: str, port: int, flag: str) -> Any:
     try:
@@ -417,29 +367,3 @@ def _bound(host: str, port: int, flag: str) -> Any:
             f"{host}:{port} can't be listened on: {error.strerror or error}; "
             f"end what is there, or choose another with {flag}"
         ) from None
-
-
-def _read_key(path: Path) -> str:
-    try:
-        key = path.read_text().strip()
-    except OSError as error:
-        raise StartError(
-            f"{path}: the admin key can't be read: {error.strerror}; make the file, or name "
-            "another with --admin-key-file (admin.key_file)",
-            status=2,
-        ) from None
-    if not key:
-        raise StartError(f"{path}: the file holds no admin key; write one into it", status=2)
-    return key
-
-
-def _drains_file(options: Options) -> Path:
-    """Where the drained nodes of this inventory are kept over a restart."""
-    folder = options.state
-    if folder is None and (systemd := os.environ.get("STATE_DIRECTORY", "").partition(":")[0]):
-        folder = Path(systemd)
-    if folder is None:
-        base = os.environ.get("XDG_STATE_HOME")
-        folder = (Path(base) if base else Path.home() / ".local" / "state") / "llama-gateway"
-    which = hashlib.sha256(str(options.nodes.absolute()).encode()).hexdigest()[:12]
-    return folder / f"drains-{which}.json"

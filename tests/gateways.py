@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 import yaml
 
-from gateway.app import Gateway, Options, read
+from gateway.app import Gateway
 from gateway.fleet.states import State
 from gateway.observe.logs import set_up
+from gateway.options import Options, read
 
 START_LIMIT = 20.0
 
@@ -51,7 +52,7 @@ async def running_gateway(
 ) -> AsyncIterator[Running]:
     """A gateway over these nodes (URLs, or mappings as in `nodes.yaml`) and settings.
 
-    `options` are those of `gateway.app.Options`. With `wait_ready` it is entered once every node
+    `options` are those of `gateway.options.Options`. With `wait_ready` it is entered once every node
     has been probed and one at least is ready.
     """
     specs = [
@@ -67,7 +68,10 @@ async def running_gateway(
         **{"port": 0, "admin_port": 0, "state": folder / "state", **options},
     )
     loaded, inventory = read(chosen)
-    with (folder / "gateway.log").open("ab") as log, set_up("debug", "json", fd=log.fileno()) as logs:
+    with (
+        (folder / "gateway.log").open("ab") as log,
+        set_up("debug", "json", fd=log.fileno()) as logs,
+    ):
         gateway = Gateway(chosen, loaded, logs)
         async with gateway.running(inventory):
             assert gateway.public is not None

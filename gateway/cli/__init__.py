@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from gateway import __version__
-from gateway.cli import check, keys, nodes, serve
+from gateway.cli import check, keys, nodes, serve, up
 from gateway.cli.options import prose
 from gateway.cli.terminal import CommandFailed, complain
 
@@ -24,6 +24,7 @@ app = typer.Typer(
     ),
 )
 for command, examples in (
+    (up.up, up.EXAMPLES),
     (serve.serve, serve.EXAMPLES),
     (check.check, check.EXAMPLES),
     (nodes.nodes, nodes.EXAMPLES),

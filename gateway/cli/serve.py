@@ -33,7 +33,8 @@ def serve(
     Both files are read again when they change and on SIGHUP. SIGTERM ends it: what runs may finish
     within [bold]shutdown.grace[/]; a second one ends it at once.
     """
-    from gateway.app import Options, StartError, run
+    from gateway.app import run
+    from gateway.options import Options, StartError
 
     given = Options(
         nodes=nodes,

@@ -128,8 +128,9 @@ class Attempt:
                 return passed
 
     def _before_error(self, passed: bytes) -> bytes:
-        """What stands before the node's own error event; that event itself ends the stream, in
-        the form that this API's clients know.
+        """What stands before the node's own error event, which ends the stream.
+
+        It goes out in the form that this API's clients know.
         """
         kept = []
         for event in sse.split(passed):

@@ -41,9 +41,9 @@ def needed(
     edit: Edit = {}
     if isinstance(peeked.priority, str):
         edit["priority"] = msgspec.UNSET
-    if peeked.id_slot is not None:
+    if bytes(peeked.id_slot):
         edit["id_slot"] = msgspec.UNSET
-    if peeked.lora is not None:
+    if bytes(peeked.lora):
         edit["lora"] = msgspec.UNSET
     for name in _PROBABILITIES:
         value = getattr(peeked, name)

@@ -12,6 +12,10 @@ from gateway import errors
 Number = int | float | None
 
 
+NOTHING = msgspec.Raw()
+"""What a field is that the body does not have."""
+
+
 class Peek(msgspec.Struct):
     """The fields that decide where a request goes; everything else stays bytes.
 
@@ -30,11 +34,11 @@ class Peek(msgspec.Struct):
     n_cmpl: Number = None
     priority: Any = None
     service_tier: Any = None
-    id_slot: msgspec.Raw | None = None
-    lora: msgspec.Raw | None = None
-    prompt: msgspec.Raw | None = None
-    messages: msgspec.Raw | None = None
-    input: msgspec.Raw | None = None
+    id_slot: msgspec.Raw = NOTHING
+    lora: msgspec.Raw = NOTHING
+    prompt: msgspec.Raw = NOTHING
+    messages: msgspec.Raw = NOTHING
+    input: msgspec.Raw = NOTHING
 
 
 _PEEK = msgspec.json.Decoder(Peek)
@@ -67,13 +71,13 @@ def peek(body: bytes) -> Peek:
         raise errors.invalid_json("it is nested too deeply") from None
 
 
-def count_prompts(raw: msgspec.Raw | None) -> int:
+def count_prompts(raw: msgspec.Raw) -> int:
     """How many prompts a completion's `prompt` holds, as llama.cpp counts them.
 
     A list of numbers, or of numbers and strings mixed, is one prompt; any other list holds one
     an item.
     """
-    if raw is None or bytes(raw).lstrip()[:1] != b"[":
+    if bytes(raw).lstrip()[:1] != b"[":
         return 1
     try:
         items = _RAWS.decode(raw)
@@ -84,13 +88,11 @@ def count_prompts(raw: msgspec.Raw | None) -> int:
     return len(items)
 
 
-def count_tokens(raw: msgspec.Raw | None, bytes_per_token: float) -> int:
+def count_tokens(raw: msgspec.Raw, bytes_per_token: float) -> int:
     """A low guess at a prompt's tokens: exact for token ids, by length for text.
 
     Images are left out, since their size in base64 says nothing about their tokens.
     """
-    if raw is None:
-        return 0
     data = bytes(raw)
     if data.lstrip()[:1] == b"[" and data[1:64].lstrip()[:1].isdigit():
         return data.count(b",") + 1

@@ -68,7 +68,7 @@ def prepare(
         )
         bodies[meaning.name] = body if edit is None else edits.applied(body, edit, meaning.rules)
     slots = _slots(route, peeked, limits.n)
-    raw = getattr(peeked, route.prompt) if route.prompt in _PROMPTS else None
+    raw = getattr(peeked, route.prompt) if route.prompt in _PROMPTS else peek.NOTHING
     return Request(
         id=incoming.id,
         tag=incoming.tag,

@@ -7,6 +7,7 @@ that a stream of a thousand tokens costs no timer per token.
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import httptools
 
@@ -169,8 +170,8 @@ class Connection(asyncio.Protocol):
     # What the event loop calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # uvloop's transports are no subclasses of asyncio's.
+        self.transport = cast("asyncio.Transport", transport)
         self.alive = True
 
     def data_received(self, data: bytes) -> None:

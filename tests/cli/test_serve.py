@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import gateway.app
-from gateway.app import Options, StartError
+from gateway.options import Options, StartError
 from tests.cli.running import run
 
 

@@ -126,7 +126,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, error: GatewayError) -> None:
         """Answer without any app, and close. Between pipelined replies it can only close."""
         self._disarm()
-        busy = self.cycle is not None and not self.cycle.response_complete
+        busy = bool(self.cycle) and not self.cycle.response_complete
         if not busy and not self.transport.is_closing():
             body = CHAT.error_body(error, "")
             lines = [

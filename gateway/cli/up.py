@@ -1,0 +1,221 @@
+"""`llama-gateway up`: llama.cpp servers on this machine, and the gateway over them."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gateway.cli import options
+from gateway.cli.options import examples
+from gateway.cli.terminal import CommandFailed, note
+
+if TYPE_CHECKING:
+    from gateway.local.prepare import LocalPlan
+    from gateway.local.supervisor import Progress
+    from gateway.options import Options
+
+EXAMPLES = examples(
+    ("llama-gateway up", "a tiny demo model: everything works, its words mean nothing"),
+    ("llama-gateway up --model mistral-7b.gguf", "a real model, one server per NUMA node"),
+    ("llama-gateway up --model m.gguf --servers 2 --slots 4", "two servers of four slots each"),
+)
+
+_SERVERS = "Servers"
+
+Model = Annotated[
+    Path | None,
+    typer.Option(
+        "--model",
+        metavar="FILE.gguf",
+        show_default="a small demo model of random weights",
+        help="The model to serve.",
+        rich_help_panel=_SERVERS,
+    ),
+]
+Servers = Annotated[
+    int | None,
+    typer.Option(
+        "--servers",
+        min=1,
+        max=256,
+        metavar="N",
+        show_default="one per NUMA node",
+        help="How many llama.cpp servers to start.",
+        rich_help_panel=_SERVERS,
+    ),
+]
+Slots = Annotated[
+    int,
+    typer.Option(
+        "--slots",
+        min=1,
+        max=256,
+        metavar="N",
+        help="Requests that one server takes at once.",
+        rich_help_panel=_SERVERS,
+    ),
+]
+ServerBin = Annotated[
+    Path | None,
+    typer.Option(
+        "--server-bin",
+        metavar="FILE",
+        show_default="llama-server on PATH, else the embedded one",
+        help="The llama-server program to use.",
+        rich_help_panel=_SERVERS,
+    ),
+]
+ForceMemory = Annotated[
+    bool,
+    typer.Option(
+        "--force-memory",
+        help="Start although too little memory would stay free.",
+        rich_help_panel=_SERVERS,
+    ),
+]
+
+
+def up(
+    model: Model = None,
+    servers: Servers = None,
+    slots: Slots = 2,
+    server_bin: ServerBin = None,
+    force_memory: ForceMemory = False,
+    config: options.ConfigFile = None,
+    host: options.Host = None,
+    port: options.Port = None,
+    admin_host: options.AdminHost = None,
+    admin_port: options.AdminPort = None,
+    admin_key_file: options.AdminKeyFile = None,
+    allow_anonymous: options.AllowAnonymous = False,
+) -> None:
+    """Start llama.cpp servers on this machine, wait until they are ready, and serve.
+
+    Without a model it makes a small one of random weights, to try everything with. The servers
+    end with the gateway, however it ends; one that dies is started again. Their logs are in the
+    cache folder (LLAMA_GATEWAY_CACHE, by default ~/.cache/llama-gateway).
+    """
+    from gateway.app import start
+    from gateway.local.errors import LocalFleetError
+    from gateway.local.prepare import prepare
+    from gateway.options import Options, StartError
+
+    try:
+        plan = prepare(
+            model, servers=servers, slots=slots, server_bin=server_bin, force_memory=force_memory
+        )
+        with tempfile.TemporaryDirectory(prefix="llama-gateway-") as folder:
+            given = Options(
+                nodes=_written(plan, Path(folder) / "nodes.yaml"),
+                config=options.settings_file(config),
+                host=host,
+                port=port,
+                admin_host=admin_host,
+                admin_port=admin_port,
+                allow_anonymous=allow_anonymous,
+                admin_key_file=admin_key_file,
+                state=Path(folder),
+            )
+            status = start(_serve(plan, given))
+    except LocalFleetError as error:
+        raise CommandFailed(str(error)) from None
+    except StartError as error:
+        raise CommandFailed(str(error), error.status) from None
+    except KeyboardInterrupt:
+        status = 130
+    raise typer.Exit(status)
+
+
+async def _serve(plan: LocalPlan, given: Options) -> int:
+    from gateway.app import serve
+    from gateway.config.inventory import load_inventory
+    from gateway.local.supervisor import LocalFleet
+    from gateway.observe.logs import set_up
+    from gateway.options import read
+
+    # Whatever is wrong with the settings is told before a model is loaded.
+    settings, _ = read(given)
+    told = _Teller(len(plan.specs))
+    if plan.is_demo:
+        note("No --model: using the demo model. Its weights are random and its words mean nothing.")
+    note(f"Starting {len(plan.specs)} llama.cpp server(s); their logs are in {plan.log_folder}")
+    async with LocalFleet(
+        plan.specs, plan.log_folder, binary=plan.binary, on_progress=told.progress
+    ) as fleet:
+        given.nodes.write_text(_inventory(fleet.inventory()))
+        inventory = await asyncio.to_thread(load_inventory, given.nodes)
+        with set_up(settings.logging.level, settings.logging.format) as logs:
+            told.serving = True
+            return await serve(
+                given,
+                settings,
+                inventory,
+                logs,
+                lambda gateway: _invite(gateway.public.url if gateway.public else ""),
+            )
+
+
+class _Teller:
+    """Tells how far the servers are: on stderr while they start, in the log afterwards."""
+
+    def __init__(self, servers: int) -> None:
+        self.serving = False
+        self._servers = servers
+        self._ready = 0
+
+    def progress(self, step: Progress) -> None:
+        """One step of one server."""
+        import structlog
+
+        from gateway.local.supervisor import Exited, Loading, Ready, Started
+
+        if self.serving:
+            log = structlog.get_logger()
+            match step:
+                case Exited():
+                    log.warning(
+                        "server exited", server=step.name, how=step.how, restart_in=step.restart_in
+                    )
+                case Ready():
+                    log.info("server ready", server=step.name, seconds=round(step.seconds, 1))
+                case _:
+                    pass
+            return
+        match step:
+            case Started():
+                note(f"  {step.name}: started on {step.url}")
+            case Loading():
+                note(f"  {step.name}: loading the model")
+            case Ready():
+                self._ready += 1
+                note(
+                    f"  {step.name}: ready after {step.seconds:.1f} s "
+                    f"({self._ready} of {self._servers})"
+                )
+            case Exited():
+                note(f"  {step.name}: {step.how}, started again in {step.restart_in:g} s")
+
+
+def _invite(url: str) -> None:
+    note(
+        f"Serving an OpenAI-compatible API at {url}/v1 (Ctrl-C ends it). Try:\n"
+        f"  curl {url}/v1/chat/completions -d "
+        '\'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40}\''
+    )
+
+
+def _written(plan: LocalPlan, path: Path) -> Path:
+    """An inventory to check the rest with; the servers' real addresses replace it."""
+    nodes = [{"name": spec.name, "url": "http://127.0.0.1:1"} for spec in plan.specs]
+    path.write_text(_inventory(nodes))
+    return path
+
+
+def _inventory(nodes: list[dict[str, object]] | list[dict[str, str]]) -> str:
+    import yaml
+
+    return yaml.safe_dump({"nodes": nodes})
