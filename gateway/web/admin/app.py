@@ -9,7 +9,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from gateway.fleet.fleet import Fleet
 from gateway.observe.exposition import CONTENT_TYPE
@@ -45,42 +45,28 @@ POST   /admin/reload                read the inventory and the settings again
 """
 
 
-class AdminApp:
-    """The application, and what it owns: `close` must be called."""
-
-    def __init__(self, app: ASGIApp, deadlines: Deadlines) -> None:
-        self._app = app
-        self._deadlines = deadlines
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
-
-    def close(self) -> None:
-        """Forget the deadlines of drains."""
-        self._deadlines.close()
-
-
 def admin_app(
     *,
     fleet: Fleet,
     scheduler: Scheduler,
     registry: Registry,
     metrics: Metrics,
+    totals: Totals,
+    deadlines: Deadlines,
     control: Control,
     host: str,
     key: str | None = None,
     extra_hosts: Iterable[str] = (),
-) -> AdminApp:
-    """The application for an admin listener that stands on `host`; it counts totals from now on.
+) -> ASGIApp:
+    """The application for an admin listener that stands on `host`.
 
-    Without `key` nobody needs one: whether that may be is for
-    `gateway.access.exposure.admin_refusal` to say before the listener opens.
+    The caller owns `deadlines` and closes it. Without `key` nobody needs one: whether that may be
+    is for `gateway.access.exposure.admin_refusal` to say before the listener opens.
     """
-    deadlines = Deadlines(registry)
     nodes = Nodes(fleet, deadlines)
     requests = Requests(registry, scheduler)
     configuration = Configuration(control)
-    status = Status(fleet, scheduler, registry, control, Totals.of(control.bus))
+    status = Status(fleet, scheduler, registry, control, totals)
 
     async def index(_: Request) -> Response:
         return PlainTextResponse(INDEX)
@@ -109,5 +95,4 @@ def admin_app(
     ]
     numbers = itertools.count()
     guard = Middleware(Guard, key=key, names=(host, *extra_hosts))
-    app = cold_app(routes, lambda: f"adm_{next(numbers):x}", [guard])
-    return AdminApp(app, deadlines)
+    return cold_app(routes, lambda: f"adm_{next(numbers):x}", [guard])

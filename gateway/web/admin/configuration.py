@@ -35,11 +35,12 @@ class Configuration:
         """Read both files again: what has changed, or every problem of the one that is invalid."""
         before = self.control.settings
         try:
-            nodes, settings = await self.control.reload()
+            done = await self.control.reload()
         except ConfigError as error:
             return _invalid(str(error.problems[0]), error.problems)
         except OSError as error:
             return _invalid(printable(str(error)), ())
+        nodes = done.inventory
         return Json(
             {
                 "nodes": {
@@ -49,7 +50,7 @@ class Configuration:
                 },
                 "settings": {
                     "changed": changed(before, self.control.settings),
-                    "needs_restart": settings.needs_restart,
+                    "needs_restart": done.settings.needs_restart,
                 },
             }
         )

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.config.settings import Settings
-from gateway.events import Bus, InventoryChanged, SettingsChanged
+from gateway.events import InventoryChanged, SettingsChanged
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What came of reading both files again."""
+
+    inventory: InventoryChanged
+    settings: SettingsChanged
 
 
 class Control(Protocol):
@@ -17,20 +26,12 @@ class Control(Protocol):
         """The settings in force."""
 
     @property
-    def bus(self) -> Bus:
-        """Where it tells what happens."""
-
-    @property
     def clock(self) -> Callable[[], float]:
         """Monotonic seconds."""
 
     @property
     def started(self) -> float:
         """When the process began to serve, by `clock`."""
-
-    @property
-    def started_at(self) -> str:
-        """The same on the wall's clock, as RFC 3339 says it."""
 
     @property
     def version(self) -> str:
@@ -48,7 +49,7 @@ class Control(Protocol):
     def closing(self) -> bool:
         """Whether it is shutting down."""
 
-    async def reload(self) -> tuple[InventoryChanged, SettingsChanged]:
+    async def reload(self) -> Reloaded:
         """Read the inventory and the settings again and put them in force.
 
         Raises: ConfigError, or OSError where a TLS file can't be used; the file that is to blame

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from starlette.requests import Request
@@ -48,11 +49,13 @@ class Status:
         """Everything at a glance."""
         control, nodes = self.control, self.fleet.nodes.values()
         depths, error = self.scheduler.depths(), self._unreadiness()
+        uptime = control.clock() - control.started
+        started = datetime.now(UTC) - timedelta(seconds=uptime)
         return Json(
             {
                 "version": control.version,
-                "started_at": control.started_at,
-                "uptime_seconds": round(control.clock() - control.started, 3),
+                "started_at": started.isoformat(timespec="seconds").replace("+00:00", "Z"),
+                "uptime_seconds": round(uptime, 3),
                 "ready": error is None,
                 "reason": None if error is None else error.code,
                 "in_flight": len(self.registry),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
 
 from gateway.fleet.fleet import Fleet
 from gateway.observe.metrics import NodeSample, Snapshot
@@ -11,22 +11,17 @@ from gateway.relay.live import Registry
 from gateway.scheduling.scheduler import Scheduler
 
 
-class Seen(Protocol):
-    """The rest that a scrape tells."""
+@dataclass(frozen=True, slots=True)
+class View:
+    """What `Metrics` calls at each scrape."""
 
-    @property
-    def registry(self) -> Registry:
-        """What waits and runs."""
+    fleet: Fleet
+    scheduler: Scheduler
+    registry: Registry
+    inventory_error: Callable[[], str | None]
 
-    @property
-    def inventory_error(self) -> str | None:
-        """What is wrong with the inventory on disk, while an older one is in force."""
-
-
-def fleet_view(fleet: Fleet, scheduler: Scheduler, seen: Seen) -> Callable[[], Snapshot]:
-    """What `Metrics` calls at each scrape: the state of things then."""
-
-    def snapshot() -> Snapshot:
+    def __call__(self) -> Snapshot:
+        """The state of things now."""
         return Snapshot(
             nodes=[
                 NodeSample(
@@ -37,11 +32,9 @@ def fleet_view(fleet: Fleet, scheduler: Scheduler, seen: Seen) -> Callable[[], S
                     decode_tps=node.speed.decode_tps,
                     prefill_tps=node.speed.prefill_tps,
                 )
-                for node in fleet.nodes.values()
+                for node in self.fleet.nodes.values()
             ],
-            queue=scheduler.depths(),
-            in_flight=len(seen.registry),
-            inventory_error=seen.inventory_error is not None,
+            queue=self.scheduler.depths(),
+            in_flight=len(self.registry),
+            inventory_error=self.inventory_error() is not None,
         )
-
-    return snapshot
