@@ -21,7 +21,7 @@ from gateway.relay.settle import Settler
 from gateway.relay.verdict import Verdict
 from gateway.relay.watch import Limits, first_byte_limit
 from gateway.scheduling.scheduler import Scheduler
-from gateway.transport.errors import ConnectFailed, Overdue, UpstreamError
+from gateway.transport.errors import ConnectFailed, Exhausted, Overdue, UpstreamError
 
 
 @dataclass(slots=True, eq=False)
@@ -206,6 +206,8 @@ class Journey:
         if isinstance(failure, Ended):
             return failure.error
         request.failed.add(node.name)
+        if isinstance(failure, Exhausted):
+            return AttemptFailed(as_error(failure))
         out_of_time = isinstance(failure, Overdue) and failure.limit == "total"
         if not out_of_time or request.deadline is None:
             self._means.fleet.failed(node, self._means.clock(), attempt.lease.taken)

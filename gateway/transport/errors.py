@@ -3,6 +3,7 @@
 UpstreamError
 ├── ConnectFailed     refused, unreachable, unknown name, TLS failure
 ├── ConnectTimedOut   no connection within the limit
+├── Exhausted         this machine has no descriptor or port left
 ├── Reset             the connection broke before the reply was complete
 │   └── Stale         ... a reused one, at once and before the first byte: no attempt at all
 ├── Errored           the node's own error, in the middle of its answer
@@ -31,6 +32,12 @@ class ConnectTimedOut(UpstreamError):  # noqa: N818
     """The connection was not made in time."""
 
     outcome = "connect_timeout"
+
+
+class Exhausted(UpstreamError):  # noqa: N818
+    """This machine has no descriptor or port left: the node is not to blame."""
+
+    outcome = "exhausted"
 
 
 class Reset(UpstreamError):  # noqa: N818

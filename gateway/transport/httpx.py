@@ -11,6 +11,7 @@ from gateway.transport.connection import Connection
 from gateway.transport.errors import (
     ConnectFailed,
     ConnectTimedOut,
+    Exhausted,
     Garbage,
     Stale,
     UpstreamError,
@@ -114,6 +115,8 @@ def _translated(error: UpstreamError, request: httpx.Request | None) -> httpx.Tr
         kind = httpx.ConnectTimeout
     elif isinstance(error, ConnectFailed):
         kind = httpx.ConnectError
+    elif isinstance(error, Exhausted):
+        kind = httpx.PoolTimeout
     elif isinstance(error, Garbage):
         kind = httpx.RemoteProtocolError
     return kind(str(error), request=request)

@@ -8,17 +8,22 @@ idle one is forgotten before that, and one that proves to be closed in the insta
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from dataclasses import dataclass
 
 from gateway.transport.connection import Connection
-from gateway.transport.errors import ConnectFailed, ConnectTimedOut
+from gateway.transport.errors import ConnectFailed, ConnectTimedOut, Exhausted
 
 IDLE_SECONDS = 4.0
 """Below the 5 s after which llama.cpp's server closes (cpp-httplib's keep-alive timeout)."""
 
 IDLE_CONNECTIONS = 1024
 """Idle connections kept for one node; what comes back beyond is closed."""
+
+
+_OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
+"""What this machine lacks, not the node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class Pool:
     async def connect(self, timeout: float) -> Connection:
         """A new connection within `timeout` seconds.
 
-        Raises: ConnectFailed, ConnectTimedOut.
+        Raises: ConnectFailed, ConnectTimedOut, Exhausted.
         """
         origin = self.origin
         try:
@@ -75,6 +80,8 @@ class Pool:
             raise ConnectTimedOut(f"No connection within {timeout:g} s") from None
         except (OSError, ssl.SSLError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or type(error).__name__
+            if getattr(error, "errno", None) in _OURS:
+                raise Exhausted(f"No connection could be opened: {reason}") from None
             raise ConnectFailed(f"The connection failed: {reason}") from None
         self.opened += 1
         return connection
