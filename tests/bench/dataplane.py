@@ -67,11 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stdout.write(tables)
     if options.json:
         options.json.write_text(report.as_json(results, setting))
-    if options.markdown:
-        report.write_between_markers(options.markdown, report.page(tables, setting))
     if results.invalid():
         progress.print(f"invalid samples; logs and configurations: {folder}", style="red")
         return 1
+    if options.markdown:
+        report.write_between_markers(options.markdown, report.page(tables, setting))
     if not options.perf:
         shutil.rmtree(folder)
     return 0
@@ -118,7 +118,11 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[Scenario], Si
         help="counts of many streams, default 2000: there is a scenario for each, streams-COUNT",
     )
     add("--json", type=Path, help="write samples, verdicts and the machine's facts to this file")
-    add("--markdown", type=Path, help="write the tables between the markers of this page")
+    add(
+        "--markdown",
+        type=Path,
+        help="write the tables between the markers of this page, if every sample is valid",
+    )
     add("--perf", action="store_true", help="perf record each proxy while it is measured")
     options = parser.parse_args(words)
     sizes = QUICK if options.quick else Sizes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.bench.load import Address
-from tests.bench.process import cpu_seconds
+from tests.bench.process import cpu_seconds, waited_seconds
 from tests.bench.upstream import Upstream
 
 SETTLE = 0.1
@@ -32,10 +33,14 @@ class Subject:
 
 @dataclass(slots=True)
 class Measured:
-    """CPU and wall seconds of a stretch; filled when the stretch ends."""
+    """CPU and wall seconds of a stretch; filled when the stretch ends.
+
+    `waited` is how long proxy and load together stood ready while strangers had their cores.
+    """
 
     proxy: float = 0.0
     load: float = 0.0
+    waited: float = 0.0
     wall: float = 0.0
     connections: int = 0
     extra: dict[str, float] = field(default_factory=dict)
@@ -49,6 +54,7 @@ class Measured:
             "rate": units / self.wall,
             "proxy_busy": self.proxy / self.wall,
             "load_busy": self.load / self.wall,
+            "disturbed": self.waited / self.wall,
             "upstream_connections": self.connections,
             **self.extra,
         }
@@ -61,10 +67,12 @@ async def measuring(subject: Subject) -> AsyncIterator[Measured]:
     opened = subject.upstream.counters.connections
     with _recording(subject):
         proxy = cpu_seconds(subject.pid) if subject.pid else 0.0
+        waited = waited_seconds(os.getpid())  # the proxy is a child of this process
         load, wall = time.process_time(), time.perf_counter()
         yield measured
         measured.load = time.process_time() - load
         measured.wall = time.perf_counter() - wall
+        measured.waited = waited_seconds(os.getpid()) - waited
         await asyncio.sleep(SETTLE)
         measured.proxy = cpu_seconds(subject.pid) - proxy if subject.pid else 0.0
     measured.connections = subject.upstream.counters.connections - opened

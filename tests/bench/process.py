@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from pathlib import Path
 
 import psutil
 
@@ -33,6 +35,16 @@ def cpu_seconds(pid: int) -> float:
 def resident_bytes(pid: int) -> int:
     """Resident memory of the tree; pages that two of its processes share count twice."""
     return sum(process.memory_info().rss for process in tree(pid))
+
+
+def waited_seconds(pid: int) -> float:
+    """How long the living threads of the tree were ready to run and other work had their core."""
+    total = 0
+    for process in tree(pid):
+        for thread in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # ended meanwhile
+                total += int(thread.read_text().split()[1])
+    return total / 1e9
 
 
 def _cpu_clock(pid: int) -> int:

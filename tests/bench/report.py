@@ -86,17 +86,14 @@ def _verdicts(results: Results) -> str:
 
 
 def _cores(results: Results, scenarios: Sequence[Scenario], targets: Sequence[str]) -> str:
+    figures = ("proxy_busy", "load_busy", "disturbed")
+
     def cell(scenario: Scenario, target: str) -> str:
-        shares = [
-            results.median(scenario.name, target, figure) for figure in ("proxy_busy", "load_busy")
-        ]
-        proxy, load = shares
-        if proxy is None or load is None:
-            return "-"
-        return f"{load:.0%}" if target == "direct" else f"{proxy:.0%} / {load:.0%}"
+        shares = [results.median(scenario.name, target, figure) for figure in figures]
+        return " / ".join(f"{share:.0%}" for share in shares if share is not None) or "-"
 
     rows = [[s.title, *(cell(s, target) for target in targets)] for s in scenarios]
-    return _table(["core busy: proxy / upstream and load", *targets], rows)
+    return _table(["core busy: proxy / upstream and load / disturbed", *targets], rows)
 
 
 def page(report: str, setting: Setting) -> str:

@@ -89,6 +89,7 @@ class Run:
         if "rate" in seen:
             line += f", {seen['rate']:.0f}/s, proxy {seen['proxy_busy']:.0%}"
             line += f", load {seen['load_busy']:.0%} ({number(seen['load_us'])} us)"
+            line += f", disturbed {seen['disturbed']:.0%}"
         if self.perf:
             line += f", {self.folder / f'{scenario.name}-{sample.target}-{sample.round}'}"
         self.progress.print(line, markup=False)

@@ -46,7 +46,8 @@ def answer(body: bytes, status: str = "200 OK") -> bytes:
     """A whole plain reply, head and body."""
     return (
         f"HTTP/1.1 {status}\r\nServer: llama.cpp\r\nAccess-Control-Allow-Origin: \r\n"
-        f"Content-Type: application/json; charset=utf-8\r\nContent-Length: {len(body)}\r\n\r\n"
+        f"Content-Type: application/json; charset=utf-8\r\nContent-Length: {len(body)}\r\n"
+        "Keep-Alive: timeout=5, max=100\r\n\r\n"
     ).encode() + body
 
 
@@ -70,7 +71,8 @@ def _chunk(delta: dict[str, object], finish: str | None = None, **more: object) 
 
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nServer: llama.cpp\r\nAccess-Control-Allow-Origin: \r\n"
-    b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"X-Accel-Buffering: no\r\nContent-Type: text/event-stream\r\n"
+    b"Transfer-Encoding: chunked\r\nKeep-Alive: timeout=5, max=100\r\n\r\n"
 )
 ROLE = _chunk({"role": "assistant", "content": None})
 TOKENS = tuple(_chunk({"content": word}) for word in _WORDS)
@@ -83,7 +85,12 @@ USAGE = _event(
         "model": MODEL,
         "system_fingerprint": "b0-unknown",
         "object": "chat.completion.chunk",
-        "usage": {"completion_tokens": 200, "prompt_tokens": 12, "total_tokens": 212},
+        "usage": {
+            "completion_tokens": 200,
+            "prompt_tokens": 12,
+            "total_tokens": 212,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
         "timings": _TIMINGS,
     }
 )

@@ -253,8 +253,9 @@ async def _until_ready(
 
 
 def _epitaph(target: Target, status: int, log: Path) -> str:
-    tail = log.read_text(errors="replace")[-600:]
-    return f"{target.name} exited with {status}; end of {log}:\n{tail}"
+    lines = log.read_text(errors="replace").split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return f"{target.name} exited with {status}: {last[-200:]} ({log})"
 
 
 async def _status(address: Address, path: str) -> int:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from tests.bench.process import cpu_seconds, resident_bytes
+from tests.bench.process import cpu_seconds, resident_bytes, waited_seconds
 
 BURN = "import time\nend = time.process_time() + {seconds}\nwhile time.process_time() < end: pass\n"
 WITH_CHILDREN = f"""
@@ -49,3 +49,16 @@ def test_resident_memory_is_that_of_the_tree() -> None:
         child.stdout.readline()
         assert resident_bytes(os.getpid()) > before + 45e6
         child.communicate(b"\n")
+
+
+def test_waiting_is_told_when_another_process_has_the_core() -> None:
+    core = str(min(os.sched_getaffinity(0)))
+    burn = ["taskset", "-c", core, sys.executable, "-c", BURN.format(seconds=0.3)]
+    before = waited_seconds(os.getpid())
+    with subprocess.Popen(burn) as one, subprocess.Popen(burn) as two:
+        end = time.monotonic() + 20
+        while (waited := waited_seconds(os.getpid()) - before) < 0.1 and time.monotonic() < end:
+            time.sleep(0.02)
+        one.wait()
+        two.wait()
+    assert waited >= 0.1

@@ -42,7 +42,7 @@ async def test_a_target_is_ready_pinned_and_gone_afterwards(tmp_path: Path) -> N
 
 
 async def test_a_target_that_exits_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
-    with pytest.raises(TargetError, match=r"sample exited with 3(.|\n)*no such luck"):
+    with pytest.raises(TargetError, match=r"sample exited with 3: no such luck \(.*sample\.log\)"):
         async with running(
             python("import sys; print('no such luck'); sys.exit(3)"), tmp_path, (1,), CORE
         ):

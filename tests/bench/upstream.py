@@ -188,14 +188,13 @@ class Stream:
     def _write(self) -> None:
         script = self.script
         self.timer = None
+        begin = b"" if self.sent else shapes.ROLE
         if script.stamped:
-            data = shapes.framed(shapes.stamped_token(time.monotonic_ns() // 1000))
+            data = shapes.framed(begin + shapes.stamped_token(time.monotonic_ns() // 1000))
             count = 1
         else:
             count = min(script.burst, script.tokens - self.sent)
-            data = _run(self.sent % len(_TOKENS), count)
-        if not self.sent:
-            data = _ROLE + data
+            data = _run(begin, self.sent % len(shapes.TOKENS), count)
         self.sent += count
         if self.sent < script.tokens:
             self.connection.transport.write(data)
@@ -208,18 +207,19 @@ class Stream:
 
 
 _EMBEDDING = shapes.answer(shapes.EMBEDDING)
-_ROLE = shapes.framed(shapes.ROLE)
-_TOKENS = tuple(shapes.framed(event) for event in shapes.TOKENS)
 _FINAL = shapes.framed(shapes.FINAL)
 _END = _FINAL + shapes.framed(shapes.DONE) + shapes.END_OF_BODY
 _USAGE_END = _FINAL + shapes.framed(shapes.USAGE) + _END.removeprefix(_FINAL)
-_RUNS: dict[tuple[int, int], bytes] = {}
+_RUNS: dict[tuple[bytes, int, int], bytes] = {}
 
 
-def _run(first: int, count: int) -> bytes:
-    """`count` framed tokens from `first` on; there are few different ones, so they are kept."""
-    run = _RUNS.get((first, count))
+def _run(begin: bytes, first: int, count: int) -> bytes:
+    """`count` tokens from `first` on, a chunk each; the real server puts its role delta, `begin`,
+    into the chunk of the first token. There are few different runs, so they are kept.
+    """
+    run = _RUNS.get((begin, first, count))
     if run is None:
-        run = b"".join(_TOKENS[(first + i) % len(_TOKENS)] for i in range(count))
-        _RUNS[first, count] = run
+        tokens = [shapes.token(first + i) for i in range(count)]
+        run = b"".join(map(shapes.framed, (begin + tokens[0], *tokens[1:])))
+        _RUNS[begin, first, count] = run
     return run
