@@ -1,0 +1,144 @@
+"""Both listeners' applications over emulated nodes, without sockets of their own."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from gateway.config.inventory import NodeSpec
+from gateway.config.settings import Settings
+from gateway.events import Bus, RequestFinished
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.node import Node
+from gateway.observe.metrics import Metrics
+from gateway.relay.journey import Means
+from gateway.relay.live import Registry
+from gateway.relay.relay import Relay
+from gateway.scheduling.scheduler import Scheduler
+from gateway.web.admin.app import admin_app
+from gateway.web.admin.control import Reloaded
+from gateway.web.admin.deadlines import Deadlines
+from gateway.web.admin.totals import Totals
+from gateway.web.admin.view import View
+from gateway.web.public.edge import Edge, Snapshot
+from gateway.web.public.site import public_site
+from tests.fleet.build import Running, a_fleet
+
+PUBLIC = "http://127.0.0.1:8000"
+ADMIN = "http://127.0.0.1:8001"
+CHAT = "/v1/chat/completions"
+
+
+@dataclass
+class House:
+    """A gateway without listeners and files; `gateway.web.admin.control.Control` as well."""
+
+    settings: Settings
+    running: Running
+    bus: Bus
+    scheduler: Scheduler
+    registry: Registry
+    edge: Edge
+    deadlines: Deadlines
+    public: httpx.AsyncClient
+    admin: httpx.AsyncClient
+    clock: Callable[[], float] = time.monotonic
+    started: float = field(default_factory=time.monotonic)
+    version: str = "1.2.3"
+    inventory_error: str | None = None
+    settings_error: str | None = None
+    ended: list[RequestFinished] = field(default_factory=list)
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.running.fleet
+
+    @property
+    def closing(self) -> bool:
+        return self.edge.closing
+
+    def __getitem__(self, name: str) -> Node:
+        return self.fleet.nodes[name]
+
+    async def reload(self) -> Reloaded:
+        raise AssertionError("a house has no files")
+
+    async def until(self, condition: Callable[[], bool], limit: float = 5.0) -> None:
+        await self.running.until(condition, limit)
+
+    async def chat(self, text: str = "Hello", **body: Any) -> httpx.Response:
+        headers = body.pop("headers", {})
+        messages = [{"role": "user", "content": text}]
+        return await self.public.post(CHAT, json={"messages": messages, **body}, headers=headers)
+
+
+@asynccontextmanager
+async def a_house(
+    *specs: NodeSpec,
+    settings: dict[str, Any] | None = None,
+    loopback: bool = True,
+    admin_host: str = "127.0.0.1",
+    admin_key: str | None = None,
+    admin_hosts: tuple[str, ...] = (),
+    **fleet: Any,
+) -> AsyncIterator[House]:
+    """`fleet` is for `tests.fleet.build.a_fleet`."""
+    chosen, bus, clock = Settings(**settings or {}), Bus(), time.monotonic
+    async with a_fleet(*specs, **fleet) as running:
+        scheduler = Scheduler(running.fleet, chosen, clock, random.Random(7))
+        registry = Registry()
+        relay = Relay(Means(scheduler, running.fleet, chosen, bus, clock))
+        snapshot = Snapshot.of(chosen, loopback=loopback)
+        edge = Edge(snapshot, relay, running.fleet, registry, bus, clock)
+        deadlines = Deadlines(registry)
+        house = House(
+            settings=chosen,
+            running=running,
+            bus=bus,
+            scheduler=scheduler,
+            registry=registry,
+            edge=edge,
+            deadlines=deadlines,
+            public=client(public_site(edge, scheduler), PUBLIC),
+            admin=client(None, ADMIN),  # the application needs the house first
+        )
+        bus.subscribe(RequestFinished, house.ended.append)
+        app = admin_app(
+            fleet=running.fleet,
+            scheduler=scheduler,
+            registry=registry,
+            metrics=Metrics(
+                bus, View(running.fleet, scheduler, registry, lambda: house.inventory_error)
+            ),
+            totals=Totals.of(bus),
+            deadlines=deadlines,
+            control=house,
+            host=admin_host,
+            key=admin_key,
+            extra_hosts=admin_hosts,
+        )
+        house.admin = client(app, ADMIN)
+        try:
+            async with house.public, house.admin:
+                yield house
+        finally:
+            deadlines.close()
+            scheduler.close()
+
+
+def client(app: Any, url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=url, timeout=30.0)
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """OpenAI's error object, whose reason the head repeats."""
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) >= {"message", "type", "param", "code"}
+    assert response.headers["x-gateway-reason"] == error["code"]
+    return error
