@@ -38,7 +38,6 @@ class Connection(asyncio.Protocol):
         "_pending",
         "_sent_at",
         "_waiter",
-        "_write_waiter",
         "alive",
         "complete",
         "headers",
@@ -57,7 +56,6 @@ class Connection(asyncio.Protocol):
         self.served = 0
         self.idle_since = 0.0
         self._waiter: asyncio.Future[None] | None = None
-        self._write_waiter: asyncio.Future[None] | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._clear()
 
@@ -183,8 +181,11 @@ class Connection(asyncio.Protocol):
         self.received += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self._break(Garbage("The node's reply is not HTTP"))
+        except httptools.HttpParserError as error:
+            ours = error.__context__
+            self._break(
+                ours if isinstance(ours, Garbage) else Garbage("The node's reply is not HTTP")
+            )
             self.close()
             return
         except httptools.HttpParserUpgrade:
@@ -198,7 +199,7 @@ class Connection(asyncio.Protocol):
                 assert self.transport is not None
                 self.transport.pause_reading()
         elif self.received > HEAD_BYTES:
-            self._break(Garbage(f"The head of the node's reply is larger than {HEAD_BYTES} bytes"))
+            self._break(_large_head())
             self.close()
 
     def eof_received(self) -> bool:
@@ -209,7 +210,8 @@ class Connection(asyncio.Protocol):
         self.reusable = False
         if not self.served or self.complete:
             return
-        if self.status and not self._framed:
+        if self.status and not self._framed and exc is None and self._error is None:
+            # Nothing else ends such a body; what was reset, or failed from this side, is cut.
             self.complete = True
             self._wake()
         elif self.status:
@@ -218,6 +220,10 @@ class Connection(asyncio.Protocol):
             self._break(self._reset("The node closed the connection without a reply"))
 
     # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        if self.status:
+            raise Garbage("The node says more than it was asked")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status:  # else it is a trailer, which nobody asked for
@@ -228,6 +234,8 @@ class Connection(asyncio.Protocol):
         if status < 200:
             self.headers = []
             return
+        if self.received > HEAD_BYTES and _size(self.headers) > HEAD_BYTES:
+            raise _large_head()
         for name, value in self.headers:
             if name == b"content-length" or (
                 name == b"transfer-encoding" and value.lower().endswith(b"chunked")
@@ -252,3 +260,11 @@ class Connection(asyncio.Protocol):
         self.complete = True
         # Only in here does llhttp still know.
         self.reusable = self._parser.should_keep_alive()
+
+
+def _large_head() -> Garbage:
+    return Garbage(f"The head of the node's reply is larger than {HEAD_BYTES} bytes")
+
+
+def _size(headers: Headers) -> int:
+    return sum(len(name) + len(value) for name, value in headers)

@@ -1,0 +1,119 @@
+"""A server below HTTP: each connection is answered with exactly the bytes that a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from gateway.transport.pool import Origin
+
+
+@dataclass(slots=True)
+class Peer:
+    """The server's side of one connection."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def request(self) -> bytes:
+        """One request: its head and as much body as its Content-Length says."""
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        for line in head.lower().split(b"\r\n"):
+            if line.startswith(b"content-length:"):
+                return head + await self.reader.readexactly(int(line.partition(b":")[2]))
+        return head
+
+    async def say(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    def reset(self) -> None:
+        """RST."""
+        sock = self.writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+
+Script = Callable[[Peer], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class RawServer:
+    """Where it listens, and what has happened."""
+
+    port: int
+    opened: int = 0
+    """Connections ever accepted."""
+    open: int = 0
+    """Connections that are open now."""
+    failures: list[BaseException] = field(default_factory=list)
+
+    def origin(self, **more: object) -> Origin:
+        fields = {"host": "127.0.0.1", "port": self.port, "prefix": b"", "fields": b"host: n\r\n"}
+        return Origin(**{**fields, **more})  # type: ignore[arg-type]
+
+    async def until(self, condition: Callable[[], bool], limit: float = 5.0) -> None:
+        async with asyncio.timeout(limit):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def raw_server(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIterator[RawServer]:
+    """A server that runs `script` on every connection and closes it afterwards."""
+    told = RawServer(0)
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        told.opened += 1
+        told.open += 1
+        try:
+            await script(Peer(reader, writer))
+        except (asyncio.CancelledError, asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except BaseException as error:  # noqa: BLE001 - told at the end
+            told.failures.append(error)
+        finally:
+            told.open -= 1
+            tasks.discard(task)
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
+    told.port = server.sockets[0].getsockname()[1]
+    try:
+        yield told
+    finally:
+        server.close()
+        for task in list(tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert not told.failures, told.failures
+
+
+def once(reply: bytes) -> Script:
+    """Answers one request with these bytes, then closes."""
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.say(reply)
+
+    return script
+
+
+def always(reply: bytes) -> Script:
+    """Answers every request of a connection with these bytes."""
+
+    async def script(peer: Peer) -> None:
+        while True:
+            await peer.request()
+            await peer.say(reply)
+
+    return script

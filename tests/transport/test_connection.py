@@ -1,0 +1,459 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+
+from gateway.transport import connection as module
+from gateway.transport.connection import HEAD_BYTES, HIGH_WATER, Connection
+from gateway.transport.errors import Garbage, Overdue, Reset, Stale, UpstreamError
+from gateway.transport.pool import Pool
+from tests.transport.raw import Peer, RawServer, always, once, raw_server
+
+ASK = b"GET /x HTTP/1.1\r\nhost: n\r\n\r\n"
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+LIMIT = 5.0
+
+
+async def connected(server: RawServer) -> Connection:
+    return await Pool(server.origin()).connect(LIMIT)
+
+
+async def body_of(connection: Connection) -> bytes:
+    parts = []
+    async with asyncio.timeout(LIMIT):
+        await connection.head()
+        while part := await connection.read():
+            parts.append(part)
+    return b"".join(parts)
+
+
+async def asked(reply: bytes) -> tuple[Connection, bytes]:
+    """The connection after an exchange, and the body that it read."""
+    async with raw_server(once(reply)) as server:
+        connection = await connected(server)
+        connection.send(ASK)
+        try:
+            return connection, await body_of(connection)
+        finally:
+            connection.close()
+
+
+async def failure(reply: bytes) -> UpstreamError:
+    with pytest.raises(UpstreamError) as raised:
+        await asked(reply)
+    return raised.value
+
+
+# Replies that are well.
+
+
+async def test_a_reply_with_a_length_is_read_and_its_connection_may_be_used_again() -> None:
+    async with raw_server(always(OK)) as server:
+        connection = await connected(server)
+        for _ in range(3):
+            connection.send(ASK)
+            assert await connection.head() == 200
+            assert connection.headers == [(b"content-length", b"5")]
+            assert await body_of(connection) == b"hello"
+            assert connection.complete
+            assert connection.reusable
+        assert server.opened == 1
+        connection.close()
+
+
+async def test_field_names_are_in_lower_case_and_in_their_order() -> None:
+    reply = b"HTTP/1.1 200 OK\r\nX-B: 1\r\nContent-Length: 0\r\nX-b: 2\r\n\r\n"
+    connection, _ = await asked(reply)
+    assert connection.headers == [(b"x-b", b"1"), (b"content-length", b"0"), (b"x-b", b"2")]
+
+
+async def test_interim_replies_are_passed_over_with_their_fields() -> None:
+    interim = b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n"
+    connection, body = await asked(interim + OK)
+    assert (connection.status, body) == (200, b"hello")
+    assert connection.headers == [(b"content-length", b"5")]
+    assert connection.reusable
+
+
+async def test_chunks_with_extensions_and_trailers_are_plain_bytes() -> None:
+    reply = CHUNKED + b"3;a=b\r\nhel\r\n2;x\r\nlo\r\n0\r\nX-Sum: 1\r\n\r\n"
+    connection, body = await asked(reply)
+    assert body == b"hello"
+    assert connection.headers == [(b"transfer-encoding", b"chunked")]
+    assert connection.reusable
+
+
+async def test_parts_that_came_together_are_read_together() -> None:
+    async with raw_server(once(CHUNKED + b"3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n")) as server:
+        connection = await connected(server)
+        connection.send(ASK)
+        await connection.head()
+        await server.until(lambda: connection.complete)
+        assert connection.unread
+        assert await connection.read() == b"hello"
+        assert await connection.read() == b""
+        connection.close()
+
+
+async def test_a_head_that_comes_byte_by_byte_is_a_head() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        for byte in OK:
+            await peer.say(bytes([byte]))
+            await asyncio.sleep(0)
+
+    async with raw_server(script) as server:
+        connection = await connected(server)
+        connection.send(ASK)
+        assert await body_of(connection) == b"hello"
+        connection.close()
+
+
+async def test_a_body_without_framing_ends_with_the_connection() -> None:
+    connection, body = await asked(b"HTTP/1.1 200 OK\r\n\r\nhello")
+    assert body == b"hello"
+    assert not connection.reusable
+
+
+@pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified"])
+async def test_replies_that_have_no_body_end_with_their_head(status: bytes) -> None:
+    connection, body = await asked(b"HTTP/1.1 " + status + b"\r\n\r\n")
+    assert body == b""
+    assert connection.reusable
+
+
+async def test_a_reply_that_says_close_is_not_used_again() -> None:
+    connection, body = await asked(OK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+    assert body == b"hello"
+    assert not connection.reusable
+
+
+async def test_an_old_server_is_not_used_again() -> None:
+    connection, body = await asked(OK.replace(b"1.1", b"1.0"))
+    assert body == b"hello"
+    assert not connection.reusable
+
+
+@pytest.mark.parametrize("length", [0, 5, 1 << 40])
+async def test_the_reply_to_head_has_no_body_whatever_its_length_says(length: int) -> None:
+    async with raw_server(
+        once(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % length)
+    ) as server:
+        connection = await connected(server)
+        connection.send(b"HEAD / HTTP/1.1\r\n\r\n", bodyless=True)
+        assert await body_of(connection) == b""
+        assert connection.status == 200
+        assert connection.complete
+        connection.close()
+
+
+# Replies that are not.
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"\x16\x03\x01 not HTTP at all\r\n\r\n",
+        b"HTTP/9.9 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nno colon here\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nab",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+        CHUNKED + b"zz\r\nhello\r\n",
+        CHUNKED + b"3\r\nhello\r\n",
+    ],
+)
+async def test_what_is_not_http_is_told_as_garbage(reply: bytes) -> None:
+    assert isinstance(await failure(reply), Garbage)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\ncontent-le",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhel",
+        CHUNKED + b"5\r\nhel",
+        CHUNKED + b"5\r\nhello\r\n",
+        CHUNKED + b"5\r\nhello\r\n0\r\n",
+    ],
+)
+async def test_a_reply_that_is_cut_off_is_a_reset_and_not_stale(reply: bytes) -> None:
+    assert type(await failure(reply)) is Reset
+
+
+async def test_what_came_before_a_cut_is_read_before_it_is_told() -> None:
+    async with raw_server(once(CHUNKED + b"5\r\nhello\r\n5\r\nwo")) as server:
+        connection = await connected(server)
+        connection.send(ASK)
+        await connection.head()
+        await server.until(lambda: not connection.alive)
+        assert await connection.read() == b"hellowo"
+        with pytest.raises(Reset):
+            await connection.read()
+
+
+async def test_a_reset_is_no_end_of_a_body_without_framing() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.say(b"HTTP/1.1 200 OK\r\n\r\nhalf")
+        await peer.request()
+        peer.reset()
+
+    async with raw_server(script) as server:
+        connection = await connected(server)
+        connection.send(ASK)
+        assert await connection.head() == 200
+        assert await connection.read() == b"half"
+        assert connection.transport is not None
+        connection.transport.write(ASK)
+        with pytest.raises(Reset):
+            await connection.read()
+
+
+async def test_a_failure_from_this_side_is_no_end_of_a_body_without_framing() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.say(b"HTTP/1.1 200 OK\r\n\r\nhalf")
+        await peer.reader.read()
+
+    async with raw_server(script) as server:
+        connection = await connected(server)
+        connection.send(ASK)
+        assert await connection.head() == 200
+        assert await connection.read() == b"half"
+        connection.fail(Overdue("silence", "It was silent"))
+        await server.until(lambda: server.open == 0)
+        with pytest.raises(Overdue):
+            await connection.read()
+        assert not connection.complete
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        b"".join(b"X-Bomb-%d: %s\r\n" % (number, b"b" * 80) for number in range(5000)),
+        b"X-Bomb: " + b"b" * 400_000,
+        b"X-Bomb: " + b"b" * (HEAD_BYTES + 1) + b"\r\n\r\n",
+    ],
+)
+async def test_a_head_that_is_too_large_is_garbage(bomb: bytes) -> None:
+    assert isinstance(await failure(b"HTTP/1.1 200 OK\r\n" + bomb), Garbage)
+
+
+async def test_interim_replies_without_end_are_garbage() -> None:
+    assert isinstance(await failure(b"HTTP/1.1 100 Continue\r\n\r\n" * 4000), Garbage)
+
+
+@pytest.mark.parametrize(
+    "surplus",
+    [
+        OK.replace(b"200", b"500").replace(b"hello", b"wrong"),
+        b"HTTP/1.1 500 Oops\r\nX-Half: ",
+        b"x",
+    ],
+)
+@pytest.mark.parametrize("together", [True, False])
+async def test_what_nobody_asked_for_spoils_the_connection_and_not_the_reply(
+    surplus: bytes, together: bool
+) -> None:
+    go = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        if together:
+            await peer.say(OK + surplus)
+        else:
+            await peer.say(OK)
+            await go.wait()
+            await peer.say(surplus)
+        await peer.reader.read()
+
+    async with raw_server(script) as server:
+        connection = await connected(server)
+        connection.send(ASK)
+        assert await body_of(connection) == b"hello"
+        go.set()
+        await server.until(lambda: not connection.alive)
+        assert connection.status == 200
+        assert connection.headers == [(b"content-length", b"5")]
+        assert await connection.read() == b""
+        await server.until(lambda: server.open == 0)
+
+
+async def test_a_server_that_speaks_first_is_not_listened_to() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.say(OK)
+        await peer.reader.read()
+
+    async with raw_server(script) as server:
+        connection = await connected(server)
+        await server.until(lambda: not connection.alive)
+        connection.send(ASK)
+        with pytest.raises(Reset):
+            await connection.head()
+
+
+# Reuse.
+
+
+async def test_a_reused_connection_that_is_closed_before_a_byte_is_stale() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.say(OK)
+        await peer.request()
+        peer.reset()
+
+    async with raw_server(script) as server:
+        connection = await connected(server)
+        connection.send(ASK)
+        assert await body_of(connection) == b"hello"
+        connection.send(ASK)
+        with pytest.raises(Stale):
+            await connection.head()
+
+
+async def test_a_reused_connection_that_broke_while_idle_is_stale() -> None:
+    async with raw_server(once(OK)) as server:
+        connection = await connected(server)
+        connection.send(ASK)
+        assert await body_of(connection) == b"hello"
+        await server.until(lambda: not connection.alive)
+        assert not connection.reusable
+        connection.send(ASK)
+        with pytest.raises(Stale):
+            await connection.head()
+
+
+async def test_a_reused_connection_that_breaks_later_had_reached_the_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "STALE_SECONDS", 0.0)
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.say(OK)
+        await peer.request()
+        peer.reset()
+
+    async with raw_server(script) as server:
+        connection = await connected(server)
+        connection.send(ASK)
+        assert await body_of(connection) == b"hello"
+        connection.send(ASK)
+        with pytest.raises(Reset) as raised:
+            await connection.head()
+        assert type(raised.value) is Reset
+
+
+async def test_a_reused_connection_that_breaks_within_its_head_is_no_stale_one() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.say(OK)
+        await peer.request()
+        await peer.say(OK[:12])
+
+    async with raw_server(script) as server:
+        connection = await connected(server)
+        connection.send(ASK)
+        assert await body_of(connection) == b"hello"
+        connection.send(ASK)
+        with pytest.raises(Reset) as raised:
+            await connection.head()
+        assert type(raised.value) is Reset
+
+
+# Back-pressure, and leaving.
+
+
+async def test_a_reader_that_lags_stops_the_node() -> None:
+    chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+    sent = 0
+
+    async def script(peer: Peer) -> None:
+        nonlocal sent
+        peer.writer.transport.set_write_buffer_limits(high=0)
+        await peer.request()
+        await peer.say(CHUNKED)
+        while sent < 1000:
+            await peer.say(chunk)
+            sent += 1
+        await peer.say(b"0\r\n\r\n")
+
+    async with raw_server(script) as server:
+        connection = await connected(server)
+        connection.send(ASK)
+        await connection.head()
+        await server.until(lambda: connection._paused)
+        stood = -1
+        while stood != sent:  # what the kernel's buffers hold is still sent
+            stood = sent
+            await asyncio.sleep(0.1)
+        assert stood < 1000
+        # One more read of the socket may follow: uvloop's are of 256 KiB.
+        assert connection._pending <= 2 * HIGH_WATER + 65536
+        assert len(await body_of(connection)) == 1000 * 65536
+        connection.close()
+
+
+async def test_a_body_larger_than_the_sockets_buffers_is_sent_whole() -> None:
+    body = bytes(range(256)) * 65536
+    got: list[bytes] = []
+
+    async def script(peer: Peer) -> None:
+        await asyncio.sleep(0.05)  # the sender has to wait for us
+        got.append(await peer.request())
+        await peer.say(OK)
+
+    async with raw_server(script) as server:
+        connection = await connected(server)
+        connection.send(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(body), body)
+        assert await body_of(connection) == b"hello"
+        assert got[0].endswith(body)
+        connection.close()
+
+
+@pytest.mark.parametrize("stage", ["head", "body"])
+async def test_a_reader_that_is_cancelled_leaves_nothing_behind(stage: str) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        if stage == "body":
+            await peer.say(CHUNKED)
+        await peer.reader.read()
+
+    async with raw_server(script) as server:
+        connection = await connected(server)
+        connection.send(ASK)
+        if stage == "body":
+            await connection.head()
+            reading = asyncio.create_task(connection.read())
+        else:
+            reading = asyncio.create_task(connection.head())
+        await asyncio.sleep(0)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        connection.close()
+        await server.until(lambda: server.open == 0)
+        assert connection._waiter is None
+        assert not connection.alive
+    gc.collect()
+
+
+async def test_whoever_waits_for_the_head_learns_of_a_failure_from_this_side() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.reader.read()
+
+    async with raw_server(script) as server:
+        connection = await connected(server)
+        connection.send(ASK)
+        heading = asyncio.create_task(connection.head())
+        await asyncio.sleep(0)
+        connection.fail(Overdue("first_byte", "Too late"))
+        with pytest.raises(Overdue):
+            await heading
+        await server.until(lambda: server.open == 0)
