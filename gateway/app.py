@@ -31,7 +31,6 @@ from gateway.options import Options, StartError, drains_file, read, read_key
 from gateway.relay.journey import Means
 from gateway.relay.live import Registry
 from gateway.relay.relay import Relay
-from gateway.relay.routes import ROUTES
 from gateway.scheduling.scheduler import Scheduler
 from gateway.systemd import Notifier
 from gateway.transport.upstream import connect
@@ -141,8 +140,7 @@ class Gateway:
         self.deadlines = Deadlines(self.registry)
         self.lines = subscribe(self.bus, logs, access=settings.logging.access)
         self._logs = logs
-        self._site = public_site(self.edge, self.scheduler)
-        self._public_app: Any = self._public
+        self._site: Any = None
         self._frame()
         self.public: Listener | None = None
         self.admin: Listener | None = None
@@ -253,11 +251,10 @@ class Gateway:
         except StartError:
             public_sock.close()
             raise
-        protocol = bounded(self.settings.limits)
         public = Listener(
-            self._outermost,
+            self._public,
             public_sock,
-            protocol=protocol,
+            protocol=bounded(self.settings.limits, self.edge.serve),
             keep_alive=listen.keep_alive,
             certificate=listen.tls.cert if listen.tls else None,
             key=listen.tls.key if listen.tls else None,
@@ -274,25 +271,16 @@ class Gateway:
             key=key,
             extra_hosts=admin.hosts,
         )
+        protocol = bounded(self.settings.limits)
         return public, Listener(app, admin_sock, protocol=protocol, keep_alive=listen.keep_alive)
 
-    async def _outermost(self, scope: Any, receive: Any, send: Any) -> None:
-        await self._public_app(scope, receive, send)
-
     async def _public(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["method"] == "POST":
-            route = ROUTES.get(scope["path"])
-            if route is not None:
-                await self.edge.serve(route, scope, receive, send)
-                return
         await self._site(scope, receive, send)
 
     def _frame(self) -> None:
-        """Put CORS around everything, where the settings ask for it."""
-        if self.settings.cors is None:
-            self._public_app = self._public
-        else:
-            self._public_app = cors(self._public, self.settings.cors)
+        """Put CORS around the site, where the settings ask for it."""
+        site = public_site(self.edge, self.scheduler)
+        self._site = site if self.settings.cors is None else cors(site, self.settings.cors)
 
     # Reload.
 

@@ -11,7 +11,6 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Iterable
-from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,6 +22,7 @@ OPEN = frozenset({"/health", "/ready"})
 """Paths that need no key: balancers and supervisors ask them, and they tell nothing."""
 
 _AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
+_ORIGIN = re.compile(rf"(https?)://{_AUTHORITY.pattern}")
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -116,14 +116,11 @@ def _own_address(scope: Scope) -> str | None:
 
 def _is_same(origin: str, host: str) -> bool:
     """Whether a page of this origin comes from this host, TLS before us or not."""
-    parts = urlsplit(origin) if origin.isascii() else None
-    port = _PORTS.get(parts.scheme) if parts else None
-    if parts is None or port is None:
+    page, own = _ORIGIN.fullmatch(origin), _AUTHORITY.fullmatch(host)
+    if page is None or own is None:
         return False
-    asked, own = _AUTHORITY.fullmatch(parts.netloc), _AUTHORITY.fullmatch(host)
-    if asked is None or own is None:
-        return False
-    return (_plain(asked[1]), int(asked[2] or port)) == (_plain(own[1]), int(own[2] or port))
+    port = _PORTS[page[1]]
+    return (_plain(page[2]), int(page[3] or port)) == (_plain(own[1]), int(own[2] or port))
 
 
 def _digest(key: bytes) -> bytes:

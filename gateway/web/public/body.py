@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from gateway import errors
 from gateway.config.listeners import LimitSettings
-from gateway.errors import ClientClosed
-from gateway.request import Headers
-
-Receive = Callable[[], Awaitable[Any]]
+from gateway.web.public.turn import Turn
 
 BUSY_RETRY = 2.0
 """Seconds to advise when the memory for bodies is used up."""
@@ -35,36 +30,42 @@ class Buffered:
         self.held -= size
 
 
-async def read_body(
-    receive: Receive, headers: Headers, limits: LimitSettings, buffered: Buffered
-) -> bytes:
+async def read_body(turn: Turn, limits: LimitSettings, buffered: Buffered) -> bytes:
     """The whole body; its bytes stay counted in `buffered` until the caller releases them.
 
     Raises: GatewayError 400, 408, 413, 429; ClientClosed.
     """
-    for name, value in headers:
+    for name, value in turn.headers:
         if name == b"content-length":
             if int(value) > limits.body_bytes:
                 raise errors.body_too_large(limits.body_bytes)
         elif name == b"content-encoding" and value.lower() != b"identity":
             raise errors.invalid_request("A compressed body is not understood; send it plain.")
+    if turn.more_body:
+        return await _read_slowly(turn, limits, buffered)
+    body = await turn.read()
+    if len(body) > limits.body_bytes:
+        raise errors.body_too_large(limits.body_bytes)
+    buffered.take(len(body), limits.buffered_bytes)
+    return body
+
+
+async def _read_slowly(turn: Turn, limits: LimitSettings, buffered: Buffered) -> bytes:
+    """A body that comes in several pieces, as fast as it must."""
     began = asyncio.get_running_loop().time()
     size = 0
     parts: list[bytes] = []
     try:
         async with asyncio.timeout(limits.body_timeout) as limit:
             while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientClosed  # noqa: TRY301
-                part: bytes = message.get("body", b"")
+                part = await turn.read()
                 buffered.take(len(part), limits.buffered_bytes)
                 size += len(part)
                 if size > limits.body_bytes:
                     raise errors.body_too_large(limits.body_bytes)  # noqa: TRY301
-                if not message.get("more_body", False):
-                    return b"".join((*parts, part)) if parts else part
                 parts.append(part)
+                if not turn.more_body and not turn.body:
+                    return b"".join(parts)
                 limit.reschedule(began + limits.body_timeout + size / limits.body_rate)
     except TimeoutError:
         buffered.release(size)

@@ -1,16 +1,12 @@
-"""The way of a routed request through the edge: read it, relay it, send what comes back.
-
-Raw ASGI: Starlette's `Request` and `Response` would cost more than all the rest together.
-"""
+"""The way of a routed request through the edge: read it, relay it, send what comes back."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -28,15 +24,13 @@ from gateway.relay.prepare import Incoming, Rules, prepare
 from gateway.relay.relay import Relay
 from gateway.relay.reply import Reply
 from gateway.relay.routes import Route
-from gateway.request import Priority
+from gateway.request import Headers, Priority
+from gateway.transport.errors import UpstreamError
 from gateway.web.public.body import Buffered, read_body
-from gateway.web.public.departure import Departure
 from gateway.web.public.heads import STREAM_FIELDS, error_fields, own_fields, tag_of
 from gateway.web.public.heartbeat import Heartbeat
-
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-Receive = Callable[[], Awaitable[Any]]
-Scope = dict[str, Any]
+from gateway.web.public.origins import allowed_origin
+from gateway.web.public.turn import Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +75,21 @@ class Edge:
     _prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(4)}")
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    async def serve(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request to a routed path."""
-        exchange = _Exchange(self, route, scope, receive, send)
+    async def serve(self, route: Route, turn: Turn) -> None:
+        """Serve one request to a routed path; cancelled when its client leaves."""
+        exchange = _Exchange(self, route, turn)
         record = exchange.record
-        departure = Departure(receive)
         try:
             await exchange.run()
         except GatewayError as error:
-            await exchange.refuse(error)
-        except ClientClosed:
+            exchange.refuse(error)
+        except (ClientClosed, asyncio.CancelledError):
             record.code, record.reason = 499, "client_closed"
-        except asyncio.CancelledError:
-            record.code, record.reason = 499, "client_closed"
-            if not departure.left:
-                raise
+            raise
         except Exception:
             record.code, record.reason = 500, "internal_error"
             raise
         finally:
-            departure.stop()
             exchange.close()
 
     def next_id(self) -> str:
@@ -112,22 +101,16 @@ class _Exchange:
     """One request and its reply."""
 
     __slots__ = (
-        "_body_size", "_edge", "_headers", "_live", "_receive", "_reply", "_route", "_scope",
-        "_send", "_snapshot", "_started", "received", "record", "request_id",
+        "_body_size", "_edge", "_headers", "_live", "_reply", "_route", "_snapshot", "_turn",
+        "received", "record", "request_id",
     )  # fmt: skip
 
-    def __init__(
-        self, edge: Edge, route: Route, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    def __init__(self, edge: Edge, route: Route, turn: Turn) -> None:
         self._edge = edge
         self._route = route
-        self._scope = scope
-        self._receive = receive
-        self._send = send
+        self._turn = turn
         self._snapshot = edge.snapshot
-        self._headers = scope["headers"]
-        self._started = False
-        """Whether the status line has gone out."""
+        self._headers = turn.headers
         self._live: Live | None = None
         self._reply: Reply | None = None
         self._body_size = 0
@@ -170,10 +153,9 @@ class _Exchange:
     async def _read(self) -> Live:
         edge, snapshot, record = self._edge, self._snapshot, self.record
         settings = snapshot.settings
-        client = self._scope.get("client")
         caller = caller_of(
             self._headers,
-            client[0] if client else None,
+            self._turn.address,
             snapshot.keys,
             allow_anonymous=settings.allow_anonymous,
             loopback_listener=snapshot.loopback,
@@ -182,7 +164,7 @@ class _Exchange:
         record.caller = caller.id
         if edge.refusing:
             raise errors.shutting_down()
-        body = await read_body(self._receive, self._headers, settings.limits, edge.buffered)
+        body = await read_body(self._turn, settings.limits, edge.buffered)
         self._body_size = len(body)
         peeked = peek(body)
         tier = peeked.service_tier
@@ -209,40 +191,45 @@ class _Exchange:
         return Live(request, record)
 
     async def _pass_on(self, reply: Reply) -> None:
-        record, rest = self.record, reply.rest
+        record, rest, turn = self.record, reply.rest, self._turn
         if reply.status >= 400:
             record.code = reply.status
             record.reason = record.reason or "node_error"
-            if self._started:
-                error = _as_error(reply)
-                await self._end_with(self._route.dialect.error_event(error, record.id))
+            if turn.response_started:
+                turn.end(self._route.dialect.error_event(_as_error(reply), record.id))
                 return
-        if not self._started:
-            streams = rest is not None and record.stream
-            fields = reply.headers + self._own_fields()
-            if streams:
-                fields.append((b"x-accel-buffering", b"no"))
-            await self._start(reply.status, fields)
-        send = self._send
         if rest is None:
-            await self._end_with(reply.content)
+            if turn.response_started:
+                turn.end(reply.content)
+            else:
+                turn.reply(reply.status, reply.headers + self._own_fields(), reply.content)
             return
-        if reply.content:
-            await send({"type": "http.response.body", "body": reply.content, "more_body": True})
-        while chunk := await rest.next():
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await self._end_with(b"")
+        if turn.response_started:
+            await turn.write(reply.content)
+        else:
+            fields = reply.headers + self._own_fields()
+            if rest.attempt.streams:
+                fields.append((b"x-accel-buffering", b"no"))
+            await turn.begin(reply.status, fields, reply.content)
+        try:
+            while chunk := await rest.next():
+                await turn.write(chunk)
+        except UpstreamError:
+            # Half of a plain answer is out: it must not look like a whole one.
+            record.code, record.reason = 502, "node_failed"
+            turn.abort()
+            return
+        turn.end()
 
-    async def refuse(self, error: GatewayError) -> None:
+    def refuse(self, error: GatewayError) -> None:
         """End with an error: a reply of its own, or an event if the stream has begun."""
-        record, dialect = self.record, self._route.dialect
+        record, dialect, turn = self.record, self._route.dialect, self._turn
         record.code, record.reason = error.status, error.code
-        if self._started:
-            await self._end_with(dialect.error_event(error, record.id))
+        if turn.response_started:
+            turn.end(dialect.error_event(error, record.id))
             return
         body = dialect.error_body(error, record.id)
-        await self._start(error.status, error_fields(error, len(body)) + self._own_fields())
-        await self._end_with(body)
+        turn.reply(error.status, error_fields(error, len(body)) + self._own_fields(), body)
 
     def close(self) -> None:
         """Tell what became of it and let go of everything."""
@@ -255,25 +242,21 @@ class _Exchange:
         record.duration = edge.clock() - self.received
         edge.bus.publish(record)
 
-    def _own_fields(self) -> list[tuple[bytes, bytes]]:
-        return own_fields(
+    def _own_fields(self) -> Headers:
+        fields = own_fields(
             self.record,
             anthropic=self._route.dialect.name == "messages",
             expose_node=self._snapshot.expose_node,
         )
+        cors = self._snapshot.settings.cors
+        return fields if cors is None else fields + allowed_origin(cors, self._headers)
 
     async def _beat(self) -> None:
-        if not self._started:
-            await self._start(200, STREAM_FIELDS + self._own_fields())
         beat = self._route.dialect.heartbeat()
-        await self._send({"type": "http.response.body", "body": beat, "more_body": True})
-
-    async def _start(self, status: int, fields: list[tuple[bytes, bytes]]) -> None:
-        self._started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": fields})
-
-    async def _end_with(self, body: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        if self._turn.response_started:
+            await self._turn.write(beat)
+        else:
+            await self._turn.begin(200, STREAM_FIELDS + self._own_fields(), beat)
 
 
 def _as_error(reply: Reply) -> GatewayError:

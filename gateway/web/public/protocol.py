@@ -7,16 +7,23 @@ also reads on for ever what a client sends after its request was refused half-wa
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, cast
+from urllib.parse import unquote_to_bytes
 
+import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from gateway import errors
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.relay.dialects import CHAT
+from gateway.relay.routes import ROUTES, Route
+from gateway.web.public.turn import Turn
+
+Serve = Callable[[Route, Turn], Awaitable[None]]
 
 LINGER_SECONDS = 2.0
 """How long the rest of a refused body is read, so that the client sees why it was refused."""
@@ -25,9 +32,12 @@ LINGER_BYTES = 8 * 1024 * 1024
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One client's connection. `limits` is set by `bounded`."""
+    """One client's connection. What it goes by is set by `bounded`."""
 
     limits: LimitSettings
+    routes: Mapping[bytes, Route]
+    """Served by `serve`, when posted to; all else by the ASGI application."""
+    serve: Serve
 
     def __init__(
         self,
@@ -41,6 +51,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._head_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
+        """The request that is served; more may be pipelined behind it."""
         self._lingered = -1
         """Bytes read since the request was refused; negative while none was."""
 
@@ -53,7 +65,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        running = self._running
         super().connection_lost(exc)
+        if running is not None and running is not self.cycle:
+            # uvicorn tells only the last of several pipelined requests.
+            running.disconnected = not running.response_complete
+            running.message_event.set()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -85,7 +106,44 @@ class BoundedProtocol(HttpToolsProtocol):
         if size > self.limits.header_bytes:
             self._refuse(errors.headers_too_large(self.limits.header_bytes))
             return
+        if self.parser.get_method() == b"POST":
+            route = self.routes.get(self.url, None) or self._route_of(self.url)
+            if route is not None:
+                self._take_turn(route)
+                return
         super().on_headers_complete()
+
+    def _route_of(self, url: bytes) -> Route | None:
+        """The route of a URL that is not the bare path: with a query, escapes, or a host."""
+        try:
+            path = httptools.parse_url(url).path
+        except httptools.HttpParserInvalidURLError:
+            return None
+        return self.routes.get(unquote_to_bytes(path or b""))
+
+    def _take_turn(self, route: Route) -> None:
+        """Serve a routed request: as uvicorn would, but for the ASGI messages."""
+        serve = self.serve
+        version = self.parser.get_http_version()
+        turn = Turn(
+            lambda turn: serve(route, turn),
+            self.transport,
+            self.flow,
+            self.headers,
+            self.client[0] if self.client else None,
+            http_10=version == "1.0",
+            keep_alive=version != "1.0" and self.parser.should_keep_alive(),
+            expects_continue=self.expect_100_continue,
+            on_response=self.on_response_complete,
+        )
+        cycle = cast("RequestResponseCycle", turn)
+        before: RequestResponseCycle | None = self.cycle
+        self.cycle = cycle
+        if before is None or before.response_complete:
+            self._start_asgi_task(cycle, self.app)
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((cycle, self.app))
 
     def on_body(self, body: bytes) -> None:
         if not self.transport.is_closing():
@@ -96,6 +154,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._lingered >= 0:
             self._lingered = -1
             self._disarm()
+            if not self.cycle.keep_alive:
+                self.transport.close()
         if not self.transport.is_closing():
             super().on_message_complete()
 
@@ -142,6 +202,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def bounded(limits: LimitSettings) -> type[BoundedProtocol]:
-    """The protocol class with these limits, for a uvicorn `Config`."""
-    return type("Bounded", (BoundedProtocol,), {"limits": limits})
+def bounded(limits: LimitSettings, serve: Serve | None = None) -> type[BoundedProtocol]:
+    """The protocol class with these limits, for a uvicorn `Config`.
+
+    With `serve`, POSTs to the routed paths go there and not to the ASGI application.
+    """
+    own: dict[str, Any] = {"limits": limits, "routes": {}}
+    if serve is not None:
+        own["routes"] = {path.encode(): route for path, route in ROUTES.items()}
+        own["serve"] = staticmethod(serve)
+    return type("Bounded", (BoundedProtocol,), own)

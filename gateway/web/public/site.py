@@ -18,16 +18,16 @@ from gateway.relay import routes as relayed
 from gateway.scheduling.scheduler import Scheduler
 from gateway.web.public.answers import Json, cold_app, echoed
 from gateway.web.public.catalogue import Catalogue, for_anthropic, listing, properties
-from gateway.web.public.edge import Edge, Receive, Scope, Send
+from gateway.web.public.edge import Edge
 from gateway.web.public.heads import EXPOSED
 from gateway.web.public.readiness import unreadiness
 
 
 def public_site(edge: Edge, scheduler: Scheduler) -> ASGIApp:
-    """The public listener's application.
+    """The public listener's application, for all but the POSTs to routed paths.
 
-    It is complete: the relayed paths are here as well, so that their wrong methods are told.
-    Whoever is in a hurry sends their POSTs to `edge.serve` without coming by.
+    Those go from the protocol straight to `edge.serve`; here they only stand for the other
+    methods to be told wrong.
     """
     site = _Site(edge, scheduler, created=int(time.time()))
     told = [
@@ -43,10 +43,7 @@ def public_site(edge: Edge, scheduler: Scheduler) -> ASGIApp:
             ("/ready", site.ready),
         )
     ]
-    routed = [
-        Route(path, _Relayed(edge, route), methods=["POST"])
-        for path, route in relayed.ROUTES.items()
-    ]
+    routed = [Route(path, _served_by_the_protocol, methods=["POST"]) for path in relayed.ROUTES]
     return cold_app([*told, *routed], edge.next_id)
 
 
@@ -63,15 +60,8 @@ def cors(app: ASGIApp, spec: CorsSpec) -> ASGIApp:
     )
 
 
-@dataclass(slots=True)
-class _Relayed:
-    """One routed path as an application."""
-
-    edge: Edge
-    route: relayed.Route
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.edge.serve(self.route, scope, receive, send)
+async def _served_by_the_protocol(_: Request) -> Response:
+    raise AssertionError("POSTs to routed paths do not come here")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,215 @@
+"""One routed request and its reply on a client's connection, without ASGI in between.
+
+uvicorn still parses, keeps alive, pipelines and shuts down: a `Turn` stands where its
+`RequestResponseCycle` would, with the attributes that its protocol uses of one. What goes is the
+price of an event, two messages and two writes for each reply (`docs/performance.md`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+
+import structlog
+from uvicorn.protocols.http.flow_control import FlowControl
+
+from gateway.errors import ClientClosed
+from gateway.request import Headers
+
+log = structlog.get_logger()
+
+_STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
+
+_FAILED = (
+    b'{"error":{"message":"The gateway failed.","type":"server_error","param":null,"code":null}}'
+)
+
+
+class Turn:
+    """What the edge reads a request from and writes its reply to."""
+
+    __slots__ = (
+        "_chunked",
+        "_expects_continue",
+        "_flow",
+        "_http_10",
+        "_serve",
+        "_task",
+        "_transport",
+        "_waiter",
+        "address",
+        "body",
+        "disconnected",
+        "headers",
+        "keep_alive",
+        "message_event",
+        "more_body",
+        "on_response",
+        "response_complete",
+        "response_started",
+    )
+
+    def __init__(
+        self,
+        serve: Callable[[Turn], Awaitable[None]],
+        transport: asyncio.Transport,
+        flow: FlowControl,
+        headers: Headers,
+        address: str | None,
+        *,
+        http_10: bool,
+        keep_alive: bool,
+        expects_continue: bool,
+        on_response: Callable[[], None],
+    ) -> None:
+        self.headers = headers
+        self.address = address
+        self._serve = serve
+        self._transport = transport
+        self._flow = flow
+        self._http_10 = http_10
+        self._expects_continue = expects_continue
+        self._chunked = False
+        self._task: asyncio.Task[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        # What uvicorn's protocol reads and sets.
+        self.keep_alive = keep_alive
+        self.on_response = on_response
+        self.body = bytearray()
+        self.more_body = True
+        self.response_started = False
+        self.response_complete = False
+        self.disconnected = False
+        self.message_event = self
+
+    # What uvicorn's protocol calls.
+
+    def set(self) -> None:
+        """Body bytes have come, or the client has left: then its request is cancelled."""
+        if self.disconnected:
+            if self._task is not None and not self.response_complete:
+                self._task.cancel()
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def run_asgi(self, _: object) -> None:
+        """Serve the request (the name is uvicorn's)."""
+        self._task = asyncio.current_task()
+        try:
+            if not self.disconnected:
+                await self._serve(self)
+        except asyncio.CancelledError:
+            self.abort()
+            if not self.disconnected:
+                raise
+        except Exception:
+            log.exception("a request failed")
+            if self.response_started:
+                self.abort()
+            else:
+                self.keep_alive = False
+                fields = [(b"content-type", b"application/json")]
+                self.reply(500, fields, _FAILED)
+        finally:
+            self._task = None
+            self.on_response = _nothing
+
+    # What the edge does.
+
+    async def read(self) -> bytes:
+        """The body bytes that have come; the last ones when `more_body` is False.
+
+        Raises: ClientClosed.
+        """
+        if self._expects_continue and not self.body:
+            self._expects_continue = False
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        while self.more_body and not self.body:
+            self._flow.resume_reading()
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self.disconnected:
+            raise ClientClosed
+        data = bytes(self.body)
+        self.body.clear()
+        return data
+
+    def reply(self, status: int, fields: Headers, content: bytes) -> None:
+        """The whole reply, its head and its body in one write."""
+        if self.disconnected:
+            return
+        self._begin(fields, len(content))
+        self._transport.write(b"".join((*self._head(status, fields), content)))
+        self._complete()
+
+    async def begin(self, status: int, fields: Headers, first: bytes = b"") -> None:
+        """The head of a reply of unknown length, with its first bytes."""
+        self._begin(fields, None)
+        parts = self._head(status, fields)
+        if first:
+            parts += self._framed(first)
+        self._transport.write(b"".join(parts))
+        if self._flow.write_paused:
+            await self._flow.drain()
+
+    async def write(self, data: bytes) -> None:
+        """More of it; waits while the client lags."""
+        if self._chunked:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            self._transport.write(data)
+        if self._flow.write_paused:
+            await self._flow.drain()
+
+    def end(self, last: bytes = b"") -> None:
+        """The rest of it, and its end."""
+        if self.disconnected:
+            return
+        parts = self._framed(last) if last else []
+        if self._chunked:
+            parts.append(b"0\r\n\r\n")
+        if parts:
+            self._transport.write(b"".join(parts))
+        self._complete()
+
+    def abort(self) -> None:
+        """Break the connection off, so that nobody takes half an answer for a whole one."""
+        if not self.response_complete:
+            self._transport.abort()
+
+    def _begin(self, fields: Headers, length: int | None) -> None:
+        self.response_started = True
+        if length is not None:
+            if not any(name == b"content-length" for name, _ in fields):
+                fields.append((b"content-length", b"%d" % length))
+        elif self._http_10:
+            self.keep_alive = False
+        elif not any(name == b"content-length" for name, _ in fields):
+            self._chunked = True
+            fields.append((b"transfer-encoding", b"chunked"))
+
+    def _head(self, status: int, fields: Headers) -> list[bytes]:
+        parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+        for name, value in fields:
+            parts += (name, b": ", value, b"\r\n")
+        parts.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+        return parts
+
+    def _framed(self, data: bytes) -> list[bytes]:
+        return [b"%x\r\n" % len(data), data, b"\r\n"] if self._chunked else [data]
+
+    def _complete(self) -> None:
+        self.response_complete = True
+        if not self.keep_alive and not self.more_body:
+            self._transport.close()
+        self.on_response()
+
+
+def _nothing() -> None:
+    pass
