@@ -44,7 +44,10 @@ class PoolTransport(httpx.AsyncBaseTransport):
                 for name, value in request.headers.raw
                 if name.lower() not in _SKIPPED
             ),
-            b"\r\n",
+            # A body that was made on the way has no length yet.
+            b"content-length: %d\r\n\r\n" % len(body)
+            if "transfer-encoding" in request.headers
+            else b"\r\n",
         ]
         data = b"".join(lines)
         connection = None

@@ -59,7 +59,7 @@ class RawServer:
 
     async def until(self, condition: Callable[[], bool], limit: float = 5.0) -> None:
         async with asyncio.timeout(limit):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - any condition of a test
                 await asyncio.sleep(0.002)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Awaitable
 
 import pytest
 
@@ -430,9 +431,8 @@ async def test_a_reader_that_is_cancelled_leaves_nothing_behind(stage: str) -> N
         connection.send(ASK)
         if stage == "body":
             await connection.head()
-            reading = asyncio.create_task(connection.read())
-        else:
-            reading = asyncio.create_task(connection.head())
+        waiting: Awaitable[object] = connection.read() if stage == "body" else connection.head()
+        reading = asyncio.ensure_future(waiting)
         await asyncio.sleep(0)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
