@@ -14,8 +14,8 @@ from gateway.transport.errors import Garbage
 HEARTBEAT = b":\n"
 """A comment between events; a blank line behind it would break a Go client."""
 
-_COMMENTS = re.compile(rb"(?:\A|(?<=\n\n)|(?<=\n\r\n))(?::[^\n]*\n(?:\r?\n)?)+")
-_ONLY_COMMENTS = re.compile(rb"(?::[^\n]*\n(?:\r?\n)?)+\Z")
+_COMMENTS = re.compile(rb"(?:\A|(?<=\n\n)|(?<=\n\r\n))(?::[^\n]*\n(?:\r?\n)*)+")
+_ONLY_COMMENTS = re.compile(rb"(?::[^\n]*\n(?:\r?\n)*)+\Z")
 _UNUSUAL = b":\r\n"
 """First bytes of what is no event: a comment, a blank line."""
 _BOUNDARY = re.compile(rb"\n\r?\n")
@@ -66,9 +66,9 @@ class EventGate:
             # The second half of a comment's blank line, say.
             del tail[: len(tail) - len(tail.lstrip(b"\r\n"))]
         end = max(tail.rfind(b"\n\n", seen) + 2, tail.rfind(b"\n\r\n", seen) + 3)
-        if end < 3 and _ONLY_COMMENTS.match(tail):
-            end = len(tail)
-        if end < 3:
+        if end < 3:  # neither was found
+            end = len(tail) if _ONLY_COMMENTS.match(tail) else 0
+        if not end:
             if len(tail) > self._limit:
                 raise Garbage(f"An event is larger than {self._limit} bytes")
             return b""
