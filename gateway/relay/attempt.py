@@ -115,6 +115,8 @@ class Attempt:
         while True:
             chunk = await connection.read()
             if not chunk:
+                if self._failure is not None:
+                    raise self._failure
                 return b""
             before = gate.events
             passed = gate.feed(chunk)
@@ -134,7 +136,7 @@ class Attempt:
         """
         kept = []
         for event in sse.split(passed):
-            if event.startswith(ERROR_EVENT):
+            if sse.event_name(event) == b"error":
                 data = sse.payload(event)
                 self.fail(Errored(message_of(data) or "The node failed in the middle of it"))
                 break
@@ -202,12 +204,14 @@ class Attempt:
             passed = gate.feed(chunk)
             held += passed
             for event in sse.split(passed):
-                part = Part.OPENING if event.startswith(b":") else self._dialect.part(event)
+                part = self._dialect.part(event)
                 if part is Part.OPENING:
                     continue
                 if part is Part.ERROR:
                     return self._refused(sse.payload(event))
                 self.lease.moved(self._clock())
+                if ERROR_EVENT in held:
+                    held = self._before_error(held)
                 self.tail = (b"", b"", held)
                 return held
             if len(held) > most:

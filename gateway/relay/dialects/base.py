@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from gateway.relay import sse
 from gateway.transport.errors import Garbage
 
 _JSON = msgspec.json.Decoder()
+_DONE = re.compile(rb"\ndata: ?\[DONE\]")
 
 
 class Part(enum.Enum):
@@ -57,6 +59,8 @@ class Dialect:
             raise Garbage("An event of the node's stream is not a JSON object")
         if value.get("error"):
             return Part.ERROR
+        if "prompt_progress" in value:
+            return Part.OPENING
         return Part.CONTENT if self.is_content(value) else Part.OPENING
 
     def is_content(self, value: dict[str, Any]) -> bool:
@@ -65,7 +69,7 @@ class Dialect:
 
     def finished(self, tail: bytes) -> bool:
         """Whether a stream that ends with these bytes has come to its end."""
-        return b"data: [DONE]" in tail[-64:]
+        return _DONE.search((b"\n" + tail)[-64:]) is not None
 
     def failed(self, tail: bytes) -> bool:
         """Whether the last event of `tail` is the node's own error event."""

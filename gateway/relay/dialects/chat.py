@@ -6,8 +6,6 @@ from typing import Any
 
 from gateway.relay.dialects.base import Dialect
 
-_TEXTS = ("content", "reasoning_content", "tool_calls", "function_call", "refusal", "reasoning")
-
 
 class Chat(Dialect):
     """`/v1/chat/completions`: a role delta, content deltas, a finish reason, `[DONE]`."""
@@ -22,7 +20,9 @@ class Chat(Dialect):
             if not isinstance(choice, dict) or choice.get("finish_reason"):
                 return True
             delta = choice.get("delta")
-            if not isinstance(delta, dict) or any(delta.get(name) for name in _TEXTS):
+            if not isinstance(delta, dict):
+                return True
+            if any(value for name, value in delta.items() if name != "role"):
                 return True
         return False
 
@@ -33,7 +33,13 @@ class Completions(Dialect):
     name = "completions"
 
     def is_content(self, value: dict[str, Any]) -> bool:
-        return "choices" in value
+        choices = value.get("choices")
+        if not isinstance(choices, list) or not choices:
+            return bool(value.get("usage"))
+        return any(
+            not isinstance(choice, dict) or choice.get("text") or choice.get("finish_reason")
+            for choice in choices
+        )
 
 
 CHAT = Chat()

@@ -48,7 +48,7 @@ class Messages(Dialect):
         return value.get("type") not in _OPENINGS
 
     def finished(self, tail: bytes) -> bool:
-        return b"event: message_stop" in tail[-128:]
+        return b"\nevent: message_stop" in (b"\n" + tail)[-128:]
 
 
 MESSAGES = Messages()
