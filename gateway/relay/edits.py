@@ -18,6 +18,7 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
 _PROBABILITIES = ("n_probs", "top_logprobs")
+_NULL = b"null"
 
 Edit = dict[str, Any]
 """What becomes of a body's fields: a new value, or `msgspec.UNSET` to take one out."""
@@ -56,28 +57,34 @@ def needed(
                 edit[name] = cap
         if all(value is None for value in present.values()):
             edit[length_field] = cap
-    if not edit and not any(rule.set or rule.default or rule.strip for rule in rules):
-        return None
-    return edit
+    return edit or None
 
 
-def applied(body: bytes, edit: Edit, rules: tuple[ModelRule, ...] = ()) -> bytes:
-    """`body` with the rules' parameters stripped, defaulted and set, and then `edit` made."""
-    fields: dict[str, Any] = dict(_FIELDS.decode(body))
-    caps: dict[str, int] = {}
+def ruled(body: bytes, rules: tuple[ModelRule, ...]) -> bytes:
+    """`body` with the rules' parameters stripped, defaulted and set; itself if they have none."""
+    if not any(rule.set or rule.default or rule.strip for rule in rules):
+        return body
+    fields = _FIELDS.decode(body)
     for rule in rules:
         for name in rule.strip:
             fields.pop(name, None)
         for name, value in rule.default.items():
-            if name not in fields or bytes(fields[name]) == b"null":
+            # A length has several names: whichever the client used counts.
+            names = _LENGTHS if name in _LENGTHS else (name,)
+            if all(bytes(fields.get(other, _NULL)) == _NULL for other in names):
                 fields[name] = _raw(value)
         for name, value in rule.set.items():
             fields[name] = _raw(value)
-            caps[name] = value
+    return msgspec.json.encode(fields)
+
+
+def applied(body: bytes, edit: Edit) -> bytes:
+    """`body` with `edit` made."""
+    fields = _FIELDS.decode(body)
     for name, value in edit.items():
         if value is msgspec.UNSET:
             fields.pop(name, None)
-        elif not _set_below(caps.get(name), value):
+        else:
             fields[name] = _raw(value)
     return msgspec.json.encode(fields)
 
@@ -96,11 +103,6 @@ def whole(value: Number) -> int | None:
     if isinstance(value, float) and not math.isfinite(value):
         return 1 << 62
     return int(value)
-
-
-def _set_below(value: object, bound: object) -> bool:
-    """Whether a rule's own `set` value already keeps within the bound."""
-    return isinstance(value, int) and isinstance(bound, int) and 0 <= value <= bound
 
 
 def _raw(value: object) -> msgspec.Raw:

@@ -96,7 +96,8 @@ def count_tokens(raw: msgspec.Raw, bytes_per_token: float) -> int:
     data = bytes(raw)
     if data.lstrip()[:1] == b"[" and data[1:64].lstrip()[:1].isdigit():
         return data.count(b",") + 1
-    size = len(data)
+    # An escaped character counts as one byte, since it is at most about one token.
+    size = len(data) - 5 * data.count(b"\\u")
     start = data.find(b";base64,")
     while start >= 0:
         end = data.find(b'"', start)
@@ -122,14 +123,15 @@ def depth(body: bytes, limit: int) -> int:
     return deepest
 
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 _LINKS = (b"_url", b'"source"', b"input_audio", b"multimodal_data", b"\\u")
 _MEDIA = frozenset(
     {"image_url", "video_url", "audio_url", "file_url", "input_audio", "input_video", "input_image"}
 )
-_PICTURES = frozenset({"image_url", "input_image", "image"})
+# No set: the `type` in a tool's schema may be a list, which no set can be asked for.
+_PICTURES = ("image_url", "input_image", "image")
 
 
 def may_link(body: bytes) -> bool:
@@ -163,8 +165,14 @@ def links(body: bytes) -> tuple[list[str], bool]:
 def _addresses(media: object) -> list[str]:
     """The addresses in a part: the text itself, or what its `url` and `data` say."""
     if isinstance(media, str):
-        return [media] if ":" in media else []
+        return [media] if _is_address(media) else []
     if isinstance(media, dict):
-        texts = (media.get("url"), media.get("data"))
-        return [text for text in texts if isinstance(text, str) and ":" in text]
+        url, data = media.get("url"), media.get("data")
+        found = [url] if isinstance(url, str) and _is_address(url) else []
+        return [*found, data] if isinstance(data, str) and ":" in data else found
     return []
+
+
+def _is_address(text: str) -> bool:
+    # Some clients of HTTP, curl's library for one, take an address without its `://`.
+    return ":" in text or text.lstrip()[:4].lower() == "http"

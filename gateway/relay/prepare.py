@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -58,16 +59,19 @@ def prepare(
     meanings = rules.names.meanings(model)
     vision = peek.may_link(body) and _checked_media(body, limits.media_hosts)
     bodies = {}
+    slots = 0
     for meaning in meanings:
+        ruled = edits.ruled(body, meaning.rules)
+        seen = peeked if ruled is body else peek.peek(ruled)
         edit = edits.needed(
-            peeked,
+            seen,
             meaning.rules,
             length_field=route.limit,
             max_tokens=limits.max_tokens,
             n_probs=limits.n_probs,
         )
-        bodies[meaning.name] = body if edit is None else edits.applied(body, edit, meaning.rules)
-    slots = _slots(route, peeked, limits.n)
+        bodies[meaning.name] = ruled if edit is None else edits.applied(ruled, edit)
+        slots = max(slots, _slots(route, seen, limits.n))
     raw = getattr(peeked, route.prompt) if route.prompt in _PROMPTS else peek.NOTHING
     return Request(
         id=incoming.id,
@@ -159,17 +163,24 @@ def _checked_media(body: bytes, hosts: tuple[str, ...]) -> bool:
     except (msgspec.DecodeError, RecursionError):
         raise errors.invalid_json("it can't be read") from None
     for link in found:
-        if link.startswith("data:"):
-            continue
-        try:
-            parts = urlsplit(link)
-            allowed = parts.scheme in {"http", "https"} and parts.hostname in hosts
-        except ValueError:
-            allowed = False
-        if not allowed:
+        if not link.startswith("data:") and not _is_allowed(link, hosts):
             raise errors.invalid_request(
                 "Only 'data:' URLs may be sent for images and files: the node would have to fetch "
                 "anything else. An operator can allow hosts in 'limits.media_hosts'.",
                 "messages",
             )
     return pictures
+
+
+def _is_allowed(link: str, hosts: tuple[str, ...]) -> bool:
+    """Whether a node may fetch it; an address that parsers read in different ways it may not."""
+    if _AMBIGUOUS.search(link):
+        return False
+    try:
+        parts = urlsplit(link)
+        return parts.scheme in {"http", "https"} and parts.hostname in hosts
+    except ValueError:
+        return False
+
+
+_AMBIGUOUS = re.compile(r"[^!-~]|[\\@]")

@@ -7,7 +7,6 @@ so its raw bytes are found only where it is a real key.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,9 @@ _OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 LONGEST_OBJECT = 16 * 1024
 """Bytes; `usage` and `timings` have a few hundred."""
+
+MOST_TOKENS = 1 << 31
+"""Of one answer; what claims more is wrong."""
 
 
 @dataclass(slots=True)
@@ -67,12 +69,12 @@ def _read(found: Usage, usage: dict[str, Any]) -> None:
 
 def last_object(data: bytes, key: bytes) -> dict[str, Any] | None:
     """The JSON object behind the last `key` (quotes and colon included), or None."""
-    start = data.rfind(key)
-    if start < 0:
+    behind = data.rfind(key) + len(key)
+    if behind < len(key):
         return None
-    start = data.find(b"{", start + len(key), start + len(key) + 8)
-    if start < 0:
-        return None
+    start = data.find(b"{", behind, behind + 8)
+    if start < 0 or data[behind:start].strip():
+        return None  # `null`, say
     depth = 0
     for end in range(start, min(len(data), start + LONGEST_OBJECT)):
         byte = data[end]
@@ -94,11 +96,7 @@ def _detail(details: object, otherwise: int) -> int:
     return otherwise
 
 
-def _number(value: object) -> float:
-    if isinstance(value, (int, float)) and math.isfinite(value) and value > 0:
-        return float(value)
-    return 0.0
-
-
 def _count(value: object) -> int:
-    return min(int(_number(value)), 1 << 31)
+    if not isinstance(value, (int, float)) or not value > 0:
+        return 0
+    return int(min(value, MOST_TOKENS))
