@@ -1,0 +1,213 @@
+"""What is read of a body, and what may not be in it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.errors import GatewayError
+from gateway.relay.peek import count_prompts, count_tokens, depth, links, may_link, peek
+
+
+def raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(json.dumps(value).encode())
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        (b"", "invalid_json", None),
+        (b"  \n", "invalid_json", None),
+        (b"{", "invalid_json", None),
+        (b'{"a":1}}', "invalid_json", None),
+        (b"{'a':1}", "invalid_json", None),
+        (b'{"a":NaN}', "invalid_json", None),
+        (b'{"model":"\xff"}', "invalid_json", None),
+        (b'{"x":"\xed\xa0\x80"}', "invalid_json", None),
+        (b"[]", "invalid_request", None),
+        (b'"text"', "invalid_request", None),
+        (b"null", "invalid_request", None),
+        (b'{"model":7}', "invalid_request", "model"),
+        (b'{"stream":"yes"}', "invalid_request", "stream"),
+        (b'{"n":"2"}', "invalid_request", "n"),
+        (b'{"max_tokens":[1]}', "invalid_request", "max_tokens"),
+        (b'{"a":' + 100_000 * b"[" + 100_000 * b"]" + b"}", "invalid_json", None),
+    ],
+)
+def test_a_body_that_can_not_be_read_is_told_in_the_contracts_words(
+    body: bytes, code: str, param: str | None
+) -> None:
+    with pytest.raises(GatewayError) as raised:
+        peek(body)
+    assert (raised.value.status, raised.value.code, raised.value.param) == (400, code, param)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_body_or_a_400(body: bytes) -> None:
+    with contextlib.suppress(GatewayError):
+        peek(body)
+
+
+def test_escaped_and_repeated_keys_are_read_as_the_server_reads_them() -> None:
+    assert peek(b'{"\\u006d\\u006fdel":"a"}').model == "a"
+    assert peek(b'{"model":"a","model":"b"}').model == "b"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [
+        ("text", 1),
+        ([], 1),
+        ([1, 2, 3], 1),
+        (["a", 5, "b"], 1),
+        ([5, "a"], 1),
+        (["a"], 1),
+        (["a", "b", "c"], 3),
+        ([[1, 2], [3]], 2),
+        ([["a", 1], "b"], 2),
+        ([{"prompt_string": "a"}, {"prompt_string": "b"}], 2),
+        ({"prompt_string": "a"}, 1),
+        (None, 1),
+    ],
+)
+def test_prompts_are_counted_as_the_server_counts_them(prompt: Any, count: int) -> None:
+    assert count_prompts(raw(prompt)) == count
+    spaced = msgspec.Raw(json.dumps(prompt, indent=2).encode())
+    assert count_prompts(spaced) == count
+
+
+def test_no_prompt_is_one() -> None:
+    assert count_prompts(msgspec.Raw()) == 1
+
+
+def test_token_ids_are_counted_and_text_is_guessed_low() -> None:
+    assert count_tokens(raw([5, 6, 7]), 4.0) == 3
+    assert count_tokens(raw("x" * 400), 4.0) == pytest.approx(100, abs=1)
+    assert count_tokens(msgspec.Raw(), 4.0) == 0
+
+
+def test_pictures_and_escapes_do_not_lengthen_a_prompt() -> None:
+    picture = {"image_url": {"url": "data:image/png;base64," + 40_000 * "A"}}
+    assert count_tokens(raw([picture, picture]), 4.0) < 50
+    assert count_tokens(raw(100 * "\u4e2d"), 4.0) <= 100
+
+
+@pytest.mark.parametrize(
+    ("body", "deep"),
+    [
+        (b'{"a":1}', False),
+        (b'{"a":' + 9 * b"[" + 9 * b"]" + b"}", False),
+        (b'{"a":' + 10 * b"[" + 10 * b"]" + b"}", True),
+        (b'{"a":[' + b",".join(20 * [b"[]"]) + b"]}", False),
+        (b'{"a":"' + 50 * b"[" + b'"}', False),
+        (b'{"a":"\\"' + 50 * b"[" + b'\\\\","b":[]}', False),
+    ],
+)
+def test_only_nesting_counts_as_depth(body: bytes, deep: bool) -> None:
+    assert (depth(body, 10) > 10) is deep
+
+
+@given(
+    st.recursive(
+        st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20
+    )
+)
+def test_depth_is_what_a_reader_finds(value: Any) -> None:
+    def deepest(item: Any) -> int:
+        if isinstance(item, dict):
+            item = list(item.values())
+        return 1 + max(map(deepest, item), default=0) if isinstance(item, list) else 0
+
+    assert depth(json.dumps(value).encode(), 0) == deepest(value)
+
+
+def test_a_long_text_among_many_brackets_costs_no_time() -> None:
+    body = b'{"a":[' + 200 * b"[]," + b'"' + 8_000_000 * b"A" + b'"]}'
+    began = time.process_time()
+    assert depth(body, 128) == 3
+    assert time.process_time() - began < 1.0
+
+
+def found(value: Any) -> tuple[list[str], bool]:
+    body = json.dumps(value).encode()
+    assert may_link(body)
+    return links(body)
+
+
+REMOTE = "http://169.254.169.254/latest"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": REMOTE}},
+        {"type": "image_url", "image_url": REMOTE},
+        {"type": "video_url", "video_url": {"url": REMOTE}},
+        {"type": "input_audio", "input_audio": {"data": REMOTE, "format": "wav"}},
+        {"type": "input_audio", "input_audio": {"url": REMOTE}},
+        {"type": "input_image", "image_url": REMOTE},
+        {"type": "input_file", "file_url": REMOTE},
+        {"type": "image", "source": {"type": "url", "url": REMOTE}},
+        {"type": "document", "source": {"url": REMOTE}},
+        {"type": "tool_result", "content": [{"source": {"type": "url", "url": REMOTE}}]},
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda p: {"messages": [{"content": [p]}]}, lambda p: {"a": p}])
+def test_a_link_is_found_in_every_form(part: Any, wrap: Any) -> None:
+    assert found(wrap(part))[0] == [REMOTE]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"image\\u005furl":"http://a/"}',
+        b'{"\\u0069mage_url":{"u\\u0072l":"http://a/"}}',
+        b'{"sourc\\u0065":{"type":"url","url":"http://a/"}}',
+        b'{"image_url":"\\u0068ttp://a/"}',
+        b'{"image_url":"http:\\/\\/a\\/"}',
+    ],
+)
+def test_an_escape_hides_no_link(body: bytes) -> None:
+    assert may_link(body)
+    assert links(body)[0] == ["http://a/"]
+
+
+@pytest.mark.parametrize(
+    "address", ["file:///etc/passwd", "HTTP://a/", "ftp:x", "httpd.internal/x", " http"]
+)
+def test_whatever_a_server_may_fetch_is_a_link(address: str) -> None:
+    assert found({"image_url": {"url": address}})[0] == [address]
+
+
+def test_pictures_are_seen() -> None:
+    data = "data:image/png;base64,QUFB"
+    assert found({"type": "image_url", "image_url": {"url": data}}) == ([data], True)
+    source = {"type": "base64", "media_type": "image/png", "data": "QUFB"}
+    assert found({"type": "image", "source": source}) == ([], True)
+    assert found({"multimodal_data": ["QUFB"]}) == ([], True)
+    assert found({"multimodal_data": ["http://a/"]}) == (["http://a/"], True)
+    assert found({"type": "input_audio", "input_audio": {"data": "QUFB"}}) == ([], False)
+
+
+def test_a_tools_schema_is_no_picture() -> None:
+    schema = {
+        "type": ["object", "null"],
+        "properties": {
+            "source": {"type": "string"},
+            "image_url": {"type": ["string", "null"], "description": "An address"},
+        },
+        "required": ["source", "image_url"],
+    }
+    assert found({"tools": [{"function": {"parameters": schema}}]}) == ([], False)
+
+
+def test_text_about_links_is_no_link() -> None:
+    assert found({"content": 'see "image_url":"http://a/" and "source"'}) == ([], False)
+    assert not may_link(b'{"messages":[{"role":"user","content":"http://a/"}]}')
