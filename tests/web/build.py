@@ -1,15 +1,17 @@
-"""Both listeners' applications over emulated nodes, without sockets of their own."""
+"""Both listeners over emulated nodes, without files and signals."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from starlette.types import ASGIApp
 
 from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
@@ -26,18 +28,19 @@ from gateway.web.admin.control import Reloaded
 from gateway.web.admin.deadlines import Deadlines
 from gateway.web.admin.totals import Totals
 from gateway.web.admin.view import View
+from gateway.web.listener import Listener, bind
 from gateway.web.public.edge import Edge, Snapshot
+from gateway.web.public.protocol import bounded
 from gateway.web.public.site import public_site
 from tests.fleet.build import Running, a_fleet
 
-PUBLIC = "http://127.0.0.1:8000"
 ADMIN = "http://127.0.0.1:8001"
 CHAT = "/v1/chat/completions"
 
 
 @dataclass
 class House:
-    """A gateway without listeners and files; `gateway.web.admin.control.Control` as well."""
+    """A gateway without files; `gateway.web.admin.control.Control` as well."""
 
     settings: Settings
     running: Running
@@ -46,6 +49,7 @@ class House:
     registry: Registry
     edge: Edge
     deadlines: Deadlines
+    site: ASGIApp
     public: httpx.AsyncClient
     admin: httpx.AsyncClient
     clock: Callable[[], float] = time.monotonic
@@ -82,13 +86,14 @@ class House:
 async def a_house(
     *specs: NodeSpec,
     settings: dict[str, Any] | None = None,
+    serving: bool = False,
     loopback: bool = True,
     admin_host: str = "127.0.0.1",
     admin_key: str | None = None,
     admin_hosts: tuple[str, ...] = (),
     **fleet: Any,
 ) -> AsyncIterator[House]:
-    """`fleet` is for `tests.fleet.build.a_fleet`."""
+    """`fleet` is for `tests.fleet.build.a_fleet`; only a house that is `serving` relays."""
     chosen, bus, clock = Settings(**settings or {}), Bus(), time.monotonic
     async with a_fleet(*specs, **fleet) as running:
         scheduler = Scheduler(running.fleet, chosen, clock, random.Random(7))
@@ -97,6 +102,7 @@ async def a_house(
         snapshot = Snapshot.of(chosen, loopback=loopback)
         edge = Edge(snapshot, relay, running.fleet, registry, bus, clock)
         deadlines = Deadlines(registry)
+        site = public_site(edge, scheduler)
         house = House(
             settings=chosen,
             running=running,
@@ -105,7 +111,8 @@ async def a_house(
             registry=registry,
             edge=edge,
             deadlines=deadlines,
-            public=client(public_site(edge, scheduler), PUBLIC),
+            site=site,
+            public=client(site),
             admin=client(None, ADMIN),  # the application needs the house first
         )
         bus.subscribe(RequestFinished, house.ended.append)
@@ -124,15 +131,43 @@ async def a_house(
             extra_hosts=admin_hosts,
         )
         house.admin = client(app, ADMIN)
-        try:
-            async with house.public, house.admin:
-                yield house
-        finally:
-            deadlines.close()
-            scheduler.close()
+        async with AsyncExitStack() as stack:
+            if serving:
+                house.public = await stack.enter_async_context(served(site, edge))
+            else:
+                await stack.enter_async_context(house.public)
+            await stack.enter_async_context(house.admin)
+            stack.callback(scheduler.close)
+            stack.callback(deadlines.close)
+            yield house
 
 
-def client(app: Any, url: str) -> httpx.AsyncClient:
+@asynccontextmanager
+async def served(site: ASGIApp, edge: Edge) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the public listener as it stands in a gateway, on a real socket."""
+    listen, limits = edge.snapshot.settings.listen, edge.snapshot.settings.limits
+    listener = Listener(
+        site,
+        bind("127.0.0.1", 0),
+        protocol=bounded(limits, edge.serve),
+        keep_alive=listen.keep_alive,
+    )
+    listener.open()
+    try:
+        async with httpx.AsyncClient(
+            base_url=listener.url,
+            timeout=30.0,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None),
+        ) as asking:
+            yield asking
+    finally:
+        # What a test has left running is cut off.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(listener.close(), 1.0)
+
+
+def client(app: Any, url: str = ADMIN) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=url, timeout=30.0)
 
 

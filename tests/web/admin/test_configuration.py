@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+
+from gateway.access.keys import new_key
+from tests.emulator import EmulatedNode
+from tests.gateways import running_gateway
+from tests.web.build import a_house, error_of
+
+
+async def test_the_settings_in_force_are_told_with_secrets_masked() -> None:
+    key = new_key("team")
+    settings = {
+        "keys": [{"id": key.id, "sha256": key.sha256}],
+        "queue": {"max": 7},
+        "cors": {"origins": ["https://chat.example.org"]},
+    }
+    async with a_house(settings=settings) as house:
+        response = await house.admin.get("/admin/config")
+    told = response.json()
+    assert told["queue"]["max"] == 7
+    assert told["keys"][0]["id"] == "team"
+    assert told["listen"]["port"] == 8000
+    assert key.sha256 not in response.text
+
+
+async def test_a_reload_tells_what_has_changed_and_what_needs_a_restart(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode() as one,
+        EmulatedNode() as two,
+        running_gateway(tmp_path, [one.url]) as running,
+        httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin,
+    ):
+        running.write_nodes(
+            [{"name": "node-0", "url": one.url, "slots": 2}, {"name": "fresh", "url": two.url}]
+        )
+        running.write_settings({"queue": {"max": 3}, "limits": {"connections": 77}})
+        response = await admin.post("/admin/reload")
+        shown = (await admin.get("/admin/config")).json()
+        nodes = (await admin.get("/admin/nodes")).json()["nodes"]
+    assert response.status_code == 200
+    # The files are watched as well: whoever came first has told what had changed.
+    told = response.json()
+    assert set(told) == {"nodes", "settings"}
+    assert set(told["nodes"]) == {"added", "changed", "removed"}
+    assert shown["queue"]["max"] == 3
+    assert [node["name"] for node in nodes] == ["node-0", "fresh"]
+
+
+async def test_an_invalid_file_is_422_with_every_problem_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    async with (
+        EmulatedNode() as one,
+        running_gateway(tmp_path, [one.url]) as running,
+        httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin,
+    ):
+        running.write_nodes(
+            [{"name": "x", "url": one.url, "slotz": 2}, {"name": "y", "url": "ftp://z"}]
+        )
+        response = await admin.post("/admin/reload")
+        status = (await admin.get("/admin/status")).json()
+        nodes = (await admin.get("/admin/nodes")).json()["nodes"]
+    assert response.status_code == 422
+    assert error_of(response)["code"] == "invalid_configuration"
+    assert "slotz" in error_of(response)["message"]
+    assert "(and 1 more)" in error_of(response)["message"]
+    first, second = response.json()["problems"]
+    assert set(first) == {"file", "line", "key", "message", "remedy"}
+    assert (first["key"], first["message"]) == ("nodes[0].slotz", "unknown key")
+    assert "slots" in first["remedy"]
+    assert first["line"] > 0
+    assert second["key"] == "nodes[1].url"
+    assert [node["name"] for node in nodes] == ["node-0"]
+    assert "slotz" in status["inventory_error"]

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.request import Priority
+from gateway.web.admin.nodes import LONGEST_DEADLINE
+from tests.emulator import EmulatedNode
+from tests.fleet.build import a_spec
+from tests.web.build import CHAT, House, a_house, error_of
+
+DEAD = "http://127.0.0.1:9"
+CONTRACT = {
+    "name", "url", "kind", "tier", "state", "reason", "slots_total", "slots_busy", "in_flight",
+    "models", "context", "prefill_tps", "decode_tps", "requests", "failures", "cost_per_hour",
+}  # fmt: skip
+
+
+async def shown(house: House, name: str) -> dict[str, Any]:
+    response = await house.admin.get(f"/admin/nodes/{name}")
+    assert response.status_code == 200
+    node: dict[str, Any] = response.json()
+    return node
+
+
+async def order(house: House, name: str, action: str) -> dict[str, Any]:
+    response = await house.admin.post(f"/admin/nodes/{name}/{action}")
+    assert response.status_code == 200
+    node: dict[str, Any] = response.json()
+    return node
+
+
+async def test_all_nodes_are_told_in_the_inventorys_order() -> None:
+    async with (
+        EmulatedNode(slots=3, context=2048, build="b42") as node,
+        a_house(
+            a_spec("b", node.url, cost_per_hour=0.2, labels={"numa": "0"}, host="epyc"),
+            a_spec("a", DEAD, model=["x", "y"], slots=4, standby=True, tier="gpu"),
+        ) as house,
+    ):
+        nodes = (await house.admin.get("/admin/nodes")).json()["nodes"]
+        assert [one["name"] for one in nodes] == ["b", "a"]
+        assert all(set(one) >= CONTRACT for one in nodes)
+        assert nodes[0] == await shown(house, "b")
+        expected = {
+            "url": node.url,
+            "kind": "llama.cpp",
+            "host": "epyc",
+            "labels": {"numa": "0"},
+            "state": "ready",
+            "slots_total": 3,
+            "slots_busy": 0,
+            "models": ["demo"],
+            "context": 2048,
+            "prefill_tps": None,
+            "cost_per_hour": 0.2,
+            "build": "b42",
+            "drift": [],
+            "endpoints": None,
+            "endpoints_refused": [],
+            "circuit": {"phase": "closed", "failures": 0, "open_for": None},
+            "deadline_in": None,
+        }
+        assert {key: nodes[0][key] for key in expected} == expected
+        assert (nodes[1]["state"], nodes[1]["tier"], nodes[1]["models"]) == (
+            "standby",
+            "gpu",
+            ["x", "y"],
+        )
+
+
+async def test_work_shows_in_what_is_told() -> None:
+    async with EmulatedNode(slots=2) as node, a_house(a_spec("a", node.url), serving=True) as house:
+        assert (await house.chat()).status_code == 200
+        lease = house["a"].take(1, "r", Priority.NORMAL, house.clock())
+        told = await shown(house, "a")
+        lease.give_back()
+    assert (told["requests"], told["leased"], told["slots_busy"], told["in_flight"]) == (2, 1, 1, 1)
+
+
+async def test_neither_a_nodes_key_nor_its_file_is_told(tmp_path: Path) -> None:
+    spec = a_spec("a", DEAD, api_key="sk-of-the-node")
+    async with a_house(spec) as house:
+        text = (await house.admin.get("/admin/nodes")).text
+    assert "sk-of-the-node" not in text
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/admin/nodes/epyc-b"),
+        ("POST", "/admin/nodes/epyc-b/drain"),
+        ("POST", "/admin/nodes/epyc-b/resume"),
+        ("POST", "/admin/nodes/epyc-b/probe"),
+    ],
+)
+async def test_an_unknown_node_is_404_with_the_nearest_names(method: str, path: str) -> None:
+    async with a_house(a_spec("epyc-a", DEAD), a_spec("gpu", DEAD)) as house:
+        response = await house.admin.request(method, path)
+    error = error_of(response)
+    assert (response.status_code, error["code"]) == (404, "node_not_found")
+    assert "'epyc-a'" in error["message"]
+    assert "gpu" not in error["message"]
+
+
+# Drain and resume.
+
+
+async def test_a_drained_node_gets_nothing_until_it_is_resumed(tmp_path: Path) -> None:
+    drains = tmp_path / "drains.json"
+    async with (
+        EmulatedNode() as node,
+        EmulatedNode() as other,
+        a_house(
+            a_spec("a", node.url), a_spec("b", other.url), drains=drains, serving=True
+        ) as house,
+    ):
+        told = await order(house, "a", "drain")
+        assert (told["state"], told["draining"], told["deadline_in"]) == ("draining", True, None)
+        for _ in range(4):
+            assert (await house.chat()).status_code == 200
+        assert (node.requests, other.requests) == (0, 4)
+        assert '"a"' in drains.read_text()
+
+        told = await order(house, "a", "resume")
+        assert (told["state"], told["draining"]) == ("ready", False)
+        assert '"a"' not in drains.read_text()
+
+
+async def test_running_work_ends_by_itself() -> None:
+    async with (
+        EmulatedNode(slots=1, decode_tps=100, answer_tokens=20) as node,
+        a_house(a_spec("a", node.url), serving=True) as house,
+    ):
+        running = asyncio.create_task(house.chat())
+        await house.until(lambda: node.busy == 1)
+        await order(house, "a", "drain")
+        assert (await running).status_code == 200
+
+
+async def test_at_the_deadline_what_still_runs_is_ended_and_may_be_repeated() -> None:
+    async with (
+        EmulatedNode(slots=2, decode_tps=5, answer_tokens=500) as node,
+        a_house(a_spec("a", node.url), serving=True) as house,
+    ):
+        plain = asyncio.create_task(house.chat())
+        stream = asyncio.create_task(house.chat(stream=True))
+        await house.until(lambda: node.busy == 2)
+        told = await order(house, "a", "drain?deadline=0.2")
+        assert 0 < told["deadline_in"] <= 0.2
+        refused, events = await asyncio.wait_for(asyncio.gather(plain, stream), 5)
+        assert (await shown(house, "a"))["deadline_in"] is None
+    assert (refused.status_code, error_of(refused)["code"]) == (503, "node_drained")
+    assert refused.headers["retry-after"] == "1"
+    assert "x-should-retry" not in refused.headers
+    assert '"code":"node_drained"' in events.text
+    assert "[DONE]" not in events.text
+
+
+async def test_the_deadline_touches_no_other_node() -> None:
+    async with (
+        EmulatedNode(slots=1, decode_tps=100, answer_tokens=60) as node,
+        EmulatedNode(slots=1) as other,
+        a_house(a_spec("a", node.url), a_spec("b", other.url), serving=True) as house,
+    ):
+        await order(house, "b", "drain")
+        running = asyncio.create_task(house.chat())
+        await house.until(lambda: node.busy == 1)
+        await order(house, "b", "drain?deadline=0")
+        await house.until(lambda: house.deadlines.left("b") is None)
+        assert (await running).status_code == 200
+
+
+@pytest.mark.parametrize("action", ["resume", "drain"])
+async def test_a_resume_and_a_drain_without_deadline_take_the_deadline_back(action: str) -> None:
+    async with (
+        EmulatedNode(slots=1, decode_tps=100, answer_tokens=60) as node,
+        a_house(a_spec("a", node.url), serving=True) as house,
+    ):
+        running = asyncio.create_task(house.chat())
+        await house.until(lambda: node.busy == 1)
+        await order(house, "a", "drain?deadline=0.3")
+        told = await order(house, "a", action)
+        assert told["deadline_in"] is None
+        assert (await running).status_code == 200
+
+
+async def test_a_later_deadline_takes_the_place_of_an_earlier_one() -> None:
+    async with EmulatedNode() as node, a_house(a_spec("a", node.url)) as house:
+        await order(house, "a", "drain?deadline=10")
+        told = await order(house, "a", "drain?deadline=1000")
+        assert 900 < told["deadline_in"] <= 1000
+        house.deadlines.close()
+        assert (await shown(house, "a"))["deadline_in"] is None
+
+
+@pytest.mark.parametrize("word", ["soon", "-1", "nan", "inf", "", f"{LONGEST_DEADLINE + 1}"])
+async def test_a_deadline_that_is_none_changes_nothing(word: str) -> None:
+    async with EmulatedNode() as node, a_house(a_spec("a", node.url)) as house:
+        response = await house.admin.post(f"/admin/nodes/a/drain?deadline={word}")
+        assert (response.status_code, error_of(response)["param"]) == (400, "deadline")
+        assert not house["a"].draining
+
+
+# Probe.
+
+
+async def test_a_probe_closes_the_circuit_of_a_node_that_answers() -> None:
+    async with (
+        EmulatedNode() as node,
+        a_house(a_spec("a", node.url), open=60.0, open_max=60.0, failures=1, serving=True) as house,
+    ):
+        house.fleet.failed(house["a"], house.clock())
+        told = await shown(house, "a")
+        assert (told["state"], told["circuit"]["phase"]) == ("ejected", "open")
+        assert 50 < told["circuit"]["open_for"] <= 66
+        told = await order(house, "a", "probe")
+        assert (told["state"], told["circuit"]["phase"]) == ("ready", "closed")
+        assert (told["probe"]["answer"], told["probe"]["detail"]) == ("up", "")
+        assert told["probe"]["seconds"] > 0
+        assert (await house.chat()).status_code == 200
+
+
+async def test_a_probe_of_a_node_that_is_gone_says_why() -> None:
+    async with (
+        EmulatedNode() as node,
+        a_house(a_spec("a", node.url), interval=60.0, fall=1) as house,
+    ):
+        await node.kill()
+        told = await order(house, "a", "probe")
+    assert (told["probe"]["answer"], told["state"]) == ("refused", "down")
+    assert "no connection" in told["probe"]["detail"]
+
+
+async def test_what_a_node_refuses_is_told() -> None:
+    async with (
+        EmulatedNode(embeddings=False) as node,
+        a_house(a_spec("a", node.url), serving=True) as house,
+    ):
+        response = await house.public.post("/v1/embeddings", json={"input": "x"})
+        assert response.status_code == 502
+        assert (await shown(house, "a"))["endpoints_refused"] == ["embeddings"]
+        assert (await house.public.post(CHAT, json={"messages": []})).status_code in {200, 400}

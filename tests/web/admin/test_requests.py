@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.emulator import EmulatedNode
+from tests.fleet.build import a_spec
+from tests.web.build import House, a_house, error_of
+
+SECRET = "the launch code is 7391"
+
+
+@asynccontextmanager
+async def a_slow_house(**settings: Any) -> AsyncIterator[tuple[House, EmulatedNode]]:
+    """One node with one slot, busy for minutes with each request."""
+    async with (
+        EmulatedNode(slots=1, decode_tps=10, answer_tokens=2000) as node,
+        a_house(a_spec("a", node.url), settings=settings, serving=True) as house,
+    ):
+        yield house, node
+
+
+async def listed(house: House) -> list[dict[str, Any]]:
+    requests: list[dict[str, Any]] = (await house.admin.get("/admin/requests")).json()["requests"]
+    return requests
+
+
+async def cancel(house: House, name: str) -> httpx.Response:
+    return await house.admin.delete(f"/admin/requests/{name}")
+
+
+async def start(house: House, node: EmulatedNode, **body: Any) -> asyncio.Task[httpx.Response]:
+    """A request that has come as far as it can: to a slot, or into the queue."""
+    before = len(house.registry)
+    waits = node.busy > 0
+    queued = len(house.scheduler.waiting())
+    task = asyncio.create_task(house.chat(SECRET, **body))
+    await house.until(lambda: len(house.registry) == before + 1)
+    await house.until(
+        lambda: len(house.scheduler.waiting()) == queued + 1 if waits else node.busy == 1
+    )
+    return task
+
+
+async def end(*tasks: asyncio.Task[httpx.Response]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_what_runs_and_what_waits_is_told_without_its_text() -> None:
+    async with a_slow_house(models={"alias": {"use": "demo"}}) as (house, node):
+        first = await start(house, node, stream=True, headers={"x-request-id": "one"})
+        second = await start(
+            house, node, model="alias", n=1, headers={"x-request-id": "two", "x-priority": "batch"}
+        )
+        text = (await house.admin.get("/admin/requests")).text
+        running, waiting = await listed(house)
+        await end(first, second)
+        await house.until(lambda: len(house.registry) == 0)
+        assert await listed(house) == []
+    assert SECRET not in text
+    told = {key: running[key] for key in ("request_id", "state", "position", "node", "attempts")}
+    assert told == {
+        "request_id": "one",
+        "state": "running",
+        "position": None,
+        "node": "a",
+        "attempts": 1,
+    }
+    assert (running["class"], running["model"], running["stream"]) == ("normal", "demo", True)
+    assert (running["slots"], running["path"]) == (1, "/v1/chat/completions")
+    assert running["id"] != running["request_id"]
+    assert running["caller"] == "anonymous:127.0.0.1"
+    assert running["prompt_tokens_estimate"] > 0
+    assert (waiting["state"], waiting["position"], waiting["node"]) == ("waiting", 1, None)
+    assert (waiting["class"], waiting["model"], waiting["stream"]) == ("batch", "alias", False)
+    assert 0 < waiting["queue_seconds"] <= waiting["seconds"] < 30
+
+
+async def test_a_waiting_request_can_be_cancelled() -> None:
+    async with a_slow_house() as (house, node):
+        first = await start(house, node)
+        second = await start(house, node)
+        name = (await listed(house))[1]["id"]
+        answer = await cancel(house, name)
+        refused = await asyncio.wait_for(second, 5)
+        assert not first.done()
+        assert house.scheduler.waiting() == []
+        assert [one["id"] for one in await listed(house)] != [name]
+        await end(first)
+    assert answer.json()["id"] == name
+    assert answer.json()["cancelled"] is True
+    assert (refused.status_code, error_of(refused)["code"]) == (503, "cancelled")
+    assert refused.headers["x-should-retry"] == "false"
+    assert "retry-after" in refused.headers
+
+
+async def test_a_running_request_can_be_cancelled() -> None:
+    async with a_slow_house() as (house, node):
+        task = await start(house, node)
+        assert (await cancel(house, (await listed(house))[0]["id"])).status_code == 200
+        refused = await asyncio.wait_for(task, 5)
+        assert house["a"].failures == 0, "no fault of the node's"
+        event = house.ended[-1]
+    assert (refused.status_code, error_of(refused)["code"]) == (503, "cancelled")
+    assert "operator" in error_of(refused)["message"]
+    assert (event.code, event.reason) == (503, "cancelled")
+
+
+async def test_a_stream_that_is_cancelled_ends_with_its_error_event_and_frees_its_slot() -> None:
+    async with a_slow_house() as (house, node):
+        task = await start(house, node, stream=True)
+        await house.until(lambda: any(lease.last_moved for lease in house["a"].leases))
+        await cancel(house, (await listed(house))[0]["id"])
+        response = await asyncio.wait_for(task, 5)
+        await house.until(lambda: node.busy == 0)
+        await house.until(lambda: house["a"].leased == 0)
+    assert response.status_code == 200
+    assert '"code":"cancelled"' in response.text.strip().split("\n\n")[-1]
+    assert "[DONE]" not in response.text
+
+
+@pytest.mark.parametrize("tag", ["mine", "a/b:c"])
+async def test_a_request_is_found_by_its_x_request_id_too(tag: str) -> None:
+    async with a_slow_house() as (house, node):
+        task = await start(house, node, headers={"x-request-id": tag})
+        answer = await cancel(house, tag)
+        assert (answer.status_code, answer.json()["request_id"]) == (200, tag)
+        assert (await asyncio.wait_for(task, 5)).status_code == 503
+
+
+async def test_an_x_request_id_that_two_have_ends_neither() -> None:
+    async with a_slow_house() as (house, node):
+        first = await start(house, node, headers={"x-request-id": "same"})
+        second = await start(house, node, headers={"x-request-id": "same"})
+        answer = await cancel(house, "same")
+        assert (answer.status_code, error_of(answer)["code"]) == (404, "request_not_found")
+        assert len(await listed(house)) == 2
+        await end(first, second)
+
+
+async def test_an_unknown_request_is_404_and_nothing_but_delete_is_for_one() -> None:
+    async with a_house() as house:
+        answer = await cancel(house, "nobody")
+        assert (answer.status_code, error_of(answer)["code"]) == (404, "request_not_found")
+        other = await house.admin.get("/admin/requests/nobody")
+        assert (other.status_code, other.headers["allow"]) == (405, "DELETE")
+
+
+async def test_what_is_cancelled_twice_is_cancelled() -> None:
+    async with a_slow_house() as (house, node):
+        task = await start(house, node)
+        name = (await listed(house))[0]["id"]
+        answers = await asyncio.gather(cancel(house, name), cancel(house, name))
+        assert answers[0].status_code == 200
+        assert {answer.status_code for answer in answers} <= {200, 404}
+        assert (await asyncio.wait_for(task, 5)).status_code == 503

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import asyncio
+import re
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.web.admin.app import INDEX
+from gateway.web.admin.status import SHOWN
+from tests.emulator import EmulatedNode
+from tests.fleet.build import a_spec
+from tests.web.build import House, a_house, error_of
+
+DEAD = "http://127.0.0.1:9"
+
+
+async def test_status_tells_the_gateway_on_one_page() -> None:
+    async with (
+        EmulatedNode(slots=2) as node,
+        a_house(a_spec("a", node.url), a_spec("b", DEAD), a_spec("c", DEAD), serving=True) as house,
+    ):
+        assert (await house.chat()).status_code == 200
+        assert (await house.chat(model="nobody-has-it")).status_code == 404
+        status = (await house.admin.get("/admin/status")).json()
+        house.inventory_error = "nodes.yaml:3: nodes[0].slots: must be a number"
+        house.settings_error = "gateway.yaml:1: models: must be a mapping"
+        house.edge.closing = True
+        later = (await house.admin.get("/admin/status")).json()
+    assert status["version"] == "1.2.3"
+    assert 0 < status["uptime_seconds"] < 60
+    started = datetime.fromisoformat(status["started_at"])
+    assert timedelta(0) <= datetime.now(UTC) - started < timedelta(minutes=1)
+    assert (status["ready"], status["reason"], status["in_flight"]) == (True, None, 0)
+    assert status["queue"] == {"urgent": 0, "premium": 0, "normal": 0, "batch": 0}
+    assert status["waiting"] == []
+    assert status["nodes"] == {"ready": 1, "down": 2}
+    assert (status["slots_total"], status["slots_busy"]) == (4, 0)
+    assert (status["inventory_error"], status["settings_error"]) == (None, None)
+    totals = status["totals"]
+    assert (totals["requests"], totals["failures"], totals["clients_left"]) == (2, 1, 0)
+    assert totals["failures_by_code"] == {"404": 1}
+    assert totals["prompt_tokens"] > 0
+    assert totals["completion_tokens"] > 0
+    assert (later["ready"], later["reason"]) == (False, "shutting_down")
+    assert later["inventory_error"] == "nodes.yaml:3: nodes[0].slots: must be a number"
+    assert later["settings_error"] == "gateway.yaml:1: models: must be a mapping"
+
+
+async def waits(house: House, count: int) -> None:
+    await house.until(lambda: len(house.scheduler.waiting()) == count)
+
+
+async def test_status_tells_what_waits_in_its_order_up_to_a_bound() -> None:
+    async with (
+        EmulatedNode(slots=1, decode_tps=10, answer_tokens=2000) as node,
+        a_house(a_spec("a", node.url), serving=True) as house,
+    ):
+        tasks = [asyncio.create_task(house.chat())]
+        await house.until(lambda: node.busy == 1)
+        for wanted in ("batch", "urgent"):
+            queued = len(tasks)
+            tasks.append(
+                asyncio.create_task(house.chat("a secret", headers={"x-priority": wanted}))
+            )
+            await waits(house, queued)
+        response = await house.admin.get("/admin/status")
+        few = response.json()
+        tasks += [asyncio.create_task(house.chat()) for _ in range(SHOWN)]
+        await waits(house, SHOWN + 2)
+        many = (await house.admin.get("/admin/status")).json()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await house.until(lambda: len(house.registry) == 0)
+        left = (await house.admin.get("/admin/status")).json()
+    assert few["queue"] == {"urgent": 1, "premium": 0, "normal": 0, "batch": 1}
+    assert sorted(one["class"] for one in few["waiting"]) == ["batch", "urgent"]
+    assert [one["position"] for one in few["waiting"]] == [1, 2]
+    assert {one["model"] for one in few["waiting"]} == {"demo"}
+    assert all(one["seconds"] > 0 for one in few["waiting"])
+    assert few["in_flight"] == 3
+    assert "a secret" not in response.text
+    assert (len(many["waiting"]), sum(many["queue"].values())) == (SHOWN, SHOWN + 2)
+    assert left["totals"]["clients_left"] == SHOWN + 3
+    assert left["totals"]["failures"] == 0
+
+
+async def test_metrics_are_what_prometheus_reads() -> None:
+    async with (
+        EmulatedNode(slots=2) as node,
+        a_house(a_spec("a", node.url), a_spec("b", DEAD), serving=True) as house,
+    ):
+        assert (await house.chat()).status_code == 200
+        house.inventory_error = "something"
+        response = await house.admin.get("/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    values = {
+        (sample.name.removeprefix("llama_gateway_"), tuple(sorted(sample.labels.values()))): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+    assert values["requests_total", ("200", "demo", "normal")] == 1
+    assert values["node_state", ("a", "ready")] == 1
+    assert values["node_state", ("b", "down")] == 1
+    assert values["node_state", ("b", "ready")] == 0
+    assert values["node_slots_total", ("a",)] == 2
+    assert values["node_slots_busy", ("a",)] == 0
+    assert values["queue_depth", ("batch",)] == 0
+    assert values["in_flight", ()] == 0
+    assert values["inventory_error", ()] == 1
+
+
+async def test_health_and_readiness_are_those_of_the_public_listener() -> None:
+    async with EmulatedNode() as node, a_house(a_spec("a", node.url), admin_key="k") as house:
+        assert (await house.admin.get("/health")).json() == {"status": "ok"}
+        assert (await house.admin.get("/ready")).status_code == 200
+        house.edge.closing = True
+        response = await house.admin.get("/ready")
+    assert (response.status_code, error_of(response)["code"]) == (503, "shutting_down")
+
+
+async def test_the_key_that_is_set_is_asked_for_and_opens() -> None:
+    async with a_house(admin_key="a-key") as house:
+        for path in ("/", "/metrics", "/admin/status", "/admin/nodes", "/admin/config"):
+            closed = await house.admin.get(path)
+            opened = await house.admin.get(path, headers={"authorization": "Bearer a-key"})
+            assert (closed.status_code, opened.status_code) == (401, 200)
+
+
+async def test_the_names_of_the_settings_are_good_and_others_are_not() -> None:
+    async with a_house(admin_hosts=("gateway.example",)) as house:
+        good = await house.admin.get("/health", headers={"host": "gateway.example:8001"})
+        bad = await house.admin.get("/health", headers={"host": "evil.example"})
+        page = await house.admin.post("/admin/reload", headers={"origin": "https://evil.example"})
+    assert (good.status_code, bad.status_code, page.status_code) == (200, 403, 403)
+    assert error_of(bad)["code"] == "host_not_allowed"
+    assert error_of(page)["code"] == "origin_not_allowed"
+    assert bad.headers["x-request-id"].startswith("adm_")
+
+
+async def test_the_index_names_every_path_and_none_besides() -> None:
+    paths = re.findall(r"^(GET|POST|DELETE) +(\S+)", INDEX, re.MULTILINE)
+    async with a_house(a_spec("a", DEAD)) as house:
+        assert (await house.admin.get("/")).text == INDEX
+        for method, path in paths:
+            asked = path.replace("{name}", "a").replace("{id}", "unknown")
+            wrong = await house.admin.request("PATCH", asked)
+            assert wrong.status_code == 405, asked
+            assert method in wrong.headers["allow"]
+    assert len(paths) == 13
+
+
+@pytest.mark.parametrize("path", ["/admin", "/admin/", "/slots", "/v1/models", "/admin/nodes/"])
+async def test_nothing_else_is_there(path: str) -> None:
+    async with a_house() as house:
+        response = await house.admin.get(path)
+    assert (response.status_code, error_of(response)["code"]) == (404, "not_found")
