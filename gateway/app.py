@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import signal
 import time
@@ -59,6 +60,11 @@ def run(options: Options) -> int:
 
 def start(main: Any) -> int:
     """Run a coroutine on the event loop that the gateway is made for."""
+    # Requests leave next to no cycles behind, and a look at all objects for each few hundred of
+    # them cost 7 % of the time. What is here by now stays to the end.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status: int = runner.run(main)
         return status

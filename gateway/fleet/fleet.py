@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gateway.events import Bus, InventoryChanged, NodeChanged, NodeDrift
@@ -18,7 +20,7 @@ from gateway.fleet.states import State, judge
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from gateway.config.inventory import Inventory, NodeSpec
     from gateway.config.routing import HealthSettings, TimeoutSettings
@@ -28,8 +30,29 @@ if TYPE_CHECKING:
 
 PROBES_AT_ONCE = 256
 """Nodes probed at the same moment, at most; when all are black holes a thousand take 8 s."""
+MOST_OFFERINGS = 10_000
 WEIGH_EVERY = 5.0
 """Seconds between two comparisons of all nodes' speeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offering:
+    """Nodes that may be asked for one thing, and the least that all of them have."""
+
+    nodes: tuple[Node, ...]
+    slots: int
+    context: float
+    """Tokens of one slot; infinite where no node tells."""
+
+    @classmethod
+    def of(cls, nodes: Iterable[Node]) -> Offering:
+        """What these nodes have in common."""
+        found = tuple(nodes)
+        return cls(
+            found,
+            min((node.slots_total for node in found), default=0),
+            min((node.context or math.inf for node in found), default=math.inf),
+        )
 
 
 class Fleet:
@@ -67,6 +90,8 @@ class Fleet:
         self._chores: asyncio.Task[None] | None = None
         self._unprobed: set[Node] = set()
         self._serving: dict[str, tuple[Node, ...]] | None = None
+        self._offering: dict[tuple[str, str, bool, bool], Offering] = {}
+        """Forgotten whenever a node has been looked at; made anew by the next request."""
 
     # Life.
 
@@ -121,6 +146,7 @@ class Fleet:
                 reason = "removed from the inventory"
                 self._bus.publish(NodeChanged(name, node.state.value, None, reason))
         self._serving = None
+        self._offering.clear()
         weigh(self.nodes.values())
         for node in self.nodes.values():
             self.settle(node)
@@ -261,6 +287,7 @@ class Fleet:
     def refuses(self, node: Node, endpoint: Endpoint) -> None:
         """A request was told that the node does not do this (501)."""
         node.facts.refused.add(endpoint)
+        self._offering.clear()
 
     def learn(self, node: Node, timings: Mapping[str, object]) -> None:
         """Take in llama.cpp's `timings` of an answer."""
@@ -281,6 +308,7 @@ class Fleet:
         if node.removed:
             return
         now = self._clock()
+        self._offering.clear()
         old = node.state
         node.state, node.reason = judge(node, now)
         if node.state is not old:
@@ -347,6 +375,21 @@ class Fleet:
     def nodes_for(self, model: str) -> tuple[Node, ...]:
         """The nodes that serve this public name, down or not."""
         return self._index().get(model, ())
+
+    def offering(self, model: str, endpoint: Endpoint, *, vision: bool, native: bool) -> Offering:
+        """The nodes that serve this public name and may be asked this, down or not."""
+        key = (model, endpoint, vision, native)
+        found = self._offering.get(key)
+        if found is None:
+            found = Offering.of(
+                node
+                for node in self.nodes_for(model)
+                if node.offers(endpoint, vision=vision)
+                and not (native and node.spec.kind == "openai")
+            )
+            if len(self._offering) < MOST_OFFERINGS:
+                self._offering[key] = found
+        return found
 
     def undecided(self) -> bool:
         """Whether some node has yet to say what it serves: a name may be unknown only so far."""

@@ -156,6 +156,7 @@ class Attempt:
         self._over = True
         if self._watch is not None:
             self._watch.stop()
+            self._watch = None
         connection = self._connection
         if connection is not None and connection.complete:
             self.lease.upstream.pool.give(connection)

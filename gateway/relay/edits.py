@@ -17,7 +17,6 @@ from gateway.relay.peek import Number, Peek
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
-_PROBABILITIES = ("n_probs", "top_logprobs")
 _NULL = b"null"
 
 Edit = dict[str, Any]
@@ -37,8 +36,10 @@ def needed(
     `max_tokens` and `n_probs` are the operator's bounds; `length_field` is the name that this
     path has for the answer's length.
     """
-    caps = [rule.max_tokens for rule in rules if rule.max_tokens is not None]
-    cap = min([*caps, *([] if max_tokens is None else [max_tokens])], default=None)
+    cap = max_tokens
+    for rule in rules:
+        if rule.max_tokens is not None:
+            cap = rule.max_tokens if cap is None else min(cap, rule.max_tokens)
     edit: Edit = {}
     if isinstance(peeked.priority, str):
         edit["priority"] = msgspec.UNSET
@@ -46,10 +47,10 @@ def needed(
         edit["id_slot"] = msgspec.UNSET
     if bytes(peeked.lora):
         edit["lora"] = msgspec.UNSET
-    for name in _PROBABILITIES:
-        value = getattr(peeked, name)
-        if value is not None and value > n_probs:
-            edit[name] = n_probs
+    if peeked.n_probs is not None and peeked.n_probs > n_probs:
+        edit["n_probs"] = n_probs
+    if peeked.top_logprobs is not None and peeked.top_logprobs > n_probs:
+        edit["top_logprobs"] = n_probs
     if cap is not None and length_field is not None:
         present = {name: getattr(peeked, name) for name in _LENGTHS}
         for name, value in present.items():
@@ -62,7 +63,7 @@ def needed(
 
 def ruled(body: bytes, rules: tuple[ModelRule, ...]) -> bytes:
     """`body` with the rules' parameters stripped, defaulted and set; itself if they have none."""
-    if not any(rule.set or rule.default or rule.strip for rule in rules):
+    if not rules or not any(rule.set or rule.default or rule.strip for rule in rules):
         return body
     fields = _FIELDS.decode(body)
     for rule in rules:

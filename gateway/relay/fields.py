@@ -37,6 +37,8 @@ _TO_CLIENT_DROPPED = _HOP_BY_HOP | {
     b"date",
     b"set-cookie",
     b"content-encoding",
+    # What is sent may be longer or shorter: an error event more, a comment less.
+    b"content-length",
     b"x-accel-buffering",
     b"x-request-id",
     b"request-id",

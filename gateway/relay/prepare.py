@@ -31,7 +31,7 @@ class Rules:
     default_model: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Incoming:
     """A request as the edge has read it."""
 

@@ -14,7 +14,7 @@ SUSPENDED = 1.0
 """Seconds until the silence of a stream is looked at again that a neighbour's prefill excuses."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Limits:
     """Seconds. `first_byte` None: the answer comes in one piece, only `until` bounds it."""
 

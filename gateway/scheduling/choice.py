@@ -10,12 +10,11 @@ import random
 from collections.abc import Collection, Sequence
 
 from gateway.fleet.node import Node
+from gateway.fleet.states import State
 from gateway.request import Request
 
-
-def load(node: Node, slots: int) -> float:
-    """Share of the node in use if it took `slots` more, over its relative speed."""
-    return (node.slots_busy + slots) / (node.slots_total * node.speed.relative)
+TAKING = frozenset({State.READY, State.DEGRADED})
+"""States of a node that takes new work."""
 
 
 def fits(node: Node, request: Request) -> bool:
@@ -46,19 +45,19 @@ def least_loaded(
     A node that failed this request comes after all others, then its host's other nodes.
     """
     best: Node | None = None
-    best_rank = (2, 2, 0.0)
+    best_rank = (0, 0.0)
     ties = 0
-    failed = request.failed
-    failed_hosts = {node.spec.host for node in nodes if node.name in failed} if failed else set()
     slots = request.slots
+    failed = request.failed
+    failed_hosts = {node.spec.host for node in nodes if node.name in failed} if failed else ()
     for node in nodes:
-        if node.free(now) < slots or node.name in held:
+        if (node.free(now) < slots if slots else not node.capacity(now)) or node.name in held:
             continue
-        rank = (
-            int(node.name in failed),
-            int(node.spec.host in failed_hosts),
-            load(node, slots),
-        )
+        doubt = 0
+        if failed:
+            doubt = 2 if node.name in failed else int(node.spec.host in failed_hosts)
+        load = (node.leased + node.foreign + slots) / (node.slots_total * node.speed.relative)
+        rank = (doubt, load)
         if best is None or rank < best_rank:
             best, best_rank, ties = node, rank, 1
         elif rank == best_rank:
@@ -68,9 +67,23 @@ def least_loaded(
     return best
 
 
-def to_hold(nodes: Sequence[Node], request: Request, now: float) -> str | None:
-    """The node whose slots a wide request waits for, so that narrow ones don't starve it."""
-    able = [node for node in nodes if node.slots_total >= request.slots]
-    if request.slots < 2 or not able:
-        return None
-    return max(able, key=lambda node: (node.free(now), -node.slots_busy)).name
+def untried(
+    able: Sequence[tuple[str, Sequence[Node]]], failed: Collection[str]
+) -> Sequence[tuple[str, Sequence[Node]]]:
+    """What a request may go to after some nodes have failed it: others, while one is in.
+
+    Else a node that fails fast, and so is always free, would get every second attempt too.
+    """
+    others = [(name, [node for node in nodes if node.name not in failed]) for name, nodes in able]
+    if any(node.state in TAKING for _, nodes in others for node in nodes):
+        return [(name, nodes) for name, nodes in others if nodes]
+    return able
+
+
+def to_hold(nodes: Sequence[Node], request: Request, now: float) -> str:
+    """The node whose slots a wide request waits for, so that narrow ones don't starve it.
+
+    `nodes` are those that can hold it; one that takes no work now is only the last resort.
+    """
+    best = max(nodes, key=lambda node: (node.capacity(now) >= request.slots, node.free(now)))
+    return best.name

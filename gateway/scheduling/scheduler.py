@@ -19,7 +19,7 @@ from gateway.fleet.lease import Lease
 from gateway.fleet.node import Node
 from gateway.fleet.states import State
 from gateway.request import Priority, Request
-from gateway.scheduling.choice import least_loaded, narrowed, to_hold
+from gateway.scheduling.choice import least_loaded, narrowed, to_hold, untried
 from gateway.scheduling.rate import CompletionRate
 
 TICK = 0.5
@@ -33,6 +33,9 @@ ALIVE = frozenset({State.READY, State.DEGRADED, State.MUTE})
 """States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds."""
 
 
+Shape = tuple[object, ...]
+
+
 @dataclass(slots=True, eq=False)
 class Ticket:
     """A place in the queue."""
@@ -42,6 +45,8 @@ class Ticket:
     until: float
     """When it has waited long enough; monotonic seconds."""
     granted: asyncio.Future[tuple[Lease, str]]
+    shape: Shape
+    """What the choice of a node goes by: where one finds no room, nobody of its shape does."""
     out_since: float | None = None
     """Since when every node that could serve it has been out."""
 
@@ -71,6 +76,8 @@ class Scheduler:
     rate: CompletionRate = field(default_factory=CompletionRate)
     closing: bool = False
     _queue: list[Ticket] = field(default_factory=list)
+    _held: set[str] = field(default_factory=set)
+    """Nodes whose free slots are kept for wide requests in the queue."""
     _matching: asyncio.Handle | None = None
     _ticking: asyncio.TimerHandle | None = None
 
@@ -85,10 +92,13 @@ class Scheduler:
         """
         now = self.clock()
         able = self._able(request)
-        if not self._queue or not request.slots:
-            granted = self._place(request, able, now, set())
-            if granted is not None:
-                return granted
+        chosen = self._chosen(request, able, now)
+        if chosen is not None and self._queue and request.slots:
+            # Who came before goes first, if there is anything for them.
+            self._match()
+            chosen = self._chosen(request, able, now)
+        if chosen is not None:
+            return _taken(chosen[0], request, now), chosen[1]
         return await self._wait(request, able, now)
 
     def elsewhere(self, request: Request, node: Node) -> bool:
@@ -140,6 +150,7 @@ class Scheduler:
         for ticket in self._queue:
             if ticket.request.id == request_id:
                 self._refuse(ticket, error)
+                self.capacity_changed()  # for those it may have held up
                 return True
         return False
 
@@ -168,24 +179,26 @@ class Scheduler:
         offered = False
         able: list[tuple[str, Sequence[Node]]] = []
         widest = 0
+        needed = max(request.prompt_tokens, request.smallest_context)
         for name in request.candidates:
-            serving = self.fleet.nodes_for(name)
-            offering = [
-                node
-                for node in serving
-                if node.name not in request.refused
-                and node.offers(request.endpoint, vision=request.vision)
-                and not (request.native and node.spec.kind == "openai")
-            ]
-            offered = offered or bool(serving)
-            if not offering:
+            offering = self.fleet.offering(
+                name, request.endpoint, vision=request.vision, native=request.native
+            )
+            nodes: Sequence[Node] = offering.nodes
+            offered = offered or bool(nodes) or self.fleet.known(name)
+            if request.refused:
+                nodes = [node for node in nodes if node.name not in request.refused]
+            if not nodes:
                 continue
-            widest = max(widest, *(node.slots_total for node in offering))
-            wide_enough = [node for node in offering if node.slots_total >= request.slots]
-            if wide_enough:
-                able.append((name, narrowed(wide_enough, request)))
+            if offering.slots < request.slots:
+                widest = max(widest, *(node.slots_total for node in nodes))
+                nodes = [node for node in nodes if node.slots_total >= request.slots]
+            if nodes and offering.context < needed:
+                nodes = narrowed(nodes, request)
+            if nodes:
+                able.append((name, nodes))
         if able:
-            return able
+            return untried(able, request.failed) if request.failed else able
         if widest:
             raise errors.invalid_request(
                 f"This request takes {request.slots} slots at once, more than any node has "
@@ -200,20 +213,17 @@ class Scheduler:
             raise errors.starting("The nodes are being asked what they serve.")
         raise errors.model_not_found(request.model, list(self.fleet.model_names()))
 
-    def _place(
-        self,
-        request: Request,
-        able: Sequence[tuple[str, Sequence[Node]]],
-        now: float,
-        held: set[str],
-    ) -> tuple[Lease, str] | None:
-        """A lease at once, on a node that serves the first of its names that some node can."""
+    def _chosen(
+        self, request: Request, able: Sequence[tuple[str, Sequence[Node]]], now: float
+    ) -> tuple[Node, str] | None:
+        """A node with room for it that serves the first of its names that some node can."""
         if self.closing:
             raise errors.shutting_down()
+        held = self._held if self._queue and request.slots else ()
         for name, nodes in able:
             node = least_loaded(nodes, request, now, self.rng, held)
             if node is not None:
-                return _taken(node, request, now), name
+                return node, name
             if _any_alive(nodes):
                 break
         return None
@@ -245,11 +255,12 @@ class Scheduler:
                     self.rate.retry_after(ahead + 1, now),
                 )
             until = min(until, request.deadline)
-        ticket = Ticket(request, now, until, asyncio.get_running_loop().create_future())
+        granted = asyncio.get_running_loop().create_future()
+        ticket = Ticket(request, now, until, granted, _shape(request))
         if not any(_any_alive(nodes) for _, nodes in able):
             ticket.out_since = now
         insort(self._queue, ticket, key=lambda ticket: ticket.position)
-        self._arm()
+        self._arm(until - now)
         try:
             return await ticket.granted
         except asyncio.CancelledError:
@@ -262,26 +273,35 @@ class Scheduler:
                 self._queue.remove(ticket)
                 self.capacity_changed()
 
-    def _arm(self) -> None:
+    def _arm(self, seconds: float = TICK) -> None:
+        """Look at the limits of what waits within `seconds`, and within a tick."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + min(TICK, max(0.0, seconds))
+        if self._ticking is not None and due < self._ticking.when():
+            self._ticking.cancel()
+            self._ticking = None
         if self._ticking is None and self._queue:
-            self._ticking = asyncio.get_running_loop().call_later(TICK, self._tick)
+            self._ticking = loop.call_at(due, self._tick)
 
     def _tick(self) -> None:
         self._ticking = None
         now = self.clock()
+        alive: dict[Shape, bool] = {}
         for ticket in list(self._queue):
-            self._expire(ticket, now)
+            if not ticket.granted.done():
+                self._expire(ticket, now, alive)
         self._match()
-        self._arm()
+        self._arm(min((ticket.until for ticket in self._queue), default=now) - now)
 
-    def _expire(self, ticket: Ticket, now: float) -> None:
+    def _expire(self, ticket: Ticket, now: float, alive: dict[Shape, bool]) -> None:
         """End a wait that has lasted long enough, or that has become hopeless."""
-        try:
-            able = self._able(ticket.request)
-        except errors.GatewayError as error:
-            self._refuse(ticket, error)
-            return
-        if any(_any_alive(nodes) for _, nodes in able):
+        if (shape := ticket.shape) not in alive:
+            try:
+                alive[shape] = any(_any_alive(nodes) for _, nodes in self._able(ticket.request))
+            except errors.GatewayError as error:
+                self._refuse(ticket, error)
+                return
+        if alive[shape]:
             ticket.out_since = None
         elif ticket.out_since is None:
             ticket.out_since = now
@@ -309,26 +329,38 @@ class Scheduler:
             self._matching.cancel()
             self._matching = None
         now = self.clock()
-        held: set[str] = set()
+        self._held = set()
+        in_vain: set[Shape] = set()
         for ticket in list(self._queue):
-            if ticket.granted.done():
+            if ticket.granted.done() or ticket.shape in in_vain:
                 continue
             request = ticket.request
             try:
                 able = self._able(request)
-                granted = self._place(request, able, now, held)
+                chosen = self._chosen(request, able, now)
             except errors.GatewayError as error:
                 self._refuse(ticket, error)
                 continue
-            if granted is not None:
+            if chosen is not None:
                 self._queue.remove(ticket)
-                ticket.granted.set_result(granted)
+                ticket.granted.set_result((_taken(chosen[0], request, now), chosen[1]))
                 continue
-            for _, nodes in able:
-                name = to_hold(nodes, request, now)
-                if name is not None:
-                    held.add(name)
-                break
+            in_vain.add(ticket.shape)
+            if request.slots > 1:
+                self._held.update(to_hold(nodes, request, now) for _, nodes in able[:1])
+
+
+def _shape(request: Request) -> Shape:
+    return (
+        request.candidates,
+        request.endpoint,
+        request.vision,
+        request.native,
+        request.slots,
+        max(request.prompt_tokens, request.smallest_context),
+        frozenset(request.failed),
+        frozenset(request.refused),
+    )
 
 
 def _any_alive(nodes: Sequence[Node]) -> bool:

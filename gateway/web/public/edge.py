@@ -198,11 +198,10 @@ class _Exchange:
             if turn.response_started:
                 turn.end(self._route.dialect.error_event(_as_error(reply), record.id))
                 return
+        if turn.response_started and (rest is None or not rest.attempt.streams):
+            raise errors.node_failed("The node did not stream its answer.")
         if rest is None:
-            if turn.response_started:
-                turn.end(reply.content)
-            else:
-                turn.reply(reply.status, reply.headers + self._own_fields(), reply.content)
+            turn.reply(reply.status, reply.headers + self._own_fields(), reply.content)
             return
         if turn.response_started:
             await turn.write(reply.content)

@@ -7,6 +7,7 @@ also reads on for ever what a client sends after its request was refused half-wa
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
@@ -29,6 +30,8 @@ LINGER_SECONDS = 2.0
 """How long the rest of a refused body is read, so that the client sees why it was refused."""
 
 LINGER_BYTES = 8 * 1024 * 1024
+
+_UPGRADE = frozenset({b"upgrade", b"http2-settings"})
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -55,11 +58,17 @@ class BoundedProtocol(HttpToolsProtocol):
         """The request that is served; more may be pipelined behind it."""
         self._lingered = -1
         """Bytes read since the request was refused; negative while none was."""
+        self._deaf = False
+        """Nothing that comes is a request any more."""
+        self._rest_at: int | None = None
+        """Where in what has come the rest of a request stands that wished for an upgrade."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.limits.connections:
             self._refuse(errors.queue_full("Too many connections.", 1.0))
+            # Not a moment longer than it takes to say so: there are too many.
+            self.transport.close()
             return
         self._timer = self.loop.call_later(self.limits.header_timeout, self._head_is_late)
 
@@ -84,7 +93,12 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._lingered > LINGER_BYTES:
                 self.transport.close()
                 return
+            if self._deaf:
+                return
         super().data_received(data)
+        if self._rest_at is not None:
+            rest, self._rest_at = data[self._rest_at :], None
+            self._go_on_plainly(rest)
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > self.limits.header_bytes:
@@ -104,7 +118,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._disarm()
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self.limits.header_bytes:
-            self._refuse(errors.headers_too_large(self.limits.header_bytes))
+            raise errors.headers_too_large(self.limits.header_bytes)
+        if self.parser.should_upgrade():
             return
         if self.parser.get_method() == b"POST":
             route = self.routes.get(self.url, None) or self._route_of(self.url)
@@ -150,6 +165,8 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._in_body = False
         if self._lingered >= 0:
             self._lingered = -1
@@ -160,15 +177,48 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        if not self.pipeline:
+            # Line ends between requests are no request: they must not keep a connection either.
+            self._in_head = not self._in_body
         super().on_response_complete()
         if self._in_body and not self.transport.is_closing():
-            self._lingered = 0
-            self._disarm()
-            self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+            self._linger()
 
     def send_400_response(self, msg: str) -> None:
-        """What httptools could not parse, in the contract's form."""
-        self._refuse(GatewayError(400, "invalid_request", "This is not a valid HTTP request."))
+        """What httptools could not parse, or we would not, in the contract's form."""
+        raised = sys.exception()
+        ours = raised.__context__ if raised is not None else None
+        self._refuse(
+            ours
+            if isinstance(ours, GatewayError)
+            else GatewayError(400, "invalid_request", "This is not a valid HTTP request.")
+        )
+
+    def _unsupported_upgrade_warning(self) -> None:
+        upgrade = sys.exception()
+        assert upgrade is not None
+        self._rest_at = upgrade.args[0]
+
+    def _go_on_plainly(self, rest: bytes) -> None:
+        """Read a request that wished for another protocol as the plain one that it is as well.
+
+        Java's HTTP client wishes for HTTP/2 with every first request (RFC 9110, section 7.8).
+        """
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(errors.method_not_allowed("CONNECT", "GET, POST"))
+            return
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b\r\n" % (method, self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                kept = [part for part in value.split(b",") if part.strip().lower() not in _UPGRADE]
+                lines.append(b"connection: %b\r\n" % b",".join(kept))
+            elif name not in _UPGRADE:
+                lines.append(b"%b: %b\r\n" % (name, value))
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        super().data_received(b"".join(lines) + b"\r\n" + rest)
 
     def _disarm(self) -> None:
         if self._timer is not None:
@@ -184,22 +234,43 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.transport.close()
 
     def _refuse(self, error: GatewayError) -> None:
-        """Answer without any app, and close. Between pipelined replies it can only close."""
+        """Answer without any app, and close. A request before this one is answered first."""
+        if self._deaf or self.transport.is_closing():
+            return
         self._disarm()
-        busy = bool(self.cycle) and not self.cycle.response_complete
-        if not busy and not self.transport.is_closing():
-            body = CHAT.error_body(error, "")
-            lines = [
-                f"HTTP/1.1 {error.status} {error.code}",
-                "content-type: application/json",
-                f"content-length: {len(body)}",
-                f"x-gateway-reason: {error.code}",
-                "connection: close",
-            ]
-            if error.retry_after is not None:
-                lines.append(f"retry-after: {error.retry_after:.0f}")
-            self.transport.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
-        self.transport.close()
+        self._deaf = True
+        self._lingered = 0
+        running = self._running
+        if running is not None and not running.response_complete:
+            if running is not self.cycle or not running.more_body:
+                running.keep_alive = False
+                return
+            # The rest of its own body is what was wrong.
+            running.disconnected = True
+            running.message_event.set()
+            if running.response_started:
+                self.transport.close()
+                return
+        body = CHAT.error_body(error, "")
+        lines = [
+            f"HTTP/1.1 {error.status} {error.code}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            f"x-gateway-reason: {error.code}",
+            "connection: close",
+        ]
+        if error.retry_after is not None:
+            lines.append(f"retry-after: {error.retry_after:.0f}")
+        self.transport.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Read on for a moment what is not wanted: closed now, the client might miss the reply."""
+        self._lingered = 0
+        self._disarm()
+        if self._deaf and self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
 
 def bounded(limits: LimitSettings, serve: Serve | None = None) -> type[BoundedProtocol]:

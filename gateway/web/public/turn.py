@@ -45,7 +45,6 @@ class Turn:
         "disconnected",
         "headers",
         "keep_alive",
-        "message_event",
         "more_body",
         "on_response",
         "response_complete",
@@ -83,9 +82,13 @@ class Turn:
         self.response_started = False
         self.response_complete = False
         self.disconnected = False
-        self.message_event = self
 
     # What uvicorn's protocol calls.
+
+    @property
+    def message_event(self) -> Turn:
+        """Itself, by `set`. (An attribute would make a cycle for the collector to find.)"""
+        return self
 
     def set(self) -> None:
         """Body bytes have come, or the client has left: then its request is cancelled."""
@@ -101,9 +104,9 @@ class Turn:
         try:
             if not self.disconnected:
                 await self._serve(self)
-        except asyncio.CancelledError:
-            self.abort()
+        except (ClientClosed, asyncio.CancelledError):
             if not self.disconnected:
+                self.abort()
                 raise
         except Exception:
             log.exception("a request failed")
@@ -138,6 +141,8 @@ class Turn:
             raise ClientClosed
         data = bytes(self.body)
         self.body.clear()
+        # Who has stopped reading does not see the client leave.
+        self._flow.resume_reading()
         return data
 
     def reply(self, status: int, fields: Headers, content: bytes) -> None:
@@ -185,12 +190,15 @@ class Turn:
 
     def _begin(self, fields: Headers, length: int | None) -> None:
         self.response_started = True
+        if self.more_body:
+            # What is left of its body must not be taken for the next request.
+            self.keep_alive = False
         if length is not None:
             if not any(name == b"content-length" for name, _ in fields):
                 fields.append((b"content-length", b"%d" % length))
         elif self._http_10:
             self.keep_alive = False
-        elif not any(name == b"content-length" for name, _ in fields):
+        else:
             self._chunked = True
             fields.append((b"transfer-encoding", b"chunked"))
 
