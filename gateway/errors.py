@@ -10,6 +10,10 @@ RETRY_AFTER_UNTIL_NOT_RETRIED = 60.0
 """Seconds. Official SDKs repeat 429 and 5xx by themselves; a longer wait is not worth repeating."""
 
 
+LONGEST_ECHO = 200
+"""Characters of what a client sent that an error repeats."""
+
+
 class GatewayError(Exception):
     """A request ends with this status instead of an answer.
 
@@ -99,7 +103,10 @@ def invalid_api_key() -> GatewayError:
 def model_not_allowed(model: str) -> GatewayError:
     """403: the key may not use this model."""
     return GatewayError(
-        403, "model_not_allowed", f"This API key may not use the model '{model}'.", param="model"
+        403,
+        "model_not_allowed",
+        f"This API key may not use the model '{_echoed(model)}'.",
+        param="model",
     )
 
 
@@ -108,7 +115,10 @@ def model_not_found(model: str, known: list[str]) -> GatewayError:
     some = ", ".join(f"'{name}'" for name in known[:8])
     hint = f" Known here: {some}{', ...' if len(known) > 8 else ''}." if known else ""
     return GatewayError(
-        404, "model_not_found", f"The model '{model}' does not exist here.{hint}", param="model"
+        404,
+        "model_not_found",
+        f"The model '{_echoed(model)}' does not exist here.{hint}",
+        param="model",
     )
 
 
@@ -174,3 +184,7 @@ def node_failed(message: str) -> GatewayError:
 def node_timeout(message: str) -> GatewayError:
     """504: a node took longer than it may."""
     return GatewayError(504, "node_timeout", message, retryable=False)
+
+
+def _echoed(text: str) -> str:
+    return text if len(text) <= LONGEST_ECHO else text[:LONGEST_ECHO] + "..."

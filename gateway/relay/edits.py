@@ -19,6 +19,9 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
 _NULL = b"null"
 
+_HUGE = 1 << 62
+"""More than anybody can mean; JSON knows integers of any length, and floats overflow by them."""
+
 Edit = dict[str, Any]
 """What becomes of a body's fields: a new value, or `msgspec.UNSET` to take one out."""
 
@@ -98,12 +101,12 @@ def renamed(body: bytes, model: str) -> bytes:
 
 
 def whole(value: Number) -> int | None:
-    """A number of a body as an int; None for none, and a huge one for infinity."""
+    """A number of a body as an int that can be reckoned with; None for none."""
     if value is None:
         return None
     if isinstance(value, float) and not math.isfinite(value):
-        return 1 << 62
-    return int(value)
+        return _HUGE
+    return max(-_HUGE, min(int(value), _HUGE))
 
 
 def _raw(value: object) -> msgspec.Raw:
