@@ -1,0 +1,88 @@
+// What users of the official JavaScript client do; prints what came of it as JSON.
+//   node client.mjs BASE_URL WORK
+import OpenAI from "openai";
+
+const [baseURL, work] = process.argv.slice(2);
+const client = new OpenAI({ baseURL, apiKey: "unused" });
+const chat = {
+  model: "demo",
+  messages: [{ role: "user", content: "hello there" }],
+  max_tokens: 24,
+  temperature: 0,
+  seed: 7,
+};
+
+async function failure(promise) {
+  try {
+    await promise;
+  } catch (error) {
+    const { status = null, code = null, message } = error;
+    return { kind: error.constructor.name, status, code, message };
+  }
+  return null;
+}
+
+async function read(stream, enough = Infinity) {
+  const seen = { texts: [], last: null };
+  for await (const chunk of stream) {
+    seen.last = chunk;
+    seen.texts.push(chunk.choices[0]?.delta.content ?? "");
+    if (seen.texts.length >= enough) break;
+  }
+  return seen;
+}
+
+const works = {
+  async models() {
+    const ids = [];
+    for await (const model of client.models.list()) ids.push(model.id);
+    return { ids, one: (await client.models.retrieve("helper")).id };
+  },
+  async chat() {
+    const { data, response } = await client.chat.completions.create(chat).withResponse();
+    return {
+      text: data.choices[0].message.content,
+      tokens: data.usage.completion_tokens,
+      node: response.headers.get("x-gateway-node"),
+    };
+  },
+  async streaming() {
+    const options = { stream: true, stream_options: { include_usage: true } };
+    const { texts, last } = await read(await client.chat.completions.create({ ...chat, ...options }));
+    return { text: texts.join(""), chunks: texts.length, tokens: last.usage.completion_tokens };
+  },
+  async embeddings() {
+    const options = { model: "demo-embed", input: ["hello there", "stone"] };
+    const { data } = await client.embeddings.create(options);
+    return data.map((item) => Array.from(item.embedding));
+  },
+  async errors() {
+    return {
+      model: await failure(client.chat.completions.create({ ...chat, model: "nobody" })),
+      class: await failure(client.chat.completions.create(chat, { headers: { "X-Priority": "best" } })),
+      endpoint: await failure(client.embeddings.create({ model: "demo", input: "a" })),
+    };
+  },
+  // Leaves in the middle of a stream, and stays alive until its standard input ends: what ends the
+  // request is the abort and not the end of the process.
+  async abort() {
+    const controller = new AbortController();
+    const stream = await client.chat.completions.create(
+      { ...chat, max_tokens: 15000, stream: true },
+      { signal: controller.signal },
+    );
+    await read(stream, 20);
+    controller.abort();
+    console.log("aborted");
+    await new Promise((done) => process.stdin.on("end", done).resume());
+    return null;
+  },
+  // Reads until the server behind the gateway is killed from outside.
+  async broken() {
+    const stream = await client.chat.completions.create({ ...chat, max_tokens: 15000, stream: true });
+    console.log("streaming");
+    return await failure(read(stream));
+  },
+};
+
+console.log(JSON.stringify(await works[work]()));

@@ -1,0 +1,126 @@
+"""The official `openai` client for JavaScript, unmodified, over real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api import npm
+from tests.api.site import FIXED, HELLO, Site, a_site, busy, until_busy
+from tests.gateways import until
+from tests.servers import running_demo_servers
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.asyncio(loop_scope="session"),
+]
+
+LIMIT = 30.0  # seconds for one script
+
+
+@pytest.fixture(scope="module")
+def script(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script in a folder where the client can be imported."""
+    assert pytestconfig.cache is not None
+    client = npm.installed(pytestconfig.cache.mkdir("npm"))
+    folder = tmp_path_factory.mktemp("npm")
+    (folder / "node_modules").symlink_to(client / "node_modules")
+    return Path(shutil.copy(Path(__file__).with_name("client.mjs"), folder))
+
+
+@asynccontextmanager
+async def running(script: Path, site: Site, work: str) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        npm.node(), script, f"{site.url}/v1", work, stdin=PIPE, stdout=PIPE, stderr=PIPE
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def result(process: Process) -> Any:
+    out, err = await asyncio.wait_for(process.communicate(b""), LIMIT)
+    assert process.returncode == 0, err.decode()
+    return json.loads(out)
+
+
+async def done(script: Path, site: Site, work: str) -> Any:
+    async with running(script, site, work) as process:
+        return await result(process)
+
+
+async def test_models(script: Path, site: Site) -> None:
+    models = await done(script, site, "models")
+    assert {"demo", "demo-embed", "gpt-4o-mini"} <= set(models["ids"])
+    assert models["one"] == "helper"
+
+
+async def test_chat_and_streaming(script: Path, site: Site, chat_node: httpx.AsyncClient) -> None:
+    body = {"messages": HELLO, "max_tokens": 24, **FIXED}
+    direct = (await chat_node.post("/v1/chat/completions", json=body)).json()
+    text = direct["choices"][0]["message"]["content"]
+    assert await done(script, site, "chat") == {"text": text, "tokens": 24, "node": "chat"}
+    streamed = await done(script, site, "streaming")
+    assert streamed["chunks"] > 20
+    assert (streamed["text"], streamed["tokens"]) == (text, 24)
+
+
+async def test_embeddings(script: Path, site: Site, embed_node: httpx.AsyncClient) -> None:
+    body = {"input": ["hello there", "stone"]}
+    direct = (await embed_node.post("/v1/embeddings", json=body)).json()
+    expected = [item["embedding"] for item in direct["data"]]
+    found = await done(script, site, "embeddings")
+    assert len(found) == 2
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-9)
+
+
+async def test_errors(script: Path, site: Site) -> None:
+    errors = await done(script, site, "errors")
+    found = {what: (error["kind"], error["code"]) for what, error in errors.items()}
+    assert found == {
+        "model": ("NotFoundError", "model_not_found"),
+        "class": ("BadRequestError", "invalid_request"),
+        "endpoint": ("InternalServerError", "node_failed"),
+    }
+    assert [record.code for record in site.records] == [404, 400, 502]  # each asked for once
+
+
+async def test_an_abort_frees_the_slot(script: Path, tmp_path: Path, narrow_url: str) -> None:
+    async with a_site(tmp_path, [narrow_url]) as site, running(script, site, "abort") as process:
+        assert process.stdout is not None
+        assert await asyncio.wait_for(process.stdout.readline(), LIMIT) == b"aborted\n"
+        await until_busy(narrow_url, 0, limit=2)
+        await site.until_idle(limit=3)
+        [record] = site.records
+        assert (record.code, record.reason) == (499, "client_closed")
+        assert process.returncode is None
+        assert await result(process) is None
+
+
+async def test_a_node_that_dies_in_mid_stream_is_an_error(script: Path, tmp_path: Path) -> None:
+    with running_demo_servers(1, slots=1, context=16_384) as (server,):
+        async with a_site(tmp_path, [server.url]) as site:
+            async with running(script, site, "broken") as process:
+                assert process.stdout is not None
+                assert await asyncio.wait_for(process.stdout.readline(), LIMIT) == b"streaming\n"
+                await until(lambda: any(live.attempt for live in site.gateway.registry))
+                assert await busy(server.url) == 1
+                server.kill()
+                error = await result(process)
+            assert error["kind"] == "APIError"
+            assert error["code"] == "node_failed"

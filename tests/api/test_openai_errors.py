@@ -1,0 +1,323 @@
+"""What goes wrong, as the official `openai` client raises it, and how often it asks again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai as package
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from gateway.access.keys import new_key
+from gateway.errors import GatewayError
+from tests.api.conftest import CONTEXT
+from tests.api.site import FIXED, HELLO, Site, a_site, busy, until_busy
+from tests.gateways import until
+from tests.servers import running_demo_servers
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
+
+CHAT: dict[str, Any] = {"model": "demo", "messages": HELLO, "max_tokens": 8, **FIXED}
+LONG: dict[str, Any] = CHAT | {"max_tokens": 15_000}
+
+
+def told(error: package.APIStatusError) -> tuple[int, Any, str | None]:
+    """Status, code and the word in the head, which must be the same."""
+    reason = error.response.headers.get("x-gateway-reason")
+    return error.status_code, error.code, reason
+
+
+# What the client did wrong.
+
+
+async def test_an_unknown_model_is_not_found_and_asked_for_once(
+    openai: AsyncOpenAI, site: Site
+) -> None:
+    with pytest.raises(package.NotFoundError, match="'nobody' does not exist") as caught:
+        await openai.chat.completions.create(**CHAT | {"model": "nobody"})
+    assert told(caught.value) == (404, "model_not_found", "model_not_found")
+    assert caught.value.param == "model"
+    assert [record.code for record in site.records] == [404]
+
+
+async def test_an_unknown_model_is_not_told_either(openai: AsyncOpenAI) -> None:
+    with pytest.raises(package.NotFoundError) as caught:
+        await openai.models.retrieve("nobody")
+    assert told(caught.value)[1] == "model_not_found"
+
+
+async def test_an_unknown_path_is_not_found(openai: AsyncOpenAI) -> None:
+    with pytest.raises(package.NotFoundError) as caught:
+        await openai.images.generate(prompt="a river")
+    assert told(caught.value)[1] == "not_found"
+
+
+async def test_an_unknown_class_is_a_bad_request(openai: AsyncOpenAI) -> None:
+    with pytest.raises(package.BadRequestError, match="'best'") as caught:
+        await openai.chat.completions.create(**CHAT, extra_headers={"X-Priority": "best"})
+    assert told(caught.value) == (400, "invalid_request", "invalid_request")
+
+
+async def test_a_wrong_type_is_a_bad_request_that_names_the_field(openai: AsyncOpenAI) -> None:
+    with pytest.raises(package.BadRequestError) as caught:
+        await openai.chat.completions.create(**CHAT | {"max_tokens": "many"})
+    assert told(caught.value)[1] == "invalid_request"
+    assert caught.value.param == "max_tokens"
+
+
+async def test_more_answers_than_any_node_has_slots_are_a_bad_request(openai: AsyncOpenAI) -> None:
+    with pytest.raises(package.BadRequestError, match="5 slots") as caught:
+        await openai.chat.completions.create(**CHAT, n=5)
+    assert told(caught.value)[1] == "invalid_request"
+
+
+async def test_a_nodes_own_bad_request_passes_through_and_blames_nobody(
+    openai: AsyncOpenAI, site: Site, chat_node: httpx.AsyncClient
+) -> None:
+    body = {"messages": "hello", **FIXED}
+    direct = await chat_node.post("/v1/chat/completions", json=body)
+    assert direct.status_code == 400
+    with pytest.raises(package.BadRequestError) as caught:
+        await openai.chat.completions.create(**CHAT | {"messages": "hello"})
+    assert caught.value.body == direct.json()["error"]
+    assert [(record.code, record.attempts) for record in site.records] == [(400, 1)]
+    assert site.gateway.fleet.nodes["chat"].failures == 0
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_prompt_that_is_too_long_is_told_with_the_context(
+    openai: AsyncOpenAI, *, streams: bool
+) -> None:
+    messages = [{"role": "user", "content": "river stone " * CONTEXT}]
+    with pytest.raises(package.BadRequestError, match=f"{CONTEXT} tokens") as caught:
+        await openai.chat.completions.create(**CHAT | {"messages": messages, "stream": streams})
+    assert told(caught.value)[1:] == ("context_length_exceeded",) * 2
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.body["n_ctx"] == CONTEXT
+    assert caught.value.body["n_prompt_tokens"] > CONTEXT
+
+
+async def test_a_text_that_is_too_long_to_embed_is_told_the_same_way(
+    openai: AsyncOpenAI, site: Site
+) -> None:
+    with pytest.raises(package.BadRequestError) as caught:
+        await openai.embeddings.create(model="demo-embed", input="river stone " * 512)
+    assert told(caught.value)[1:] == ("context_length_exceeded",) * 2
+    assert site.gateway.fleet.nodes["embed"].failures == 0
+
+
+async def test_a_remote_picture_is_refused(openai: AsyncOpenAI) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
+    messages: Any = [{"role": "user", "content": [picture]}]
+    with pytest.raises(package.BadRequestError, match="'data:' URLs"):
+        await openai.chat.completions.create(**CHAT | {"messages": messages})
+
+
+# Keys.
+
+
+async def test_keys_decide_who_may_ask_for_what(
+    tmp_path: Path, chat_url: str, embedder_url: str
+) -> None:
+    full, limited = new_key("full"), new_key("limited")
+    keys = [
+        {"id": full.id, "sha256": full.sha256, "max_class": "urgent"},
+        {"id": limited.id, "sha256": limited.sha256, "models": ["demo-embed"]},
+    ]
+    nodes = [{"name": "chat", "url": chat_url}, {"name": "embed", "url": embedder_url}]
+    async with a_site(tmp_path, nodes, {"keys": keys}) as site:
+        async with site.openai(full.text) as client:
+            raw = await client.chat.completions.with_raw_response.create(
+                **CHAT, extra_headers={"X-Priority": "premium"}
+            )
+            assert raw.headers["x-gateway-class"] == "premium"
+        async with site.openai(limited.text) as client:
+            assert [model.id async for model in client.models.list()] == ["demo-embed"]
+            raw_embedding = await client.embeddings.with_raw_response.create(
+                model="demo-embed", input="a", extra_headers={"X-Priority": "urgent"}
+            )
+            assert raw_embedding.headers["x-gateway-class"] == "normal"
+            with pytest.raises(package.PermissionDeniedError, match="may not use") as forbidden:
+                await client.chat.completions.create(**CHAT)
+            assert told(forbidden.value) == (403, "model_not_allowed", "model_not_allowed")
+        for wrong in (full.text + "x", f"lg_{full.id}_", "sk-anything"):
+            async with site.openai(wrong) as client:
+                with pytest.raises(package.AuthenticationError) as refused:
+                    await client.chat.completions.create(**CHAT)
+                assert told(refused.value) == (401, "invalid_api_key", "invalid_api_key")
+                with pytest.raises(package.AuthenticationError):
+                    await client.models.list()
+        codes = [record.code for record in site.records]
+        assert codes == [200, 200, 403, 401, 401, 401]
+        assert full.text.rpartition("_")[2] not in (tmp_path / "gateway.log").read_text()
+
+
+# A fleet that can't, now or at all.
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def holding(narrow_url: str) -> AsyncIterator[None]:
+    """After a test no stream of its own may still hold the only slot."""
+    yield
+    await until_busy(narrow_url, 0, limit=10)
+
+
+@asynccontextmanager
+async def held(site: Site) -> AsyncIterator[None]:
+    """While a stream holds the only slot."""
+    async with site.openai() as client:
+        stream = await client.chat.completions.create(**LONG, stream=True)
+        async with stream:
+            await anext(aiter(stream))
+            yield
+
+
+@pytest.mark.usefixtures("holding")
+async def test_a_full_queue_is_a_rate_limit_and_asked_again(
+    tmp_path: Path, narrow_url: str
+) -> None:
+    async with (
+        a_site(tmp_path, [narrow_url], {"queue": {"max": 0}}) as site,
+        held(site),
+        site.openai(max_retries=0) as client,
+    ):
+        with pytest.raises(package.RateLimitError) as caught:
+            await client.chat.completions.create(**CHAT)
+        assert told(caught.value) == (429, "queue_full", "queue_full")
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert "x-should-retry" not in caught.value.response.headers
+        assert await busy(narrow_url) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("holding")
+async def test_a_client_that_is_told_to_come_back_succeeds_then(
+    tmp_path: Path, narrow_url: str
+) -> None:
+    settings = {"queue": {"max": 0}}
+    async with a_site(tmp_path, [narrow_url], settings) as site, site.openai() as client:
+        async with held(site):
+            answer = asyncio.create_task(client.chat.completions.create(**CHAT))
+            await until(lambda: any(record.code == 429 for record in site.records))
+        assert (await answer).choices[0].message.content
+        codes = [record.code for record in site.records]
+        assert codes.count(429) >= 1
+        assert codes[-1] == 200
+
+
+@pytest.mark.usefixtures("holding")
+async def test_a_wait_that_was_too_long_is_not_repeated(tmp_path: Path, narrow_url: str) -> None:
+    async with (
+        a_site(tmp_path, [narrow_url], {"queue": {"max_wait": 0.2}}) as site,
+        held(site),
+        site.openai() as client,
+    ):
+        with pytest.raises(package.InternalServerError) as caught:
+            await client.chat.completions.create(**CHAT)
+        assert told(caught.value) == (503, "queue_timeout", "queue_timeout")
+        assert caught.value.response.headers["x-should-retry"] == "false"
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert [record.code for record in site.records] == [503]
+
+
+@pytest.mark.slow
+async def test_a_fleet_that_is_out_is_asked_again_until_the_client_gives_up(
+    tmp_path: Path,
+) -> None:
+    with running_demo_servers(1) as (server,):
+        settings = {"retries": {"wait_for_node": 0.1}, "health": {"interval": 0.2}}
+        async with a_site(tmp_path, [server.url], settings) as site:
+            server.kill()
+            async with site.openai(max_retries=1) as client:
+                with pytest.raises(package.InternalServerError) as caught:
+                    await client.chat.completions.create(**CHAT)
+            assert told(caught.value) == (503, "no_node", "no_node")
+            assert "x-should-retry" not in caught.value.response.headers
+            assert [record.code for record in site.records] == [503, 503]
+
+
+@pytest.mark.parametrize("path", ["embeddings", "rerank"])
+async def test_what_no_node_can_do_is_not_repeated(
+    openai: AsyncOpenAI, site: Site, path: str
+) -> None:
+    body = {"model": "demo", "input": "a", "query": "a", "documents": ["b"]}
+    with pytest.raises(package.InternalServerError) as caught:
+        await openai.post(f"/{path}", cast_to=object, body=body)
+    assert told(caught.value) == (502, "node_failed", "node_failed")
+    assert caught.value.response.headers["x-should-retry"] == "false"
+    assert [record.code for record in site.records] == [502]
+
+
+@pytest.mark.usefixtures("holding")
+async def test_an_answer_that_is_not_there_in_time_is_not_repeated(
+    tmp_path: Path, narrow_url: str
+) -> None:
+    async with a_site(tmp_path, [narrow_url]) as site, site.openai() as client:
+        with pytest.raises(package.InternalServerError) as caught:
+            await client.chat.completions.create(
+                **CHAT | {"max_tokens": 3000}, extra_headers={"X-Request-Timeout": "0.3"}
+            )
+        assert told(caught.value) == (504, "node_timeout", "node_timeout")
+        assert caught.value.response.headers["x-should-retry"] == "false"
+        assert [record.code for record in site.records] == [504]
+        assert site.gateway.fleet.nodes["node-0"].leased == 1  # it still runs there
+        await site.until_idle()
+
+
+# In the middle of a stream.
+
+
+async def read(parts: AsyncIterator[Any]) -> None:
+    async for _ in parts:
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["chat", "completions", "responses"])
+async def test_a_node_that_dies_in_mid_stream_is_an_error_of_the_client(
+    tmp_path: Path, api: str
+) -> None:
+    with running_demo_servers(1, slots=1, context=16_384) as (server,):
+        async with a_site(tmp_path, [server.url]) as site, site.openai() as client:
+            asks: dict[str, Any] = {
+                "chat": client.chat.completions.create,
+                "completions": client.completions.create,
+                "responses": client.responses.create,
+            }
+            bodies: dict[str, Any] = {
+                "chat": LONG,
+                "completions": {"model": "demo", "prompt": "on", "max_tokens": 15_000},
+                "responses": {"model": "demo", "input": "on", "max_output_tokens": 15_000},
+            }
+            stream = await asks[api](**bodies[api], stream=True)
+            parts = aiter(stream)
+            for _ in range(20):
+                await anext(parts)
+            server.kill()
+            with pytest.raises(package.APIError) as caught:
+                await read(parts)
+            assert not isinstance(caught.value, package.APIConnectionError)
+            assert caught.value.code == "node_failed"
+            await site.until_idle()
+            [record] = site.records
+            assert (record.code, record.reason) == (502, "node_failed")
+            assert record.completion_tokens >= 20
+
+
+async def test_a_request_that_is_ended_by_the_operator_is_an_error_of_the_client(
+    tmp_path: Path, narrow_url: str
+) -> None:
+    async with a_site(tmp_path, [narrow_url]) as site, site.openai() as client:
+        stream = await client.chat.completions.create(**LONG, stream=True)
+        [live] = site.gateway.registry
+        live.end(GatewayError(503, "cancelled", "The operator ended it."))
+        with pytest.raises(package.APIError, match="The operator ended it"):
+            [chunk async for chunk in stream]
+        await site.until_idle()
+        assert await busy(narrow_url) == 0

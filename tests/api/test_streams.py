@@ -1,0 +1,98 @@
+"""A stream through the gateway is the server's own, event by event and byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.site import FIXED, HELLO, UNCACHED, Site, a_site, until_busy
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
+
+CHAT: dict[str, Any] = {"messages": HELLO, "max_tokens": 40, **FIXED, **UNCACHED}
+TEXT: dict[str, Any] = {"prompt": "hello there", "max_tokens": 40, **FIXED, **UNCACHED}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+}
+
+STREAMS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True}}),
+    ("/v1/chat/completions", CHAT | {"timings_per_token": True, "logprobs": True}),
+    ("/v1/chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "required"}),
+    ("/chat/completions", CHAT | {"max_tokens": 1}),
+    ("/v1/completions", TEXT),
+    ("/completion", TEXT | {"n_predict": 40}),
+    ("/completion", TEXT | {"n_predict": 40, "return_progress": True}),
+    ("/v1/messages", CHAT),
+    ("/v1/responses", {"input": "hello there", "max_output_tokens": 40, **FIXED, **UNCACHED}),
+]
+
+# What the server makes anew for each answer; nothing else may differ.
+_CHANGING = re.compile(
+    rb'"(?:id|item_id|response_id)":"[^"]*"'
+    rb'|"(?:created|created_at|completed_at|id_slot|time_ms)":[0-9.]+'
+    rb'|"[a-z_]*_(?:ms|per_second)":[0-9.e+-]+'
+)
+
+
+def settled(data: bytes) -> bytes:
+    return _CHANGING.sub(b"-", data)
+
+
+async def streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> bytes:
+    async with client.stream("POST", path, json=body | {"stream": True}) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "text/event-stream"
+        return await answer.aread()
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMS)
+async def test_a_stream_is_the_servers_own(
+    site: Site, chat_node: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> None:
+    direct = await streamed(chat_node, path, body | {"model": "demo"})
+    ours = await streamed(site.http, path, body | {"model": "demo"})
+    assert direct.count(b"\n\n") > 3 or body.get("max_tokens") == 1
+    assert settled(ours) == settled(direct)
+    await site.until_idle()
+    assert [record.code for record in site.records] == [200]
+
+
+async def test_concurrent_streams_keep_to_themselves(site: Site) -> None:
+    bodies = [CHAT | {"model": "demo", "max_tokens": 60, "id_slot": -1} for _ in range(8)]
+    streams = await asyncio.gather(
+        *(streamed(site.http, "/v1/chat/completions", body) for body in bodies)
+    )
+    for data in streams:
+        ids = set(re.findall(rb'"id":"([^"]+)"', data))
+        assert len(ids) == 1
+        assert data.endswith(b"data: [DONE]\n\n")
+        assert data.count(b'"content":"') == 60
+    assert max(record.queue for record in site.records) > 0  # there are four slots
+
+
+async def test_heartbeats_come_while_a_stream_waits(tmp_path: Path, narrow_url: str) -> None:
+    async with a_site(tmp_path, [narrow_url], {"heartbeat": 0.05}) as site:
+        long = CHAT | {"model": "demo", "max_tokens": 15_000, "stream": True}
+        async with site.http.stream("POST", "/v1/chat/completions", json=long) as first:
+            busy = first.aiter_bytes()
+            await anext(busy)
+            short = CHAT | {"model": "demo", "max_tokens": 3, "stream": True}
+            async with site.http.stream("POST", "/v1/chat/completions", json=short) as second:
+                parts = second.aiter_bytes()
+                beats = b"".join([await anext(parts) for _ in range(3)])
+                assert set(beats.split(b"\n")) == {b":", b""}
+                assert b"\n\n" not in beats
+                await first.aclose()
+                rest = b"".join([part async for part in parts])
+        events = rest.lstrip(b":\n")
+        assert events.startswith(b'data: {"choices"')
+        assert events.endswith(b"data: [DONE]\n\n")
+        await until_busy(narrow_url, 0, limit=10)
