@@ -7,6 +7,7 @@ no free node can take does not hold up one behind it that another node can.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from bisect import insort
 from collections.abc import Callable, Sequence
@@ -45,8 +46,6 @@ class Ticket:
     until: float
     """When it has waited long enough; monotonic seconds."""
     granted: asyncio.Future[tuple[Lease, str]]
-    shape: Shape
-    """What the choice of a node goes by: where one finds no room, nobody of its shape does."""
     out_since: float | None = None
     """Since when every node that could serve it has been out."""
 
@@ -171,7 +170,7 @@ class Scheduler:
 
     # Who can serve it at all.
 
-    def _able(self, request: Request) -> list[tuple[str, Sequence[Node]]]:
+    def _able(self, request: Request) -> Sequence[tuple[str, Sequence[Node]]]:
         """The nodes that can serve it, for each name it stands for that some node serves.
 
         Raises: GatewayError when there is none, or none that could ever hold it.
@@ -255,8 +254,7 @@ class Scheduler:
                     self.rate.retry_after(ahead + 1, now),
                 )
             until = min(until, request.deadline)
-        granted = asyncio.get_running_loop().create_future()
-        ticket = Ticket(request, now, until, granted, _shape(request))
+        ticket = Ticket(request, now, until, asyncio.get_running_loop().create_future())
         if not any(_any_alive(nodes) for _, nodes in able):
             ticket.out_since = now
         insort(self._queue, ticket, key=lambda ticket: ticket.position)
@@ -286,16 +284,20 @@ class Scheduler:
     def _tick(self) -> None:
         self._ticking = None
         now = self.clock()
+        smallest = self._smallest_context()
         alive: dict[Shape, bool] = {}
         for ticket in list(self._queue):
             if not ticket.granted.done():
-                self._expire(ticket, now, alive)
+                self._expire(ticket, now, _shape(ticket.request, smallest), alive)
         self._match()
         self._arm(min((ticket.until for ticket in self._queue), default=now) - now)
 
-    def _expire(self, ticket: Ticket, now: float, alive: dict[Shape, bool]) -> None:
-        """End a wait that has lasted long enough, or that has become hopeless."""
-        if (shape := ticket.shape) not in alive:
+    def _expire(self, ticket: Ticket, now: float, shape: Shape, alive: dict[Shape, bool]) -> None:
+        """End a wait that has lasted long enough, or that has become hopeless.
+
+        `alive` remembers of each shape whether one of its nodes is in.
+        """
+        if shape not in alive:
             try:
                 alive[shape] = any(_any_alive(nodes) for _, nodes in self._able(ticket.request))
             except errors.GatewayError as error:
@@ -323,6 +325,9 @@ class Scheduler:
         if not ticket.granted.done():
             ticket.granted.set_exception(error)
 
+    def _smallest_context(self) -> float:
+        return min((node.context or math.inf for node in self.fleet.nodes.values()), default=0.0)
+
     def _match(self) -> None:
         """Give free slots to those who wait, oldest first."""
         if self._matching is not None:
@@ -330,11 +335,14 @@ class Scheduler:
             self._matching = None
         now = self.clock()
         self._held = set()
+        smallest = self._smallest_context()
         in_vain: set[Shape] = set()
         for ticket in list(self._queue):
-            if ticket.granted.done() or ticket.shape in in_vain:
-                continue
             request = ticket.request
+            shape = _shape(request, smallest)
+            # Where one found no room, nobody of its shape does.
+            if ticket.granted.done() or shape in in_vain:
+                continue
             try:
                 able = self._able(request)
                 chosen = self._chosen(request, able, now)
@@ -345,19 +353,21 @@ class Scheduler:
                 self._queue.remove(ticket)
                 ticket.granted.set_result((_taken(chosen[0], request, now), chosen[1]))
                 continue
-            in_vain.add(ticket.shape)
+            in_vain.add(shape)
             if request.slots > 1:
                 self._held.update(to_hold(nodes, request, now) for _, nodes in able[:1])
 
 
-def _shape(request: Request) -> Shape:
+def _shape(request: Request, smallest: float) -> Shape:
+    """What the choice of a node goes by; no node has a context below `smallest` tokens."""
+    needed = max(request.prompt_tokens, request.smallest_context)
     return (
         request.candidates,
         request.endpoint,
         request.vision,
         request.native,
         request.slots,
-        max(request.prompt_tokens, request.smallest_context),
+        needed if needed > smallest else 0,
         frozenset(request.failed),
         frozenset(request.refused),
     )

@@ -1,0 +1,89 @@
+"""A scheduler over nodes that nobody probes, and requests for it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+from gateway.config.routing import HealthSettings, TimeoutSettings
+from gateway.config.settings import Settings
+from gateway.events import Bus
+from gateway.fleet.drains import Drains
+from gateway.fleet.facts import Facts
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.lease import Lease
+from gateway.fleet.node import Node
+from gateway.request import Caller, Priority, Request
+from gateway.scheduling.scheduler import Scheduler
+from tests.fleet.build import a_node, no_upstream
+
+CALLER = Caller("c", "c", Priority.NORMAL)
+_numbers = itertools.count()
+
+
+def node(
+    name: str = "a", *, slots: int = 2, models: tuple[str, ...] = ("demo",), **keys: Any
+) -> Node:
+    """A node that is ready."""
+    made = a_node(name=name, url=f"http://{name}:1", slots=slots, **keys)
+    made.facts = Facts(models=models)
+    return made
+
+
+def a_request(model: str = "demo", *candidates: str, received: float = 0.0, **keys: Any) -> Request:
+    number = next(_numbers)
+    return Request(
+        id=f"req_{number}",
+        tag=f"req_{number}",
+        path="/v1/chat/completions",
+        fields=b"",
+        bodies={},
+        said=model,
+        caller=CALLER,
+        priority=keys.pop("priority", Priority.NORMAL),
+        model=model,
+        candidates=candidates or (model,),
+        endpoint=keys.pop("endpoint", "chat"),
+        received=received or float(number),
+        **keys,
+    )
+
+
+def a_scheduler(
+    *nodes: Node,
+    clock: Callable[[], float] | None = None,
+    seed: int = 7,
+    **settings: Any,
+) -> Scheduler:
+    """A scheduler over these nodes; by default with their clock, which stands still."""
+    chosen = clock or (nodes[0].clock if nodes else lambda: 0.0)
+    fleet = Fleet(
+        connect=lambda _: no_upstream(),
+        health=HealthSettings(),
+        timeouts=TimeoutSettings(),
+        bus=Bus(),
+        clock=chosen,
+        rng=random.Random(seed),
+        drains=Drains(None),
+    )
+    for one in nodes:
+        one.clock = chosen
+        one.on_return = fleet._returned
+        fleet.nodes[one.name] = one
+    return Scheduler(fleet, Settings(**settings), chosen, random.Random(seed))
+
+
+async def settled() -> None:
+    """Until what was started has gone as far as it can by itself."""
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+async def asked(scheduler: Scheduler, request: Request) -> asyncio.Task[tuple[Lease, str]]:
+    """A request that has been granted or waits."""
+    task = asyncio.create_task(scheduler.lease(request))
+    await settled()
+    return task

@@ -1,0 +1,533 @@
+"""Who waits, who goes, and who is told that it is no use."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway import errors
+from gateway.errors import GatewayError
+from gateway.fleet.lease import Lease
+from gateway.fleet.node import Node
+from gateway.fleet.states import State
+from gateway.request import Priority, Request
+from gateway.scheduling.scheduler import Scheduler
+from tests.fleet.build import Clock, take
+from tests.scheduling.build import a_request, a_scheduler, asked, node, settled
+
+
+def refusal(task: asyncio.Task[Any]) -> GatewayError:
+    assert task.done()
+    error = task.exception()
+    assert isinstance(error, GatewayError)
+    return error
+
+
+async def test_a_free_slot_is_given_at_once() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    lease, model = await scheduler.lease(a_request())
+    assert (lease.node, model, one.leased) == (one, "demo", 1)
+    assert scheduler.waiting() == []
+
+
+async def test_who_waits_goes_in_the_order_of_arrival() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    first = await asked(scheduler, a_request())
+    others = [await asked(scheduler, a_request()) for _ in range(5)]
+    assert [place.position for place in scheduler.waiting()] == [1, 2, 3, 4, 5]
+    running = first
+    for following in others:
+        assert not following.done()
+        running.result()[0].give_back()
+        await settled()
+        assert following.done()
+        running = following
+    scheduler.close()
+
+
+async def test_a_retry_keeps_the_place_that_its_arrival_gave_it() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    early = a_request()
+    running = await asked(scheduler, a_request())
+    late = await asked(scheduler, a_request())
+    retry = await asked(scheduler, early)
+    running.result()[0].give_back()
+    await settled()
+    assert retry.done()
+    assert not late.done()
+    scheduler.close()
+    with pytest.raises(GatewayError):
+        await late
+
+
+async def test_no_one_waits_for_a_model_that_is_free() -> None:
+    busy, idle = node("a", slots=1), node("b", slots=1, models=("other",))
+    scheduler = a_scheduler(busy, idle, queue={"max": 1})
+    await asked(scheduler, a_request())
+    waiting = await asked(scheduler, a_request())
+    lease, _ = await scheduler.lease(a_request("other"))
+    assert lease.node is idle
+    assert not waiting.done()
+    waiting.cancel()
+    await settled()
+
+
+async def test_a_newcomer_does_not_pass_one_that_waits() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    running = await asked(scheduler, a_request())
+    waiting = await asked(scheduler, a_request())
+    running.result()[0].give_back()
+    # Its slot is free, and nobody has been told yet.
+    newcomer = asyncio.create_task(scheduler.lease(a_request()))
+    await settled()
+    assert waiting.done()
+    assert not newcomer.done()
+    newcomer.cancel()
+    await settled()
+
+
+async def test_a_wide_request_is_not_starved_by_narrow_ones() -> None:
+    one = node(slots=2)
+    scheduler = a_scheduler(one)
+    running = [await asked(scheduler, a_request()) for _ in range(2)]
+    wide = await asked(scheduler, a_request(slots=2))
+    narrow = [await asked(scheduler, a_request()) for _ in range(4)]
+    running[0].result()[0].give_back()
+    await settled()
+    assert not wide.done()
+    assert not any(task.done() for task in narrow), "its slot was taken away"
+    late = await asked(scheduler, a_request())
+    assert not late.done()
+    running[1].result()[0].give_back()
+    await settled()
+    assert wide.done()
+    wide.result()[0].give_back()
+    await settled()
+    assert [task.done() for task in narrow] == [True, True, False, False]
+    scheduler.close()
+    await asyncio.gather(late, *narrow, return_exceptions=True)
+
+
+async def test_when_a_wide_request_leaves_what_was_kept_for_it_is_free() -> None:
+    one = node(slots=2)
+    scheduler = a_scheduler(one)
+    running = [await asked(scheduler, a_request()) for _ in range(2)]
+    request = a_request(slots=2)
+    wide = await asked(scheduler, request)
+    narrow = await asked(scheduler, a_request())
+    running[0].result()[0].give_back()
+    await settled()
+    assert not narrow.done()
+    assert scheduler.refuse(request.id, errors.node_failed("cancelled"))
+    await settled()
+    assert refusal(wide).code == "node_failed"
+    assert narrow.done()
+
+
+async def test_what_needs_no_slot_passes_all_that_wait() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    await asked(scheduler, a_request())
+    wide = await asked(scheduler, a_request())
+    lease, _ = await scheduler.lease(a_request(slots=0))
+    assert (lease.slots, one.leased) == (0, 1)
+    lease.give_back()
+    wide.cancel()
+    await settled()
+
+
+async def test_more_slots_than_any_node_has_is_the_clients_mistake() -> None:
+    scheduler = a_scheduler(node("a", slots=2), node("b", slots=3))
+    with pytest.raises(GatewayError) as raised:
+        await scheduler.lease(a_request(slots=4))
+    assert (raised.value.status, raised.value.code) == (400, "invalid_request")
+    lease, _ = await scheduler.lease(a_request(slots=3))
+    assert lease.node.name == "b"
+
+
+async def test_a_model_that_nobody_has_is_404() -> None:
+    with pytest.raises(GatewayError) as raised:
+        await a_scheduler(node()).lease(a_request("nothing"))
+    assert (raised.value.status, raised.value.code) == (404, "model_not_found")
+
+
+async def test_while_a_node_might_still_have_it_it_is_503() -> None:
+    silent = node("b", models=(), state=State.STARTING)
+    silent.probing.probed = silent.probing.up = False
+    with pytest.raises(GatewayError) as raised:
+        await a_scheduler(node(), silent).lease(a_request("nothing"))
+    assert (raised.value.status, raised.value.code) == (503, "starting")
+    assert raised.value.retry_after
+
+
+async def test_what_no_node_of_the_model_does_is_502() -> None:
+    one = node(endpoints=["chat"])
+    with pytest.raises(GatewayError) as raised:
+        await a_scheduler(one).lease(a_request(endpoint="embeddings"))
+    assert (raised.value.status, raised.value.retryable) == (502, False)
+
+
+async def test_a_list_of_models_means_the_first_that_can_serve() -> None:
+    first, second = node("a", slots=1, models=("x",)), node("b", slots=1, models=("y",))
+    scheduler = a_scheduler(first, second)
+    lease, model = await scheduler.lease(a_request("helper", "gone", "x", "y"))
+    assert (lease.node, model) == (first, "x")
+    # A busy one is waited for, one that is out is not.
+    waiting = await asked(scheduler, a_request("helper", "x", "y"))
+    assert not waiting.done()
+    first.state = State.DOWN
+    scheduler.capacity_changed()
+    await settled()
+    assert waiting.result()[1] == "y"
+
+
+async def test_the_queue_has_an_end_and_advises_by_the_measured_rate() -> None:
+    clock = Clock()
+    one = node(clock=clock, slots=1)
+    scheduler = a_scheduler(one, queue={"max": 2})
+    tasks = [await asked(scheduler, a_request()) for _ in range(3)]
+    assert not scheduler.has_room()
+    with pytest.raises(GatewayError) as raised:
+        await scheduler.lease(a_request())
+    assert (raised.value.status, raised.value.code) == (429, "queue_full")
+    assert raised.value.retry_after == 5.0
+    for _ in range(6):
+        scheduler.completed()
+        clock.passes(7.0)
+    with pytest.raises(GatewayError) as raised:
+        await scheduler.lease(a_request())
+    assert raised.value.retry_after == 7.0
+    scheduler.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_no_queue_at_all_is_possible() -> None:
+    scheduler = a_scheduler(node(slots=1), queue={"max": 0})
+    await scheduler.lease(a_request())
+    with pytest.raises(GatewayError) as raised:
+        await scheduler.lease(a_request())
+    assert raised.value.code == "queue_full"
+
+
+async def test_a_wait_ends_in_time() -> None:
+    scheduler = a_scheduler(
+        node(slots=1),
+        clock=time.monotonic,
+        queue={"max_wait": 0.15},
+        classes={"batch": {"max_wait": 0.05}},
+    )
+    await scheduler.lease(a_request())
+    began = time.monotonic()
+    normal = await asked(scheduler, a_request())
+    batch = await asked(scheduler, a_request(priority=Priority.BATCH))
+    with pytest.raises(GatewayError) as raised:
+        await batch
+    assert time.monotonic() - began < 0.14
+    assert (raised.value.status, raised.value.code) == (503, "queue_timeout")
+    assert raised.value.retry_after
+    assert not raised.value.retryable
+    with pytest.raises(GatewayError):
+        await normal
+    assert 0.15 <= time.monotonic() - began < 0.45
+    assert scheduler.waiting() == []
+
+
+async def test_a_deadline_ends_the_wait() -> None:
+    scheduler = a_scheduler(node(slots=1), clock=time.monotonic)
+    await scheduler.lease(a_request())
+    began = time.monotonic()
+    with pytest.raises(GatewayError) as raised:
+        await scheduler.lease(a_request(deadline=began + 0.05))
+    assert raised.value.code == "queue_timeout"
+    assert time.monotonic() - began < 0.4
+
+
+async def test_a_deadline_that_can_not_be_met_is_told_at_once() -> None:
+    clock = Clock()
+    scheduler = a_scheduler(node(clock=clock, slots=1))
+    for _ in range(10):
+        scheduler.completed()
+        clock.passes(5.0)
+    await scheduler.lease(a_request())
+    waiting = await asked(scheduler, a_request())
+    with pytest.raises(GatewayError) as raised:
+        await scheduler.lease(a_request(deadline=clock() + 6.0))
+    assert (raised.value.status, raised.value.code) == (503, "queue_timeout")
+    assert not raised.value.retryable
+    patient = await asked(scheduler, a_request(deadline=clock() + 60.0))
+    assert not patient.done()
+    scheduler.close()
+    await asyncio.gather(waiting, patient, return_exceptions=True)
+
+
+async def test_when_every_node_is_out_the_first_to_come_back_is_waited_for() -> None:
+    one = node(state=State.DOWN)
+    scheduler = a_scheduler(one, clock=time.monotonic)
+    task = await asked(scheduler, a_request())
+    assert not task.done()
+    one.state = State.READY
+    scheduler.capacity_changed()
+    await settled()
+    assert task.done()
+    scheduler.close()
+
+
+async def test_when_none_comes_back_it_is_no_node() -> None:
+    scheduler = a_scheduler(
+        node(state=State.DOWN), clock=time.monotonic, retries={"wait_for_node": 0.05}
+    )
+    with pytest.raises(GatewayError) as raised:
+        await scheduler.lease(a_request())
+    assert (raised.value.status, raised.value.code) == (503, "no_node")
+    assert raised.value.retry_after
+
+
+async def test_a_node_that_is_mute_is_worth_the_ordinary_wait() -> None:
+    one = node(state=State.MUTE)
+    clock = Clock()
+    scheduler = a_scheduler(one, clock=clock, retries={"wait_for_node": 1.0})
+    task = await asked(scheduler, a_request())
+    clock.passes(100.0)
+    scheduler._tick()
+    await settled()
+    assert not task.done()
+    one.state = State.DOWN
+    scheduler._tick()
+    clock.passes(1.0)
+    scheduler._tick()
+    await settled()
+    assert refusal(task).code == "no_node"
+
+
+@pytest.mark.parametrize("state", [State.DRAINING, State.DOWN])
+async def test_a_node_that_leaves_while_it_is_waited_for_is_not_used(state: State) -> None:
+    busy, other = node("a", slots=1), node("b", slots=1)
+    scheduler = a_scheduler(busy, other)
+    leases = [await scheduler.lease(a_request()) for _ in range(2)]
+    task = await asked(scheduler, a_request())
+    by_node = {lease.node.name: lease for lease, _ in leases}
+    busy.state = state
+    by_node["a"].give_back()
+    await settled()
+    assert not task.done()
+    by_node["b"].give_back()
+    await settled()
+    assert task.result()[0].node is other
+
+
+async def test_when_the_last_node_is_removed_who_waits_is_told() -> None:
+    one, other = node("a", slots=1), node("b", models=("other",))
+    scheduler = a_scheduler(one, other)
+    await scheduler.lease(a_request())
+    task = await asked(scheduler, a_request())
+    del scheduler.fleet.nodes["a"]
+    one.removed = True
+    scheduler.fleet._serving = None
+    scheduler.fleet._offering.clear()
+    scheduler._tick()
+    await settled()
+    assert refusal(task).code == "model_not_found"
+
+
+async def test_after_a_failure_the_other_node_is_waited_for() -> None:
+    failing, busy = node("a", slots=1), node("b", slots=1)
+    scheduler = a_scheduler(failing, busy)
+    held = take(busy)
+    task = await asked(scheduler, a_request(failed={"a"}))
+    assert not task.done()
+    held.give_back()
+    await settled()
+    assert task.result()[0].node is busy
+
+
+async def test_the_only_node_is_tried_again() -> None:
+    scheduler = a_scheduler(node("a"))
+    lease, _ = await scheduler.lease(a_request(failed={"a"}))
+    assert lease.node.name == "a"
+
+
+async def test_a_node_that_refused_it_is_not_asked_again() -> None:
+    scheduler = a_scheduler(node("a"), node("b"))
+    for _ in range(20):
+        lease, _ = await scheduler.lease(a_request(refused={"a"}))
+        assert lease.node.name == "b"
+        lease.give_back()
+    with pytest.raises(GatewayError) as raised:
+        await scheduler.lease(a_request(refused={"a", "b"}))
+    assert raised.value.status == 502
+
+
+async def test_others_work_on_a_node_is_waited_for() -> None:
+    one = node(slots=1)
+    one.occupancy.foreign = 1
+    scheduler = a_scheduler(one)
+    task = await asked(scheduler, a_request())
+    assert not task.done()
+    one.occupancy.foreign = 0
+    scheduler.fleet.settle(one)
+    await settled()
+    assert task.done()
+
+
+async def test_who_leaves_the_queue_leaves_no_trace() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    running = await asked(scheduler, a_request())
+    waiting = [await asked(scheduler, a_request()) for _ in range(3)]
+    waiting[1].cancel()
+    await settled()
+    assert len(scheduler.waiting()) == 2
+    # Granted, and gone in the same instant: the slot must not be lost.
+    running.result()[0].give_back()
+    scheduler._match()
+    assert one.leased == 1
+    waiting[0].cancel()
+    await settled()
+    assert waiting[0].cancelled()
+    assert waiting[2].done()
+    assert one.leased == 1
+    waiting[2].result()[0].give_back()
+    assert (one.leased, scheduler.waiting()) == (0, [])
+
+
+async def test_at_the_end_nothing_waits_and_nothing_is_taken() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    await scheduler.lease(a_request())
+    waiting = await asked(scheduler, a_request())
+    scheduler.closing = True
+    for slots in (0, 1):
+        with pytest.raises(GatewayError) as raised:
+            await scheduler.lease(a_request(slots=slots))
+        assert raised.value.code == "shutting_down"
+    scheduler.close()
+    await settled()
+    assert refusal(waiting).code == "shutting_down"
+    assert scheduler._ticking is None
+    assert scheduler._matching is None
+
+
+async def test_a_full_queue_is_matched_in_little_time() -> None:
+    nodes = [node(f"n{i}", slots=2) for i in range(50)]
+    scheduler = a_scheduler(*nodes)
+    leases = [(await scheduler.lease(a_request()))[0] for _ in range(100)]
+    tasks = [await asked(scheduler, a_request(prompt_tokens=i)) for i in range(256)]
+    began = time.process_time()
+    for lease in leases:
+        lease.give_back()
+        scheduler._match()
+    seconds = (time.process_time() - began) / len(leases)
+    assert sum(task.done() for task in tasks) <= 100
+    assert seconds < 0.005, f"{seconds * 1e6:.0f} us for each slot that came free"
+    scheduler.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# Any order of events.
+
+
+@dataclass
+class World:
+    """What a run of random events does, with the limits that always hold."""
+
+    nodes: list[Node]
+    scheduler: Scheduler
+    tasks: dict[str, tuple[Request, asyncio.Task[tuple[Lease, str]]]] = field(default_factory=dict)
+    leases: list[Lease] = field(default_factory=list)
+
+    def collect(self) -> None:
+        for name, (_, task) in list(self.tasks.items()):
+            if task.done():
+                del self.tasks[name]
+                if not task.cancelled() and task.exception() is None:
+                    self.leases.append(task.result()[0])
+
+    def check(self) -> None:
+        for one in self.nodes:
+            held = sum(lease.slots for lease in self.leases if lease.node is one and lease.held)
+            assert one.leased == held
+            assert one.leased <= one.slots_total
+        waiting = [place.request for place in self.scheduler.waiting()]
+        assert {one.id for one in waiting} == set(self.tasks)
+        assert [one.received for one in waiting] == sorted(one.received for one in waiting)
+        # Nobody waits who could go: the first of the queue never, the others unless a wide one
+        # keeps the slots.
+        now = self.scheduler.clock()
+        kept = self.scheduler._held
+        for request in waiting:
+            for one in self.nodes:
+                if not one.serves(request.model):
+                    continue
+                if request.slots:
+                    assert one.name in kept or one.free(now) < request.slots
+                else:
+                    assert not one.capacity(now)
+
+
+MODELS = [("demo",), ("demo", "other"), ("other",)]
+steps = st.one_of(
+    st.tuples(st.just("arrive"), st.integers(0, 3), st.sampled_from(["demo", "other"])),
+    st.tuples(st.just("finish"), st.integers(0, 50), st.booleans()),
+    st.tuples(st.just("cancel"), st.integers(0, 50), st.none()),
+    st.tuples(st.just("state"), st.integers(0, 2), st.sampled_from(list(State))),
+    st.tuples(st.just("foreign"), st.integers(0, 2), st.integers(0, 3)),
+)
+
+
+async def run(script: list[tuple[str, int, Any]]) -> None:
+    clock = Clock()
+    nodes = [
+        node(name, clock=clock, slots=3, models=models)
+        for name, models in zip("abc", MODELS, strict=True)
+    ]
+    world = World(nodes, a_scheduler(*nodes, clock=clock, queue={"max": 6}))
+    for what, number, how in script:
+        if what == "arrive":
+            request = a_request(how, slots=number)
+            task = asyncio.create_task(world.scheduler.lease(request))
+            world.tasks[request.id] = (request, task)
+        elif what == "finish" and (held := [lease for lease in world.leases if lease.held]):
+            held[number % len(held)].give_back()
+        elif what == "cancel" and world.tasks:
+            list(world.tasks.values())[number % len(world.tasks)][1].cancel()
+        elif what == "state":
+            nodes[number].state = how
+            world.scheduler.capacity_changed()
+        elif what == "foreign":
+            nodes[number].occupancy.foreign = how
+            world.scheduler.capacity_changed()
+        await settled()
+        world.collect()
+        world.check()
+    for one in nodes:
+        one.state, one.occupancy.foreign = State.READY, 0
+    world.scheduler.capacity_changed()
+    for _ in range(200):
+        await settled()
+        world.collect()
+        if not world.tasks and not any(lease.held for lease in world.leases):
+            break
+        for lease in world.leases:
+            lease.give_back()
+    assert world.tasks == {}
+    assert [one.leased for one in nodes] == [0, 0, 0]
+    assert world.scheduler.waiting() == []
+    world.scheduler.close()
+
+
+@given(st.lists(steps, max_size=40))
+@settings(max_examples=150)
+def test_whatever_happens_no_node_gets_more_than_its_slots_and_all_come_back(
+    script: list[tuple[str, int, Any]],
+) -> None:
+    asyncio.run(run(script))
