@@ -32,6 +32,7 @@ from gateway.options import Options, StartError, drains_file, read, read_key
 from gateway.relay.journey import Means
 from gateway.relay.live import Registry
 from gateway.relay.relay import Relay
+from gateway.relay.watch import Watch
 from gateway.scheduling.scheduler import Scheduler
 from gateway.systemd import Notifier
 from gateway.transport.upstream import connect
@@ -126,7 +127,8 @@ class Gateway:
             drains=Drains(drains_file(options)),
         )
         self.scheduler = Scheduler(self.fleet, settings, self.clock, rng)
-        self.means = Means(self.scheduler, self.fleet, settings, self.bus, self.clock)
+        self.watch = Watch(self.clock)
+        self.means = Means(self.scheduler, self.fleet, settings, self.bus, self.watch, self.clock)
         self.relay = Relay(self.means)
         self.registry = Registry()
         self._loopback = is_loopback(settings.listen.host)
@@ -146,7 +148,8 @@ class Gateway:
         self.deadlines = Deadlines(self.registry)
         self.lines = subscribe(self.bus, logs, access=settings.logging.access)
         self._logs = logs
-        self._site: Any = None
+        self._site = public_site(self.edge, self.scheduler)
+        self._framed = self._site
         self._frame()
         self.public: Listener | None = None
         self.admin: Listener | None = None
@@ -230,6 +233,7 @@ class Gateway:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(listener.close(), 1.0)
         self.deadlines.close()
+        self.watch.close()
         self.scheduler.close()
         await self.fleet.aclose()
         log.info("ended")
@@ -281,12 +285,13 @@ class Gateway:
         return public, Listener(app, admin_sock, protocol=protocol, keep_alive=listen.keep_alive)
 
     async def _public(self, scope: Any, receive: Any, send: Any) -> None:
-        await self._site(scope, receive, send)
+        await self._framed(scope, receive, send)
 
     def _frame(self) -> None:
         """Put CORS around the site, where the settings ask for it."""
-        site = public_site(self.edge, self.scheduler)
-        self._site = site if self.settings.cors is None else cors(site, self.settings.cors)
+        self._framed = (
+            self._site if self.settings.cors is None else cors(self._site, self.settings.cors)
+        )
 
     # Reload.
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, MutableMapping
 from datetime import UTC, datetime
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -86,7 +88,7 @@ class Logs:
         For what is written once a request: a tenth of the chain's time.
         """
         self.sink.write(
-            _encoded({"timestamp": _now(), "level": level, "event": event, **fields}) + b"\n"
+            _encoded({"timestamp": now(), "level": level, "event": event, **fields}) + b"\n"
         )
 
     def close(self) -> None:
@@ -122,7 +124,7 @@ def set_up(
     colours = terminal and not environment.get("NO_COLOR")
 
     def lost(lines: int) -> bytes:
-        fields = {"timestamp": _now(), "level": "warning", "event": "log lines lost"}
+        fields = {"timestamp": now(), "level": "warning", "event": "log lines lost"}
         render = _json if json else _console(colours=colours)
         return render(None, "warning", {**fields, "lines": lines}) + b"\n"
 
@@ -171,12 +173,19 @@ class _Bridge(logging.Handler):
 
 def _stamped(_: object, method: str, event: EventDict) -> EventDict:
     level = "error" if method == "exception" else method
-    return {"timestamp": _now(), "level": level, **event}
+    return {"timestamp": now(), "level": level, **event}
 
 
-def _now() -> str:
+@lru_cache(maxsize=2)
+def _second(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def now() -> str:
     """UTC, ISO 8601, milliseconds."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    moment = time.time()
+    seconds = int(moment)
+    return f"{_second(seconds)}.{int((moment - seconds) * 1000):03d}Z"
 
 
 def _without_message(_: object, __: str, event: EventDict) -> EventDict:

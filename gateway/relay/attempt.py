@@ -35,31 +35,37 @@ class Attempt:
         "_watch",
         "began",
         "content",
-        "dispatched",
         "headers",
         "lease",
         "limits",
+        "sent",
         "status",
         "streams",
         "tail",
     )
 
     def __init__(
-        self, lease: Lease, dialect: Dialect, limits: Limits, clock: Callable[[], float]
+        self,
+        lease: Lease,
+        dialect: Dialect,
+        limits: Limits,
+        watch: Watch,
+        clock: Callable[[], float],
     ) -> None:
         self.lease = lease
         self.limits = limits
         self._dialect = dialect
+        self._watch = watch
         self._clock = clock
         self._connection: Connection | None = None
         self._failure: UpstreamError | None = None
         """Set from outside, perhaps before there is a connection."""
         self._gate: EventGate | None = None
-        self._watch: Watch | None = None
         self._over = False
         self._sent = False
         self.began = clock()
-        self.dispatched: float | None = None
+        self.sent = 0.0
+        """When the request was first sent; 0 before."""
         self.status = 0
         self.headers: Headers = []
         self.streams = False
@@ -154,9 +160,7 @@ class Attempt:
         if self._over:
             return
         self._over = True
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+        self._watch.remove(self)
         connection = self._connection
         if connection is not None and connection.complete:
             self.lease.upstream.pool.give(connection)
@@ -178,9 +182,9 @@ class Attempt:
                 connection.close()
                 raise self._failure
             self._connection = connection
-            if self._watch is None:
-                self._watch = Watch(self.lease, self.limits, self.fail, self._clock)
-                self.dispatched = self._clock()
+            if not self.sent:
+                self.sent = self._clock()
+                self._watch.add(self)
             self._sent = True
             connection.send(data, body)
             try:

@@ -33,12 +33,12 @@ _TO_NODE_DROPPED = _HOP_BY_HOP | {
     b"via",
 }
 _TO_CLIENT_DROPPED = _HOP_BY_HOP | {
+    b"content-length",
     b"server",
     b"date",
     b"set-cookie",
     b"content-encoding",
     # What is sent may be longer or shorter: an error event more, a comment less.
-    b"content-length",
     b"x-accel-buffering",
     b"x-request-id",
     b"request-id",
@@ -68,19 +68,17 @@ def to_node(headers: Headers, tag: str) -> bytes:
     return b"".join(lines)
 
 
-def to_client(headers: Headers) -> Headers:
-    """The fields of a node's reply that go on to the client.
+def to_client(headers: Headers) -> bytes:
+    """The lines of a node's reply that go on to the client; its length is told anew.
 
     Which web pages may read an answer is for the gateway to say, not for a node.
     """
-    named: set[bytes] = set()
+    dropped = _TO_CLIENT_DROPPED
     for name, value in headers:
         if name == b"connection":
-            named.update(part.strip() for part in value.lower().split(b","))
-    return [
-        (name, value)
-        for name, value in headers
-        if name not in _TO_CLIENT_DROPPED
-        and name not in named
-        and not name.startswith((b"access-control-", b"x-gateway-"))
-    ]
+            dropped = dropped.union(part.strip() for part in value.lower().split(b","))
+    return b"".join(
+        b"%b: %b\r\n" % field
+        for field in headers
+        if field[0] not in dropped and not field[0].startswith((b"access-control-", b"x-gateway-"))
+    )

@@ -19,7 +19,7 @@ from gateway.relay.reply import Reply, Rest, as_error
 from gateway.relay.routes import ROUTES
 from gateway.relay.settle import Settler
 from gateway.relay.verdict import Verdict
-from gateway.relay.watch import Limits, first_byte_limit
+from gateway.relay.watch import Limits, Watch, first_byte_limit
 from gateway.scheduling.scheduler import Scheduler
 from gateway.transport.errors import ConnectFailed, Exhausted, Overdue, UpstreamError
 
@@ -32,6 +32,7 @@ class Means:
     fleet: Fleet
     settings: Settings
     bus: Bus
+    watch: Watch
     clock: Callable[[], float]
 
 
@@ -74,7 +75,7 @@ class Journey:
         record.attempts += 1
         record.node = lease.node.name
         record.tier = lease.node.spec.tier
-        attempt = Attempt(lease, self._dialect, self._limits(lease), clock)
+        attempt = Attempt(lease, self._dialect, self._limits(lease), means.watch, clock)
         live.trying(attempt)
         try:
             settings = means.settings
@@ -94,8 +95,8 @@ class Journey:
             attempt.end()
             self._settler.tell(attempt, "client_closed")
             raise
-        if record.overhead is None and attempt.dispatched is not None:
-            record.overhead = max(0.0, attempt.dispatched - request.received - record.queue)
+        if record.overhead is None:
+            record.overhead = max(0.0, attempt.sent - request.received - record.queue)
         if attempt.status < 300:
             return self._answered(attempt)
         return self._judged(attempt)

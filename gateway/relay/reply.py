@@ -10,7 +10,6 @@ from gateway.relay.attempt import Attempt
 from gateway.relay.dialects import Dialect
 from gateway.relay.live import Ended, Live
 from gateway.relay.settle import Settler
-from gateway.request import Headers
 from gateway.transport.errors import Overdue, UpstreamError
 
 
@@ -19,7 +18,8 @@ class Reply:
     """All of it in `content`, or its first bytes there and the others in `rest`."""
 
     status: int
-    headers: Headers
+    fields: bytes
+    """The lines of its head that are passed on."""
     content: bytes
     rest: Rest | None = None
 

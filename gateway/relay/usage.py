@@ -14,6 +14,7 @@ import msgspec
 
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
 
+MOST_BRACKETS = 16
 LONGEST_OBJECT = 16 * 1024
 """Bytes; `usage` and `timings` have a few hundred."""
 
@@ -75,18 +76,17 @@ def last_object(data: bytes, key: bytes) -> dict[str, Any] | None:
     start = data.find(b"{", behind, behind + 8)
     if start < 0 or data[behind:start].strip():
         return None  # `null`, say
-    depth = 0
-    for end in range(start, min(len(data), start + LONGEST_OBJECT)):
-        byte = data[end]
-        if byte == 0x7B:
-            depth += 1
-        elif byte == 0x7D:
-            depth -= 1
-            if not depth:
-                try:
-                    return _OBJECT.decode(data[start : end + 1])
-                except msgspec.DecodeError:
-                    return None
+    # Figures nest one level at most: the end is among the first few closing brackets.
+    end = start
+    for _ in range(MOST_BRACKETS):
+        end = data.find(b"}", end, start + LONGEST_OBJECT) + 1
+        if not end:
+            break
+        if data.count(b"{", start, end) == data.count(b"}", start, end):
+            try:
+                return _OBJECT.decode(data[start:end])
+            except msgspec.DecodeError:
+                return None
     return None
 
 

@@ -1,17 +1,18 @@
-"""The limits of one attempt, by one timer for all of it rather than one for each token."""
+"""The limits of attempts, by one timer for all of them rather than one for each token."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from gateway.fleet.evidence import PREFILL_FACTOR, another_reads
-from gateway.fleet.lease import Lease, Phase
+from gateway.fleet.lease import Lease
 from gateway.transport.errors import Overdue, UpstreamError
 
-SUSPENDED = 1.0
-"""Seconds until the silence of a stream is looked at again that a neighbour's prefill excuses."""
+EVERY = 0.2
+"""Seconds between two looks: no limit is kept more exactly than that."""
 
 
 @dataclass(slots=True)
@@ -25,57 +26,69 @@ class Limits:
     """When the whole request must be over; monotonic."""
 
 
+class Watched(Protocol):
+    """What an attempt shows while it is watched."""
+
+    lease: Lease
+    limits: Limits
+    sent: float
+
+    def fail(self, error: UpstreamError) -> None:
+        """End it with `error`."""
+
+
 class Watch:
-    """Fails an attempt whose node is overdue; the lease tells when it last moved."""
+    """Fails attempts whose nodes are overdue; their leases tell when they last moved.
 
-    __slots__ = ("_clock", "_fail", "_handle", "_lease", "_limits", "_loop", "_since")
+    All attempts are looked at several times a second, by one timer: a timer for each attempt
+    would cost a short request more than the looking costs a long one.
+    """
 
-    def __init__(
-        self,
-        lease: Lease,
-        limits: Limits,
-        fail: Callable[[UpstreamError], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self._lease = lease
-        self._limits = limits
-        self._fail = fail
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._since = clock()
-        self._loop = asyncio.get_running_loop()
-        self._handle = self._arm(self._due(self._since))
+        self._watched: set[Watched] = set()
+        self._timer: asyncio.TimerHandle | None = None
 
-    def stop(self) -> None:
+    def add(self, attempt: Watched) -> None:
+        """Watch `attempt` from now on."""
+        self._watched.add(attempt)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(EVERY, self._look)
+
+    def remove(self, attempt: Watched) -> None:
         """The attempt is over."""
-        self._handle.cancel()
+        self._watched.discard(attempt)
 
-    def _arm(self, due: float) -> asyncio.TimerHandle:
-        return self._loop.call_later(max(0.0, due - self._clock()), self._look)
-
-    def _due(self, now: float) -> float:
-        """When the next limit passes if nothing moves until then."""
-        limits, lease = self._limits, self._lease
-        if lease.last_moved is not None:
-            return min(limits.until, max(self._since, lease.last_moved) + limits.silence)
-        if limits.first_byte is None:
-            return limits.until
-        return min(limits.until, self._since + limits.first_byte)
+    def close(self) -> None:
+        """Stop looking."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _look(self) -> None:
+        self._timer = None
         now = self._clock()
-        due = self._due(now)
-        if now < due:
-            self._handle = self._arm(due)
-        elif now >= self._limits.until:
-            self._fail(Overdue("total", "The request took longer than it may"))
-        elif another_reads(self._lease, now):
-            self._handle = self._arm(min(now + SUSPENDED, self._limits.until))
-        elif self._lease.phase is Phase.DECODE:
-            self._fail(Overdue("silence", f"The node was silent for {self._limits.silence:.0f} s"))
-        else:
-            self._fail(
-                Overdue("first_byte", f"Nothing came for {self._limits.first_byte or 0:.0f} s")
-            )
+        for attempt in list(self._watched):
+            failure = overdue(attempt.lease, attempt.limits, attempt.sent, now)
+            if failure is not None:
+                self._watched.discard(attempt)
+                attempt.fail(failure)
+        if self._watched:
+            self._timer = asyncio.get_running_loop().call_later(EVERY, self._look)
+
+
+def overdue(lease: Lease, limits: Limits, sent: float, now: float) -> Overdue | None:
+    """Which limit has passed for a request that was sent at `sent`, if one has."""
+    if now >= limits.until:
+        return Overdue("total", "The request took longer than it may")
+    moved = lease.last_moved
+    if moved is not None:
+        if now < max(sent, moved) + limits.silence or another_reads(lease, now):
+            return None
+        return Overdue("silence", f"The node was silent for {limits.silence:.0f} s")
+    if limits.first_byte is None or now < sent + limits.first_byte or another_reads(lease, now):
+        return None
+    return Overdue("first_byte", f"Nothing came for {limits.first_byte:.0f} s")
 
 
 def first_byte_limit(base: float, lease: Lease) -> float:

@@ -22,6 +22,7 @@ from gateway.observe.metrics import Metrics
 from gateway.relay.journey import Means
 from gateway.relay.live import Registry
 from gateway.relay.relay import Relay
+from gateway.relay.watch import Watch
 from gateway.scheduling.scheduler import Scheduler
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.control import Reloaded
@@ -98,7 +99,7 @@ async def a_house(
     async with a_fleet(*specs, **fleet) as running:
         scheduler = Scheduler(running.fleet, chosen, clock, random.Random(7))
         registry = Registry()
-        relay = Relay(Means(scheduler, running.fleet, chosen, bus, clock))
+        relay = Relay(Means(scheduler, running.fleet, chosen, bus, Watch(clock), clock))
         snapshot = Snapshot.of(chosen, loopback=loopback)
         edge = Edge(snapshot, relay, running.fleet, registry, bus, clock)
         deadlines = Deadlines(registry)

@@ -59,7 +59,7 @@ def refusal(error: GatewayError, scope: Scope) -> Response:
     """The reply to a request that ends with `error`, in the form of the API it was sent to."""
     body = dialect_of(scope["path"]).error_body(error, scope[TAG])
     response = Response(body, error.status)
-    response.raw_headers = error_fields(error, len(body))
+    response.raw_headers = [*error_fields(error), (b"content-length", b"%d" % len(body))]
     return response
 
 

@@ -24,10 +24,10 @@ from gateway.relay.prepare import Incoming, Rules, prepare
 from gateway.relay.relay import Relay
 from gateway.relay.reply import Reply
 from gateway.relay.routes import Route
-from gateway.request import Headers, Priority
+from gateway.request import Priority
 from gateway.transport.errors import UpstreamError
 from gateway.web.public.body import Buffered, read_body
-from gateway.web.public.heads import STREAM_FIELDS, error_fields, own_fields, tag_of
+from gateway.web.public.heads import STREAM_LINES, error_fields, lines_of, own_fields, tag_of
 from gateway.web.public.heartbeat import Heartbeat
 from gateway.web.public.origins import allowed_origin
 from gateway.web.public.turn import Turn
@@ -201,14 +201,14 @@ class _Exchange:
         if turn.response_started and (rest is None or not rest.attempt.streams):
             raise errors.node_failed("The node did not stream its answer.")
         if rest is None:
-            turn.reply(reply.status, reply.headers + self._own_fields(), reply.content)
+            turn.reply(reply.status, reply.fields + self._own_fields(), reply.content)
             return
         if turn.response_started:
             await turn.write(reply.content)
         else:
-            fields = reply.headers + self._own_fields()
+            fields = reply.fields + self._own_fields()
             if rest.attempt.streams:
-                fields.append((b"x-accel-buffering", b"no"))
+                fields += b"x-accel-buffering: no\r\n"
             await turn.begin(reply.status, fields, reply.content)
         try:
             while chunk := await rest.next():
@@ -227,8 +227,11 @@ class _Exchange:
         if turn.response_started:
             turn.end(dialect.error_event(error, record.id))
             return
+        if turn.more_body:
+            # What is left of it must not be taken for the next request.
+            turn.keep_alive = False
         body = dialect.error_body(error, record.id)
-        turn.reply(error.status, error_fields(error, len(body)) + self._own_fields(), body)
+        turn.reply(error.status, lines_of(error_fields(error)) + self._own_fields(), body)
 
     def close(self) -> None:
         """Tell what became of it and let go of everything."""
@@ -241,21 +244,21 @@ class _Exchange:
         record.duration = edge.clock() - self.received
         edge.bus.publish(record)
 
-    def _own_fields(self) -> Headers:
+    def _own_fields(self) -> bytes:
         fields = own_fields(
             self.record,
             anthropic=self._route.dialect.name == "messages",
             expose_node=self._snapshot.expose_node,
         )
         cors = self._snapshot.settings.cors
-        return fields if cors is None else fields + allowed_origin(cors, self._headers)
+        return fields if cors is None else fields + lines_of(allowed_origin(cors, self._headers))
 
     async def _beat(self) -> None:
         beat = self._route.dialect.heartbeat()
         if self._turn.response_started:
             await self._turn.write(beat)
         else:
-            await self._turn.begin(200, STREAM_FIELDS + self._own_fields(), beat)
+            await self._turn.begin(200, STREAM_LINES + self._own_fields(), beat)
 
 
 def _as_error(reply: Reply) -> GatewayError:

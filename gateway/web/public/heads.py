@@ -7,7 +7,7 @@ import re
 
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
-from gateway.request import Headers
+from gateway.request import Headers, Priority
 
 EXPOSED = (
     "X-Request-ID",
@@ -32,40 +32,45 @@ def tag_of(headers: Headers) -> str | None:
     return None
 
 
-def own_fields(record: RequestFinished, *, anthropic: bool, expose_node: bool) -> Headers:
-    """The fields that every routed reply has, as far as they are known by now."""
+def own_fields(record: RequestFinished, *, anthropic: bool, expose_node: bool) -> bytes:
+    """The lines that every routed reply has, as far as they are known by now."""
     tag = record.id.encode()
-    found = [
-        (b"x-request-id", tag),
-        (b"x-gateway-class", record.priority.label.encode()),
-        (b"x-gateway-attempts", b"%d" % record.attempts),
-        (b"x-gateway-queue-ms", b"%d" % (record.queue * 1000)),
-    ]
+    lines = (
+        b"x-request-id: %b\r\nx-gateway-class: %b\r\n"
+        b"x-gateway-attempts: %d\r\nx-gateway-queue-ms: %d\r\n"
+        % (tag, _LABELS[record.priority], record.attempts, record.queue * 1000)
+    )
     if anthropic:
-        found.append((b"request-id", tag))
+        lines += b"request-id: %b\r\n" % tag
     if expose_node and record.node is not None:
-        found.append((b"x-gateway-node", record.node.encode()))
-    return found
+        lines += b"x-gateway-node: %b\r\n" % record.node.encode()
+    return lines
 
 
-def error_fields(error: GatewayError, size: int) -> Headers:
-    """The fields of an error's head; `size` is its body's, in bytes."""
+def lines_of(headers: Headers) -> bytes:
+    """Header fields as the lines of a head."""
+    return b"".join(b"%b: %b\r\n" % field for field in headers)
+
+
+_LABELS = [priority.label.encode() for priority in Priority]
+
+
+def error_fields(error: GatewayError) -> Headers:
+    """The fields of an error's head."""
     found = [
         (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % size),
         (b"x-gateway-reason", error.code.encode()),
     ]
     if error.retry_after is not None:
         found.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
     if not error.retryable and error.status >= 429:
         found.append((b"x-should-retry", b"false"))
+    if error.status == 401:
+        found.append((b"www-authenticate", b"Bearer"))
     if error.allow is not None:
         found.append((b"allow", error.allow.encode()))
     return found
 
 
-STREAM_FIELDS: Headers = [
-    (b"content-type", b"text/event-stream"),
-    (b"x-accel-buffering", b"no"),
-]
+STREAM_LINES = b"content-type: text/event-stream\r\nx-accel-buffering: no\r\n"
 """The head of a stream that begins with a heartbeat."""

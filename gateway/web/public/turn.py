@@ -23,6 +23,12 @@ _STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
 
+_LAST_LINE = b"\r\n"
+_CLOSING = b"connection: close\r\n\r\n"
+
+JOINED_BYTES = 64 * 1024
+"""Up to so many bytes of a body are copied to spare a second write."""
+
 _FAILED = (
     b'{"error":{"message":"The gateway failed.","type":"server_error","param":null,"code":null}}'
 )
@@ -114,8 +120,7 @@ class Turn:
                 self.abort()
             else:
                 self.keep_alive = False
-                fields = [(b"content-type", b"application/json")]
-                self.reply(500, fields, _FAILED)
+                self.reply(500, b"content-type: application/json\r\n", _FAILED)
         finally:
             self._task = None
             self.on_response = _nothing
@@ -145,21 +150,42 @@ class Turn:
         self._flow.resume_reading()
         return data
 
-    def reply(self, status: int, fields: Headers, content: bytes) -> None:
-        """The whole reply, its head and its body in one write."""
+    def reply(self, status: int, fields: bytes, content: bytes) -> None:
+        """The whole reply, its head and its body in one write; `fields` are header lines."""
         if self.disconnected:
             return
-        self._begin(fields, len(content))
-        self._transport.write(b"".join((*self._head(status, fields), content)))
+        self.response_started = True
+        head = b"%b%bcontent-length: %d\r\n%b" % (
+            _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status,
+            fields,
+            len(content),
+            _LAST_LINE if self.keep_alive else _CLOSING,
+        )
+        if len(content) < JOINED_BYTES:
+            self._transport.write(head + content)
+        else:
+            self._transport.write(head)
+            self._transport.write(content)
         self._complete()
 
-    async def begin(self, status: int, fields: Headers, first: bytes = b"") -> None:
+    async def begin(self, status: int, fields: bytes, first: bytes = b"") -> None:
         """The head of a reply of unknown length, with its first bytes."""
-        self._begin(fields, None)
-        parts = self._head(status, fields)
-        if first:
-            parts += self._framed(first)
-        self._transport.write(b"".join(parts))
+        self.response_started = True
+        if self._http_10:
+            self.keep_alive = False
+        else:
+            self._chunked = True
+            fields += b"transfer-encoding: chunked\r\n"
+        self._transport.write(
+            b"".join(
+                (
+                    _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status,
+                    fields,
+                    _LAST_LINE if self.keep_alive else _CLOSING,
+                    *(self._framed(first) if first else ()),
+                )
+            )
+        )
         if self._flow.write_paused:
             await self._flow.drain()
 
@@ -187,27 +213,6 @@ class Turn:
         """Break the connection off, so that nobody takes half an answer for a whole one."""
         if not self.response_complete:
             self._transport.abort()
-
-    def _begin(self, fields: Headers, length: int | None) -> None:
-        self.response_started = True
-        if self.more_body:
-            # What is left of its body must not be taken for the next request.
-            self.keep_alive = False
-        if length is not None:
-            if not any(name == b"content-length" for name, _ in fields):
-                fields.append((b"content-length", b"%d" % length))
-        elif self._http_10:
-            self.keep_alive = False
-        else:
-            self._chunked = True
-            fields.append((b"transfer-encoding", b"chunked"))
-
-    def _head(self, status: int, fields: Headers) -> list[bytes]:
-        parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
-        for name, value in fields:
-            parts += (name, b": ", value, b"\r\n")
-        parts.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
-        return parts
 
     def _framed(self, data: bytes) -> list[bytes]:
         return [b"%x\r\n" % len(data), data, b"\r\n"] if self._chunked else [data]
