@@ -53,6 +53,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = True
         self._in_body = False
         self._head_bytes = 0
+        self._arrived = 0
+        """No head that is being read can have more bytes than this."""
+        self._idle_since = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
         """The request that is served; more may be pipelined behind it."""
@@ -74,6 +77,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
         running = self._running
         super().connection_lost(exc)
         if running is not None and running is not self.cycle:
@@ -95,6 +100,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
             if self._deaf:
                 return
+        self._arrived = self._head_bytes + len(data)
         super().data_received(data)
         if self._rest_at is not None:
             rest, self._rest_at = data[self._rest_at :], None
@@ -107,18 +113,30 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._timer = self.loop.call_later(self.limits.header_timeout, self._head_is_late)
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
+        # uvicorn would build the ASGI scope here, which most requests don't need.
+        self.url = b""
+        self.expect_100_continue = False
+        self.headers = []
         self._in_head = True
         self._head_bytes = 0
+
+    def _make_scope(self) -> None:
+        """What uvicorn does at the beginning of a message."""
+        url, headers, expects = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()
+        self.url, self.expect_100_continue = url, expects
+        self.headers += headers
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._in_body = True
         self._head_bytes = 0
         self._disarm()
-        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-        if size > self.limits.header_bytes:
-            raise errors.headers_too_large(self.limits.header_bytes)
+        most = self.limits.header_bytes
+        if self._arrived > most:
+            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            if size > most:
+                raise errors.headers_too_large(most)
         if self.parser.should_upgrade():
             return
         if self.parser.get_method() == b"POST":
@@ -126,6 +144,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if route is not None:
                 self._take_turn(route)
                 return
+        self._make_scope()
         super().on_headers_complete()
 
     def _route_of(self, url: bytes) -> Route | None:
@@ -180,9 +199,37 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self.pipeline:
             # Line ends between requests are no request: they must not keep a connection either.
             self._in_head = not self._in_body
-        super().on_response_complete()
-        if self._in_body and not self.transport.is_closing():
+        # From here as uvicorn's own, but for one timer a connection instead of one a reply.
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        else:
+            self._idle_since = self.loop.time()
+            if self.timeout_keep_alive_task is None:
+                self._watch_idleness(self.timeout_keep_alive)
+        if self._in_body:
             self._linger()
+
+    def _watch_idleness(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(
+            seconds, self.timeout_keep_alive_handler
+        )
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.timeout_keep_alive_task = None
+        if not self.cycle.response_complete or self._head_bytes or self.transport.is_closing():
+            return  # it is looked at again when the reply is complete
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left > 0:
+            self._watch_idleness(left)
+        else:
+            self.transport.close()
+
+    def _unset_keepalive_if_required(self) -> None:
+        """Nothing: uvicorn would end the timer with each request; this one looks for itself."""
 
     def send_400_response(self, msg: str) -> None:
         """What httptools could not parse, or we would not, in the contract's form."""

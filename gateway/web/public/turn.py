@@ -93,7 +93,7 @@ class Turn:
 
     @property
     def message_event(self) -> Turn:
-        """Itself, by `set`. (An attribute would make a cycle for the collector to find.)"""
+        """Itself, by `set`; as an attribute it would be a cycle for the collector to find."""
         return self
 
     def set(self) -> None:
