@@ -1,0 +1,161 @@
+"""Clients that leave, and what a server with a single slot is given meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai as package
+import pytest
+import pytest_asyncio
+
+from tests.api.site import FIXED, HELLO, Site, a_site, busy, until_busy
+from tests.gateways import until
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
+
+PATH = "/v1/chat/completions"
+SHORT: dict[str, Any] = {"messages": HELLO, "max_tokens": 8, **FIXED}
+LONG = SHORT | {"max_tokens": 15_000, "stream": True}
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def narrow(tmp_path: Path, narrow_url: str) -> AsyncIterator[Site]:
+    """A gateway over one server with one slot, which is free before and after."""
+    await until_busy(narrow_url, 0, limit=10)
+    async with a_site(tmp_path, [narrow_url]) as site:
+        yield site
+    await until_busy(narrow_url, 0, limit=1)
+
+
+def the_node(site: Site) -> Any:
+    return site.gateway.fleet.nodes["node-0"]
+
+
+async def test_a_stream_that_is_left_frees_its_slot_at_once(narrow: Site, narrow_url: str) -> None:
+    async with narrow.http.stream("POST", PATH, json=LONG) as answer:
+        parts = answer.aiter_bytes()
+        await anext(parts)
+        assert await busy(narrow_url) == 1
+        assert narrow.leased == {"node-0": 1}
+    left = time.monotonic()
+    await until_busy(narrow_url, 0, limit=1)
+    await narrow.until_idle(limit=1)
+    assert time.monotonic() - left < 1.0
+    [record] = narrow.records
+    assert (record.code, record.reason, record.attempts) == (499, "client_closed", 1)
+    assert record.completion_tokens > 0  # what was generated counts, though it was cut short
+    assert the_node(narrow).failures == 0
+
+
+async def held_while_busy(site: Site, url: str) -> int:
+    """Follow an abandoned slot; how often the server was seen busy while we held it."""
+    seen = 0
+    while site.leased["node-0"]:
+        seen += await busy(url)
+        await asyncio.sleep(0.005)
+    # The lease is given back only for a slot that is free, so from now on it stays free.
+    assert await busy(url) == 0
+    return seen
+
+
+@pytest.mark.slow
+async def test_a_plain_request_that_is_left_holds_its_slot_until_the_server_has_let_go(
+    narrow: Site, narrow_url: str
+) -> None:
+    # llama.cpp generates to the end though nobody reads it any more.
+    body = SHORT | {"max_tokens": 3000}
+    asked = asyncio.create_task(narrow.http.post(PATH, json=body))
+    await until_busy(narrow_url, 1, limit=5)
+    asked.cancel()
+    await until(lambda: narrow.records)
+    assert narrow.records[0].code == 499
+    assert narrow.leased == {"node-0": 1}
+    queued = asyncio.create_task(narrow.http.post(PATH, json=SHORT))
+    await until(narrow.gateway.scheduler.waiting)
+    # Nothing reaches the server while it is still at work for nobody.
+    while not queued.done():
+        assert await deferred(narrow_url) == 0
+    assert (await queued).status_code == 200
+    assert narrow.records[1].queue > 0.1
+    assert the_node(narrow).failures == 0
+
+
+@pytest.mark.slow
+async def test_a_stream_that_is_left_in_prefill_holds_its_slot_until_the_prompt_is_read(
+    narrow: Site, narrow_url: str
+) -> None:
+    messages = [{"role": "user", "content": "river stone " * 3500}]
+    body = LONG | {"messages": messages, "cache_prompt": False}
+    asked = asyncio.create_task(narrow.http.post(PATH, json=body))
+    await until_busy(narrow_url, 1, limit=5)
+    assert len(narrow.gateway.registry) == 1
+    asked.cancel()
+    await until(lambda: narrow.records)
+    assert narrow.records[0].ttft is None
+    assert await held_while_busy(narrow, narrow_url) > 0
+    assert (await narrow.http.post(PATH, json=SHORT)).status_code == 200
+
+
+async def test_a_client_that_gives_up_gets_its_own_error_and_frees_the_slot(
+    narrow: Site, narrow_url: str
+) -> None:
+    async with narrow.openai(timeout=0.3, max_retries=0) as client:
+        with pytest.raises(package.APITimeoutError):
+            await client.chat.completions.create(model="demo", messages=HELLO, max_tokens=2000)
+    await narrow.until_idle()
+    assert [record.code for record in narrow.records] == [499]
+
+
+async def deferred(url: str) -> int:
+    """Requests that wait inside the server, by its own count."""
+    async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+        told = (await client.get(f"{url}/metrics")).text
+    found = re.search(r"^llamacpp:requests_deferred (\d+)", told, re.MULTILINE)
+    assert found
+    return int(found[1])
+
+
+async def test_a_server_is_never_given_more_than_it_has_slots(
+    narrow: Site, narrow_url: str
+) -> None:
+    order: list[int] = []
+
+    async def ask(number: int) -> None:
+        answer = await narrow.http.post(PATH, json=SHORT | {"max_tokens": 300})
+        assert answer.status_code == 200
+        order.append(number)
+
+    async with asyncio.TaskGroup() as group:
+        asked = []
+        for number in range(4):
+            asked.append(group.create_task(ask(number)))
+            await until(lambda n=number: len(narrow.gateway.registry) + len(order) > n)
+        looks = 0
+        while not all(task.done() for task in asked):
+            assert await deferred(narrow_url) == 0
+            assert narrow.leased["node-0"] <= 1
+            looks += 1
+    assert looks > 3
+    assert order == [0, 1, 2, 3]  # first come, first served
+    assert [record.queue > 0.01 for record in narrow.records[1:]] == [True] * 3
+
+
+async def test_who_leaves_the_queue_is_never_sent(narrow: Site, narrow_url: str) -> None:
+    async with narrow.http.stream("POST", PATH, json=LONG) as answer:
+        parts = answer.aiter_bytes()
+        await anext(parts)
+        waiting = asyncio.create_task(narrow.http.post(PATH, json=SHORT))
+        await until(narrow.gateway.scheduler.waiting)
+        waiting.cancel()
+        await until(lambda: not narrow.gateway.scheduler.waiting())
+        await until(lambda: narrow.records)
+        [record] = narrow.records
+        assert (record.code, record.attempts, record.node) == (499, 0, None)
+        assert await deferred(narrow_url) == 0
+        await anext(parts)  # the other one runs on

@@ -1,0 +1,173 @@
+"""`kill -9` of a real server under load, in a fleet that restarts it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.fleet.states import State
+from gateway.local.plan import ServerSpec
+from gateway.local.supervisor import LocalFleet
+from tests.api.site import HELLO, Site, a_site, busy
+from tests.gateways import until
+from tests.servers import demo_model
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.slow,
+    pytest.mark.timeout(120),
+    pytest.mark.asyncio(loop_scope="session"),
+]
+
+NODES = 3
+CLIENTS = 12
+SETTINGS = {"health": {"interval": 0.2}}
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one client saw of one request."""
+
+    stream: bool
+    tokens: int
+    began: bool = False
+    """Whether a byte of the answer had come."""
+    over: bool = False
+    complete: bool = False
+    error: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Crowd:
+    """Clients that ask one thing after the other until they are told to stop."""
+
+    site: Site
+    rng: random.Random
+    stopped: bool = False
+    seen: list[Seen] = field(default_factory=list)
+
+    async def client(self, *, streams: bool) -> None:
+        while not self.stopped:
+            seen = Seen(streams, self.rng.randrange(150, 600))
+            self.seen.append(seen)
+            await self._ask(seen)
+            seen.over = True
+
+    async def _ask(self, seen: Seen) -> None:
+        body = {
+            "messages": HELLO, "max_tokens": seen.tokens, "stream": seen.stream,
+            "temperature": 1.0, "seed": self.rng.randrange(1 << 30),
+        }  # fmt: skip
+        path = "/v1/chat/completions"
+        if not seen.stream:
+            answer = await self.site.http.post(path, json=body)
+            seen.began = True
+            value = answer.json()
+            seen.error = value.get("error")
+            seen.complete = answer.status_code == 200 and _tokens(value) == seen.tokens
+            return
+        async with self.site.http.stream("POST", path, json=body) as stream:
+            assert stream.status_code == 200, await stream.aread()
+            data = b""
+            async for chunk in stream.aiter_bytes():
+                seen.began = True
+                data += chunk
+        assert data.endswith(b"\n\n")  # no event is ever cut
+        *events, last = [event.removeprefix(b"data: ") for event in data.split(b"\n\n")[:-1]]
+        values = [json.loads(event) for event in events]
+        if last == b"[DONE]":
+            texts = [v for v in values if v["choices"] and v["choices"][0]["delta"].get("content")]
+            seen.complete = _tokens(values[-1]) == seen.tokens and len(texts) > 0
+        else:
+            seen.error = json.loads(last)["error"]
+
+
+def _tokens(value: dict[str, Any]) -> Any:
+    return value.get("timings", {}).get("predicted_n")
+
+
+def the_fleet(folder: Path) -> LocalFleet:
+    model = demo_model()
+    specs = [
+        ServerSpec(f"node-{n}", model, "demo", slots=2, context=2048, threads=1, numa=0)
+        for n in range(NODES)
+    ]
+    return LocalFleet(specs, folder, base_port=0)
+
+
+def torn(site: Site, spared: set[str]) -> str | None:
+    """A node that holds both a stream that has begun and a request that has no byte yet."""
+    begun: set[str | None] = set()
+    waiting: set[str | None] = set()
+    for live in site.gateway.registry:
+        if live.attempt is not None:
+            began = live.attempt.streams and live.attempt.events > 5
+            (begun if began else waiting).add(live.record.node)
+    both = (begun & waiting) - spared
+    return both.pop() if both else None
+
+
+async def test_a_killed_server_costs_only_the_streams_it_had_begun(tmp_path: Path) -> None:
+    async with (
+        the_fleet(tmp_path) as fleet,
+        a_site(tmp_path, fleet.inventory(), SETTINGS) as site,
+    ):
+        await until(lambda: all(n.state is State.READY for n in site.gateway.fleet.nodes.values()))
+        crowd = Crowd(site, random.Random(5))
+        async with asyncio.TaskGroup() as group:
+            for number in range(CLIENTS):
+                group.create_task(crowd.client(streams=number % 2 == 0))
+            killed: set[str] = set()
+            allowed = await kill_one(site, fleet, crowd, killed)
+            allowed += await kill_one(site, fleet, crowd, killed)
+            crowd.stopped = True
+        broken = [seen for seen in crowd.seen if seen.error is not None]
+        for seen in broken:
+            assert seen.stream
+            assert seen.began
+            assert seen.error is not None
+            assert seen.error["code"] == "node_failed"
+        assert all(seen.complete for seen in crowd.seen if seen not in broken)
+        assert 1 <= len(broken) <= allowed
+        assert len(crowd.seen) > 3 * CLIENTS
+
+        await site.until_idle()
+        codes = [record.code for record in site.records]
+        assert len(codes) == len(crowd.seen)
+        assert codes.count(200) == len(codes) - len(broken)
+        assert codes.count(502) == len(broken)
+        assert max(record.attempts for record in site.records) > 1
+        assert [await busy(url) for url in fleet.urls] == [0] * NODES
+
+
+async def kill_one(site: Site, fleet: LocalFleet, crowd: Crowd, killed: set[str]) -> int:
+    """Kill one more server at its worst moment and see it return; what streams it may cost."""
+    await until(lambda: torn(site, killed) is not None)
+    name = torn(site, killed)
+    assert name is not None
+    killed.add(name)
+    index = int(name.removeprefix("node-"))
+    pid = fleet.pids[index]
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    allowed = sum(
+        live.attempt is not None and live.attempt.streams and live.record.node == name
+        for live in site.gateway.registry
+    )
+    untouched = [seen for seen in crowd.seen if not seen.over and not seen.began]
+    assert untouched
+    node = site.gateway.fleet.nodes[name]
+    await until(lambda: node.state is not State.READY)
+    await until(lambda: all(seen.over for seen in untouched))
+    assert all(seen.complete for seen in untouched if not seen.stream)
+    await until(lambda: node.state is State.READY and node.leased > 0, limit=20)
+    assert fleet.pids[index] not in {None, pid}
+    return allowed
