@@ -439,7 +439,6 @@ async def test_a_reader_that_is_cancelled_leaves_nothing_behind(stage: str) -> N
             await reading
         connection.close()
         await server.until(lambda: server.open == 0)
-        assert connection._waiter is None
         assert not connection.alive
     gc.collect()
 

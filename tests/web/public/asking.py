@@ -125,15 +125,12 @@ async def public(
     node: EmulatedNode | None = None,
     **options: Any,
 ) -> AsyncIterator[Public]:
-    """A gateway over an emulated node; it must be well in the end, and without an error of its own.
-
-    Without settings, it sends no heartbeats and waits for nothing longer than a test may.
-    """
-    async with node or EmulatedNode() as node:
-        async with running_gateway(folder, [node.url], settings, **options) as running:
+    """A gateway over an emulated node; in the end it is well, without an error of its own."""
+    async with node or EmulatedNode() as one:
+        async with running_gateway(folder, [one.url], settings, **options) as running:
             ended: list[RequestFinished] = []
             running.gateway.bus.subscribe(RequestFinished, ended.append)
-            found = Public(running, node, ended)
+            found = Public(running, one, ended)
             yield found
             await found.is_well()
         log = (folder / "gateway.log").read_text()
