@@ -50,8 +50,6 @@ $(STAMP): $(BIN)/python requirements/dev.txt pyproject.toml
 	@echo 'Installing the pinned dependencies (a minute or two the first time)'
 	@$(BIN)/python -m pip install -qq --require-hashes -r requirements/dev.txt
 	@$(BIN)/python -m pip install -qq --no-build-isolation --no-deps -e .
-	@$(BIN)/python -c 'import xllamacpp' 2>/dev/null || \
-	  echo 'make: warning: the embedded llama.cpp does not load. Remedy: apt-get install libgomp1' >&2
 	@touch $@
 
 run: $(STAMP) ## serve real llama.cpp servers of this machine on http://127.0.0.1:8000/v1

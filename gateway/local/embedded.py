@@ -52,11 +52,13 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     try:
         server = serve(options)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         sys.exit(
             f"embedded: the package {error.name!r} is not installed: "
             "pip install 'llama-gateway[local]', or name a llama-server with --server-bin FILE"
         )
+    except ImportError as error:
+        sys.exit(f"embedded: the package {error.name!r} can't be loaded: {error}")
     except RuntimeError as error:
         sys.exit(f"embedded: llama.cpp could not serve {options.model}: {error}")
     sys.stdout.write(f"{server.listening_address}\n")

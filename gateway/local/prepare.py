@@ -11,6 +11,7 @@ from gateway.local.demo_model import MODEL_NAME, ensure_demo_model
 from gateway.local.errors import MissingExtraError
 from gateway.local.gguf_file import Model, read_model
 from gateway.local.memory import check_memory
+from gateway.local.openmp import carried_openmp, system_has_openmp
 from gateway.local.plan import SLOTS, ServerSpec, plan_servers
 from gateway.local.server_command import Binary, find_binary
 from gateway.local.topology import Topology, read_topology
@@ -46,12 +47,23 @@ def prepare(
     cache = cache or cache_folder()
     topology = topology or read_topology()
     binary = find_binary(server_bin)
-    if binary is None and importlib.util.find_spec("xllamacpp") is None:
-        raise MissingExtraError(
-            "the embedded llama.cpp server needs the package 'xllamacpp', which is not installed: "
-            "pip install 'llama-gateway[local]', or name a llama-server with --server-bin FILE"
-        )
+    if binary is None:
+        _check_embedded()
     chosen = read_model(model) if model else read_model(ensure_demo_model(cache), MODEL_NAME)
     specs = plan_servers(topology, chosen, servers=servers, slots=slots, embedding=embedding)
     check_memory(topology, chosen, [spec.memory_node for spec in specs], force=force_memory)
     return LocalPlan(chosen, model is None, specs, binary, logs_folder(cache))
+
+
+def _check_embedded() -> None:
+    remedy = "pip install 'llama-gateway[local]', or name a llama-server with --server-bin FILE"
+    if importlib.util.find_spec("xllamacpp") is None:
+        raise MissingExtraError(
+            "the embedded llama.cpp server needs the package 'xllamacpp', which is not installed: "
+            + remedy
+        )
+    if not system_has_openmp() and carried_openmp() is None:
+        raise MissingExtraError(
+            "the embedded llama.cpp server needs the OpenMP runtime, which neither this system nor "
+            f"an installed package has: {remedy}, or apt-get install libgomp1"
+        )

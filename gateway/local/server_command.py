@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gateway
+from gateway.local.cache import cache_folder
 from gateway.local.embedded import batch_sizes
 from gateway.local.errors import ServerBinaryError
+from gateway.local.openmp import openmp_folder
 from gateway.local.plan import MIB, ServerSpec
 
 BINARY = "llama-server"
@@ -82,10 +84,16 @@ def server_command(
 
 
 def server_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment a server needs: it finds this package wherever it was imported from."""
+    """The environment a server needs to find this package and the OpenMP runtime.
+
+    Raises OSError when the cache folder must be written for that and can't be.
+    """
     made = dict(os.environ if env is None else env)
     root = str(Path(gateway.__file__).parent.parent)
     made["PYTHONPATH"] = os.pathsep.join(filter(None, [root, made.get("PYTHONPATH")]))
+    if openmp := openmp_folder(cache_folder(made)):
+        found = made.get("LD_LIBRARY_PATH")
+        made["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [found, str(openmp)]))
     return made
 
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from gateway.local.demo_vocabulary import WORDS
+from gateway.local.server_command import server_environment
 from tests.servers import (
     DemoServer,
     demo_model,
@@ -166,7 +167,12 @@ def test_it_dies_when_its_parent_is_killed() -> None:
         f"{str(demo_model())!r}], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)\n"
         "p.stdout.readline(); print(p.pid, flush=True); p.wait()"
     )
-    parent = subprocess.Popen([sys.executable, "-c", inner], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", inner],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=server_environment(),
+    )
     assert parent.stdout is not None
     server = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
@@ -178,7 +184,14 @@ def test_it_dies_when_its_parent_is_killed() -> None:
 
 def run_embedded(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gateway.local.embedded", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env=server_environment(),
+    )
 
 
 def test_a_file_that_is_no_model_is_an_error_without_a_traceback(tmp_path: Path) -> None:
