@@ -14,8 +14,8 @@ from gateway.request import Headers, Request
 from gateway.transport.connection import Connection
 from gateway.transport.errors import Errored, Garbage, Stale, UpstreamError
 
-ERROR_EVENT = b"event: error\n"
-"""How a node's own error event begins, in dialects that name their events."""
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream, which goes out once however often a node says it."""
 
 ERROR_BYTES = 256 * 1024
 """Of an error's body no more is read."""
@@ -28,6 +28,7 @@ class Attempt:
         "_clock",
         "_connection",
         "_dialect",
+        "_ended",
         "_failure",
         "_gate",
         "_over",
@@ -61,6 +62,7 @@ class Attempt:
         self._failure: UpstreamError | None = None
         """Set from outside, perhaps before there is a connection."""
         self._gate: EventGate | None = None
+        self._ended = False
         self._over = False
         self._sent = False
         self.began = clock()
@@ -79,6 +81,11 @@ class Attempt:
     def complete(self) -> bool:
         """Whether the node's reply has come to its end."""
         return self._connection is not None and self._connection.complete
+
+    @property
+    def lagging(self) -> bool:
+        """Whether what has come is yet to be read."""
+        return self._connection is not None and self._connection.unread
 
     @property
     def events(self) -> int:
@@ -119,15 +126,19 @@ class Attempt:
         if gate is None:
             return await connection.read()
         while True:
-            chunk = await connection.read()
+            chunk = connection.take()
             if not chunk:
                 if self._failure is not None:
                     raise self._failure
-                return b""
+                if connection.complete:
+                    return b""
+                await connection.arrival()
+                continue
             before = gate.events
             passed = gate.feed(chunk)
-            if ERROR_EVENT in passed:
-                passed = self._before_error(passed)
+            mark = self._dialect.error_mark
+            if passed.endswith(DONE) or (mark and mark in passed):
+                passed = self._to_the_end(passed)
             if gate.events != before:
                 self.lease.last_moved = self._clock()
                 _, second, third = self.tail
@@ -135,18 +146,22 @@ class Attempt:
             if passed:
                 return passed
 
-    def _before_error(self, passed: bytes) -> bytes:
-        """What stands before the node's own error event, which ends the stream.
+    def _to_the_end(self, passed: bytes) -> bytes:
+        """What of it goes out: nothing behind the end, and no error event of the node's own form.
 
-        It goes out in the form that this API's clients know.
+        That one ends the stream, in the form that this API's clients know.
         """
         kept = []
+        mark = self._dialect.error_mark
         for event in sse.split(passed):
-            if sse.event_name(event) == b"error":
+            if self._ended:
+                break
+            if mark and mark in event:
                 data = sse.payload(event)
                 self.fail(Errored(message_of(data) or "The node failed in the middle of it"))
                 break
             kept.append(event)
+            self._ended = event.endswith(DONE)
         return b"".join(kept)
 
     def fail(self, error: UpstreamError) -> None:
@@ -215,8 +230,7 @@ class Attempt:
                 if part is Part.ERROR:
                     return self._refused(sse.payload(event))
                 self.lease.moved(self._clock())
-                if ERROR_EVENT in held:
-                    held = self._before_error(held)
+                held = self._to_the_end(held)
                 self.tail = (b"", b"", held)
                 return held
             if len(held) > most:

@@ -98,9 +98,7 @@ class Connection(asyncio.Protocol):
         Raises: UpstreamError.
         """
         while not self.status:
-            if self._error is not None:
-                raise self._error
-            await self._wait()
+            await self.arrival()
         return self.status
 
     async def read(self) -> bytes:
@@ -111,10 +109,14 @@ class Connection(asyncio.Protocol):
         while not self._parts:
             if self.complete:
                 return b""
-            if self._error is not None:
-                raise self._error
-            await self._wait()
+            await self.arrival()
+        return self.take()
+
+    def take(self) -> bytes:
+        """What `read` would return without waiting; empty if nothing has come."""
         parts = self._parts
+        if not parts:
+            return b""
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         self._parts = []
         self._pending = 0
@@ -140,12 +142,12 @@ class Connection(asyncio.Protocol):
         if self.transport is not None:
             self.transport.abort()
 
-    async def _wait(self) -> None:
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+    def arrival(self) -> asyncio.Future[None]:
+        """Done when more has come, or the end. Raises: UpstreamError, if nothing can come."""
+        if self._error is not None:
+            raise self._error
+        waiter = self._waiter = self._loop.create_future()
+        return waiter
 
     def _wake(self) -> None:
         waiter = self._waiter

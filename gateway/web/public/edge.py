@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,9 +22,9 @@ from gateway.relay.naming import Names
 from gateway.relay.peek import peek
 from gateway.relay.prepare import Incoming, Rules, prepare
 from gateway.relay.relay import Relay
-from gateway.relay.reply import Reply
+from gateway.relay.reply import Reply, Rest
 from gateway.relay.routes import Route
-from gateway.request import Priority
+from gateway.request import Caller, Priority
 from gateway.transport.errors import UpstreamError
 from gateway.web.public.body import Buffered, read_body
 from gateway.web.public.heads import STREAM_LINES, error_fields, lines_of, own_fields, tag_of
@@ -75,22 +75,9 @@ class Edge:
     _prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(4)}")
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    async def serve(self, route: Route, turn: Turn) -> None:
+    def serve(self, route: Route, turn: Turn) -> Awaitable[None]:
         """Serve one request to a routed path; cancelled when its client leaves."""
-        exchange = _Exchange(self, route, turn)
-        record = exchange.record
-        try:
-            await exchange.run()
-        except GatewayError as error:
-            exchange.refuse(error)
-        except (ClientClosed, asyncio.CancelledError):
-            record.code, record.reason = 499, "client_closed"
-            raise
-        except Exception:
-            record.code, record.reason = 500, "internal_error"
-            raise
-        finally:
-            exchange.close()
+        return _Exchange(self, route, turn).serve()
 
     def next_id(self) -> str:
         """An id that no other request of this process has or will have."""
@@ -134,38 +121,61 @@ class _Exchange:
             overhead=None,
         )
 
-    async def run(self) -> None:
-        """Read, relay, send. Raises: GatewayError, ClientClosed."""
-        live = self._live = await self._read()
-        edge, settings = self._edge, self._snapshot.settings
-        edge.registry.add(live)
-        if live.request.stream and settings.heartbeat:
-            heartbeat = Heartbeat(settings.heartbeat, self._beat)
-            try:
-                reply = await edge.relay(live)
-            finally:
-                heartbeat.stop()
-        else:
-            reply = await edge.relay(live)
-        self._reply = reply
-        await self._pass_on(reply)
+    async def serve(self) -> None:
+        """Read, relay, send."""
+        record = self.record
+        try:
+            live = self._live = self._prepared(self._admitted(), await self._read())
+            edge, settings = self._edge, self._snapshot.settings
+            edge.registry.add(live)
+            if live.request.stream and settings.heartbeat:
+                heartbeat = Heartbeat(settings.heartbeat, self._beat)
+                try:
+                    self._reply = await edge.relay(live)
+                finally:
+                    heartbeat.stop()
+            else:
+                self._reply = await edge.relay(live)
+            if self._reply.rest is None:
+                self._pass_on_whole(self._reply)
+            else:
+                await self._pass_on(self._reply, self._reply.rest)
+        except GatewayError as error:
+            self.refuse(error)
+        except (ClientClosed, asyncio.CancelledError):
+            record.code, record.reason = 499, "client_closed"
+            raise
+        except Exception:
+            record.code, record.reason = 500, "internal_error"
+            raise
+        finally:
+            self.close()
 
-    async def _read(self) -> Live:
-        edge, snapshot, record = self._edge, self._snapshot, self.record
-        settings = snapshot.settings
+    def _admitted(self) -> Caller:
+        """Who asks; before anything of the body is read. Raises: GatewayError."""
+        settings = self._snapshot.settings
         caller = caller_of(
             self._headers,
             self._turn.address,
-            snapshot.keys,
+            self._snapshot.keys,
             allow_anonymous=settings.allow_anonymous,
-            loopback_listener=snapshot.loopback,
+            loopback_listener=self._snapshot.loopback,
             trusted_proxies=settings.listen.trusted_proxies,
         )
-        record.caller = caller.id
-        if edge.refusing:
+        self.record.caller = caller.id
+        if self._edge.refusing:
             raise errors.shutting_down()
-        body = await read_body(self._turn, settings.limits, edge.buffered)
+        return caller
+
+    async def _read(self) -> bytes:
+        limits, buffered = self._snapshot.settings.limits, self._edge.buffered
+        body = await read_body(self._turn, limits, buffered)
         self._body_size = len(body)
+        return body
+
+    def _prepared(self, caller: Caller, body: bytes) -> Live:
+        """The request that the body makes. Raises: GatewayError."""
+        edge, record = self._edge, self.record
         peeked = peek(body)
         tier = peeked.service_tier
         wanted = peeked.priority
@@ -184,35 +194,44 @@ class _Exchange:
             caller=caller,
             received=self.received,
         )
-        request = prepare(incoming, peeked, record.priority, snapshot.rules, edge.fleet.model_names)
+        request = prepare(
+            incoming, peeked, record.priority, self._snapshot.rules, edge.fleet.model_names
+        )
         record.stream = request.stream
-        if any(edge.fleet.known(name) for name in request.candidates):
-            record.model = request.model
+        for name in request.candidates:
+            if edge.fleet.known(name):
+                record.model = request.model
+                break
         return Live(request, record)
 
-    async def _pass_on(self, reply: Reply) -> None:
-        record, rest, turn = self.record, reply.rest, self._turn
+    def _pass_on_whole(self, reply: Reply) -> None:
+        record, turn = self.record, self._turn
         if reply.status >= 400:
             record.code = reply.status
             record.reason = record.reason or "node_error"
-            if turn.response_started:
-                turn.end(self._route.dialect.error_event(_as_error(reply), record.id))
-                return
-        if turn.response_started and (rest is None or not rest.attempt.streams):
-            raise errors.node_failed("The node did not stream its answer.")
-        if rest is None:
+        if not turn.response_started:
             turn.reply(reply.status, reply.fields + self._own_fields(), reply.content)
-            return
+        elif reply.status >= 400:
+            turn.end(self._route.dialect.error_event(_as_error(reply), record.id))
+        else:
+            raise errors.node_failed("The node did not stream its answer.")
+
+    async def _pass_on(self, reply: Reply, rest: Rest) -> None:
+        record, turn = self.record, self._turn
+        if turn.response_started and not rest.attempt.streams:
+            raise errors.node_failed("The node did not stream its answer.")
         if turn.response_started:
-            await turn.write(reply.content)
+            turn.write(reply.content)
         else:
             fields = reply.fields + self._own_fields()
             if rest.attempt.streams:
                 fields += b"x-accel-buffering: no\r\n"
-            await turn.begin(reply.status, fields, reply.content)
+            turn.begin(reply.status, fields, reply.content)
         try:
+            await turn.drained()
             while chunk := await rest.next():
-                await turn.write(chunk)
+                if turn.write(chunk):
+                    await turn.drained()
         except UpstreamError:
             # Half of a plain answer is out: it must not look like a whole one.
             record.code, record.reason = 502, "node_failed"
@@ -256,9 +275,10 @@ class _Exchange:
     async def _beat(self) -> None:
         beat = self._route.dialect.heartbeat()
         if self._turn.response_started:
-            await self._turn.write(beat)
+            self._turn.write(beat)
         else:
-            await self._turn.begin(200, STREAM_LINES + self._own_fields(), beat)
+            self._turn.begin(200, STREAM_LINES + self._own_fields(), beat)
+        await self._turn.drained()
 
 
 def _as_error(reply: Reply) -> GatewayError:

@@ -168,7 +168,7 @@ class Turn:
             self._transport.write(content)
         self._complete()
 
-    async def begin(self, status: int, fields: bytes, first: bytes = b"") -> None:
+    def begin(self, status: int, fields: bytes, first: bytes = b"") -> None:
         """The head of a reply of unknown length, with its first bytes."""
         self.response_started = True
         if self._http_10:
@@ -186,15 +186,17 @@ class Turn:
                 )
             )
         )
-        if self._flow.write_paused:
-            await self._flow.drain()
 
-    async def write(self, data: bytes) -> None:
-        """More of it; waits while the client lags."""
+    def write(self, data: bytes) -> bool:
+        """More of it; whether the client lags, so that `drained` should be awaited."""
         if self._chunked:
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         else:
             self._transport.write(data)
+        return self._flow.write_paused
+
+    async def drained(self) -> None:
+        """Wait until the client has taken most of what was written."""
         if self._flow.write_paused:
             await self._flow.drain()
 
