@@ -29,6 +29,8 @@ class Dialect:
     """OpenAI's form, which most others share."""
 
     name = "openai"
+    error_mark = b""
+    """What a node's own error event has where its form is none that this API's clients know."""
 
     def error_body(self, error: GatewayError, tag: str) -> bytes:
         """The error as this API's official client expects it; `tag` is the request's id."""

@@ -1,0 +1,184 @@
+"""A stream that has begun ends as its API says, or with its error event; never in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.relay import sse
+from gateway.relay.routes import ROUTES
+from tests.emulator import EmulatedNode, expected_chat_text
+from tests.gateways import until
+from tests.relay.house import DIALECTS, MESSAGES, Stream, a_house
+
+AFTER = 12
+"""Events: in every dialect some of them have content by then."""
+
+BREAKS: list[tuple[str, dict[str, Any]]] = [
+    ("reset", {}),
+    ("close", {}),
+    ("cut", {}),
+    ("cut", {"reset": True}),
+    ("end", {}),
+    ("garbage_body", {}),
+    ("error_event", {}),
+    ("hang", {}),
+]
+
+
+def check_failed(path: str, reply: Stream, text: str | None = None) -> None:
+    """One error event in the API's own form, as the last, and no end."""
+    assert reply.status == 200
+    assert len(reply.errors) == 1, reply.body[-500:]
+    *_, last = reply.events
+    dialect = ROUTES[path].dialect
+    assert dialect.failed(last)
+    assert not dialect.finished(reply.body)
+    assert b"[DONE]" not in reply.body
+    value = reply.values[-1]
+    named = path in {"/v1/messages", "/v1/responses"}
+    assert (sse.event_name(last) == b"error") is named
+    if named:
+        assert value["type"] == "error"
+    assert value["error"]["type"] == ("api_error" if path == "/v1/messages" else "server_error")
+    if text is not None:
+        assert value["error"]["message"].startswith(text)
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize(("kind", "options"), BREAKS)
+async def test_what_breaks_after_its_first_content_ends_with_an_error_event(
+    tmp_path: Path, path: str, kind: str, options: dict[str, Any]
+) -> None:
+    one = EmulatedNode(answer_tokens=40)
+    async with a_house(tmp_path, one, timeouts={"silence": 0.3}) as house:
+        whole = await house.stream(path)
+        assert whole.errors == []
+        house.finished.clear()
+        house.attempts.clear()
+        one.faults.next(kind, after_events=AFTER, **options)
+        reply = await house.stream(path)
+        check_failed(path, reply, "Compute error." if kind == "error_event" else None)
+        # What came before it is what the node had said.
+        assert len(reply.events) - 1 == AFTER
+        assert one.requests == 2, "a stream that has begun is not repeated"
+        await house.rests()
+        (record,) = house.finished
+        assert record.code == (504 if kind == "hang" else 502)
+        assert record.reason == ("node_timeout" if kind == "hang" else "node_failed")
+        assert record.completion_tokens > 0
+        assert house.node("a").failures == 1
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("kind", ["split", "merge", "crlf", "comments", "chunk_extensions"])
+async def test_a_stream_comes_out_as_it_went_in_however_it_is_cut(
+    tmp_path: Path, path: str, kind: str
+) -> None:
+    one = EmulatedNode(answer_tokens=12)
+    async with a_house(tmp_path, one) as house:
+        plain = await house.stream(path)
+        one.faults.next(kind)
+        reply = await house.stream(path)
+        assert reply.errors == []
+        assert masked(reply) == masked(plain)
+        assert not re.search(rb"(?:\A|\n):[^\n]*\n\r?\n", reply.body)
+        assert (b":\n" in reply.body) is (kind == "comments")
+
+
+def masked(reply: Stream) -> list[bytes]:
+    """The events without what differs from answer to answer."""
+    return [
+        re.sub(rb'[\d.]+|"id[_a-z]*":"[^"]*"|\w+_\w+', b"#", sse.payload(event))
+        for event in reply.events
+    ]
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_a_node_that_tells_no_end_is_found_out(tmp_path: Path, path: str) -> None:
+    one = EmulatedNode(answer_tokens=8)
+    async with a_house(tmp_path, one) as house:
+        one.faults.next("no_done")
+        check_failed(path, await house.stream(path))
+
+
+async def test_the_end_is_told_once(tmp_path: Path) -> None:
+    one = EmulatedNode(answer_tokens=8)
+    async with a_house(tmp_path, one) as house:
+        one.faults.next("double_done")
+        reply = await house.stream()
+        assert reply.errors == []
+        assert reply.body.count(b"data: [DONE]") == 1
+        one.faults.next("merge", count=100)
+        assert (await house.stream()).body.count(b"data: [DONE]") == 1
+
+
+async def test_text_that_looks_like_an_end_is_none(tmp_path: Path) -> None:
+    one = EmulatedNode(answer_tokens=8)
+    fake = b'data: {"choices":[{"delta":{"content":"data: [DONE]"}}]}\n\n'
+    async with a_house(tmp_path, one) as house:
+        one.faults.set("insert", after_events=3, data=fake)
+        whole = await house.stream()
+        assert whole.errors == []
+        one.faults.clear()
+        one.faults.next("reset", after_events=3)
+        check_failed(DIALECTS[0], await house.stream())
+
+
+async def test_comments_can_be_switched_off(tmp_path: Path) -> None:
+    one = EmulatedNode(answer_tokens=8, prefill_tps=60, ping_interval=0.02)
+    async with a_house(tmp_path, one, heartbeat="off") as house:
+        one.faults.next("comments")
+        reply = await house.stream()
+        assert reply.text == expected_chat_text(MESSAGES, 8)
+        assert not re.search(rb"(?:\A|\n):", reply.body)
+
+
+async def test_a_nodes_signs_of_life_pass_in_our_form(tmp_path: Path) -> None:
+    one = EmulatedNode(answer_tokens=8, prefill_tps=60, ping_interval=0.02)
+    async with a_house(tmp_path, one) as house:
+        reply = await house.stream()
+        assert reply.text == expected_chat_text(MESSAGES, 8)
+        assert not re.search(rb"(?:\A|\n):[^\n]*\n\r?\n", reply.body)
+
+
+async def test_several_prompts_begin_with_null_and_end_one_by_one(tmp_path: Path) -> None:
+    one = EmulatedNode(slots=2, answer_tokens=8)
+    async with a_house(tmp_path, one) as house:
+        for path in ("/completion", "/v1/completions"):
+            reply = await house.stream(path, prompt=["one", "two"])
+            assert reply.errors == []
+        assert one.peak_busy == 2
+
+
+async def test_a_client_that_leaves_frees_the_node(tmp_path: Path) -> None:
+    one = EmulatedNode(answer_tokens=1000, decode_tps=50)
+    async with a_house(tmp_path, one) as house:
+        client = house.running.client
+        body = {"messages": MESSAGES, "stream": True}
+        async with client.stream("POST", DIALECTS[0], json=body) as reply:
+            async for _ in reply.aiter_bytes():
+                break
+        await until(lambda: one.busy == 0)
+        await house.rests()
+        assert house.finished[-1].code == 499
+        assert house.node("a").failures == 0
+        assert house.outcomes == [("a", "client_closed")]
+
+
+async def test_a_client_that_reads_slowly_loses_nothing(tmp_path: Path) -> None:
+    one = EmulatedNode(answer_tokens=3000, context=8192)
+    async with a_house(tmp_path, one) as house:
+        body = {"messages": MESSAGES, "stream": True}
+        data = b""
+        async with house.running.client.stream("POST", DIALECTS[0], json=body) as reply:
+            await asyncio.sleep(0.3)
+            async for chunk in reply.aiter_bytes():
+                data += chunk
+        stream = Stream(200, reply.headers, data)
+        assert stream.text == expected_chat_text(MESSAGES, 3000)
+        assert stream.errors == []

@@ -1,0 +1,237 @@
+"""What becomes of each thing that a node can answer, through a whole gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from gateway.relay.verdict import Verdict, judge, message_of, overflow_sizes, status_of
+from tests.emulator import EmulatedNode
+from tests.relay.house import DIALECTS, FIRST, a_house, saying
+from tests.scheduling.build import a_request
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_of_the_clients_own_passes_through_once(
+    tmp_path: Path, status: int, stream: bool
+) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with a_house(tmp_path, one, two) as house:
+        for node in (one, two):
+            node.faults.set("status", status=status)
+        reply = await house.ask(stream=stream)
+        assert reply.status_code == status
+        assert reply.json()["error"]["code"] == status
+        assert reply.headers["x-gateway-attempts"] == "1"
+        assert "x-should-retry" not in reply.headers
+        assert one.requests + two.requests == 1
+        assert [house.node(name).failures for name in "ab"] == [0, 0]
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 405, 501])
+async def test_a_node_that_can_not_serve_it_sends_it_to_another(
+    tmp_path: Path, status: int
+) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+        one.faults.set("status", status=status)
+        reply = await house.ask()
+        assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
+        assert house.node("a").failures == 0
+        two.faults.set("status", status=status)
+        one.requests = two.requests = 0
+        reply = await house.ask()
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (502, "node_failed")
+        assert reply.headers["x-should-retry"] == "false"
+        assert one.requests + two.requests <= 2, "a node was asked twice"
+
+
+async def test_what_a_node_does_not_do_it_is_not_asked_again(tmp_path: Path) -> None:
+    one, two = EmulatedNode(), EmulatedNode(embeddings=True)
+    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+        for _ in range(3):
+            reply = await house.ask("/v1/embeddings", input="a")
+            assert reply.status_code == 200
+        assert (one.requests, two.requests) == (1, 3)
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_node_that_has_no_time_is_left_for_another(
+    tmp_path: Path, status: int, stream: bool
+) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+        one.faults.next("status", status=status, body='{"error":{"message":"no"}}')
+        reply = await house.ask(stream=stream)
+        assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
+        assert reply.headers["x-gateway-node"] == "b"
+        assert house.node("a").failures == (0 if status == 429 else 1)
+
+
+async def test_when_all_have_no_time_it_is_502(tmp_path: Path) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with a_house(tmp_path, one, two) as house:
+        for node in (one, two):
+            node.faults.set("status", status=429)
+        reply = await house.ask()
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (502, "node_failed")
+        assert reply.headers["x-should-retry"] == "false"
+        assert reply.headers["x-gateway-attempts"] == "3"
+
+
+async def test_an_error_that_two_nodes_agree_on_is_the_requests_own(tmp_path: Path) -> None:
+    nodes = [EmulatedNode() for _ in range(3)]
+    async with a_house(tmp_path, *nodes) as house:
+        for node in nodes:
+            node.faults.set("status", status=500, body='{"error":{"message":"Bad template"}}')
+        reply = await house.ask()
+        assert (reply.status_code, reply.json()["error"]["message"]) == (500, "Bad template")
+        assert reply.headers["x-gateway-attempts"] == "2"
+        assert sum(node.requests for node in nodes) == 2
+        assert [house.node(name).failures for name in "abc"] == [0, 0, 0]
+
+
+async def test_an_error_that_only_one_node_has_is_its_fault(tmp_path: Path) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+        one.faults.next("status", status=500)
+        reply = await house.ask()
+        assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
+        assert [house.node(name).failures for name in "ab"] == [1, 0]
+
+
+async def test_the_only_nodes_error_passes_through(tmp_path: Path) -> None:
+    one = EmulatedNode()
+    async with a_house(tmp_path, one) as house:
+        one.faults.next("status", status=500)
+        reply = await house.ask()
+        assert (reply.status_code, one.requests) == (500, 1)
+
+
+async def test_a_node_that_fails_at_once_does_not_draw_all_work(tmp_path: Path) -> None:
+    """It is always free: without waiting for the other, it would be asked twice and not blamed."""
+    broken, slow = EmulatedNode(slots=1), EmulatedNode(slots=1, decode_tps=100)
+    never = {"open": 30.0, "open_max": 30.0}
+    async with a_house(tmp_path, broken, slow, nodes=FIRST, health=never) as house:
+        broken.faults.set("status", status=500)
+        replies = await asyncio.gather(*(house.ask(max_tokens=3) for _ in range(12)))
+        assert {reply.status_code for reply in replies} == {200}
+        assert house.node("a").failures >= 5
+        assert house.node("a").state.value == "ejected"
+
+
+WORDS = " ".join(150 * ["a"])
+"""About 150 tokens, which the gateway takes for some 75."""
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_that_is_too_long_goes_to_a_larger_node_once(
+    tmp_path: Path, path: str, stream: bool
+) -> None:
+    small, large = EmulatedNode(context=120), EmulatedNode(context=4096)
+    async with a_house(tmp_path, small, large, nodes=FIRST) as house:
+        reply = await house.ask(path, stream=stream, **saying(path, WORDS))
+        assert reply.status_code == 200, reply.text
+        assert (small.requests, large.requests) == (1, 1)
+        assert [house.node(name).failures for name in "ab"] == [0, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_that_is_too_long_for_all_is_400_with_the_context(
+    tmp_path: Path, stream: bool
+) -> None:
+    small, other = EmulatedNode(context=120), EmulatedNode(context=121)
+    async with a_house(tmp_path, small, other, nodes=FIRST) as house:
+        reply = await house.ask(stream=stream, messages=[{"role": "user", "content": WORDS}])
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (
+            400,
+            "context_length_exceeded",
+        )
+        error = reply.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert error["n_ctx"] in {120, 121}
+        assert error["n_prompt_tokens"] > 121
+        assert small.requests + other.requests <= 2
+        assert [house.node(name).failures for name in "ab"] == [0, 0]
+
+
+async def test_embeddings_say_it_with_a_500(tmp_path: Path) -> None:
+    small = EmulatedNode(embeddings=True, context=120)
+    large = EmulatedNode(embeddings=True, context=4096)
+    too_large = (
+        '{"error":{"code":500,"message":"input (600 tokens) is too large to process. increase the '
+        'physical batch size (current batch size: 512)","type":"server_error"}}'
+    )
+    async with a_house(tmp_path, small, large, nodes=FIRST) as house:
+        small.faults.set("status", status=500, body=too_large)
+        reply = await house.ask("/v1/embeddings", input="a")
+        assert reply.status_code == 200
+        assert house.node("a").failures == 0
+        large.faults.set("status", status=500, body=too_large)
+        reply = await house.ask("/v1/embeddings", input="a")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (
+            400,
+            "context_length_exceeded",
+        )
+
+
+async def test_a_huge_error_is_cut_and_still_an_error(tmp_path: Path) -> None:
+    one = EmulatedNode()
+    async with a_house(tmp_path, one) as house:
+        one.faults.next("status", status=422, body="x" * 1_000_000)
+        reply = await house.ask()
+        assert reply.status_code == 422
+        assert len(reply.content) < 1_000_000
+
+
+# The judgement alone.
+
+EMBEDDINGS = a_request(endpoint="embeddings")
+CHAT = a_request()
+OVERFLOW = b'{"error":{"type":"exceed_context_size_error","n_prompt_tokens":9,"n_ctx":8}}'
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "verdict"),
+    [
+        (200, b"", Verdict.PASS),
+        (302, b"", Verdict.REFUSED),
+        (400, b"", Verdict.PASS),
+        (400, b"not json", Verdict.PASS),
+        (400, b'{"error":"text"}', Verdict.PASS),
+        (400, OVERFLOW, Verdict.OVERFLOW),
+        (409, b"", Verdict.PASS),
+        (408, b"", Verdict.BUSY),
+        (500, b'{"error":{"message":"too large to process"}}', Verdict.ERROR),
+        (500, b"", Verdict.ERROR),
+        (507, b"", Verdict.ERROR),
+        (504, OVERFLOW, Verdict.BUSY),
+    ],
+)
+def test_a_reply_is_judged_by_status_and_type(
+    status: int, content: bytes, verdict: Verdict
+) -> None:
+    assert judge(status, content, CHAT) is verdict
+
+
+def test_a_500_about_the_size_is_an_overflow_for_embeddings_alone() -> None:
+    content = b'{"error":{"message":"input is too large to process"}}'
+    assert judge(500, content, EMBEDDINGS) is Verdict.OVERFLOW
+    assert judge(500, content, CHAT) is Verdict.ERROR
+
+
+def test_what_an_error_tells_is_read_in_both_forms() -> None:
+    assert overflow_sizes(OVERFLOW) == (9, 8)
+    assert overflow_sizes(b"[]") == (None, None)
+    assert message_of(b'{"error":{"message":"a"}}') == "a"
+    assert message_of(b'{"message":"a"}') == "a"
+    assert message_of(b"{") is None
+    assert status_of(b'{"error":{"code":503}}') == 503
+    assert status_of(b'{"code":400}') == 400
+    assert status_of(b'{"error":{"code":"server_error"}}') == 500
+    assert status_of(b'{"error":{"code":200}}') == 500
