@@ -7,7 +7,7 @@ node's relative speed, as in Envoy's weighted least-request; ties at random.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from gateway.fleet.node import Node
 from gateway.fleet.states import State
@@ -38,9 +38,9 @@ def least_loaded(
     request: Request,
     now: float,
     rng: random.Random,
-    held: Collection[str] = (),
+    closed: Collection[str] = (),
 ) -> Node | None:
-    """The node to send `request` to now, or None while none has room.
+    """The node to send `request` to now, or None while none has room that is not `closed` to it.
 
     A node that failed this request comes after all others, then its host's other nodes.
     """
@@ -51,7 +51,7 @@ def least_loaded(
     failed = request.failed
     failed_hosts = {node.spec.host for node in nodes if node.name in failed} if failed else ()
     for node in nodes:
-        if (node.free(now) < slots if slots else not node.capacity(now)) or node.name in held:
+        if (node.free(now) < slots if slots else not node.capacity(now)) or node.name in closed:
             continue
         doubt = 0
         if failed:
@@ -67,17 +67,18 @@ def least_loaded(
     return best
 
 
-def untried(
-    able: Sequence[tuple[str, Sequence[Node]]], failed: Collection[str]
-) -> Sequence[tuple[str, Sequence[Node]]]:
-    """What a request may go to after some nodes have failed it: others, while one is in.
+def to_avoid(
+    able: Iterable[tuple[str, Sequence[Node]]], failed: Collection[str]
+) -> Collection[str]:
+    """The nodes that a request does not go to again: those that failed it, while another is in.
 
     Else a node that fails fast, and so is always free, would get every second attempt too.
     """
-    others = [(name, [node for node in nodes if node.name not in failed]) for name, nodes in able]
-    if any(node.state in TAKING for _, nodes in others for node in nodes):
-        return [(name, nodes) for name, nodes in others if nodes]
-    return able
+    if failed and any(
+        node.state in TAKING and node.name not in failed for _, nodes in able for node in nodes
+    ):
+        return failed
+    return ()
 
 
 def to_hold(nodes: Sequence[Node], request: Request, now: float) -> str:
@@ -85,5 +86,9 @@ def to_hold(nodes: Sequence[Node], request: Request, now: float) -> str:
 
     `nodes` are those that can hold it; one that takes no work now is only the last resort.
     """
-    best = max(nodes, key=lambda node: (node.capacity(now) >= request.slots, node.free(now)))
-    return best.name
+
+    def nearness(node: Node) -> tuple[bool, bool, int]:
+        wide = node.capacity(now) >= request.slots
+        return wide, node.name not in request.failed, node.free(now)
+
+    return max(nodes, key=nearness).name

@@ -10,7 +10,7 @@ import asyncio
 import math
 import random
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from gateway import errors
@@ -20,7 +20,7 @@ from gateway.fleet.lease import Lease
 from gateway.fleet.node import Node
 from gateway.fleet.states import State
 from gateway.request import Priority, Request
-from gateway.scheduling.choice import least_loaded, narrowed, to_hold, untried
+from gateway.scheduling.choice import least_loaded, narrowed, to_avoid, to_hold
 from gateway.scheduling.rate import CompletionRate
 
 TICK = 0.5
@@ -197,7 +197,7 @@ class Scheduler:
             if nodes:
                 able.append((name, nodes))
         if able:
-            return untried(able, request.failed) if request.failed else able
+            return able
         if widest:
             raise errors.invalid_request(
                 f"This request takes {request.slots} slots at once, more than any node has "
@@ -218,12 +218,16 @@ class Scheduler:
         """A node with room for it that serves the first of its names that some node can."""
         if self.closing:
             raise errors.shutting_down()
-        held = self._held if self._queue and request.slots else ()
+        closed: Collection[str] = self._held if self._queue and request.slots else ()
+        avoided: Collection[str] = ()
+        if request.failed:
+            avoided = to_avoid(able, request.failed)
+            closed = {*closed, *avoided}
         for name, nodes in able:
-            node = least_loaded(nodes, request, now, self.rng, held)
+            node = least_loaded(nodes, request, now, self.rng, closed)
             if node is not None:
                 return node, name
-            if _any_alive(nodes):
+            if _any_alive(nodes, avoided):
                 break
         return None
 
@@ -373,8 +377,8 @@ def _shape(request: Request, smallest: float) -> Shape:
     )
 
 
-def _any_alive(nodes: Sequence[Node]) -> bool:
-    return any(node.state in ALIVE for node in nodes)
+def _any_alive(nodes: Sequence[Node], avoided: Collection[str] = ()) -> bool:
+    return any(node.state in ALIVE and node.name not in avoided for node in nodes)
 
 
 def _taken(node: Node, request: Request, now: float) -> Lease:

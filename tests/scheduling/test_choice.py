@@ -7,7 +7,7 @@ from collections import Counter
 
 from gateway.fleet.node import Node
 from gateway.fleet.states import State
-from gateway.scheduling.choice import fits, least_loaded, narrowed, to_hold, untried
+from gateway.scheduling.choice import fits, least_loaded, narrowed, to_avoid, to_hold
 from tests.fleet.build import take
 from tests.scheduling.build import a_request, node
 
@@ -98,17 +98,17 @@ def test_after_a_failure_other_nodes_are_waited_for_while_one_is_in() -> None:
     failed, other = node("a"), node("b")
     able = [("demo", [failed, other])]
     take(other, 2)
-    assert untried(able, {"a"}) == [("demo", [other])]
+    assert to_avoid(able, {"a"}) == {"a"}
     other.state = State.MUTE
-    assert untried(able, {"a"}) is able
+    assert to_avoid(able, {"a"}) == ()
     other.state = State.DOWN
-    assert untried(able, {"a"}) is able
+    assert to_avoid(able, {"a"}) == ()
 
 
 def test_after_a_failure_another_model_of_the_list_will_do() -> None:
     failed, other = node("a"), node("b", models=("second",))
     able = [("demo", [failed]), ("second", [other])]
-    assert untried(able, {"a"}) == [("second", [other])]
+    assert to_avoid(able, {"a"}) == {"a"}
 
 
 def test_a_wide_request_waits_at_the_node_that_is_nearest_to_hold_it() -> None:

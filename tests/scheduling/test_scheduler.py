@@ -350,6 +350,13 @@ async def test_after_a_failure_the_other_node_is_waited_for() -> None:
     assert task.result()[0].node is busy
 
 
+async def test_after_a_failure_the_next_model_of_the_list_will_do() -> None:
+    failing, other = node("a", models=("x",)), node("b", models=("y",))
+    scheduler = a_scheduler(failing, other)
+    lease, model = await scheduler.lease(a_request("helper", "x", "y", failed={"a"}))
+    assert (lease.node, model) == (other, "y")
+
+
 async def test_the_only_node_is_tried_again() -> None:
     scheduler = a_scheduler(node("a"))
     lease, _ = await scheduler.lease(a_request(failed={"a"}))
