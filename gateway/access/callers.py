@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
+from functools import lru_cache
 
 from gateway import errors
 from gateway.access.keys import KeyRing, presented
@@ -47,13 +48,13 @@ def caller_of(
             raise errors.invalid_api_key()
     elif not (allow_anonymous or loopback_listener):
         raise errors.invalid_api_key()
-    address = address_of(headers, client_address, trusted_proxies)
-    return Caller(
-        id=f"anonymous:{address}",
-        name="anonymous",
-        best=Priority.URGENT if loopback_listener else Priority.NORMAL,
-        anonymous=True,
-    )
+    best = Priority.URGENT if loopback_listener else Priority.NORMAL
+    return _anonymous(address_of(headers, client_address, trusted_proxies), best)
+
+
+@lru_cache(maxsize=1024)
+def _anonymous(address: str, best: Priority) -> Caller:
+    return Caller(id=f"anonymous:{address}", name="anonymous", best=best, anonymous=True)
 
 
 def address_of(
@@ -105,7 +106,7 @@ def priority_of(
             )
     else:
         asked = _TIERS.get(service_tier or "", Priority.NORMAL)
-    return max(asked, caller.best)
+    return asked if asked >= caller.best else caller.best
 
 
 def _asked(headers: Headers) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from gateway.config.routing import ModelRule
 
@@ -29,11 +30,16 @@ class Names:
     def meanings(self, name: str) -> tuple[Meaning, ...]:
         """The models that `name` stands for, in order of preference; itself if nothing is said."""
         if name not in self.rules:
-            return (Meaning(name),)
+            return _plain(name)
         found = self._known.get(name)
         if found is None:
             found = self._known[name] = tuple(_follow(name, self.rules, ()))[:MOST_MEANINGS]
         return found
+
+
+@lru_cache(maxsize=1024)
+def _plain(name: str) -> tuple[Meaning, ...]:
+    return (Meaning(name),)
 
 
 def _follow(
