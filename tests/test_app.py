@@ -1,0 +1,293 @@
+"""The gateway as a process: how it starts, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.emulator import EmulatedNode
+from tests.emulator.wire import wired
+from tests.web.public.asking import HELLO, answer, request
+
+pytestmark = pytest.mark.slow
+
+START_LIMIT = 30.0
+STREAM = request({**HELLO, "stream": True})
+QUIET = {"health": {"interval": 0.2}}
+
+
+@dataclass(slots=True)
+class Process:
+    """A gateway that runs as `llama-gateway serve`."""
+
+    process: asyncio.subprocess.Process
+    url: str = ""
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """What it has logged."""
+
+    def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    async def status(self, limit: float = 10.0) -> int:
+        """Its exit status, once it has ended."""
+        async with asyncio.timeout(limit):
+            return await self.process.wait()
+
+    async def logged(self, event: str) -> dict[str, Any]:
+        """The first line of this event."""
+        async with asyncio.timeout(START_LIMIT):
+            while True:
+                for line in self.lines:
+                    if line["event"] == event:
+                        return line
+                assert self.process.returncode is None or not self.reading(), self.lines
+                await asyncio.sleep(0.01)
+
+    def reading(self) -> bool:
+        assert self.process.stderr is not None
+        return self.process.stderr.at_eof()
+
+    async def read(self) -> None:
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            self.lines.append(json.loads(line))
+
+    async def ready(self) -> None:
+        """Wait until it takes work."""
+        async with asyncio.timeout(START_LIMIT):
+            while (await self.get("/ready")) != 200:
+                await asyncio.sleep(0.02)
+
+    async def get(self, path: str) -> int:
+        async with wired(self.url) as wire:
+            await wire.send(request(b"", method="GET", path=path))
+            return (await answer(wire)).status
+
+
+def command(folder: Path, url: str, settings: Mapping[str, Any], *arguments: str) -> list[str]:
+    nodes, config = folder / "nodes.yaml", folder / "gateway.yaml"
+    nodes.write_text(yaml.safe_dump({"nodes": [{"name": "n", "url": url}]}))
+    config.write_text(yaml.safe_dump(dict(settings)))
+    files = ["--nodes", str(nodes), "--config", str(config)]
+    ports = ["--port", "0", "--admin-port", "0"]
+    return [sys.executable, "-m", "gateway", "serve", *files, *ports, *arguments]
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    return {**os.environ, "XDG_STATE_HOME": str(folder / "state"), **more}
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    folder: Path, node: EmulatedNode, settings: Mapping[str, Any] | None = None, **more: str
+) -> AsyncIterator[Process]:
+    """A gateway over `node` that takes work; it is killed if the test has not ended it."""
+    process = await asyncio.create_subprocess_exec(
+        *command(folder, node.url, {**QUIET, **(settings or {})}),
+        env=environment(folder, **more),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    found = Process(process)
+    reading = asyncio.create_task(found.read())
+    try:
+        found.url = (await found.logged("listening"))["public"]
+        await found.ready()
+        yield found
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        await reading
+    assert not any("exception" in line or line["level"] == "error" for line in found.lines)
+
+
+async def refused(folder: Path, *arguments: str, settings: Mapping[str, Any]) -> tuple[int, str]:
+    """Exit status and stderr of a gateway that does not start."""
+    process = await asyncio.create_subprocess_exec(
+        *command(folder, "http://127.0.0.1:9", settings, *arguments),
+        env=environment(folder),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(START_LIMIT):
+        _, err = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, err.decode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_ends_it_in_order(tmp_path: Path, number: signal.Signals) -> None:
+    async with EmulatedNode() as node, serving(tmp_path, node) as gateway:
+        async with wired(gateway.url) as idle:
+            await idle.send(request({**HELLO, "max_tokens": 1}))
+            assert (await answer(idle)).status == 200
+            began = time.monotonic()
+            gateway.signal(number)
+            assert await idle.rest() == b"", "an idle connection is closed"
+        assert await gateway.status() == 0
+        assert time.monotonic() - began < 5
+        assert [line["event"] for line in gateway.lines][-1] == "ended"
+
+
+async def test_it_says_that_it_is_not_ready_before_it_closes(tmp_path: Path) -> None:
+    settings = {"shutdown": {"delay": 0.7}}
+    async with EmulatedNode() as node, serving(tmp_path, node, settings) as gateway:
+        gateway.signal()
+        await gateway.logged("shutting down")
+        assert await gateway.get("/ready") == 503
+        assert await gateway.get("/health") == 200
+        async with wired(gateway.url) as wire:
+            await wire.send(request({**HELLO, "max_tokens": 1}))
+            assert (await answer(wire)).status == 200, "work that still comes is still done"
+        assert await gateway.status() == 0
+
+
+async def test_what_runs_and_waits_may_end(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(slots=1, decode_tps=40, answer_tokens=40) as node,
+        serving(tmp_path, node) as gateway,
+        wired(gateway.url) as running,
+        wired(gateway.url) as waiting,
+    ):
+        await running.send(STREAM)
+        await running.head()
+        await running.some()
+        await waiting.send(request({**HELLO, "max_tokens": 2}))
+        await asyncio.sleep(0.1)
+        gateway.signal()
+        await gateway.logged("shutting down")
+        with pytest.raises(OSError):  # noqa: PT012 - the listener closes a moment later
+            while True:
+                async with wired(gateway.url):
+                    await asyncio.sleep(0.05)
+        body = await running.rest()
+        assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert (await answer(waiting)).status == 200
+        assert await gateway.status() == 0
+        assert node.requests == 2
+
+
+async def test_what_outlasts_the_grace_is_told_so(tmp_path: Path) -> None:
+    settings = {"shutdown": {"grace": 0.5}}
+    async with (
+        EmulatedNode(slots=1, decode_tps=20, answer_tokens=10_000) as node,
+        serving(tmp_path, node, settings) as gateway,
+        wired(gateway.url) as running,
+        wired(gateway.url) as waiting,
+    ):
+        await running.send(STREAM)
+        await running.head()
+        await running.some()
+        await waiting.send(request())
+        await asyncio.sleep(0.1)
+        gateway.signal()
+        body = await running.rest()
+        assert body.endswith(b"\n\n\r\n0\r\n\r\n"), "the stream was cut"
+        assert b'"code":"shutting_down"' in body[-300:]
+        assert b"[DONE]" not in body
+        refusal = await answer(waiting)
+        assert (refusal.status, refusal.code) == (503, "shutting_down")
+        assert int(refusal.headers["retry-after"]) > 0
+        assert await gateway.status() == 0
+        assert (await gateway.logged("the grace is over"))["ended"] == 2
+        await node.until(lambda: node.busy == 0)
+
+
+async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(slots=1, decode_tps=20, answer_tokens=10_000) as node,
+        serving(tmp_path, node) as gateway,
+        wired(gateway.url) as running,
+    ):
+        await running.send(STREAM)
+        await running.head()
+        gateway.signal()
+        await gateway.logged("shutting down")
+        gateway.signal()
+        assert await gateway.status(5.0) == 1
+        await node.until(lambda: node.busy == 0)
+
+
+async def test_a_second_signal_ends_the_delay_too(tmp_path: Path) -> None:
+    settings = {"shutdown": {"delay": 60}}
+    async with EmulatedNode() as node, serving(tmp_path, node, settings) as gateway:
+        gateway.signal()
+        await gateway.logged("shutting down")
+        gateway.signal()
+        assert await gateway.status(5.0) == 1
+
+
+async def test_systemd_is_told_of_its_life(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        path = str(tmp_path / "notify")
+        sock.bind(path)
+        sock.setblocking(False)
+        heard: list[str] = []
+
+        async def hear(until: str) -> None:
+            async with asyncio.timeout(START_LIMIT):
+                while until not in heard:
+                    data = await asyncio.get_running_loop().sock_recv(sock, 4096)
+                    heard.extend(data.decode().split("\n"))
+
+        more = {"NOTIFY_SOCKET": path, "WATCHDOG_USEC": "200000"}
+        async with EmulatedNode() as node, serving(tmp_path, node, **more) as gateway:
+            await hear("READY=1")
+            assert any(line.startswith("STATUS=") for line in heard)
+            heard.clear()
+            for _ in range(3):
+                await hear("WATCHDOG=1")
+                heard.clear()
+            gateway.signal()
+            await hear("STOPPING=1")
+            assert await gateway.status() == 0
+
+
+@pytest.mark.parametrize("flag", ["--port", "--admin-port"])
+async def test_a_port_that_is_taken_is_told_with_the_remedy(tmp_path: Path, flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, err = await refused(tmp_path, flag, str(port), settings={})
+    assert status == 1
+    assert f"127.0.0.1:{port}" in err
+    assert flag in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("--host", "0.0.0.0"), "--allow-anonymous"),
+        (("--admin-host", "0.0.0.0"), "--admin-key-file"),
+        (("--admin-host", "0.0.0.0", "--admin-key-file", "missing.key"), "missing.key"),
+    ],
+)
+async def test_an_address_that_is_open_to_all_needs_keys(
+    tmp_path: Path, arguments: tuple[str, ...], hint: str
+) -> None:
+    status, err = await refused(tmp_path, *arguments, settings={})
+    assert status == 2
+    assert hint in err
+    assert "Traceback" not in err
+
+
+async def test_settings_that_are_wrong_are_told_with_their_line(tmp_path: Path) -> None:
+    status, err = await refused(tmp_path, settings={"listn": {"port": 1}})
+    assert status == 2
+    assert "gateway.yaml:1" in err
+    assert "listen" in err
+    assert "Traceback" not in err
