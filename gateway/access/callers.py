@@ -106,7 +106,7 @@ def priority_of(
             )
     else:
         asked = _TIERS.get(service_tier or "", Priority.NORMAL)
-    return asked if asked >= caller.best else caller.best
+    return max(asked, caller.best)
 
 
 def _asked(headers: Headers) -> str | None:
