@@ -158,8 +158,9 @@ async def kill_one(site: Site, fleet: LocalFleet, crowd: Crowd, killed: set[str]
     pid = fleet.pids[index]
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+    # One whose beginning is on its way to us has begun as well.
     allowed = sum(
-        live.attempt is not None and live.attempt.streams and live.record.node == name
+        live.attempt is not None and live.request.stream and live.record.node == name
         for live in site.gateway.registry
     )
     untouched = [seen for seen in crowd.seen if not seen.over and not seen.began]

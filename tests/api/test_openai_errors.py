@@ -103,6 +103,28 @@ async def test_a_prompt_that_is_too_long_is_told_with_the_context(
     assert caught.value.body["n_prompt_tokens"] > CONTEXT
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_prompt_that_is_too_long_for_one_node_goes_to_a_roomier_one(
+    tmp_path: Path, chat_url: str, narrow_url: str, *, streams: bool
+) -> None:
+    # Letters that make no words have a token each: more than their number lets one guess.
+    messages = [{"role": "user", "content": "zq" * 1500}]
+    nodes: list[dict[str, Any]] = [
+        {"name": "small", "url": chat_url, "speed_hint": 10.0},
+        {"name": "roomy", "url": narrow_url},
+    ]
+    async with a_site(tmp_path, nodes) as site, site.openai() as client:
+        raw = await client.chat.completions.with_raw_response.create(
+            **CHAT | {"messages": messages, "stream": streams}
+        )
+        answer: Any = raw.parse()
+        chunks = [chunk async for chunk in answer] if streams else [answer]
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert raw.headers["x-gateway-attempts"] == "2"
+        assert raw.headers["x-gateway-node"] == "roomy"
+        assert site.gateway.fleet.nodes["small"].failures == 0
+
+
 async def test_a_text_that_is_too_long_to_embed_is_told_the_same_way(
     openai: AsyncOpenAI, site: Site
 ) -> None:

@@ -61,8 +61,7 @@ class Serving:
     def write_nodes(self, **urls: str) -> None:
         """Replace the inventory as an editor does: by a rename."""
         new = self.nodes_file.with_suffix(".new")
-        nodes = [{"name": name, "url": url} for name, url in urls.items()]
-        new.write_text(yaml.safe_dump({"nodes": nodes}))
+        new.write_text(inventory(**urls))
         new.rename(self.nodes_file)
 
     async def nodes(self) -> dict[str, Any]:
@@ -72,6 +71,11 @@ class Serving:
         return {node["name"]: node for node in told["nodes"]}
 
 
+def inventory(**urls: str) -> str:
+    nodes = [{"name": name, "url": url} for name, url in urls.items()]
+    return yaml.safe_dump({"nodes": nodes})
+
+
 @asynccontextmanager
 async def serving(folder: Path, **urls: str) -> AsyncIterator[Serving]:
     """The process over these servers; at its end it gets SIGTERM and must end well."""
@@ -79,24 +83,23 @@ async def serving(folder: Path, **urls: str) -> AsyncIterator[Serving]:
     config.write_text(
         yaml.safe_dump({"health": {"interval": 0.2}, "listen": {"port": 0}, "admin": {"port": 0}})
     )
-    waiting = Serving(None, nodes_file)  # type: ignore[arg-type]
-    waiting.write_nodes(**urls)
+    nodes_file.write_text(inventory(**urls))
     process = await asyncio.create_subprocess_exec(
         *COMMAND, "serve", "--nodes", nodes_file, "--config", config,
         stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE,
         env={"XDG_STATE_HOME": str(folder / "state"), "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
-    waiting.process = process
-    reading = asyncio.create_task(waiting.read_log())
+    gateway = Serving(process, nodes_file)
+    reading = asyncio.create_task(gateway.read_log())
     try:
         async with asyncio.timeout(START_LIMIT):
-            await waiting.listening.wait()
-        yield waiting
+            await gateway.listening.wait()
+        yield gateway
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), START_LIMIT) == 0
         await reading
-        assert waiting.lines[-1]["event"] == "ended"
+        assert gateway.lines[-1]["event"] == "ended"
     finally:
         reading.cancel()
         if process.returncode is None:
