@@ -68,7 +68,7 @@ class Process:
     async def ready(self) -> None:
         """Wait until it takes work."""
         async with asyncio.timeout(START_LIMIT):
-            while (await self.get("/ready")) != 200:
+            while (await self.get("/ready")) != 200:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.02)
 
     async def get(self, path: str) -> int:
@@ -86,18 +86,21 @@ def command(folder: Path, url: str, settings: Mapping[str, Any], *arguments: str
     return [sys.executable, "-m", "gateway", "serve", *files, *ports, *arguments]
 
 
-def environment(folder: Path, **more: str) -> dict[str, str]:
-    return {**os.environ, "XDG_STATE_HOME": str(folder / "state"), **more}
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
 
 
 @contextlib.asynccontextmanager
 async def serving(
-    folder: Path, node: EmulatedNode, settings: Mapping[str, Any] | None = None, **more: str
+    folder: Path,
+    node: EmulatedNode,
+    settings: Mapping[str, Any] | None = None,
+    more: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Process]:
     """A gateway over `node` that takes work; it is killed if the test has not ended it."""
     process = await asyncio.create_subprocess_exec(
         *command(folder, node.url, {**QUIET, **(settings or {})}),
-        env=environment(folder, **more),
+        env={**environment(folder), **(more or {})},
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -245,7 +248,7 @@ async def test_systemd_is_told_of_its_life(tmp_path: Path) -> None:
                     heard.extend(data.decode().split("\n"))
 
         more = {"NOTIFY_SOCKET": path, "WATCHDOG_USEC": "200000"}
-        async with EmulatedNode() as node, serving(tmp_path, node, **more) as gateway:
+        async with EmulatedNode() as node, serving(tmp_path, node, more=more) as gateway:
             await hear("READY=1")
             assert any(line.startswith("STATUS=") for line in heard)
             heard.clear()

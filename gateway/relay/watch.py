@@ -33,6 +33,10 @@ class Watched(Protocol):
     limits: Limits
     sent: float
 
+    @property
+    def lagging(self) -> bool:
+        """Whether its client has yet to take what the node has sent."""
+
     def fail(self, error: UpstreamError) -> None:
         """End it with `error`."""
 
@@ -70,7 +74,8 @@ class Watch:
         now = self._clock()
         for attempt in list(self._watched):
             failure = overdue(attempt.lease, attempt.limits, attempt.sent, now)
-            if failure is not None:
+            # A node that waits for a slow client is silent through no fault of its own.
+            if failure is not None and (failure.limit == "total" or not attempt.lagging):
                 self._watched.discard(attempt)
                 attempt.fail(failure)
         if self._watched:

@@ -49,7 +49,7 @@ class Listener:
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            timeout_keep_alive=int(keep_alive),
+            timeout_keep_alive=max(1, round(keep_alive)),
             backlog=BACKLOG,
             ssl_certfile=certificate,
             ssl_keyfile=key,

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import httpx
+import pytest
+import trustme
+
+from gateway.config.listeners import LimitSettings
+from gateway.web.listener import Listener, bind
+from gateway.web.public.protocol import bounded
+from tests.emulator.wire import Wire
+from tests.web.public.asking import HELLO, answer, public, request
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def tls(authority: trustme.CA, tmp_path: Path) -> dict[str, str]:
+    own = authority.issue_cert("127.0.0.1")
+    own.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    own.private_key_pem.write_to_path(tmp_path / "key.pem")
+    return {"cert": str(tmp_path / "cert.pem"), "key": str(tmp_path / "key.pem")}
+
+
+def trusting(authority: trustme.CA) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    return context
+
+
+async def test_the_public_listener_may_speak_tls(
+    tmp_path: Path, authority: trustme.CA, tls: dict[str, str]
+) -> None:
+    settings = {"listen": {"tls": tls}, "limits": {"header_timeout": 0.5, "body_bytes": 1_000_000}}
+    async with public(tmp_path, settings, well=False) as gate:
+        assert gate.url.startswith("https://127.0.0.1:")
+        async with httpx.AsyncClient(verify=trusting(authority), trust_env=False) as client:
+            url = f"{gate.url}/v1/chat/completions"
+            for stream in (False, True):
+                reply = await client.post(url, json={**HELLO, "max_tokens": 2, "stream": stream})
+                assert reply.status_code == 200
+            reply = await client.post(url, json={**HELLO, "padding": "x" * 900_000})
+            assert reply.status_code == 200
+            reply = await client.post(url, json={**HELLO, "padding": "x" * 1_500_000})
+            assert reply.status_code == 413
+        port = int(gate.url.rpartition(":")[2])
+        for data, status in ((b"POST /v1", 408), (b"garbage\r\n\r\n", 400)):
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", port, ssl=trusting(authority)
+            )
+            wire = Wire(reader, writer)
+            await wire.send(data)
+            assert (await answer(wire)).status == status
+            await wire.leave()
+        connections = gate.running.gateway.public._server.server_state.connections  # type: ignore[union-attr]
+        await gate.node.until(lambda: not connections)
+
+
+async def test_plain_http_on_a_tls_port_is_closed_and_harms_nobody(
+    tmp_path: Path, authority: trustme.CA, tls: dict[str, str]
+) -> None:
+    async with public(tmp_path, {"listen": {"tls": tls}}, well=False) as gate:
+        port = int(gate.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request())
+        async with asyncio.timeout(5.0):
+            await reader.read()
+        writer.close()
+        async with httpx.AsyncClient(verify=trusting(authority), trust_env=False) as client:
+            assert (await client.get(f"{gate.url}/health")).status_code == 200
+
+
+async def test_a_port_that_is_taken_is_told() -> None:
+    with bind("127.0.0.1", 0) as sock:
+        sock.listen()
+        with pytest.raises(OSError, match="in use"):
+            bind("127.0.0.1", sock.getsockname()[1])
+
+
+async def test_every_address_is_of_both_families() -> None:
+    with bind("::", 0) as sock:
+        sock.listen()
+        for host in ("127.0.0.1", "::1"):
+            reader, writer = await asyncio.open_connection(host, sock.getsockname()[1])
+            writer.close()
+            await writer.wait_closed()
+            del reader
+
+
+@pytest.mark.parametrize(
+    ("host", "url"), [("127.0.0.1", "http://127.0.0.1:"), ("::1", "http://[::1]:")]
+)
+async def test_a_listener_tells_its_url(host: str, url: str) -> None:
+    listener = Listener(_nothing, bind(host, 0), protocol=bounded(LimitSettings()), keep_alive=0.5)
+    assert listener.url.startswith(url)
+    await listener.close()
+
+
+async def test_an_idle_connection_is_closed_in_time(tmp_path: Path) -> None:
+    async with public(tmp_path, {"listen": {"keep_alive": 0.5}}) as gate:
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", int(gate.url.rpartition(":")[2])
+        )
+        wire = Wire(reader, writer)
+        for _ in range(2):
+            await wire.send(request({**HELLO, "max_tokens": 1}))
+            assert (await answer(wire)).status == 200
+            await asyncio.sleep(0.1)
+        assert await wire.rest() == b""
+        await wire.leave()
+
+
+async def _nothing(*_: object) -> None:
+    raise AssertionError
