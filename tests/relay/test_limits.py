@@ -1,0 +1,170 @@
+"""How long a node may take, and what excuses it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from gateway.fleet.lease import Phase
+from gateway.relay.watch import Limits, first_byte_limit, overdue
+from tests.emulator import EmulatedNode
+from tests.fleet.build import Clock, a_node, take
+from tests.gateways import until
+from tests.relay.house import DIALECTS, a_house
+
+LIMITS = Limits(connect=3.0, first_byte=60.0, silence=20.0, until=1000.0)
+
+
+def outcome(lease: object, limits: Limits, now: float) -> str | None:
+    error = overdue(lease, limits, 100.0, now)  # type: ignore[arg-type]
+    return None if error is None else error.limit
+
+
+def test_the_first_content_has_its_own_limit() -> None:
+    node = a_node(Clock(100.0))
+    lease = take(node)
+    assert outcome(lease, LIMITS, 159.9) is None
+    assert outcome(lease, LIMITS, 160.0) == "first_byte"
+    lease.head_came(150.0)  # the head is no sign of progress
+    assert outcome(lease, LIMITS, 160.0) == "first_byte"
+
+
+def test_silence_counts_from_the_last_content() -> None:
+    node = a_node(Clock(100.0))
+    lease = take(node)
+    lease.moved(130.0)
+    assert outcome(lease, LIMITS, 149.9) is None
+    assert outcome(lease, LIMITS, 150.0) == "silence"
+    lease.last_moved = 150.0
+    assert outcome(lease, LIMITS, 160.0) is None
+
+
+def test_a_plain_answer_has_the_whole_time() -> None:
+    limits = Limits(connect=3.0, first_byte=None, silence=20.0, until=1000.0)
+    lease = take(a_node(Clock(100.0)))
+    assert outcome(lease, limits, 999.0) is None
+    assert outcome(lease, limits, 1000.0) == "total"
+
+
+def test_a_neighbours_prefill_excuses_both_but_not_for_ever() -> None:
+    clock = Clock(100.0)
+    node = a_node(clock)
+    mute, waiting, reading = take(node), take(node), take(node)
+    mute.moved(101.0)
+    for lease in (waiting, reading):
+        lease.head_came(140.0)
+    assert outcome(mute, LIMITS, 130.0) is None
+    assert outcome(waiting, LIMITS, 165.0) is None
+    # 60 s of reading are a sign of life, no more unless more was to be expected.
+    assert outcome(mute, LIMITS, 201.0) == "silence"
+    assert outcome(mute, LIMITS, 1000.0) == "total"
+    reading.phase = waiting.phase = Phase.DECODE
+    assert outcome(mute, LIMITS, 130.0) == "silence"
+
+
+def test_a_long_prompt_on_a_slow_node_has_longer() -> None:
+    node = a_node()
+    assert first_byte_limit(60.0, take(node, expected_prefill=10.0)) == 60.0
+    assert first_byte_limit(60.0, take(node, expected_prefill=100.0)) == 400.0
+    assert first_byte_limit(60.0, take(node)) == 60.0
+
+
+async def test_a_stream_that_falls_silent_is_ended(tmp_path: Path) -> None:
+    one = EmulatedNode(answer_tokens=40)
+    async with a_house(tmp_path, one, timeouts={"silence": 0.3}) as house:
+        one.faults.next("hang", after_events=10)
+        began = time.monotonic()
+        reply = await house.stream()
+        assert 0.3 <= time.monotonic() - began < 3.0
+        assert reply.errors[0]["code"] == "node_timeout"
+        await until(lambda: one.busy == 0)
+
+
+async def test_comments_are_no_sign_of_progress(tmp_path: Path) -> None:
+    one = EmulatedNode(prefill_tps=1, ping_interval=0.05)
+    async with a_house(
+        tmp_path, one, timeouts={"first_byte": 0.4}, retries={"attempts": 1}
+    ) as house:
+        house.node("a").speed._prefill.learn(10_000, 1.0)
+        reply = await house.stream()
+        assert (reply.status, reply.headers["x-gateway-reason"]) == (504, "node_timeout")
+        assert reply.headers["x-should-retry"] == "false"
+        await one.kill()  # it would read on for a minute
+
+
+async def test_a_prompt_has_time_by_its_length_and_the_nodes_speed(tmp_path: Path) -> None:
+    one = EmulatedNode(prefill_tps=40, answer_tokens=2)
+    async with a_house(
+        tmp_path, one, timeouts={"first_byte": 0.3}, retries={"attempts": 1}
+    ) as house:
+        # Nothing is known of its speed: much is allowed.
+        words = " ".join(40 * ["word"])
+        reply = await house.stream(messages=[{"role": "user", "content": words}])
+        assert (reply.status, reply.errors) == (200, [])
+
+
+async def test_silence_is_excused_while_another_prompt_is_read(tmp_path: Path) -> None:
+    one = EmulatedNode(
+        slots=2, answer_tokens=60, decode_tps=60, prefill_tps=120, prefill_stalls=True
+    )
+    async with a_house(tmp_path, one, timeouts={"silence": 0.3}) as house:
+        first = asyncio.create_task(house.stream())
+        node = house.node("a")
+        await until(lambda: any(lease.phase is Phase.DECODE for lease in node.leases))
+        words = " ".join(120 * ["word"])
+        second = asyncio.create_task(
+            house.stream(messages=[{"role": "user", "content": words}], max_tokens=2)
+        )
+        one_reply, other = await asyncio.gather(first, second)
+        assert (one_reply.errors, other.errors) == ([], [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_clients_own_limit_ends_a_request_without_blame(
+    tmp_path: Path, stream: bool
+) -> None:
+    one = EmulatedNode(prefill_tps=1)
+    async with a_house(tmp_path, one) as house:
+        began = time.monotonic()
+        reply = await house.ask(stream=stream, headers={"X-Request-Timeout": "0.3"})
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (504, "node_timeout")
+        assert reply.headers["x-should-retry"] == "false"
+        assert 0.3 <= time.monotonic() - began < 2.0
+        assert house.node("a").failures == 0
+        assert one.requests == 1
+        await one.kill()  # it would read on for a minute
+        await until(lambda: house.node("a").leased == 0)
+
+
+async def test_the_clients_own_limit_holds_in_the_queue_too(tmp_path: Path) -> None:
+    one = EmulatedNode(slots=1, decode_tps=20, answer_tokens=40)
+    async with a_house(tmp_path, one) as house:
+        first = asyncio.create_task(house.ask())
+        await until(lambda: one.busy == 1)
+        reply = await house.ask(headers={"X-Request-Timeout": "0.2"})
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (503, "queue_timeout")
+        assert reply.headers["x-should-retry"] == "false"
+        assert int(reply.headers["retry-after"]) >= 1
+        assert (await first).status_code == 200
+        assert one.requests == 1
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", ""])
+async def test_a_limit_that_is_none_is_the_clients_mistake(tmp_path: Path, value: str) -> None:
+    one = EmulatedNode()
+    async with a_house(tmp_path, one) as house:
+        reply = await house.ask(headers={"X-Request-Timeout": value})
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (400, "invalid_request")
+        assert one.requests == 0
+
+
+async def test_a_whole_request_has_a_limit_and_a_node_its_own(tmp_path: Path) -> None:
+    one = EmulatedNode(decode_tps=20, answer_tokens=1000)
+    nodes = ({"timeouts": {"total": 0.5}},)
+    async with a_house(tmp_path, one, nodes=nodes) as house:
+        reply = await house.stream(DIALECTS[0])
+        assert reply.errors[0]["code"] == "node_timeout"
+        assert reply.text
