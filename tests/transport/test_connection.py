@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import itertools
 from collections.abc import Awaitable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.transport import connection as module
 from gateway.transport.connection import HEAD_BYTES, HIGH_WATER, Connection
@@ -456,3 +460,74 @@ async def test_whoever_waits_for_the_head_learns_of_a_failure_from_this_side() -
         with pytest.raises(Overdue):
             await heading
         await server.until(lambda: server.open == 0)
+
+
+# Whatever comes, in whatever pieces.
+
+
+class Silent(asyncio.Transport):
+    """A transport that leads nowhere: what would come from it is fed to the connection."""
+
+    closed = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None: ...
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def abort(self) -> None:
+        self.closed = True
+
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+
+
+def fed(loop: asyncio.AbstractEventLoop, pieces: list[bytes]) -> Connection:
+    connection = Connection(loop)
+    connection.connection_made(Silent())
+    connection.send(ASK)
+    for piece in pieces:
+        if connection.alive:
+            connection.data_received(piece)
+    if connection.alive:
+        connection.connection_lost(None)
+    return connection
+
+
+REPLIES = [
+    OK,
+    CHUNKED + b"3;a=b\r\nhel\r\n2\r\nlo\r\n0\r\nX-T: 1\r\n\r\n",
+    b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 E\r\nA: b\r\n\r\n" + OK,
+    b"HTTP/1.1 200 OK\r\n\r\nhello",
+    b"HTTP/1.0 200\r\nContent-Length: 5\r\n\r\nhello",
+]
+
+
+@given(reply=st.sampled_from(REPLIES), cuts=st.sets(st.integers(1, 200)))
+def test_a_reply_is_the_same_in_whatever_pieces_it_comes(reply: bytes, cuts: set[int]) -> None:
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        places = [0, *sorted(cut for cut in cuts if cut < len(reply)), len(reply)]
+        connection = fed(loop, [reply[a:b] for a, b in itertools.pairwise(places)])
+        assert connection.status == 200
+        assert connection.complete
+        assert connection.take() == b"hello"
+
+
+@given(
+    reply=st.sampled_from(REPLIES),
+    changes=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1, max_size=6),
+    cut=st.integers(1, 200),
+)
+def test_a_reply_that_is_spoilt_is_an_answer_or_an_error(
+    reply: bytes, changes: list[tuple[int, int]], cut: int
+) -> None:
+    data = bytearray(reply)
+    for place, byte in changes:
+        data[place % len(data)] = byte
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        connection = fed(loop, [bytes(data[:cut]), bytes(data[cut:])])
+        if not connection.complete:
+            connection.take()
+            with pytest.raises(UpstreamError):
+                connection.arrival()
+        assert not connection.alive
+        assert not connection.reusable

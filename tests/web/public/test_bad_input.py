@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -558,5 +559,39 @@ async def test_a_storm_of_nonsense_leaves_nothing_behind(gate: Public) -> None:
                 await wire.some()
 
     await asyncio.gather(*(one(number) for number in range(120)))
+    connections = gate.running.gateway.public._server.server_state.connections  # type: ignore[union-attr]
+    await gate.node.until(lambda: not connections)
+
+
+async def test_requests_that_are_spoilt_are_answered_or_ended(gate: Public) -> None:
+    rng = random.Random(20)
+    whole = [
+        request({**HELLO, "max_tokens": 1}, "X-Request-ID: a", "Content-Type: application/json"),
+        request({**HELLO, "max_tokens": 1, "stream": True}, "Connection: keep-alive, X-A"),
+        f"POST {CHAT} HTTP/1.1\r\nHost: g\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{{}}\r\n"
+        "0\r\n\r\n".encode(),
+        request(b"", method="GET", path="/v1/models?x=%20#y"),
+    ]
+
+    async def one(number: int) -> None:
+        data = bytearray(whole[number % len(whole)])
+        for _ in range(rng.randint(1, 5)):
+            place = rng.randrange(len(data))
+            what = rng.choice(b'\0\r\n :;,/%{}[]"0159azAZ\x7f\x80\xff')
+            if rng.random() < 0.5:
+                data[place] = what
+            else:
+                data.insert(place, what)
+        async with wired(gate.url) as wire:
+            middle = rng.randrange(len(data))
+            await wire.send(bytes(data[:middle]))
+            await asyncio.sleep(0)
+            with suppress(ConnectionError):
+                await wire.send(bytes(data[middle:]))
+                told = await wire.some()
+                assert not told or told.startswith(b"HTTP/1.1 ")
+
+    for start in range(0, 200, 50):
+        await asyncio.gather(*(one(number) for number in range(start, start + 50)))
     connections = gate.running.gateway.public._server.server_state.connections  # type: ignore[union-attr]
     await gate.node.until(lambda: not connections)
