@@ -64,14 +64,12 @@ class Rest:
             self.settler.broken(attempt, failure.outcome)
             raise failure
         tail = b"".join(attempt.tail)
-        if self.dialect.finished(tail) and not attempt.cut:
-            if failure is None:
-                self.settler.finished(attempt, tail)
-            else:
-                # All that counts had come; what broke was behind it.
-                self.settler.broken(attempt, failure.outcome)
+        whole = self.dialect.ends_once or self.live.request.slots < 2
+        if self.dialect.finished(tail) and not attempt.cut and (whole or failure is None):
+            # What may have broken was behind all that counts.
+            self.settler.finished(attempt, tail)
             return b""
-        if failure is None and self.dialect.failed(tail):
+        if self.dialect.failed(tail):
             self._note(502, "node_failed")
             self.settler.broken(attempt, "error_event")
             return b""

@@ -155,6 +155,31 @@ async def test_several_prompts_begin_with_null_and_end_one_by_one(tmp_path: Path
         assert one.peak_busy == 2
 
 
+async def test_the_end_of_one_prompts_answer_is_not_the_end_of_all(tmp_path: Path) -> None:
+    one = EmulatedNode(slots=2, answer_tokens=8)
+    async with a_house(tmp_path, one) as house:
+        whole = await house.stream("/completion", prompt=["one", "two"])
+        assert [value["stop"] for value in whole.values[-2:]] == [True, True]
+        one.faults.next("close", after_events=len(whole.events) - 1)
+        reply = await house.stream("/completion", prompt=["one", "two"])
+        check_failed("/completion", reply)
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_what_breaks_behind_the_end_is_no_failure(tmp_path: Path, path: str) -> None:
+    one = EmulatedNode(answer_tokens=8)
+    async with a_house(tmp_path, one) as house:
+        whole = await house.stream(path)
+        one.faults.next("close", after_events=len(whole.events))
+        reply = await house.stream(path)
+        assert reply.errors == []
+        assert len(reply.events) == len(whole.events)
+        await house.rests()
+        first, second = house.finished
+        assert (second.code, second.completion_tokens) == (200, first.completion_tokens)
+        assert house.node("a").failures == 0
+
+
 async def test_a_client_that_leaves_frees_the_node(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=1000, decode_tps=50)
     async with a_house(tmp_path, one) as house:

@@ -29,6 +29,8 @@ class Dialect:
     """OpenAI's form, which most others share."""
 
     name = "openai"
+    ends_once = True
+    """Whether one event ends the stream, however many answers it holds."""
     error_mark = b""
     """What a node's own error event has where its form is none that this API's clients know."""
 

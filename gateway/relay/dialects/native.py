@@ -12,6 +12,7 @@ class Native(Dialect):
     """Events with `content`, the last with `"stop": true`."""
 
     name = "native"
+    ends_once = False
 
     def is_content(self, value: dict[str, Any]) -> bool:
         return bool(value.get("content") or value.get("tokens") or value.get("stop"))

@@ -1,0 +1,51 @@
+"""What a public model name stands for."""
+
+from __future__ import annotations
+
+from gateway.config.routing import ModelRule
+from gateway.relay.naming import MOST_MEANINGS, Meaning, Names
+
+
+def names(**rules: ModelRule) -> Names:
+    return Names({name.replace("_", "-"): rule for name, rule in rules.items()})
+
+
+def test_a_name_without_a_rule_means_itself() -> None:
+    assert names().meanings("mistral") == (Meaning("mistral"),)
+
+
+def test_an_alias_means_what_it_uses() -> None:
+    rule = ModelRule(use=("mistral",))
+    assert names(gpt=rule).meanings("gpt") == (Meaning("mistral", (rule,)),)
+
+
+def test_a_list_is_kept_in_its_order() -> None:
+    found = names(helper=ModelRule(use=("phi", "mistral"))).meanings("helper")
+    assert [meaning.name for meaning in found] == ["phi", "mistral"]
+
+
+def test_rules_are_collected_along_the_chain() -> None:
+    outer, inner = ModelRule(use=("b",), set={"x": 1}), ModelRule(set={"x": 2})
+    assert names(a=outer, b=inner).meanings("a") == (Meaning("b", (outer, inner)),)
+
+
+def test_a_name_may_use_itself_beside_others() -> None:
+    rule = ModelRule(use=("a", "b"))
+    found = names(a=rule).meanings("a")
+    assert found == (Meaning("a", (rule,)), Meaning("b", (rule,)))
+
+
+def test_the_first_way_to_a_model_counts() -> None:
+    via, direct = ModelRule(use=("m",), set={"x": 1}), ModelRule(use=("via", "m"))
+    found = names(top=direct, via=via).meanings("top")
+    assert found == (Meaning("m", (direct, via)),)
+
+
+def test_an_alias_fans_out_to_a_bound() -> None:
+    wide = ModelRule(use=tuple(f"m{i}" for i in range(100)))
+    assert len(names(wide=wide).meanings("wide")) == MOST_MEANINGS
+
+
+def test_a_meaning_is_worked_out_once() -> None:
+    some = names(gpt=ModelRule(use=("mistral",)))
+    assert some.meanings("gpt") is some.meanings("gpt")
