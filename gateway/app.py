@@ -7,8 +7,9 @@ import contextlib
 import gc
 import random
 import signal
+import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import structlog
@@ -255,12 +256,7 @@ class Gateway:
         key = None
         if admin.key_file is not None:
             key = read_key(admin.key_file)
-        public_sock = _bound(listen.host, listen.port, "--port (listen.port)")
-        try:
-            admin_sock = _bound(admin.host, admin.port, "--admin-port (admin.port)")
-        except StartError:
-            public_sock.close()
-            raise
+        public_sock, admin_sock = _sockets(self.settings)
         public = Listener(
             self._public,
             public_sock,
@@ -358,7 +354,25 @@ class Gateway:
         return change
 
 
-def _bound(host: str, port: int, flag: str) -> Any:
+@contextlib.contextmanager
+def addresses_held(settings: Settings) -> Iterator[None]:
+    """Keep the listeners' addresses for a gateway that is yet to start. Raises: StartError."""
+    public, admin = _sockets(settings)
+    with public, admin:
+        yield
+
+
+def _sockets(settings: Settings) -> tuple[socket.socket, socket.socket]:
+    """The public listener's and the admin listener's."""
+    public = _bound(settings.listen.host, settings.listen.port, "--port (listen.port)")
+    try:
+        return public, _bound(settings.admin.host, settings.admin.port, "--admin-port (admin.port)")
+    except StartError:
+        public.close()
+        raise
+
+
+def _bound(host: str, port: int, flag: str) -> socket.socket:
     try:
         return bind(host, port)
     except OSError as error:

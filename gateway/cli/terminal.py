@@ -50,14 +50,17 @@ def complain(message: str) -> None:
     from gateway.config.problems import printable
 
     for line in message.splitlines() or [""]:
-        console(sys.stderr).print(Text("error: ", style="bold red"), printable(line), sep="")
+        console(sys.stderr).print(
+            Text("error: ", style="bold red"), printable(line), sep="", soft_wrap=True
+        )
 
 
 def note(message: str) -> None:
     """Tell on stderr what is worth knowing, so that stdout stays what was asked for."""
     from gateway.config.problems import printable
 
-    console(sys.stderr).print(printable(message))
+    # Not folded here: a command is copied from a terminal in one piece.
+    console(sys.stderr).print(printable(message), soft_wrap=True)
 
 
 def put_json(value: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
+import signal
 import tempfile
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,8 +15,8 @@ from gateway.cli.options import examples
 from gateway.cli.terminal import CommandFailed, note
 
 if TYPE_CHECKING:
+    from gateway.config.settings import Settings
     from gateway.local.prepare import LocalPlan
-    from gateway.local.supervisor import Progress
     from gateway.options import Options
 
 EXAMPLES = examples(
@@ -99,6 +100,8 @@ def up(
     end with the gateway, however it ends; one that dies is started again. Their logs are in the
     cache folder (LLAMA_GATEWAY_CACHE, by default ~/.cache/llama-gateway).
     """
+    import asyncio
+
     from gateway.app import start
     from gateway.local.errors import LocalFleetError
     from gateway.local.prepare import prepare
@@ -127,83 +130,59 @@ def up(
         raise CommandFailed(str(error), error.status) from None
     except KeyboardInterrupt:
         status = 130
+    except asyncio.CancelledError:
+        status = 0
     raise typer.Exit(status)
 
 
 async def _serve(plan: LocalPlan, given: Options) -> int:
-    from gateway.app import serve
+    """Start the servers and the gateway over them; the exit status."""
+    import asyncio
+
+    from gateway.app import addresses_held, serve
+    from gateway.cli.starting import Starting
     from gateway.config.inventory import load_inventory
     from gateway.local.supervisor import LocalFleet
     from gateway.observe.logs import set_up
     from gateway.options import read
 
+    # Until the gateway serves and minds signals itself, this ends the servers that start.
+    here = asyncio.current_task()
+    assert here is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, here.cancel)
     # Whatever is wrong with the settings is told before a model is loaded.
     settings, _ = read(given)
-    told = _Teller(len(plan.specs))
     if plan.is_demo:
         note("No --model: using the demo model. Its weights are random and its words mean nothing.")
-    note(f"Starting {len(plan.specs)} llama.cpp server(s); their logs are in {plan.log_folder}")
-    async with LocalFleet(
-        plan.specs, plan.log_folder, binary=plan.binary, on_progress=told.progress
-    ) as fleet:
+    servers = (
+        "a llama.cpp server" if len(plan.specs) == 1 else f"{len(plan.specs)} llama.cpp servers"
+    )
+    note(f"Starting {servers}; logs are in {plan.log_folder}")
+    starting = Starting([spec.name for spec in plan.specs])
+    async with AsyncExitStack() as ended_with_us:
+        fleet = LocalFleet(
+            plan.specs, plan.log_folder, binary=plan.binary, on_progress=starting.step
+        )
+        # A port that somebody has is told now too, and no server takes one of ours.
+        with addresses_held(settings), starting:
+            await ended_with_us.enter_async_context(fleet)
         given.nodes.write_text(_inventory(fleet.inventory()))
         inventory = await asyncio.to_thread(load_inventory, given.nodes)
-        with set_up(settings.logging.level, settings.logging.format) as logs:
-            told.serving = True
-            return await serve(
-                given,
-                settings,
-                inventory,
-                logs,
-                lambda gateway: _invite(gateway.public.url if gateway.public else ""),
-            )
+        logs = ended_with_us.enter_context(set_up(settings.logging.level, settings.logging.format))
+        return await serve(
+            given,
+            settings,
+            inventory,
+            logs,
+            lambda gateway: _invite(gateway.public.url if gateway.public else "", settings),
+        )
 
 
-class _Teller:
-    """Tells how far the servers are: on stderr while they start, in the log afterwards."""
-
-    def __init__(self, servers: int) -> None:
-        self.serving = False
-        self._servers = servers
-        self._ready = 0
-
-    def progress(self, step: Progress) -> None:
-        """One step of one server."""
-        import structlog
-
-        from gateway.local.supervisor import Exited, Loading, Ready, Started
-
-        if self.serving:
-            log = structlog.get_logger()
-            match step:
-                case Exited():
-                    log.warning(
-                        "server exited", server=step.name, how=step.how, restart_in=step.restart_in
-                    )
-                case Ready():
-                    log.info("server ready", server=step.name, seconds=round(step.seconds, 1))
-                case _:
-                    pass
-            return
-        match step:
-            case Started():
-                note(f"  {step.name}: started on {step.url}")
-            case Loading():
-                note(f"  {step.name}: loading the model")
-            case Ready():
-                self._ready += 1
-                note(
-                    f"  {step.name}: ready after {step.seconds:.1f} s "
-                    f"({self._ready} of {self._servers})"
-                )
-            case Exited():
-                note(f"  {step.name}: {step.how}, started again in {step.restart_in:g} s")
-
-
-def _invite(url: str) -> None:
+def _invite(url: str, settings: Settings) -> None:
+    key = " -H 'Authorization: Bearer YOUR-KEY'" if settings.keys else ""
+    note(f"Serving an OpenAI-compatible API at {url}/v1 (Ctrl-C ends it). Try:")
     note(
-        f"Serving an OpenAI-compatible API at {url}/v1 (Ctrl-C ends it). Try:\n"
-        f"  curl {url}/v1/chat/completions -d "
+        f"  curl {url}/v1/chat/completions{key} -d "
         '\'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40}\''
     )
 

@@ -1,0 +1,85 @@
+"""How far the servers of `llama-gateway up` are: a live list on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import structlog
+from rich.progress import Progress as Display
+from rich.progress import SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from gateway.cli.terminal import console, note
+from gateway.local.supervisor import Exited, Loading, Progress, Ready, Started
+
+
+class Starting:
+    """Takes every step of the servers: shown inside this context, logged afterwards."""
+
+    def __init__(self, servers: Sequence[str]) -> None:
+        output = console(sys.stderr)
+        self._live = output.is_terminal and not output.is_dumb_terminal
+        self._display = Display(
+            TextColumn(" "),
+            SpinnerColumn("line", finished_text=" "),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+            console=output,
+            disable=not self._live,
+        )
+        self._rows: dict[str, TaskID] = {
+            name: self._display.add_task(name, total=1) for name in servers
+        }
+        self._over = False
+
+    def step(self, step: Progress) -> None:
+        """One step of one server."""
+        if self._over:
+            _log(step)
+        elif self._live:
+            ready = isinstance(step, Ready)
+            self._display.update(
+                self._rows[step.name],
+                description=f"{step.name}: {_words(step)}",
+                completed=int(ready),
+            )
+        else:
+            note(f"  {step.name}: {_words(step)}")
+
+    def __enter__(self) -> Self:
+        self._display.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._display.stop()
+        self._over = True
+
+
+def _words(step: Progress) -> str:
+    match step:
+        case Started():
+            return f"started on {step.url}"
+        case Loading():
+            return "loading the model"
+        case Ready():
+            return f"ready after {step.seconds:.1f} s"
+        case Exited():
+            return f"{step.how}, is started again in {step.restart_in:g} s"
+
+
+def _log(step: Progress) -> None:
+    log = structlog.get_logger()
+    match step:
+        case Exited():
+            log.warning("server exited", server=step.name, how=step.how, restart_in=step.restart_in)
+        case Ready():
+            log.info("server ready", server=step.name, seconds=round(step.seconds, 1))
+        case _:
+            pass
