@@ -11,7 +11,7 @@ import trustme
 from pydantic import SecretStr
 
 from gateway.config.inventory import NodeSpec
-from gateway.transport.errors import ConnectFailed
+from gateway.transport.errors import ConnectFailed, ConnectTimedOut
 from gateway.transport.upstream import Upstream, connect, origin
 from tests.transport.raw import Peer, always, raw_server
 
@@ -203,3 +203,17 @@ async def test_a_plain_server_behind_an_https_url_is_told(secured: list[Upstream
         secured.append(upstream)
         with pytest.raises(ConnectFailed):
             await upstream.pool.connect(5.0)
+
+
+async def test_a_handshake_that_takes_too_long_is_told_and_given_up(
+    secured: list[Upstream],
+) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.reader.read()
+
+    async with raw_server(script) as server:
+        upstream = connect(spec(f"https://127.0.0.1:{server.port}", tls={"verify": False}))
+        secured.append(upstream)
+        with pytest.raises(ConnectTimedOut):
+            await upstream.pool.connect(0.1)
+        await server.until(lambda: server.opened == 1 and server.open == 0)

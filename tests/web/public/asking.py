@@ -128,6 +128,7 @@ async def public(
     **options: Any,
 ) -> AsyncIterator[Public]:
     """A gateway over an emulated node; in the end it is `well`, without an error of its own."""
+    before = asyncio.all_tasks()
     async with node or EmulatedNode() as one:
         async with running_gateway(folder, [one.url], settings, **options) as running:
             ended: list[RequestFinished] = []
@@ -139,3 +140,5 @@ async def public(
         log = (folder / "gateway.log").read_text()
         assert "Traceback" not in log, log
         assert '"level":"error"' not in log.replace(" ", ""), log
+    left = asyncio.all_tasks() - before - {asyncio.current_task()}
+    assert not left, left
