@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from gateway.fleet.lease import Lease
@@ -36,6 +37,7 @@ class Attempt:
         "_watch",
         "began",
         "content",
+        "excused",
         "headers",
         "lease",
         "limits",
@@ -66,6 +68,7 @@ class Attempt:
         self._over = False
         self._sent = False
         self.began = clock()
+        self.excused = -math.inf
         self.sent = 0.0
         """When the request was first sent; 0 before."""
         self.status = 0

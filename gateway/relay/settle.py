@@ -35,7 +35,7 @@ class Settler:
         attempt.end()
         lease = attempt.lease
         self.fleet.succeeded(lease.node, self.clock(), lease.taken)
-        self.scheduler.completed()
+        self._completed(lease)
         usage = _usage(attempt, sample)
         if usage is None:
             usage = self._counted(attempt)
@@ -50,7 +50,7 @@ class Settler:
         lease = attempt.lease
         if outcome not in BLAMELESS:
             self.fleet.failed(lease.node, self.clock(), lease.taken)
-        self.scheduler.completed()
+        self._completed(lease)
         self._write(lease, self._counted(attempt))
         self.tell(attempt, outcome)
 
@@ -66,6 +66,11 @@ class Settler:
                 attempt.status or None,
             )
         )
+
+    def _completed(self, lease: Lease) -> None:
+        # Counting tokens, say, tells nothing of how fast slots come free.
+        if lease.slots:
+            self.scheduler.completed()
 
     def _counted(self, attempt: Attempt) -> Usage:
         """One event holds about one token; the prompt's tokens are the estimate."""

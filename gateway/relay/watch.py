@@ -11,6 +11,9 @@ from gateway.fleet.evidence import PREFILL_FACTOR, another_reads
 from gateway.fleet.lease import Lease
 from gateway.transport.errors import Overdue, UpstreamError
 
+GRACE = 5.0
+"""Seconds that a stream has to move again when what excused its silence is over."""
+
 EVERY = 0.2
 """Seconds between two looks: no limit is kept more exactly than that."""
 
@@ -32,6 +35,8 @@ class Watched(Protocol):
     lease: Lease
     limits: Limits
     sent: float
+    excused: float
+    """When it was last silent through no fault of its node."""
 
     @property
     def lagging(self) -> bool:
@@ -74,8 +79,7 @@ class Watch:
         now = self._clock()
         for attempt in list(self._watched):
             failure = overdue(attempt.lease, attempt.limits, attempt.sent, now)
-            # A node that waits for a slow client is silent through no fault of its own.
-            if failure is not None and (failure.limit == "total" or not attempt.lagging):
+            if failure is not None and not _excused(attempt, failure, now):
                 self._watched.discard(attempt)
                 attempt.fail(failure)
         if self._watched:
@@ -88,12 +92,21 @@ def overdue(lease: Lease, limits: Limits, sent: float, now: float) -> Overdue | 
         return Overdue("total", "The request took longer than it may")
     moved = lease.last_moved
     if moved is not None:
-        if now < max(sent, moved) + limits.silence or another_reads(lease, now):
+        if now < max(sent, moved) + limits.silence:
             return None
         return Overdue("silence", f"The node was silent for {limits.silence:.0f} s")
-    if limits.first_byte is None or now < sent + limits.first_byte or another_reads(lease, now):
+    if limits.first_byte is None or now < sent + limits.first_byte:
         return None
     return Overdue("first_byte", f"Nothing came for {limits.first_byte:.0f} s")
+
+
+def _excused(attempt: Watched, failure: Overdue, now: float) -> bool:
+    """Whether the node can't help being silent: it reads another prompt, or the client lags."""
+    if failure.limit == "total":
+        return False
+    if attempt.lagging or another_reads(attempt.lease, now):
+        attempt.excused = now
+    return now < attempt.excused + min(GRACE, attempt.limits.silence)
 
 
 def first_byte_limit(base: float, lease: Lease) -> float:

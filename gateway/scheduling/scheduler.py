@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -239,10 +239,12 @@ class Scheduler:
         settings = self.settings
         if self.closing:
             raise errors.shutting_down()
-        ahead = len(self._queue)
-        if ahead >= settings.queue.max:
+        waiting = len(self._queue)
+        # What has been let in once is not turned away because its node failed it.
+        if waiting >= settings.queue.max and not request.failed:
             raise errors.queue_full(
-                f"{ahead} requests wait already. Try again later.", self.rate.retry_after(1, now)
+                f"{waiting} requests wait already. Try again later.",
+                self.rate.retry_after(1, now),
             )
         rule = settings.classes.get(request.priority.label)  # type: ignore[call-overload]
         limit = settings.queue.max_wait
@@ -250,6 +252,7 @@ class Scheduler:
             limit = rule.max_wait
         until = now + limit
         if request.deadline is not None:
+            ahead = bisect_right(self._queue, request.received, key=lambda ticket: ticket.position)
             expected = self.rate.wait(ahead + 1, now)
             if expected is not None and ahead and now + expected > request.deadline:
                 raise errors.queue_timeout(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from gateway.fleet.lease import Phase
-from gateway.relay.watch import Limits, first_byte_limit, overdue
+from gateway.fleet.lease import Lease, Phase
+from gateway.relay.watch import Limits, Watch, first_byte_limit, overdue
+from gateway.transport.errors import UpstreamError
 from tests.emulator import EmulatedNode
 from tests.fleet.build import Clock, a_node, take
 from tests.gateways import until
@@ -18,8 +22,8 @@ from tests.relay.house import DIALECTS, a_house
 LIMITS = Limits(connect=3.0, first_byte=60.0, silence=20.0, until=1000.0)
 
 
-def outcome(lease: object, limits: Limits, now: float) -> str | None:
-    error = overdue(lease, limits, 100.0, now)  # type: ignore[arg-type]
+def outcome(lease: Lease, limits: Limits, now: float) -> str | None:
+    error = overdue(lease, limits, 100.0, now)
     return None if error is None else error.limit
 
 
@@ -49,20 +53,84 @@ def test_a_plain_answer_has_the_whole_time() -> None:
     assert outcome(lease, limits, 1000.0) == "total"
 
 
-def test_a_neighbours_prefill_excuses_both_but_not_for_ever() -> None:
+@dataclass(eq=False)
+class Attempt:
+    """What is watched of an attempt."""
+
+    lease: Lease
+    limits: Limits
+    sent: float = 100.0
+    excused: float = -math.inf
+    lagging: bool = False
+    failure: UpstreamError | None = None
+
+    def fail(self, error: UpstreamError) -> None:
+        self.failure = error
+
+
+async def limits_of(clock: Clock, attempt: Attempt) -> Callable[[float], str | None]:
+    watch = Watch(clock)
+    watch.add(attempt)
+
+    def look(now: float) -> str | None:
+        clock.now = now
+        watch.close()
+        watch._look()
+        watch.close()
+        return None if attempt.failure is None else getattr(attempt.failure, "limit", "other")
+
+    return look
+
+
+@pytest.mark.parametrize("moved", [False, True])
+async def test_a_neighbours_prefill_excuses_silence(moved: bool) -> None:
     clock = Clock(100.0)
     node = a_node(clock)
-    mute, waiting, reading = take(node), take(node), take(node)
-    mute.moved(101.0)
-    for lease in (waiting, reading):
-        lease.head_came(140.0)
-    assert outcome(mute, LIMITS, 130.0) is None
-    assert outcome(waiting, LIMITS, 165.0) is None
+    lease, reading = take(node), take(node)
+    if moved:
+        lease.moved(130.0)
+    look = await limits_of(clock, Attempt(lease, LIMITS))
+    reading.head_came(140.0)
+    assert look(165.0) is None
+    assert look(190.0) is None
+    reading.moved(190.1)
+    # It has to move again soon, not at once.
+    assert look(190.2) is None
+    assert look(194.9) is None
+    assert look(195.1) == ("silence" if moved else "first_byte")
+
+
+async def test_a_neighbours_prefill_does_not_excuse_for_ever() -> None:
+    clock = Clock(100.0)
+    node = a_node(clock)
+    lease, reading = take(node), take(node)
+    look = await limits_of(clock, Attempt(lease, LIMITS))
+    reading.head_came(140.0)
     # 60 s of reading are a sign of life, no more unless more was to be expected.
-    assert outcome(mute, LIMITS, 201.0) == "silence"
-    assert outcome(mute, LIMITS, 1000.0) == "total"
-    reading.phase = waiting.phase = Phase.DECODE
-    assert outcome(mute, LIMITS, 130.0) == "silence"
+    assert look(199.0) is None
+    assert look(205.0) == "first_byte"
+
+
+async def test_nothing_excuses_the_end_of_the_whole_time() -> None:
+    clock = Clock(100.0)
+    node = a_node(clock)
+    lease = take(node)
+    take(node, expected_prefill=10_000.0)
+    look = await limits_of(clock, Attempt(lease, LIMITS, lagging=True))
+    assert look(999.0) is None
+    assert look(1000.0) == "total"
+
+
+async def test_a_client_that_lags_is_not_the_nodes_fault() -> None:
+    clock = Clock(100.0)
+    lease = take(a_node(clock))
+    lease.moved(101.0)
+    attempt = Attempt(lease, LIMITS, lagging=True)
+    look = await limits_of(clock, attempt)
+    assert look(500.0) is None
+    attempt.lagging = False
+    assert look(504.0) is None
+    assert look(505.0) == "silence"
 
 
 def test_a_long_prompt_on_a_slow_node_has_longer() -> None:

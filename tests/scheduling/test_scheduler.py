@@ -211,6 +211,34 @@ async def test_the_queue_has_an_end_and_advises_by_the_measured_rate() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def test_what_was_let_in_is_not_turned_away_by_a_full_queue() -> None:
+    failing, busy = node("a", slots=1), node("b", slots=1)
+    scheduler = a_scheduler(failing, busy, queue={"max": 0})
+    early = a_request(failed={"a"})
+    held = take(busy)
+    task = await asked(scheduler, early)
+    assert not task.done()
+    held.give_back()
+    await settled()
+    assert task.result()[0].node is busy
+
+
+async def test_a_retry_that_goes_first_has_nobody_ahead() -> None:
+    clock = Clock()
+    one = node(clock=clock, slots=1)
+    scheduler = a_scheduler(one)
+    for _ in range(10):
+        scheduler.completed()
+        clock.passes(5.0)
+    early = a_request(deadline=clock() + 12.0)
+    await scheduler.lease(a_request())
+    tasks = [await asked(scheduler, a_request()) for _ in range(5)]
+    retry = await asked(scheduler, early)
+    assert not retry.done()
+    scheduler.close()
+    await asyncio.gather(retry, *tasks, return_exceptions=True)
+
+
 async def test_no_queue_at_all_is_possible() -> None:
     scheduler = a_scheduler(node(slots=1), queue={"max": 0})
     await scheduler.lease(a_request())
