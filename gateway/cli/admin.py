@@ -76,9 +76,9 @@ class Admin:
         raise CommandFailed(self._refusal(response))
 
     def _refusal(self, response: httpx.Response) -> str:
-        if response.status_code in {401, 403}:
+        if response.status_code == 401:
             return (
-                f"the gateway at {self.url} refuses ({response.status_code}): "
+                f"the gateway at {self.url} refuses (401): "
                 "name a file that holds its admin key with --admin-key-file"
             )
         error = _object(response, strict=False).get("error")

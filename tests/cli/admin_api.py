@@ -42,6 +42,7 @@ class AdminApi:
         self.asked: list[str] = []
         self.looks_that_fail = 0
         self.drains_end = True
+        self.host_is_allowed = True
         self.url = ""
 
     def add(self, name: str, **changes: Any) -> None:
@@ -51,6 +52,8 @@ class AdminApi:
         self.asked.append(f"{method} {target}")
         if self.key is not None and authorization != f"Bearer {self.key}":
             return 401, error("invalid_api_key", "No valid admin key was sent.")
+        if not self.host_is_allowed:
+            return 403, error("host_not_allowed", "Add the name to admin.hosts.")
         url = urlsplit(target)
         parts = [unquote(part) for part in url.path.split("/")[1:]]
         if parts == ["admin", "nodes"]:

@@ -193,6 +193,16 @@ def test_the_admin_key_comes_from_a_file(api: AdminApi, tmp_path: Path) -> None:
     assert ask(api, "--admin-key-file", str(file)).status == 0
 
 
+def test_a_host_that_is_not_allowed_is_not_blamed_on_the_key(api: AdminApi) -> None:
+    api.host_is_allowed = False
+    refused = ask(api)
+    assert (refused.status, refused.out) == (1, "")
+    assert (
+        refused.err
+        == f"error: the gateway at {api.url} answers 403: Add the name to admin.hosts.\n"
+    )
+
+
 @pytest.mark.parametrize("content", [None, b"", b"\n", b"\xff\xfe", b"two\nlines"])
 def test_a_key_file_without_a_key_is_told(
     api: AdminApi, tmp_path: Path, content: bytes | None
