@@ -110,6 +110,15 @@ class Circuit:
         self._closed = self._ramp = now
         return True
 
+    def came_back(self, now: float) -> None:
+        """The node was gone and is there again: what failed went with the process that was killed.
+
+        All that it ran fails at that moment, which opens the circuit though nothing is wrong with
+        its successor. One that is opened again soon afterwards stays open for its time.
+        """
+        if self.open_until is not None and self.length <= self.rules.open:
+            self.close(now)
+
     def share(self, now: float) -> float:
         """The part of its slots that a node may use while it starts slowly; (0, 1]."""
         if self._ramp is None:

@@ -108,6 +108,8 @@ class Watch:
         now = node.clock()
         sign = sign_of_life(node, now) if outcome.answer is Answer.TIMED_OUT else None
         probing.note(outcome, rise=health.rise, fall=health.fall, sign_of_life=sign)
+        if comes_up and probing.up:
+            node.circuit.came_back(now)
         probing.next = now + next_gap(
             health.interval, self._rng, first=first, unsettled=probing.unsettled
         )

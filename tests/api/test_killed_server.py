@@ -94,11 +94,11 @@ def _tokens(value: dict[str, Any]) -> Any:
     return value.get("timings", {}).get("predicted_n")
 
 
-def the_fleet(folder: Path) -> LocalFleet:
+def the_fleet(folder: Path, nodes: int, slots: int) -> LocalFleet:
     model = demo_model()
     specs = [
-        ServerSpec(f"node-{n}", model, "demo", slots=2, context=2048, threads=1, numa=0)
-        for n in range(NODES)
+        ServerSpec(f"node-{n}", model, "demo", slots=slots, context=2048, threads=1, numa=0)
+        for n in range(nodes)
     ]
     return LocalFleet(specs, folder, base_port=0)
 
@@ -117,7 +117,7 @@ def torn(site: Site, spared: set[str]) -> str | None:
 
 async def test_a_killed_server_costs_only_the_streams_it_had_begun(tmp_path: Path) -> None:
     async with (
-        the_fleet(tmp_path) as fleet,
+        the_fleet(tmp_path, NODES, slots=2) as fleet,
         a_site(tmp_path, fleet.inventory(), SETTINGS) as site,
     ):
         await until(lambda: all(n.state is State.READY for n in site.gateway.fleet.nodes.values()))
@@ -172,3 +172,30 @@ async def kill_one(site: Site, fleet: LocalFleet, crowd: Crowd, killed: set[str]
     await until(lambda: node.state is State.READY and node.leased > 0, limit=20)
     assert fleet.pids[index] not in {None, pid}
     return allowed
+
+
+async def test_the_only_server_is_waited_for_though_all_it_ran_failed_at_once(
+    tmp_path: Path,
+) -> None:
+    # More slots than failures that open a circuit.
+    async with (
+        the_fleet(tmp_path, 1, slots=8) as fleet,
+        a_site(tmp_path, fleet.inventory(), SETTINGS) as site,
+    ):
+        body = {"messages": HELLO, "max_tokens": 600}
+        asked = [
+            asyncio.create_task(site.http.post("/v1/chat/completions", json=body))
+            for _ in range(12)
+        ]
+        await until(lambda: site.leased == {"node-0": 8})
+        while await busy(fleet.urls[0]) < 8:
+            assert not any(task.done() for task in asked)
+        [pid] = fleet.pids
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        answers = await asyncio.gather(*asked)
+        assert [answer.status_code for answer in answers] == [200] * 12
+        assert all(_tokens(answer.json()) == 600 for answer in answers)
+        again = [int(answer.headers["x-gateway-attempts"]) > 1 for answer in answers]
+        assert sum(again) > site.gateway.settings.health.failures
+        assert max(record.duration for record in site.records) < 20

@@ -75,6 +75,33 @@ def test_a_trial_that_succeeds_closes_it() -> None:
     assert circuit.failures == 0
 
 
+def test_a_node_that_was_killed_is_let_in_when_it_is_back() -> None:
+    circuit = opened(now=10.0)
+    circuit.came_back(11.0)
+    assert circuit.phase(11.0) is CircuitPhase.CLOSED
+    assert circuit.allowed(10, 11.0) == 1  # step by step
+    assert not circuit.failed(11.5, began=9.0)  # one more of those that ended with it
+    assert circuit.phase(11.5) is CircuitPhase.CLOSED
+
+
+def test_a_node_that_keeps_dying_stays_out_though_it_comes_back() -> None:
+    circuit = opened(now=10.0)
+    circuit.came_back(11.0)
+    for _ in range(RULES.failures):
+        circuit.failed(20.0)
+    circuit.came_back(21.0)
+    assert circuit.length == 60
+    assert circuit.phase(21.0) is CircuitPhase.OPEN
+
+
+def test_a_few_failures_are_not_forgotten_when_a_node_comes_back() -> None:
+    circuit = a_circuit()
+    for now in range(RULES.failures - 1):
+        circuit.failed(now)
+        circuit.came_back(now + 0.5)
+    assert circuit.failed(RULES.failures)
+
+
 def test_a_trial_that_proves_nothing_makes_room_for_the_next() -> None:
     circuit = opened()
     now = end_of_open(circuit)
