@@ -7,6 +7,15 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from gateway.transport.errors import (
+    ConnectFailed,
+    ConnectTimedOut,
+    Exhausted,
+    Garbage,
+    Overdue,
+    Reset,
+    UpstreamError,
+)
 from gateway.transport.httpx import PoolTransport
 from gateway.transport.pool import Origin, Pool
 from tests.emulator import EmulatedNode
@@ -180,3 +189,29 @@ async def test_a_cancelled_request_closes_its_connection() -> None:
         with pytest.raises(asyncio.CancelledError):
             await asking
         await server.until(lambda: server.open == 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ConnectFailed("x"), httpx.ConnectError),
+        (ConnectTimedOut("x"), httpx.ConnectTimeout),
+        (Exhausted("x"), httpx.PoolTimeout),
+        (Garbage("x"), httpx.RemoteProtocolError),
+        (Reset("x"), httpx.ReadError),
+        (Overdue("silence", "x"), httpx.ReadError),
+    ],
+)
+async def test_each_failure_of_a_connection_has_its_word(
+    error: UpstreamError, kind: type[httpx.TransportError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def connect(_: float) -> None:
+        raise error
+
+    pool = Pool(Origin("127.0.0.1", 1, b"", b""))
+    monkeypatch.setattr(pool, "connect", connect)
+    async with httpx.AsyncClient(transport=PoolTransport(pool), base_url="http://n") as client:
+        with pytest.raises(httpx.TransportError) as raised:
+            await client.get("/x")
+    assert type(raised.value) is kind
+    assert raised.value.__cause__ is error
