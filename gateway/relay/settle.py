@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gateway.events import AttemptEnded, Bus
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.lease import Lease
+from gateway.relay import sse
 from gateway.relay.attempt import Attempt
 from gateway.relay.live import Live
 from gateway.relay.usage import Usage, read_usage
@@ -99,7 +100,9 @@ def _usage(attempt: Attempt, sample: bytes) -> Usage | None:
     found = read_usage(sample)
     if found is not None and not found.prompt:
         # Anthropic's dialect tells the prompt's tokens at the start.
-        opening = read_usage(attempt.content)
-        if opening is not None:
-            found.prompt, found.cached = opening.prompt, opening.cached
+        for event in sse.split(attempt.content):
+            opening = read_usage(event)
+            if opening is not None and opening.prompt:
+                found.prompt, found.cached = opening.prompt, opening.cached
+                break
     return found

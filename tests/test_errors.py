@@ -1,0 +1,76 @@
+"""The contract's words for what goes wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway import errors
+from gateway.errors import GatewayError
+
+ALL: list[tuple[GatewayError, int, str]] = [
+    (errors.invalid_json("x"), 400, "invalid_json"),
+    (errors.invalid_request("x", "n"), 400, "invalid_request"),
+    (errors.context_length_exceeded(9, 8), 400, "context_length_exceeded"),
+    (errors.invalid_api_key(), 401, "invalid_api_key"),
+    (errors.model_not_allowed("m"), 403, "model_not_allowed"),
+    (errors.model_not_found("m", []), 404, "model_not_found"),
+    (errors.not_found("/x"), 404, "not_found"),
+    (errors.queue_full("x", 3.0), 429, "queue_full"),
+    (errors.node_failed("x"), 502, "node_failed"),
+    (errors.no_node("x", 3.0), 503, "no_node"),
+    (errors.queue_timeout("x", 3.0), 503, "queue_timeout"),
+    (errors.starting("x"), 503, "starting"),
+    (errors.shutting_down(), 503, "shutting_down"),
+    (errors.node_timeout("x"), 504, "node_timeout"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "code"), ALL)
+def test_each_has_its_status_and_its_word(error: GatewayError, status: int, code: str) -> None:
+    assert (error.status, error.code) == (status, code)
+    assert error.message
+
+
+@pytest.mark.parametrize(("error", "status", "code"), ALL)
+def test_what_may_pass_tells_when_to_come_back(error: GatewayError, status: int, code: str) -> None:
+    assert (error.retry_after is not None) is (status in {429, 503})
+
+
+def test_what_official_clients_must_not_repeat_says_so() -> None:
+    never = {"node_failed", "queue_timeout", "node_timeout", "invalid_api_key"}
+    assert {code for error, _, code in ALL if not error.retryable} == never
+
+
+def test_a_long_wait_is_not_worth_repeating() -> None:
+    assert errors.queue_full("x", 60.0).retryable
+    assert not errors.queue_full("x", 61.0).retryable
+    assert not errors.no_node("x", 600.0).retryable
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (errors.invalid_api_key(), "authentication_error"),
+        (errors.model_not_allowed("m"), "permission_error"),
+        (errors.model_not_found("m", []), "invalid_request_error"),
+        (errors.queue_full("x", 1.0), "rate_limit_error"),
+        (GatewayError(429, "insufficient_quota", "x"), "insufficient_quota"),
+        (errors.node_failed("x"), "server_error"),
+    ],
+)
+def test_the_type_is_openais(error: GatewayError, kind: str) -> None:
+    assert error.type == kind
+
+
+def test_an_overflow_tells_what_is_known_of_the_sizes() -> None:
+    assert errors.context_length_exceeded(9, 8).details == {"n_prompt_tokens": 9, "n_ctx": 8}
+    assert errors.context_length_exceeded(None, 8).details == {"n_ctx": 8}
+    assert errors.context_length_exceeded(None, None).details == {}
+
+
+def test_an_unknown_model_names_some_that_are_known() -> None:
+    names = [f"m{i}" for i in range(20)]
+    message = errors.model_not_found("x", names).message
+    assert "'m0'" in message
+    assert "'m19'" not in message
+    assert message.endswith("...")
