@@ -36,7 +36,7 @@ const works = {
   async models() {
     const ids = [];
     for await (const model of client.models.list()) ids.push(model.id);
-    return { ids, one: (await client.models.retrieve("helper")).id };
+    return { ids, one: (await client.models.retrieve("org/demo")).id };
   },
   async chat() {
     const { data, response } = await client.chat.completions.create(chat).withResponse();

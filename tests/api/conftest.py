@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -21,10 +22,11 @@ from tests.servers import (
 
 CONTEXT = 2048
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "default_model": "demo",
     "models": {
         "gpt-4o-mini": {"use": "demo"},
+        "org/demo": {"use": "demo"},
         "helper": {"use": ["absent", "demo"]},
         "short": {"use": "demo", "max_tokens": 4},
         "brief": {"use": "demo", "default": {"max_tokens": 3}},

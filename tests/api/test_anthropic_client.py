@@ -153,8 +153,13 @@ async def test_a_prompt_that_is_too_long_is_a_bad_request(anthropic: AsyncAnthro
 
 
 async def test_a_key_is_read_from_where_this_client_puts_it(tmp_path: Path, chat_url: str) -> None:
-    key = new_key()
-    settings = {"keys": [{"id": key.id, "sha256": key.sha256}]}
+    key, other = new_key("one"), new_key("other")
+    settings = {
+        "keys": [
+            {"id": key.id, "sha256": key.sha256},
+            {"id": other.id, "sha256": other.sha256, "models": ["another"]},
+        ]
+    }
     async with a_site(tmp_path, [chat_url], settings) as site:
         async with site.anthropic(key.text) as client:
             assert (await client.messages.create(**ASK)).content
@@ -162,6 +167,10 @@ async def test_a_key_is_read_from_where_this_client_puts_it(tmp_path: Path, chat
             with pytest.raises(package.AuthenticationError) as caught:
                 await client.messages.create(**ASK)
         assert kind(caught.value) == "authentication_error"
+        async with site.anthropic(other.text) as client:
+            with pytest.raises(package.PermissionDeniedError) as forbidden:
+                await client.messages.create(**ASK)
+        assert kind(forbidden.value) == "permission_error"
 
 
 async def test_a_wait_that_was_too_long_is_an_overload_and_not_repeated(
@@ -176,6 +185,20 @@ async def test_a_wait_that_was_too_long_is_an_overload_and_not_repeated(
         assert caught.value.status_code == 503
         assert kind(caught.value) == "overloaded_error"
         assert [record.code for record in site.records].count(503) == 1
+
+
+async def test_a_full_queue_is_a_rate_limit(tmp_path: Path, narrow_url: str) -> None:
+    settings = {"queue": {"max": 0}}
+    async with (
+        a_site(tmp_path, [narrow_url], settings) as site,
+        site.anthropic(max_retries=0) as client,
+        client.messages.stream(**ASK | {"max_tokens": 15_000}) as stream,
+    ):
+        await anext(aiter(stream))
+        with pytest.raises(package.RateLimitError) as caught:
+            await client.messages.create(**ASK)
+        assert kind(caught.value) == "rate_limit_error"
+        assert int(caught.value.response.headers["retry-after"]) >= 1
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ async def done(script: Path, site: Site, work: str) -> Any:
 async def test_models(script: Path, site: Site) -> None:
     models = await done(script, site, "models")
     assert {"demo", "demo-embed", "gpt-4o-mini"} <= set(models["ids"])
-    assert models["one"] == "helper"
+    assert models["one"] == "org/demo"
 
 
 async def test_chat_and_streaming(script: Path, site: Site, chat_node: httpx.AsyncClient) -> None:

@@ -15,7 +15,6 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 
 from gateway.access.keys import new_key
-from gateway.errors import GatewayError
 from tests.api.conftest import CONTEXT
 from tests.api.site import FIXED, HELLO, Site, a_site, busy, until_busy
 from tests.gateways import until
@@ -27,7 +26,7 @@ CHAT: dict[str, Any] = {"model": "demo", "messages": HELLO, "max_tokens": 8, **F
 LONG: dict[str, Any] = CHAT | {"max_tokens": 15_000}
 
 
-def told(error: package.APIStatusError) -> tuple[int, Any, str | None]:
+def told_of(error: package.APIStatusError) -> tuple[int, Any, str | None]:
     """Status, code and the word in the head, which must be the same."""
     reason = error.response.headers.get("x-gateway-reason")
     return error.status_code, error.code, reason
@@ -41,7 +40,7 @@ async def test_an_unknown_model_is_not_found_and_asked_for_once(
 ) -> None:
     with pytest.raises(package.NotFoundError, match="'nobody' does not exist") as caught:
         await openai.chat.completions.create(**CHAT | {"model": "nobody"})
-    assert told(caught.value) == (404, "model_not_found", "model_not_found")
+    assert told_of(caught.value) == (404, "model_not_found", "model_not_found")
     assert caught.value.param == "model"
     assert [record.code for record in site.records] == [404]
 
@@ -49,32 +48,32 @@ async def test_an_unknown_model_is_not_found_and_asked_for_once(
 async def test_an_unknown_model_is_not_told_either(openai: AsyncOpenAI) -> None:
     with pytest.raises(package.NotFoundError) as caught:
         await openai.models.retrieve("nobody")
-    assert told(caught.value)[1] == "model_not_found"
+    assert told_of(caught.value)[1] == "model_not_found"
 
 
 async def test_an_unknown_path_is_not_found(openai: AsyncOpenAI) -> None:
     with pytest.raises(package.NotFoundError) as caught:
         await openai.images.generate(prompt="a river")
-    assert told(caught.value)[1] == "not_found"
+    assert told_of(caught.value)[1] == "not_found"
 
 
 async def test_an_unknown_class_is_a_bad_request(openai: AsyncOpenAI) -> None:
     with pytest.raises(package.BadRequestError, match="'best'") as caught:
         await openai.chat.completions.create(**CHAT, extra_headers={"X-Priority": "best"})
-    assert told(caught.value) == (400, "invalid_request", "invalid_request")
+    assert told_of(caught.value) == (400, "invalid_request", "invalid_request")
 
 
 async def test_a_wrong_type_is_a_bad_request_that_names_the_field(openai: AsyncOpenAI) -> None:
     with pytest.raises(package.BadRequestError) as caught:
         await openai.chat.completions.create(**CHAT | {"max_tokens": "many"})
-    assert told(caught.value)[1] == "invalid_request"
+    assert told_of(caught.value)[1] == "invalid_request"
     assert caught.value.param == "max_tokens"
 
 
 async def test_more_answers_than_any_node_has_slots_are_a_bad_request(openai: AsyncOpenAI) -> None:
     with pytest.raises(package.BadRequestError, match="5 slots") as caught:
         await openai.chat.completions.create(**CHAT, n=5)
-    assert told(caught.value)[1] == "invalid_request"
+    assert told_of(caught.value)[1] == "invalid_request"
 
 
 async def test_a_nodes_own_bad_request_passes_through_and_blames_nobody(
@@ -97,7 +96,7 @@ async def test_a_prompt_that_is_too_long_is_told_with_the_context(
     messages = [{"role": "user", "content": "river stone " * CONTEXT}]
     with pytest.raises(package.BadRequestError, match=f"{CONTEXT} tokens") as caught:
         await openai.chat.completions.create(**CHAT | {"messages": messages, "stream": streams})
-    assert told(caught.value)[1:] == ("context_length_exceeded",) * 2
+    assert told_of(caught.value)[1:] == ("context_length_exceeded",) * 2
     assert isinstance(caught.value.body, dict)
     assert caught.value.body["n_ctx"] == CONTEXT
     assert caught.value.body["n_prompt_tokens"] > CONTEXT
@@ -130,7 +129,7 @@ async def test_a_text_that_is_too_long_to_embed_is_told_the_same_way(
 ) -> None:
     with pytest.raises(package.BadRequestError) as caught:
         await openai.embeddings.create(model="demo-embed", input="river stone " * 512)
-    assert told(caught.value)[1:] == ("context_length_exceeded",) * 2
+    assert told_of(caught.value)[1:] == ("context_length_exceeded",) * 2
     assert site.gateway.fleet.nodes["embed"].failures == 0
 
 
@@ -167,12 +166,12 @@ async def test_keys_decide_who_may_ask_for_what(
             assert raw_embedding.headers["x-gateway-class"] == "normal"
             with pytest.raises(package.PermissionDeniedError, match="may not use") as forbidden:
                 await client.chat.completions.create(**CHAT)
-            assert told(forbidden.value) == (403, "model_not_allowed", "model_not_allowed")
+            assert told_of(forbidden.value) == (403, "model_not_allowed", "model_not_allowed")
         for wrong in (full.text + "x", f"lg_{full.id}_", "sk-anything"):
             async with site.openai(wrong) as client:
                 with pytest.raises(package.AuthenticationError) as refused:
                     await client.chat.completions.create(**CHAT)
-                assert told(refused.value) == (401, "invalid_api_key", "invalid_api_key")
+                assert told_of(refused.value) == (401, "invalid_api_key", "invalid_api_key")
                 with pytest.raises(package.AuthenticationError):
                     await client.models.list()
         codes = [record.code for record in site.records]
@@ -211,7 +210,7 @@ async def test_a_full_queue_is_a_rate_limit_and_asked_again(
     ):
         with pytest.raises(package.RateLimitError) as caught:
             await client.chat.completions.create(**CHAT)
-        assert told(caught.value) == (429, "queue_full", "queue_full")
+        assert told_of(caught.value) == (429, "queue_full", "queue_full")
         assert int(caught.value.response.headers["retry-after"]) >= 1
         assert "x-should-retry" not in caught.value.response.headers
         assert await busy(narrow_url) == 1
@@ -242,7 +241,7 @@ async def test_a_wait_that_was_too_long_is_not_repeated(tmp_path: Path, narrow_u
     ):
         with pytest.raises(package.InternalServerError) as caught:
             await client.chat.completions.create(**CHAT)
-        assert told(caught.value) == (503, "queue_timeout", "queue_timeout")
+        assert told_of(caught.value) == (503, "queue_timeout", "queue_timeout")
         assert caught.value.response.headers["x-should-retry"] == "false"
         assert int(caught.value.response.headers["retry-after"]) >= 1
         assert [record.code for record in site.records] == [503]
@@ -259,7 +258,7 @@ async def test_a_fleet_that_is_out_is_asked_again_until_the_client_gives_up(
             async with site.openai(max_retries=1) as client:
                 with pytest.raises(package.InternalServerError) as caught:
                     await client.chat.completions.create(**CHAT)
-            assert told(caught.value) == (503, "no_node", "no_node")
+            assert told_of(caught.value) == (503, "no_node", "no_node")
             assert "x-should-retry" not in caught.value.response.headers
             assert [record.code for record in site.records] == [503, 503]
 
@@ -271,7 +270,7 @@ async def test_what_no_node_can_do_is_not_repeated(
     body = {"model": "demo", "input": "a", "query": "a", "documents": ["b"]}
     with pytest.raises(package.InternalServerError) as caught:
         await openai.post(f"/{path}", cast_to=object, body=body)
-    assert told(caught.value) == (502, "node_failed", "node_failed")
+    assert told_of(caught.value) == (502, "node_failed", "node_failed")
     assert caught.value.response.headers["x-should-retry"] == "false"
     assert [record.code for record in site.records] == [502]
 
@@ -285,7 +284,7 @@ async def test_an_answer_that_is_not_there_in_time_is_not_repeated(
             await client.chat.completions.create(
                 **CHAT | {"max_tokens": 3000}, extra_headers={"X-Request-Timeout": "0.3"}
             )
-        assert told(caught.value) == (504, "node_timeout", "node_timeout")
+        assert told_of(caught.value) == (504, "node_timeout", "node_timeout")
         assert caught.value.response.headers["x-should-retry"] == "false"
         assert [record.code for record in site.records] == [504]
         assert site.gateway.fleet.nodes["node-0"].leased == 1  # it still runs there
@@ -332,14 +331,28 @@ async def test_a_node_that_dies_in_mid_stream_is_an_error_of_the_client(
             assert record.completion_tokens >= 20
 
 
-async def test_a_request_that_is_ended_by_the_operator_is_an_error_of_the_client(
+async def test_requests_that_the_operator_cancels_are_errors_of_their_clients(
     tmp_path: Path, narrow_url: str
 ) -> None:
-    async with a_site(tmp_path, [narrow_url]) as site, site.openai() as client:
+    async with (
+        a_site(tmp_path, [narrow_url]) as site,
+        site.openai() as client,
+        httpx.AsyncClient(base_url=site.running.admin_url, trust_env=False) as admin,
+    ):
         stream = await client.chat.completions.create(**LONG, stream=True)
-        [live] = site.gateway.registry
-        live.end(GatewayError(503, "cancelled", "The operator ended it."))
-        with pytest.raises(package.APIError, match="The operator ended it"):
-            [chunk async for chunk in stream]
+        tag = {"X-Request-ID": "waiting-1"}
+        queued = asyncio.create_task(client.chat.completions.create(**CHAT, extra_headers=tag))
+        await until(site.gateway.scheduler.waiting)
+        told = (await admin.get("/admin/requests")).json()["requests"]
+        assert [request["state"] for request in told] == ["running", "waiting"]
+        for name in ("waiting-1", told[0]["id"]):
+            assert (await admin.delete(f"/admin/requests/{name}")).status_code == 200
+        with pytest.raises(package.InternalServerError, match="has cancelled") as refused:
+            await queued
+        assert told_of(refused.value) == (503, "cancelled", "cancelled")
+        with pytest.raises(package.APIError, match="has cancelled"):
+            await read(aiter(stream))
         await site.until_idle()
         assert await busy(narrow_url) == 0
+        assert len(site.records) == 2  # neither was repeated
+        assert site.gateway.fleet.nodes["node-0"].failures == 0
