@@ -1,13 +1,12 @@
-"""The set of nodes: kept as the inventory says, watched, and asked who serves what."""
+"""The set of nodes: kept as the inventory says, and watched."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gateway.events import Bus, InventoryChanged, NodeChanged, NodeDrift
+from gateway.fleet.catalogue import Catalogue
 from gateway.fleet.circuit import Circuit
 from gateway.fleet.departures import Departures
 from gateway.fleet.facts import differences
@@ -20,7 +19,7 @@ from gateway.fleet.states import State, judge
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from gateway.config.inventory import Inventory, NodeSpec
     from gateway.config.routing import HealthSettings, TimeoutSettings
@@ -30,29 +29,8 @@ if TYPE_CHECKING:
 
 PROBES_AT_ONCE = 256
 """Nodes probed at the same moment, at most; when all are black holes a thousand take 8 s."""
-MOST_OFFERINGS = 10_000
 WEIGH_EVERY = 5.0
 """Seconds between two comparisons of all nodes' speeds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Offering:
-    """Nodes that may be asked for one thing, and the least that all of them have."""
-
-    nodes: tuple[Node, ...]
-    slots: int
-    context: float
-    """Tokens of one slot; infinite where no node tells."""
-
-    @classmethod
-    def of(cls, nodes: Iterable[Node]) -> Offering:
-        """What these nodes have in common."""
-        found = tuple(nodes)
-        return cls(
-            found,
-            min((node.slots_total for node in found), default=0),
-            min((node.context or math.inf for node in found), default=math.inf),
-        )
 
 
 class Fleet:
@@ -74,6 +52,7 @@ class Fleet:
         drains: Drains,
     ) -> None:
         self.nodes: dict[str, Node] = {}
+        self.catalogue = Catalogue()
         self.probed = asyncio.Event()
         """Set when every node of the first inventory has been probed once."""
         self.on_capacity: Callable[[], None] | None = None
@@ -89,9 +68,6 @@ class Fleet:
         self._departures = Departures()
         self._chores: asyncio.Task[None] | None = None
         self._unprobed: set[Node] = set()
-        self._serving: dict[str, tuple[Node, ...]] | None = None
-        self._offering: dict[tuple[str, str, bool, bool], Offering] = {}
-        """Forgotten whenever a node has been looked at; made anew by the next request."""
 
     # Life.
 
@@ -145,8 +121,7 @@ class Fleet:
                 change.removed.append(name)
                 reason = "removed from the inventory"
                 self._bus.publish(NodeChanged(name, node.state.value, None, reason))
-        self._serving = None
-        self._offering.clear()
+        self.catalogue.renew(self.nodes.values())
         weigh(self.nodes.values())
         for node in self.nodes.values():
             self.settle(node)
@@ -287,7 +262,7 @@ class Fleet:
     def refuses(self, node: Node, endpoint: Endpoint) -> None:
         """A request was told that the node does not do this (501)."""
         node.facts.refused.add(endpoint)
-        self._offering.clear()
+        self.catalogue.node_changed()
 
     def learn(self, node: Node, timings: Mapping[str, object]) -> None:
         """Take in llama.cpp's `timings` of an answer."""
@@ -308,7 +283,7 @@ class Fleet:
         if node.removed:
             return
         now = self._clock()
-        self._offering.clear()
+        self.catalogue.node_changed()
         old = node.state
         node.state, node.reason = judge(node, now)
         if node.state is not old:
@@ -329,7 +304,7 @@ class Fleet:
         """See whether what the server says has changed."""
         if (models := node.public_models) != node.listed:
             node.listed = models
-            self._serving = None
+            self.catalogue.names_changed()
         if (drift := differences(node.spec, node.facts)) != node.drift:
             node.drift = drift
             self._bus.publish(NodeDrift(node.name, drift))
@@ -361,54 +336,6 @@ class Fleet:
         while True:
             await asyncio.sleep(WEIGH_EVERY)
             weigh(self.nodes.values())
-
-    # Who serves what.
-
-    def model_names(self) -> tuple[str, ...]:
-        """The public names that nodes serve, declared or said, down or not."""
-        return tuple(self._index())
-
-    def known(self, model: str) -> bool:
-        """Whether some node serves this public name, down or not."""
-        return model in self._index()
-
-    def nodes_for(self, model: str) -> tuple[Node, ...]:
-        """The nodes that serve this public name, down or not."""
-        return self._index().get(model, ())
-
-    def offering(self, model: str, endpoint: Endpoint, *, vision: bool, native: bool) -> Offering:
-        """The nodes that serve this public name and may be asked this, down or not."""
-        key = (model, endpoint, vision, native)
-        found = self._offering.get(key)
-        if found is None:
-            found = Offering.of(
-                node
-                for node in self.nodes_for(model)
-                if node.offers(endpoint, vision=vision)
-                and not (native and node.spec.kind == "openai")
-            )
-            if len(self._offering) < MOST_OFFERINGS:
-                self._offering[key] = found
-        return found
-
-    def undecided(self) -> bool:
-        """Whether some node has yet to say what it serves: a name may be unknown only so far."""
-        return any(
-            node.wanted and not node.public_models and not node.probing.down
-            for node in self.nodes.values()
-        )
-
-    def _index(self) -> dict[str, tuple[Node, ...]]:
-        if self._serving is None:
-            serving: dict[str, list[Node]] = {}
-            for node in self.nodes.values():
-                if node.spec.enabled:
-                    # In the node's own order, so that lists of models keep still.
-                    models = node.facts.models if node.spec.models is None else node.spec.models
-                    for model in models:
-                        serving.setdefault(model, []).append(node)
-            self._serving = {model: tuple(nodes) for model, nodes in serving.items()}
-        return self._serving
 
 
 def _server(spec: NodeSpec) -> tuple[object, ...]:

@@ -22,6 +22,7 @@ from gateway.fleet.states import State
 from gateway.request import Priority, Request
 from gateway.scheduling.choice import least_loaded, narrowed, to_avoid, to_hold
 from gateway.scheduling.rate import CompletionRate
+from gateway.scheduling.ticket import Shape, Ticket, Waiting, shape_of
 
 TICK = 0.5
 """Seconds between two looks at the limits of what waits."""
@@ -32,36 +33,6 @@ bounds a wait (one busy thread read 140 tokens/s of a 768 wide model when measur
 
 ALIVE = frozenset({State.READY, State.DEGRADED, State.MUTE})
 """States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds."""
-
-
-Shape = tuple[object, ...]
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A place in the queue."""
-
-    request: Request
-    entered: float
-    until: float
-    """When it has waited long enough; monotonic seconds."""
-    granted: asyncio.Future[tuple[Lease, str]]
-    out_since: float | None = None
-    """Since when every node that could serve it has been out."""
-
-    @property
-    def position(self) -> float:
-        """The key of the queue's order."""
-        return self.request.received
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """One waiting request, as the admin API shows it."""
-
-    request: Request
-    position: int
-    seconds: float
 
 
 @dataclass(slots=True, eq=False)
@@ -180,11 +151,11 @@ class Scheduler:
         widest = 0
         needed = max(request.prompt_tokens, request.smallest_context)
         for name in request.candidates:
-            offering = self.fleet.offering(
+            offering = self.fleet.catalogue.offering(
                 name, request.endpoint, vision=request.vision, native=request.native
             )
             nodes: Sequence[Node] = offering.nodes
-            offered = offered or bool(nodes) or self.fleet.known(name)
+            offered = offered or bool(nodes) or self.fleet.catalogue.known(name)
             if request.refused:
                 nodes = [node for node in nodes if node.name not in request.refused]
             if not nodes:
@@ -208,9 +179,9 @@ class Scheduler:
             raise errors.node_failed(
                 f"No node serves '{request.endpoint}' requests for '{request.model}'."
             )
-        if self.fleet.undecided():
+        if self.fleet.catalogue.undecided():
             raise errors.starting("The nodes are being asked what they serve.")
-        raise errors.model_not_found(request.model, list(self.fleet.model_names()))
+        raise errors.model_not_found(request.model, list(self.fleet.catalogue.model_names()))
 
     def _chosen(
         self, request: Request, able: Sequence[tuple[str, Sequence[Node]]], now: float
@@ -295,7 +266,7 @@ class Scheduler:
         alive: dict[Shape, bool] = {}
         for ticket in list(self._queue):
             if not ticket.granted.done():
-                self._expire(ticket, now, _shape(ticket.request, smallest), alive)
+                self._expire(ticket, now, shape_of(ticket.request, smallest), alive)
         self._match()
         self._arm(min((ticket.until for ticket in self._queue), default=now) - now)
 
@@ -346,7 +317,7 @@ class Scheduler:
         in_vain: set[Shape] = set()
         for ticket in list(self._queue):
             request = ticket.request
-            shape = _shape(request, smallest)
+            shape = shape_of(request, smallest)
             # Where one found no room, nobody of its shape does.
             if ticket.granted.done() or shape in in_vain:
                 continue
@@ -363,21 +334,6 @@ class Scheduler:
             in_vain.add(shape)
             if request.slots > 1:
                 self._held.update(to_hold(nodes, request, now) for _, nodes in able[:1])
-
-
-def _shape(request: Request, smallest: float) -> Shape:
-    """What the choice of a node goes by; no node has a context below `smallest` tokens."""
-    needed = max(request.prompt_tokens, request.smallest_context)
-    return (
-        request.candidates,
-        request.endpoint,
-        request.vision,
-        request.native,
-        request.slots,
-        needed if needed > smallest else 0,
-        frozenset(request.failed),
-        frozenset(request.refused),
-    )
 
 
 def _any_alive(nodes: Sequence[Node], avoided: Collection[str] = ()) -> bool:

@@ -31,7 +31,7 @@ def is_closed(upstream: Upstream) -> bool:
 
 async def test_an_empty_inventory_is_probed_at_once() -> None:
     async with a_fleet() as fleet:
-        assert fleet.fleet.model_names() == ()
+        assert fleet.fleet.catalogue.model_names() == ()
 
 
 async def test_a_new_node_is_told_and_becomes_ready() -> None:
@@ -169,7 +169,7 @@ async def test_a_node_can_be_disabled_and_enabled() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), interval=60) as fleet:
         fleet.fleet.apply(inventory(a_spec(url=server.url, enabled=False)))
         assert fleet.state("a") is State.STANDBY
-        assert fleet.fleet.model_names() == ()
+        assert fleet.fleet.catalogue.model_names() == ()
         fleet.fleet.apply(inventory(a_spec(url=server.url)))
         # What was known of it is old: it is probed before it gets work.
         assert fleet.state("a") is State.STARTING
@@ -243,21 +243,21 @@ async def test_models_are_what_nodes_declare_or_have_said_down_or_not() -> None:
             a_spec("d", model="off", enabled=False),
         ]
         async with a_fleet(*specs) as fleet:
-            assert fleet.fleet.model_names() == ("said", "public", "declared")
-            assert [node.name for node in fleet.fleet.nodes_for("public")] == ["b", "c"]
-            assert fleet.fleet.known("declared")
-            assert not fleet.fleet.known("off")
-            assert fleet.fleet.nodes_for("off") == ()
+            assert fleet.fleet.catalogue.model_names() == ("said", "public", "declared")
+            assert [node.name for node in fleet.fleet.catalogue.nodes_for("public")] == ["b", "c"]
+            assert fleet.fleet.catalogue.known("declared")
+            assert not fleet.fleet.catalogue.known("off")
+            assert fleet.fleet.catalogue.nodes_for("off") == ()
             await server.kill()
             await fleet.until_state("a", State.DOWN)
-            assert fleet.fleet.known("said")
+            assert fleet.fleet.catalogue.known("said")
 
 
 async def test_another_model_on_a_node_is_noticed() -> None:
     async with EmulatedNode(model="old") as server, a_fleet(a_spec(url=server.url)) as fleet:
-        assert fleet.fleet.model_names() == ("old",)
+        assert fleet.fleet.catalogue.model_names() == ("old",)
         server.engine.model = "new"
-        await fleet.until(lambda: fleet.fleet.model_names() == ("new",))
+        await fleet.until(lambda: fleet.fleet.catalogue.model_names() == ("new",))
 
 
 async def test_a_node_that_has_not_spoken_yet_may_serve_anything() -> None:
@@ -265,10 +265,10 @@ async def test_a_node_that_has_not_spoken_yet_may_serve_anything() -> None:
         server.loading = True
         async with a_fleet(a_spec(url=server.url)) as fleet:
             assert fleet.state("a") is State.LOADING
-            assert fleet.fleet.undecided()
+            assert fleet.fleet.catalogue.undecided()
             server.loading = False
             await fleet.until_state("a", State.READY)
-            assert not fleet.fleet.undecided()
+            assert not fleet.fleet.catalogue.undecided()
 
 
 async def test_changed_settings_are_in_force_at_once() -> None:

@@ -73,6 +73,7 @@ def a_scheduler(
         one.clock = chosen
         one.on_return = fleet._returned
         fleet.nodes[one.name] = one
+    fleet.catalogue.renew(nodes)
     return Scheduler(fleet, Settings(**settings), chosen, random.Random(seed))
 
 

@@ -360,8 +360,7 @@ async def test_when_the_last_node_is_removed_who_waits_is_told() -> None:
     task = await asked(scheduler, a_request())
     del scheduler.fleet.nodes["a"]
     one.removed = True
-    scheduler.fleet._serving = None
-    scheduler.fleet._offering.clear()
+    scheduler.fleet.catalogue.renew([other])
     scheduler._tick()
     await settled()
     assert refusal(task).code == "model_not_found"

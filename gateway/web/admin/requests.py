@@ -10,7 +10,8 @@ from starlette.responses import Response
 
 from gateway.errors import GatewayError
 from gateway.relay.live import Live, Registry
-from gateway.scheduling.scheduler import Scheduler, Waiting
+from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.ticket import Waiting
 from gateway.web.public.answers import Json, echoed
 
 

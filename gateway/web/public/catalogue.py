@@ -29,12 +29,12 @@ class Catalogue:
 
     def all(self) -> list[str]:
         """Every public name: nodes' models in the inventory's order, then the settings' names."""
-        every = dict.fromkeys((*self.fleet.model_names(), *self.names.rules))
+        every = dict.fromkeys((*self.fleet.catalogue.model_names(), *self.names.rules))
         return [name for name in every if name in self]
 
     def __contains__(self, name: str) -> bool:
         return self.caller.may_use(name) and any(
-            self.fleet.known(meaning.name) for meaning in self.names.meanings(name)
+            self.fleet.catalogue.known(meaning.name) for meaning in self.names.meanings(name)
         )
 
     def nodes(self, names: Iterable[str]) -> list[Node]:
@@ -43,7 +43,7 @@ class Catalogue:
             node
             for name in names
             for meaning in self.names.meanings(name)
-            for node in self.fleet.nodes_for(meaning.name)
+            for node in self.fleet.catalogue.nodes_for(meaning.name)
         )
         return list(dict.fromkeys(serving))
 

@@ -194,12 +194,13 @@ class _Exchange:
             caller=caller,
             received=self.received,
         )
+        catalogue = edge.fleet.catalogue
         request = prepare(
-            incoming, peeked, record.priority, self._snapshot.rules, edge.fleet.model_names
+            incoming, peeked, record.priority, self._snapshot.rules, catalogue.model_names
         )
         record.stream = request.stream
         for name in request.candidates:
-            if edge.fleet.known(name):
+            if catalogue.known(name):
                 record.model = request.model
                 break
         return Live(request, record)
@@ -261,7 +262,7 @@ class _Exchange:
         if self._live is not None:
             edge.registry.remove(self._live)
         record.duration = edge.clock() - self.received
-        edge.bus.publish(record)
+        edge.bus.publish_soon(record)
 
     def _own_fields(self) -> bytes:
         fields = own_fields(

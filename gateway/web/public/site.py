@@ -118,7 +118,7 @@ class _Site:
         """The name, if it is one of the catalogue. Raises: GatewayError (404, 503)."""
         if name in catalogue:
             return name
-        if catalogue.caller.may_use(name) and self.edge.fleet.undecided():
+        if catalogue.caller.may_use(name) and self.edge.fleet.catalogue.undecided():
             raise errors.starting("A node has not said yet which models it serves.")
         raise errors.model_not_found(echoed(name), catalogue.all())
 

@@ -167,7 +167,7 @@ async def test_while_a_node_might_yet_serve_a_model_it_is_503_and_not_404() -> N
             response = await house.public.get("/v1/models/demo")
             assert (response.status_code, error_of(response)["code"]) == (503, "starting")
             node.loading = False
-            await house.until(lambda: house.fleet.known("demo"))
+            await house.until(lambda: house.fleet.catalogue.known("demo"))
             assert (await house.public.get("/v1/models/demo")).status_code == 200
 
 

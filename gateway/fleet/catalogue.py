@@ -1,0 +1,107 @@
+"""Who serves what: asked by every request, so kept until something changes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gateway.fleet.node import Node
+    from gateway.request import Endpoint
+
+MOST_OFFERINGS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Offering:
+    """Nodes that may be asked for one thing, and the least that all of them have."""
+
+    nodes: tuple[Node, ...]
+    slots: int
+    context: float
+    """Tokens of one slot; infinite where no node tells."""
+
+    @classmethod
+    def of(cls, nodes: Iterable[Node]) -> Offering:
+        """What these nodes have in common."""
+        found = tuple(nodes)
+        return cls(
+            found,
+            min((node.slots_total for node in found), default=0),
+            min((node.context or math.inf for node in found), default=math.inf),
+        )
+
+
+class Catalogue:
+    """The nodes by what they serve."""
+
+    def __init__(self) -> None:
+        self._nodes: tuple[Node, ...] = ()
+        self._serving: dict[str, tuple[Node, ...]] | None = None
+        self._offerings: dict[tuple[str, str, bool, bool], Offering] = {}
+
+    # What makes it look again.
+
+    def renew(self, nodes: Iterable[Node]) -> None:
+        """These are the nodes now."""
+        self._nodes = tuple(nodes)
+        self.names_changed()
+
+    def names_changed(self) -> None:
+        """A node serves other models than before."""
+        self._serving = None
+        self._offerings.clear()
+
+    def node_changed(self) -> None:
+        """A node may offer something else than before."""
+        self._offerings.clear()
+
+    # What it tells.
+
+    def offering(self, model: str, endpoint: Endpoint, *, vision: bool, native: bool) -> Offering:
+        """The nodes that serve this public name and may be asked this, down or not."""
+        key = (model, endpoint, vision, native)
+        found = self._offerings.get(key)
+        if found is None:
+            found = Offering.of(
+                node
+                for node in self.nodes_for(model)
+                if node.offers(endpoint, vision=vision)
+                and not (native and node.spec.kind == "openai")
+            )
+            if len(self._offerings) < MOST_OFFERINGS:
+                self._offerings[key] = found
+        return found
+
+    def model_names(self) -> tuple[str, ...]:
+        """The public names that nodes serve, declared or said, down or not."""
+        return tuple(self._index())
+
+    def known(self, model: str) -> bool:
+        """Whether some node serves this public name, down or not."""
+        return model in self._index()
+
+    def nodes_for(self, model: str) -> tuple[Node, ...]:
+        """The nodes that serve this public name, down or not."""
+        return self._index().get(model, ())
+
+    def undecided(self) -> bool:
+        """Whether some node has yet to say what it serves: a name may be unknown only so far."""
+        return any(
+            node.wanted and not node.public_models and not node.probing.down for node in self._nodes
+        )
+
+    def _index(self) -> dict[str, tuple[Node, ...]]:
+        if self._serving is None:
+            serving: dict[str, list[Node]] = {}
+            for node in self._nodes:
+                if node.spec.enabled:
+                    # In the node's own order, so that lists of models keep still.
+                    models = node.facts.models if node.spec.models is None else node.spec.models
+                    for model in models:
+                        serving.setdefault(model, []).append(node)
+            self._serving = {model: tuple(nodes) for model, nodes in serving.items()}
+        return self._serving
