@@ -293,6 +293,10 @@ class BoundedProtocol(HttpToolsProtocol):
                 running.keep_alive = False
                 return
             # The rest of its own body is what was wrong.
+            turn: object = running
+            if isinstance(turn, Turn):
+                turn.spoil(error)
+                return
             running.disconnected = True
             running.message_event.set()
             if running.response_started:

@@ -14,7 +14,7 @@ from http import HTTPStatus
 import structlog
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from gateway.errors import ClientClosed
+from gateway.errors import ClientClosed, GatewayError
 from gateway.request import Headers
 
 log = structlog.get_logger()
@@ -43,6 +43,7 @@ class Turn:
         "_flow",
         "_http_10",
         "_serve",
+        "_spoilt",
         "_task",
         "_transport",
         "_waiter",
@@ -80,6 +81,7 @@ class Turn:
         self._chunked = False
         self._task: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._spoilt: GatewayError | None = None
         # What uvicorn's protocol reads and sets.
         self.keep_alive = keep_alive
         self.on_response = on_response
@@ -103,6 +105,11 @@ class Turn:
                 self._task.cancel()
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def spoil(self, error: GatewayError) -> None:
+        """The rest of the body can't be understood: who reads it gets `error`."""
+        self._spoilt = error
+        self.set()
 
     async def run_asgi(self, _: object) -> None:
         """Serve the request (the name is uvicorn's)."""
@@ -130,12 +137,14 @@ class Turn:
     async def read(self) -> bytes:
         """The body bytes that have come; the last ones when `more_body` is False.
 
-        Raises: ClientClosed.
+        Raises: ClientClosed; GatewayError, when the body is broken.
         """
         if self._expects_continue and not self.body:
             self._expects_continue = False
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         while self.more_body and not self.body:
+            if self._spoilt is not None:
+                raise self._spoilt
             self._flow.resume_reading()
             self._waiter = asyncio.get_running_loop().create_future()
             try:

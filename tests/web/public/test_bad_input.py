@@ -422,9 +422,14 @@ async def test_broken_chunks_are_400_and_end_the_connection(gate: Public, body: 
         await wire.send(head)
         await asyncio.sleep(0.05)
         await wire.send(body + b"\r\n0\r\n\r\n" + SMUGGLED)
-        assert told(await answer(wire)) == (400, "invalid_request")
+        found = await answer(wire)
+        assert told(found) == (400, "invalid_request")
+        assert found.headers["connection"] == "close"
+        assert found.headers["x-request-id"]
         assert await wire.rest() == b""
     assert gate.node.requests == 0
+    record = await gate.last()
+    assert (record.code, record.reason) == (400, "invalid_request")
 
 
 async def test_chunked_requests_with_extensions_and_trailers_are_understood(gate: Public) -> None:
