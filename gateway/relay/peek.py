@@ -109,21 +109,19 @@ def count_tokens(raw: msgspec.Raw, bytes_per_token: float) -> int:
 
 
 def depth(body: bytes, limit: int) -> int:
-    """How deeply the JSON is nested, as far as it may matter: exact only above `limit`."""
+    """How deeply the JSON is nested, as far as it may matter: at most `limit` + 1."""
     if body.count(b"[") + body.count(b"{") <= limit:
         return 0
-    brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
-    deepest = level = 0
-    for byte in brackets:
-        if byte in b"[{":
-            level += 1
-            deepest = max(deepest, level)
-        else:
-            level -= 1
-    return deepest
+    brackets = _STRING.sub(b"", body).translate(_SQUARE, _NO_BRACKETS)
+    levels = 0
+    while brackets and levels <= limit:
+        brackets = brackets.replace(b"[]", b"")  # the innermost ones
+        levels += 1
+    return levels
 
 
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_SQUARE = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 _MEDIA = frozenset(

@@ -67,14 +67,14 @@ class EventGate:
             del tail[: len(tail) - len(tail.lstrip(b"\r\n"))]
         end = max(tail.rfind(b"\n\n", seen) + 2, tail.rfind(b"\n\r\n", seen) + 3)
         if end < 3:  # neither was found
-            end = len(tail) if _ONLY_COMMENTS.match(tail) else 0
+            end = len(tail) if tail.endswith(b"\n") and _ONLY_COMMENTS.match(tail) else 0
         if not end:
             if len(tail) > self._limit:
                 raise Garbage(f"An event is larger than {self._limit} bytes")
             return b""
         whole = bytes(tail[:end])
         del tail[:end]
-        if _ONLY_COMMENTS.match(tail):
+        if tail.endswith(b"\n") and _ONLY_COMMENTS.match(tail):
             whole += tail
             tail.clear()
         if len(tail) > self._limit:
