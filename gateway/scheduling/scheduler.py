@@ -176,6 +176,10 @@ class Scheduler:
                 "n",
             )
         if offered:
+            if request.vision and not request.refused:
+                raise errors.invalid_request(
+                    f"No node that serves '{request.model}' reads images.", "messages"
+                )
             raise errors.node_failed(
                 f"No node serves '{request.endpoint}' requests for '{request.model}'."
             )

@@ -253,3 +253,19 @@ async def test_a_node_hears_its_own_name_for_the_model(tmp_path: Path) -> None:
         assert (await house.ask(model="inner")).status_code == 404
         assert (await house.ask()).status_code == 200
         assert "model" not in json.loads(one.seen[-1].body)
+
+
+async def test_a_node_never_hears_of_a_remote_picture(tmp_path: Path) -> None:
+    blind, seeing = EmulatedNode(), EmulatedNode()
+    nodes: tuple[dict[str, Any], ...] = ({}, {"endpoints": ["chat", "vision"]})
+    async with a_house(tmp_path, blind, seeing, nodes=nodes) as house:
+        reply = await house.ask(**picture("http://169.254.169.254/latest"))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_request")
+        assert blind.requests + seeing.requests == 0
+        assert (await house.ask(**picture(PNG))).headers["x-gateway-node"] == "b"
+        source = {"type": "url", "url": "http://169.254.169.254/latest"}
+        content = [{"type": "image", "source": source}]
+        reply = await house.ask("/v1/messages", messages=[{"role": "user", "content": content}])
+        assert reply.status_code == 400
+        assert reply.json()["error"]["type"] == "invalid_request_error"
+        assert blind.requests + seeing.requests == 1

@@ -177,6 +177,17 @@ async def test_what_no_node_of_the_model_does_is_502() -> None:
     assert (raised.value.status, raised.value.retryable) == (502, False)
 
 
+async def test_a_picture_goes_to_a_node_that_sees_or_nowhere() -> None:
+    blind, seeing = node("a", endpoints=["chat"]), node("b", endpoints=["chat", "vision"])
+    for _ in range(20):
+        lease, _ = await a_scheduler(blind, seeing).lease(a_request(vision=True))
+        assert lease.node is seeing
+        lease.give_back()
+    with pytest.raises(GatewayError) as raised:
+        await a_scheduler(blind).lease(a_request(vision=True))
+    assert (raised.value.status, raised.value.code) == (400, "invalid_request")
+
+
 async def test_a_list_of_models_means_the_first_that_can_serve() -> None:
     first, second = node("a", slots=1, models=("x",)), node("b", slots=1, models=("y",))
     scheduler = a_scheduler(first, second)
