@@ -117,7 +117,7 @@ class Gateway:
         self._reloading = asyncio.Lock()
         self._notifier = Notifier()
         rng = random.Random()
-        self.bus = Bus()
+        self.bus = Bus(lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work))
         self.fleet = Fleet(
             connect=connect,
             health=settings.health,
@@ -143,7 +143,13 @@ class Gateway:
         )
         self.metrics = Metrics(
             self.bus,
-            View(self.fleet, self.scheduler, self.registry, lambda: self.inventory_error),
+            View(
+                self.fleet,
+                self.scheduler,
+                self.registry,
+                lambda: self.inventory_error,
+                self.relay.retries_left,
+            ),
         )
         self.totals = Totals.of(self.bus)
         self.deadlines = Deadlines(self.registry)
@@ -237,6 +243,7 @@ class Gateway:
         self.watch.close()
         self.scheduler.close()
         await self.fleet.aclose()
+        self.bus.flush()
         log.info("ended")
 
     def _own(self, work: Any, name: str) -> None:

@@ -93,6 +93,7 @@ class Metrics:
 
     def __init__(self, bus: Bus, snapshot: Callable[[], Snapshot]) -> None:
         self._snapshot = snapshot
+        self._flush = bus.flush
         self._requests: dict[tuple[Priority, str, int], int] = {}
         self._tokens: dict[str, list[int]] = {}
         self._attempts: dict[str, dict[str, int]] = {}
@@ -145,6 +146,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """The page that Prometheus scrapes, in the form of `exposition.CONTENT_TYPE`."""
+        self._flush()
         snapshot = self._snapshot()
         page = Page(PREFIX)
         self._put_requests(page)

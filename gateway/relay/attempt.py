@@ -9,7 +9,7 @@ from gateway.fleet.lease import Lease
 from gateway.relay import sse
 from gateway.relay.dialects import Dialect, Part
 from gateway.relay.sse import EventGate
-from gateway.relay.verdict import message_of, status_of
+from gateway.relay.verdict import as_body, message_of, status_of
 from gateway.relay.watch import Limits, Watch
 from gateway.request import Headers, Request
 from gateway.transport.connection import Connection
@@ -244,7 +244,7 @@ class Attempt:
         self.status = status_of(error)
         self.streams = False
         self.headers = [(b"content-type", b"application/json")]
-        return error
+        return as_body(error)
 
     async def _all(self, most: int) -> bytes:
         """The body, up to about `most` bytes."""

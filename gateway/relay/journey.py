@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway import errors
 from gateway.config.settings import Settings
@@ -34,6 +34,10 @@ class Means:
     bus: Bus
     watch: Watch
     clock: Callable[[], float]
+    settler: Settler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.settler = Settler(self.fleet, self.scheduler, self.bus, self.clock)
 
 
 class AttemptFailed(Exception):  # noqa: N818 - as `Overdue` and its like
@@ -60,7 +64,7 @@ class Journey:
         self._dialect: Dialect = ROUTES[live.request.path].dialect
         self._erring: list[tuple[Lease, int]] = []
         """Attempts that ended with a server error, whoever is to blame for it."""
-        self._settler = Settler(means.fleet, means.scheduler, means.bus, live, means.clock)
+        self._settler = means.settler
 
     async def attempt(self) -> Reply:
         """One attempt. Raises: AttemptFailed, GatewayError."""
@@ -93,7 +97,7 @@ class Journey:
             raise self._failed(attempt, error) from error
         except BaseException:
             attempt.end()
-            self._settler.tell(attempt, "client_closed")
+            self._settler.tell(self._live, attempt, "client_closed")
             raise
         if record.overhead is None:
             record.overhead = max(0.0, attempt.sent - request.received - record.queue)
@@ -146,7 +150,7 @@ class Journey:
         if attempt.streams:
             record.ttft = clock() - self._live.request.received
         elif attempt.complete:
-            self._settler.finished(attempt, attempt.content)
+            self._settler.finished(self._live, attempt, attempt.content)
             return Reply(attempt.status, headers, attempt.content)
         rest = Rest(attempt, self._live, self._dialect, self._settler)
         return Reply(attempt.status, headers, attempt.content, rest)
@@ -158,7 +162,7 @@ class Journey:
         lease, fleet, now = attempt.lease, self._means.fleet, self._means.clock()
         attempt.end()
         judged = verdict.judge(status, content, request)
-        self._settler.tell(attempt, "ok" if judged is Verdict.PASS else judged.value)
+        self._settler.tell(self._live, attempt, "ok" if judged is Verdict.PASS else judged.value)
         answer = Reply(status, fields.to_client(attempt.headers), content)
         if judged is Verdict.PASS:
             fleet.succeeded(node, now, lease.taken)
@@ -203,7 +207,7 @@ class Journey:
     def _failed(self, attempt: Attempt, failure: UpstreamError) -> Exception:
         """An attempt ended without any reply that could be passed on."""
         request, node = self._live.request, attempt.lease.node
-        self._settler.tell(attempt, failure.outcome)
+        self._settler.tell(self._live, attempt, failure.outcome)
         if isinstance(failure, Ended):
             return failure.error
         request.failed.add(node.name)

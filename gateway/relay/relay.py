@@ -47,9 +47,17 @@ class Relay:
             raise failure.error from failure
         raise AssertionError("tenacity ends by a result or an exception")
 
+    def retries_left(self) -> int:
+        """Retries that could be made now."""
+        share, least = self._allowed()
+        return self.budget.left(self.means.clock(), share=share, least=least)
+
     def _affordable(self) -> bool:
+        share, least = self._allowed()
+        return self.budget.spend(self.means.clock(), share=share, least=least)
+
+    def _allowed(self) -> tuple[float, int]:
+        """Retries within a minute: this share of its requests, or so many."""
         retries = self.means.settings.retries
         largest = max((node.slots_total for node in self.means.fleet.nodes.values()), default=0)
-        return self.budget.spend(
-            self.means.clock(), share=retries.budget, least=max(retries.budget_min, largest)
-        )
+        return retries.budget, max(retries.budget_min, largest)

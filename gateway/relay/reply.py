@@ -52,28 +52,28 @@ class Rest:
         """The client has it all, or has left."""
         if not self.over:
             self.over = True
-            self.settler.broken(self.attempt, "client_closed")
+            self.settler.broken(self.live, self.attempt, "client_closed")
 
     def _end(self, failure: UpstreamError | None) -> bytes:
         self.over = True
         attempt = self.attempt
         if not attempt.streams:
             if failure is None:
-                self.settler.finished(attempt, attempt.content)
+                self.settler.finished(self.live, attempt, attempt.content)
                 return b""
-            self.settler.broken(attempt, failure.outcome)
+            self.settler.broken(self.live, attempt, failure.outcome)
             raise failure
         tail = b"".join(attempt.tail)
         whole = self.dialect.ends_once or self.live.request.slots < 2
         if self.dialect.finished(tail) and not attempt.cut and (whole or failure is None):
             # What may have broken was behind all that counts.
-            self.settler.finished(attempt, tail)
+            self.settler.finished(self.live, attempt, tail)
             return b""
         if self.dialect.failed(tail):
             self._note(502, "node_failed")
-            self.settler.broken(attempt, "error_event")
+            self.settler.broken(self.live, attempt, "error_event")
             return b""
-        self.settler.broken(attempt, "truncated" if failure is None else failure.outcome)
+        self.settler.broken(self.live, attempt, "truncated" if failure is None else failure.outcome)
         error = as_error(failure)
         self._note(error.status, error.code)
         return self.dialect.error_event(error, self.live.request.tag)

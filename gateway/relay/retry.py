@@ -36,22 +36,26 @@ class RetryBudget:
             requests[-1] = (second, requests[-1][1] + 1)
         else:
             requests.append((second, 1))
-            while requests[0][0] < second - WINDOW:
-                self._counted -= requests.popleft()[1]
+            self._forget(now)
         self._counted += 1
 
     def spend(self, now: float, *, share: float, least: int) -> bool:
-        """Count a retry, if one is left: `share` of the last minute's requests, or `least`."""
-        while self._retries and self._retries[0] < now - WINDOW:
-            self._retries.popleft()
-        if len(self._retries) >= self.allowance(share, least):
+        """Count a retry, if one is left."""
+        if not self.left(now, share=share, least=least):
             return False
         self._retries.append(now)
         return True
 
-    def allowance(self, share: float, least: int) -> int:
-        """Retries allowed within a minute."""
-        return max(least, int(share * self._counted))
+    def left(self, now: float, *, share: float, least: int) -> int:
+        """Retries that could be made now, of `share` of the last minute's requests or `least`."""
+        self._forget(now)
+        return max(0, max(least, int(share * self._counted)) - len(self._retries))
+
+    def _forget(self, now: float) -> None:
+        while self._requests and self._requests[0][0] < int(now) - WINDOW:
+            self._counted -= self._requests.popleft()[1]
+        while self._retries and self._retries[0] < now - WINDOW:
+            self._retries.popleft()
 
 
 class _OutOfBudget(stop_base):

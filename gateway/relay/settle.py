@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gateway.events import AttemptEnded, Bus
+from gateway.events import AttemptEnded, Bus, RequestFinished
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.lease import Lease
 from gateway.relay import sse
@@ -21,88 +21,95 @@ EDGE_BYTES = 8 * 1024
 """`usage` stands within so many bytes of an answer's beginning (embeddings) or end (the rest)."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Settler:
-    """Ends the attempts of one request, each exactly once, and writes them into its record."""
+    """Ends attempts, each exactly once, and writes them into the records of their requests."""
 
     fleet: Fleet
     scheduler: Scheduler
     bus: Bus
-    live: Live
     clock: Callable[[], float]
 
-    def finished(self, attempt: Attempt, sample: bytes) -> None:
+    def finished(self, live: Live, attempt: Attempt, sample: bytes) -> None:
         """A whole answer; `sample` holds its end, or all of it."""
-        attempt.end()
+        now = self._ended(live, attempt)
         lease = attempt.lease
-        self.fleet.succeeded(lease.node, self.clock(), lease.taken)
-        self._completed(lease)
-        usage = _usage(attempt, sample)
-        if usage is None:
-            usage = self._counted(attempt)
-        elif usage.timings is not None:
-            self.fleet.learn(lease.node, usage.timings)
-        self._write(lease, usage)
-        self.tell(attempt, "ok")
+        self.fleet.succeeded(lease.node, now, lease.taken)
+        opening = attempt.content if attempt.streams else b""
+        if not attempt.streams and len(sample) > 2 * EDGE_BYTES:
+            sample = sample[:EDGE_BYTES] + sample[-EDGE_BYTES:]
+        counted = Usage(live.request.prompt_tokens, completion=attempt.events)
+        self.bus.soon(self._account, live.record, lease, counted, opening, sample, now)
+        self.bus.publish_soon(self._told(live, attempt, "ok", now))
 
-    def broken(self, attempt: Attempt, outcome: str) -> None:
-        """A reply that had begun came to a bad end, or its client left: what went out counts."""
-        attempt.end()
+    def broken(self, live: Live, attempt: Attempt, outcome: str) -> None:
+        """A reply that had begun came to a bad end, or its client left: what went out counts.
+
+        One event holds about one token; the prompt's tokens are the estimate.
+        """
+        now = self._ended(live, attempt)
         lease = attempt.lease
         if outcome not in BLAMELESS:
-            self.fleet.failed(lease.node, self.clock(), lease.taken)
-        self._completed(lease)
-        self._write(lease, self._counted(attempt))
-        self.tell(attempt, outcome)
+            self.fleet.failed(lease.node, now, lease.taken)
+        counted = Usage(live.request.prompt_tokens, completion=attempt.events)
+        _write(live.record, lease, counted, now)
+        self.bus.publish_soon(self._told(live, attempt, outcome, now))
 
-    def tell(self, attempt: Attempt, outcome: str) -> None:
-        """One attempt is over."""
-        self.live.attempt = None
-        self.bus.publish(
-            AttemptEnded(
-                self.live.request.tag,
-                attempt.lease.node.name,
-                outcome,
-                self.clock() - attempt.began,
-                attempt.status or None,
-            )
+    def tell(self, live: Live, attempt: Attempt, outcome: str) -> None:
+        """An attempt is over that came to nothing."""
+        live.attempt = None
+        self.bus.publish_soon(self._told(live, attempt, outcome, self.clock()))
+
+    def _ended(self, live: Live, attempt: Attempt) -> float:
+        attempt.end()
+        live.attempt = None
+        # Counting tokens, say, tells nothing of how fast slots come free.
+        if attempt.lease.slots:
+            self.scheduler.completed()
+        return self.clock()
+
+    def _told(self, live: Live, attempt: Attempt, outcome: str, now: float) -> AttemptEnded:
+        return AttemptEnded(
+            live.request.tag,
+            attempt.lease.node.name,
+            outcome,
+            now - attempt.began,
+            attempt.status or None,
         )
 
-    def _completed(self, lease: Lease) -> None:
-        # Counting tokens, say, tells nothing of how fast slots come free.
-        if lease.slots:
-            self.scheduler.completed()
+    def _account(
+        self,
+        record: RequestFinished,
+        lease: Lease,
+        counted: Usage,
+        opening: bytes,
+        sample: bytes,
+        now: float,
+    ) -> None:
+        """Read what the node says of its answer, else go by what was counted."""
+        usage = read_usage(sample)
+        if usage is None:
+            usage = counted
+        elif usage.timings is not None:
+            self.fleet.learn(lease.node, usage.timings)
+        if not usage.prompt and opening:
+            # Anthropic's dialect tells the prompt's tokens at the start.
+            for event in sse.split(opening):
+                first = read_usage(event)
+                if first is not None and first.prompt:
+                    usage.prompt, usage.cached = first.prompt, first.cached
+                    break
+        _write(record, lease, usage, now)
 
-    def _counted(self, attempt: Attempt) -> Usage:
-        """One event holds about one token; the prompt's tokens are the estimate."""
-        return Usage(prompt=self.live.request.prompt_tokens, completion=attempt.events)
 
-    def _write(self, lease: Lease, usage: Usage) -> None:
-        record, spec = self.live.record, lease.node.spec
-        record.prompt_tokens += usage.prompt
-        record.cached_tokens += usage.cached
-        record.completion_tokens += usage.completion
-        if spec.cost_per_million_tokens is not None:
-            rate = spec.cost_per_million_tokens
-            record.cost += (
-                usage.prompt * rate.prompt + usage.completion * rate.completion
-            ) / 1_000_000
-        elif spec.cost_per_hour:
-            share = lease.slots / lease.node.slots_total
-            record.cost += spec.cost_per_hour * share * (self.clock() - lease.taken) / 3600
-
-
-def _usage(attempt: Attempt, sample: bytes) -> Usage | None:
-    if not attempt.streams:
-        if len(sample) > 2 * EDGE_BYTES:
-            sample = sample[:EDGE_BYTES] + sample[-EDGE_BYTES:]
-        return read_usage(sample)
-    found = read_usage(sample)
-    if found is not None and not found.prompt:
-        # Anthropic's dialect tells the prompt's tokens at the start.
-        for event in sse.split(attempt.content):
-            opening = read_usage(event)
-            if opening is not None and opening.prompt:
-                found.prompt, found.cached = opening.prompt, opening.cached
-                break
-    return found
+def _write(record: RequestFinished, lease: Lease, usage: Usage, now: float) -> None:
+    spec = lease.node.spec
+    record.prompt_tokens += usage.prompt
+    record.cached_tokens += usage.cached
+    record.completion_tokens += usage.completion
+    if spec.cost_per_million_tokens is not None:
+        rate = spec.cost_per_million_tokens
+        record.cost += (usage.prompt * rate.prompt + usage.completion * rate.completion) / 1_000_000
+    elif spec.cost_per_hour:
+        share = lease.slots / lease.node.slots_total
+        record.cost += spec.cost_per_hour * share * (now - lease.taken) / 3600

@@ -43,6 +43,7 @@ class _Body(msgspec.Struct):
     code: object = None
 
 
+_ANY = msgspec.json.Decoder()
 _BODY = msgspec.json.Decoder(_Body)
 
 
@@ -77,6 +78,17 @@ def overflow_sizes(content: bytes) -> tuple[int | None, int | None]:
     """Tokens of the prompt and of the node's context, as far as its error tells."""
     error = _error(content)
     return (error.n_prompt_tokens, error.n_ctx) if error else (None, None)
+
+
+def as_body(content: bytes) -> bytes:
+    """The data of an error event as the body of an error; as it is, if it has that form."""
+    try:
+        value = _ANY.decode(content)
+    except (msgspec.DecodeError, RecursionError):
+        value = {"message": "The node failed.", "type": "server_error", "code": 500}
+    if isinstance(value, dict) and value.get("error"):
+        return content
+    return msgspec.json.encode({"error": value})
 
 
 def message_of(content: bytes) -> str | None:

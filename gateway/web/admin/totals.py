@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ LEFT = 499
 class Totals:
     """Counts requests as they end."""
 
+    flush: Callable[[], None]
     requests: int = 0
     codes: Counter[int] = field(default_factory=Counter)
     prompt_tokens: int = 0
@@ -23,7 +25,7 @@ class Totals:
     @classmethod
     def of(cls, bus: Bus) -> Totals:
         """Totals that count what `bus` tells from now on."""
-        totals = cls()
+        totals = cls(bus.flush)
         bus.subscribe(RequestFinished, totals.finished)
         return totals
 
@@ -36,6 +38,7 @@ class Totals:
 
     def shown(self) -> dict[str, Any]:
         """As `/admin/status` has them. A client that left is no failure of ours."""
+        self.flush()
         failures = {
             str(code): count
             for code, count in sorted(self.codes.items())
