@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.relay.verdict import Verdict, judge, message_of, overflow_sizes, status_of
+from gateway.relay.verdict import Verdict, as_body, judge, message_of, overflow_sizes, status_of
 from tests.emulator import EmulatedNode
 from tests.relay.house import DIALECTS, FIRST, a_house, saying
 from tests.scheduling.build import a_request
@@ -235,3 +235,20 @@ def test_what_an_error_tells_is_read_in_both_forms() -> None:
     assert status_of(b'{"code":400}') == 400
     assert status_of(b'{"error":{"code":"server_error"}}') == 500
     assert status_of(b'{"error":{"code":200}}') == 500
+
+
+def test_an_error_event_becomes_an_error_body() -> None:
+    assert as_body(OVERFLOW) is OVERFLOW
+    assert as_body(b'{"code":500,"message":"a"}') == b'{"error":{"code":500,"message":"a"}}'
+    assert status_of(as_body(b"{oops")) == 500
+    assert message_of(as_body(b"{oops"))
+
+
+async def test_a_nodes_error_in_a_stream_is_a_reply_of_its_own(tmp_path: Path) -> None:
+    one = EmulatedNode()
+    async with a_house(tmp_path, one) as house:
+        for path in DIALECTS:
+            one.faults.next("error_event")
+            reply = await house.ask(path, stream=True)
+            assert reply.status_code == 500
+            assert reply.json()["error"]["message"] == "Compute error."
