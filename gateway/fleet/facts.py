@@ -22,6 +22,8 @@ class Facts:
     slots: int | None = None
     context: int | None = None
     """Tokens of one slot."""
+    trained_context: int | None = None
+    """Tokens that the model was trained for."""
     models: tuple[str, ...] = ()
     """Its names for what it serves."""
     build: str | None = None
@@ -80,6 +82,8 @@ class Facts:
             self.size = _count(meta.get("size"), 1 << 60) or self.size
             self.ftype = _name(meta.get("ftype")) or self.ftype
             self.context = self.context or _count(meta.get("n_ctx"), MOST_CONTEXT)
+            trained = _count(meta.get("n_ctx_train"), MOST_CONTEXT)
+            self.trained_context = trained or self.trained_context
 
 
 def busy_slots(answer: object) -> tuple[int, int] | None:

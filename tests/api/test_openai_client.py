@@ -13,6 +13,7 @@ import openai as package
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from gateway.local.demo_model import TRAINED_CONTEXT
 from tests.api.conftest import CONTEXT, SETTINGS
 from tests.api.site import FIXED, HELLO, Site
 
@@ -66,7 +67,8 @@ async def test_models_are_listed_with_their_context(openai: AsyncOpenAI) -> None
     assert list(models)[:2] == ["demo", "demo-embed"]
     assert set(models) == {"demo", "demo-embed", *SETTINGS["models"]}
     assert models["demo"].object == "model"
-    assert models["gpt-4o-mini"].model_extra == {"meta": {"n_ctx": CONTEXT}}
+    sizes = {"n_ctx": CONTEXT, "n_ctx_train": TRAINED_CONTEXT}
+    assert models["gpt-4o-mini"].model_extra == {"meta": sizes}
 
 
 @pytest.mark.parametrize("name", ["helper", "org/demo"])

@@ -18,9 +18,8 @@ PROPS: dict[str, Any] = {
     "modalities": {"vision": False, "audio": True},
     "endpoint_slots": True,
 }
-MODELS: dict[str, Any] = {
-    "data": [{"id": "demo", "meta": {"n_params": 900, "size": 3500, "ftype": "all F32"}}]
-}
+META = {"n_params": 900, "size": 3500, "ftype": "all F32", "n_ctx": 4096, "n_ctx_train": 8192}
+MODELS: dict[str, Any] = {"data": [{"id": "demo", "meta": META}]}
 
 json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -43,6 +42,7 @@ def test_models_tell_names_and_size() -> None:
     facts.read_models(MODELS)
     assert facts.models == ("demo",)
     assert (facts.n_params, facts.size, facts.ftype) == (900, 3500, "all F32")
+    assert (facts.context, facts.trained_context) == (4096, 8192)
 
 
 def test_what_a_later_answer_leaves_out_is_kept() -> None:

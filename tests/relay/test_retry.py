@@ -37,8 +37,20 @@ def test_the_past_is_forgotten_on_both_sides() -> None:
         budget.request(0.0)
     assert spent(budget, 0.0, 0.2, 10) == 200
     later = 2 * WINDOW
+    assert budget.left(later, share=0.2, least=10) == 10
     budget.request(later)
     assert spent(budget, later, 0.2, 10) == 10
+
+
+def test_what_is_left_is_told_and_never_negative() -> None:
+    budget = RetryBudget()
+    assert budget.left(0.0, share=0.2, least=10) == 10
+    for _ in range(100):
+        budget.request(0.0)
+    assert spent(budget, 1.0, 0.2, 10) == 20
+    assert budget.left(1.0, share=0.2, least=10) == 0
+    assert budget.left(1.0, share=0.1, least=10) == 0, "the settings may have changed"
+    assert budget.left(1.0, share=0.5, least=10) == 30
 
 
 @given(st.lists(st.tuples(st.floats(0, 50), st.booleans()), max_size=200))

@@ -122,7 +122,14 @@ async def a_house(
             scheduler=scheduler,
             registry=registry,
             metrics=Metrics(
-                bus, View(running.fleet, scheduler, registry, lambda: house.inventory_error)
+                bus,
+                View(
+                    running.fleet,
+                    scheduler,
+                    registry,
+                    lambda: house.inventory_error,
+                    relay.retries_left,
+                ),
             ),
             totals=Totals.of(bus),
             deadlines=deadlines,

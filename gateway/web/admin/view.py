@@ -19,6 +19,7 @@ class View:
     scheduler: Scheduler
     registry: Registry
     inventory_error: Callable[[], str | None]
+    retries_left: Callable[[], int]
 
     def __call__(self) -> Snapshot:
         """The state of things now."""
@@ -37,4 +38,5 @@ class View:
             queue=self.scheduler.depths(),
             in_flight=len(self.registry),
             inventory_error=self.inventory_error() is not None,
+            retry_budget=self.retries_left(),
         )

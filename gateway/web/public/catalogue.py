@@ -55,9 +55,10 @@ class Catalogue:
             "created": created,
             "owned_by": OWNER,
         }
-        context = largest_context(self.nodes([name]))
-        if context is not None:
-            card["meta"] = {"n_ctx": context}
+        nodes = self.nodes([name])
+        sizes = {"n_ctx": largest_context(nodes), "n_ctx_train": _largest_trained(nodes)}
+        if meta := {key: size for key, size in sizes.items() if size is not None}:
+            card["meta"] = meta
         return card
 
 
@@ -96,6 +97,11 @@ def properties(nodes: Sequence[Node]) -> dict[str, Any]:
 def largest_context(nodes: Iterable[Node]) -> int | None:
     """Tokens of one slot of the roomiest node; None: no node has said."""
     return max((node.context for node in nodes if node.context is not None), default=None)
+
+
+def _largest_trained(nodes: Iterable[Node]) -> int | None:
+    sizes = (node.facts.trained_context for node in nodes)
+    return max((size for size in sizes if size is not None), default=None)
 
 
 def _sees(node: Node) -> bool:

@@ -112,6 +112,7 @@ async def test_metrics_are_what_prometheus_reads() -> None:
     assert values["queue_depth", ("batch",)] == 0
     assert values["in_flight", ()] == 0
     assert values["inventory_error", ()] == 1
+    assert values["retry_budget", ()] == 10
 
 
 async def test_health_and_readiness_are_those_of_the_public_listener() -> None:

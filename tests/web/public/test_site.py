@@ -59,7 +59,7 @@ async def test_models_are_what_the_inventory_declares_and_what_nodes_say(path: s
     assert {key: said[key] for key in ("object", "owned_by", "meta")} == {
         "object": "model",
         "owned_by": "llama-gateway",
-        "meta": {"n_ctx": 4096},
+        "meta": {"n_ctx": 4096, "n_ctx_train": 8192},
     }
     assert isinstance(said["created"], int)
     assert said["created"] == declared["created"]
@@ -76,11 +76,11 @@ async def test_a_model_is_still_there_when_its_node_is_down() -> None:
 async def test_the_context_of_a_model_is_that_of_its_roomiest_node() -> None:
     async with (
         EmulatedNode(context=2048) as small,
-        EmulatedNode(context=8192) as large,
+        EmulatedNode(context=8192, context_train=32768) as large,
         a_house(a_spec("a", small.url), a_spec("b", large.url)) as house,
     ):
         card = (await house.public.get("/v1/models/demo")).json()
-    assert card["meta"] == {"n_ctx": 8192}
+    assert card["meta"] == {"n_ctx": 8192, "n_ctx_train": 32768}
 
 
 async def test_an_alias_is_a_model_if_it_stands_for_one_that_some_node_serves() -> None:
@@ -98,7 +98,7 @@ async def test_an_alias_is_a_model_if_it_stands_for_one_that_some_node_serves() 
         assert await ids(house) == ["demo", "gpt-4o-mini", "helper"]
         card = (await house.public.get("/v1/models/helper")).json()
         lost = await house.public.get("/v1/models/lost")
-    assert (card["id"], card["meta"]) == ("helper", {"n_ctx": 4096})
+    assert (card["id"], card["meta"]) == ("helper", {"n_ctx": 4096, "n_ctx_train": 8192})
     assert lost.status_code == 404
 
 
