@@ -94,11 +94,18 @@ class Public:
 
     async def last(self) -> RequestFinished:
         """What became of the request that ended last, once none runs."""
-        await until(lambda: not self.running.gateway.registry and bool(self.ended))
+        await until(lambda: not self.running.gateway.registry)
+        await until(lambda: bool(self.told()))
         return self.ended[-1]
+
+    def told(self) -> list[RequestFinished]:
+        """All that has been told of requests until now."""
+        self.running.gateway.bus.flush()
+        return self.ended
 
     def forget(self) -> None:
         """Count from here."""
+        self.told()
         self.node.requests = 0
         self.node.seen.clear()
         self.ended.clear()

@@ -62,8 +62,8 @@ async def test_who_leaves_the_queue_takes_no_slot(tmp_path: Path) -> None:
                 scheduler = gate.running.gateway.scheduler
                 await until(lambda: len(scheduler.waiting()) == 1)
             await until(lambda: scheduler.waiting() == [])
-            await until(lambda: len(gate.ended) == 1)
-            assert (gate.ended[0].code, gate.ended[0].attempts) == (499, 0)
+            await until(lambda: len(gate.told()) == 1)
+            assert (gate.told()[0].code, gate.told()[0].attempts) == (499, 0)
             assert gate.node.requests == 1
             assert len(gate.running.gateway.registry) == 1
 
@@ -138,8 +138,8 @@ async def test_who_leaves_within_its_body_reaches_no_node(tmp_path: Path) -> Non
     async with public(tmp_path, QUICK) as gate:
         async with asking(gate, request(b'{"messages"', length=5000)):
             await until(lambda: gate.running.gateway.edge.buffered.held > 0)
-        await until(lambda: len(gate.ended) == 1)
-        record = gate.ended[0]
+        await until(lambda: len(gate.told()) == 1)
+        record = gate.told()[0]
         assert (record.code, record.attempts) == (499, 0)
         assert gate.running.gateway.edge.buffered.held == 0
         assert gate.node.requests == 0
@@ -168,8 +168,8 @@ async def test_many_who_leave_at_any_moment_leave_nothing_behind(tmp_path: Path)
                 await asyncio.sleep(number % 10 * 0.02)
 
         await asyncio.gather(*(one(number) for number in range(60)))
-        await until(lambda: len(gate.ended) == 60)
-        assert {record.code for record in gate.ended} <= {200, 499}
+        await until(lambda: len(gate.told()) == 60)
+        assert {record.code for record in gate.told()} <= {200, 499}
         await until(lambda: the_node(gate).leased == 0)
         assert gate.node.peak_busy <= 4
         assert the_node(gate).failures == 0
@@ -235,4 +235,4 @@ async def test_nobody_is_told_of_a_client_that_left_between_requests(tmp_path: P
         async with asking(gate, request({**HELLO, "max_tokens": 1})) as wire:
             assert (await answer(wire)).status == 200
         await asyncio.sleep(0.05)
-        assert [record.code for record in gate.ended] == [200]
+        assert [record.code for record in gate.told()] == [200]

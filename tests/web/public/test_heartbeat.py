@@ -181,7 +181,7 @@ async def test_a_wait_that_was_too_long_is_an_event_then(tmp_path: Path) -> None
             assert (await wire.head()).startswith(b"HTTP/1.1 200 ")
             body = await body_of(wire)
             told(CHAT, body.lstrip(b":\n"), "No slot came free")
-            assert [(one.code, one.reason) for one in other.ended] == [(503, "queue_timeout")]
+            assert [(one.code, one.reason) for one in other.told()] == [(503, "queue_timeout")]
 
 
 async def test_a_failure_before_the_first_sign_of_life_has_its_own_status(gate: Public) -> None:
