@@ -30,10 +30,16 @@ class Site:
     """A running gateway, with a record of every request that has ended."""
 
     running: Running
-    records: list[RequestFinished] = field(default_factory=list)
+    _records: list[RequestFinished] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.gateway.bus.subscribe(RequestFinished, self.records.append)
+        self.gateway.bus.subscribe(RequestFinished, self._records.append)
+
+    @property
+    def records(self) -> list[RequestFinished]:
+        """The requests that have ended, those included whose telling was put off."""
+        self.gateway.bus.flush()
+        return self._records
 
     @property
     def gateway(self) -> Gateway:
