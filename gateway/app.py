@@ -175,7 +175,7 @@ class Gateway:
         try:
             self.public, self.admin = self._listeners()
             await self.fleet.start(inventory)
-            self._own(self._watch_files(), "watch the files")
+            self._own(self._watch_files(inventory), "watch the files")
             self._own(self._notifier.feed_watchdog(), "feed the watchdog")
             self.public.open()
             self.admin.open()
@@ -308,12 +308,21 @@ class Gateway:
             changed = await self._reload_settings()
             return Reloaded(await self._reload_inventory(), changed)
 
-    async def _watch_files(self) -> None:
+    async def _watch_files(self, inventory: Inventory) -> None:
         paths = [path for path in (self.options.nodes, self.options.config) if path is not None]
-        async for changed in changes(paths):
+        edits = changes(paths)
+        # What was edited since they were read for the start, which may have taken minutes.
+        await self._reload_quietly(inventory=await self._differs_from(inventory), settings=True)
+        async for changed in edits:
             await self._reload_quietly(
                 inventory=self.options.nodes in changed, settings=self.options.config in changed
             )
+
+    async def _differs_from(self, inventory: Inventory) -> bool:
+        try:
+            return await asyncio.to_thread(load_inventory, self.options.nodes) != inventory
+        except (ConfigError, OSError):
+            return True
 
     async def _reload_quietly(self, *, inventory: bool, settings: bool) -> None:
         async with self._reloading:

@@ -1,0 +1,88 @@
+"""Edits of the two files while the gateway starts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gateway.app import Gateway
+from gateway.events import InventoryChanged, SettingsChanged
+from gateway.observe.logs import set_up
+from gateway.options import Options, read
+from tests.gateways import until
+
+DEAD = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Options:
+    chosen = Options(
+        nodes=tmp_path / "nodes.yaml",
+        config=tmp_path / "gateway.yaml",
+        port=0,
+        admin_port=0,
+        state=tmp_path / "state",
+    )
+    write_nodes(chosen, "first")
+    write_settings(chosen, "queue: {max: 5}")
+    return chosen
+
+
+def write_nodes(given: Options, *names: str) -> None:
+    nodes = [{"name": name, "url": f"{DEAD}/{name}"} for name in names]
+    replace(given.nodes, yaml.safe_dump({"nodes": nodes}))
+
+
+def write_settings(given: Options, text: str) -> None:
+    assert given.config is not None
+    replace(given.config, text)
+
+
+def replace(path: Path, text: str) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.rename(path)
+
+
+@asynccontextmanager
+async def started(given: Options, edit: Callable[[], None]) -> AsyncIterator[Gateway]:
+    """A gateway whose files are edited after they were read and before it watches them."""
+    settings, inventory = read(given)
+    edit()
+    with (
+        (given.nodes.parent / "log").open("ab") as log,
+        set_up("info", "json", fd=log.fileno()) as logs,
+    ):
+        gateway = Gateway(given, settings, logs)
+        async with gateway.running(inventory):
+            yield gateway
+
+
+async def test_an_edit_of_the_inventory_is_taken_in(given: Options) -> None:
+    async with started(given, lambda: write_nodes(given, "first", "second")) as gateway:
+        await until(lambda: set(gateway.fleet.nodes) == {"first", "second"})
+
+
+async def test_an_edit_of_the_settings_is_taken_in(given: Options) -> None:
+    async with started(given, lambda: write_settings(given, "queue: {max: 7}")) as gateway:
+        await until(lambda: gateway.settings.queue.max == 7)
+
+
+async def test_an_edit_that_is_wrong_is_told_and_changes_nothing(given: Options) -> None:
+    async with started(given, lambda: write_nodes(given, "first", "first")) as gateway:
+        await until(lambda: gateway.inventory_error is not None)
+        assert set(gateway.fleet.nodes) == {"first"}
+
+
+async def test_without_an_edit_nothing_is_told(given: Options) -> None:
+    changes: list[object] = []
+    async with started(given, lambda: None) as gateway:
+        gateway.bus.subscribe(InventoryChanged, changes.append)
+        gateway.bus.subscribe(SettingsChanged, changes.append)
+        write_settings(given, "queue: {max: 9}")
+        await until(lambda: gateway.settings.queue.max == 9)
+    assert [type(change) for change in changes] == [SettingsChanged]
