@@ -84,8 +84,20 @@ class Stream:
 class House:
     running: Running
     servers: dict[str, EmulatedNode]
-    finished: list[RequestFinished] = field(default_factory=list)
-    attempts: list[AttemptEnded] = field(default_factory=list)
+    _finished: list[RequestFinished] = field(default_factory=list)
+    _attempts: list[AttemptEnded] = field(default_factory=list)
+
+    @property
+    def finished(self) -> list[RequestFinished]:
+        """What was told of every request that is over."""
+        self.running.gateway.bus.flush()
+        return self._finished
+
+    @property
+    def attempts(self) -> list[AttemptEnded]:
+        """What was told of every attempt that is over."""
+        self.running.gateway.bus.flush()
+        return self._attempts
 
     def node(self, name: str) -> Node:
         return self.running.gateway.fleet.nodes[name]
@@ -116,6 +128,7 @@ class House:
         await until(lambda: len(gateway.registry) == 0, limit)
         await until(lambda: gateway.scheduler.waiting() == [], limit)
         await until(lambda: all(n.leased == 0 for n in gateway.fleet.nodes.values()), limit)
+        gateway.bus.flush()
 
 
 @asynccontextmanager

@@ -19,7 +19,7 @@ from tests.fleet.build import Clock, a_node, take
 from tests.gateways import until
 from tests.relay.house import DIALECTS, a_house
 
-LIMITS = Limits(connect=3.0, first_byte=60.0, silence=20.0, until=1000.0)
+LIMITS = Limits(first_byte=60.0, silence=20.0, until=1000.0)
 
 
 def outcome(lease: Lease, limits: Limits, now: float) -> str | None:
@@ -47,7 +47,7 @@ def test_silence_counts_from_the_last_content() -> None:
 
 
 def test_a_plain_answer_has_the_whole_time() -> None:
-    limits = Limits(connect=3.0, first_byte=None, silence=20.0, until=1000.0)
+    limits = Limits(first_byte=None, silence=20.0, until=1000.0)
     lease = take(a_node(Clock(100.0)))
     assert outcome(lease, limits, 999.0) is None
     assert outcome(lease, limits, 1000.0) == "total"

@@ -155,6 +155,29 @@ async def test_several_prompts_begin_with_null_and_end_one_by_one(tmp_path: Path
         assert one.peak_busy == 2
 
 
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_after_a_sign_of_life_a_nodes_refusal_is_an_event_and_its_code_is_kept(
+    tmp_path: Path, path: str
+) -> None:
+    one = EmulatedNode(slots=1, decode_tps=50, answer_tokens=20)
+    async with a_house(tmp_path, one, heartbeat=0.05) as house:
+        running = asyncio.create_task(house.stream())
+        await until(lambda: one.busy == 1)
+        one.faults.next("status", status=400)
+        reply = await house.stream(path)
+        assert reply.status == 200
+        assert reply.body.startswith(ROUTES[path].dialect.heartbeat())
+        assert ROUTES[path].dialect.failed(reply.events[-1])
+        assert [error["message"] for error in reply.errors] == ["Bad request"]
+        assert (await running).errors == []
+        await house.rests()
+        assert {(record.path, record.code) for record in house.finished} == {
+            (DIALECTS[0], 200),
+            (path, 400),
+        }
+        assert one.requests == 2
+
+
 async def test_the_end_of_one_prompts_answer_is_not_the_end_of_all(tmp_path: Path) -> None:
     one = EmulatedNode(slots=2, answer_tokens=8)
     async with a_house(tmp_path, one) as house:
