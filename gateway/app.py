@@ -7,9 +7,8 @@ import contextlib
 import gc
 import random
 import signal
-import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import structlog
@@ -17,6 +16,7 @@ import uvloop
 
 from gateway import __version__, errors
 from gateway.access.exposure import is_loopback
+from gateway.addresses import bind_listeners
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.live import needs_restart
 from gateway.config.problems import ConfigError
@@ -29,7 +29,7 @@ from gateway.observe.event_lines import subscribe
 from gateway.observe.logs import Logs, set_up
 from gateway.observe.metrics import Metrics
 from gateway.open_files import raise_open_files
-from gateway.options import Options, StartError, drains_file, read, read_key
+from gateway.options import Options, drains_file, read, read_key
 from gateway.relay.journey import Means
 from gateway.relay.live import Registry
 from gateway.relay.relay import Relay
@@ -42,7 +42,7 @@ from gateway.web.admin.control import Reloaded
 from gateway.web.admin.deadlines import Deadlines
 from gateway.web.admin.totals import Totals
 from gateway.web.admin.view import View
-from gateway.web.listener import Listener, bind
+from gateway.web.listener import Listener
 from gateway.web.public.edge import Edge, Snapshot
 from gateway.web.public.protocol import bounded
 from gateway.web.public.site import cors, public_site
@@ -263,7 +263,7 @@ class Gateway:
         key = None
         if admin.key_file is not None:
             key = read_key(admin.key_file)
-        public_sock, admin_sock = _sockets(self.settings)
+        public_sock, admin_sock = bind_listeners(self.settings)
         public = Listener(
             self._public,
             public_sock,
@@ -368,31 +368,3 @@ class Gateway:
         self.scheduler.capacity_changed()
         self.bus.publish(change)
         return change
-
-
-@contextlib.contextmanager
-def addresses_held(settings: Settings) -> Iterator[None]:
-    """Keep the listeners' addresses for a gateway that is yet to start. Raises: StartError."""
-    public, admin = _sockets(settings)
-    with public, admin:
-        yield
-
-
-def _sockets(settings: Settings) -> tuple[socket.socket, socket.socket]:
-    """The public listener's and the admin listener's."""
-    public = _bound(settings.listen.host, settings.listen.port, "--port (listen.port)")
-    try:
-        return public, _bound(settings.admin.host, settings.admin.port, "--admin-port (admin.port)")
-    except StartError:
-        public.close()
-        raise
-
-
-def _bound(host: str, port: int, flag: str) -> socket.socket:
-    try:
-        return bind(host, port)
-    except OSError as error:
-        raise StartError(
-            f"{host}:{port} can't be listened on: {error.strerror or error}; "
-            f"end what is there, or choose another with {flag}"
-        ) from None

@@ -139,7 +139,8 @@ async def _serve(plan: LocalPlan, given: Options) -> int:
     """Start the servers and the gateway over them; the exit status."""
     import asyncio
 
-    from gateway.app import addresses_held, serve
+    from gateway.addresses import addresses_held
+    from gateway.app import serve
     from gateway.cli.starting import Starting
     from gateway.config.inventory import load_inventory
     from gateway.local.supervisor import LocalFleet
