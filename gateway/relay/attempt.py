@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from gateway.config.settings import Settings
 from gateway.fleet.lease import Lease
 from gateway.relay import sse
 from gateway.relay.dialects import Dialect, Part
 from gateway.relay.sse import EventGate
 from gateway.relay.verdict import as_body, message_of, status_of
-from gateway.relay.watch import Limits, Watch
+from gateway.relay.watch import Limits, Watch, limits_of
 from gateway.request import Headers, Request
 from gateway.transport.connection import Connection
 from gateway.transport.errors import Errored, Garbage, Stale, UpstreamError
@@ -32,15 +33,17 @@ class Attempt:
         "_ended",
         "_failure",
         "_gate",
+        "_limits",
         "_over",
+        "_request",
         "_sent",
+        "_settings",
         "_watch",
         "began",
         "content",
         "excused",
         "headers",
         "lease",
-        "limits",
         "sent",
         "status",
         "streams",
@@ -50,14 +53,17 @@ class Attempt:
     def __init__(
         self,
         lease: Lease,
+        request: Request,
         dialect: Dialect,
-        limits: Limits,
+        settings: Settings,
         watch: Watch,
         clock: Callable[[], float],
     ) -> None:
         self.lease = lease
-        self.limits = limits
+        self._request = request
         self._dialect = dialect
+        self._settings = settings
+        self._limits: Limits | None = None
         self._watch = watch
         self._clock = clock
         self._connection: Connection | None = None
@@ -81,6 +87,13 @@ class Attempt:
         """The last three pieces of a stream."""
 
     @property
+    def limits(self) -> Limits:
+        """How long it may take; made when it is first asked for, which few attempts live to see."""
+        if self._limits is None:
+            self._limits = limits_of(self.lease, self._request, self._settings.timeouts)
+        return self._limits
+
+    @property
     def complete(self) -> bool:
         """Whether the node's reply has come to its end."""
         return self._connection is not None and self._connection.complete
@@ -100,27 +113,26 @@ class Attempt:
         """Whether the stream ended within an event."""
         return self._gate is not None and self._gate.partial
 
-    async def open(
-        self, request: Request, data: bytes, body: bytes, *, event_bytes: int, hold_bytes: int,
-        comments: bool,
-    ) -> None:  # fmt: skip
+    async def open(self, head: bytes, body: bytes) -> None:
         """Send, and wait for the outcome: the first content of a stream, else the whole answer.
 
-        A plain answer longer than `hold_bytes` is left to `read`. Raises: UpstreamError.
+        A plain answer longer than may be held back is left to `read`. Raises: UpstreamError.
         """
-        connection = await self._exchange(data, body)
+        connection = await self._exchange(head, body)
+        limits = self._settings.limits
         self.status = connection.status
         self.headers = connection.headers
         if self.status >= 300:
             self.content = await self._all(ERROR_BYTES)
-            return
-        if request.stream and _is_event_stream(self.headers):
+        elif self._request.stream and _is_event_stream(self.headers):
             self.lease.head_came(self._clock())
             self.streams = True
-            self._gate = EventGate(event_bytes, comments=comments)
-            self.content = await self._first_content(event_bytes)
+            self._gate = EventGate(limits.event_bytes, comments=self._settings.heartbeat > 0)
+            self.content = await self._first_content(limits.event_bytes)
+        elif connection.complete:
+            self.content = connection.take()
         else:
-            self.content = await self._all(hold_bytes)
+            self.content = await self._all(limits.response_bytes)
 
     async def read(self) -> bytes:
         """The next bytes that may pass, empty at the end. Raises: UpstreamError."""
@@ -191,11 +203,17 @@ class Attempt:
         else:
             self.lease.give_back()
 
+    @property
+    def _patience(self) -> float:
+        """Seconds to wait for a connection."""
+        own = self.lease.node.spec.timeouts.connect
+        return own or self._settings.timeouts.connect
+
     async def _exchange(self, data: bytes, body: bytes) -> Connection:
         """Send on an idle connection if there is one; one that was stale is no attempt."""
         pool = self.lease.upstream.pool
         while True:
-            connection = pool.idle() or await pool.connect(self.limits.connect)
+            connection = pool.idle() or await pool.connect(self._patience)
             if self._failure is not None:
                 connection.close()
                 raise self._failure
@@ -206,7 +224,8 @@ class Attempt:
             self._sent = True
             connection.send(data, body)
             try:
-                await connection.head()
+                while not connection.status:
+                    await connection.arrival()
             except Stale:
                 connection.close()
                 self._connection = None

@@ -19,7 +19,7 @@ from gateway.relay.reply import Reply, Rest, as_error
 from gateway.relay.routes import ROUTES
 from gateway.relay.settle import Settler
 from gateway.relay.verdict import Verdict
-from gateway.relay.watch import Limits, Watch, first_byte_limit
+from gateway.relay.watch import Watch
 from gateway.scheduling.scheduler import Scheduler
 from gateway.transport.errors import ConnectFailed, Exhausted, Overdue, UpstreamError
 
@@ -72,26 +72,19 @@ class Journey:
         request, record, clock = live.request, live.record, means.clock
         if live.ended_by is not None:
             raise live.ended_by
-        asked = clock()
-        lease, model = await means.scheduler.lease(request)
-        began = clock()
-        record.queue += began - asked
+        granted = means.scheduler.lease_now(request)
+        if granted is None:
+            asked = clock()
+            granted = await means.scheduler.lease(request)
+            record.queue += clock() - asked
+        lease, model = granted
         record.attempts += 1
         record.node = lease.node.name
         record.tier = lease.node.spec.tier
-        attempt = Attempt(lease, self._dialect, self._limits(lease), means.watch, clock)
+        attempt = Attempt(lease, request, self._dialect, means.settings, means.watch, clock)
         live.trying(attempt)
         try:
-            settings = means.settings
-            head, body = self._encoded(lease, model)
-            await attempt.open(
-                request,
-                head,
-                body,
-                event_bytes=settings.limits.event_bytes,
-                hold_bytes=settings.limits.response_bytes,
-                comments=settings.heartbeat > 0,
-            )
+            await attempt.open(*self._encoded(lease, model))
         except UpstreamError as error:
             attempt.end()
             raise self._failed(attempt, error) from error
@@ -120,24 +113,6 @@ class Journey:
             len(body),
         )
         return head, body
-
-    def _limits(self, lease: Lease) -> Limits:
-        own, all_ = lease.node.spec.timeouts, self._means.settings.timeouts
-        request = self._live.request
-        until = request.received + (own.total or all_.total)
-        if request.deadline is not None:
-            until = min(until, request.deadline)
-        first_byte = own.first_byte or all_.first_byte
-        generates = ROUTES[request.path].streams
-        return Limits(
-            connect=own.connect or all_.connect,
-            # A plain answer comes in one piece, after its last token.
-            first_byte=None
-            if generates and not request.stream
-            else first_byte_limit(first_byte, lease),
-            silence=own.silence or all_.silence,
-            until=until,
-        )
 
     # What became of it.
 

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from gateway.config.routing import TimeoutSettings
 from gateway.fleet.evidence import PREFILL_FACTOR, another_reads
 from gateway.fleet.lease import Lease
+from gateway.relay.routes import ROUTES
+from gateway.request import Request
 from gateway.transport.errors import Overdue, UpstreamError
 
 GRACE = 5.0
@@ -22,7 +25,6 @@ EVERY = 0.2
 class Limits:
     """Seconds. `first_byte` None: the answer comes in one piece, only `until` bounds it."""
 
-    connect: float
     first_byte: float | None
     silence: float
     until: float
@@ -33,10 +35,13 @@ class Watched(Protocol):
     """What an attempt shows while it is watched."""
 
     lease: Lease
-    limits: Limits
     sent: float
     excused: float
     """When it was last silent through no fault of its node."""
+
+    @property
+    def limits(self) -> Limits:
+        """How long it may take."""
 
     @property
     def lagging(self) -> bool:
@@ -107,6 +112,19 @@ def _excused(attempt: Watched, failure: Overdue, now: float) -> bool:
     if attempt.lagging or another_reads(attempt.lease, now):
         attempt.excused = now
     return now < attempt.excused + min(GRACE, attempt.limits.silence)
+
+
+def limits_of(lease: Lease, request: Request, timeouts: TimeoutSettings) -> Limits:
+    """The limits of this request under this lease; the node's own come before the settings'."""
+    own = lease.node.spec.timeouts
+    until = request.received + (own.total or timeouts.total)
+    if request.deadline is not None:
+        until = min(until, request.deadline)
+    first_byte = None
+    if request.stream or not ROUTES[request.path].streams:
+        # Any other answer comes in one piece, after its last token.
+        first_byte = first_byte_limit(own.first_byte or timeouts.first_byte, lease)
+    return Limits(first_byte, own.silence or timeouts.silence, until)
 
 
 def first_byte_limit(base: float, lease: Lease) -> float:

@@ -60,6 +60,10 @@ class Scheduler:
         Waits while all nodes that could serve it are busy or out. Raises: GatewayError, when it
         can't be served, there is no place to wait, or it has waited too long.
         """
+        return self.lease_now(request) or await self._wait(request)
+
+    def lease_now(self, request: Request) -> tuple[Lease, str] | None:
+        """The same without waiting: None where it would have to."""
         now = self.clock()
         able = self._able(request)
         chosen = self._chosen(request, able, now)
@@ -69,7 +73,7 @@ class Scheduler:
             chosen = self._chosen(request, able, now)
         if chosen is not None:
             return _taken(chosen[0], request, now), chosen[1]
-        return await self._wait(request, able, now)
+        return None
 
     def elsewhere(self, request: Request, node: Node) -> bool:
         """Whether another node than `node` is in that could take `request`."""
@@ -208,10 +212,8 @@ class Scheduler:
 
     # Waiting.
 
-    async def _wait(
-        self, request: Request, able: Sequence[tuple[str, Sequence[Node]]], now: float
-    ) -> tuple[Lease, str]:
-        settings = self.settings
+    async def _wait(self, request: Request) -> tuple[Lease, str]:
+        settings, now = self.settings, self.clock()
         if self.closing:
             raise errors.shutting_down()
         waiting = len(self._queue)
@@ -237,7 +239,7 @@ class Scheduler:
                 )
             until = min(until, request.deadline)
         ticket = Ticket(request, now, until, asyncio.get_running_loop().create_future())
-        if not any(_any_alive(nodes) for _, nodes in able):
+        if not any(_any_alive(nodes) for _, nodes in self._able(request)):
             ticket.out_since = now
         insort(self._queue, ticket, key=lambda ticket: ticket.position)
         self._arm(until - now)
