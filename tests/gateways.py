@@ -52,8 +52,8 @@ async def running_gateway(
 ) -> AsyncIterator[Running]:
     """A gateway over these nodes (URLs, or mappings as in `nodes.yaml`) and settings.
 
-    `options` are those of `gateway.options.Options`. With `wait_ready` it is entered once every node
-    has been probed and one at least is ready.
+    `options` are those of `gateway.options.Options`. With `wait_ready` it is entered once every
+    node has been probed and one at least is ready.
     """
     specs = [
         {"name": f"node-{number}", "url": node} if isinstance(node, str) else dict(node)
@@ -79,10 +79,10 @@ async def running_gateway(
             if wait_ready:
                 async with asyncio.timeout(START_LIMIT):
                     await gateway.fleet.probed.wait()
-                    while not any(
-                        node.state is State.READY for node in gateway.fleet.nodes.values()
-                    ):
-                        await asyncio.sleep(0.01)
+                await until(
+                    lambda: any(node.state is State.READY for node in gateway.fleet.nodes.values()),
+                    START_LIMIT,
+                )
             async with httpx.AsyncClient(
                 base_url=gateway.public.url, timeout=60.0, trust_env=False
             ) as client:
@@ -100,7 +100,7 @@ async def until(condition: Any, limit: float = 10.0) -> None:
     """Wait until `condition()` holds; an AssertionError after `limit` seconds."""
     try:
         async with asyncio.timeout(limit):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - what happens elsewhere tells no event
                 await asyncio.sleep(0.005)
     except TimeoutError:
         raise AssertionError(f"not within {limit} s") from None
