@@ -86,15 +86,16 @@ def address_of(
 
 
 def priority_of(
-    headers: Headers, body_priority: str | None, service_tier: str | None, caller: Caller
+    asked_for: str | None, body_priority: str | None, service_tier: str | None, caller: Caller
 ) -> Priority:
     """The class of a request: what it asks for, capped by what its caller may have.
 
-    `body_priority` is the body's `priority` where that is a string.
+    `asked_for` is what `X-Priority` says, `body_priority` the body's `priority` where that is a
+    string.
 
     Raises: errors.GatewayError (400) for a class there is not.
     """
-    word, where = _asked(headers), "X-Priority"
+    word, where = asked_for, "X-Priority"
     if word is None:
         word, where = body_priority, "priority"
     if word is not None:
@@ -109,7 +110,8 @@ def priority_of(
     return max(asked, caller.best)
 
 
-def _asked(headers: Headers) -> str | None:
+def asked_class(headers: Headers) -> str | None:
+    """What `X-Priority` says, if it is there."""
     for name, value in headers:
         if name == b"x-priority":
             return value.decode("latin-1")

@@ -46,8 +46,8 @@ _TO_CLIENT_DROPPED = _HOP_BY_HOP | {
 _HARMLESS = (b"keep-alive", b"close")
 
 
-def to_node(headers: Headers, tag: str) -> bytes:
-    """The lines of a client's head that go on to a node; `tag` is our id of the request."""
+def to_node(headers: Headers) -> bytes:
+    """The lines of a client's head that go on to a node, all but the request's id."""
     lines = []
     named: frozenset[bytes] = frozenset()
     via = b""
@@ -61,10 +61,7 @@ def to_node(headers: Headers, tag: str) -> bytes:
             lines.append(name + b": " + value + b"\r\n")
     if named:
         lines = [line for line in lines if line[: line.index(b":")] not in named]
-    lines.append(
-        b"accept-encoding: identity\r\nvia: %s1.1 llama-gateway\r\nx-request-id: %s\r\n"
-        % (via, tag.encode())
-    )
+    lines.append(b"accept-encoding: identity\r\nvia: %s1.1 llama-gateway\r\n" % via)
     return b"".join(lines)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ import msgspec
 
 from gateway import errors
 from gateway.config.listeners import LimitSettings
-from gateway.relay import edits, fields, peek
+from gateway.relay import edits, peek
 from gateway.relay.naming import Names
 from gateway.relay.routes import Route
-from gateway.request import Caller, Headers, Priority, Request
+from gateway.request import Caller, Priority, Request
 
 BYTES_PER_TOKEN = 4.0
 """English text has about 4 bytes a token in the tokenizers of today's open models; JSON around
@@ -38,7 +37,10 @@ class Incoming:
     id: str
     tag: str
     route: Route
-    headers: Headers
+    fields: bytes
+    """The lines of its head that are passed on."""
+    patience: float | None
+    """Seconds that the client will wait for the whole answer."""
     body: bytes
     caller: Caller
     received: float
@@ -77,7 +79,7 @@ def prepare(
         id=incoming.id,
         tag=incoming.tag,
         path=route.path,
-        fields=fields.to_node(incoming.headers, incoming.tag),
+        fields=incoming.fields + b"x-request-id: %b\r\n" % incoming.tag.encode(),
         bodies=bodies,
         said=peeked.model,
         caller=incoming.caller,
@@ -92,7 +94,7 @@ def prepare(
         prompt_tokens=peek.count_tokens(raw, BYTES_PER_TOKEN),
         max_tokens=_max_tokens(peeked),
         native=route.native,
-        deadline=_deadline(incoming),
+        deadline=None if incoming.patience is None else incoming.received + incoming.patience,
     )
 
 
@@ -137,22 +139,6 @@ def _max_tokens(peeked: peek.Peek) -> int | None:
     ):
         if value is not None and value >= 0:
             return edits.whole(value)
-    return None
-
-
-def _deadline(incoming: Incoming) -> float | None:
-    for name, value in incoming.headers:
-        if name == b"x-request-timeout":
-            try:
-                seconds = float(value)
-            except ValueError:
-                seconds = math.nan
-            if not (math.isfinite(seconds) and seconds > 0):
-                raise errors.invalid_request(
-                    "'X-Request-Timeout' must be a positive number of seconds.",
-                    "X-Request-Timeout",
-                )
-            return incoming.received + seconds
     return None
 
 

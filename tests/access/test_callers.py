@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.access.callers import FORWARDED_HOPS, address_of, caller_of, priority_of
+from gateway.access.callers import FORWARDED_HOPS, address_of, asked_class, caller_of, priority_of
 from gateway.access.keys import KeyRing, new_key
 from gateway.errors import GatewayError
 from gateway.request import Caller, Headers, Priority
@@ -145,7 +145,7 @@ def test_the_class_comes_from_the_header_then_the_body_then_the_tier(
     header: bytes | None, body: str | None, tier: str | None, priority: Priority
 ) -> None:
     headers = [] if header is None else [(b"x-priority", header)]
-    assert priority_of(headers, body, tier, ANYBODY) is priority
+    assert priority_of(asked_class(headers), body, tier, ANYBODY) is priority
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_an_unknown_class_is_400_and_names_the_known_ones(
 ) -> None:
     headers = [] if header is None else [(b"x-priority", header)]
     with pytest.raises(GatewayError) as caught:
-        priority_of(headers, body, None, ANYBODY)
+        priority_of(asked_class(headers), body, None, ANYBODY)
     assert (caught.value.status, caught.value.code) == (400, "invalid_request")
     assert caught.value.param == where
     assert "urgent, premium, normal, batch" in caught.value.message
@@ -183,4 +183,4 @@ def test_the_caller_s_best_class_caps_without_an_error(
     asked: bytes, best: Priority, got: Priority
 ) -> None:
     holder = Caller(id="x", name="x", best=best)
-    assert priority_of([(b"x-priority", asked)], None, None, holder) is got
+    assert priority_of(asked_class([(b"x-priority", asked)]), None, None, holder) is got

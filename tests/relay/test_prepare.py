@@ -15,7 +15,7 @@ from gateway.relay.naming import Names
 from gateway.relay.peek import peek
 from gateway.relay.prepare import Incoming, Rules, prepare
 from gateway.relay.routes import ROUTES
-from gateway.request import Caller, Headers, Priority, Request
+from gateway.request import Caller, Priority, Request
 from tests.emulator import EmulatedNode
 from tests.relay.house import a_house
 
@@ -27,7 +27,7 @@ def prepared(
     body: bytes | dict[str, Any],
     path: str = "/v1/chat/completions",
     *,
-    headers: Headers | None = None,
+    patience: float | None = None,
     models: dict[str, ModelRule] | None = None,
     default: str | None = None,
     known: tuple[str, ...] = ("demo",),
@@ -39,7 +39,8 @@ def prepared(
         id="req_1",
         tag="tag",
         route=ROUTES[path],
-        headers=headers or [],
+        fields=b"accept: */*\r\n",
+        patience=patience,
         body=data,
         caller=caller,
         received=100.0,
@@ -149,7 +150,7 @@ def test_a_body_without_need_of_an_edit_is_the_same_object() -> None:
 
 
 def test_deadlines_count_from_the_arrival() -> None:
-    assert prepared({}, headers=[(b"x-request-timeout", b"2.5")]).deadline == 102.5
+    assert prepared({}, patience=2.5).deadline == 102.5
     assert prepared({}).deadline is None
 
 

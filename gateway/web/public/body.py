@@ -30,28 +30,28 @@ class Buffered:
         self.held -= size
 
 
-async def read_body(turn: Turn, limits: LimitSettings, buffered: Buffered) -> bytes:
-    """The whole body; its bytes stay counted in `buffered` until the caller releases them.
+def take_body(turn: Turn, limits: LimitSettings, buffered: Buffered) -> bytes | None:
+    """The whole body if it is here already; else None, and `read_body` is to be asked.
 
-    Raises: GatewayError 400, 408, 413, 429; ClientClosed.
+    Its bytes stay counted in `buffered` until the caller releases them. Raises: GatewayError 413,
+    429; ClientClosed.
     """
-    for name, value in turn.headers:
-        if name == b"content-length":
-            if int(value) > limits.body_bytes:
-                raise errors.body_too_large(limits.body_bytes)
-        elif name == b"content-encoding" and value.lower() != b"identity":
-            raise errors.invalid_request("A compressed body is not understood; send it plain.")
+    if turn.length > limits.body_bytes:
+        raise errors.body_too_large(limits.body_bytes)
     if turn.more_body:
-        return await _read_slowly(turn, limits, buffered)
-    body = await turn.read()
+        return None
+    body = turn.take()
     if len(body) > limits.body_bytes:
         raise errors.body_too_large(limits.body_bytes)
     buffered.take(len(body), limits.buffered_bytes)
     return body
 
 
-async def _read_slowly(turn: Turn, limits: LimitSettings, buffered: Buffered) -> bytes:
-    """A body that comes in several pieces, as fast as it must."""
+async def read_body(turn: Turn, limits: LimitSettings, buffered: Buffered) -> bytes:
+    """A body that comes in several pieces, as fast as it must.
+
+    Raises: GatewayError 408, 413, 429; ClientClosed.
+    """
     began = asyncio.get_running_loop().time()
     size = 0
     parts: list[bytes] = []

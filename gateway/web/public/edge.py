@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gateway import errors
-from gateway.access.callers import caller_of, priority_of
+from gateway.access.callers import priority_of
 from gateway.access.keys import KeyRing
 from gateway.config.settings import Settings
 from gateway.errors import ClientClosed, GatewayError
@@ -24,12 +24,13 @@ from gateway.relay.prepare import Incoming, Rules, prepare
 from gateway.relay.relay import Relay
 from gateway.relay.reply import Reply, Rest
 from gateway.relay.routes import Route
-from gateway.request import Caller, Priority
+from gateway.request import Priority
 from gateway.transport.errors import UpstreamError
-from gateway.web.public.body import Buffered, read_body
+from gateway.web.public.body import Buffered, read_body, take_body
 from gateway.web.public.heads import STREAM_LINES, error_fields, lines_of, own_fields, tag_of
 from gateway.web.public.heartbeat import Heartbeat
 from gateway.web.public.origins import allowed_origin
+from gateway.web.public.preamble import Preamble, understood
 from gateway.web.public.turn import Turn
 
 
@@ -125,8 +126,13 @@ class _Exchange:
         """Read, relay, send."""
         record = self.record
         try:
-            live = self._live = self._prepared(self._admitted(), await self._read())
             edge, settings = self._edge, self._snapshot.settings
+            preamble = self._admitted()
+            body = take_body(self._turn, settings.limits, edge.buffered)
+            if body is None:
+                body = await read_body(self._turn, settings.limits, edge.buffered)
+            self._body_size = len(body)
+            live = self._live = self._prepared(preamble, body)
             edge.registry.add(live)
             if live.request.stream and settings.heartbeat:
                 heartbeat = Heartbeat(settings.heartbeat, self._beat)
@@ -151,48 +157,46 @@ class _Exchange:
         finally:
             self.close()
 
-    def _admitted(self) -> Caller:
-        """Who asks; before anything of the body is read. Raises: GatewayError."""
-        settings = self._snapshot.settings
-        caller = caller_of(
-            self._headers,
-            self._turn.address,
-            self._snapshot.keys,
-            allow_anonymous=settings.allow_anonymous,
-            loopback_listener=self._snapshot.loopback,
-            trusted_proxies=settings.listen.trusted_proxies,
-        )
-        self.record.caller = caller.id
+    def _admitted(self) -> Preamble:
+        """Who asks, and how; before anything of the body is read. Raises: GatewayError."""
+        turn, snapshot = self._turn, self._snapshot
+        memory = turn.memory
+        preamble = memory.preamble
+        if preamble is None or memory.version is not snapshot or memory.headers != turn.headers:
+            preamble = understood(
+                turn.headers,
+                turn.address,
+                snapshot.settings,
+                snapshot.keys,
+                loopback=snapshot.loopback,
+            )
+            memory.headers, memory.version, memory.preamble = turn.headers, snapshot, preamble
+        self.record.caller = preamble.caller.id
         if self._edge.refusing:
             raise errors.shutting_down()
-        return caller
+        return preamble
 
-    async def _read(self) -> bytes:
-        limits, buffered = self._snapshot.settings.limits, self._edge.buffered
-        body = await read_body(self._turn, limits, buffered)
-        self._body_size = len(body)
-        return body
-
-    def _prepared(self, caller: Caller, body: bytes) -> Live:
+    def _prepared(self, preamble: Preamble, body: bytes) -> Live:
         """The request that the body makes. Raises: GatewayError."""
         edge, record = self._edge, self.record
         peeked = peek(body)
         tier = peeked.service_tier
         wanted = peeked.priority
         record.priority = priority_of(
-            self._headers,
+            preamble.asked,
             wanted if isinstance(wanted, str) else None,
             tier if isinstance(tier, str) else None,
-            caller,
+            preamble.caller,
         )
         incoming = Incoming(
-            id=self.request_id,
-            tag=record.id,
-            route=self._route,
-            headers=self._headers,
-            body=body,
-            caller=caller,
-            received=self.received,
+            self.request_id,
+            record.id,
+            self._route,
+            preamble.fields,
+            preamble.patience,
+            body,
+            preamble.caller,
+            self.received,
         )
         catalogue = edge.fleet.catalogue
         request = prepare(

@@ -22,6 +22,7 @@ from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.relay.dialects import CHAT
 from gateway.relay.routes import ROUTES, Route
+from gateway.web.public.preamble import Memory
 from gateway.web.public.turn import Turn
 
 Serve = Callable[[Route, Turn], Awaitable[None]]
@@ -56,6 +57,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._arrived = 0
         """No head that is being read can have more bytes than this."""
         self._idle_since = 0.0
+        self._length = b""
+        self._memory = Memory()
         self._timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
         """The request that is served; more may be pipelined behind it."""
@@ -117,6 +120,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
+        self._length = b""
         self._in_head = True
         self._head_bytes = 0
 
@@ -126,6 +130,18 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self.url, self.expect_100_continue = url, expects
         self.headers += headers
+        if self._length:
+            self.headers.append((b"content-length", self._length))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name == b"content-length":
+            # Apart, so that one head of a connection is like the next.
+            self._length = value
+            return
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -164,6 +180,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport,
             self.flow,
             self.headers,
+            int(self._length or 0),
+            self._memory,
             self.client[0] if self.client else None,
             http_10=version == "1.0",
             keep_alive=version != "1.0" and self.parser.should_keep_alive(),

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from gateway.errors import ClientClosed, GatewayError
 from gateway.request import Headers
+from gateway.web.public.preamble import Memory
 
 log = structlog.get_logger()
 
@@ -52,6 +53,8 @@ class Turn:
         "disconnected",
         "headers",
         "keep_alive",
+        "length",
+        "memory",
         "more_body",
         "on_response",
         "response_complete",
@@ -64,6 +67,8 @@ class Turn:
         transport: asyncio.Transport,
         flow: FlowControl,
         headers: Headers,
+        length: int,
+        memory: Memory,
         address: str | None,
         *,
         http_10: bool,
@@ -72,6 +77,10 @@ class Turn:
         on_response: Callable[[], None],
     ) -> None:
         self.headers = headers
+        """All but the body's length."""
+        self.length = length
+        """Bytes of the body as its head tells; 0 where it does not."""
+        self.memory = memory
         self.address = address
         self._serve = serve
         self._transport = transport
@@ -151,12 +160,14 @@ class Turn:
                 await self._waiter
             finally:
                 self._waiter = None
+        return self.take()
+
+    def take(self) -> bytes:
+        """The body bytes that have come. Raises: ClientClosed."""
         if self.disconnected:
             raise ClientClosed
         data = bytes(self.body)
         self.body.clear()
-        # Who has stopped reading does not see the client leave.
-        self._flow.resume_reading()
         return data
 
     def reply(self, status: int, fields: bytes, content: bytes) -> None:

@@ -1,0 +1,70 @@
+"""What a request's head says, read once for all requests of a connection that say the same."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from gateway import errors
+from gateway.access.callers import asked_class, caller_of
+from gateway.access.keys import KeyRing
+from gateway.config.settings import Settings
+from gateway.relay.fields import to_node
+from gateway.request import Caller, Headers
+
+
+@dataclass(slots=True)
+class Preamble:
+    """A head, understood."""
+
+    caller: Caller
+    asked: str | None
+    """`X-Priority`."""
+    patience: float | None
+    """`X-Request-Timeout`: seconds the client will wait for the whole answer."""
+    fields: bytes
+    """The lines that are passed on to a node."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """The last head of a connection: most clients send the same one again and again."""
+
+    headers: Headers = field(default_factory=list)
+    version: object = None
+    """The settings that it was understood by."""
+    preamble: Preamble | None = None
+
+
+def understood(
+    headers: Headers, address: str | None, settings: Settings, ring: KeyRing, *, loopback: bool
+) -> Preamble:
+    """What these fields say. Raises: GatewayError 400, 401."""
+    caller = caller_of(
+        headers,
+        address,
+        ring,
+        allow_anonymous=settings.allow_anonymous,
+        loopback_listener=loopback,
+        trusted_proxies=settings.listen.trusted_proxies,
+    )
+    for name, value in headers:
+        if name == b"content-encoding" and value.lower() != b"identity":
+            raise errors.invalid_request("A compressed body is not understood; send it plain.")
+    return Preamble(caller, asked_class(headers), _patience(headers), to_node(headers))
+
+
+def _patience(headers: Headers) -> float | None:
+    for name, value in headers:
+        if name == b"x-request-timeout":
+            try:
+                seconds = float(value)
+            except ValueError:
+                seconds = math.nan
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise errors.invalid_request(
+                    "'X-Request-Timeout' must be a positive number of seconds.",
+                    "X-Request-Timeout",
+                )
+            return seconds
+    return None
