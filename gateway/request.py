@@ -21,6 +21,9 @@ class Priority(enum.IntEnum):
     NORMAL = 2
     BATCH = 3
 
+    # Enum's own hash runs in Python, several times for each request.
+    __hash__ = int.__hash__
+
     @property
     def label(self) -> str:
         """The class's name on the wire: `urgent`, `premium`, `normal`, `batch`."""

@@ -88,17 +88,24 @@ def count_prompts(raw: msgspec.Raw) -> int:
     return len(items)
 
 
+_FIRST_ID = re.compile(rb"\s*\[\s*\d")
+SHORTEST_PICTURE = 512
+"""Bytes; a prompt shorter than that has no picture whose size matters."""
+
+
 def count_tokens(raw: msgspec.Raw, bytes_per_token: float) -> int:
     """A low guess at a prompt's tokens: exact for token ids, by length for text.
 
     Images are left out, since their size in base64 says nothing about their tokens.
     """
     data = bytes(raw)
-    if data.lstrip()[:1] == b"[" and data[1:64].lstrip()[:1].isdigit():
+    if data[:1] in b"[ \n\r\t" and data.lstrip()[:1] == b"[" and _FIRST_ID.match(data):
         return data.count(b",") + 1
-    # An escaped character counts as one byte, since it is at most about one token.
-    size = len(data) - 5 * data.count(b"\\u")
-    start = data.find(b";base64,")
+    size = len(data)
+    if b"\\" in data:
+        # An escaped character counts as one byte, since it is at most about one token.
+        size -= 5 * data.count(b"\\u")
+    start = data.find(b";base64,") if size > SHORTEST_PICTURE else -1
     while start >= 0:
         end = data.find(b'"', start)
         if end < 0:
@@ -131,15 +138,16 @@ _MEDIA = frozenset(
 _PICTURES = ("image_url", "input_image", "image")
 
 
+_MARKS = (b"_url", b"input_", b"multimodal_data")
+
+
 def may_link(body: bytes) -> bool:
     """Whether `body` could hold a picture or a link to one; an escape could spell anything."""
-    # Spelt out: a generator would cost more than the searching.
+    # Spelt out, single bytes first: a search for one is several times as fast as for a word.
     return (
-        b"_url" in body
+        (b"_" in body and any(mark in body for mark in _MARKS))
+        or (b"\\" in body and b"\\u" in body)
         or b'"source"' in body
-        or b"input_audio" in body
-        or b"multimodal_data" in body
-        or b"\\u" in body
     )
 
 

@@ -348,10 +348,10 @@ def _any_alive(nodes: Sequence[Node], avoided: Collection[str] = ()) -> bool:
 
 def _taken(node: Node, request: Request, now: float) -> Lease:
     """The lease, with what it should take: it bounds how long the node may be silent."""
-    prefill = request.prompt_tokens / (node.speed.prefill_tps or UNMEASURED_PREFILL)
-    decode_tps = node.speed.decode_tps
+    speed = node.speed
+    prefill = request.prompt_tokens / (speed.prefill_tps or UNMEASURED_PREFILL)
     total = None
-    if decode_tps is not None and request.max_tokens is not None:
+    if request.max_tokens is not None and (decode_tps := speed.decode_tps) is not None:
         total = prefill + request.max_tokens / decode_tps
     return node.take(
         request.slots,
