@@ -23,15 +23,18 @@ class Offering:
     slots: int
     context: float
     """Tokens of one slot; infinite where no node tells."""
+    able: tuple[tuple[str, tuple[Node, ...]], ...]
+    """The nodes with the name that they are asked for, as the scheduler wants them."""
 
     @classmethod
-    def of(cls, nodes: Iterable[Node]) -> Offering:
+    def of(cls, model: str, nodes: Iterable[Node]) -> Offering:
         """What these nodes have in common."""
         found = tuple(nodes)
         return cls(
             found,
             min((node.slots_total for node in found), default=0),
             min((node.context or math.inf for node in found), default=math.inf),
+            ((model, found),),
         )
 
 
@@ -67,10 +70,13 @@ class Catalogue:
         found = self._offerings.get(key)
         if found is None:
             found = Offering.of(
-                node
-                for node in self.nodes_for(model)
-                if node.offers(endpoint, vision=vision)
-                and not (native and node.spec.kind == "openai")
+                model,
+                (
+                    node
+                    for node in self.nodes_for(model)
+                    if node.offers(endpoint, vision=vision)
+                    and not (native and node.spec.kind == "openai")
+                ),
             )
             if len(self._offerings) < MOST_OFFERINGS:
                 self._offerings[key] = found

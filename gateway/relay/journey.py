@@ -125,8 +125,9 @@ class Journey:
         if attempt.streams:
             record.ttft = clock() - self._live.request.received
         elif attempt.complete:
-            self._settler.finished(self._live, attempt, attempt.content)
-            return Reply(attempt.status, headers, attempt.content)
+            content = attempt.content
+            self._settler.finished(self._live, attempt, content)
+            return Reply(attempt.status, headers, content)
         rest = Rest(attempt, self._live, self._dialect, self._settler)
         return Reply(attempt.status, headers, attempt.content, rest)
 

@@ -35,71 +35,66 @@ class Settler:
         now = self._ended(live, attempt)
         lease = attempt.lease
         self.fleet.succeeded(lease.node, now, lease.taken)
-        opening = attempt.content if attempt.streams else b""
-        if not attempt.streams and len(sample) > 2 * EDGE_BYTES:
-            sample = sample[:EDGE_BYTES] + sample[-EDGE_BYTES:]
-        counted = Usage(live.request.prompt_tokens, completion=attempt.events)
-        self.bus.soon(self._account, live.record, lease, counted, opening, sample, now)
-        self.bus.publish_soon(self._told(live, attempt, "ok", now))
+        if not attempt.streams:
+            attempt.content = b""  # it is on its way, and need not wait for the accounts
+            if len(sample) > 2 * EDGE_BYTES:
+                sample = sample[:EDGE_BYTES] + sample[-EDGE_BYTES:]
+        self.bus.soon(self._account, live, attempt, "ok", now, sample)
 
     def broken(self, live: Live, attempt: Attempt, outcome: str) -> None:
-        """A reply that had begun came to a bad end, or its client left: what went out counts.
-
-        One event holds about one token; the prompt's tokens are the estimate.
-        """
+        """A reply that had begun came to a bad end, or its client left: what went out counts."""
         now = self._ended(live, attempt)
-        lease = attempt.lease
         if outcome not in BLAMELESS:
-            self.fleet.failed(lease.node, now, lease.taken)
-        counted = Usage(live.request.prompt_tokens, completion=attempt.events)
-        _write(live.record, lease, counted, now)
-        self.bus.publish_soon(self._told(live, attempt, outcome, now))
+            self.fleet.failed(attempt.lease.node, now, attempt.lease.taken)
+        self.bus.soon(self._account, live, attempt, outcome, now)
 
     def tell(self, live: Live, attempt: Attempt, outcome: str) -> None:
         """An attempt is over that came to nothing."""
         live.attempt = None
-        self.bus.publish_soon(self._told(live, attempt, outcome, self.clock()))
+        self.bus.soon(self._tell, live, attempt, outcome, self.clock())
 
     def _ended(self, live: Live, attempt: Attempt) -> float:
         attempt.end()
         live.attempt = None
+        now = self.clock()
         # Counting tokens, say, tells nothing of how fast slots come free.
         if attempt.lease.slots:
-            self.scheduler.completed()
-        return self.clock()
-
-    def _told(self, live: Live, attempt: Attempt, outcome: str, now: float) -> AttemptEnded:
-        return AttemptEnded(
-            live.request.tag,
-            attempt.lease.node.name,
-            outcome,
-            now - attempt.began,
-            attempt.status or None,
-        )
+            self.scheduler.completed(now)
+        return now
 
     def _account(
-        self,
-        record: RequestFinished,
-        lease: Lease,
-        counted: Usage,
-        opening: bytes,
-        sample: bytes,
-        now: float,
+        self, live: Live, attempt: Attempt, outcome: str, now: float, sample: bytes = b""
     ) -> None:
-        """Read what the node says of its answer, else go by what was counted."""
-        usage = read_usage(sample)
+        """Read what the node says of its answer, else go by what went out.
+
+        One event holds about one token; the prompt's tokens are the estimate.
+        """
+        lease = attempt.lease
+        usage = read_usage(sample) if sample else None
         if usage is None:
-            usage = counted
+            usage = Usage(live.request.prompt_tokens, completion=attempt.events)
         elif usage.timings is not None:
             self.fleet.learn(lease.node, usage.timings)
-        if not usage.prompt and opening:
+        elif not usage.prompt and attempt.streams:
             # Anthropic's dialect tells the prompt's tokens at the start.
-            for event in sse.split(opening):
+            for event in sse.split(attempt.content):
                 first = read_usage(event)
                 if first is not None and first.prompt:
                     usage.prompt, usage.cached = first.prompt, first.cached
                     break
-        _write(record, lease, usage, now)
+        _write(live.record, lease, usage, now)
+        self._tell(live, attempt, outcome, now)
+
+    def _tell(self, live: Live, attempt: Attempt, outcome: str, now: float) -> None:
+        self.bus.publish(
+            AttemptEnded(
+                live.request.tag,
+                attempt.lease.node.name,
+                outcome,
+                now - attempt.began,
+                attempt.status or None,
+            )
+        )
 
 
 def _write(record: RequestFinished, lease: Lease, usage: Usage, now: float) -> None:

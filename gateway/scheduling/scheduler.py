@@ -115,9 +115,9 @@ class Scheduler:
         if self._queue and self._matching is None:
             self._matching = asyncio.get_running_loop().call_soon(self._match)
 
-    def completed(self) -> None:
+    def completed(self, now: float) -> None:
         """A request has been answered: the queue moves at this rate."""
-        self.rate.completed(self.clock())
+        self.rate.completed(now)
 
     def refuse(self, request_id: str, error: errors.GatewayError) -> bool:
         """End the wait of one request, by its own id; whether it was waiting."""
@@ -150,6 +150,18 @@ class Scheduler:
 
         Raises: GatewayError when there is none, or none that could ever hold it.
         """
+        if len(request.candidates) == 1 and not request.refused:
+            # Nearly always: one name, and every node that serves it will do.
+            all_ = self.fleet.catalogue.offering(
+                request.candidates[0], request.endpoint, vision=request.vision,
+                native=request.native,
+            )  # fmt: skip
+            needed = max(request.prompt_tokens, request.smallest_context)
+            if all_.nodes and request.slots <= all_.slots and needed <= all_.context:
+                return all_.able
+        return self._selected(request)
+
+    def _selected(self, request: Request) -> Sequence[tuple[str, Sequence[Node]]]:
         offered = False
         able: list[tuple[str, Sequence[Node]]] = []
         widest = 0
@@ -343,7 +355,12 @@ class Scheduler:
 
 
 def _any_alive(nodes: Sequence[Node], avoided: Collection[str] = ()) -> bool:
-    return any(node.state in ALIVE and node.name not in avoided for node in nodes)
+    return any(_is_alive(node) and node.name not in avoided for node in nodes)
+
+
+def _is_alive(node: Node) -> bool:
+    """Whether it is worth the ordinary wait; a trial that is out may be the end of its ejection."""
+    return node.state in ALIVE or node.circuit.trial is not None
 
 
 def _taken(node: Node, request: Request, now: float) -> Lease:

@@ -213,7 +213,7 @@ async def test_the_queue_has_an_end_and_advises_by_the_measured_rate() -> None:
     assert (raised.value.status, raised.value.code) == (429, "queue_full")
     assert raised.value.retry_after == 5.0
     for _ in range(6):
-        scheduler.completed()
+        scheduler.completed(scheduler.clock())
         clock.passes(7.0)
     with pytest.raises(GatewayError) as raised:
         await scheduler.lease(a_request())
@@ -239,7 +239,7 @@ async def test_a_retry_that_goes_first_has_nobody_ahead() -> None:
     one = node(clock=clock, slots=1)
     scheduler = a_scheduler(one)
     for _ in range(10):
-        scheduler.completed()
+        scheduler.completed(scheduler.clock())
         clock.passes(5.0)
     early = a_request(deadline=clock() + 12.0)
     await scheduler.lease(a_request())
@@ -295,7 +295,7 @@ async def test_a_deadline_that_can_not_be_met_is_told_at_once() -> None:
     clock = Clock()
     scheduler = a_scheduler(node(clock=clock, slots=1))
     for _ in range(10):
-        scheduler.completed()
+        scheduler.completed(scheduler.clock())
         clock.passes(5.0)
     await scheduler.lease(a_request())
     waiting = await asked(scheduler, a_request())
@@ -319,6 +319,21 @@ async def test_when_every_node_is_out_the_first_to_come_back_is_waited_for() -> 
     await settled()
     assert task.done()
     scheduler.close()
+
+
+async def test_while_a_trial_is_out_the_node_is_worth_the_ordinary_wait() -> None:
+    one = node(state=State.EJECTED)
+    one.circuit.trial = object()
+    scheduler = a_scheduler(one, clock=time.monotonic, retries={"wait_for_node": 0.05})
+    waiting = asyncio.create_task(scheduler.lease(a_request()))
+    await asyncio.sleep(0)
+    scheduler._queue[0].out_since = time.monotonic() - 1.0
+    scheduler._tick()
+    assert scheduler._queue[0].out_since is None
+    one.circuit.trial = None
+    with pytest.raises(GatewayError) as raised:
+        await waiting
+    assert raised.value.code == "no_node"
 
 
 async def test_when_none_comes_back_it_is_no_node() -> None:
