@@ -275,6 +275,8 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b\r\n" % (method, self.url, version)]
+        if self._length:
+            lines.append(b"content-length: %b\r\n" % self._length)
         for name, value in self.headers:
             if name == b"connection":
                 kept = [part for part in value.split(b",") if part.strip().lower() not in _UPGRADE]

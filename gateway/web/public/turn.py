@@ -168,6 +168,8 @@ class Turn:
             raise ClientClosed
         data = bytes(self.body)
         self.body.clear()
+        # Who has stopped reading does not see the client leave.
+        self._flow.resume_reading()
         return data
 
     def reply(self, status: int, fields: bytes, content: bytes) -> None:
