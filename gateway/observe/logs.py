@@ -176,16 +176,16 @@ def _stamped(_: object, method: str, event: EventDict) -> EventDict:
     return {"timestamp": now(), "level": level, **event}
 
 
-@lru_cache(maxsize=2)
-def _second(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-
-
 def now() -> str:
     """UTC, ISO 8601, milliseconds."""
-    moment = time.time()
-    seconds = int(moment)
-    return f"{_second(seconds)}.{int((moment - seconds) * 1000):03d}Z"
+    return _moment(int(time.time() * 1000))
+
+
+@lru_cache(maxsize=2)
+def _moment(milliseconds: int) -> str:
+    # Many lines are written within one of them.
+    seconds, rest = divmod(milliseconds, 1000)
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{rest:03d}Z"
 
 
 def _without_message(_: object, __: str, event: EventDict) -> EventDict:

@@ -42,6 +42,7 @@ class Connection(asyncio.Protocol):
         "complete",
         "headers",
         "idle_since",
+        "on_body",
         "received",
         "reusable",
         "served",
@@ -56,6 +57,9 @@ class Connection(asyncio.Protocol):
         self.served = 0
         self.idle_since = 0.0
         self._waiter: asyncio.Future[None] | None = None
+        self._parts: list[bytes] = []
+        # The parser calls this for every piece of a body: it had better be no Python.
+        self.on_body = self._parts.append
         self._parser = httptools.HttpResponseParser(self)
         self._clear()
 
@@ -68,8 +72,9 @@ class Connection(asyncio.Protocol):
         self._framed = False
         self._bodyless = False
         self._error: UpstreamError | None = None
-        self._parts: list[bytes] = []
+        self._parts.clear()
         self._pending = 0
+        """Bytes that have come since the reader last took some, framing included."""
         self._paused = False
         self._sent_at = 0.0
 
@@ -106,7 +111,7 @@ class Connection(asyncio.Protocol):
 
         Raises: UpstreamError, after all that came before the failure was read.
         """
-        while not self._parts:
+        while not self._parts or self._bodyless:
             if self.complete:
                 return b""
             await self.arrival()
@@ -118,7 +123,7 @@ class Connection(asyncio.Protocol):
         if not parts:
             return b""
         data = parts[0] if len(parts) == 1 else b"".join(parts)
-        self._parts = []
+        parts.clear()
         self._pending = 0
         if self._paused:
             self._paused = False
@@ -181,6 +186,7 @@ class Connection(asyncio.Protocol):
             self.close()
             return
         self.received += len(data)
+        self._pending += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -249,12 +255,6 @@ class Connection(asyncio.Protocol):
         if self._bodyless:
             # llhttp can't know that no body follows: this connection is not used again.
             self.complete = True
-
-    def on_body(self, body: bytes) -> None:
-        if self._bodyless:
-            return
-        self._parts.append(body)
-        self._pending += len(body)
 
     def on_message_complete(self) -> None:
         if not self.status:
