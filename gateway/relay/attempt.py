@@ -23,6 +23,10 @@ ERROR_BYTES = 256 * 1024
 """Of an error's body no more is read."""
 
 
+Write = Callable[[bytes], bool]
+"""Sends bytes to the client, and tells whether it lags."""
+
+
 class Attempt:
     """Ends exactly once, by `end`: the connection goes back or is closed, the lease likewise."""
 
@@ -33,12 +37,14 @@ class Attempt:
         "_ended",
         "_failure",
         "_gate",
+        "_held",
         "_limits",
         "_over",
         "_request",
         "_sent",
         "_settings",
         "_watch",
+        "_write",
         "began",
         "content",
         "excused",
@@ -71,6 +77,9 @@ class Attempt:
         """Set from outside, perhaps before there is a connection."""
         self._gate: EventGate | None = None
         self._ended = False
+        self._held: bytes | None = None
+        """What the reader is to return next; empty: that the client lags."""
+        self._write: Write | None = None
         self._over = False
         self._sent = False
         self.began = clock()
@@ -134,32 +143,65 @@ class Attempt:
         else:
             self.content = await self._all(limits.response_bytes)
 
-    async def read(self) -> bytes:
-        """The next bytes that may pass, empty at the end. Raises: UpstreamError."""
+    async def read(self, write: Write | None = None) -> bytes | None:
+        """The next bytes that may pass, empty at the end. Raises: UpstreamError.
+
+        Pieces of a stream that come while this waits go straight to `write`, and nobody is woken
+        for them. If it says that the client lags, None is returned: more should be asked for when
+        the client has caught up.
+        """
         connection, gate = self._connection, self._gate
         assert connection is not None
         if gate is None:
             return await connection.read()
+        self._write = write
         while True:
             chunk = connection.take()
-            if not chunk:
-                if self._failure is not None:
-                    raise self._failure
-                if connection.complete:
-                    return b""
-                await connection.arrival()
-                continue
-            before = gate.events
-            passed = gate.feed(chunk)
-            mark = self._dialect.error_mark
-            if passed.endswith(DONE) or (mark and mark in passed):
-                passed = self._to_the_end(passed)
-            if gate.events != before:
-                self.lease.last_moved = self._clock()
-                _, second, third = self.tail
-                self.tail = (second, third, passed)
-            if passed:
-                return passed
+            if chunk:
+                passed = self._passed(chunk)
+                if passed:
+                    return passed
+            elif self._failure is not None:
+                raise self._failure
+            elif connection.complete:
+                return b""
+            else:
+                await connection.arrival(None if write is None else self._pass_on)
+                if self._held is not None:
+                    held, self._held = self._held, None
+                    return held or None
+
+    def _pass_on(self) -> bool:
+        """Hand on what has come; False if the reader must see to it."""
+        connection, write = self._connection, self._write
+        assert connection is not None
+        assert write is not None
+        try:
+            passed = self._passed(connection.take())
+        except UpstreamError as error:
+            self._failure = error
+            return False
+        if self._ended or self._failure is not None:
+            self._held = passed or None
+            return False
+        if passed and write(passed):
+            self._held = b""
+            return False
+        return not connection.complete
+
+    def _passed(self, chunk: bytes) -> bytes:
+        """What of a piece of a stream goes out; possibly nothing yet. Raises: UpstreamError."""
+        gate, mark = self._gate, self._dialect.error_mark
+        assert gate is not None
+        before = gate.events
+        passed = gate.feed(chunk)
+        if passed.endswith(DONE) or (mark and mark in passed):
+            passed = self._to_the_end(passed)
+        if gate.events != before:
+            self.lease.last_moved = self._clock()
+            _, second, third = self.tail
+            self.tail = (second, third, passed)
+        return passed
 
     def _to_the_end(self, passed: bytes) -> bytes:
         """What of it goes out: nothing behind the end, and no error event of the node's own form.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gateway import errors
 from gateway.errors import GatewayError
-from gateway.relay.attempt import Attempt
+from gateway.relay.attempt import Attempt, Write
 from gateway.relay.dialects import Dialect
 from gateway.relay.live import Ended, Live
 from gateway.relay.settle import Settler
@@ -34,8 +34,11 @@ class Rest:
     settler: Settler
     over: bool = False
 
-    async def next(self) -> bytes:
+    async def next(self, write: Write | None = None) -> bytes | None:
         """The next bytes for the client, empty at the end.
+
+        What comes of a stream while this waits goes straight to `write`; None: it said that the
+        client lags.
 
         A stream that fails ends with its dialect's error event, never in silence. An answer
         that is no stream can't: Raises: UpstreamError.
@@ -43,10 +46,10 @@ class Rest:
         if self.over:
             return b""
         try:
-            chunk = await self.attempt.read()
+            chunk = await self.attempt.read(write)
         except UpstreamError as failure:
             return self._end(failure)
-        return chunk or self._end(None)
+        return self._end(None) if chunk == b"" else chunk
 
     def close(self) -> None:
         """The client has it all, or has left."""

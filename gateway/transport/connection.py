@@ -7,6 +7,7 @@ that a stream of a thousand tokens costs no timer per token.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import cast
 
 import httptools
@@ -37,6 +38,7 @@ class Connection(asyncio.Protocol):
         "_paused",
         "_pending",
         "_sent_at",
+        "_sink",
         "_waiter",
         "alive",
         "complete",
@@ -57,6 +59,7 @@ class Connection(asyncio.Protocol):
         self.served = 0
         self.idle_since = 0.0
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: Callable[[], bool] | None = None
         self._parts: list[bytes] = []
         # The parser calls this for every piece of a body: it had better be no Python.
         self.on_body = self._parts.append
@@ -144,17 +147,24 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Close at once; what is unsent is lost."""
         self.alive = False
+        self._sink = None
         if self.transport is not None:
             self.transport.abort()
 
-    def arrival(self) -> asyncio.Future[None]:
-        """Done when more has come, or the end. Raises: UpstreamError, if nothing can come."""
+    def arrival(self, sink: Callable[[], bool] | None = None) -> asyncio.Future[None]:
+        """Done when more has come, or the end. Raises: UpstreamError, if nothing can come.
+
+        `sink` is called first when more has come, from within the event loop; as long as it says
+        True, it has dealt with it and nobody is woken; at the end it must not. It must not raise.
+        """
         if self._error is not None:
             raise self._error
+        self._sink = sink
         waiter = self._waiter = self._loop.create_future()
         return waiter
 
     def _wake(self) -> None:
+        self._sink = None
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -201,7 +211,9 @@ class Connection(asyncio.Protocol):
             self.close()
             return
         if self.status:
-            self._wake()
+            sink = self._sink
+            if sink is None or not sink():
+                self._wake()
             if self._pending > HIGH_WATER and not self._paused and not self.complete:
                 self._paused = True
                 assert self.transport is not None

@@ -531,3 +531,32 @@ def test_a_reply_that_is_spoilt_is_an_answer_or_an_error(
                 connection.arrival()
         assert not connection.alive
         assert not connection.reusable
+
+
+async def test_a_sink_takes_what_comes_until_it_wants_the_reader_woken() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.say(CHUNKED)
+        for piece in (b"1\r\na\r\n", b"1\r\nb\r\n", b"1\r\nc\r\n"):
+            await peer.say(piece)
+            await asyncio.sleep(0.01)
+        await peer.say(b"0\r\n\r\n")
+
+    async with raw_server(script) as server:
+        connection = await connected(server)
+        connection.send(ASK)
+        await connection.head()
+        taken: list[bytes] = []
+
+        def sink() -> bool:
+            taken.append(connection.take())
+            return b"".join(taken) != b"ab" and not connection.complete
+
+        async with asyncio.timeout(5.0):
+            while b"".join(taken) != b"ab":
+                await connection.arrival(sink)
+            assert not connection.complete
+            while not connection.complete:
+                await connection.arrival(sink)
+        assert b"".join(taken) == b"abc"
+        connection.close()

@@ -234,8 +234,8 @@ class _Exchange:
             turn.begin(reply.status, fields, reply.content)
         try:
             await turn.drained()
-            while chunk := await rest.next():
-                if turn.write(chunk):
+            while (chunk := await rest.next(turn.write)) != b"":
+                if chunk is None or turn.write(chunk):
                     await turn.drained()
         except UpstreamError:
             # Half of a plain answer is out: it must not look like a whole one.

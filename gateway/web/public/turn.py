@@ -211,6 +211,8 @@ class Turn:
 
     def write(self, data: bytes) -> bool:
         """More of it; whether the client lags, so that `drained` should be awaited."""
+        if self.disconnected:
+            return True
         if self._chunked:
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         else:
