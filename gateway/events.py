@@ -16,24 +16,24 @@ class RequestFinished:
 
     id: str
     path: str
-    model: str
+    model: str = "unknown"
     """A name that the fleet serves, or `unknown`."""
-    priority: Priority
-    caller: str
-    code: int
+    priority: Priority = Priority.NORMAL
+    caller: str = "unknown"
+    code: int = 200
     """The true outcome: 499 when the client left, the error's code after a heartbeat's 200."""
-    reason: str | None
+    reason: str | None = None
     """The contract's error code, if it failed."""
-    stream: bool
-    node: str | None
-    tier: str | None
-    attempts: int
-    queue: float
+    stream: bool = False
+    node: str | None = None
+    tier: str | None = None
+    attempts: int = 0
+    queue: float = 0.0
     """Seconds spent waiting for a slot."""
-    ttft: float | None
+    ttft: float | None = None
     """Seconds until the first content went out; None when none did."""
-    duration: float
-    overhead: float | None
+    duration: float = 0.0
+    overhead: float | None = None
     """Seconds between arrival and dispatch that were not spent waiting for a slot."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -126,7 +126,11 @@ class Bus:
 
     def publish_soon(self, event: object) -> None:
         """The same, within `SOON` seconds."""
-        self.soon(self._tell, event)
+        put_off = self._put_off
+        if put_off and len(put_off) < MOST_PUT_OFF:
+            put_off.append((self._tell, (event,)))
+        else:
+            self.soon(self._tell, event)
 
     def soon(self, work: Callable[..., None], *arguments: Any) -> None:
         """Call `work` within `SOON` seconds, before anything that is published after this."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from gateway.config.routing import ModelRule
-from gateway.relay.peek import Number, Peek
+from gateway.relay.peek import NOTHING, Number, Peek
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -46,9 +46,9 @@ def needed(
     edit: Edit = {}
     if isinstance(peeked.priority, str):
         edit["priority"] = msgspec.UNSET
-    if bytes(peeked.id_slot):
+    if peeked.id_slot is not NOTHING:
         edit["id_slot"] = msgspec.UNSET
-    if bytes(peeked.lora):
+    if peeked.lora is not NOTHING:
         edit["lora"] = msgspec.UNSET
     if peeked.n_probs is not None and peeked.n_probs > n_probs:
         edit["n_probs"] = n_probs

@@ -24,7 +24,6 @@ from gateway.relay.prepare import Incoming, Rules, prepare
 from gateway.relay.relay import Relay
 from gateway.relay.reply import Reply, Rest
 from gateway.relay.routes import Route
-from gateway.request import Priority
 from gateway.transport.errors import UpstreamError
 from gateway.web.public.body import Buffered, read_body, take_body
 from gateway.web.public.heads import STREAM_LINES, error_fields, lines_of, own_fields, tag_of
@@ -104,23 +103,7 @@ class _Exchange:
         self._body_size = 0
         self.received = edge.clock()
         self.request_id = edge.next_id()
-        self.record = RequestFinished(
-            id=tag_of(self._headers) or self.request_id,
-            path=route.path,
-            model="unknown",
-            priority=Priority.NORMAL,
-            caller="unknown",
-            code=200,
-            reason=None,
-            stream=False,
-            node=None,
-            tier=None,
-            attempts=0,
-            queue=0.0,
-            ttft=None,
-            duration=0.0,
-            overhead=None,
-        )
+        self.record = RequestFinished(tag_of(self._headers) or self.request_id, route.path)
 
     async def serve(self) -> None:
         """Read, relay, send."""

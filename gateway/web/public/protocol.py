@@ -173,10 +173,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _take_turn(self, route: Route) -> None:
         """Serve a routed request: as uvicorn would, but for the ASGI messages."""
-        serve = self.serve
         version = self.parser.get_http_version()
         turn = Turn(
-            lambda turn: serve(route, turn),
+            self.serve,
+            route,
             self.transport,
             self.flow,
             self.headers,

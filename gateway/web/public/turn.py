@@ -15,6 +15,7 @@ import structlog
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from gateway.errors import ClientClosed, GatewayError
+from gateway.relay.routes import Route
 from gateway.request import Headers
 from gateway.web.public.preamble import Memory
 
@@ -43,6 +44,7 @@ class Turn:
         "_expects_continue",
         "_flow",
         "_http_10",
+        "_route",
         "_serve",
         "_spoilt",
         "_task",
@@ -63,7 +65,8 @@ class Turn:
 
     def __init__(
         self,
-        serve: Callable[[Turn], Awaitable[None]],
+        serve: Callable[[Route, Turn], Awaitable[None]],
+        route: Route,
         transport: asyncio.Transport,
         flow: FlowControl,
         headers: Headers,
@@ -83,6 +86,7 @@ class Turn:
         self.memory = memory
         self.address = address
         self._serve = serve
+        self._route = route
         self._transport = transport
         self._flow = flow
         self._http_10 = http_10
@@ -125,7 +129,7 @@ class Turn:
         self._task = asyncio.current_task()
         try:
             if not self.disconnected:
-                await self._serve(self)
+                await self._serve(self._route, self)
         except (ClientClosed, asyncio.CancelledError):
             if not self.disconnected:
                 self.abort()
