@@ -126,11 +126,7 @@ class Bus:
 
     def publish_soon(self, event: object) -> None:
         """The same, within `SOON` seconds."""
-        put_off = self._put_off
-        if put_off and len(put_off) < MOST_PUT_OFF:
-            put_off.append((self._tell, (event,)))
-        else:
-            self.soon(self._tell, event)
+        self.soon(self._tell, event)
 
     def soon(self, work: Callable[..., None], *arguments: Any) -> None:
         """Call `work` within `SOON` seconds, before anything that is published after this."""

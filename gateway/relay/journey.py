@@ -75,7 +75,7 @@ class Journey:
         granted = means.scheduler.lease_now(request)
         if granted is None:
             asked = clock()
-            granted = await means.scheduler.lease(request)
+            granted = await means.scheduler.wait(request)
             record.queue += clock() - asked
         lease, model = granted
         record.attempts += 1

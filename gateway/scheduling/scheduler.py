@@ -60,7 +60,7 @@ class Scheduler:
         Waits while all nodes that could serve it are busy or out. Raises: GatewayError, when it
         can't be served, there is no place to wait, or it has waited too long.
         """
-        return self.lease_now(request) or await self._wait(request)
+        return self.lease_now(request) or await self.wait(request)
 
     def lease_now(self, request: Request) -> tuple[Lease, str] | None:
         """The same without waiting: None where it would have to."""
@@ -224,7 +224,8 @@ class Scheduler:
 
     # Waiting.
 
-    async def _wait(self, request: Request) -> tuple[Lease, str]:
+    async def wait(self, request: Request) -> tuple[Lease, str]:
+        """A lease in its turn, where `lease_now` had none. Raises: GatewayError, as `lease`."""
         settings, now = self.settings, self.clock()
         if self.closing:
             raise errors.shutting_down()

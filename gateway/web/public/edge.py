@@ -88,7 +88,7 @@ class _Exchange:
     """One request and its reply."""
 
     __slots__ = (
-        "_body_size", "_edge", "_headers", "_live", "_reply", "_route", "_snapshot", "_turn",
+        "_body_size", "_edge", "_live", "_reply", "_route", "_snapshot", "_turn",
         "received", "record", "request_id",
     )  # fmt: skip
 
@@ -97,13 +97,12 @@ class _Exchange:
         self._route = route
         self._turn = turn
         self._snapshot = edge.snapshot
-        self._headers = turn.headers
         self._live: Live | None = None
         self._reply: Reply | None = None
         self._body_size = 0
         self.received = edge.clock()
         self.request_id = edge.next_id()
-        self.record = RequestFinished(tag_of(self._headers) or self.request_id, route.path)
+        self.record = RequestFinished(tag_of(turn.headers) or self.request_id, route.path)
 
     async def serve(self) -> None:
         """Read, relay, send."""
@@ -258,7 +257,9 @@ class _Exchange:
             expose_node=self._snapshot.expose_node,
         )
         cors = self._snapshot.settings.cors
-        return fields if cors is None else fields + lines_of(allowed_origin(cors, self._headers))
+        return (
+            fields if cors is None else fields + lines_of(allowed_origin(cors, self._turn.headers))
+        )
 
     async def _beat(self) -> None:
         beat = self._route.dialect.heartbeat()
