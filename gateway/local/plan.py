@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from gateway.local.gguf_file import Model
 from gateway.local.memory import memory_left
-from gateway.local.topology import NumaNode, Topology
+from gateway.local.topology import Topology
 
 MIB = 1 << 20
 SLOTS = 2
@@ -53,7 +52,7 @@ def plan_servers(
     With more than one node each server is pinned to its node's CPUs and memory, and reads the
     model into memory of its own, because a shared page cache lies on one node only. The servers
     of one node share out its physical cores. `context` is bounded by what the model was trained
-    on.
+    on. On a machine that mixes strong and weak cores, a server keeps to the strong ones.
     """
     count = servers if servers is not None else len(topology.nodes)
     if count < 1 or slots < 1 or context < 1:
@@ -68,9 +67,9 @@ def plan_servers(
             alias=model.name,
             slots=slots,
             context=min(context, model.trained_context or context),
-            threads=_threads(topology, home, homes.count(home)),
+            threads=topology.threads(home, homes.count(home)),
             numa=home.number,
-            cpus=home.cpus if several else None,
+            cpus=home.fast_cpus if several or home.efficiency else None,
             memory_node=home.number if several and home.memory_allowed else None,
             no_mmap=several,
             prompts_kept=min(PROMPTS_KEPT, left // count),
@@ -78,11 +77,3 @@ def plan_servers(
         )
         for index, home in enumerate(homes)
     )
-
-
-def _threads(topology: Topology, home: NumaNode, sharing: int) -> int:
-    cores = len(home.cores)
-    if topology.cpu_quota is not None:
-        fair = topology.cpu_quota * cores / topology.cores
-        cores = min(cores, math.floor(fair))
-    return max(1, cores // sharing)

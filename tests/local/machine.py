@@ -7,6 +7,29 @@ from pathlib import Path
 
 GIB_IN_KIB = 1 << 20
 
+EPYC = """processor\t: 0
+model name\t: AMD EPYC 9554 64-Core Processor
+flags\t\t: fpu sse2 lm avx f16c fma avx2 avx512f avx512vbmi avx512_vnni avx512_bf16
+"""
+SAPPHIRE_RAPIDS = """processor\t: 0
+model name\t: Intel(R) Xeon(R) Platinum 8480+
+flags\t\t: fpu lm avx f16c fma avx2 avx_vnni avx512f avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8
+"""  # noqa: E501 - as the kernel writes it
+GRAVITON_3 = """processor\t: 0
+BogoMIPS\t: 2100.00
+Features\t: fp asimd evtstrm aes crc32 atomics fphp asimdhp asimddp sve i8mm bf16
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU variant\t: 0x1
+CPU part\t: 0xd40
+"""
+ALTRA = """processor\t: 0
+Features\t: fp asimd evtstrm aes crc32 atomics fphp asimdhp asimddp
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU part\t: 0xd0c
+"""
+
 
 def make_machine(
     root: Path,
@@ -16,10 +39,12 @@ def make_machine(
     offline: Iterable[int] = (),
     cpus_allowed: str | None = None,
     memory_nodes_allowed: str | None = None,
+    nodes_per_socket: int = 1,
+    cpuinfo: str = EPYC,
 ) -> Path:
     """A machine whose NUMA nodes are lists of cores, which are lists of CPUs.
 
-    Each node has an equal share of the memory, three quarters of it free.
+    Each node has an equal share of the memory, three quarters of it free, and a cache of its own.
     """
     everything = [cpu for node in nodes for core in node for cpu in core]
     online = sorted(set(everything) - set(offline))
@@ -42,8 +67,17 @@ def make_machine(
             for cpu in core:
                 if cpu in online:
                     siblings = listed(c for c in core if c in online)
-                    place = f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-                    write(root, place, siblings)
+                    home = f"sys/devices/system/cpu/cpu{cpu}"
+                    write(root, f"{home}/topology/thread_siblings_list", siblings)
+                    socket = number // nodes_per_socket
+                    write(root, f"{home}/topology/physical_package_id", f"{socket}\n")
+                    write_cache(root, cpu, 0, 1, "Data", "32K", siblings)
+                    write_cache(root, cpu, 1, 1, "Instruction", "32K", siblings)
+                    shared = listed(c for other in cores for c in other if c in online)
+                    write_cache(root, cpu, 2, 3, "Unified", "16384K", shared)
+        apart = (10 if n == number else 32 for n in range(len(nodes)))
+        write(root, f"sys/devices/system/node/node{number}/distance", " ".join(map(str, apart)))
+    write(root, "proc/cpuinfo", cpuinfo)
     write(
         root,
         "proc/meminfo",
@@ -64,6 +98,16 @@ def make_machine(
 def two_sockets_with_smt() -> list[list[list[int]]]:
     """Two nodes of four cores with two threads each, numbered as Linux numbers them."""
     return [[[core, core + 8] for core in range(first, first + 4)] for first in (0, 4)]
+
+
+def write_cache(
+    root: Path, cpu: int, index: int, level: int, kind: str, size: str, shared: str
+) -> None:
+    """Write one cache as a CPU sees it."""
+    home = f"sys/devices/system/cpu/cpu{cpu}/cache/index{index}"
+    values = {"level": str(level), "type": kind, "size": size, "shared_cpu_list": shared}
+    for name, value in values.items():
+        write(root, f"{home}/{name}", value.strip() + "\n")
 
 
 def listed(numbers: Iterable[int]) -> str:

@@ -2,20 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from gateway.local.topology import parse_list, read_topology
+from gateway.local.topology import read_topology
 from tests.local.machine import make_machine, two_sockets_with_smt, write
 
 GIB = 1 << 30
-
-
-@pytest.mark.parametrize(
-    ("text", "numbers"),
-    [("0\n", {0}), ("0-3,8\n", {0, 1, 2, 3, 8}), ("\n", set()), ("2-2", {2})],
-)
-def test_kernel_lists_are_read(text: str, numbers: set[int]) -> None:
-    assert parse_list(text) == numbers
 
 
 def test_one_socket_without_smt_has_a_core_per_cpu(tmp_path: Path) -> None:
@@ -96,3 +86,65 @@ def test_this_machine_is_read() -> None:
     machine = read_topology()
     assert machine.cores >= 1
     assert 0 < machine.memory_available <= machine.memory_total
+
+
+def test_two_sockets_are_told_with_the_way_between_them(tmp_path: Path) -> None:
+    machine = read_topology(make_machine(tmp_path, two_sockets_with_smt()))
+    assert machine.sockets == (0, 1)
+    assert [node.sockets for node in machine.nodes] == [(0,), (1,)]
+    assert [node.distances for node in machine.nodes] == [(10, 32), (32, 10)]
+
+
+def test_a_socket_may_hold_several_nodes(tmp_path: Path) -> None:
+    four = [[[node * 2], [node * 2 + 1]] for node in range(8)]
+    machine = read_topology(make_machine(tmp_path, four, nodes_per_socket=4))
+    assert len(machine.nodes) == 8
+    assert machine.sockets == (0, 1)
+    assert [node.sockets for node in machine.nodes] == [(0,)] * 4 + [(1,)] * 4
+
+
+def test_a_server_gets_a_thread_for_each_physical_core_and_none_for_a_hyperthread(
+    tmp_path: Path,
+) -> None:
+    machine = read_topology(make_machine(tmp_path, two_sockets_with_smt()))
+    assert [machine.threads(node) for node in machine.nodes] == [4, 4]
+    assert machine.threads(machine.nodes[0], sharing=2) == 2
+    assert machine.threads(machine.nodes[0], sharing=9) == 1
+
+
+def test_efficiency_cores_of_a_hybrid_processor_get_no_thread(tmp_path: Path) -> None:
+    cores = [[0, 1], [2, 3], [4], [5], [6], [7]]
+    root = make_machine(tmp_path, [cores])
+    write(root, "sys/devices/cpu_core/cpus", "0-3\n")
+    write(root, "sys/devices/cpu_atom/cpus", "4-7\n")
+    machine = read_topology(root)
+    (node,) = machine.nodes
+    assert node.efficiency == {4, 5, 6, 7}
+    assert node.fast_cpus == (0, 1, 2, 3)
+    assert machine.threads(node) == 2
+    assert len(node.cores) == 6
+
+
+def test_the_small_cores_of_an_arm_processor_get_no_thread(tmp_path: Path) -> None:
+    root = make_machine(tmp_path, [[[0], [1], [2], [3]]])
+    for cpu, capacity in enumerate((446, 446, 1024, 1024)):
+        write(root, f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity", f"{capacity}\n")
+    (node,) = read_topology(root).nodes
+    assert node.fast_cores == ((2,), (3,))
+
+
+def test_a_cpuset_of_efficiency_cores_alone_uses_them(tmp_path: Path) -> None:
+    root = make_machine(tmp_path, [[[0, 1], [2], [3]]], cpus_allowed="2-3")
+    write(root, "sys/devices/cpu_core/cpus", "0-1\n")
+    write(root, "sys/devices/cpu_atom/cpus", "2-3\n")
+    machine = read_topology(root)
+    assert machine.threads(machine.nodes[0]) == 2
+
+
+def test_a_containers_quota_bounds_the_threads(tmp_path: Path) -> None:
+    root = make_machine(tmp_path, two_sockets_with_smt())
+    write(root, "proc/self/cgroup", "0::/\n")
+    write(root, "sys/fs/cgroup/cpu.max", "400000 100000\n")
+    machine = read_topology(root)
+    assert machine.cpu_quota == 4
+    assert [machine.threads(node) for node in machine.nodes] == [2, 2]
