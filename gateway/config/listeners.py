@@ -158,6 +158,16 @@ class KeySpec(ConfigModel):
         Field(description="Public names it may use. Left away: all."),
         Kind("list of names"),
     ] = None
+    trust_user_headers: Annotated[
+        bool,
+        Field(
+            description=(
+                "Its holder, a chat's web interface say, may name its end users by the headers of "
+                "`identity.user_headers`."
+            )
+        ),
+        Kind("true or false"),
+    ] = False
 
 
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#]+")

@@ -97,26 +97,6 @@ def find_loop(rules: Mapping[str, ModelRule]) -> list[str]:
     return []
 
 
-class ClassRule(ConfigModel):
-    """What holds for one class of requests."""
-
-    max_wait: Annotated[
-        Seconds | None, Field(description="Longest wait in the queue, instead of `queue.max_wait`.")
-    ] = None
-
-
-class QueueSettings(ConfigModel):
-    """Requests that wait for a slot."""
-
-    max: Annotated[
-        CountOrZero,
-        Field(description="Requests that may wait; the next is answered with 429 `queue_full`."),
-    ] = 256
-    max_wait: Annotated[Seconds, Field(description="Longest wait; then 503 `queue_timeout`.")] = (
-        300.0
-    )
-
-
 class HealthSettings(ConfigModel):
     """Probes of the nodes, and the circuit breaker that each node has."""
 

@@ -28,16 +28,15 @@ from gateway.config.listeners import (
 )
 from gateway.config.problems import ConfigError, Problem
 from gateway.config.routing import (
-    ClassRule,
     HealthSettings,
     ModelRule,
-    QueueSettings,
     RetrySettings,
     TimeoutSettings,
     find_loop,
 )
 from gateway.config.tree import Entry, Items, Scalar, Table, table
 from gateway.config.validation import repeated, told_once, validate
+from gateway.config.waiting import ClassRule, IdentitySettings, QueueSettings
 from gateway.config.yaml_source import Source, read_yaml
 
 
@@ -123,9 +122,18 @@ class Settings(ConfigModel):
         Kind("mapping of rules"),
     ] = {}
     queue: Annotated[QueueSettings, Field(description="Waiting for a slot.")] = QueueSettings()
-    policy: Annotated[Literal["least_loaded"], Field(description="How a node is chosen.")] = (
-        "least_loaded"
-    )
+    policy: Annotated[
+        Literal["least_finish", "least_loaded", "round_robin", "prefix_hash"],
+        Field(
+            description=(
+                "How a node is chosen: by the expected finish, which counts queue, speeds and "
+                "caches; the others are there to be compared with."
+            )
+        ),
+    ] = "least_finish"
+    identity: Annotated[
+        IdentitySettings, Field(description="Headers that name end users and conversations.")
+    ] = IdentitySettings()
     health: Annotated[HealthSettings, Field(description="Probes and circuit breakers.")] = (
         HealthSettings()
     )
@@ -158,6 +166,17 @@ class Settings(ConfigModel):
                 raise wrong(f"two keys have the id {key.id}", "a key's id must be unique")
             seen.add(key.id)
         return keys
+
+    @field_validator("classes")
+    @classmethod
+    def _only_batch_yields(cls, rules: Mapping[Class, ClassRule]) -> Mapping[Class, ClassRule]:
+        for name, rule in rules.items():
+            if rule.reserve_slots is not None and name != "batch":
+                raise wrong(
+                    f"`reserve_slots` can't be set for {name}",
+                    "it is for batch, which leaves slots free for the other classes",
+                )
+        return rules
 
     @field_validator("models")
     @classmethod

@@ -20,7 +20,14 @@ def test_hashes_are_masked_and_the_rest_is_shown(load_gateway: LoadSettings) -> 
     shown = masked(settings)
     assert HASH not in json.dumps(shown)
     assert shown["keys"] == [
-        {"id": "a", "sha256": MASK, "name": "Team A", "max_class": "normal", "models": None}
+        {
+            "id": "a",
+            "sha256": MASK,
+            "name": "Team A",
+            "max_class": "normal",
+            "models": None,
+            "trust_user_headers": False,
+        }
     ]
     assert shown["listen"]["trusted_proxies"] == ["10.0.0.0/8"]
     assert shown["models"]["m"]["set"] == {"temperature": 0.2}

@@ -164,7 +164,11 @@ def test_what_later_versions_bring_is_told_apart(gateway_problems: Problems, key
         ("default_model: 3", "default_model"),
         ("classes: {vip: {max_wait: 1}}", "classes.vip"),
         ("classes: {batch: {max_wait: 0}}", "classes.batch.max_wait"),
+        ("classes: {batch: {queue_share: 2}}", "classes.batch.queue_share"),
+        ("classes: {normal: {reserve_slots: 0.5}}", "classes"),
         ("queue: {max: -1}", "queue.max"),
+        ("queue: {reopen: 1.1}", "queue.reopen"),
+        ("identity: {user_headers: ['a b']}", "identity.user_headers[0]"),
         ("policy: random", "policy"),
         ("health: {open: 60, open_max: 30}", "health.open_max"),
         ("health: {rise: 0}", "health.rise"),
@@ -186,6 +190,15 @@ def test_a_wrong_value_is_told_with_its_key_and_nothing_secret(
     assert (problem.line, problem.key) == (1, key)
     assert problem.message
     assert "lg_a_secret" not in str(problem)
+
+
+def test_a_policy_that_does_not_exist_is_told_with_those_that_do(
+    gateway_problems: Problems,
+) -> None:
+    (problem,) = gateway_problems("policy: least_finsh")
+    for name in ("least_finish", "least_loaded", "round_robin", "prefix_hash"):
+        assert name in problem.message
+    assert problem.remedy == "did you mean least_finish?"
 
 
 def test_a_duplicate_id_is_told_with_both_lines(gateway_problems: Problems) -> None:

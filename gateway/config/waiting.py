@@ -1,0 +1,133 @@
+"""Settings of the queue: who may wait, how long, in which order, and for whom it is fair."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from gateway.config.fields import (
+    ConfigModel,
+    CountOrZero,
+    Kind,
+    Seconds,
+    SecondsOrZero,
+    Share,
+    one_or_many,
+    wrong,
+)
+
+PATIENCE: Mapping[str, float] = {"urgent": 10.0, "premium": 30.0, "normal": 60.0, "batch": 600.0}
+"""Seconds that a class waits before it counts as overdue, unless the settings say."""
+
+QUEUE_SHARE: Mapping[str, float] = {"urgent": 1.0, "premium": 1.0, "normal": 0.9, "batch": 0.5}
+"""How far a class may fill the queue, unless the settings say."""
+
+
+class ClassRule(ConfigModel):
+    """What holds for one class of requests."""
+
+    max_wait: Annotated[
+        Seconds | None, Field(description="Longest wait in the queue, instead of `queue.max_wait`.")
+    ] = None
+    patience: Annotated[
+        SecondsOrZero | None,
+        Field(
+            description=(
+                "Who has waited longer is overdue: of ten slots that come free, one goes to the "
+                "oldest overdue request of any class. Left away: 10 s for `urgent`, 30 s for "
+                "`premium`, 60 s for `normal`, 10 min for `batch`."
+            )
+        ),
+    ] = None
+    reserve_slots: Annotated[
+        Share | None,
+        Field(
+            description=(
+                "Share of each node's slots, rounded down, that this class leaves free for what "
+                "comes. For `batch` only. Left away: none."
+            )
+        ),
+    ] = None
+    queue_share: Annotated[
+        Share | None,
+        Field(
+            description=(
+                "The class is let in while the queue is filled less than this, by count and by "
+                "predicted wait. Left away: 1 for `urgent` and `premium`, 0.9 for `normal`, 0.5 "
+                "for `batch`."
+            )
+        ),
+    ] = None
+
+
+class QueueSettings(ConfigModel):
+    """Requests that wait for a slot."""
+
+    max: Annotated[
+        CountOrZero,
+        Field(description="Requests that may wait; the next is answered with 429 `queue_full`."),
+    ] = 256
+    max_wait: Annotated[
+        Seconds,
+        Field(
+            description=(
+                "Longest wait; then 503 `queue_timeout`. At once, where the predicted wait is "
+                "longer."
+            )
+        ),
+    ] = 300.0
+    reopen: Annotated[
+        Share,
+        Field(
+            description=(
+                "A class that was refused for the predicted wait is let in again when that has "
+                "fallen to this share of its limit."
+            )
+        ),
+    ] = 0.8
+
+
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
+
+
+def _header(value: object) -> object:
+    if not isinstance(value, str) or not _HEADER.fullmatch(value):
+        raise wrong("must be the name of a header", "such as X-OpenWebUI-User-Id")
+    return value
+
+
+HeaderName = Annotated[str, BeforeValidator(_header), Kind("header name")]
+
+
+class IdentitySettings(ConfigModel):
+    """Whom a request belongs to, where one key serves many people.
+
+    The names are read from keys with `trust_user_headers`, and from anonymous callers of a
+    loopback listener; those of sessions from everybody, each within its own caller.
+    """
+
+    user_headers: Annotated[
+        tuple[HeaderName, ...],
+        BeforeValidator(one_or_many),
+        Field(
+            description=(
+                "Headers that name the end user, the first that is there: the queue is fair "
+                "between these people. An empty list trusts nobody."
+            )
+        ),
+        Kind("list of header names"),
+    ] = ("X-OpenWebUI-User-Id", "X-User-Id")
+    session_headers: Annotated[
+        tuple[HeaderName, ...],
+        BeforeValidator(one_or_many),
+        Field(
+            description=(
+                "Headers that name the conversation or the editor's session, the first that is "
+                "there: what replaces an earlier request is told by it."
+            )
+        ),
+        Kind("list of header names"),
+    ] = ("X-OpenWebUI-Chat-Id", "X-Claude-Code-Session-Id", "X-Session-Id")
