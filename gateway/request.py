@@ -50,6 +50,8 @@ class Caller:
     models: frozenset[str] | None = None
     """Public model names it may use; None: all."""
     anonymous: bool = False
+    names_users: bool = False
+    """Whether it is trusted to name its end users by header."""
 
     def may_use(self, model: str) -> bool:
         """Whether this caller may use the public model name."""
@@ -99,3 +101,7 @@ class Request:
     """Nodes that said they can't serve it: never asked again."""
     smallest_context: int = 0
     """Tokens a node must have room for, learnt from an overflow elsewhere."""
+    party: str = ""
+    """Whom the queue is fair to: the caller, or the end user that a trusted one names."""
+    session: str | None = None
+    """The conversation or editor that it belongs to, if a header names one; with its party."""

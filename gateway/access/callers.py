@@ -49,12 +49,14 @@ def caller_of(
     elif not (allow_anonymous or loopback_listener):
         raise errors.invalid_api_key()
     best = Priority.URGENT if loopback_listener else Priority.NORMAL
-    return _anonymous(address_of(headers, client_address, trusted_proxies), best)
+    address = address_of(headers, client_address, trusted_proxies)
+    return _anonymous(address, best, loopback_listener)
 
 
 @lru_cache(maxsize=1024)
-def _anonymous(address: str, best: Priority) -> Caller:
-    return Caller(id=f"anonymous:{address}", name="anonymous", best=best, anonymous=True)
+def _anonymous(address: str, best: Priority, trusted: bool) -> Caller:  # noqa: FBT001
+    id_ = f"anonymous:{address}"
+    return Caller(id=id_, name="anonymous", best=best, anonymous=True, names_users=trusted)
 
 
 def address_of(

@@ -49,6 +49,10 @@ class KeySpec(Protocol):
     def models(self) -> Iterable[str] | None:
         """Public model names it may use; None: all."""
 
+    @property
+    def trust_user_headers(self) -> bool:
+        """Whether it may name its end users."""
+
 
 class NewKey(NamedTuple):
     """A key that was just made; `text` is shown once and kept nowhere."""
@@ -148,4 +152,10 @@ def _caller(spec: KeySpec) -> Caller:
     if best is None:
         raise ValueError(f"key '{spec.id}': there is no class '{spec.max_class}'")
     models = None if spec.models is None else frozenset(spec.models)
-    return Caller(id=spec.id, name=spec.name or spec.id, best=best, models=models)
+    return Caller(
+        id=spec.id,
+        name=spec.name or spec.id,
+        best=best,
+        models=models,
+        names_users=spec.trust_user_headers,
+    )

@@ -44,6 +44,9 @@ class Incoming:
     body: bytes
     caller: Caller
     received: float
+    party: str = ""
+    """Whom the queue is fair to; empty: the caller."""
+    session: str | None = None
 
 
 def prepare(
@@ -95,6 +98,8 @@ def prepare(
         max_tokens=_max_tokens(peeked),
         native=route.native,
         deadline=None if incoming.patience is None else incoming.received + incoming.patience,
+        party=incoming.party or incoming.caller.id,
+        session=incoming.session,
     )
 
 

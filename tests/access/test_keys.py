@@ -20,6 +20,7 @@ class Spec:
     name: str | None = None
     max_class: str = "normal"
     models: tuple[str, ...] | None = None
+    trust_user_headers: bool = False
 
 
 def test_a_key_finds_its_holder() -> None:

@@ -13,6 +13,7 @@ import msgspec
 from gateway import errors
 from gateway.access.callers import priority_of
 from gateway.access.keys import KeyRing
+from gateway.access.parties import NamingHeaders
 from gateway.config.settings import Settings
 from gateway.errors import ClientClosed, GatewayError
 from gateway.events import Bus, RequestFinished
@@ -39,6 +40,7 @@ class Snapshot:
 
     settings: Settings
     keys: KeyRing
+    naming: NamingHeaders
     rules: Rules
     loopback: bool
     """Whether the listener can be reached from this machine alone."""
@@ -48,9 +50,11 @@ class Snapshot:
     def of(cls, settings: Settings, *, loopback: bool) -> Snapshot:
         """The snapshot of these settings for a listener that is `loopback` or not."""
         expose = settings.listen.expose_node
+        identity = settings.identity
         return cls(
             settings=settings,
             keys=KeyRing(settings.keys),
+            naming=NamingHeaders.of(identity.user_headers, identity.session_headers),
             rules=Rules(settings.limits, Names(settings.models), settings.default_model),
             loopback=loopback,
             expose_node=loopback if expose is None else expose,
@@ -150,6 +154,7 @@ class _Exchange:
                 turn.address,
                 snapshot.settings,
                 snapshot.keys,
+                snapshot.naming,
                 loopback=snapshot.loopback,
             )
             memory.headers, memory.version, memory.preamble = turn.headers, snapshot, preamble
@@ -179,6 +184,8 @@ class _Exchange:
             body,
             preamble.caller,
             self.received,
+            preamble.party,
+            preamble.session,
         )
         catalogue = edge.fleet.catalogue
         request = prepare(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from gateway import errors
 from gateway.access.callers import asked_class, caller_of
 from gateway.access.keys import KeyRing
+from gateway.access.parties import NamingHeaders
 from gateway.config.settings import Settings
 from gateway.relay.fields import to_node
 from gateway.request import Caller, Headers
@@ -18,12 +19,17 @@ class Preamble:
     """A head, understood."""
 
     caller: Caller
+    party: str
+    """Whom the queue is fair to."""
+    session: str | None
     asked: str | None
     """`X-Priority`."""
     patience: float | None
     """`X-Request-Timeout`: seconds the client will wait for the whole answer."""
     fields: bytes
     """The lines that are passed on to a node."""
+    progress: bool
+    """`X-Gateway-Progress: 1`: the client wants to know how long it will wait."""
 
 
 @dataclass(slots=True)
@@ -37,7 +43,13 @@ class Memory:
 
 
 def understood(
-    headers: Headers, address: str | None, settings: Settings, ring: KeyRing, *, loopback: bool
+    headers: Headers,
+    address: str | None,
+    settings: Settings,
+    ring: KeyRing,
+    naming: NamingHeaders,
+    *,
+    loopback: bool,
 ) -> Preamble:
     """What these fields say. Raises: GatewayError 400, 401."""
     caller = caller_of(
@@ -48,10 +60,25 @@ def understood(
         loopback_listener=loopback,
         trusted_proxies=settings.listen.trusted_proxies,
     )
+    progress = False
     for name, value in headers:
         if name == b"content-encoding" and value.lower() != b"identity":
             raise errors.invalid_request("A compressed body is not understood; send it plain.")
-    return Preamble(caller, asked_class(headers), _patience(headers), to_node(headers))
+        if name == b"x-gateway-progress":
+            progress = value.strip().lower() in _YES
+    party = naming.party(headers, caller)
+    return Preamble(
+        caller,
+        party,
+        naming.session(headers, party),
+        asked_class(headers),
+        _patience(headers),
+        to_node(headers),
+        progress,
+    )
+
+
+_YES = frozenset({b"1", b"true", b"yes", b"on"})
 
 
 def _patience(headers: Headers) -> float | None:
