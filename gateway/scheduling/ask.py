@@ -1,0 +1,71 @@
+"""One request that arrives or waits, as the numbers that placing goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from gateway.request import Priority
+from gateway.scheduling.board import MOST_SLOTS, Pool, Row, bounded
+
+MOST_TOKENS = 1e7
+"""Tokens of a prompt or an answer; more than that is a mistake, and is bounded."""
+USUAL_COMPLETION = 256.0
+"""Tokens expected of an answer that nobody knows anything about."""
+
+Tiers = tuple[Pool, ...]
+"""Pools that serve the same model, the preferred first: the next is for when one has no room."""
+
+_NOTHING: Mapping[int, float] = {}
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """A request for slots on one node. Nonsense in its numbers is bounded.
+
+    `groups` holds the pools for each name that the request stands for: a later name is only for
+    when no node of an earlier one is alive.
+    """
+
+    id: str
+    groups: tuple[Tiers, ...]
+    priority: Priority
+    caller: str
+    """Who it is fair to."""
+    entered: float
+    """When it came to the gateway; monotonic seconds."""
+    slots: int = 1
+    prompt: float = 0.0
+    """Expected prompt tokens."""
+    completion: float = USUAL_COMPLETION
+    """Expected tokens of the answer."""
+    cached: Mapping[int, float] = field(default_factory=lambda: _NOTHING)
+    """Tokens of its prompt that a row is believed to have cached, by the row's index."""
+    closed: Collection[int] = ()
+    """Indexes of rows that can't serve it: never used."""
+    failed: Collection[int] = ()
+    """Indexes of rows that have failed it: used only when no other is alive."""
+    doubts: Mapping[int, float] = field(default_factory=lambda: _NOTHING)
+    """Seconds by which a row looks slower to this request, by index."""
+    affinity: int = 0
+    """Hash of what it shares with its like, for `prefix_hash`."""
+    deadline: float | None = None
+    """When the answer is of no use any more."""
+    order: int = 0
+    """The number of its arrival, kept by the dispatcher."""
+    work: float = 0.0
+    """Seconds that it is expected to keep a slot, kept by the line."""
+    held: Row | None = None
+    """The busy node that it is held back for."""
+    held_until: float = 0.0
+    """When that has been predicted to have a slot, with a margin."""
+    holds: int = 0
+    """How often it has been held back."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.prompt <= MOST_TOKENS:
+            self.prompt = bounded(self.prompt, 0.0, MOST_TOKENS, 0.0)
+        if not 1.0 <= self.completion <= MOST_TOKENS:
+            self.completion = bounded(self.completion, 1.0, MOST_TOKENS, USUAL_COMPLETION)
+        if not 0 <= self.slots <= MOST_SLOTS:
+            self.slots = int(bounded(self.slots, 0, MOST_SLOTS, 1))
