@@ -1,0 +1,179 @@
+"""CPU and GPU nodes in one fleet: which tier a request goes to, and why. Pure rules.
+
+| class | nodes of its own tier | |
+| --- | --- | --- |
+| `gpu_first` (urgent, premium) | GPU | CPU while the GPU nodes are out or full |
+| all others | CPU | GPU to spill over, within the budget |
+
+A model that only one tier serves is served there for everybody: that is neither a fall-back nor
+spill-over, and no budget counts it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from gateway.request import Priority
+from gateway.scheduling.budget import Budget, Reservation
+
+if TYPE_CHECKING:
+    from gateway.config.hybrid import HybridSettings
+
+Tier = Literal["gpu", "cpu"]
+Reason = Literal["gpu_full", "gpu_down", "gpu_limited", "gpu_failed", "cpu_wait", "cpu_down"]
+"""Why a request is not where its class belongs, as `X-Gateway-Fallback` says it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The nodes of one tier that could ever serve one request, as they stand at this moment."""
+
+    up: bool
+    """One of them is in, and has not failed this request."""
+    free: bool
+    """One of those has the slots that it takes."""
+    wait: float = math.inf
+    """Predicted seconds until one has; infinity: no idea."""
+    seconds: float = 0.0
+    """Predicted seconds of the answer, from then on, on the best of them."""
+    paused: bool = False
+    """Those that are in take nothing for a while because the endpoint asked for it (429)."""
+    failed: bool = False
+    """One of them has failed this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where one request may go."""
+
+    home: Tier
+    """The tier that its class belongs to."""
+    tiers: tuple[Tier, ...]
+    """The open ones in order of preference: each is for when those before it have no room now."""
+    hold: float = 0.0
+    """Seconds for which only the first is open."""
+    reason: Reason | None = None
+    """Why it may end elsewhere than at home."""
+    reservation: Reservation | None = None
+    """What it reserved to spill over: for its lease, or to be cancelled."""
+
+    def fallback(self, tier: Tier) -> Reason | None:
+        """What to tell of a request that was placed on `tier`; None where it is at home."""
+        return None if tier == self.home else self.reason
+
+
+_GPU = Route("gpu", ("gpu", "cpu"))
+_GPU_ALONE = Route("gpu", ("gpu",))
+_CPU_ALONE = Route("cpu", ("cpu",))
+
+
+def gpu_first(gpu: Outlook, cpu: Outlook, wait: float) -> Route:
+    """The GPU while it has room; the CPU otherwise, or both where both are full.
+
+    A full GPU is waited for, up to `wait` seconds, where that is predicted to finish sooner.
+    """
+    if gpu.free:
+        return _GPU
+    if not gpu.up:
+        return Route("gpu", ("gpu", "cpu"), reason="gpu_failed" if gpu.failed else "gpu_down")
+    reason: Reason = "gpu_limited" if gpu.paused else "gpu_full"
+    sooner = gpu.wait + gpu.seconds < cpu.wait + cpu.seconds
+    hold = wait if sooner and gpu.wait <= wait and not gpu.paused else 0.0
+    return Route("gpu", ("gpu", "cpu"), hold, reason)
+
+
+def spill_reason(gpu: Outlook, cpu: Outlook, after: float) -> Reason | None:
+    """Why a request of the CPU's should go to the GPU now; None: it should not."""
+    if cpu.free or not gpu.free:
+        return None
+    if not cpu.up:
+        return "cpu_down"
+    return "cpu_wait" if cpu.wait > after else None
+
+
+class Hybrid:
+    """The rules in force and the budget; one for the process.
+
+    `configure` takes in changed settings: what was spent stays counted, also while spill-over is
+    switched off.
+    """
+
+    def __init__(self, settings: HybridSettings) -> None:
+        self._budget: Budget | None = None
+        self.configure(settings)
+
+    def configure(self, settings: HybridSettings) -> None:
+        """Put these settings in force."""
+        self._settings = settings
+        self._first = _priorities(settings.gpu_first)
+        spill = settings.spill
+        self._spilling = frozenset[Priority]() if spill is None else _priorities(spill.classes)
+        if spill is None:
+            return
+        if self._budget is None:
+            self._budget = Budget(spill)
+        else:
+            self._budget.configure(spill)
+
+    def may_spill(self, priority: Priority) -> bool:
+        """Whether requests of this class may spill over at all."""
+        return priority in self._spilling
+
+    def arrived(self, priority: Priority, now: float) -> None:
+        """A request of this class has come: to be told once for each, retries left out."""
+        if priority in self._spilling and self._budget is not None:
+            self._budget.arrived(now)
+
+    def route(
+        self,
+        priority: Priority,
+        gpu: Outlook | None,
+        cpu: Outlook | None,
+        now: float,
+        most: float = math.inf,
+    ) -> Route:
+        """Where a request may go. None for a tier: no node of it serves what is asked for.
+
+        `most` is what it can cost on a GPU node at most; a route that spills has reserved it.
+        """
+        if cpu is None:
+            return _GPU_ALONE
+        if gpu is None:
+            return _CPU_ALONE
+        if priority in self._first:
+            return gpu_first(gpu, cpu, self._settings.wait)
+        spill, budget = self._settings.spill, self._budget
+        if spill is None or budget is None or priority not in self._spilling:
+            return _CPU_ALONE
+        reason = spill_reason(gpu, cpu, spill.after)
+        reservation = None if reason is None else budget.reserve(now, most)
+        if reservation is None:
+            return _CPU_ALONE
+        return Route("cpu", ("gpu",), reason=reason, reservation=reservation)
+
+    def view(self, now: float) -> dict[str, object]:
+        """The rules and the state of the budget, as the admin API shows them."""
+        spill, budget = self._settings.spill, self._budget
+        shown: dict[str, object] = {"gpu_first": list(self._settings.gpu_first), "spill": None}
+        if spill is not None and budget is not None:
+            money, reserved = budget.money, budget.reserved
+            shown["spill"] = {
+                "classes": list(spill.classes),
+                "after": spill.after,
+                "window": spill.window,
+                "requests": int(budget.asked.value(now)),
+                "spilled": int(budget.spilled.value(now)),
+                "running": budget.open,
+                "share": spill.share,
+                "paid": round(budget.paid.value(now), 6),
+                "reserved": None if math.isinf(reserved) else round(reserved, 6),
+                "money": None if math.isinf(money) else round(money, 6),
+            }
+        return shown
+
+
+def _priorities(words: tuple[str, ...]) -> frozenset[Priority]:
+    found = {Priority.parse(word) for word in words}
+    return frozenset(priority for priority in found if priority is not None)
