@@ -139,6 +139,16 @@ def request_timeout(message: str) -> GatewayError:
     return GatewayError(408, "request_timeout", message)
 
 
+def superseded() -> GatewayError:
+    """409: the same editor session has sent a newer one."""
+    return GatewayError(
+        409,
+        "superseded",
+        "A newer request of the same session has taken the place of this one.",
+        retryable=False,
+    )
+
+
 def body_too_large(limit: int) -> GatewayError:
     """413: `limit` is in bytes."""
     return GatewayError(413, "request_too_large", f"The body is larger than {limit} bytes.")

@@ -88,6 +88,16 @@ class QueueSettings(ConfigModel):
             )
         ),
     ] = 0.8
+    latest_wins: Annotated[
+        bool,
+        Field(
+            description=(
+                "An editor's completion (`/infill`, or one with a `suffix`) ends the earlier one "
+                "of its session with 409 `superseded`."
+            )
+        ),
+        Kind("true or false"),
+    ] = True
 
 
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")

@@ -36,6 +36,7 @@ class Peek(msgspec.Struct):
     service_tier: Any = None
     id_slot: msgspec.Raw = NOTHING
     lora: msgspec.Raw = NOTHING
+    suffix: msgspec.Raw = NOTHING
     prompt: msgspec.Raw = NOTHING
     messages: msgspec.Raw = NOTHING
     input: msgspec.Raw = NOTHING

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gateway import errors
-from gateway.access.callers import priority_of
+from gateway.access.callers import address_of, priority_of
 from gateway.access.keys import KeyRing
 from gateway.access.parties import NamingHeaders
 from gateway.config.settings import Settings
@@ -20,11 +20,12 @@ from gateway.events import Bus, RequestFinished
 from gateway.fleet.fleet import Fleet
 from gateway.relay.live import Live, Registry
 from gateway.relay.naming import Names
-from gateway.relay.peek import peek
+from gateway.relay.peek import NOTHING, Peek, peek
 from gateway.relay.prepare import Incoming, Rules, prepare
 from gateway.relay.relay import Relay
 from gateway.relay.reply import Reply, Rest
 from gateway.relay.routes import Route
+from gateway.scheduling.latest import Latest
 from gateway.transport.errors import UpstreamError
 from gateway.web.public.body import Buffered, read_body, take_body
 from gateway.web.public.heads import STREAM_LINES, error_fields, lines_of, own_fields, tag_of
@@ -76,6 +77,8 @@ class Edge:
     refusing: bool = False
     """... and takes nothing more."""
     buffered: Buffered = field(default_factory=Buffered)
+    latest: Latest[Live] = field(default_factory=Latest)
+    """What editors wait for: a newer one of the same session ends it."""
     _prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(4)}")
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -92,7 +95,7 @@ class _Exchange:
     """One request and its reply."""
 
     __slots__ = (
-        "_body_size", "_edge", "_live", "_reply", "_route", "_snapshot", "_turn",
+        "_body_size", "_edge", "_editing", "_live", "_reply", "_route", "_snapshot", "_turn",
         "received", "record", "request_id",
     )  # fmt: skip
 
@@ -102,6 +105,8 @@ class _Exchange:
         self._turn = turn
         self._snapshot = edge.snapshot
         self._live: Live | None = None
+        self._editing: str | None = None
+        """The editor session that waits for this, and for nothing before it."""
         self._reply: Reply | None = None
         self._body_size = 0
         self.received = edge.clock()
@@ -120,6 +125,8 @@ class _Exchange:
             self._body_size = len(body)
             live = self._live = self._prepared(preamble, body)
             edge.registry.add(live)
+            if self._editing is not None:
+                self._replace(self._editing, live)
             if live.request.stream and settings.heartbeat:
                 heartbeat = Heartbeat(settings.heartbeat, self._beat)
                 try:
@@ -196,7 +203,23 @@ class _Exchange:
             if catalogue.known(name):
                 record.model = request.model
                 break
+        if _is_editing(self._route, peeked) and self._snapshot.settings.queue.latest_wins:
+            self._editing = request.session or self._whereabouts(request.party, request.model)
         return Live(request, record)
+
+    def _whereabouts(self, party: str, model: str) -> str:
+        """What stands for an editor's session that no header names."""
+        proxies = self._snapshot.settings.listen.trusted_proxies
+        address = address_of(self._turn.headers, self._turn.address, proxies)
+        return f"{party} {address} {model}"
+
+    def _replace(self, session: str, live: Live) -> None:
+        """Nobody reads the earlier completion of this session any more."""
+        earlier = self._edge.latest.enter(session, live)
+        if earlier is not None:
+            error = errors.superseded()
+            if not self._edge.relay.means.scheduler.refuse(earlier.request.id, error):
+                earlier.end(error)
 
     def _pass_on_whole(self, reply: Reply) -> None:
         record, turn = self.record, self._turn
@@ -254,6 +277,8 @@ class _Exchange:
             self._reply.rest.close()
         if self._live is not None:
             edge.registry.remove(self._live)
+            if self._editing is not None:
+                edge.latest.leave(self._editing, self._live)
         record.duration = edge.clock() - self.received
         edge.bus.publish_soon(record)
 
@@ -275,6 +300,17 @@ class _Exchange:
         else:
             self._turn.begin(200, STREAM_LINES + self._own_fields(), beat)
         await self._turn.drained()
+
+
+def _is_editing(route: Route, peeked: Peek) -> bool:
+    """Whether this fills in the middle of a text, as editors ask at each pause of typing."""
+    if route.endpoint == "infill":
+        return True
+    suffix = peeked.suffix
+    return suffix is not NOTHING and route.prompt == "prompt" and bytes(suffix) not in _NO_SUFFIX
+
+
+_NO_SUFFIX = (b"null", b'""')
 
 
 def _as_error(reply: Reply) -> GatewayError:

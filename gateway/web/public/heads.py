@@ -63,7 +63,7 @@ def error_fields(error: GatewayError) -> Headers:
     ]
     if error.retry_after is not None:
         found.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
-    if not error.retryable and error.status >= 429:
+    if not error.retryable and error.status >= 408:
         found.append((b"x-should-retry", b"false"))
     if error.status == 401:
         found.append((b"www-authenticate", b"Bearer"))
