@@ -18,6 +18,7 @@ from gateway.config.fields import (
     Text,
     wrong,
 )
+from gateway.config.hybrid import HybridSettings
 from gateway.config.listeners import (
     AdminSettings,
     Class,
@@ -134,6 +135,9 @@ class Settings(ConfigModel):
     identity: Annotated[
         IdentitySettings, Field(description="Headers that name end users and conversations.")
     ] = IdentitySettings()
+    hybrid: Annotated[
+        HybridSettings, Field(description="How GPU and CPU nodes share the work.")
+    ] = HybridSettings()
     health: Annotated[HealthSettings, Field(description="Probes and circuit breakers.")] = (
         HealthSettings()
     )
@@ -190,7 +194,7 @@ class Settings(ConfigModel):
 
 
 # Keys of the contract that later versions bring: told apart from slips of the pen.
-NOT_YET = frozenset({"hybrid", "resume", "store"})
+NOT_YET = frozenset({"resume", "store"})
 
 
 def load_settings(path: Path | None, env: Mapping[str, str] | None = None) -> Settings:

@@ -108,7 +108,7 @@ def test_files_start_in_the_folder_of_the_settings(
     assert settings.admin.key_file == tmp_path / "admin.key"
 
 
-@pytest.mark.parametrize("key", ["hybrid: {}", "resume: text", "resume: off", "store: {url: x}"])
+@pytest.mark.parametrize("key", ["resume: text", "resume: off", "store: {url: x}"])
 def test_what_later_versions_bring_is_told_apart(gateway_problems: Problems, key: str) -> None:
     (problem,) = gateway_problems(key)
     assert problem.message == "not supported by this version yet"
