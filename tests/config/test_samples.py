@@ -74,11 +74,13 @@ def test_the_examples_in_the_sample_settings_work(tmp_path: Path) -> None:
             "classes": {},
             "cors": None,
             "listen": settings.listen.model_copy(update={"tls": None}),
+            "hybrid": settings.hybrid.model_copy(update={"spill": None}),
         }
     )
     assert shown == Settings(), "a sample shows another value than the default"
     assert (len(settings.keys), len(settings.models), len(settings.classes)) == (1, 3, 1)
     assert settings.cors is not None
+    assert settings.hybrid.spill is not None
 
 
 def test_the_sample_settings_show_every_key() -> None:
