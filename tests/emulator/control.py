@@ -121,7 +121,7 @@ def metrics(node: EmulatedNode) -> str:
     engine = node.engine
     figures = {
         "prompt_tokens_total": ("counter", engine.prompt_tokens),
-        "prompt_tokens_cached_total": ("counter", 0),
+        "prompt_tokens_cached_total": ("counter", engine.cached_tokens),
         "tokens_predicted_total": ("counter", engine.tokens),
         "requests_processing": ("gauge", node.busy),
         "requests_deferred": ("gauge", len(node.slots.waiting)),

@@ -115,5 +115,6 @@ class Desk:
             "faults_fired": node.faults.fired,
             "tokens": node.engine.tokens,
             "prompt_tokens": node.engine.prompt_tokens,
+            "cached_tokens": node.engine.cached_tokens,
             "failures": [repr(failure) for failure in node.failures],
         }

@@ -10,6 +10,8 @@ from math import inf
 from typing import Any, Self
 
 from tests.emulator import control, vectors
+from tests.emulator.cache import PromptCache
+from tests.emulator.compute import Compute
 from tests.emulator.connection import Connection, Request
 from tests.emulator.desk import Desk
 from tests.emulator.dialects.answer import dump
@@ -40,6 +42,11 @@ class EmulatedNode:
     `async with EmulatedNode(slots=2) as node:` listens at `node.url`. Speeds are in tokens/s and
     infinite unless told, times in seconds. Faults are switched at `node.faults`; `kill()`,
     `revive()`, `refuse()` and `accept()` end and bring back the whole server on the same port.
+
+    Unless told otherwise every request has the speeds to itself and nothing is cached. With
+    `prefill_stalls` all slots share one computation (`compute.py`; `decode_step` seconds are what
+    each more slot adds to a token). With `cache_ram` prompts are cached (`cache.py`), and so many
+    tokens of evicted ones are kept in host memory. `answer_tokens` may depend on the prompt.
     """
 
     def __init__(
@@ -51,9 +58,11 @@ class EmulatedNode:
         model: str = "demo",
         prefill_tps: float = inf,
         decode_tps: float = inf,
-        answer_tokens: int = 32,
+        answer_tokens: int | Callable[[str], int] = 32,
         batch: int = 256,
         prefill_stalls: bool = False,
+        decode_step: float = 0.0,
+        cache_ram: int | None = None,
         ping_interval: float = 30.0,
         embeddings: bool = False,
         rerank: bool = False,
@@ -70,7 +79,16 @@ class EmulatedNode:
         port: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.slots = SlotPool(slots)
+        self.slots = SlotPool(slots, None if cache_ram is None else PromptCache(cache_ram))
+        compute = None
+        if prefill_stalls:
+            compute = Compute(
+                prefill_tps=prefill_tps,
+                decode_tps=decode_tps,
+                step=decode_step,
+                batch=batch,
+                clock=clock,
+            )
         self.engine = Engine(
             pool=self.slots,
             model=model,
@@ -79,7 +97,7 @@ class EmulatedNode:
             decode_tps=decode_tps,
             answer_tokens=answer_tokens,
             batch=batch,
-            prefill_stalls=prefill_stalls,
+            compute=compute,
             ping_interval=ping_interval,
             clock=clock,
         )
@@ -178,6 +196,9 @@ class EmulatedNode:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self.engine.compute is not None:
+            self.engine.compute.close()
+        self.slots.forget()
         await self.until(lambda: not self._connections)
 
     async def revive(self, *, loading: bool = False) -> None:

@@ -78,6 +78,9 @@ WORDS = (
     "these",
 )
 
+BEGIN = 1
+"""The token that begins every text."""
+
 _BYTES = [b" " + word.encode() for word in WORDS]
 _WORD_IDS = {piece: 512 + i for i, piece in enumerate(_BYTES)}
 # A known word with its space, else up to three bytes.

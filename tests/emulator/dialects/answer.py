@@ -20,6 +20,7 @@ class Answer:
     prompt: str
     prompt_tokens: int
     slot: int
+    cached: int = 0  # tokens of the prompt that the slot held
     text: str = ""
     tokens: int = 0
     finish: Literal["stop", "length", "word"] = "stop"
@@ -29,13 +30,14 @@ class Answer:
 
     def timings(self) -> dict[str, Any]:
         read, wrote = self.prefill * 1000, self.decode * 1000
+        count = max(self.prompt_tokens - self.cached, 1)
         steps = max(self.tokens - 1, 1)  # the first token comes out of the prefill
         return {
-            "cache_n": 0,
-            "prompt_n": self.prompt_tokens,
+            "cache_n": self.cached,
+            "prompt_n": count,
             "prompt_ms": round(read, 3),
-            "prompt_per_token_ms": read / self.prompt_tokens,
-            "prompt_per_second": self.prompt_tokens * 1000 / max(read, 0.001),
+            "prompt_per_token_ms": read / count,
+            "prompt_per_second": count * 1000 / max(read, 0.001),
             "predicted_n": self.tokens,
             "predicted_ms": round(max(wrote, 0.001), 3),
             "predicted_per_token_ms": wrote / steps,
@@ -45,7 +47,7 @@ class Answer:
     def progress(self, processed: int, seconds: float) -> dict[str, int]:
         return {
             "total": self.prompt_tokens,
-            "cache": 0,
+            "cache": self.cached,
             "processed": processed,
             "time_ms": int(seconds * 1000),
         }
@@ -73,7 +75,7 @@ class Told:
             "completion_tokens": first.tokens,
             "prompt_tokens": first.prompt_tokens,
             "total_tokens": first.prompt_tokens + first.tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": first.cached},
         }
 
 

@@ -22,8 +22,8 @@ class Messages:
             "stop_reason": more["stop_reason"],
             "stop_sequence": answer.stopping_word or None,
             "usage": {
-                "cache_read_input_tokens": 0,
-                "input_tokens": answer.prompt_tokens,
+                "cache_read_input_tokens": answer.cached,
+                "input_tokens": answer.prompt_tokens - answer.cached,
                 "output_tokens": more["output_tokens"],
             },
         }

@@ -32,7 +32,7 @@ class Responses:
             "input_tokens": answer.prompt_tokens,
             "output_tokens": answer.tokens,
             "total_tokens": answer.prompt_tokens + answer.tokens,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": answer.cached},
         }
 
     def head(self) -> list[bytes]:

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import httpx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.emulator import EmulatedNode
+from tests.emulator.cache import PromptCache, Tokens, common_prefix, pack, reusable, size
+from tests.emulator.wire import chat
+
+CHAT = "/v1/chat/completions"
+ids = st.lists(st.integers(0, 3), max_size=40)
+
+
+@dataclass
+class Place:
+    contents: Tokens = b""
+    used_at: int = 0
+
+
+@dataclass
+class Server:
+    """Slots that are always free, used one after the other."""
+
+    cache: PromptCache
+    places: list[Place] = field(default_factory=lambda: [Place(), Place()])
+    uses: int = 0
+
+    def ask(self, prompt: Tokens) -> tuple[int, int]:
+        """Ordinal of the slot, and tokens that were in its cache."""
+        place = self.cache.choose(self.places, prompt)
+        self.uses += 1
+        place.used_at = self.uses
+        cached = reusable(place.contents, prompt)
+        place.contents = prompt
+        return self.places.index(place), cached
+
+
+def text(kind: int, length: int) -> Tokens:
+    return pack([kind] * length)
+
+
+@given(ids, ids, ids)
+def test_a_common_prefix_is_as_long_as_the_tokens_agree(
+    both: list[int], first: list[int], second: list[int]
+) -> None:
+    one, other = both + first, both + second
+    expected = next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+    assert common_prefix(pack(one), pack(other)) == expected
+
+
+def test_a_prompt_goes_to_the_slot_it_resembles_and_else_to_the_one_used_longest_ago() -> None:
+    server = Server(PromptCache(0))
+    assert server.ask(text(1, 100)) == (0, 0)
+    assert server.ask(text(2, 100)) == (1, 0)
+    assert server.ask(text(1, 120)) == (0, 100)
+    assert server.ask(text(3, 100)) == (1, 0)  # a stranger takes the place of 2
+    assert server.ask(text(2, 100)) == (0, 0)
+
+
+def test_a_tenth_in_common_is_not_enough_to_resemble() -> None:
+    for shared, expected in ((10, (0, 0)), (11, (1, 11))):
+        server = Server(PromptCache(0))
+        server.ask(text(1, 20))
+        server.ask(text(2, 20))
+        assert server.ask(text(2, shared) + text(3, 100 - shared)) == expected
+
+
+def test_an_evicted_prompt_comes_back_from_host_memory() -> None:
+    server = Server(PromptCache(1000))
+    for kind in (1, 2, 3, 4):
+        assert server.ask(text(kind, 100))[1] == 0
+    assert server.ask(text(1, 150))[1] == 100
+    assert server.ask(text(2, 100))[1] == 99  # the last token is always read
+
+
+def test_host_memory_is_bounded_and_loses_its_oldest_first() -> None:
+    server = Server(PromptCache(250))
+    for kind in (1, 2, 3, 4, 5):
+        server.ask(text(kind, 100))
+    assert sum(map(size, server.cache.evicted)) <= 250
+    assert server.ask(text(2, 101))[1] == 100
+    assert server.ask(text(1, 101))[1] == 0
+
+
+def test_a_shared_beginning_serves_a_second_conversation_and_loses_the_first_s_end() -> None:
+    server = Server(PromptCache(1000))
+    system = text(9, 150)
+    first, second = system + text(1, 50), system + text(2, 50)
+    server.ask(first)
+    assert server.ask(second) == (0, 150)  # more than half of the slot stays: nothing is saved
+    assert server.cache.evicted == []
+    assert server.ask(first)[1] == 150
+
+
+def test_a_slot_that_would_lose_more_than_half_is_saved_first() -> None:
+    server = Server(PromptCache(1000))
+    system = text(9, 60)
+    first, second = system + text(1, 140), system + text(2, 140)
+    server.ask(first)
+    assert server.ask(second) == (0, 60)
+    assert server.ask(first)[1] == 199
+
+
+async def test_a_conversation_goes_on_where_it_was_cached() -> None:
+    turns = [{"role": "user", "content": "the " * 200}]
+    async with (
+        EmulatedNode(cache_ram=0) as node,
+        httpx.AsyncClient(base_url=node.url) as client,
+    ):
+        first = (await client.post(CHAT, json={"messages": turns, "max_tokens": 20})).json()
+        turns += [first["choices"][0]["message"], {"role": "user", "content": "and of it"}]
+        second = (await client.post(CHAT, json={"messages": turns, "max_tokens": 20})).json()
+        metrics = (await client.get("/metrics")).text
+    assert first["timings"]["cache_n"] == 0
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    held = first["usage"]["total_tokens"] - 1  # the last token of the answer was never put in
+    cached = second["timings"]["cache_n"]
+    assert cached == held
+    assert second["timings"]["prompt_n"] == second["usage"]["prompt_tokens"] - cached
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+    assert f"prompt_tokens_cached_total {cached}\n" in metrics
+
+
+async def test_what_is_cached_takes_no_time() -> None:
+    async with (
+        EmulatedNode(cache_ram=0, prefill_tps=400, prefill_stalls=True) as node,
+        httpx.AsyncClient(base_url=node.url) as client,
+    ):
+        body = chat("the " * 200, stream=False, max_tokens=1)
+        cold = (await client.post(CHAT, json=body)).json()["timings"]
+        warm = (await client.post(CHAT, json=body)).json()["timings"]
+    assert cold["prompt_ms"] > 500
+    assert (warm["prompt_n"], warm["cache_n"]) == (1, cold["prompt_n"] - 1)
+    assert warm["prompt_ms"] < 250
+
+
+async def test_a_node_that_was_killed_has_forgotten() -> None:
+    async with (
+        EmulatedNode(cache_ram=1000) as node,
+        httpx.AsyncClient(base_url=node.url) as client,
+    ):
+        body = chat("the " * 50, stream=False, max_tokens=1)
+        await client.post(CHAT, json=body)
+        await node.kill()
+        await node.revive()
+        assert (await client.post(CHAT, json=body)).json()["timings"]["cache_n"] == 0

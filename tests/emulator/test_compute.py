@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from math import inf
+
+import pytest
+
+from tests.emulator.compute import Compute
+
+
+def compute(prefill: float = inf, decode: float = inf, step: float = 0.0) -> Compute:
+    return Compute(
+        prefill_tps=prefill, decode_tps=decode, step=step, batch=100, clock=time.monotonic
+    )
+
+
+async def read(work: Compute, tokens: int) -> list[tuple[int, float]]:
+    return [told async for told in work.read(tokens)]
+
+
+async def write(work: Compute, tokens: int, width: int = 1) -> None:
+    with work.writing(width) as writer:
+        for _ in range(tokens):
+            await writer.next()
+
+
+async def test_a_prompt_is_read_in_batches() -> None:
+    work = compute(prefill=10_000)
+    assert [done for done, _ in await read(work, 250)] == [0, 100, 200, 250]
+    assert work.busy_seconds == pytest.approx(0.025)
+
+
+async def test_prompts_are_read_one_after_the_other() -> None:
+    work = compute(prefill=10_000)
+    first, second = await asyncio.gather(read(work, 300), read(work, 300))
+    assert first[-1][0] == second[-1][0] == 300
+    assert second[-1][1] >= first[-1][1] + 0.025  # begun when the first was nearly done
+    assert work.busy_seconds == pytest.approx(0.06)
+
+
+async def test_each_more_slot_that_writes_adds_a_step() -> None:
+    work = compute(decode=1000, step=0.002)
+    await asyncio.gather(*(write(work, 10) for _ in range(3)))
+    assert work.busy_seconds == pytest.approx(10 * (0.001 + 2 * 0.002))
+    work = compute(decode=1000, step=0.002)
+    await write(work, 10, width=3)
+    assert work.busy_seconds == pytest.approx(10 * (0.001 + 2 * 0.002))
+
+
+async def test_a_prompt_lets_its_neighbours_write_one_token_a_batch() -> None:
+    work = compute(prefill=2000, decode=1000)
+    written = 0
+
+    async def neighbour() -> None:
+        nonlocal written
+        with work.writing(1) as writer:
+            while True:
+                await writer.next()
+                written += 1
+
+    task = asyncio.create_task(neighbour())
+    await asyncio.sleep(0.02)
+    before = written
+    told = await read(work, 297)  # each batch has one token of the neighbour and 99 of the prompt
+    assert [done for done, _ in told] in ([0, 99, 198, 297], [0, 0, 99, 198, 297])
+    assert written - before <= 5  # not the hundred and fifty of 0.15 s
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_it_takes_as_long_as_it_says() -> None:
+    work = compute(prefill=5000, decode=200)
+    began = time.monotonic()
+    await asyncio.gather(read(work, 500), write(work, 20))
+    assert time.monotonic() - began >= work.busy_seconds - 0.005
+    assert work.busy_seconds == pytest.approx(0.2)
+
+
+async def test_a_reader_that_leaves_lets_the_next_one_in() -> None:
+    work = compute(prefill=1000)
+    first = asyncio.create_task(read(work, 100_000))
+    await asyncio.sleep(0.01)
+    second = asyncio.create_task(read(work, 100))
+    await asyncio.sleep(0.01)
+    first.cancel()
+    async with asyncio.timeout(2):
+        assert (await second)[-1][0] == 100
+    await asyncio.gather(first, return_exceptions=True)
+    work.close()
+
+
+async def test_a_writer_that_does_not_ask_takes_no_time() -> None:
+    work = compute(decode=100)
+    with work.writing(1) as writer:
+        await writer.next()
+        await asyncio.sleep(0.05)
+        assert work.busy_seconds == pytest.approx(0.01)
