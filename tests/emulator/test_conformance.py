@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,8 @@ import httpx
 import pytest
 
 from tests.emulator import EmulatedNode
-from tests.servers import demo_servers
+from tests.emulator.words import WORDS
+from tests.servers import demo_servers, spawn_demo_server, wait_for_demo_server
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
@@ -188,3 +190,39 @@ async def test_connections_end_alike(real: str, stream: bool) -> None:
                     local.add(reply.extensions["network_stream"].get_extra_info("client_addr"))
                     await reply.aread()
             assert len(local) == (2 if stream else 1)
+
+
+async def cached_shares(url: str) -> list[float]:
+    """Shares of the prompts that were cached, in six conversations of three tenants by turns."""
+    rng = random.Random(3)
+
+    def words(count: int) -> str:
+        return " ".join(rng.choice(WORDS) for _ in range(count))
+
+    systems = [words(300) for _ in range(3)]
+    sessions = [[{"role": "system", "content": systems[i % 3]}] for i in range(6)]
+    shares = []
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        for which in (0, 1, 2, 0, 1, 3, 0, 4, 5, 2, 1, 3, 0, 4, 2, 5, 1, 0):
+            messages = sessions[which]
+            messages.append({"role": "user", "content": words(80)})
+            body = {"messages": messages, "max_tokens": 10, "temperature": 0}
+            reply = (await client.post("/v1/chat/completions", json=body)).json()
+            messages.append(reply["choices"][0]["message"])
+            timings = reply["timings"]
+            shares.append(timings["cache_n"] / (timings["cache_n"] + timings["prompt_n"]))
+    return shares
+
+
+@pytest.mark.parametrize("memory", [True, False])
+async def test_the_same_share_of_every_prompt_is_cached(memory: bool) -> None:
+    extra = () if memory else ("--cache-ram", "0")
+    server = spawn_demo_server(slots=2, extra=extra)
+    try:
+        real = await cached_shares(wait_for_demo_server(server))
+    finally:
+        server.kill()
+    async with EmulatedNode(slots=2, cache_ram=64_000 if memory else 0) as node:
+        emulated = await cached_shares(node.url)
+    assert emulated == pytest.approx(real, abs=0.03)
+    assert max(real) > 0.5
