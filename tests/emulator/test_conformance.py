@@ -11,7 +11,12 @@ import pytest
 
 from tests.emulator import EmulatedNode
 from tests.emulator.words import WORDS
-from tests.servers import demo_servers, spawn_demo_server, wait_for_demo_server
+from tests.servers import (
+    demo_servers,
+    spawn_demo_server,
+    stop_demo_server,
+    wait_for_demo_server,
+)
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
@@ -221,7 +226,7 @@ async def test_the_same_share_of_every_prompt_is_cached(memory: bool) -> None:
     try:
         real = await cached_shares(wait_for_demo_server(server))
     finally:
-        server.kill()
+        stop_demo_server(server)
     async with EmulatedNode(slots=2, cache_ram=64_000 if memory else 0) as node:
         emulated = await cached_shares(node.url)
     assert emulated == pytest.approx(real, abs=0.03)
