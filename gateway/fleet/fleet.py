@@ -37,7 +37,8 @@ class Fleet:
     """All nodes by name, in the inventory's order.
 
     `on_capacity` is called whenever a slot may have become free. It may be called often and from
-    within other calls: it must be cheap and must not raise.
+    within other calls: it must be cheap and must not raise. So must `on_change`, which is called
+    when what a node takes or can do may have changed; None: all nodes, or which nodes there are.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Fleet:
         self.probed = asyncio.Event()
         """Set when every node of the first inventory has been probed once."""
         self.on_capacity: Callable[[], None] | None = None
+        self.on_change: Callable[[Node | None], None] | None = None
         self._connect = connect
         self._rules = Rules(health, timeouts)
         self._bus = bus
@@ -123,6 +125,7 @@ class Fleet:
                 self._bus.publish(NodeChanged(name, node.state.value, None, reason))
         self.catalogue.renew(self.nodes.values())
         weigh(self.nodes.values())
+        self._tell_change()
         for node in self.nodes.values():
             self.settle(node)
         self._note_probed()
@@ -295,6 +298,7 @@ class Fleet:
             self._unprobed.discard(node)
             if not self._unprobed:
                 self.probed.set()
+        self._tell_change(node)
         free = node.free(now)
         if free > node.announced:
             self._tell_capacity()
@@ -318,7 +322,12 @@ class Fleet:
     def _returned(self, node: Node) -> None:
         """A lease of the node has been given back."""
         self._departures.returned(node)
+        self._tell_change(node)
         self._tell_capacity()
+
+    def _tell_change(self, node: Node | None = None) -> None:
+        if self.on_change is not None:
+            self.on_change(node)
 
     def _tell_capacity(self) -> None:
         if self.on_capacity is not None:
@@ -336,6 +345,7 @@ class Fleet:
         while True:
             await asyncio.sleep(WEIGH_EVERY)
             weigh(self.nodes.values())
+            self._tell_change()
 
 
 def _server(spec: NodeSpec) -> tuple[object, ...]:

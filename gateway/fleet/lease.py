@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from gateway.fleet.node import Node
@@ -60,6 +61,8 @@ class Lease:
     """When it was abandoned, if it was."""
     left_in: Phase | None = None
     """How far the node had got then."""
+    on_end: Callable[[], None] | None = None
+    """Called when the slots are free, before anybody else is told."""
 
     @property
     def held(self) -> bool:
@@ -82,6 +85,8 @@ class Lease:
         """The slots are free. Calling it again does nothing."""
         if self.phase is not Phase.OVER:
             self.phase = Phase.OVER
+            if self.on_end is not None:
+                self.on_end()
             self.node.returned(self)
 
     def abandon(self) -> None:
