@@ -1,0 +1,96 @@
+"""The gateway itself as a front: the very dispatcher, policies and queue that it runs."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from gateway.planning.job import Job
+from gateway.planning.knowledge import Exact, Knowledge
+from gateway.planning.machine import Machine
+from gateway.planning.simulation import Fleet
+from gateway.request import Priority
+from gateway.scheduling.ask import Ask
+from gateway.scheduling.board import Board
+from gateway.scheduling.dispatch import Dispatcher, LineRules, Placement
+
+SOONEST = 1e-3
+"""Seconds until an alarm at the earliest: a clock that stood still would ring for ever."""
+
+_PRIORITIES = {priority.label: priority for priority in Priority}
+
+
+class GatewayFront:
+    """Runs the gateway's dispatcher over simulated nodes.
+
+    `knowledge` says what it may know of speeds, lengths and caches. Raises KeyError for a policy
+    that does not exist.
+    """
+
+    def __init__(
+        self,
+        machines: Sequence[Machine],
+        rules: LineRules | None = None,
+        seed: int = 0,
+        knowledge: Knowledge | None = None,
+    ) -> None:
+        self.alarm = math.inf
+        self.board = Board()
+        self.dispatcher = Dispatcher(self.board, rules or LineRules(), random.Random(seed))
+        self.knowledge: Knowledge = knowledge or Exact()
+        for machine in machines:
+            self.board.add(machine.name, total=machine.slots)
+        self.knowledge.begin(machines, self.board)
+        self._groups = ((self.board.pool(self.board.rows),),)
+
+    def arrive(self, job: Job, fleet: Fleet) -> None:
+        """Ask the dispatcher for a slot, with what is known of the request."""
+        now = fleet.now
+        prompt, completion, cached = self.knowledge.of(job, fleet)
+        ask = Ask(
+            str(job.id),
+            self._groups,
+            _PRIORITIES[job.klass],
+            job.caller,
+            now,
+            prompt=prompt,
+            completion=completion,
+            cached=cached,
+            affinity=job.prompt.head or job.prompt.stream,
+        )
+        placement = self.dispatcher.arrive(ask, now)
+        if placement is not None:
+            self._send(placement, fleet)
+        self._set_alarm(now)
+
+    def started(self, job: Job, fleet: Fleet) -> None:
+        """Its first token came."""
+        self.dispatcher.began(job.front, fleet.now)
+
+    def ended(self, job: Job, fleet: Fleet) -> None:
+        """Settle it, learn from it, and see who is next."""
+        placement: Placement = job.front
+        self.dispatcher.finished(placement, fleet.now, job.prompt.tokens, job.cached, job.output)
+        self.knowledge.learn(job, placement, fleet)
+        job.front = None
+        self._match(fleet)
+
+    def wake(self, fleet: Fleet) -> None:
+        """See who may go now."""
+        self._match(fleet)
+
+    def _match(self, fleet: Fleet) -> None:
+        for placement in self.dispatcher.match(fleet.now):
+            self._send(placement, fleet)
+        self._set_alarm(fleet.now)
+
+    def _send(self, placement: Placement, fleet: Fleet) -> None:
+        job = fleet.jobs[int(placement.ask.id)]
+        job.front = placement
+        self.knowledge.placed(job, placement)
+        fleet.send(job, placement.row.index)
+
+    def _set_alarm(self, now: float) -> None:
+        wake = self.dispatcher.wake_at(now)
+        self.alarm = math.inf if wake is None else max(wake, now + SOONEST)

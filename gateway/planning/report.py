@@ -1,0 +1,110 @@
+"""What a run came to, in the figures that an operator compares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gateway.planning.job import Job
+from gateway.planning.simulation import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean and percentiles of a list of seconds."""
+
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of values in any order; all zero for none. Percentiles by the nearest rank."""
+        if not values:
+            return cls(0.0, 0.0, 0.0, 0.0)
+        ranked = sorted(values)
+        last = len(ranked) - 1
+        p50, p95, p99 = (ranked[round(share * last)] for share in (0.5, 0.95, 0.99))
+        return cls(sum(ranked) / len(ranked), p50, p95, p99)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One policy's figures. Times are seconds from a request's arrival."""
+
+    policy: str
+    requests: int
+    completion: Spread
+    """Until the last token."""
+    ttft: Spread
+    """Until the first token."""
+    wait: Spread
+    """Until a slot took it up: in the front's line or inside a node."""
+    classes: dict[str, Spread]
+    """TTFT by class."""
+    seconds: float
+    """From the first arrival to the last end."""
+    tokens_per_second: float
+    """Tokens of answers."""
+    cached_share: float
+    """Share of the prompt tokens that a cache held."""
+    utilisation: float
+    """Share of the slots' time in which they worked."""
+    bound: float = 0.0
+    """No schedule could have a lower mean completion (`bound.py`); seconds, 0: not computed."""
+    cpu_seconds: float = 0.0
+    """What the simulation of it took."""
+    curve: tuple[float, ...] = field(default=(), repr=False)
+    """Quantiles of TTFT for a plot: 0 %, 0.5 %, ... 100 %."""
+    completion_curve: tuple[float, ...] = field(default=(), repr=False)
+    """The same of the completion."""
+
+    @property
+    def ratio(self) -> float:
+        """Mean completion against the bound."""
+        return self.completion.mean / self.bound if self.bound else 0.0
+
+
+CURVE = 200
+"""Steps of the curves."""
+
+
+def report(policy: str, outcome: Outcome, bound: float = 0.0, cpu_seconds: float = 0.0) -> Report:
+    """Sum up a run; read the jobs before the trace is played again."""
+    jobs = outcome.jobs
+    seconds = outcome.ended - outcome.began
+    slots = sum(server.machine.slots for server in outcome.servers)
+    prompt = sum(job.prompt.tokens for job in jobs)
+    ttft = [job.first - job.arrived for job in jobs]
+    completion = [job.ended - job.arrived for job in jobs]
+    worked = sum(job.ended - job.began for job in jobs)
+    return Report(
+        policy,
+        len(jobs),
+        Spread.of(completion),
+        Spread.of(ttft),
+        Spread.of([job.began - job.arrived for job in jobs]),
+        _by_class(jobs),
+        seconds,
+        sum(job.output for job in jobs) / seconds if seconds else 0.0,
+        sum(job.cached for job in jobs) / prompt if prompt else 0.0,
+        worked / (slots * seconds) if slots and seconds else 0.0,
+        bound,
+        cpu_seconds,
+        _curve(ttft),
+        _curve(completion),
+    )
+
+
+def _by_class(jobs: Sequence[Job]) -> dict[str, Spread]:
+    found: dict[str, list[float]] = {}
+    for job in jobs:
+        found.setdefault(job.klass, []).append(job.first - job.arrived)
+    return {klass: Spread.of(values) for klass, values in found.items()}
+
+
+def _curve(values: list[float]) -> tuple[float, ...]:
+    ranked = sorted(values)
+    last = len(ranked) - 1
+    return tuple(ranked[round(step * last / CURVE)] for step in range(CURVE + 1)) if ranked else ()
