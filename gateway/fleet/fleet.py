@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from gateway.config.inventory import Inventory, NodeSpec
     from gateway.config.routing import HealthSettings, TimeoutSettings
     from gateway.fleet.drains import Drains
+    from gateway.fleet.lease import Lease
+    from gateway.fleet.timings import Sample
     from gateway.request import Endpoint
     from gateway.transport.upstream import Connect, Upstream
 
@@ -242,8 +244,11 @@ class Fleet:
 
     def succeeded(self, node: Node, now: float, began: float | None = None) -> None:
         """A request that `began` then (a lease's `taken`) went well."""
+        doubted = node.circuit.failures
         if node.circuit.succeeded(now, began):
             self._turned(node)
+        elif doubted:
+            self._tell_change(node)
 
     def failed(self, node: Node, now: float, began: float | None = None) -> None:
         """A request that `began` then (a lease's `taken`) failed, and the node is to blame."""
@@ -253,6 +258,8 @@ class Fleet:
             watch.hurry()
         if node.circuit.failed(now, began):
             self._turned(node)
+        else:
+            self._tell_change(node)
 
     def unreachable(self, node: Node, why: str) -> None:
         """A request found nobody there: as good as a probe that found it."""
@@ -267,9 +274,20 @@ class Fleet:
         node.facts.refused.add(endpoint)
         self.catalogue.node_changed()
 
-    def learn(self, node: Node, timings: Mapping[str, object]) -> None:
-        """Take in llama.cpp's `timings` of an answer."""
-        node.speed.learn(timings)
+    def learn(self, node: Node, timings: Mapping[str, object], lease: Lease | None = None) -> None:
+        """Take in llama.cpp's `timings` of a whole answer; with the lease, our clock's word too."""
+        if lease is None or lease.slots:
+            self._measured(node, node.speed.learn(timings, lease and lease.seen()))
+
+    def observe(self, lease: Lease, prompt: float, cached: float, completion: float) -> None:
+        """The same for a whole answer without timings, by its tokens and our clock."""
+        seen, node = lease.seen(), lease.node
+        if seen is not None:
+            self._measured(node, node.speed.clocked(prompt, cached, completion / lease.slots, seen))
+
+    def _measured(self, node: Node, sample: Sample) -> None:
+        if node.pace.learn(sample, self._clock()):
+            self.settle(node)
 
     def _noticed(self, node: Node, answer: Answer, detail: str) -> None:
         health = self._rules.health
@@ -306,6 +324,7 @@ class Fleet:
 
     def _compare(self, node: Node) -> None:
         """See whether what the server says has changed."""
+        node.note_model()
         if (models := node.public_models) != node.listed:
             node.listed = models
             self.catalogue.names_changed()
@@ -345,6 +364,10 @@ class Fleet:
         while True:
             await asyncio.sleep(WEIGH_EVERY)
             weigh(self.nodes.values())
+            now = self._clock()
+            for node in self.nodes.values():
+                if node.pace.refresh(now):
+                    self.settle(node)
             self._tell_change()
 
 

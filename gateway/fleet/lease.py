@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
+
+from gateway.fleet.timings import Seen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +63,22 @@ class Lease:
     """When it was abandoned, if it was."""
     left_in: Phase | None = None
     """How far the node had got then."""
-    on_end: Callable[[], None] | None = None
+    reads: bool = False
+    """Whether it counts as one whose prompt is being read."""
+    ended: float | None = None
+    """When it was given back."""
+    readers: float = 1.0
+    """Mean number of prompts read on the node while its own was."""
+    slot_seconds: float = 0.0
+    """The node's sum when it was taken, then when its prompt was read, in the end the difference
+    (`Occupancy`)."""
+    reader_seconds: float = 0.0
+    """Likewise."""
+    read_at: float | None = None
+    """When its first content came."""
+    placement: Any = None
+    """What the scheduler keeps of it."""
+    on_end: Callable[[Lease], None] | None = None
     """Called when the slots are free, before anybody else is told."""
 
     @property
@@ -80,13 +97,42 @@ class Lease:
         self.last_moved = now
         if self.phase is Phase.WAITING_HEAD or self.phase is Phase.PREFILL:
             self.phase = Phase.DECODE
+            if self.reads:
+                self._has_read(now)
+
+    def began(self) -> None:
+        """It has just been counted: called by the node, once."""
+        occupancy = self.node.occupancy
+        self.slot_seconds = occupancy.slot_seconds
+        self.reader_seconds = occupancy.reader_seconds
+
+    def is_over(self, now: float) -> None:
+        """It is about to be counted as given back: called by the node, once."""
+        occupancy = self.node.occupancy
+        occupancy.count(now)
+        self.ended = now
+        self.slot_seconds = occupancy.slot_seconds - self.slot_seconds
+        self.reader_seconds = occupancy.reader_seconds - self.reader_seconds
+
+    def seen(self) -> Seen | None:
+        """What the gateway saw of its node meanwhile; None until it is given back."""
+        if self.ended is None or not self.slots:
+            return None
+        began = self.taken if self.read_at is None else self.read_at
+        wrote = self.ended - began
+        busy = self.slot_seconds / wrote if wrote > 0 else float(self.slots)
+        if self.read_at is None:
+            # It came in one piece. Whoever was there may have been reading.
+            return Seen(wrote, None, busy, min(wrote, self.reader_seconds), busy)
+        stalled = min(wrote, self.reader_seconds)
+        return Seen(self.ended - self.taken, began - self.taken, busy, stalled, self.readers)
 
     def give_back(self) -> None:
         """The slots are free. Calling it again does nothing."""
         if self.phase is not Phase.OVER:
             self.phase = Phase.OVER
             if self.on_end is not None:
-                self.on_end()
+                self.on_end(self)
             self.node.returned(self)
 
     def abandon(self) -> None:
@@ -97,6 +143,17 @@ class Lease:
         self.phase = Phase.RECLAIM
         self.abandoned = self.node.clock()
         self.node.on_abandon(self.node)
+
+    def _has_read(self, now: float) -> None:
+        """Its own prompt is read: what it sees of its node counts anew from here."""
+        occupancy = self.node.occupancy
+        occupancy.has_read(now)
+        self.reads = False
+        self.read_at = now
+        if now > self.taken:
+            self.readers = (occupancy.reader_seconds - self.reader_seconds) / (now - self.taken)
+        self.slot_seconds = occupancy.slot_seconds
+        self.reader_seconds = occupancy.reader_seconds
 
     def __enter__(self) -> Self:
         return self
