@@ -46,7 +46,7 @@ FAILED = 0.1
 """A prediction of which less came true has failed as a whole."""
 MOST_FAILURES = 2
 """In a row; then the node remembers nothing of what is believed of it."""
-EXACT_ROWS = 4
+EXACT_ROWS, MANY_ROWS = 4, 8
 """Rows whose host memory is looked through for one prompt; for others the tree's word is taken."""
 
 
@@ -141,24 +141,17 @@ class Memory:
         """What each row would find of this prompt if it were placed there now."""
         view = self._view(prompt)
         most = max(0.0, view.total - 1.0)  # the last token is always read
-        idle: dict[int, float] = {}
-        host: dict[int, float] = {}
+        cached: dict[int, float] = {}
         for edge, tokens in view.agreed.items():
-            idle.update(dict.fromkeys(edge.idle, min(tokens, most)))
-            host.update(dict.fromkeys(edge.host, min(tokens, most)))
+            known = min(tokens, most)
+            cached.update(dict.fromkeys(edge.host, known))
+            cached.update(dict.fromkeys(edge.idle, known))
             if edge.ending and edge in view.over:
                 for row, held in edge.ending.items():
-                    known = min(self._kept(held), most)
-                    (idle if held.idle else host)[row] = known
-        closer = [row for row, tokens in host.items() if tokens > idle.get(row, 0.0)]
-        if len(closer) > EXACT_ROWS:
-            closer.sort(key=host.__getitem__, reverse=True)
-            for row in closer[EXACT_ROWS:]:
-                idle[row] = host[row]
-            del closer[EXACT_ROWS:]
-        for row in closer:
-            idle[row] = min(self._chosen(self._nodes[row], view)[2], most)
-        return Recall(view.total, idle)
+                    cached[row] = min(self._kept(held), most)
+        for row in _host_only(view):
+            cached[row] = min(self._chosen(self._nodes[row], view)[2], most)
+        return Recall(view.total, cached)
 
     def cached(self, prompt: Prompt) -> dict[int, float]:
         """For each row that remembers some of this prompt, tokens it would not have to read."""
@@ -342,6 +335,21 @@ class Memory:
         """Nothing is believed any more of what a node keeps."""
         for held in [*node.idle, *node.host]:
             self._drop(node, held)
+
+
+def _host_only(view: _View) -> set[int]:
+    """Some rows that would have to load what they know best of a prompt from host memory.
+
+    Of a beginning that many share it makes no difference, and it would take long to tell.
+    """
+    found: set[int] = set()
+    for edge in reversed(view.agreed):
+        if len(edge.host) > MANY_ROWS:
+            break
+        found.update(edge.host.keys() - edge.idle.keys())
+        if len(found) >= EXACT_ROWS:
+            break
+    return found
 
 
 def _depth(node: _Node, found: Held) -> float:

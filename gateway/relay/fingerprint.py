@@ -1,0 +1,237 @@
+"""A prompt as chained blocks: equal numbers at equal places mean prompts that begin alike.
+
+What counts is what a chat template makes of a body, in its order: the model, the tools, the
+system's part, then the messages. It is taken from the values, so that escapes, white space, the
+order of keys and marks such as `cache_control` make no difference, and a message's text counts the
+same as a string and as a part. Tools and the arguments of their calls are the client's own bytes.
+
+Each message begins a new block. So a turn's prompt ends where a block ends, the next turn's blocks
+begin with all of its blocks, and nothing has to be known of what stands between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from gateway.fleet.prefixes import Prompt
+from gateway.relay.peek import NOTHING
+from gateway.relay.routes import Route
+from gateway.relay.volatile import Volatile
+
+BLOCK = 512
+"""Bytes; about 128 tokens, which a slow CPU node reads in a few seconds."""
+SHORTEST = 256
+"""Bytes of a body below which no cache is worth thinking of."""
+MOST_BLOCKS = 8192
+"""Of one prompt; what stands behind them is measured only."""
+BYTES_PER_TOKEN = 4
+IMAGE = 576 * BYTES_PER_TOKEN
+"""Bytes that a picture or a sound counts as: LLaVA's 576 tokens lie amidst of what models make of
+a picture (256 to some thousands)."""
+
+
+class _Part(msgspec.Struct):
+    type: str = ""
+    text: str | None = None
+    # What of other parts goes into a template: tools that were used, what they gave, thoughts.
+    name: msgspec.Raw = NOTHING
+    input: msgspec.Raw = NOTHING
+    content: msgspec.Raw = NOTHING
+    thinking: msgspec.Raw = NOTHING
+    image_url: msgspec.Raw = NOTHING
+    source: msgspec.Raw = NOTHING
+    input_audio: msgspec.Raw = NOTHING
+    file: msgspec.Raw = NOTHING
+
+
+class _Message(msgspec.Struct):
+    role: str = ""
+    type: str = ""
+    content: str | list[_Part] | None = None
+    tool_calls: msgspec.Raw = NOTHING
+    name: msgspec.Raw = NOTHING
+    arguments: msgspec.Raw = NOTHING
+    output: msgspec.Raw = NOTHING
+
+
+class _Chat(msgspec.Struct):
+    tools: msgspec.Raw = NOTHING
+    system: str | list[_Part] | None = None
+    instructions: str | None = None
+    messages: list[_Message] = []
+    input: str | list[_Message] | None = None
+
+
+class _Plain(msgspec.Struct):
+    prompt: msgspec.Raw = NOTHING
+
+
+class _Infill(msgspec.Struct):
+    input_extra: msgspec.Raw = NOTHING
+    input_prefix: str = ""
+    input_suffix: str = ""
+    prompt: str = ""
+
+
+_CHAT = msgspec.json.Decoder(_Chat)
+_PLAIN = msgspec.json.Decoder(_Plain)
+_INFILL = msgspec.json.Decoder(_Infill)
+_TEXT = msgspec.json.Decoder(str)
+_TEXTS = msgspec.json.Decoder(list[str])
+_SEPARATOR = "\0"
+_SYSTEM = frozenset({"system", "developer"})
+_CHATS = frozenset({"messages", "input"})
+
+LeaveOut = Callable[[str], str]
+
+
+def fingerprint(body: bytes, route: Route, model: str, volatile: Volatile) -> Prompt | None:
+    """The prompt's blocks, and its size in bytes of text.
+
+    None: it isn't worth it, the path has no use for a prompt cache, or the body holds several
+    prompts or something that isn't understood.
+    """
+    if len(body) < SHORTEST or not route.streams:
+        return None
+    chain = _Chain(model)
+    leave_out = volatile.left_out.without
+    try:
+        if route.prompt in _CHATS:
+            _chat(chain, _CHAT.decode(body), leave_out)
+        elif route.prompt == "prompt":
+            if not _plain(chain, _PLAIN.decode(body).prompt, leave_out):
+                return None
+        elif route.prompt == "input_prefix":
+            _infill(chain, _INFILL.decode(body))
+        else:
+            return None
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    if not chain.blocks:
+        return None
+    return Prompt(tuple(chain.blocks), chain.size / BYTES_PER_TOKEN, tuple(chain.ends), chain.size)
+
+
+class _Chain:
+    """Blocks as they are made."""
+
+    __slots__ = ("blocks", "ends", "last", "size")
+
+    def __init__(self, model: str) -> None:
+        self.blocks: list[int] = []
+        self.ends: list[int] = []
+        self.size = 0
+        self.last = hash(model)
+
+    def add(self, data: bytes, weight: int | None = None) -> None:
+        """A part that ends where a block ends; `weight`: the bytes it counts as."""
+        if len(self.blocks) >= MOST_BLOCKS:
+            self.size += len(data) if weight is None else weight
+            return
+        if weight is not None or len(data) <= BLOCK:
+            self._close(data, len(data) if weight is None else weight)
+            return
+        for at in range(0, len(data), BLOCK):
+            self._close(part := data[at : at + BLOCK], len(part))
+
+    def add_open(self, data: bytes) -> None:
+        """A part that may go on in another prompt: only its full blocks count."""
+        full = min(len(data) // BLOCK, MOST_BLOCKS) * BLOCK
+        for at in range(0, full, BLOCK):
+            self._close(data[at : at + BLOCK], BLOCK)
+        self.size += len(data) - full
+
+    def scale(self, size: int) -> None:
+        """Measure everything anew: all of it is `size` bytes."""
+        self.ends = [end * size // self.size for end in self.ends]
+        self.size = size
+
+    def _close(self, data: bytes, weight: int) -> None:
+        self.last = hash((self.last, data))
+        self.size += weight
+        self.blocks.append(self.last)
+        self.ends.append(self.size)
+
+
+def _chat(chain: _Chain, chat: _Chat, leave_out: LeaveOut) -> None:
+    if chat.tools is not NOTHING:
+        chain.add(bytes(chat.tools))
+    for system in (chat.system, chat.instructions):
+        if system:
+            _add_message(chain, _Message("system", content=system), leave_out)
+    turns = chat.input if chat.input is not None else chat.messages
+    if isinstance(turns, str):
+        turns = [_Message("user", content=turns)]
+    first = True
+    for message in turns:
+        first = first and message.role in _SYSTEM
+        _add_message(chain, message, leave_out if first else None)
+
+
+def _add_message(chain: _Chain, message: _Message, leave_out: LeaveOut | None) -> None:
+    """A message as blocks of its own. Pictures count as what they cost, not as their base64."""
+    content = message.content
+    texts = [message.role]
+    if isinstance(content, str):
+        if leave_out is not None and not (content := leave_out(content)):
+            return
+        texts.append(content)
+    elif content:
+        for part in content:
+            if part.text is None:
+                chain.add(_SEPARATOR.join(texts).encode())
+                _add_part(chain, part)
+                texts = []
+            elif text := part.text if leave_out is None else leave_out(part.text):
+                texts.append(text)
+        if leave_out is not None and len(texts) == 1:
+            return
+    chain.add(_SEPARATOR.join(texts).encode())
+    for raw in (message.name, message.tool_calls, message.arguments, message.output):
+        if raw is not NOTHING:
+            chain.add(bytes(raw))
+
+
+def _add_part(chain: _Chain, part: _Part) -> None:
+    """A part that is no text."""
+    chain.add(part.type.encode())
+    for raw in (part.name, part.thinking, part.input):
+        if raw is not NOTHING:
+            chain.add(bytes(raw))
+    for raw in (part.image_url, part.source, part.input_audio, part.file):
+        if raw is not NOTHING:
+            chain.add(bytes(raw), IMAGE)
+    if part.content is not NOTHING:
+        data = bytes(part.content)
+        chain.add(data, IMAGE if b'"base64"' in data else None)
+
+
+def _plain(chain: _Chain, raw: msgspec.Raw, leave_out: LeaveOut) -> bool:
+    """A completion's prompt, text or token ids; False: it is several, or none."""
+    data = bytes(raw).strip()
+    if data[:1] == b"[":
+        if b'"' in data or b"[" in data[1:]:
+            texts = _TEXTS.decode(data)
+            if len(texts) != 1:
+                return False
+            text = texts[0]
+        else:
+            chain.add_open(data[1:-1].strip())
+            chain.scale(BYTES_PER_TOKEN * (data.count(b",") + 1))
+            return True
+    elif data[:1] == b'"':
+        text = _TEXT.decode(data)
+    else:
+        return False
+    chain.add_open(leave_out(text).encode())
+    return True
+
+
+def _infill(chain: _Chain, infill: _Infill) -> None:
+    """The other files, then what stands in front of the cursor; all else follows a changing end."""
+    if infill.input_extra is not NOTHING:
+        chain.add(bytes(infill.input_extra))
+    chain.add_open(infill.input_prefix.encode())
+    chain.size += len(infill.input_suffix) + len(infill.prompt)

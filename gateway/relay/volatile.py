@@ -1,0 +1,236 @@
+"""Lines of a system prompt that change with each request, and would void every prompt cache.
+
+Some clients put such a line in front of all else. Claude Code's first system block is
+`x-anthropic-billing-header: cc_version=2.1.88.a3f; cc_entrypoint=cli; cch=fa690;`. Its last number
+changes with each request, the end of the version with each conversation; it is meant for
+Anthropic's own service and says nothing to a model. (Newer llama.cpp servers blot out `cch` alone.)
+
+Leaving a line out of the fingerprint keeps a conversation's place. Only taking it out of the
+request as well lets the node's cache be of use, unless the server ignores it by itself.
+
+Patterns are applied to one line each, from its start, and take the whole line. They are kept to
+what can't run long whatever the text: they begin with plain characters, by which lines are found,
+and the ways in which the rest can match are few.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from re import _constants as ops  # type: ignore[attr-defined]
+from re import _parser as parser  # type: ignore[attr-defined]
+from typing import Any
+
+import msgspec
+
+BUILT_IN = ("x-anthropic-billing-header:",)
+"""Never part of a fingerprint; taken out of requests only where the settings say so."""
+
+LEAST_PLAIN = 4
+"""Plain characters that a pattern begins with."""
+LONGEST_PATTERN = 256
+LONGEST_LINE = 1024
+"""Characters of a line that a pattern gets to see."""
+MOST_WAYS = 16 * LONGEST_LINE
+"""In how many ways the repeats of a pattern may share out a line."""
+HEAD = 16 * 1024
+"""Characters of a system prompt in which lines are looked for."""
+MOST_LINES = 16
+"""Lines of one text that are looked at for one pattern."""
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
+_SYSTEM_ROLES = frozenset({b'"system"', b'"developer"'})
+
+
+def refusal(pattern: str) -> str | None:
+    """Why this can't be a pattern, in words that tell the remedy; None: it can."""
+    if len(pattern) > LONGEST_PATTERN:
+        return f"is longer than {LONGEST_PATTERN} characters"
+    try:
+        parsed = parser.parse(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        return f"is no regular expression: {error}"
+    if parsed.state.flags & ~re.UNICODE:
+        return "sets flags; spell out what is to match"
+    if "\n" in pattern:
+        return "goes over the end of a line; a pattern is for one line"
+    if len(_plain_start(parsed)) < LEAST_PLAIN:
+        return f"must begin with {LEAST_PLAIN} plain characters or more, by which lines are found"
+    try:
+        ways = _ways(parsed, repeated=False)
+    except _RefusedError as error:
+        return str(error)
+    if ways > MOST_WAYS:
+        return "can match in too many ways; leave one `.*` or `.+` at most"
+    return None
+
+
+class _RefusedError(Exception):
+    pass
+
+
+def _plain_start(parsed: Any) -> str:
+    """The characters that whatever matches begins with."""
+    start = []
+    for op, value in parsed:
+        if op is not ops.LITERAL:
+            break
+        start.append(chr(value))
+    return "".join(start)
+
+
+def _ways(parsed: Any, *, repeated: bool) -> float:
+    """At most so many ways to match; `repeated`: inside of something that repeats."""
+    ways = 1.0
+    for op, value in parsed:
+        if op in {ops.LITERAL, ops.NOT_LITERAL, ops.ANY, ops.IN, ops.CATEGORY}:
+            continue
+        if op is ops.AT:
+            continue
+        if op is ops.SUBPATTERN:
+            ways *= _ways(value[-1], repeated=repeated)
+        elif op is ops.BRANCH and not repeated:
+            ways *= sum(_ways(branch, repeated=repeated) for branch in value[1])
+        elif op in {ops.MAX_REPEAT, ops.MIN_REPEAT} and not repeated:
+            least, most, inner = value
+            if most > 1:
+                _ways(inner, repeated=True)
+            else:
+                ways *= _ways(inner, repeated=False)
+            ways *= min(most - least + 1, LONGEST_LINE)
+        elif repeated:
+            raise _RefusedError("repeats something that has repeats or choices of its own")
+        else:
+            raise _RefusedError(
+                "looks around, back, or into groups; plain characters, sets and repeats will do"
+            )
+        if not math.isfinite(ways):
+            break
+    return ways
+
+
+class Lines:
+    """Patterns for lines, compiled. Raises ValueError, in words for people, for unfit ones."""
+
+    __slots__ = ("_patterns",)
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        found: dict[str, tuple[str, re.Pattern[str]]] = {}
+        for pattern in patterns:
+            if (why := refusal(pattern)) is not None:
+                raise ValueError(f"{pattern!r} {why}")
+            found[pattern] = (_plain_start(parser.parse(pattern)), re.compile(pattern))
+        self._patterns = tuple(found.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._patterns)
+
+    def without(self, text: str) -> str:
+        """`text` without the lines that match; itself if none does."""
+        for plain, pattern in self._patterns:
+            at = text.find(plain, 0, HEAD)
+            for _ in range(MOST_LINES):
+                if at < 0:
+                    break
+                end = text.find("\n", at) + 1 or len(text)
+                starts = at == 0 or text[at - 1] == "\n"
+                if starts and pattern.match(text[at : min(end, at + LONGEST_LINE)].rstrip("\r\n")):
+                    text = text[:at] + text[end:]
+                    at = text.find(plain, at, HEAD)
+                else:
+                    at = text.find(plain, end, HEAD)
+        return text
+
+
+class Volatile:
+    """Which lines are left out of fingerprints, and which of those out of requests too.
+
+    Raises ValueError, in words for people, for a pattern that is no fit.
+    """
+
+    __slots__ = ("left_out", "stripped")
+
+    def __init__(self, volatile: Sequence[str] = (), strip: Sequence[str] = ()) -> None:
+        self.left_out = Lines([*BUILT_IN, *volatile, *strip])
+        self.stripped = Lines(strip)
+
+    def edit(self, body: bytes) -> dict[str, Any]:
+        """New values of the body's fields, as `edits.applied` takes them; mostly none.
+
+        The system text loses its volatile lines: that of `system` and `instructions`, of the
+        messages of the system that stand first, and the head of a plain `prompt`. Whatever of the
+        body isn't touched keeps its bytes.
+        """
+        lines = self.stripped
+        if not lines:
+            return {}
+        try:
+            fields = _FIELDS.decode(body)
+            found = {}
+            for name, edited in _EDITORS.items():
+                if name in fields:
+                    value = edited(fields[name], lines)
+                    if value is not None:
+                        found[name] = value
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
+            return {}
+        return found
+
+
+def _text(raw: msgspec.Raw, lines: Lines) -> msgspec.Raw | None:
+    """A string without its volatile lines; None: it has none."""
+    if bytes(memoryview(raw)[:1]) != b'"':
+        return None
+    text = msgspec.json.decode(raw)
+    left = lines.without(text)
+    return None if left is text else msgspec.Raw(msgspec.json.encode(left))
+
+
+def _content(raw: msgspec.Raw, lines: Lines) -> msgspec.Raw | None:
+    """A string, or a list of parts: a part of which nothing is left goes as a whole."""
+    if bytes(memoryview(raw)[:1]) != b"[":
+        return _text(raw, lines)
+    parts = _ITEMS.decode(raw)
+    kept = []
+    for part in parts:
+        fields = _FIELDS.decode(part) if bytes(memoryview(part)[:1]) == b"{" else {}
+        text = _text(fields["text"], lines) if "text" in fields else None
+        if text is None:
+            kept.append(part)
+        elif bytes(text) != b'""':
+            kept.append(_raw(fields | {"text": text}))
+    if len(kept) == len(parts) and all(a is b for a, b in zip(kept, parts, strict=True)):
+        return None
+    return _raw(kept)
+
+
+def _messages(raw: msgspec.Raw, lines: Lines) -> msgspec.Raw | None:
+    """The messages of the system that stand first; the others stay as they are."""
+    if bytes(memoryview(raw)[:1]) != b"[":
+        return None
+    messages = _ITEMS.decode(raw)
+    changed = False
+    for i, message in enumerate(messages):
+        fields = _FIELDS.decode(message)
+        if bytes(fields.get("role", b"")) not in _SYSTEM_ROLES:
+            break
+        content = _content(fields["content"], lines) if "content" in fields else None
+        if content is not None:
+            messages[i] = _raw(fields | {"content": content})
+            changed = True
+    return _raw(messages) if changed else None
+
+
+def _raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+_EDITORS = {
+    "system": _content,
+    "instructions": _text,
+    "messages": _messages,
+    "input": _messages,
+    "prompt": _text,
+}
