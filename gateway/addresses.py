@@ -8,14 +8,22 @@ from collections.abc import Iterator
 
 from gateway.config.settings import Settings
 from gateway.options import StartError
-from gateway.web.listener import bind
+from gateway.succession import Inheritance
+from gateway.web.listener import bind, resolved
 
 
-def bind_listeners(settings: Settings) -> tuple[socket.socket, socket.socket]:
-    """Sockets for the public and the admin listener. Raises: StartError."""
-    public = _bound(settings.listen.host, settings.listen.port, "--port (listen.port)")
+def bind_listeners(
+    settings: Settings, inheritance: Inheritance | None = None
+) -> tuple[socket.socket, socket.socket]:
+    """Sockets for the public and the admin listener: inherited ones where they fit.
+
+    Raises: StartError.
+    """
+    left = inheritance or Inheritance()
+    listen, admin = settings.listen, settings.admin
+    public = _bound(left, "public", listen.host, listen.port, "--port (listen.port)")
     try:
-        return public, _bound(settings.admin.host, settings.admin.port, "--admin-port (admin.port)")
+        return public, _bound(left, "admin", admin.host, admin.port, "--admin-port (admin.port)")
     except StartError:
         public.close()
         raise
@@ -29,9 +37,9 @@ def addresses_held(settings: Settings) -> Iterator[None]:
         yield
 
 
-def _bound(host: str, port: int, flag: str) -> socket.socket:
+def _bound(left: Inheritance, name: str, host: str, port: int, flag: str) -> socket.socket:
     try:
-        return bind(host, port)
+        return left.take(name, resolved(host, port)) or bind(host, port)
     except OSError as error:
         raise StartError(
             f"{host}:{port} can't be listened on: {error.strerror or error}; "

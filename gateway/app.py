@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import random
-import signal
+import subprocess
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import structlog
-import uvloop
 
 from gateway import __version__, errors
 from gateway.access.exposure import is_loopback
@@ -26,15 +24,16 @@ from gateway.events import Bus, InventoryChanged, SettingsChanged
 from gateway.fleet.drains import Drains
 from gateway.fleet.fleet import Fleet
 from gateway.observe.event_lines import subscribe
-from gateway.observe.logs import Logs, set_up
+from gateway.observe.logs import Logs
 from gateway.observe.metrics import Metrics
 from gateway.open_files import raise_open_files
-from gateway.options import Options, drains_file, read, read_key
+from gateway.options import Options, drains_file, read_key
 from gateway.relay.journey import Means
 from gateway.relay.live import Registry
 from gateway.relay.relay import Relay
 from gateway.relay.watch import Watch
 from gateway.scheduling.scheduler import Scheduler
+from gateway.succession import Inheritance, SuccessionFailed, start_successor
 from gateway.systemd import Notifier
 from gateway.transport.upstream import connect
 from gateway.web.admin.app import admin_app
@@ -47,56 +46,13 @@ from gateway.web.public.edge import Edge, Snapshot
 from gateway.web.public.protocol import bounded
 from gateway.web.public.site import cors, public_site
 
+FIRST_PROBES = 10.0
+"""Seconds that a successor may take to learn of its nodes."""
+
 LAST_WORDS = 5.0
 """Seconds for clients to read how their request ended, once the grace is over."""
 
 log = structlog.get_logger()
-
-
-def run(options: Options) -> int:
-    """Serve until a signal ends it; the exit status. Raises: StartError, ConfigError."""
-    settings, inventory = read(options)
-    with set_up(settings.logging.level, settings.logging.format) as logs:
-        return start(serve(options, settings, inventory, logs))
-
-
-def start(main: Any) -> int:
-    """Run a coroutine on the event loop that the gateway is made for."""
-    # Requests leave next to no cycles behind, and a look at all objects for each few hundred of
-    # them cost 7 % of the time. What is here by now stays to the end.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        status: int = runner.run(main)
-        return status
-
-
-async def serve(
-    options: Options,
-    settings: Settings,
-    inventory: Inventory,
-    logs: Logs,
-    on_ready: Callable[[Gateway], None] = lambda _: None,
-) -> int:
-    """Serve until a signal ends it; the exit status. Raises: StartError."""
-    gateway = Gateway(options, settings, logs)
-    loop = asyncio.get_running_loop()
-    signals = {
-        signal.SIGTERM: gateway.stop,
-        signal.SIGINT: gateway.stop,
-        signal.SIGHUP: gateway.reload_soon,
-    }
-    for number, handler in signals.items():
-        loop.add_signal_handler(number, handler)
-    try:
-        async with gateway.running(inventory):
-            on_ready(gateway)
-            await gateway.stopping.wait()
-            return await gateway.shut_down()
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
 
 
 class Gateway:
@@ -104,8 +60,15 @@ class Gateway:
 
     version = __version__
 
-    def __init__(self, options: Options, settings: Settings, logs: Logs) -> None:
+    def __init__(
+        self,
+        options: Options,
+        settings: Settings,
+        logs: Logs,
+        inheritance: Inheritance | None = None,
+    ) -> None:
         self.options = options
+        self._inheritance = inheritance or Inheritance()
         self.settings = settings
         self.clock = time.monotonic
         self.started = self.clock()
@@ -113,8 +76,12 @@ class Gateway:
         self.settings_error: str | None = None
         self.stopping = asyncio.Event()
         self._at_once = asyncio.Event()
+        self._told_to_stop = False
+        self._successor: subprocess.Popen[bytes] | None = None
+        """The process that has taken over."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._reloading = asyncio.Lock()
+        self._succeeding = asyncio.Lock()
         self._notifier = Notifier()
         rng = random.Random()
         self.bus = Bus(lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work))
@@ -177,6 +144,10 @@ class Gateway:
             await self.fleet.start(inventory)
             self._own(self._watch_files(inventory), "watch the files")
             self._own(self._notifier.feed_watchdog(), "feed the watchdog")
+            if self._inheritance.ready is not None:
+                # The predecessor serves until the nodes are known here.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.fleet.probed.wait(), FIRST_PROBES)
             self.public.open()
             self.admin.open()
             log.info(
@@ -188,26 +159,55 @@ class Gateway:
                 open_files=files,
             )
             self._notifier.tell("READY=1", f"STATUS=serving on {self.public.url}")
+            self._inheritance.tell_ready()
             yield
         finally:
             await self._end()
 
     def stop(self) -> None:
         """Begin the orderly end; called again, end at once."""
-        if self.stopping.is_set():
+        if self._told_to_stop:
             self._at_once.set()
+        self._told_to_stop = True
         self.stopping.set()
+
+    def succeed_soon(self) -> None:
+        """Start a successor, and make room for it when it is ready (SIGUSR2)."""
+        if not self.options.command:
+            log.warning("no successor", why="only 'llama-gateway serve' can be succeeded")
+        elif not self.stopping.is_set() and not self._succeeding.locked():
+            self._own(self._succeed(), "succession")
+
+    async def _succeed(self) -> None:
+        assert self.public is not None
+        assert self.admin is not None
+        async with self._succeeding:
+            sockets = {"public": self.public.sock, "admin": self.admin.sock}
+            command = self.options.command
+            log.info("starting a successor", command=command[0])
+            try:
+                fixed = self._inheritance.fixed
+                self._successor = await start_successor(command, sockets, fixed=fixed)
+            except SuccessionFailed as error:
+                log.error("no successor", why=str(error))  # noqa: TRY400 - the message says it all
+                return
+            self._notifier.tell(f"MAINPID={self._successor.pid}")
+            self.stopping.set()
 
     async def shut_down(self) -> int:
         """Let what waits and runs end within the grace; 0, or 1 if a second signal cut it short."""
         shutdown = self.settings.shutdown
-        self._notifier.tell("STOPPING=1")
-        log.info("shutting down", in_flight=len(self.registry), grace=shutdown.grace)
-        self.edge.closing = True
-        await self._unless_at_once(asyncio.sleep(shutdown.delay))
-        self.edge.refusing = True
         assert self.public is not None
-        closing = asyncio.create_task(self.public.close())
+        if self._successor is not None:
+            log.info("succeeded", pid=self._successor.pid, in_flight=len(self.registry))
+            closing = asyncio.create_task(self.public.retire())
+        else:
+            self._notifier.tell("STOPPING=1")
+            log.info("shutting down", in_flight=len(self.registry), grace=shutdown.grace)
+            self.edge.closing = True
+            await self._unless_at_once(asyncio.sleep(shutdown.delay))
+            self.edge.refusing = True
+            closing = asyncio.create_task(self.public.close())
         try:
             if not await self._unless_at_once(asyncio.wait([closing], timeout=shutdown.grace)):
                 return 1
@@ -263,7 +263,7 @@ class Gateway:
         key = None
         if admin.key_file is not None:
             key = read_key(admin.key_file)
-        public_sock, admin_sock = bind_listeners(self.settings)
+        public_sock, admin_sock = bind_listeners(self.settings, self._inheritance)
         public = Listener(
             self._public,
             public_sock,

@@ -27,6 +27,8 @@ class Options:
     allow_anonymous: bool = False
     state: Path | None = None
     """Folder for what lasts over a restart; by default systemd's, else the user's."""
+    command: tuple[str, ...] = ()
+    """What starts this gateway anew, for a successor; empty: it can't be succeeded."""
 
     def over(self, settings: Settings) -> Settings:
         """These settings with what the command line says on top."""

@@ -31,10 +31,12 @@ def serve(
     """Run the gateway over the nodes of the inventory, in the foreground.
 
     Both files are read again when they change and on SIGHUP. SIGTERM ends it: what runs may finish
-    within [bold]shutdown.grace[/]; a second one ends it at once.
+    within [bold]shutdown.grace[/]; a second one ends it at once. SIGUSR2 starts the same command
+    anew, perhaps of a newer version, which takes over without a refused connection.
     """
-    from gateway.app import run
     from gateway.options import Options, StartError
+    from gateway.process import run
+    from gateway.succession import own_command
 
     given = Options(
         nodes=nodes,
@@ -45,6 +47,7 @@ def serve(
         admin_port=admin_port,
         allow_anonymous=allow_anonymous,
         admin_key_file=admin_key_file,
+        command=own_command(),
     )
     try:
         status = run(given)

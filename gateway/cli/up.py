@@ -102,10 +102,10 @@ def up(
     """
     import asyncio
 
-    from gateway.app import start
     from gateway.local.errors import LocalFleetError
     from gateway.local.prepare import prepare
     from gateway.options import Options, StartError
+    from gateway.process import start
 
     try:
         plan = prepare(
@@ -140,12 +140,12 @@ async def _serve(plan: LocalPlan, given: Options) -> int:
     import asyncio
 
     from gateway.addresses import addresses_held
-    from gateway.app import serve
     from gateway.cli.starting import Starting
     from gateway.config.inventory import load_inventory
     from gateway.local.supervisor import LocalFleet
     from gateway.observe.logs import set_up
     from gateway.options import read
+    from gateway.process import serve
 
     # Until the gateway serves and minds signals itself, this ends the servers that start.
     here = asyncio.current_task()

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.web.public.protocol import BoundedProtocol
 
 BACKLOG = 4096
+
+LOOK = 0.05
+"""Seconds between two looks whether all clients have left."""
 
 
 class _Server(uvicorn.Server):
@@ -38,14 +42,15 @@ class Listener:
         app: Any,
         sock: socket.socket,
         *,
-        protocol: type[HttpToolsProtocol],
+        protocol: type[BoundedProtocol],
         keep_alive: float,
         certificate: Path | None = None,
         key: Path | None = None,
     ) -> None:
         self.host, self.port = sock.getsockname()[:2]
         self.scheme = "http" if certificate is None else "https"
-        self._sock = sock
+        self.sock = sock
+        self._protocol = protocol
         config = uvicorn.Config(
             app,
             http=protocol,
@@ -73,14 +78,30 @@ class Listener:
 
     def open(self) -> None:
         """Accept connections from now on."""
-        self._task = asyncio.create_task(self._server.serve([self._sock]), name=self.url)
+        self._task = asyncio.create_task(self._server.serve([self.sock]), name=self.url)
+
+    async def retire(self) -> None:
+        """Accept nothing more, and wait until every client has left.
+
+        Another process accepts on the same socket. A connection that is kept alive gets one more
+        reply, which says that it closes: closed at once, it might be just about to be used.
+        """
+        self._protocol.retiring = True
+        for server in self._server.servers:
+            server.close()
+        for connection in list(self._server.server_state.connections):
+            if isinstance(connection, BoundedProtocol):
+                connection.retire()
+        # uvicorn tells nobody when a connection ends.
+        while self._server.server_state.connections:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK)
 
     async def close(self) -> None:
         """Accept nothing more, and wait until what runs is over. Cancel it to end at once."""
         self._server.should_exit = True
         self._server.ending.set()
         if self._task is None:
-            self._sock.close()
+            self.sock.close()
             return
         try:
             await asyncio.shield(self._task)
@@ -93,10 +114,20 @@ class Listener:
             raise
 
 
+def resolved(host: str, port: int) -> list[tuple[str, int]]:
+    """The addresses that `host` stands for. Raises: OSError."""
+    return [(str(address[0]), int(address[1])) for *_, address in _found(host, port)]
+
+
+def _found(host: str, port: int) -> list[Any]:
+    return list(
+        socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    )
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A socket that is bound and not listening yet; `port` 0 takes a free one. Raises: OSError."""
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
+    family, kind, protocol, _, address = _found(host, port)[0]
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

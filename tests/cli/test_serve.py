@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import gateway.app
+import gateway.process
 from gateway.options import Options, StartError
 from tests.cli.running import run
 
@@ -15,10 +16,10 @@ def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Options]:
     seen: list[Options] = []
 
     def start(options: Options) -> int:
-        seen.append(options)
+        seen.append(replace(options, command=()))
         return 3
 
-    monkeypatch.setattr(gateway.app, "run", start)
+    monkeypatch.setattr(gateway.process, "run", start)
     monkeypatch.chdir(tmp_path)
     return seen
 
@@ -75,7 +76,7 @@ def test_what_keeps_it_from_starting_is_a_line_on_stderr(
     def refuse(_: Options) -> int:
         raise StartError("the port is taken", status)
 
-    monkeypatch.setattr(gateway.app, "run", refuse)
+    monkeypatch.setattr(gateway.process, "run", refuse)
     ran = run("serve")
     assert (ran.status, ran.out, ran.err) == (status, "", "error: the port is taken\n")
 
@@ -87,3 +88,10 @@ def test_wrong_usage_is_2_and_starts_nothing(
     ran = run("serve", *arguments)
     assert (ran.status, given) == (2, [])
     assert "Traceback" not in ran.err
+
+
+def test_a_successor_is_started_by_the_same_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Options] = []
+    monkeypatch.setattr(gateway.process, "run", lambda options: seen.append(options) or 0)
+    run("serve", "--port", "9100")
+    assert seen[0].command[-3:] == ("serve", "--port", "9100")

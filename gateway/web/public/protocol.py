@@ -42,6 +42,8 @@ class BoundedProtocol(HttpToolsProtocol):
     routes: Mapping[bytes, Route]
     """Served by `serve`, when posted to; all else by the ASGI application."""
     serve: Serve
+    retiring = False
+    """Another process takes new connections: each reply here is its connection's last."""
 
     def __init__(
         self,
@@ -162,6 +164,13 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
         self._make_scope()
         super().on_headers_complete()
+        if self.retiring:
+            self.cycle.keep_alive = False
+
+    def retire(self) -> None:
+        """Let the request that is served be the last; an idle connection has one more."""
+        if self._running is not None and not self._running.response_started:
+            self._running.keep_alive = False
 
     def _route_of(self, url: bytes) -> Route | None:
         """The route of a URL that is not the bare path: with a query, escapes, or a host."""
@@ -184,7 +193,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._memory,
             self.client[0] if self.client else None,
             http_10=version == "1.0",
-            keep_alive=version != "1.0" and self.parser.should_keep_alive(),
+            keep_alive=version != "1.0" and not self.retiring and self.parser.should_keep_alive(),
             expects_continue=self.expect_100_continue,
             on_response=self.on_response_complete,
         )
