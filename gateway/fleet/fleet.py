@@ -277,7 +277,8 @@ class Fleet:
     def learn(self, node: Node, timings: Mapping[str, object], lease: Lease | None = None) -> None:
         """Take in llama.cpp's `timings` of a whole answer; with the lease, our clock's word too."""
         if lease is None or lease.slots:
-            self._measured(node, node.speed.learn(timings, lease and lease.seen()))
+            seen = None if lease is None else lease.seen()
+            self._measured(node, node.speed.learn(timings, seen))
 
     def observe(self, lease: Lease, prompt: float, cached: float, completion: float) -> None:
         """The same for a whole answer without timings, by its tokens and our clock."""

@@ -110,6 +110,7 @@ class Watch:
         probing.note(outcome, rise=health.rise, fall=health.fall, sign_of_life=sign)
         if comes_up and probing.up:
             node.circuit.came_back(now)
+            node.pace.restarted()
         probing.next = now + next_gap(
             health.interval, self._rng, first=first, unsettled=probing.unsettled
         )
@@ -142,4 +143,4 @@ class Watch:
         with node.occupancy.reading(node.clock()) as reading:
             busy = await read_slots(node)
         if busy is not None:
-            node.occupancy.saw(busy, reading)
+            node.occupancy.saw(busy, reading, node.clock())

@@ -10,6 +10,7 @@ from gateway.fleet.circuit import Circuit
 from gateway.fleet.facts import Facts
 from gateway.fleet.lease import Lease
 from gateway.fleet.occupancy import Occupancy
+from gateway.fleet.pace import Pace
 from gateway.fleet.probing import Probing
 from gateway.fleet.speed import Speed
 from gateway.fleet.states import State
@@ -47,6 +48,9 @@ class Node:
     circuit: Circuit
     facts: Facts = field(default_factory=Facts)
     speed: Speed = field(default_factory=Speed)
+    pace: Pace = field(default_factory=Pace)
+    measured: tuple[object, ...] = (None, None, None)
+    """What makes its model: the one whose speed was learnt."""
     probing: Probing = field(default_factory=Probing)
     state: State = State.STARTING
     reason: str = ""
@@ -131,6 +135,16 @@ class Node:
         """The public names it serves, as declared or as it has said."""
         return frozenset(self.facts.models if self.spec.models is None else self.spec.models)
 
+    def note_model(self) -> None:
+        """Forget the speed of what the server served before, if it has another model now."""
+        facts = self.facts
+        model = (facts.models or None, facts.n_params, facts.size)
+        if model != self.measured:
+            if any(old not in {None, new} for old, new in zip(self.measured, model, strict=True)):
+                self.speed.forget()
+                self.pace.forget()
+            self.measured = model
+
     def serves(self, model: str) -> str | None:
         """The node's own name for this public model name; None if it does not serve it."""
         if self.spec.models is not None:
@@ -195,12 +209,14 @@ class Node:
             expected_prefill=expected_prefill,
             expected_total=expected_total,
             prefill_began=now,
+            reads=stream and slots > 0,
         )
         if self.circuit.wants_trial(now):
             lease.trial = True
             self.circuit.begin_trial(lease)
         self.leases.add(lease)
-        self.occupancy.take(slots, now)
+        self.occupancy.take(slots, now, reads=lease.reads)
+        lease.began()
         self.requests += 1
         self.announced = max(0, self.announced - slots)
         return lease
@@ -208,7 +224,9 @@ class Node:
     def returned(self, lease: Lease) -> None:
         """Count the slots of a lease as free: called by the lease, once."""
         self.leases.remove(lease)
-        self.occupancy.give_back(lease.slots, self.clock())
+        now = self.clock()
+        lease.is_over(now)
+        self.occupancy.give_back(lease.slots, now, reads=lease.reads)
         if lease.trial:
             self.circuit.end_trial(lease)
         self.on_return(self)

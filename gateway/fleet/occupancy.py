@@ -1,4 +1,9 @@
-"""How many slots of a node are in use: ours by count, others' by what the node reports."""
+"""How many slots of a node are in use: ours by count, others' by what the node reports.
+
+The counts are also integrated over time, so that of any span between two moments the mean is known
+from two differences: how many slots were busy while a request wrote, and for how long prompts were
+read meanwhile (which holds up those who write).
+"""
 
 from __future__ import annotations
 
@@ -24,6 +29,13 @@ class Occupancy:
 
     leased: int = 0
     foreign: int = 0
+    slot_seconds: float = 0.0
+    """Busy slots, ours and others', summed over time up to the last change."""
+    reader_seconds: float = 0.0
+    """Prompts being read by ours, summed over time likewise."""
+    _readers: int = 0
+    _counted: float = 0.0
+    """Up to when the sums go."""
     _window: int = 0
     _peak: int = 0
     """The most that was leased in this window."""
@@ -31,18 +43,35 @@ class Occupancy:
     """The most in the window before."""
     _readings: list[Reading] = field(default_factory=list)
 
-    def take(self, slots: int, now: float) -> None:
-        """So many more are ours."""
+    def count(self, now: float) -> None:
+        """Bring the sums up to this moment."""
+        elapsed = now - self._counted
+        if elapsed > 0:
+            self._counted = now
+            self.slot_seconds += elapsed * (self.leased + self.foreign)
+            self.reader_seconds += elapsed * self._readers
+
+    def take(self, slots: int, now: float, *, reads: bool = False) -> None:
+        """So many more are ours; `reads`: and it will be told when the prompt is read."""
         self._roll(now)
+        self.count(now)
         self.leased += slots
+        self._readers += reads
         self._peak = max(self._peak, self.leased)
         for reading in self._readings:
             reading.peak = max(reading.peak, self.leased)
 
-    def give_back(self, slots: int, now: float) -> None:
-        """So many fewer are ours."""
+    def has_read(self, now: float) -> None:
+        """One of ours has read its prompt."""
+        self.count(now)
+        self._readers -= 1
+
+    def give_back(self, slots: int, now: float, *, reads: bool = False) -> None:
+        """So many fewer are ours; `reads`: one that had not read its prompt yet."""
         self._roll(now)
+        self.count(now)
         self.leased -= slots
+        self._readers -= reads
 
     @contextmanager
     def reading(self, now: float) -> Iterator[Reading]:
@@ -55,8 +84,10 @@ class Occupancy:
         finally:
             self._readings.remove(reading)
 
-    def saw(self, busy: int, reading: Reading) -> None:
+    def saw(self, busy: int, reading: Reading, now: float | None = None) -> None:
         """The node reported so many busy slots: what ours can't account for is others' work."""
+        if now is not None:
+            self.count(now)
         self.foreign = max(0, busy - reading.peak)
 
     def _roll(self, now: float) -> None:

@@ -1,57 +1,62 @@
-"""How fast a node reads and writes, learnt from the `timings` that llama.cpp sends unasked."""
+"""How fast a node reads and writes, learnt from the `timings` that llama.cpp sends unasked.
+
+A prompt of n uncached tokens takes `overhead + n / reading` seconds, a token of an answer
+`token_base + token_step * (busy - 1)` with so many slots busy: decoding on CPUs is bound by memory,
+so that a batch costs little until computing binds. Both are straight lines through what was
+measured (`trend.py`), seconds per token over 1 / n and over busy slots.
+"""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from gateway.fleet.timings import Sample, Seen, by_clock, read_timings
+from gateway.fleet.trend import Trend
+
 if TYPE_CHECKING:
     from gateway.fleet.node import Node
 
-PREFILL_MEMORY = 4096.0
+PREFILL_MEMORY = 8192.0
 """Tokens after which a measurement of the prefill weighs half."""
-DECODE_MEMORY = 512.0
+DECODE_MEMORY = 1024.0
 """Tokens after which a measurement of the decode weighs half."""
-LEAST_TOKENS = 2
-"""One token's time is mostly rounding and overhead."""
-SLOWEST, FASTEST = 1e-3, 1e6
-"""Tokens/s outside of which a measurement is a mistake."""
-LARGEST_STEP = 4.0
-"""One measurement counts as at most so many times faster or slower than the estimate."""
+USUAL_STEP = 0.2
+"""A neighbour's share in a token's time until it is measured: between nothing (bound by memory)
+and 0.66 (the demo model on one busy thread)."""
+STEP_STRENGTH = 64.0
+"""Tokens with one neighbour more or less that weigh as much as this first guess."""
+STEEPEST_STEP = 2.0
+"""One neighbour can't cost more than writing twice anew."""
+OVERHEAD_STRENGTH = 0.25
+"""The overhead of a read is guessed as none, as firmly as four reads of 16 tokens can tell."""
+MOST_OVERHEAD = 256.0
+"""Tokens that could be read in the overhead of a read, at most."""
 
 
-@dataclass(slots=True)
-class Rate:
-    """Tokens per second over the last `memory` tokens or so: a ratio of two decaying sums.
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What to reckon with until it is measured."""
 
-    A long request weighs more than a short one, and one odd measurement moves it little.
-    """
+    reading: float
+    """Prompt tokens a second."""
+    token_base: float
+    """Seconds a token, alone on the node."""
+    token_step: float
+    """Seconds that each busy neighbour adds."""
 
-    memory: float
-    tokens: float = 0.0
-    seconds: float = 0.0
+    def times(self, factor: float) -> Guess:
+        """The same for a node that is so many times as fast."""
+        return Guess(self.reading * factor, self.token_base / factor, self.token_step / factor)
 
-    @property
-    def value(self) -> float | None:
-        """Tokens per second; None: not measured."""
-        return self.tokens / self.seconds if self.seconds else None
 
-    def learn(self, tokens: float, seconds: float) -> None:
-        """Take in a measurement; nonsense is ignored."""
-        if not (math.isfinite(tokens) and math.isfinite(seconds)):
-            return
-        if tokens < LEAST_TOKENS or seconds <= 0 or not SLOWEST <= tokens / seconds <= FASTEST:
-            return
-        if self.seconds:
-            usual = tokens * self.seconds / self.tokens
-            seconds = min(max(seconds, usual / LARGEST_STEP), usual * LARGEST_STEP)
-        kept = 0.5 ** (tokens / self.memory)
-        self.tokens = self.tokens * kept + tokens
-        self.seconds = self.seconds * kept + seconds
+UNMEASURED = Guess(100.0, 0.1, 0.02)
+"""A server CPU with a model of 7 to 8 billion parameters in 4 bits, of hint 1.0."""
+UNMEASURED_GPU = 20.0
+"""How many times faster a GPU is taken to be than such a CPU."""
 
 
 @dataclass(slots=True)
@@ -60,26 +65,84 @@ class Speed:
 
     relative: float = 1.0
     """Compared with other nodes of the same models: the inventory's `speed_hint` until measured."""
-    _prefill: Rate = field(default_factory=lambda: Rate(PREFILL_MEMORY))
-    _decode: Rate = field(default_factory=lambda: Rate(DECODE_MEMORY))
+    guess: Guess = UNMEASURED
+    """What holds until it is measured; kept by `weigh`."""
+    version: int = 0
+    """Goes up whenever `reading`, `token_base` or `token_step` may have changed."""
+    _prefill: Trend = field(
+        default_factory=lambda: Trend(PREFILL_MEMORY, 0.0, OVERHEAD_STRENGTH, MOST_OVERHEAD)
+    )
+    _decode: Trend = field(
+        default_factory=lambda: Trend(DECODE_MEMORY, USUAL_STEP, STEP_STRENGTH, STEEPEST_STEP)
+    )
 
     @property
     def prefill_tps(self) -> float | None:
         """Prompt tokens read per second by one request; None: not measured."""
-        return self._prefill.value
+        level = self._prefill.level
+        return 1 / level if level else None
 
     @property
     def decode_tps(self) -> float | None:
-        """Tokens written per second by one request; None: not measured."""
-        return self._decode.value
+        """Tokens written per second by one request that is alone there; None: not measured."""
+        level = self._decode.level
+        return 1 / level if level else None
 
-    def learn(self, timings: Mapping[str, object]) -> None:
-        """Take in llama.cpp's `timings` (`prompt_n`, `prompt_ms`, `predicted_n`, `predicted_ms`).
+    @property
+    def reading(self) -> float:
+        """Prompt tokens per second to reckon with: measured, else guessed."""
+        level = self._prefill.level
+        return 1 / level if level else self.guess.reading
 
-        `prompt_n` leaves out what the cache held (`cache_n`), so it is what was read.
-        """
-        self._prefill.learn(_number(timings, "prompt_n"), _number(timings, "prompt_ms") / 1000)
-        self._decode.learn(_number(timings, "predicted_n"), _number(timings, "predicted_ms") / 1000)
+    @property
+    def token_base(self) -> float:
+        """Seconds a token with nobody else on the node: measured, else guessed."""
+        return self._decode.level or self.guess.token_base
+
+    @property
+    def token_step(self) -> float:
+        """Seconds that each busy neighbour adds to a token."""
+        return self._decode.slope if self._decode.level else self.guess.token_step
+
+    def seconds_per_token(self, busy: float) -> float:
+        """Seconds a token with so many slots busy, the one that writes included."""
+        return self.token_base + self.token_step * max(0.0, busy - 1)
+
+    def learn(self, timings: Mapping[str, object], seen: Seen | None = None) -> Sample:
+        """Take in llama.cpp's `timings` and what the gateway saw; what was measured."""
+        return self._take_in(read_timings(timings, seen))
+
+    def observe(
+        self,
+        prompt_tokens: float,
+        cached: float,
+        completion: float,
+        ttft: float | None,
+        duration: float,
+        busy: float = 1.0,
+    ) -> Sample:
+        """The same for an endpoint without timings, in seconds of our clock."""
+        return self.clocked(prompt_tokens, cached, completion, Seen(duration, ttft, busy))
+
+    def clocked(self, prompt: float, cached: float, completion: float, seen: Seen) -> Sample:
+        """The same with all that the gateway saw."""
+        return self._take_in(by_clock(prompt, cached, completion, seen))
+
+    def forget(self) -> None:
+        """Another model or another server: nothing is known any more."""
+        fresh = Speed()
+        self._prefill, self._decode = fresh._prefill, fresh._decode
+        self.version += 1
+
+    def _take_in(self, sample: Sample) -> Sample:
+        rate = sample.prefill
+        if rate is not None:
+            self._prefill.learn(1 / rate.tokens, rate.low, rate.high, rate.tokens)
+        rate = sample.decode
+        if rate is not None:
+            self._decode.learn((sample.busy or 1.0) - 1, rate.low, rate.high, rate.tokens)
+        self.version += 1
+        return sample
 
 
 def weigh(nodes: Iterable[Node]) -> None:
@@ -87,7 +150,7 @@ def weigh(nodes: Iterable[Node]) -> None:
 
     The scale is where hints and measurements meet: a node of hint 1.0 is as fast as the median
     of the measured ones divided by their hints, so that a node that nobody has measured yet
-    stands fairly beside them.
+    stands fairly beside them. The same gives what to reckon with for such a node (`guess`).
     """
     groups: dict[frozenset[str], list[Node]] = defaultdict(list)
     for node in nodes:
@@ -101,13 +164,32 @@ def weigh(nodes: Iterable[Node]) -> None:
         unit = statistics.median(per_hint) if per_hint else 1.0
         for node, rate, hint in zip(group, rates, hints, strict=True):
             node.speed.relative = rate / unit if rate else hint
+        _guess(group)
 
 
-def _number(timings: Mapping[str, object], key: str) -> float:
-    value = timings.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan
+def _guess(group: list[Node]) -> None:
+    """What to reckon with for the nodes of one group that are not measured, of each tier."""
+    for tier in {node.spec.tier for node in group}:
+        nodes = [node for node in group if node.spec.tier == tier]
+        usual = UNMEASURED if tier == "cpu" else UNMEASURED.times(UNMEASURED_GPU)
+        read = [tps / n.spec.speed_hint for n in nodes if (tps := n.speed.prefill_tps)]
+        wrote = [n for n in nodes if n.speed.decode_tps]
+        unit = Guess(
+            statistics.median(read) if read else usual.reading,
+            _median(wrote, "token_base") or usual.token_base,
+            _median(wrote, "token_step") if wrote else usual.token_step,
+        )
+        for node in nodes:
+            guess = unit.times(node.spec.speed_hint)
+            if guess != node.speed.guess:
+                node.speed.guess = guess
+                node.speed.version += 1
+
+
+def _median(nodes: list[Node], what: str) -> float:
+    """The median of that, as it would be with a hint of 1.0; 0 without nodes."""
+    return (
+        statistics.median(getattr(n.speed, what) * n.spec.speed_hint for n in nodes)
+        if nodes
+        else 0.0
+    )

@@ -22,7 +22,7 @@ class State(enum.Enum):
     EJECTED = "ejected"
     MUTE = "mute"
     DEGRADED = "degraded"
-    """Not produced yet: what counts as far slower than it was is for a later version to say."""
+    """Far below its own past (`pace.py`). It goes on working: its speed is what it is chosen by."""
     READY = "ready"
 
 
@@ -55,4 +55,6 @@ def judge(node: Node, now: float) -> tuple[State, str]:
             pass
     if probing.mute:
         return State.MUTE, probing.detail
+    if node.pace.degraded:
+        return State.DEGRADED, node.pace.reason(now, endpoint=node.spec.kind == "openai")
     return State.READY, "answers its probes"

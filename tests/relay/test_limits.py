@@ -156,7 +156,7 @@ async def test_comments_are_no_sign_of_progress(tmp_path: Path) -> None:
     async with a_house(
         tmp_path, one, timeouts={"first_byte": 0.4}, retries={"attempts": 1}
     ) as house:
-        house.node("a").speed._prefill.learn(10_000, 1.0)
+        house.node("a").speed.learn({"prompt_n": 10_000, "prompt_ms": 1000})
         reply = await house.stream()
         assert (reply.status, reply.headers["x-gateway-reason"]) == (504, "node_timeout")
         assert reply.headers["x-should-retry"] == "false"
