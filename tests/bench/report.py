@@ -103,13 +103,14 @@ def page(report: str, setting: Setting) -> str:
     return f"```console\n$ {setting.command}\n```\n\n{told}\n\n{report}"
 
 
-def write_between_markers(page: Path, text: str) -> None:
+def write_between_markers(page: Path, text: str, marks: tuple[str, str] = (BEGIN, END)) -> None:
     """Put `text` between the page's two markers; append both where the page has none."""
-    before, begin, rest = (page.read_text() if page.exists() else "").partition(BEGIN)
-    _, _, after = rest.partition(END)
+    first, last = marks
+    before, begin, rest = (page.read_text() if page.exists() else "").partition(first)
+    _, _, after = rest.partition(last)
     if not begin and before and not before.endswith("\n\n"):
         before = before.rstrip("\n") + "\n\n"
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after or chr(10)}")
+    page.write_text(f"{before}{first}\n\n{text}\n{last}{after or chr(10)}")
 
 
 def as_json(results: Results, setting: Setting) -> str:

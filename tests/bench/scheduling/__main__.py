@@ -1,0 +1,169 @@
+"""`python -m tests.bench.scheduling` (`make bench-scheduling`): see the package's docstring.
+
+    python -m tests.bench.scheduling --quick                       half a minute; means little
+    python -m tests.bench.scheduling --only gateway,nginx --loads capacity --seeds 2
+    python -m tests.bench.scheduling --markdown docs/scheduling-results.md --json bench.json
+    python -m tests.bench.scheduling --real                        two real llama.cpp servers
+
+Exit status: 0 measured, whatever the figures; 1 a request failed or a front did not start;
+2 usage error, a front that was asked for and isn't installed among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+
+from tests.bench import machine
+from tests.bench.report import write_between_markers
+from tests.bench.scheduling import real, report
+from tests.bench.scheduling.fronts import FRONTS, USUAL, Front
+from tests.bench.scheduling.results import LOADS, Results
+from tests.bench.scheduling.rounds import WARM_UP, Rounds
+from tests.bench.scheduling.trace import Shape
+from tests.bench.targets import TargetError
+
+SCALE, QUICK_SCALE = 4.0, 8.0
+SEEDS = 5
+QUICK = Shape(sessions=8, turns=2, tenants=3)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; its exit status."""
+    words = sys.argv[1:] if arguments is None else arguments
+    options = _parse(words)
+    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    fronts = _installed(options.only, real.USUAL if options.real else USUAL, progress)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        progress.print("the benchmark needs two cores: one for the fronts, one for the load")
+    if not fronts or len(cores) < 2:
+        return 2
+    folder = Path(tempfile.mkdtemp(prefix="llama-gateway-bench-"))
+    command = shlex.join(["python", "-m", "tests.bench.scheduling", *words])
+    facts = machine.facts(sorted({front.target.name for front in fronts}))
+    try:
+        if options.real:
+            outcome = real.measure(fronts, options.seeds or 1, folder, progress, command, facts)
+        else:
+            outcome = _emulated(fronts, options, folder, progress, command, facts)
+    except TargetError as error:
+        progress.print(str(error), style="red")
+        return 1
+    sys.stdout.write(outcome.tables)
+    if options.json:
+        options.json.write_text(outcome.json)
+    if outcome.failed:
+        progress.print(f"requests failed; logs and configurations: {folder}", style="red")
+        return 1
+    if options.markdown:
+        write_between_markers(options.markdown, outcome.page, outcome.marks)
+    shutil.rmtree(folder)
+    return 0
+
+
+def _emulated(
+    fronts: Sequence[Front],
+    options: argparse.Namespace,
+    folder: Path,
+    progress: Console,
+    command: str,
+    facts: dict[str, str],
+) -> report.Outcome:
+    """Play on emulated nodes, with this process on the second core."""
+    cores = sorted(os.sched_getaffinity(0))
+    rounds = Rounds(
+        fronts=fronts,
+        loads=options.loads or (("capacity",) if options.quick else tuple(LOADS)),
+        seeds=options.seeds or (1 if options.quick else SEEDS),
+        scale=options.scale or (QUICK_SCALE if options.quick else SCALE),
+        core=cores[0],
+        folder=folder,
+        progress=progress,
+        shape=QUICK if options.quick else Shape(),
+        warm_up=QUICK if options.quick else WARM_UP,
+        one_by_one=options.one_by_one,
+    )
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    os.sched_setaffinity(0, {cores[1]})
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            results = Results(runner.run(rounds.play()))
+    finally:
+        os.sched_setaffinity(0, cores)
+    rates = {load: sum(found) / len(found) for load, found in rounds.rates.items()}
+    setting = report.Setting(command, facts, rounds.scale, rounds.seeds, rates)
+    return report.outcome(results, setting)
+
+
+def _installed(names: Sequence[str] | None, usual: Sequence[str], progress: Console) -> list[Front]:
+    """The fronts to measure; none when one that was asked for isn't installed."""
+    wanted = [FRONTS[name] for name in names or usual]
+    missing = [front for front in wanted if front.target.program() is None]
+    for front in missing:
+        progress.print(f"{front.name} is not installed ({front.target.remedy})", style="yellow")
+    return [] if names and missing else [front for front in wanted if front not in missing]
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.scheduling",
+        description="How soon requests are answered behind the gateway, nginx and HAProxy.",
+    )
+    add = parser.add_argument
+    add("--only", type=_one_of(list(FRONTS)), help=f"fronts, of {','.join(FRONTS)}")
+    add("--loads", type=_one_of(list(LOADS)), help=f"of {','.join(LOADS)}; default: all")
+    add("--seeds", type=_positive, help=f"default {SEEDS}, with --quick or --real 1")
+    add("--scale", type=_factor, help=f"times as fast as life, default {SCALE:g}")
+    add("--quick", action="store_true", help="a small trace at capacity, to check the harness")
+    add("--one-by-one", action="store_true", help="play the fronts one after the other")
+    add("--real", action="store_true", help="two real llama.cpp servers with the demo model")
+    add("--json", type=Path, help="write requests, figures and verdicts to this file")
+    add("--markdown", type=Path, help="write the tables between the markers of this page")
+    return parser.parse_args(words)
+
+
+def _one_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """A parser of comma-separated names."""
+
+    def parse(text: str) -> list[str]:
+        chosen = text.split(",")
+        if unknown := [name for name in chosen if name not in known]:
+            raise argparse.ArgumentTypeError(
+                f"unknown: {', '.join(unknown)} (there are {', '.join(known)})"
+            )
+        return chosen
+
+    return parse
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"not a positive whole number: {text}")
+    return int(text)
+
+
+def _factor(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 100:
+        raise argparse.ArgumentTypeError(f"not a factor above 0 and up to 100: {text}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

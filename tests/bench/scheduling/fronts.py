@@ -1,0 +1,96 @@
+"""What is compared: this gateway, nginx `least_conn` and HAProxy `leastconn` with a queue."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from tests.bench.scheduling.fleet import SLOTS
+from tests.bench.targets import CONNECTIONS, HOST, TARGETS, Plan, Target, free_port
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """One column of the tables."""
+
+    name: str
+    title: str
+    target: Target
+    known: bool = True
+    """Whether its clients say in `max_tokens` how long the answer will be. Only a gateway could
+    make use of it."""
+
+
+def _gateway(**settings: object) -> Callable[[str, Plan], list[str]]:
+    def command(binary: str, plan: Plan) -> list[str]:
+        # JSON is YAML. All else is left as an operator finds it.
+        nodes, config = plan.folder / "nodes.yaml", plan.folder / "gateway.yaml"
+        fleet = [
+            {"name": f"node{i}", "url": f"http://{HOST}:{port}"}
+            for i, port in enumerate(plan.upstreams)
+        ]
+        nodes.write_text(json.dumps({"nodes": fleet}))
+        config.write_text(json.dumps(settings))
+        return [
+            *(binary, "serve", "--nodes", str(nodes), "--config", str(config)),
+            *("--host", HOST, "--port", str(plan.port), "--admin-port", str(free_port())),
+        ]
+
+    return command
+
+
+def _haproxy(binary: str, plan: Plan) -> list[str]:
+    servers = "\n".join(
+        f"  server node{i} {HOST}:{port} maxconn {SLOTS}" for i, port in enumerate(plan.upstreams)
+    )
+    config = plan.folder / "haproxy.cfg"
+    config.write_text(f"""global
+  nbthread 1
+  maxconn {CONNECTIONS // 2}
+defaults
+  mode http
+  option http-no-delay
+  http-reuse always
+  timeout connect 5s
+  timeout queue 1h
+  timeout client 1h
+  timeout server 1h
+frontend public
+  bind {HOST}:{plan.port} backlog 4096
+  default_backend nodes
+backend nodes
+  balance leastconn
+{servers}
+""")
+    return [binary, "-db", "-f", str(config)]
+
+
+_GATEWAY = replace(TARGETS["gateway"], command=_gateway())
+_POLICIES = ("least_loaded", "round_robin", "prefix_hash")
+
+FRONTS = {
+    front.name: front
+    for front in (
+        Front("gateway", "gateway, lengths known", _GATEWAY),
+        Front("gateway-unknown", "gateway, lengths unknown", _GATEWAY, known=False),
+        Front("nginx", "nginx least_conn", TARGETS["nginx"]),
+        Front(
+            "haproxy",
+            f"HAProxy leastconn, maxconn {SLOTS}",
+            replace(TARGETS["haproxy"], command=_haproxy),
+        ),
+        *(
+            Front(
+                policy,
+                f"gateway, policy {policy}",
+                replace(TARGETS["gateway"], command=_gateway(policy=policy)),
+            )
+            for policy in _POLICIES
+        ),
+    )
+}
+OURS = ("gateway", "gateway-unknown")
+PEERS = ("nginx", "haproxy")
+USUAL = (*OURS, *PEERS)
+"""Measured unless told otherwise; the other policies only on demand."""

@@ -1,0 +1,138 @@
+"""In which order what is played: every load and seed, all fronts at once.
+
+Each front has a fleet of its own. The fleets sleep rather than compute, so that all fronts can be
+compared under the very same disturbances of the machine, with both cores mostly idle (the report
+tells how busy they were). One by one, another front is the first each time.
+
+Before each measured trace a warm-up is played against every front alike: shorter, with other
+words, other tenants and the same lengths. So learnt speeds and lengths are there, as in a gateway
+that has run for a while; nothing of the measured prompts is in any cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from tests.bench.process import cpu_seconds, waited_seconds
+from tests.bench.scheduling import capacity
+from tests.bench.scheduling.fleet import FLEET, Speed, nodes
+from tests.bench.scheduling.fronts import Front
+from tests.bench.scheduling.play import Player, Record, as_emulated
+from tests.bench.scheduling.results import LOADS, Played
+from tests.bench.scheduling.trace import Shape, Trace, make
+from tests.bench.targets import Running, running
+
+WARM_UP = Shape(sessions=18, turns=2)
+PAUSE = 5.0
+"""Seconds of the fleet's time between the warm-up's last answer and the trace."""
+
+
+@dataclass(slots=True)
+class Rounds:
+    """What is played."""
+
+    fronts: Sequence[Front]
+    loads: Sequence[str]
+    seeds: int
+    scale: float
+    core: int
+    folder: Path
+    progress: Console
+    shape: Shape = field(default_factory=Shape)
+    warm_up: Shape = WARM_UP
+    one_by_one: bool = False
+    fleet: Sequence[Speed] = FLEET
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    """Sessions a second of each load and seed, filled while it runs."""
+
+    async def play(self) -> list[Played]:
+        """Play everything; one result for each load, seed and front."""
+        played = []
+        for seed in range(1, self.seeds + 1):
+            for load in self.loads:
+                turn = seed % len(self.fronts)
+                order = [*self.fronts[turn:], *self.fronts[:turn]]
+                groups = [[front] for front in order] if self.one_by_one else [order]
+                for group in groups:
+                    played += await self._group(group, load, seed)
+        order_of = [front.name for front in self.fronts]
+        return sorted(played, key=lambda p: (order_of.index(p.front), p.seed))
+
+    async def _group(self, fronts: Sequence[Front], load: str, seed: int) -> list[Played]:
+        """Some fronts side by side."""
+        began = time.monotonic()
+        full = capacity.session_rate(make(f"{seed}", 1.0, self.shape), self.fleet)
+        rate = full * LOADS[load]
+        self.rates.setdefault(load, []).append(rate)
+        trace = make(f"{seed}", rate, self.shape)
+        warm_up = make(f"warm-up {seed}", full, self.warm_up)
+        async with AsyncExitStack() as stack:
+            runs = [await self._started(stack, front, load, seed) for front in fronts]
+            players = [
+                Player(run.address, self.scale, front.known, as_emulated)
+                for run, front in zip(runs, fronts, strict=True)
+            ]
+            await asyncio.gather(*(player.play(warm_up) for player in players))
+            await asyncio.sleep(PAUSE / self.scale)
+            wall, load_cpu = time.perf_counter(), time.process_time()
+            waited = waited_seconds(os.getpid())
+            cpu = [cpu_seconds(run.pid) if run.pid else 0.0 for run in runs]
+            records = await asyncio.gather(*(player.play(trace) for player in players))
+            wall = time.perf_counter() - wall
+            played = [
+                Played(
+                    front=front.name,
+                    load=load,
+                    seed=seed,
+                    records=found,
+                    bounds=bounds(trace, found, self.fleet),
+                    front_busy=(cpu_seconds(run.pid) - before) / wall if run.pid else 0.0,
+                    load_busy=(time.process_time() - load_cpu) / wall,
+                    disturbed=(waited_seconds(os.getpid()) - waited) / wall,
+                )
+                for front, run, before, found in zip(fronts, runs, cpu, records, strict=True)
+            ]
+        self._tell(played, time.monotonic() - began)
+        return played
+
+    async def _started(self, stack: AsyncExitStack, front: Front, load: str, seed: int) -> Running:
+        """A front with a fleet of its own."""
+        fleet = await stack.enter_async_context(nodes(self.fleet, self.scale))
+        folder = self.folder / f"{front.name}-{load}-{seed}"
+        folder.mkdir()
+        ports = tuple(node.port for node in fleet)
+        return await stack.enter_async_context(running(front.target, folder, ports, self.core))
+
+    def _tell(self, played: Sequence[Played], seconds: float) -> None:
+        first = played[0]
+        means = []
+        for one in played:
+            mean = sum(r.took for r in one.records) / max(len(one.records), 1)
+            failed = f" ({len(one.problems)} FAILED)" if one.problems else ""
+            means.append(f"{one.front} {mean:.2f}{failed}")
+        self.progress.print(
+            f"seed {first.seed}, {first.load}: mean completion {', '.join(means)}"
+            f"  [{seconds:.0f} s]"
+        )
+
+
+def bounds(trace: Trace, records: Sequence[Record], fleet: Sequence[Speed]) -> dict[str, float]:
+    """What no scheduler could have beaten in this run, in mean seconds."""
+    if len(records) < trace.requests or any(record.problem for record in records):
+        return {}
+    jobs = capacity.least(trace)
+    # Which request of a tenant reads the system prompt is the scheduler's choice: in the queue
+    # it is left out for all.
+    small = capacity.least(trace, systems=False)
+    return {
+        "alone": capacity.alone([job for session in jobs for job in session], fleet),
+        "queued": capacity.queued([(r.sent, small[r.session][r.turn]) for r in records], fleet),
+    }

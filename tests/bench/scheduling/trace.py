@@ -1,0 +1,96 @@
+"""Seeded conversations: tenants with a system prompt each, sessions of several turns.
+
+Sessions begin at random (a Poisson process). The next turn of a session comes a think time after
+the answer to the one before, and carries all that was said. Lengths are log-normal, as those of
+public traces are. Every word is one token.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+from tests.emulator.words import WORDS
+
+THINK = (4.0, 0.6, 1.0, 20.0)
+QUESTION = (60.0, 0.7, 10.0, 400.0)
+ANSWER = (60.0, 0.6, 10.0, 300.0)
+"""Median, sigma, least and most; seconds, tokens, tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How much there is to say."""
+
+    sessions: int = 24
+    turns: int = 4
+    tenants: int = 6
+    system_tokens: int = 1500
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request: seconds to think before it, the question, and the length of its answer."""
+
+    think: float
+    question: str
+    question_tokens: int
+    answer_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One conversation, begun `at` seconds after the trace."""
+
+    at: float
+    tenant: int
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Everything a run asks, but for the answers."""
+
+    shape: Shape
+    systems: tuple[str, ...]
+    sessions: tuple[Session, ...]
+
+    @property
+    def requests(self) -> int:
+        return sum(len(session.turns) for session in self.sessions)
+
+
+def make(seed: str, rate: float, shape: Shape | None = None) -> Trace:
+    """A trace whose sessions begin `rate` times a second.
+
+    Every rate has the same conversations, so that loads can be compared.
+    """
+    shape = shape or Shape()
+    rng = random.Random(f"conversations {seed}")
+    systems = tuple(_words(rng, shape.system_tokens) for _ in range(shape.tenants))
+    tenants = [i % shape.tenants for i in range(shape.sessions)]
+    rng.shuffle(tenants)
+    talks = [tuple(_turn(rng, first=not i) for i in range(shape.turns)) for _ in tenants]
+    arrivals = random.Random(f"arrivals {seed}")
+    at = 0.0
+    sessions = []
+    for tenant, turns in zip(tenants, talks, strict=True):
+        sessions.append(Session(at, tenant, turns))
+        at += arrivals.expovariate(rate)
+    return Trace(shape, systems, tuple(sessions))
+
+
+def _turn(rng: random.Random, *, first: bool) -> Turn:
+    think = 0.0 if first else _length(rng, *THINK)
+    tokens, answer = round(_length(rng, *QUESTION)), round(_length(rng, *ANSWER))
+    question = f"{_words(rng, tokens)} Answer in {answer} words."
+    return Turn(think, question, tokens, answer)
+
+
+def _length(rng: random.Random, median: float, sigma: float, least: float, most: float) -> float:
+    return min(max(rng.lognormvariate(math.log(median), sigma), least), most)
+
+
+def _words(rng: random.Random, count: int) -> str:
+    return "".join(f" {rng.choice(WORDS)}" for _ in range(count))
