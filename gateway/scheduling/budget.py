@@ -38,12 +38,14 @@ class SlidingSum:
         self._late = late
         self._parts: deque[tuple[float, float]] = deque()
         """Of each part the time that it leaves by, its last or first addition's, and its sum."""
-        self._newest = -math.inf
-        """When the newest part began."""
+        self._newest = self._latest = -math.inf
+        """When the newest part began, and when the last addition was."""
         self._sum = 0.0
 
     def add(self, now: float, amount: float) -> None:
-        """Count `amount` from now on."""
+        """Count `amount` from now on; a time that lies before the last one counts as that one."""
+        now = max(now, self._latest)
+        self._latest = now
         self.value(now)
         parts = self._parts
         if parts and now - self._newest < self.span / GRANULES:

@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import math
+import random
+import sys
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.config.hybrid import SpillSettings
+from gateway.config.node import TokenCost
+from gateway.scheduling.budget import (
+    GRANULES,
+    TEMPLATE_TOKENS,
+    Budget,
+    Reservation,
+    SlidingSum,
+    most,
+    price,
+)
+from tests.fleet.build import a_spec
+
+WINDOW = 60.0
+
+
+def a_budget(**keys: float) -> Budget:
+    return Budget(SpillSettings.model_validate({"window": WINDOW, **keys}))
+
+
+def money(amount: float) -> Budget:
+    """A budget of so much within one window."""
+    return a_budget(money_per_hour=amount * 3600 / WINDOW)
+
+
+def reserved(budget: Budget, now: float, most: float = 1.0) -> Reservation:
+    reservation = budget.reserve(now, most)
+    assert reservation is not None
+    return reservation
+
+
+# The sliding sum.
+
+
+def test_what_was_added_leaves_exactly_after_the_window() -> None:
+    kept = SlidingSum(60.0, late=True)
+    kept.add(0.0, 1.0)
+    kept.add(10.0, 2.0)
+    assert kept.value(59.9) == 3.0
+    assert kept.value(60.0) == 2.0
+    assert kept.value(69.9) == 2.0
+    assert kept.value(70.0) == 0.0
+
+
+def test_its_memory_is_bounded_however_much_is_added() -> None:
+    kept = SlidingSum(60.0, late=True)
+    for number in range(100_000):
+        kept.add(number * 0.001, 1.0)
+    assert len(kept._parts) <= GRANULES + 1
+    assert sys.getsizeof(kept._parts) < 64 * 1024
+    assert kept.value(100.0) == pytest.approx(60_000, abs=120)
+
+
+additions = st.lists(st.tuples(st.floats(0, 3), st.floats(0, 5)), max_size=200)
+
+
+@given(additions, st.booleans(), st.floats(0, 80))
+def test_it_errs_to_one_side_and_by_one_part_of_the_window_at_most(
+    added: list[tuple[float, float]], late: bool, after: float
+) -> None:
+    kept, now = SlidingSum(60.0, late=late), 0.0
+    told = []
+    for gap, amount in added:
+        now += gap
+        kept.add(now, amount)
+        told.append((now, amount))
+    now += after
+    part = 60.0 / GRANULES
+
+    def within(span: float) -> float:
+        return math.fsum(amount for when, amount in told if when > now - span)
+
+    least, greatest = (
+        (within(60.0), within(60.0 + part + 1e-9))
+        if late
+        else (within(60.0 - part - 1e-9), within(60.0))
+    )
+    assert least - 1e-6 <= kept.value(now) <= greatest + 1e-6
+
+
+# What it lets in.
+
+
+def test_without_requests_there_is_no_share_of_them() -> None:
+    assert a_budget(share=0.5).reserve(0.0, 0.0) is None
+
+
+def test_one_of_ten_is_one_of_ten() -> None:
+    budget = a_budget(share=0.1)
+    let_in = 0
+    for number in range(100):
+        budget.arrived(number * 0.1)
+        if (reservation := budget.reserve(number * 0.1, 1.0)) is not None:
+            reservation.settle(0.0, happened=True, now=number * 0.1)
+            let_in += 1
+    assert let_in == 10
+
+
+def test_a_share_of_one_bounds_nothing() -> None:
+    budget = a_budget(share=1.0)
+    for number in range(50):
+        budget.arrived(float(number))
+        reserved(budget, float(number), math.inf)
+
+
+def test_what_was_not_used_early_can_be_used_later_in_the_window() -> None:
+    budget = a_budget(share=0.1)
+    for number in range(100):
+        budget.arrived(number * 0.1)
+    for _ in range(10):
+        reserved(budget, 20.0)
+    assert budget.reserve(20.0, 1.0) is None
+    assert budget.reserve(71.0, 1.0) is None  # they are out still, and nobody has come since
+
+
+def test_money_is_reserved_before_and_settled_after() -> None:
+    budget = money(10.0)
+    first = reserved(budget, 0.0, 9.0)
+    second = reserved(budget, 0.0, 9.0)  # the one that may pass it
+    assert budget.reserve(0.0, 0.01) is None
+    first.settle(1.0, happened=True, now=1.0)
+    second.settle(2.0, happened=True, now=2.0)
+    assert (budget.reserved, budget.paid.value(2.0)) == (0.0, 3.0)
+    reserved(budget, 2.0, 100.0)
+    assert budget.reserve(2.0, 0.01) is None
+
+
+def test_what_did_not_happen_is_given_back() -> None:
+    budget = a_budget(share=0.5, money_per_hour=60.0)
+    budget.arrived(0.0)
+    budget.arrived(0.0)
+    reserved(budget, 0.0, 5.0).cancel()
+    failed = reserved(budget, 0.0, 5.0)
+    failed.settle(0.25, happened=False, now=1.0)  # it failed, and cost something all the same
+    assert budget.paid.value(1.0) == 0.25
+    assert budget.spilled.value(1.0) == 0
+    reserved(budget, 1.0, 5.0)
+
+
+def test_what_is_told_late_does_not_leave_early() -> None:
+    kept = SlidingSum(60.0, late=True)
+    kept.add(10.0, 1.0)
+    kept.add(5.0, 1.0)
+    assert kept.value(69.9) == 2.0
+
+
+def test_a_reservation_ends_once() -> None:
+    budget = money(10.0)
+    reservation = reserved(budget, 0.0, 5.0)
+    reservation.settle(1.0, happened=True, now=0.0)
+    reservation.settle(1.0, happened=True, now=0.0)
+    reservation.cancel()
+    assert (budget.open, budget.paid.value(0.0)) == (0, 1.0)
+
+
+@pytest.mark.parametrize("boundless", [math.inf, math.nan, -1.0])
+def test_nothing_is_let_in_beside_what_has_no_bound(boundless: float) -> None:
+    budget = money(10.0)
+    first = reserved(budget, 0.0, boundless)
+    assert budget.reserved == math.inf
+    assert budget.reserve(0.0, 0.0) is None
+    first.settle(3.0, happened=True, now=1.0)
+    reserved(budget, 1.0, 0.0)
+
+
+def test_nothing_is_let_in_without_money() -> None:
+    assert money(0.0).reserve(0.0, 0.0) is None
+
+
+def test_what_was_spent_stays_spent_over_a_change_of_the_rules() -> None:
+    budget = money(10.0)
+    reserved(budget, 0.0, 6.0).settle(6.0, happened=True, now=0.0)
+    held = reserved(budget, 0.0, 3.0)
+    budget.configure(SpillSettings(window=WINDOW, money_per_hour=9 * 3600 / WINDOW))
+    assert budget.reserve(1.0, 0.01) is None
+    held.settle(0.5, happened=True, now=1.0)
+    reserved(budget, 1.0, 0.01).cancel()
+    budget.configure(SpillSettings(window=WINDOW, money_per_hour=6 * 3600 / WINDOW))
+    assert budget.reserve(1.0, 0.01) is None
+    assert budget.reserve(59.0, 0.01) is None
+    reserved(budget, 61.0, 0.01)
+
+
+@dataclass
+class Spent:
+    """One request that was let in."""
+
+    let_in: float
+    over: float
+    cost: float
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 32),
+    amount=st.floats(0.5, 20.0),
+    gap=st.floats(0.01, 4.0),
+    length=st.floats(0.1, 90.0),
+    boundless=st.sampled_from([0.0, 0.2, 1.0]),
+    reloads=st.booleans(),
+)
+def test_no_window_ever_costs_more_than_the_budget_and_one_request(
+    seed: int, amount: float, gap: float, length: float, boundless: float, reloads: bool
+) -> None:
+    rng = random.Random(seed)
+    budget = money(amount)
+    spent: list[Spent] = []
+    running: list[tuple[float, float, Reservation, float]] = []
+    now = 0.0
+    for number in range(300):
+        now += rng.expovariate(1 / gap)
+        if reloads and number % 40 == 39:
+            budget.configure(budget.rules.model_copy())
+        for one in [one for one in running if one[0] <= now]:
+            running.remove(one)
+            over, let_in, held, cost = one
+            held.settle(cost, happened=rng.random() < 0.8, now=over)
+            spent.append(Spent(let_in, over, cost))
+        bound = rng.choice([0.1, 1.0, 5.0])
+        cost = bound * rng.random()
+        known = math.inf if rng.random() < boundless else bound
+        reservation = budget.reserve(now, known)
+        if reservation is None:
+            continue
+        if rng.random() < 0.1:
+            reservation.cancel()
+            continue
+        running.append((now + rng.expovariate(1 / length), now, reservation, cost))
+    spent += [Spent(let_in, over, cost) for over, let_in, _, cost in running]
+    # Whenever within its time it is thought to have been paid: at its beginning, its end, between.
+    for share in (0.0, 0.5, 1.0):
+        paid = sorted((one.let_in + share * (one.over - one.let_in), one.cost) for one in spent)
+        for first, (begin, _) in enumerate(paid):
+            window = [cost for moment, cost in paid[first:] if moment < begin + WINDOW]
+            assert math.fsum(window) <= amount + max(window) + 1e-6
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 32),
+    share=st.floats(0.0, 1.0),
+    gap=st.floats(0.01, 5.0),
+    length=st.floats(0.1, 60.0),
+)
+def test_whenever_one_is_let_in_no_more_than_the_share_has_been(
+    seed: int, share: float, gap: float, length: float
+) -> None:
+    rng = random.Random(seed)
+    budget = a_budget(share=share)
+    asked: list[float] = []
+    let_in: list[float] = []
+    running: list[tuple[float, Reservation]] = []
+    now = 0.0
+    for _ in range(300):
+        now += rng.expovariate(1 / gap)
+        for over, reservation in [one for one in running if one[0] <= now]:
+            running.remove((over, reservation))
+            reservation.settle(0.0, happened=True, now=over)
+        budget.arrived(now)
+        asked.append(now)
+        if rng.random() < 0.5:
+            continue
+        granted = budget.reserve(now, math.inf)
+        if granted is not None:
+            let_in.append(now)
+            running.append((now + rng.expovariate(1 / length), granted))
+            of_all = sum(when > now - WINDOW for when in asked)
+            assert sum(when > now - WINDOW for when in let_in) <= share * of_all + 1e-6
+
+
+# What it costs.
+
+
+def test_tokens_cost_what_the_inventory_says() -> None:
+    spec = a_spec(cost_per_million_tokens=TokenCost(prompt=1.0, completion=4.0))
+    cost = price(spec, 8, prompt=500_000, completion=250_000, slots=1, seconds=99.0)
+    assert cost == pytest.approx(1.5)
+
+
+def test_a_node_paid_by_the_hour_costs_its_share_of_the_time() -> None:
+    spec = a_spec(cost_per_hour=2.0)
+    assert price(spec, 4, prompt=1e9, completion=1e9, slots=1, seconds=1800) == pytest.approx(0.25)
+    # The limit may have shrunk below what it holds.
+    assert price(spec, 1, prompt=0, completion=0, slots=3, seconds=3600) == pytest.approx(2.0)
+
+
+def test_the_most_is_what_the_longest_answer_to_the_longest_prompt_would_cost() -> None:
+    spec = a_spec(cost_per_million_tokens=TokenCost(prompt=1.0, completion=4.0))
+
+    def of(**keys: int | None) -> float:
+        given = {"prompt_bytes": 1000, "max_tokens": 100, "context": None, "slots": 1, **keys}
+        return most(spec, 8, seconds=60.0, **given) * 1e6  # type: ignore[arg-type]
+
+    assert of() == pytest.approx(1000 + TEMPLATE_TOKENS + 400)
+    assert of(slots=2) == pytest.approx(1000 + TEMPLATE_TOKENS + 800)
+    assert of(max_tokens=10**18, context=500) == pytest.approx(500 + 2000)
+    assert of(max_tokens=None, context=500) == pytest.approx(500 + 2000)
+    assert of(max_tokens=None) == math.inf
+
+
+def test_the_most_of_an_answer_that_costs_nothing_is_known() -> None:
+    spec = a_spec(cost_per_million_tokens=TokenCost(prompt=1.0))
+    bound = most(spec, 8, prompt_bytes=488, max_tokens=None, context=None, slots=1, seconds=60.0)
+    assert bound * 1e6 == pytest.approx(1000)
+
+
+def test_the_most_by_the_hour_is_the_longest_time() -> None:
+    spec = a_spec(cost_per_hour=2.0)
+    bound = most(
+        spec, 8, prompt_bytes=10**9, max_tokens=None, context=None, slots=1, seconds=3600.0
+    )
+    assert bound == pytest.approx(0.25)
+
+
+@given(
+    st.floats(0, 100), st.floats(0, 100), st.integers(0, 10_000), st.integers(1, 10_000),
+    st.integers(1, 8), st.floats(0, 1), st.floats(0, 1),
+)  # fmt: skip
+def test_nothing_costs_more_than_the_most(
+    prompt: float, completion: float, size: int, tokens: int, slots: int, read: float, wrote: float
+) -> None:
+    spec = a_spec(cost_per_million_tokens=TokenCost(prompt=prompt, completion=completion))
+    bound = most(
+        spec, 8, prompt_bytes=size, max_tokens=tokens, context=None, slots=slots, seconds=1.0
+    )
+    came = price(
+        spec, 8, prompt=size * read, completion=tokens * slots * wrote, slots=slots, seconds=9.0
+    )
+    assert came <= bound + 1e-12
