@@ -12,6 +12,7 @@ from gateway.fleet.departures import Departures
 from gateway.fleet.facts import differences
 from gateway.fleet.health import Watch
 from gateway.fleet.node import Node, Rules
+from gateway.fleet.probes import refuses_our_key
 from gateway.fleet.probing import Answer, Outcome, Probing
 from gateway.fleet.reclaim import Reclaimer
 from gateway.fleet.speed import weigh
@@ -189,6 +190,7 @@ class Fleet:
         begins = not node.wanted
         node.spec = spec
         if upstream is not None:
+            node.unlock()
             self._departures.replace(node, upstream)
         if begins:
             node.probing = Probing()
@@ -268,6 +270,22 @@ class Fleet:
     def loading(self, node: Node) -> None:
         """A request was told that the model is still being loaded."""
         self._noticed(node, Answer.LOADING, "the server is loading its model")
+
+    def locked(self, node: Node, path: str, status: int) -> None:
+        """A request was told that our key is wrong (401)."""
+        node.lock(refuses_our_key(path, status), self._clock())
+        self.settle(node)
+
+    def overloaded(self, lease: Lease, now: float, retry_after: float | None) -> None:
+        """A request was told 429 or 503: too much at once, or too soon."""
+        limit = lease.node.limit
+        if limit is not None and limit.refused(lease.taken, now, retry_after):
+            self._turned(lease.node)
+
+    def answered(self, lease: Lease, prompt: float, completion: float) -> None:
+        """A whole answer after so many tokens: its node may take more at once, or less."""
+        if lease.node.learn_limit(lease, prompt, completion):
+            self.settle(lease.node)
 
     def refuses(self, node: Node, endpoint: Endpoint) -> None:
         """A request was told that the node does not do this (501)."""

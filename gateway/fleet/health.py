@@ -80,7 +80,7 @@ class Watch:
             self._settle(node)
             now = node.clock()
             due = node.probing.next if node.wanted else now + LONGEST_SLEEP
-            await self._sleep(min(due, node.circuit.next_change(now)) - now)
+            await self._sleep(min(due, node.next_change(now)) - now)
 
     def _is_due(self) -> bool:
         return self._node.wanted and self._node.clock() >= self._node.probing.next

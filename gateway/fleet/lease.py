@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from gateway.fleet.timings import Seen
 
@@ -30,6 +30,13 @@ class Phase(enum.Enum):
     """We have left, the node may still be at work."""
     OVER = "over"
     """Given back."""
+
+
+class Charge(Protocol):
+    """Who is to be told, once, what a lease came to cost."""
+
+    def settle(self, cost: float, *, happened: bool, now: float) -> None:
+        """It cost so much; `happened`: the node worked for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +83,8 @@ class Lease:
     """Likewise."""
     read_at: float | None = None
     """When its first content came."""
+    charge: Charge | None = None
+    """The share of a budget that it holds."""
     placement: Any = None
     """What the scheduler keeps of it."""
     on_end: Callable[[Lease], None] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from gateway.fleet.circuit import Circuit
 from gateway.fleet.facts import Facts
 from gateway.fleet.lease import Lease
+from gateway.fleet.limit import MOST, Limit
 from gateway.fleet.occupancy import Occupancy
 from gateway.fleet.pace import Pace
 from gateway.fleet.probing import Probing
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
     from gateway.request import Endpoint, Priority
     from gateway.transport.upstream import Upstream
 
-OPENAI_SLOTS = 8
-"""Requests at once for an endpoint that has no slots to tell of, unless the inventory says."""
+LOCKED = 300.0
+"""Seconds for which a node that told a request that our key is wrong gets no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,15 @@ class Node:
     pace: Pace = field(default_factory=Pace)
     measured: tuple[object, ...] = (None, None, None)
     """What makes its model: the one whose speed was learnt."""
+    limit: Limit | None = None
+    """Of another OpenAI-compatible endpoint: how much it takes, as far as was found by trying."""
     probing: Probing = field(default_factory=Probing)
     state: State = State.STARTING
     reason: str = ""
     draining: bool = False
+    locked: str = ""
+    """How a request was told that our key is not the right one; believed until `locked_until`."""
+    locked_until: float = -math.inf
     removed: bool = False
     """Out of the inventory: it gets nothing and ends what it runs."""
     drift: tuple[str, ...] = ()
@@ -74,6 +81,8 @@ class Node:
 
     def __post_init__(self) -> None:
         self.speed.relative = self.spec.speed_hint
+        if self.spec.kind == "openai":
+            self.limit = Limit()
 
     @property
     def name(self) -> str:
@@ -82,12 +91,22 @@ class Node:
 
     @property
     def slots_total(self) -> int:
-        """Requests it works on at once: declared, else said, else assumed."""
+        """Requests it works on at once: declared, else said, else found by trying, else one."""
         if self.spec.slots is not None:
             return self.spec.slots
         if self.facts.slots is not None:
             return self.facts.slots
-        return OPENAI_SLOTS if self.spec.kind == "openai" else 1
+        return 1 if self.limit is None else self.limit.slots
+
+    @property
+    def slots_most(self) -> int:
+        """The same, or what trying may yet find: no request wider than this can ever go there."""
+        tried = self.limit is not None and self.spec.slots is None and self.facts.slots is None
+        return MOST if tried else self.slots_total
+
+    def paused(self, now: float) -> bool:
+        """Whether the endpoint has asked for no new work at this moment (429, `Retry-After`)."""
+        return self.limit is not None and self.limit.paused(now)
 
     @property
     def wanted(self) -> bool:
@@ -162,7 +181,7 @@ class Node:
 
     def capacity(self, now: float) -> int:
         """Slots that work may use at this moment, whatever is in use already."""
-        if self.removed:
+        if self.removed or (self.limit is not None and self.limit.paused(now)):
             return 0
         if self.state is State.READY or self.state is State.DEGRADED:
             return self.circuit.allowed(self.slots_total, now)
@@ -179,6 +198,37 @@ class Node:
         if self.state is State.EJECTED:
             return 1 if used < self.slots_total else 0
         return max(0, capacity - used)
+
+    def lock(self, why: str, now: float) -> None:
+        """It refuses our key, so it gets nothing until somebody may have seen to it."""
+        self.locked, self.locked_until = why, now + LOCKED
+
+    def unlock(self) -> None:
+        """There may be another key now."""
+        self.locked_until = -math.inf
+
+    def learn_limit(self, lease: Lease, prompt: float, completion: float) -> bool:
+        """Take in a whole answer; whether the node is now thought to take more or less at once.
+
+        `prompt`: tokens that it had to read; `completion`: tokens that it wrote, on all slots.
+        """
+        seen = None if self.limit is None else lease.seen()
+        if self.limit is None or seen is None:
+            return False
+        return self.limit.answered(
+            lease.taken,
+            lease.taken + seen.duration,
+            first=seen.ttft,
+            prompt=prompt,
+            completion=completion / lease.slots,
+        )
+
+    def next_change(self, now: float) -> float:
+        """When time alone may change what work it takes; infinity: never."""
+        due = self.circuit.next_change(now)
+        if self.limit is not None and self.limit.paused(now):
+            due = min(due, self.limit.paused_until)
+        return due
 
     def take(
         self,
@@ -215,6 +265,8 @@ class Node:
             lease.trial = True
             self.circuit.begin_trial(lease)
         self.leases.add(lease)
+        if self.limit is not None:
+            self.limit.took(self.occupancy.leased + slots)
         self.occupancy.take(slots, now, reads=lease.reads)
         lease.began()
         self.requests += 1

@@ -156,7 +156,12 @@ def _judge_discovery(node: Node, path: str, status: int) -> tuple[Answer, str]:
 
 
 def _locked(path: str, status: int) -> tuple[Answer, str]:
-    return Answer.LOCKED, (
+    return Answer.LOCKED, refuses_our_key(path, status)
+
+
+def refuses_our_key(path: str, status: int) -> str:
+    """What an operator reads of a node that this status on this path came from."""
+    return (
         f"it refuses our key ({status} on {path}): set api_key_env or api_key_file in the inventory"
     )
 

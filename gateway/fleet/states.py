@@ -37,6 +37,8 @@ def judge(node: Node, now: float) -> tuple[State, str]:
         return State.DRAINING, "drained by an operator, until it is resumed"
     if probing.down:
         return State.DOWN, probing.detail
+    if now < node.locked_until:
+        return State.DOWN, node.locked
     if probing.loading:
         return State.LOADING, "the server is loading its model"
     if not probing.probed:
@@ -57,4 +59,11 @@ def judge(node: Node, now: float) -> tuple[State, str]:
         return State.MUTE, probing.detail
     if node.pace.degraded:
         return State.DEGRADED, node.pace.reason(now, endpoint=node.spec.kind == "openai")
-    return State.READY, "answers its probes"
+    return State.READY, _ready(node, now)
+
+
+def _ready(node: Node, now: float) -> str:
+    if node.limit is not None and node.limit.paused(now):
+        left = node.limit.paused_until - now
+        return f"it refused work (429 or 503): none for about {left:.0f} s"
+    return "answers its probes"

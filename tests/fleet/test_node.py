@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from gateway.fleet.node import OPENAI_SLOTS
-from tests.fleet.build import a_node, take
+from gateway.fleet.limit import MOST, START
+from tests.fleet.build import Clock, a_node, take
 
 
 def test_slots_are_declared_or_said_or_assumed() -> None:
@@ -12,7 +12,48 @@ def test_slots_are_declared_or_said_or_assumed() -> None:
     assert node.slots_total == 1
     node.facts.slots = 5
     assert node.slots_total == 5
-    assert a_node(kind="openai").slots_total == OPENAI_SLOTS
+    assert a_node(kind="openai").slots_total == START
+
+
+def test_an_endpoint_that_tells_no_slots_may_yet_turn_out_to_have_more() -> None:
+    node = a_node(kind="openai")
+    assert (node.slots_total, node.slots_most) == (START, MOST)
+    assert a_node(kind="openai", slots=2).slots_most == 2
+    assert a_node().slots_most == 1
+
+
+def test_the_limit_of_an_endpoint_is_what_it_was_found_to_take() -> None:
+    node = a_node(kind="openai")
+    lease = take(node)
+    assert node.limit is not None
+    node.limit.refused(lease.taken, node.clock())
+    assert node.slots_total < START
+    declared = a_node(kind="openai", slots=4)
+    assert declared.limit is not None
+    declared.limit.refused(0.0, declared.clock())
+    assert declared.slots_total == 4
+
+
+def test_nothing_is_given_to_an_endpoint_that_asked_for_a_pause() -> None:
+    clock = Clock()
+    node = a_node(clock, kind="openai", slots=4)
+    assert node.limit is not None
+    node.limit.refused(clock(), clock(), retry_after=20.0)
+    assert (node.paused(clock()), node.free(clock())) == (True, 0)
+    assert node.next_change(clock()) == clock() + 20.0
+    clock.passes(20.0)
+    assert (node.paused(clock()), node.free(clock())) == (False, 4)
+
+
+def test_a_limit_that_shrinks_below_what_runs_leaves_nothing_free() -> None:
+    node = a_node(kind="openai")
+    leases = [take(node) for _ in range(8)]
+    assert node.limit is not None
+    node.limit.refused(leases[0].taken, node.clock(), retry_after=0.0)
+    assert node.free(node.clock()) == 0
+    for lease in leases[:4]:
+        lease.give_back()
+    assert node.free(node.clock()) == node.slots_total - 4 == 1
 
 
 def test_context_is_declared_or_said() -> None:
