@@ -276,6 +276,9 @@ class Memory:
         if running.answer >= WORTH_LEARNING and cached >= 0.9 * running.forerunner:
             share = min(1.0, max(0.0, cached - running.forerunner) / running.answer)
             node.answers += 0.25 * (share - node.answers)
+        if cached > 2.0 * predicted + WORTH_LEARNING and node.used > 0.5 * node.host_tokens:
+            # The server still has what was let go of here.
+            node.host_tokens = min(MOST_HOST, 1.1 * node.host_tokens)
         if predicted < WORTH_LEARNING:
             return
         if running.depth is not None:
