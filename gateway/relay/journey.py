@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -150,12 +151,17 @@ class Journey:
             request.refused.add(node.name)
             if status == 501:
                 fleet.refuses(node, request.endpoint)
+            elif status == 401:
+                fleet.locked(node, request.path, status)
             raise AttemptFailed(
                 errors.node_failed(f"No node could serve this request (the last said {status}).")
             )
         if judged is Verdict.BUSY:
             if verdict.is_loading(status, content):
                 fleet.loading(node)
+            elif status == 429 or (status == 503 and node.limit is not None):
+                # No failure: it is how such an endpoint shows its limit.
+                fleet.overloaded(lease, now, verdict.retry_after(attempt.headers, time.time()))
             elif status in {502, 503, 504}:
                 fleet.failed(node, now, lease.taken)
             raise AttemptFailed(errors.node_failed(f"Every node tried failed ({status})."))

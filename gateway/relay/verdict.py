@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+from email.utils import parsedate_to_datetime
 
 import msgspec
 
-from gateway.request import Request
+from gateway.request import Headers, Request
 
 
 class Verdict(enum.Enum):
@@ -89,6 +90,23 @@ def as_body(content: bytes) -> bytes:
     if isinstance(value, dict) and value.get("error"):
         return content
     return msgspec.json.encode({"error": value})
+
+
+def retry_after(headers: Headers, wall: float) -> float | None:
+    """Seconds for which the node asks to be left alone; None: it does not.
+
+    `wall` is the time of day in seconds since 1970: the field may be a date (RFC 9110, 10.2.3).
+    """
+    for name, value in headers:
+        if name == b"retry-after":
+            word = value.decode("latin-1").strip()
+            if word.isascii() and word.isdigit() and len(word) <= 9:
+                return float(word)
+            try:
+                return max(0.0, parsedate_to_datetime(word).timestamp() - wall)
+            except (ValueError, OverflowError):
+                return None
+    return None
 
 
 def message_of(content: bytes) -> str | None:
