@@ -12,6 +12,7 @@ from gateway.relay import sse
 from gateway.relay.attempt import Attempt
 from gateway.relay.live import Live
 from gateway.relay.usage import Usage, read_usage
+from gateway.scheduling.budget import price
 from gateway.scheduling.scheduler import Scheduler
 
 BLAMELESS = frozenset({"client_closed", "cancelled"})
@@ -51,7 +52,10 @@ class Settler:
     def tell(self, live: Live, attempt: Attempt, outcome: str) -> None:
         """An attempt is over that came to nothing."""
         live.attempt = None
-        self.bus.soon(self._tell, live, attempt, outcome, self.clock())
+        now = self.clock()
+        if attempt.lease.charge is not None:
+            _charge_dropped(live, attempt, outcome, now)
+        self.bus.soon(self._tell, live, attempt, outcome, now)
 
     def _ended(self, live: Live, attempt: Attempt) -> float:
         attempt.end()
@@ -82,7 +86,12 @@ class Settler:
                 if first is not None and first.prompt:
                     usage.prompt, usage.cached = first.prompt, first.cached
                     break
-        _write(live.record, lease, usage, now)
+        if outcome == "ok" and lease.slots:
+            self.fleet.answered(lease, usage.prompt - usage.cached, usage.completion)
+        cost = _cost(lease, usage, now)
+        _write(live.record, usage, cost)
+        if lease.charge is not None:
+            lease.charge.settle(cost, happened=True, now=now)
         self._tell(live, attempt, outcome, now)
 
     def _tell(self, live: Live, attempt: Attempt, outcome: str, now: float) -> None:
@@ -97,14 +106,31 @@ class Settler:
         )
 
 
-def _write(record: RequestFinished, lease: Lease, usage: Usage, now: float) -> None:
-    spec = lease.node.spec
+def _charge_dropped(live: Live, attempt: Attempt, outcome: str, now: float) -> None:
+    """What an attempt that came to nothing has spent of its budget.
+
+    Once a prompt was sent, only an answer that refuses it says that it was not read.
+    """
+    lease = attempt.lease
+    assert lease.charge is not None
+    worked = attempt.sent > 0 and attempt.status < 300
+    cost = _cost(lease, Usage(live.request.prompt_tokens), now) if worked else 0.0
+    lease.charge.settle(cost, happened=worked and outcome in BLAMELESS, now=now)
+
+
+def _cost(lease: Lease, usage: Usage, now: float) -> float:
+    return price(
+        lease.node.spec,
+        lease.node.slots_total,
+        prompt=usage.prompt,
+        completion=usage.completion,
+        slots=lease.slots,
+        seconds=now - lease.taken,
+    )
+
+
+def _write(record: RequestFinished, usage: Usage, cost: float) -> None:
     record.prompt_tokens += usage.prompt
     record.cached_tokens += usage.cached
     record.completion_tokens += usage.completion
-    if spec.cost_per_million_tokens is not None:
-        rate = spec.cost_per_million_tokens
-        record.cost += (usage.prompt * rate.prompt + usage.completion * rate.completion) / 1_000_000
-    elif spec.cost_per_hour:
-        share = lease.slots / lease.node.slots_total
-        record.cost += spec.cost_per_hour * share * (now - lease.taken) / 3600
+    record.cost += cost
