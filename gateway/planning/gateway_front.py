@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 from gateway.planning.job import Job
-from gateway.planning.knowledge import Exact, Knowledge
+from gateway.planning.knowledge import Exact, Knowledge, Known
 from gateway.planning.machine import Machine
 from gateway.planning.simulation import Fleet
 from gateway.request import Priority
@@ -18,7 +18,7 @@ from gateway.scheduling.dispatch import Dispatcher, LineRules, Placement
 SOONEST = 1e-3
 """Seconds until an alarm at the earliest: a clock that stood still would ring for ever."""
 
-_PRIORITIES = {priority.label: priority for priority in Priority}
+PRIORITIES = {priority.label: priority for priority in Priority}
 
 
 class GatewayFront:
@@ -47,16 +47,17 @@ class GatewayFront:
     def arrive(self, job: Job, fleet: Fleet) -> None:
         """Ask the dispatcher for a slot, with what is known of the request."""
         now = fleet.now
-        prompt, completion, cached = self.knowledge.of(job, fleet)
+        known = self.knowledge.of(job, fleet)
+        job.front = known
         ask = Ask(
             str(job.id),
             self._groups,
-            _PRIORITIES[job.klass],
+            PRIORITIES[job.klass],
             job.caller,
             now,
-            prompt=prompt,
-            completion=completion,
-            cached=cached,
+            prompt=known.prompt,
+            completion=known.completion,
+            cached=known.cached,
             affinity=job.prompt.head or job.prompt.stream,
         )
         placement = self.dispatcher.arrive(ask, now)
@@ -66,13 +67,18 @@ class GatewayFront:
 
     def started(self, job: Job, fleet: Fleet) -> None:
         """Its first token came."""
-        self.dispatcher.began(job.front, fleet.now)
+        known: Known = job.front
+        assert known.placement is not None
+        self.dispatcher.began(known.placement, fleet.now)
+        self.knowledge.began(job, known, fleet.now)
 
     def ended(self, job: Job, fleet: Fleet) -> None:
         """Settle it, learn from it, and see who is next."""
-        placement: Placement = job.front
-        self.dispatcher.finished(placement, fleet.now, job.prompt.tokens, job.cached, job.output)
-        self.knowledge.learn(job, placement, fleet)
+        known: Known = job.front
+        assert known.placement is not None
+        now = fleet.now
+        self.dispatcher.finished(known.placement, now, job.prompt.tokens, job.cached, job.output)
+        self.knowledge.ended(job, known, now)
         job.front = None
         self._match(fleet)
 
@@ -87,9 +93,10 @@ class GatewayFront:
 
     def _send(self, placement: Placement, fleet: Fleet) -> None:
         job = fleet.jobs[int(placement.ask.id)]
-        job.front = placement
-        self.knowledge.placed(job, placement)
+        known: Known = job.front
+        known.placement = placement
         fleet.send(job, placement.row.index)
+        self.knowledge.placed(job, known, fleet.now)
 
     def _set_alarm(self, now: float) -> None:
         wake = self.dispatcher.wake_at(now)

@@ -1,9 +1,10 @@
-"""What the simulated gateway knows when it places a request."""
+"""What the simulated gateway knows when it places a request: everything, or what it has learnt."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from gateway.planning.job import Job, in_common
 from gateway.planning.machine import Machine
@@ -12,20 +13,38 @@ from gateway.scheduling.board import Board
 from gateway.scheduling.dispatch import Placement
 
 
+@dataclass(slots=True)
+class Known:
+    """What is known of one request, and where it is."""
+
+    prompt: float
+    """Expected prompt tokens."""
+    completion: float
+    """Expected tokens of the answer."""
+    cached: Mapping[int, float]
+    """Tokens believed cached, by row."""
+    placement: Placement | None = None
+    memo: Any = None
+    """Whatever the source keeps beside it."""
+
+
 class Knowledge(Protocol):
     """Where the numbers of an ask and of a row come from."""
 
     def begin(self, machines: Sequence[Machine], board: Board) -> None:
         """The board has a row for each machine, by its place: tell it the speeds."""
 
-    def of(self, job: Job, fleet: Fleet) -> tuple[float, float, Mapping[int, float]]:
-        """Expected prompt tokens, tokens of the answer, and tokens cached by row."""
+    def of(self, job: Job, fleet: Fleet) -> Known:
+        """What to expect of a request that has come."""
 
-    def placed(self, job: Job, placement: Placement) -> None:
-        """It goes to that row."""
+    def placed(self, job: Job, known: Known, now: float) -> None:
+        """It goes to the node of `known.placement`."""
 
-    def learn(self, job: Job, placement: Placement, fleet: Fleet) -> None:
-        """It has ended there: everything about it is known."""
+    def began(self, job: Job, known: Known, now: float) -> None:
+        """Its first token is there."""
+
+    def ended(self, job: Job, known: Known, now: float) -> None:
+        """It has ended there, with figures as llama.cpp tells them."""
 
 
 class Exact:
@@ -46,7 +65,7 @@ class Exact:
         for machine, row in zip(machines, board.rows, strict=True):
             board.set_speed(row, machine.prefill, machine.token_base, machine.token_step)
 
-    def of(self, job: Job, fleet: Fleet) -> tuple[float, float, Mapping[int, float]]:
+    def of(self, job: Job, fleet: Fleet) -> Known:
         """The truth."""
         prompt = job.prompt
         completion = job.output if self._lengths else min(job.limit, 256)
@@ -58,14 +77,16 @@ class Exact:
                 held = max(in_common(one, prompt) for one in (*cache.held, *cache.evicted))
                 if held:
                     cached[node] = held
-        return prompt.tokens, completion, cached
+        return Known(prompt.tokens, completion, cached)
 
-    def placed(self, job: Job, placement: Placement) -> None:
+    def placed(self, job: Job, known: Known, now: float) -> None:
         """Remember where to look."""
-        node = placement.row.index
-        self._seen.setdefault(job.prompt.stream, set()).add(node)
+        self._seen.setdefault(job.prompt.stream, set()).add(job.node)
         if job.prompt.head:
-            self._seen.setdefault(-job.prompt.head, set()).add(node)
+            self._seen.setdefault(-job.prompt.head, set()).add(job.node)
 
-    def learn(self, job: Job, placement: Placement, fleet: Fleet) -> None:
+    def began(self, job: Job, known: Known, now: float) -> None:
+        """Nothing is left to learn."""
+
+    def ended(self, job: Job, known: Known, now: float) -> None:
         """Nothing is left to learn."""

@@ -57,35 +57,53 @@ class PromptCache:
         else:
             swap = best < KEPT * held[slot].tokens
         if swap and self._limit:
-            self._swap(slot, prompt)
-        cached = min(in_common(held[slot], prompt), size - 1)
-        return slot, cached
+            self._save(held[slot])
+            self._take_back(slot, prompt)
+        return slot, min(in_common(held[slot], prompt), size - 1)
+
+    def save_idle(self, busy: list[bool]) -> None:
+        """Save what idle slots hold, as llama.cpp does whenever work begins in another slot."""
+        if not self._limit:
+            return
+        for held, works in zip(self.held, busy, strict=True):
+            if not works:
+                self._save(held)
 
     def keep(self, slot: int, prompt: Prompt, now: float) -> None:
         """A slot has ended its work and holds this."""
         self.held[slot] = prompt
         self.used[slot] = now
 
-    def _swap(self, slot: int, prompt: Prompt) -> None:
-        """Save what the slot holds, and take back what suits the prompt better, if there is one."""
+    def _save(self, prompt: Prompt) -> None:
+        """Put a prompt into host memory, unless it is there; it stands for those it begins with."""
+        tokens = prompt.tokens
+        if not 0 < tokens <= self._limit:
+            return
+        part_of_it = False
+        for one in self.evicted:
+            common = in_common(one, prompt)
+            if common == tokens:
+                return
+            if common == one.tokens:
+                part_of_it = True
+        if part_of_it:
+            self.evicted = [one for one in self.evicted if in_common(one, prompt) != one.tokens]
+            self._total = sum([one.tokens for one in self.evicted])
+        self.evicted.append(prompt)
+        self._total += tokens
+        while self._total > self._limit:
+            self._total -= self.evicted.pop(0).tokens
+
+    def _take_back(self, slot: int, prompt: Prompt) -> None:
+        """Load an evicted prompt, if one is better in both: what is used of it, and what for."""
         old = self.held[slot]
-        evicted = self.evicted
-        gain, share = 0, -1.0
-        if old.tokens:
-            gain = in_common(old, prompt)
-            share = gain / old.tokens
-            if not any(in_common(one, old) == old.tokens for one in evicted):
-                kept = [one for one in evicted if in_common(one, old) != one.tokens]
-                kept.append(old)
-                self.evicted = evicted = kept
-                self._total = sum([one.tokens for one in kept])
+        gain = in_common(old, prompt)
+        share = gain / old.tokens if old.tokens else -1.0
         found = -1
-        for place, one in enumerate(evicted):
+        for place, one in enumerate(self.evicted):
             common = in_common(one, prompt)
             if common > gain and common >= WORTH * one.tokens and common / one.tokens > share:
                 found, share, gain = place, common / one.tokens, common
         if found >= 0:
-            self.held[slot] = evicted.pop(found)
+            self.held[slot] = self.evicted.pop(found)
             self._total -= self.held[slot].tokens
-        while self._total > self._limit and evicted:
-            self._total -= evicted.pop(0).tokens

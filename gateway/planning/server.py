@@ -143,6 +143,7 @@ class Server:
         job.to_read = job.prompt.tokens - cached
         job.to_write = job.output
         self.slots[slot] = job
+        self.cache.save_idle([held is not None for held in self.slots])
         readers = self._readers
         place = len(readers)
         while place and readers[place - 1].slot > slot:
