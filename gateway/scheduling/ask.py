@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from gateway.request import Priority
 from gateway.scheduling.board import MOST_SLOTS, Pool, Row, bounded
+
+if TYPE_CHECKING:
+    from gateway.scheduling.fairness import Account
 
 MOST_TOKENS = 1e7
 """Tokens of a prompt or an answer; more than that is a mistake, and is bounded."""
 USUAL_COMPLETION = 256.0
 """Tokens expected of an answer that nobody knows anything about."""
+
+Shape = tuple[tuple["Tiers", ...], int, bool]
+"""Groups, slots and whether it leaves the reserve alone: what the rows with room depend on."""
 
 Tiers = tuple[Pool, ...]
 """Pools that serve the same model, the preferred first: the next is for when one has no room."""
@@ -51,16 +58,20 @@ class Ask:
     """Hash of what it shares with its like, for `prefix_hash`."""
     deadline: float | None = None
     """When the answer is of no use any more."""
-    order: int = 0
-    """The number of its arrival, kept by the dispatcher."""
+    # Kept by the line and the dispatcher.
     work: float = 0.0
-    """Seconds that it is expected to keep a slot, kept by the line."""
+    """Seconds that it is expected to keep its slots."""
+    age: tuple[float, int] = (0.0, 0)
+    """The key of the order of age."""
+    account: Account | None = None
+    """Its caller's, while it is in line."""
+    shape: Shape = ((), 0, False)
+    warmest: tuple[int, ...] = ()
+    """Indexes of the rows that have most of it cached."""
     held: Row | None = None
     """The busy node that it is held back for."""
     held_until: float = 0.0
-    """When that has been predicted to have a slot, with a margin."""
-    holds: int = 0
-    """How often it has been held back."""
+    """When that was predicted to have a slot, with a margin; 0: never held back."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.prompt <= MOST_TOKENS:

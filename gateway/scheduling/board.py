@@ -15,12 +15,12 @@ import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 if TYPE_CHECKING:
     from gateway.scheduling.ask import Ask
-    from gateway.scheduling.dispatch import Placement
+    from gateway.scheduling.forecast import Placement
 
 SLOWEST, FASTEST = 1e-3, 1e7
 """Tokens/s outside of which a speed is a mistake; it is bounded."""
@@ -77,6 +77,8 @@ class Row:
     """Waiting requests that are held back for this node, in the order of their turns."""
     kept: Ask | None = None
     """The wide request that the free slots are kept for."""
+    strictly: bool = False
+    """Whether they are kept from classes above it too."""
     spare: int = 0
     """Slots that must stay free where a request leaves the reserve alone."""
     used: int = 0
@@ -101,18 +103,27 @@ class Pool:
     rows: tuple[Row, ...] = ()
     members: frozenset[int] = frozenset()
     """Their indexes."""
-    version: int = 0
     queued: list[float] = field(default_factory=lambda: [0.0] * 4)
     """Expected seconds of work that waits for it, by class."""
+    mask: Any = None
+    """numpy's view of the rows that are not in it, made when needed."""
+    _slots: tuple[int, int] = (-1, 0)
 
     def __post_init__(self) -> None:
         self.set(self.rows)
+
+    def slots(self, board: Board) -> int:
+        """Slots of the rows that are alive."""
+        if self._slots[0] != board.version:
+            self._slots = board.version, sum([row.total for row in self.rows if row.alive])
+        return self._slots[1]
 
     def set(self, rows: Iterable[Row]) -> None:
         """These rows and no others, in this order."""
         self.rows = tuple(rows)
         self.members = frozenset(row.index for row in self.rows)
-        self.version += 1
+        self.mask = None
+        self._slots = (-1, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -128,9 +139,16 @@ class Board:
     """Rows with a free slot, by index."""
     placed: int = 0
     """Placements so far."""
+    freed: bool = False
+    """Whether slots have come free since those who wait were last looked at."""
+    kept: list[Row] = field(default_factory=list)
+    """Rows whose free slots are kept for a wide request."""
+    version: int = 0
+    """Changes with the number of slots of any row."""
+    dirty: list[Row] = field(default_factory=list)
+    """Rows that have changed since numpy's columns were last brought up to date."""
     _unused: list[int] = field(default_factory=list)
     _pools: WeakSet[Pool] = field(default_factory=WeakSet)
-    _dirty: list[Row] = field(default_factory=list)
 
     # Rows and pools.
 
@@ -172,6 +190,11 @@ class Board:
         self._pools.add(pool)
         return pool
 
+    @property
+    def count(self) -> int:
+        """How many nodes there are."""
+        return len(self.by_name)
+
     # What the board is told.
 
     def set_slots(
@@ -185,13 +208,12 @@ class Board:
         row.capacity = int(bounded(capacity, 0, MOST_SLOTS, 0))
         row.foreign = int(bounded(foreign, 0, MOST_SLOTS, 0))
         row.alive = row.capacity > 0 if alive is None else alive
+        self.version += 1
         row.spare = int(self.reserve * row.total)
         self.settle(row)
 
     def set_speed(self, row: Row, prefill: float, token_base: float, token_step: float) -> None:
-        """`prefill` tokens/s; a token takes `token_base` seconds alone, `token_step` more for each
-        neighbour that writes.
-        """
+        """Tokens read per second, seconds a token alone, seconds more for each neighbour."""
         row.prefill = bounded(prefill, SLOWEST, FASTEST, UNMEASURED_PREFILL)
         row.token_base = bounded(token_base, 1 / FASTEST, 1 / SLOWEST, UNMEASURED_TOKEN)
         row.token_step = bounded(token_step, 0.0, 1 / SLOWEST, 0.0)
@@ -213,15 +235,21 @@ class Board:
         row.busy = busy = row.ours + row.foreign
         free = row.capacity - busy
         if free > 0:
+            if free > row.free:
+                self.freed = True
+                self.open[row.index] = row
             row.free = free
-            self.open[row.index] = row
-        else:
+        elif row.free:
             row.free = 0
             self.open.pop(row.index, None)
         step = row.token_step
         row.per_token = per_token = row.token_base + step * busy
         row.per_prompt = (1 + busy) / row.prefill
         row.drag = step / (per_token - step) if busy and step else 0.0
+        self.touch(row)
+
+    def touch(self, row: Row) -> None:
+        """What numpy's columns have of `row` is out of date."""
         if not row.dirty:
             row.dirty = True
-            self._dirty.append(row)
+            self.dirty.append(row)

@@ -1,45 +1,90 @@
 """The expected finish: what a request costs if it goes to one node, in seconds.
 
-    T = W + R + u/p + c·(b + s·k) + (u/p)·k + s·Σr + D
+    T = W + R + u/p + c·(b + s·k)  +  (u/p)·k + d·Σr  +  D
 
-- W  seconds until a slot is free there (0 where one is)
-- R  seconds until the prompts that are queued there have been read: reading is serial on a node
-- u  prompt tokens that its cache does not hold, p  prompt tokens/s it reads
-- c  tokens of the answer, b  seconds a token takes alone, s  seconds more for each neighbour:
-     decoding is bound by memory, so a batch shares the reading of the weights
-- k  neighbours that run there; (u/p)·k is what the newcomer's reading holds them up, since a
-     server that reads a prompt writes nothing
-- Σr tokens that the neighbours still have to write; s·Σr is what one more sequence slows them down
-- D  seconds for doubt: a degraded node, one in its slow start, one that failed lately
+- W  until a slot is free there: 0 where one is
+- R  until the prompts that are queued there have been read: a server reads one after the other
+- u  prompt tokens that its cache does not hold; p  prompt tokens it reads a second
+- c  tokens of the answer; b  seconds a token takes alone; s  seconds more for each neighbour:
+     decoding waits for memory, so a batch shares the reading of the weights
+- k  neighbours that run there. (u/p)·k is what the newcomer's reading holds them up: a server that
+     reads a prompt writes nothing
+- Σr seconds that the neighbours still have to run; d = s / (b + s·(k-1)) is the share by which one
+     more sequence slows them down
+- D  seconds for doubt: a degraded node, one in its slow start, one that has failed lately
 
-The first line of terms is the newcomer's own time, the rest is its price to others; minimising the
-sum minimises what all of them take together. Sources: `LLAMA_SERVER.md` of the project's notes for
-what a prefill does to neighbours (measured: 14 s of standstill while 3,000 tokens were read);
-least expected work left in Harchol-Balter, "Performance Modeling and Design of Computer Systems",
-2013, ch. 24; cost by uncached prefill and load in SGLang's router and in "Preble", 2024.
+The first four terms are the newcomer's own time, the next two its price to those who run there, so
+the least T is what all of them together lose least by.
 
-`cost` is the whole formula and works on floats and on numpy arrays alike.
+Sources: llama.cpp's server as measured (a slot that wrote stood still for 14 s while its neighbour
+read 3,000 tokens; 1,400 tokens took 10.3 s cold and 0.06 s from the cache). The marginal cost of a
+placement, instead of its own time alone: Harchol-Balter, "Performance Modeling and Design of
+Computer Systems", 2013, on least work left and size-based assignment. Uncached prefill against
+load: Srivatsa et al., "Preble: Efficient Distributed Prompt Scheduling for LLM Serving", 2024.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from gateway.scheduling.ask import Ask
-from gateway.scheduling.board import Row
+if TYPE_CHECKING:
+    from gateway.scheduling.ask import Ask
+    from gateway.scheduling.board import Row
 
-Number = TypeVar("Number")
+Numbers = TypeVar("Numbers", bound=Any)
+"""A float, or an array of them: one for each row."""
+
+LEAST_READ = 1.0
+"""Tokens that are read whatever is cached: a server always reads the last one."""
+
+
+def cost(
+    uncached: float,
+    completion: float,
+    per_prompt: Numbers,
+    per_token: Numbers,
+    before: Numbers,
+    drag: Numbers,
+    left: Numbers,
+) -> Numbers:
+    """T by a row's coefficients, for floats as for numpy arrays.
+
+    `per_prompt` = (1 + k)/p, `per_token` = b + s·k, `before` = W + R + D, `drag` = d, `left` = Σr.
+    """
+    total: Numbers = before + uncached * per_prompt + completion * per_token + drag * left
+    return total
 
 
 def seconds(row: Row, ask: Ask, now: float) -> float:
-    """The expected finish of `ask` on `row`, a slot of which is free, in seconds from `now`."""
-    uncached = ask.prompt - ask.cached.get(row.index, 0.0)
-    uncached = max(uncached, 1.0)
-    total = row.doubt + uncached * row.per_prompt + ask.completion * row.per_token
+    """T of `ask` on `row`, where it has room now."""
+    before = row.doubt
     if row.reading_until > now:
-        total += row.reading_until - now
-    if row.drag:
-        total += row.drag * max(0.0, row.ends - now * len(row.running))
+        before += row.reading_until - now
+    index = row.index
     if ask.doubts:
-        total += ask.doubts.get(row.index, 0.0)
-    return total
+        before += ask.doubts.get(index, 0.0)
+    uncached = ask.prompt
+    if ask.cached:
+        uncached = max(LEAST_READ, uncached - ask.cached.get(index, 0.0))
+    left = 0.0
+    if row.drag:
+        left = max(0.0, row.ends - now * len(row.running))
+    return cost(uncached, ask.completion, row.per_prompt, row.per_token, before, row.drag, left)
+
+
+def seconds_after(row: Row, ask: Ask, wait: float) -> float:
+    """T of `ask` on `row` if it gets the slots there that come free after `wait` seconds.
+
+    The one that makes room has gone by then, and its neighbours are taken to go on.
+    """
+    uncached = max(LEAST_READ, ask.prompt - ask.cached.get(row.index, 0.0))
+    neighbours = max(0, row.busy - ask.slots)
+    return cost(
+        uncached,
+        ask.completion,
+        (1 + neighbours) / row.prefill,
+        row.token_base + row.token_step * neighbours,
+        wait + row.doubt + ask.doubts.get(row.index, 0.0),
+        0.0,
+        0.0,
+    )

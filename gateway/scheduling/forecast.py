@@ -1,0 +1,112 @@
+"""When what runs on a node is expected to end: kept on its row as work comes, moves on and goes."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gateway.scheduling.finish import LEAST_READ
+
+if TYPE_CHECKING:
+    from gateway.scheduling.ask import Ask
+    from gateway.scheduling.board import Pool, Row
+    from gateway.scheduling.fairness import Account
+
+OUTLIVED = 0.5
+"""What outlives its forecast is expected to take this share of its time so far once more."""
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """A request that has slots on a node, until `Dispatcher.finished`. Monotonic seconds."""
+
+    ask: Ask
+    row: Row
+    pool: Pool
+    group: int
+    """Which of the request's names it is served under: an index of `ask.groups`."""
+    at: float
+    read_by: float
+    """When its prompt is expected to have been read."""
+    ends: float
+    """When it is expected to end."""
+    account: Account | None = None
+    charge: float = 0.0
+    """What its caller has been charged."""
+    over: bool = False
+
+
+def place(ask: Ask, row: Row, pool: Pool, group: int, now: float) -> Placement:
+    """Let `ask` begin on `row`: its reading holds the others up, its writing slows them down."""
+    uncached = ask.prompt
+    if ask.cached:
+        uncached = max(LEAST_READ, uncached - ask.cached.get(row.index, 0.0))
+    reading = uncached / row.prefill
+    running = row.running
+    if running:
+        start = max(now, row.reading_until)
+        drag = row.drag
+        for other in running:
+            other.ends += reading + max(0.0, other.ends - now) * drag
+        row.ends = sum([other.ends for other in running])
+    else:
+        start, row.ends = now, 0.0
+    row.reading_until = read_by = start + reading
+    ends = read_by + ask.completion * row.per_token
+    placement = Placement(ask, row, pool, group, now, read_by, ends)
+    running.append(placement)
+    row.ends += ends
+    return placement
+
+
+def began(placement: Placement, now: float) -> None:
+    """Its prompt has been read at `now`."""
+    row = placement.row
+    shift = now - placement.read_by
+    placement.read_by = now
+    placement.ends += shift
+    row.ends += shift
+    row.reading_until = max([one.read_by for one in row.running])
+
+
+def end(placement: Placement, now: float) -> None:
+    """It has gone: what it held up or slowed down goes faster."""
+    row = placement.row
+    running = row.running
+    running.remove(placement)
+    if not running:
+        row.ends = row.reading_until = 0.0
+        return
+    gain = row.token_step / row.per_token
+    unread = placement.read_by - now
+    for other in running:
+        if unread > 0.0 and other.read_by < placement.read_by:
+            other.ends -= unread
+        if gain and other.ends > now:
+            other.ends -= (other.ends - now) * gain
+    row.ends = sum([other.ends for other in running])
+    row.reading_until = max([other.read_by for other in running])
+
+
+def release(row: Row, slots: int, now: float) -> float | None:
+    """Seconds until `slots` more than are free now are free on `row`; None: no telling."""
+    if slots <= 0:
+        return 0.0
+    running = row.running
+    if len(running) == 1 and running[0].ask.slots >= slots:
+        return _left(running[0], now)
+    for wait, count in heapq.nsmallest(
+        len(running), [(_left(one, now), one.ask.slots) for one in running]
+    ):
+        slots -= count
+        if slots <= 0:
+            return wait
+    return None
+
+
+def _left(placement: Placement, now: float) -> float:
+    left = placement.ends - now
+    outlived = (now - placement.at) * OUTLIVED
+    # One that is late is not expected any second: the longer it has taken, the longer it takes.
+    return left if left > 0.0 else outlived

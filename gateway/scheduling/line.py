@@ -1,0 +1,125 @@
+"""What waits, kept so that the next candidates are found without looking at all of it.
+
+A class is a `Rank`. In it a request stands twice in the order of age: in its caller's lane, which
+fairness goes by, and in the lane of its shape, which ageing goes by. Requests of one shape can go
+to the same nodes, so where one shape finds no room, the whole lane is passed over.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from gateway.request import Priority
+from gateway.scheduling.ask import Ask, Shape
+from gateway.scheduling.fairness import Account, Shares
+
+WARMEST = 2
+"""Nodes for which a waiting request is remembered as warm."""
+
+_age = attrgetter("age")
+
+
+@dataclass(slots=True, eq=False)
+class Rank:
+    """What waits of one class."""
+
+    shares: Shares = field(default_factory=Shares)
+    lanes: dict[Shape, list[Ask]] = field(default_factory=dict)
+    count: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """Everything that waits."""
+
+    ranks: tuple[Rank, ...] = field(default_factory=lambda: tuple(Rank() for _ in Priority))
+    count: int = 0
+    slotless: int = 0
+    """How many of them need no slot."""
+    wide: int = 0
+    """How many of them need several."""
+    _arrivals: int = 0
+    _warm: dict[int, dict[Ask, None]] = field(default_factory=dict)
+
+    def add(self, ask: Ask, account: Account) -> None:
+        """Put `ask`, whose account it is, in line."""
+        rank = self.ranks[ask.priority]
+        self._arrivals += 1
+        ask.age = (ask.entered, self._arrivals)
+        ask.account = account
+        shape = ask.shape = shape_of(ask)
+        if not account.lanes:
+            rank.shares.joins(account)
+        _insert(account.lanes, shape, ask)
+        _insert(rank.lanes, shape, ask)
+        rank.count += 1
+        self.count += 1
+        self.slotless += not ask.slots
+        self.wide += ask.slots > 1
+        ask.groups[0][0].queued[ask.priority] += ask.work
+        for index in ask.warmest:
+            self._warm.setdefault(index, {})[ask] = None
+
+    def remove(self, ask: Ask) -> None:
+        """Take `ask`, which is in line, out of it."""
+        rank, account = self.ranks[ask.priority], ask.account
+        assert account is not None
+        _drop(account.lanes, ask)
+        _drop(rank.lanes, ask)
+        if not account.lanes:
+            rank.shares.leaves(account)
+        ask.account = None
+        rank.count -= 1
+        self.count -= 1
+        self.slotless -= not ask.slots
+        self.wide -= ask.slots > 1
+        queued = ask.groups[0][0].queued
+        queued[ask.priority] = max(0.0, queued[ask.priority] - ask.work) if rank.count else 0.0
+        for index in ask.warmest:
+            warm = self._warm[index]
+            del warm[ask]
+            if not warm:
+                del self._warm[index]
+
+    def warm_at(self, index: int) -> dict[Ask, None]:
+        """What waits and is warmest at the row of that index, in the order of arrival."""
+        return self._warm.get(index, {})
+
+    def __iter__(self) -> Iterator[Ask]:
+        """All of it, by class and age."""
+        for rank in self.ranks:
+            yield from heapq.merge(*rank.lanes.values(), key=_age)
+
+
+def shape_of(ask: Ask) -> Shape:
+    """What the rows that have room for it depend on."""
+    return ask.groups, ask.slots, ask.priority is Priority.BATCH
+
+
+def warmest(ask: Ask) -> tuple[int, ...]:
+    """The indexes of the rows that have most of its prompt cached."""
+    cached = ask.cached
+    if len(cached) <= WARMEST:
+        return tuple(cached)
+    return tuple(heapq.nlargest(WARMEST, cached, key=cached.__getitem__))
+
+
+def _insert(lanes: dict[Shape, list[Ask]], shape: Shape, ask: Ask) -> None:
+    lane = lanes.get(shape)
+    if lane is None:
+        lanes[shape] = [ask]
+    elif lane[-1].age <= ask.age:
+        lane.append(ask)
+    else:
+        insort(lane, ask, key=_age)
+
+
+def _drop(lanes: dict[Shape, list[Ask]], ask: Ask) -> None:
+    lane = lanes[ask.shape]
+    del lane[0 if lane[0] is ask else bisect_left(lane, ask.age, key=_age)]
+    if not lane:
+        del lanes[ask.shape]
