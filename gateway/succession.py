@@ -159,7 +159,7 @@ async def start_successor(
     try:
         try:
             # Not asyncio's: it outlives this event loop.
-            process = subprocess.Popen(  # noqa: ASYNC220 - takes as long as a fork
+            process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own command
                 command, env=environment, pass_fds=(*numbers.values(), writer)
             )
         except OSError as error:
