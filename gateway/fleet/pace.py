@@ -85,8 +85,8 @@ class Course:
     degraded: bool = False
     at: float = 0.0
     """When it was last compared."""
-    tps: float = 0.0
-    """Tokens/s of the last request that was compared."""
+    usual: float = 0.0
+    """Tokens/s that were usual for a request like the last one."""
 
     @property
     def share(self) -> float:
@@ -105,7 +105,7 @@ class Course:
             return
         self.shares.append(share)
         self.at = now
-        self.tps = 1 / rate.low
+        self.usual = math.exp(-usual.log)
         share = self.share
         if share >= WELL_AGAIN or (share >= FAR_BELOW and not self.degraded):
             self.low_since, self.degraded = None, False
@@ -166,8 +166,9 @@ class Pace:
     def reason(self, now: float, *, endpoint: bool = False) -> str:
         """What is wrong, in words that an operator can act on."""
         told = [
-            f"{verb} at {course.share:.0%} of its usual speed ({course.tps:.3g} tokens/s where "
-            f"{course.tps / max(course.share, 1e-6):.3g} are usual) for {_time(now, course)}"
+            f"{verb} at {course.share:.0%} of its usual speed "
+            f"({course.usual * course.share:.3g} tokens/s instead of {course.usual:.3g}) "
+            f"for {_time(now, course)}"
             for verb, course in (("writes", self.writing), ("reads", self.reading))
             if course.degraded
         ]

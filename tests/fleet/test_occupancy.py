@@ -1,6 +1,13 @@
+"""How slots are counted, and what they were busy with over time."""
+
 from __future__ import annotations
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from gateway.fleet.occupancy import LINGER, Occupancy
+from tests.fleet.build import Clock, a_node, take
 
 
 def foreign_after(occupancy: Occupancy, busy: int, now: float) -> int:
@@ -50,3 +57,136 @@ def test_overlapping_readings_each_know_their_own_peak() -> None:
         with occupancy.reading(21.0) as second:
             pass
     assert (first.peak, second.peak) == (2, 1)
+
+
+def test_busy_slots_are_summed_over_time() -> None:
+    occupancy = Occupancy()
+    occupancy.take(1, 100.0)
+    occupancy.take(2, 102.0)
+    occupancy.give_back(1, 103.0)
+    occupancy.count(105.0)
+    assert occupancy.slot_seconds == pytest.approx(2 * 1 + 1 * 3 + 2 * 2)
+    with occupancy.reading(105.0) as reading:
+        pass
+    occupancy.saw(5, reading, 106.0)
+    occupancy.count(107.0)
+    assert occupancy.slot_seconds == pytest.approx(9 + 2 + 5)
+
+
+def test_a_clock_that_stands_still_or_goes_back_adds_nothing() -> None:
+    occupancy = Occupancy()
+    occupancy.take(1, 100.0, reads=True)
+    occupancy.count(100.0)
+    occupancy.count(90.0)
+    assert (occupancy.slot_seconds, occupancy.reader_seconds) == (0, 0)
+
+
+def test_a_lease_knows_who_was_busy_while_it_wrote() -> None:
+    clock = Clock()
+    node = a_node(clock, slots=4)
+    lease = take(node)
+    lease.moved(clock.passes(2))
+    other = take(node, stream=False)
+    clock.passes(3)
+    other.give_back()
+    clock.passes(1)
+    assert lease.seen() is None
+    lease.give_back()
+    seen = lease.seen()
+    assert seen is not None
+    assert (seen.ttft, seen.duration) == (2, 6)
+    assert seen.busy == pytest.approx((2 * 3 + 1 * 1) / 4)
+    assert (seen.stalled, seen.readers) == (0, 1)
+
+
+def test_a_lease_knows_whose_prompts_were_read_meanwhile() -> None:
+    clock = Clock()
+    node = a_node(clock, slots=4)
+    first, second = take(node), take(node)
+    second.moved(clock.passes(2))
+    first.moved(clock.passes(2))
+    third = take(node)
+    third.moved(clock.passes(5))
+    clock.passes(1)
+    for lease in (first, second, third):
+        lease.give_back()
+    seen = [lease.seen() for lease in (first, second, third)]
+    assert [one and one.readers for one in seen] == pytest.approx([1.5, 2, 1])
+    assert [one and one.stalled for one in seen] == pytest.approx([5, 7, 0])
+
+
+def test_an_answer_in_one_piece_leaves_open_what_it_shared() -> None:
+    clock = Clock()
+    node = a_node(clock, slots=4)
+    lease, other = take(node, stream=False), take(node, stream=False)
+    clock.passes(4)
+    lease.give_back()
+    other.give_back()
+    seen = lease.seen()
+    assert seen is not None
+    assert (seen.ttft, seen.busy, seen.readers) == (None, 2, 2)
+
+
+def test_what_holds_no_slot_and_what_took_no_time_say_nothing_wrong() -> None:
+    node = a_node()
+    none = take(node, 0)
+    none.give_back()
+    assert none.seen() is None
+    lease = take(node)
+    lease.give_back()
+    seen = lease.seen()
+    assert seen is not None
+    assert (seen.duration, seen.busy) == (0, 1)
+
+
+def test_one_that_was_left_while_it_read_counts_until_its_slot_is_free() -> None:
+    clock = Clock()
+    node = a_node(clock, slots=2)
+    left, other = take(node), take(node)
+    other.moved(clock.passes(1))
+    left.abandon()
+    clock.passes(3)
+    left.give_back()
+    clock.passes(1)
+    other.give_back()
+    seen = other.seen()
+    assert seen is not None
+    assert seen.stalled == pytest.approx(3)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["take", "plain", "move", "leave", "give"]),
+            st.integers(0, 7),
+            st.floats(0, 100),
+        )
+    )
+)
+def test_no_course_of_events_makes_the_means_impossible(
+    events: list[tuple[str, int, float]],
+) -> None:
+    clock = Clock()
+    node = a_node(clock, slots=8)
+    leases = []
+    for what, which, seconds in events:
+        now = clock.passes(seconds)
+        if what in {"take", "plain"}:
+            leases.append(take(node, 1 + which % 2, stream=what == "take"))
+        elif leases:
+            lease = leases[which % len(leases)]
+            match what:
+                case "move":
+                    lease.moved(now)
+                case "leave":
+                    lease.abandon()
+                case _:
+                    lease.give_back()
+    for lease in leases:
+        lease.give_back()
+        seen = lease.seen()
+        assert seen is not None
+        assert lease.slots - 1e-6 <= seen.busy <= 2 * len(leases) + 1e-6
+        assert 0 <= seen.stalled <= seen.duration
+        assert 1 - 1e-6 <= seen.readers <= 2 * len(leases) + 1e-6
+    assert node.occupancy.leased == node.occupancy._readers == 0

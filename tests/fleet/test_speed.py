@@ -1,3 +1,5 @@
+"""What is learnt of a node's speed, and what is reckoned with until then."""
+
 from __future__ import annotations
 
 import math
@@ -7,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fleet.speed import Speed, weigh
+from gateway.fleet.speed import UNMEASURED, Speed, weigh
+from gateway.fleet.timings import Seen
 from tests.fleet.build import a_node
 
 
@@ -115,3 +118,159 @@ def test_nodes_that_only_embed_are_weighed_by_their_prefill() -> None:
     fast.speed.learn({"prompt_n": 300, "prompt_ms": 1000})
     weigh([slow, fast])
     assert fast.speed.relative == pytest.approx(3 * slow.speed.relative)
+
+
+def learn_at(speed: Speed, busy: int, per_token: float, times: int = 30) -> None:
+    told = {"predicted_n": 40, "predicted_ms": 40_000 * per_token}
+    for _ in range(times):
+        speed.learn(told, Seen(40 * per_token + 1, 1, busy=busy))
+
+
+def test_decode_is_learnt_by_busy_slots() -> None:
+    speed = Speed()
+    for _ in range(5):
+        for busy in (1, 2, 4):
+            learn_at(speed, busy, 0.05 + 0.02 * (busy - 1), times=4)
+    assert speed.decode_tps == pytest.approx(20, rel=0.02)
+    assert speed.token_base == pytest.approx(0.05, rel=0.02)
+    assert speed.token_step == pytest.approx(0.02, rel=0.1)
+    assert speed.seconds_per_token(4) == pytest.approx(0.11, rel=0.05)
+
+
+def test_a_node_that_was_only_seen_full_is_not_thought_as_slow_when_alone() -> None:
+    speed = Speed()
+    learn_at(speed, 4, 0.1)
+    assert speed.seconds_per_token(4) == pytest.approx(0.1)
+    assert 0.05 < speed.token_base < 0.1
+
+
+def test_more_neighbours_never_make_it_faster() -> None:
+    speed = Speed()
+    learn_at(speed, 1, 0.1)
+    learn_at(speed, 2, 0.09)
+    assert speed.token_step >= 0
+    assert speed.seconds_per_token(0) == speed.seconds_per_token(1)
+
+
+def test_short_reads_do_not_make_a_node_look_slow_at_long_ones() -> None:
+    speed = Speed()
+    for _ in range(40):
+        for tokens in (20, 1500):
+            speed.learn({"prompt_n": tokens, "prompt_ms": 100 + tokens / 0.6})
+    assert speed.prefill_tps == pytest.approx(600, rel=0.05)
+
+
+def test_prompts_read_side_by_side_count_at_their_best() -> None:
+    speed = Speed()
+    for _ in range(5):
+        speed.learn({"prompt_n": 600, "prompt_ms": 1000}, Seen(2, 1))
+    for _ in range(50):
+        speed.learn({"prompt_n": 600, "prompt_ms": 2000}, Seen(3, 2, busy=2, readers=2))
+    assert speed.prefill_tps == pytest.approx(600, rel=0.05)
+
+
+def test_a_decode_held_up_by_others_prompts_does_not_make_a_node_slow() -> None:
+    speed = Speed()
+    for _ in range(50):
+        told = {"predicted_n": 40, "predicted_ms": 6000}
+        speed.learn(told, Seen(7, 1, busy=2, stalled=4))
+    assert speed.seconds_per_token(2) == pytest.approx(0.05, rel=0.1)
+
+
+def test_a_liar_gets_no_more_than_its_hint() -> None:
+    """It claims a thousandfold; our clock says 10 s for a hundred tokens."""
+    liar, honest = a_node(), a_node()
+    for _ in range(20):
+        liar.speed.learn(
+            {"prompt_n": 500, "prompt_ms": 1, "predicted_n": 100, "predicted_ms": 10},
+            Seen(15, 5),
+        )
+        honest.speed.learn(timings(tps=10), Seen(4.3, 1))
+    weigh([liar, honest])
+    assert liar.speed.relative == pytest.approx(honest.speed.relative)
+    assert liar.speed.token_base == pytest.approx(honest.speed.token_base)
+    assert liar.speed.reading == pytest.approx(honest.speed.reading)
+
+
+def test_a_node_that_begins_to_lie_keeps_its_true_speed() -> None:
+    speed = Speed()
+    learn_at(speed, 1, 0.1)
+    for _ in range(50):
+        speed.learn({"predicted_n": 100, "predicted_ms": 10}, Seen(11, 1))
+    assert speed.decode_tps == pytest.approx(10, rel=0.1)
+
+
+def test_an_endpoint_without_timings_is_learnt_by_the_clock() -> None:
+    speed = Speed()
+    speed.observe(1000, 200, 101, ttft=2.0, duration=7.0, busy=1)
+    assert speed.prefill_tps == pytest.approx(400)
+    assert speed.decode_tps == pytest.approx(20)
+
+
+def test_an_unmeasured_node_is_reckoned_with_by_its_hint() -> None:
+    cpu, fast, gpu = a_node(), a_node(speed_hint=2), a_node(tier="gpu")
+    weigh([cpu, fast, gpu])
+    assert cpu.speed.reading == UNMEASURED.reading
+    assert fast.speed.token_base == UNMEASURED.token_base / 2
+    assert gpu.speed.reading > 10 * cpu.speed.reading
+    measured = a_node(speed_hint=0.5)
+    learn_at(measured.speed, 1, 0.04)
+    measured.speed.learn({"prompt_n": 1000, "prompt_ms": 5000})
+    weigh([cpu, fast, measured])
+    assert cpu.speed.token_base == pytest.approx(measured.speed.token_base / 2, rel=0.01)
+    assert fast.speed.reading == pytest.approx(4 * measured.speed.reading, rel=0.01)
+
+
+def test_a_change_of_what_to_reckon_with_is_told_by_the_version() -> None:
+    node, other = a_node(), a_node()
+    weigh([node, other])
+    before = node.speed.version
+    weigh([node, other])
+    assert node.speed.version == before
+    other.speed.learn(timings())
+    weigh([node, other])
+    assert node.speed.version > before
+
+
+def test_a_server_with_another_model_is_measured_anew() -> None:
+    node = a_node()
+    node.facts.models = ("small",)
+    node.note_model()
+    node.facts.n_params = 1_000_000
+    node.note_model()
+    node.speed.learn(timings())
+    node.note_model()
+    assert node.speed.decode_tps is not None
+    node.facts.n_params = 7_000_000
+    node.note_model()
+    assert [node.speed.prefill_tps, node.speed.decode_tps].count(None) == 2
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.dictionaries(
+                st.sampled_from(["prompt_n", "prompt_ms", "predicted_n", "predicted_ms"]),
+                st.floats(1e-9, 1e12) | st.integers(1, 10**12),
+            ),
+            st.builds(
+                Seen,
+                st.floats(0, 1e6),
+                st.none() | st.floats(0, 1e6),
+                st.floats(0, 100),
+                st.floats(0, 1e6),
+                st.floats(0, 100),
+            ),
+        )
+    )
+)
+def test_what_is_reckoned_with_stays_finite_and_positive(
+    told: list[tuple[dict[str, object], Seen]],
+) -> None:
+    speed = Speed()
+    for one, seen in told:
+        speed.learn(one, seen)
+        assert 0 < speed.reading < math.inf
+        assert 0 < speed.token_base < math.inf
+        assert 0 <= speed.token_step < math.inf
+        assert 0 < speed.seconds_per_token(8) < math.inf

@@ -3,7 +3,15 @@ from __future__ import annotations
 from gateway.fleet.node import Node
 from gateway.fleet.probing import Probing
 from gateway.fleet.states import State, judge
+from gateway.fleet.timings import Rate, Sample
 from tests.fleet.build import a_node, a_spec, take
+
+
+def slow_down(node: Node) -> None:
+    """Let it write as it always did for long, and then far slower."""
+    for second in range(40):
+        each = 0.1 if second < 20 else 1.0
+        node.pace.learn(Sample(None, Rate(40, each, each), 1, 500), 10.0 * second)
 
 
 def everything_at_once() -> Node:
@@ -13,6 +21,7 @@ def everything_at_once() -> Node:
     node.probing = Probing(probed=True, up=False, detail="no connection", mute=True)
     for _ in range(5):
         node.circuit.failed(1000.0)
+    slow_down(node)
     return node
 
 
@@ -37,6 +46,8 @@ def test_the_first_state_of_the_list_that_holds_wins() -> None:
     seen.append(state())
     node.probing.mute = False
     seen.append(state())
+    node.pace.restarted()
+    seen.append(state())
     assert seen == [
         "standby",
         "draining",
@@ -45,6 +56,7 @@ def test_the_first_state_of_the_list_that_holds_wins() -> None:
         "starting",
         "ejected",
         "mute",
+        "degraded",
         "ready",
     ]
 
@@ -84,6 +96,15 @@ def test_an_ejected_node_tells_how_many_requests_failed_and_what_comes_next() ->
         State.EJECTED,
         "5 requests in a row failed; the next one is on trial",
     )
+
+
+def test_a_degraded_node_tells_figures_and_goes_on_working() -> None:
+    node = a_node(slots=3)
+    slow_down(node)
+    node.state, reason = judge(node, 400.0)
+    assert node.state is State.DEGRADED
+    assert reason.startswith("writes at 10% of its usual speed (")
+    assert node.free(400.0) == 3
 
 
 def test_a_half_open_node_takes_exactly_one_request() -> None:

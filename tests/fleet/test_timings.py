@@ -1,0 +1,111 @@
+"""What a node claims, and what our clock makes of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.fleet.timings import Rate, Sample, Seen, by_clock, read_timings
+
+
+def timings(read: float = 2.0, wrote: float = 8.0) -> dict[str, object]:
+    return {
+        "cache_n": 50,
+        "prompt_n": 200,
+        "prompt_ms": read * 1000,
+        "predicted_n": 80,
+        "predicted_ms": wrote * 1000,
+    }
+
+
+def bounds(rate: Rate | None) -> tuple[float, float]:
+    """The fewest and the most seconds that it may have taken."""
+    assert rate is not None
+    return rate.low * rate.tokens, rate.high * rate.tokens
+
+
+def test_honest_figures_are_taken_as_they_are() -> None:
+    sample = read_timings(timings(), Seen(10.1, 2.05, busy=1.5))
+    assert bounds(sample.prefill) == pytest.approx((2, 2))
+    assert bounds(sample.decode) == pytest.approx((8, 8))
+    assert (sample.busy, sample.context) == (1.5, 250)
+
+
+def test_without_our_clock_they_are_all_there_is() -> None:
+    sample = read_timings(timings(wrote=0.001))
+    assert bounds(sample.decode) == pytest.approx((0.001, 0.001))
+    assert sample.busy is None
+
+
+def test_a_thousandfold_too_fast_is_only_the_lower_end() -> None:
+    sample = read_timings(timings(read=0.002, wrote=0.008), Seen(10, 2))
+    assert bounds(sample.prefill) == pytest.approx((0.002, 2))
+    assert bounds(sample.decode) == pytest.approx((0.008, 8))
+
+
+def test_a_thousandfold_too_slow_is_bounded_by_what_we_saw() -> None:
+    sample = read_timings(timings(read=2000, wrote=8000), Seen(10, 2))
+    assert bounds(sample.prefill) == pytest.approx((2, 2))
+    assert bounds(sample.decode) == pytest.approx((10, 10))
+
+
+def test_an_answer_in_one_piece_is_held_against_the_whole() -> None:
+    assert bounds(read_timings(timings(), Seen(10.2)).decode) == pytest.approx((8, 8))
+    assert bounds(read_timings(timings(wrote=0.008), Seen(10.0)).decode) == pytest.approx(
+        (0.008, 8)
+    )
+
+
+def test_what_others_prompts_may_have_cost_stays_open() -> None:
+    sample = read_timings(timings(), Seen(10, 2, busy=2, stalled=3, readers=2))
+    assert bounds(sample.prefill) == pytest.approx((1, 2))
+    assert bounds(sample.decode) == pytest.approx((5, 8))
+
+
+def test_a_decode_is_never_all_stall() -> None:
+    low, _ = bounds(read_timings(timings(), Seen(10, 2, stalled=100)).decode)
+    assert low == pytest.approx(1)
+
+
+def test_an_endpoint_without_timings_is_timed_by_us() -> None:
+    sample = by_clock(250, 50, 81, Seen(10, 2))
+    assert bounds(sample.prefill) == pytest.approx((2, 2))
+    assert bounds(sample.decode) == pytest.approx((8, 8))
+    in_one_piece = by_clock(250, 50, 80, Seen(10))
+    assert in_one_piece.prefill is None
+    assert bounds(in_one_piece.decode) == pytest.approx((5, 10))
+    embedding = by_clock(250, 0, 0, Seen(2))
+    assert embedding.decode is None
+    assert bounds(embedding.prefill) == pytest.approx((2, 2))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+def test_a_clock_gone_wrong_is_left_out(bad: float) -> None:
+    assert by_clock(250, 50, 80, Seen(bad)) == Sample()
+    assert by_clock(bad, 50, 80, Seen(10)) == Sample()
+    assert read_timings(timings(), Seen(10, 2, stalled=bad)) == read_timings(timings())
+
+
+anything: Any = st.floats() | st.integers() | st.none() | st.text(max_size=3) | st.booleans()
+seconds = st.floats() | st.floats(0, 1e4)
+KEYS = ["cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms"]
+
+
+@given(
+    st.dictionaries(st.sampled_from(KEYS), anything),
+    st.none() | st.builds(Seen, seconds, st.none() | seconds, seconds, seconds, seconds),
+)
+def test_whatever_is_told_a_rate_is_an_interval_of_positive_numbers(
+    told: dict[str, object], seen: Seen | None
+) -> None:
+    sample = read_timings(told, seen)
+    for rate in (sample.prefill, sample.decode):
+        if rate is not None:
+            assert 0 < rate.low <= rate.high < math.inf
+            assert 2 <= rate.tokens < math.inf
+    assert sample.busy is None or 1 <= sample.busy < math.inf
+    assert 0 <= sample.context < math.inf
