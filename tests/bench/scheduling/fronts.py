@@ -1,8 +1,13 @@
-"""What is compared: this gateway, nginx `least_conn` and HAProxy `leastconn` with a queue."""
+"""What is compared: this gateway, nginx `least_conn` and HAProxy `leastconn` with a queue.
+
+Neither peer keeps connections to the nodes: llama.cpp promises to keep a stream's connection and
+closes it all the same, and what they send there meanwhile they would answer with 502.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -40,6 +45,42 @@ def _gateway(**settings: object) -> Callable[[str, Plan], list[str]]:
     return command
 
 
+def _nginx(binary: str, plan: Plan) -> list[str]:
+    servers = "\n".join(f"    server {HOST}:{port} max_fails=0;" for port in plan.upstreams)
+    user = "user root;" if os.geteuid() == 0 else ""
+    config = plan.folder / "nginx.conf"
+    config.write_text(f"""{user}
+daemon off;
+worker_processes 1;
+worker_rlimit_nofile {CONNECTIONS};
+pid nginx.pid;
+error_log error.log error;
+events {{ worker_connections {CONNECTIONS}; }}
+http {{
+  access_log off;
+  client_body_buffer_size 1m;
+  client_body_temp_path body;
+  proxy_temp_path proxy;
+  fastcgi_temp_path fastcgi;
+  uwsgi_temp_path uwsgi;
+  scgi_temp_path scgi;
+  upstream nodes {{
+    least_conn;
+{servers}
+  }}
+  server {{
+    listen {HOST}:{plan.port} backlog=4096;
+    proxy_http_version 1.1;
+    proxy_set_header Connection close;
+    proxy_buffering off;
+    proxy_read_timeout 3600s;
+    location / {{ proxy_pass http://nodes; }}
+  }}
+}}
+""")
+    return [binary, "-p", str(plan.folder), "-c", str(config), "-e", "error.log"]
+
+
 def _haproxy(binary: str, plan: Plan) -> list[str]:
     servers = "\n".join(
         f"  server node{i} {HOST}:{port} maxconn {SLOTS}" for i, port in enumerate(plan.upstreams)
@@ -51,7 +92,7 @@ def _haproxy(binary: str, plan: Plan) -> list[str]:
 defaults
   mode http
   option http-no-delay
-  http-reuse always
+  option http-server-close
   timeout connect 5s
   timeout queue 1h
   timeout client 1h
@@ -74,7 +115,7 @@ FRONTS = {
     for front in (
         Front("gateway", "gateway, lengths known", _GATEWAY),
         Front("gateway-unknown", "gateway, lengths unknown", _GATEWAY, known=False),
-        Front("nginx", "nginx least_conn", TARGETS["nginx"]),
+        Front("nginx", "nginx least_conn", replace(TARGETS["nginx"], command=_nginx)),
         Front(
             "haproxy",
             f"HAProxy leastconn, maxconn {SLOTS}",

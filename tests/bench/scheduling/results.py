@@ -30,7 +30,7 @@ class Played:
     load_busy: float = 0.0
     """Share of the other core that nodes and clients used."""
     disturbed: float = 0.0
-    """Share of the time in which the front was ready and had no core."""
+    """Share of the time in which one of the processes, on average, was ready and had no core."""
 
     @property
     def problems(self) -> list[str]:

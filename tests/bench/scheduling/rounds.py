@@ -96,7 +96,7 @@ class Rounds:
                     bounds=bounds(trace, found, self.fleet),
                     front_busy=(cpu_seconds(run.pid) - before) / wall if run.pid else 0.0,
                     load_busy=(time.process_time() - load_cpu) / wall,
-                    disturbed=(waited_seconds(os.getpid()) - waited) / wall,
+                    disturbed=(waited_seconds(os.getpid()) - waited) / wall / (len(runs) + 1),
                 )
                 for front, run, before, found in zip(fronts, runs, cpu, records, strict=True)
             ]

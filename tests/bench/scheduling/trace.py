@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from tests.emulator.words import WORDS
 
 THINK = (4.0, 0.6, 1.0, 20.0)
-QUESTION = (60.0, 0.7, 10.0, 400.0)
-ANSWER = (60.0, 0.6, 10.0, 300.0)
+QUESTION = (100.0, 0.8, 10.0, 800.0)
+ANSWER = (40.0, 0.7, 8.0, 300.0)
 """Median, sigma, least and most; seconds, tokens, tokens."""
 
 
