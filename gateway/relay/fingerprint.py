@@ -24,7 +24,7 @@ BLOCK = 512
 """Bytes; about 128 tokens, which a slow CPU node reads in a few seconds."""
 SHORTEST = 256
 """Bytes of a body below which no cache is worth thinking of."""
-MOST_BLOCKS = 8192
+MOST_BLOCKS = 4096
 """Of one prompt; what stands behind them is measured only."""
 BYTES_PER_TOKEN = 4
 IMAGE = 576 * BYTES_PER_TOKEN
@@ -127,18 +127,21 @@ class _Chain:
 
     def add(self, data: bytes, weight: int | None = None) -> None:
         """A part that ends where a block ends; `weight`: the bytes it counts as."""
-        if len(self.blocks) >= MOST_BLOCKS:
-            self.size += len(data) if weight is None else weight
-            return
-        if weight is not None or len(data) <= BLOCK:
+        room = MOST_BLOCKS - len(self.blocks)
+        if weight is None and len(data) > BLOCK:
+            full = min(len(data), room * BLOCK)
+            for at in range(0, full, BLOCK):
+                part = data[at : at + BLOCK]
+                self._close(part, len(part))
+            self.size += len(data) - full
+        elif room:
             self._close(data, len(data) if weight is None else weight)
-            return
-        for at in range(0, len(data), BLOCK):
-            self._close(part := data[at : at + BLOCK], len(part))
+        else:
+            self.size += len(data) if weight is None else weight
 
     def add_open(self, data: bytes) -> None:
         """A part that may go on in another prompt: only its full blocks count."""
-        full = min(len(data) // BLOCK, MOST_BLOCKS) * BLOCK
+        full = min(len(data) // BLOCK, MOST_BLOCKS - len(self.blocks)) * BLOCK
         for at in range(0, full, BLOCK):
             self._close(data[at : at + BLOCK], BLOCK)
         self.size += len(data) - full

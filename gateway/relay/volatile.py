@@ -18,6 +18,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+
+# Not public, but the only way to judge a pattern by what `re` makes of it.
 from re import _constants as ops  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
