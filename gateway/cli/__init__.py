@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from gateway import __version__
-from gateway.cli import check, keys, nodes, serve, topology, up
+from gateway.cli import check, keys, nodes, serve, simulate, topology, up
 from gateway.cli.options import prose
 from gateway.cli.terminal import CommandFailed, complain
 
@@ -28,6 +28,7 @@ for command, examples in (
     (serve.serve, serve.EXAMPLES),
     (check.check, check.EXAMPLES),
     (nodes.nodes, nodes.EXAMPLES),
+    (simulate.simulate, simulate.EXAMPLES),
     (topology.topology, topology.EXAMPLES),
 ):
     app.command(help=prose(command.__doc__), epilog=examples)(command)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from gateway.planning.job import Job, Prompt, Trace
 
@@ -39,6 +39,10 @@ class Traffic:
     limit: int = 2048
     """`max_tokens` of every request: far above what comes, as clients do."""
     callers: int = 50
+    urgent: float = 0.0
+    """Share of the conversations that are of this class; what is left is `normal`."""
+    premium: float = 0.0
+    batch: float = 0.0
 
     def __post_init__(self) -> None:
         positive = (self.rate, self.question, self.answer)
@@ -48,40 +52,61 @@ class Traffic:
             raise ValueError("requests, turns, tenants and callers must be at least 1")
         if self.system < 0 or not 0 <= self.pause < math.inf or self.limit < 1:
             raise ValueError("system prompt, pause and limit must not be negative")
+        shares = (self.urgent, self.premium, self.batch)
+        if not all(share >= 0 for share in shares) or not sum(shares) <= 1:
+            raise ValueError("the shares of the classes must not be more than 1 in all")
+
+    @classmethod
+    def from_text(cls, text: str) -> Traffic:
+        """From `rate=2,requests=5000,turns=4` and so on; raises ValueError in words."""
+        kinds = {field.name: int if "int" in str(field.type) else float for field in fields(cls)}
+        given: dict[str, float] = {"rate": 1.0, "requests": 10_000}
+        for part in filter(None, text.replace(" ", "").split(",")):
+            name, _, value = part.partition("=")
+            if name not in kinds:
+                raise ValueError(f"{name!r} is nothing to set; known: {', '.join(kinds)}")
+            try:
+                given[name] = kinds[name](value)
+            except (ValueError, OverflowError):
+                number = "a whole number" if kinds[name] is int else "a number"
+                raise ValueError(f"{part!r}: write {number} behind the =") from None
+        return cls(**given)  # type: ignore[arg-type]
 
 
 def generate(traffic: Traffic, seed: int) -> Trace:
     """Make a trace; the same seed makes the same."""
     rng = random.Random(seed)
     more = 1.0 - 1.0 / traffic.turns
-    drafts: list[tuple[float, int, Job]] = []
+    jobs: list[Job] = []
     weights = [1.0 / rank for rank in range(1, traffic.tenants + 1)]
     tenants = range(1, traffic.tenants + 1)
+    classes = ("urgent", "premium", "batch", "normal")
+    shares = [traffic.urgent, traffic.premium, traffic.batch]
+    shares.append(1.0 - sum(shares))
     now = 0.0
     stream = 0
     # The pauses hold later turns back, so a conversation's turns are spread over the same span.
-    while len(drafts) < traffic.requests:
+    while len(jobs) < traffic.requests:
         now += rng.expovariate(traffic.rate / traffic.turns)
         stream += 1
         (tenant,) = rng.choices(tenants, weights)
+        (klass,) = rng.choices(classes, shares)
         caller = f"caller-{rng.randrange(traffic.callers)}"
         told = traffic.system
-        time = now
-        turn = 0
-        while len(drafts) < traffic.requests:
+        opening = True
+        while len(jobs) < traffic.requests:
             told += _length(rng, traffic.question)
             output = min(_length(rng, traffic.answer), traffic.limit)
             prompt = Prompt(stream, told, tenant if traffic.system else 0, traffic.system)
-            job = Job(0, time, prompt, output, traffic.limit, caller=caller)
-            if turn:
-                job.follows = True
+            job = Job(0, now, prompt, output, traffic.limit, klass, caller)
+            if not opening:
                 job.pause = rng.expovariate(1.0 / traffic.pause) if traffic.pause else 0.0
-            drafts.append((time, stream, job))
+            jobs.append(job)
             told += output
-            turn += 1
+            opening = False
             if rng.random() >= more:
                 break
-    return in_order([job for _, _, job in drafts])
+    return in_order(jobs)
 
 
 def in_order(jobs: list[Job]) -> Trace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from gateway.planning.job import Job
 from gateway.planning.simulation import Outcome
@@ -41,6 +41,8 @@ class Report:
     """Until the first token."""
     wait: Spread
     """Until a slot took it up: in the front's line or inside a node."""
+    service: float
+    """Mean seconds in a slot."""
     classes: dict[str, Spread]
     """TTFT by class."""
     seconds: float
@@ -59,6 +61,12 @@ class Report:
     """Quantiles of TTFT for a plot: 0 %, 0.5 %, ... 100 %."""
     completion_curve: tuple[float, ...] = field(default=(), repr=False)
     """The same of the completion."""
+
+    def as_dict(self) -> dict[str, object]:
+        """For a script: without the curves."""
+        told = asdict(self)
+        del told["curve"], told["completion_curve"]
+        return told | {"ratio": self.ratio}
 
     @property
     def ratio(self) -> float:
@@ -85,6 +93,7 @@ def report(policy: str, outcome: Outcome, bound: float = 0.0, cpu_seconds: float
         Spread.of(completion),
         Spread.of(ttft),
         Spread.of([job.began - job.arrived for job in jobs]),
+        worked / len(jobs) if jobs else 0.0,
         _by_class(jobs),
         seconds,
         sum(job.output for job in jobs) / seconds if seconds else 0.0,

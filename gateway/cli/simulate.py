@@ -1,0 +1,328 @@
+"""`llama-gateway simulate`: what each policy would make of a fleet and its traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gateway.cli import options
+from gateway.cli.options import examples
+from gateway.cli.terminal import CommandFailed, note, put_json, put_table
+
+if TYPE_CHECKING:
+    from gateway.planning.fleets import Setup
+    from gateway.planning.job import Trace
+    from gateway.planning.machine import Machine
+    from gateway.planning.report import Report
+
+EXAMPLES = examples(
+    ("llama-gateway simulate --fleet 4x2@40:600,2x2@16:250", "every policy, generated chats"),
+    (
+        "llama-gateway simulate --fleet 100x2@40:600 --generate rate=15,requests=50000,system=3000",
+        "more of them: 15 requests a second, system prompts of 3,000 tokens",
+    ),
+    (
+        "llama-gateway nodes --json > speeds.json && llama-gateway simulate --speeds speeds.json",
+        "your own fleet, as fast as the running gateway has measured it",
+    ),
+    (
+        "llama-gateway simulate --trace yesterday.jsonl --policy least_finish --policy nginx",
+        "your own traffic, two policies",
+    ),
+    (
+        "llama-gateway simulate --trace AzureLLMInferenceTrace_conv.csv --plot conv.png",
+        "a public trace, and a picture",
+    ),
+)
+
+_FLEET = "Fleet"
+_TRAFFIC = "Traffic"
+_COLUMNS = (
+    "POLICY",
+    "COMPLETION",
+    "BOUND x",
+    "TTFT P50",
+    "P95",
+    "P99",
+    "WAIT",
+    "SERVICE",
+    "TOKENS/S",
+    "CACHED",
+    "BUSY",
+    "CPU",
+)
+
+
+def simulate(
+    nodes: options.NodesFile = options.DEFAULT_NODES,
+    fleet: Annotated[
+        str | None,
+        typer.Option(
+            "--fleet",
+            metavar="COUNTxSLOTS@DECODE:PREFILL",
+            show_default="the inventory",
+            help="A made-up fleet instead: nodes, slots each, tokens/s that one request writes, "
+            "tokens/s of a prompt. Several kinds with commas; +0.3 behind one: what another busy "
+            "slot adds to a step (default 0.15).",
+            rich_help_panel=_FLEET,
+        ),
+    ] = None,
+    speeds: Annotated[
+        Path | None,
+        typer.Option(
+            "--speeds",
+            metavar="FILE",
+            help="Speeds of the inventory's nodes: what `llama-gateway nodes --json` writes.",
+            rich_help_panel=_FLEET,
+        ),
+    ] = None,
+    speed: Annotated[
+        str,
+        typer.Option(
+            "--speed",
+            metavar="DECODE:PREFILL",
+            help="Tokens/s of a node that --speeds does not tell, times its `speed_hint`.",
+            rich_help_panel=_FLEET,
+        ),
+    ] = "10:100",
+    batch: Annotated[
+        int,
+        typer.Option(
+            "--batch", min=32, max=65536, help="Tokens of a step.", rich_help_panel=_FLEET
+        ),
+    ] = 512,
+    cache_ram: Annotated[
+        int,
+        typer.Option(
+            "--cache-ram",
+            min=0,
+            metavar="MiB",
+            help="Host memory of each node for prompts; 0 for none.",
+            rich_help_panel=_FLEET,
+        ),
+    ] = 8192,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            show_default="generated traffic",
+            help="Requests: JSON lines, or .csv in the layout of the public Azure LLM traces.",
+            rich_help_panel=_TRAFFIC,
+        ),
+    ] = None,
+    skip_broken: Annotated[
+        bool,
+        typer.Option(
+            "--skip-broken",
+            help="Leave broken lines of the trace out, and say how many.",
+            rich_help_panel=_TRAFFIC,
+        ),
+    ] = False,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit",
+            min=1,
+            metavar="N",
+            help="Only the first N requests of the trace.",
+            rich_help_panel=_TRAFFIC,
+        ),
+    ] = None,
+    generate: Annotated[
+        str,
+        typer.Option(
+            "--generate",
+            metavar="NAME=VALUE,...",
+            help="What is made up without a trace: rate (requests/s), requests, turns, tenants, "
+            "system, question, answer, limit (tokens), pause (s), callers, urgent, premium, batch "
+            "(shares).",
+            rich_help_panel=_TRAFFIC,
+        ),
+    ] = "rate=1,requests=5000",
+    seed: Annotated[
+        int,
+        typer.Option("--seed", help="Same seed, same traffic.", rich_help_panel=_TRAFFIC),
+    ] = 1,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            metavar="NAME",
+            show_default="all",
+            help="Repeat it to compare: least_finish, least_loaded, round_robin, prefix_hash; "
+            "nginx (least_conn), haproxy (leastconn, maxconn = slots).",
+        ),
+    ] = None,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="The gateway knows speeds, lengths and caches instead of learning them. "
+            "For fleets of some dozens of nodes.",
+        ),
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw it: .png, .svg or .pdf."),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Play traffic on a model of the fleet, under one policy after the other.
+
+    The model has llama.cpp's slots, batches and prompt caches; the gateway's policies are the very
+    code that it runs. Nothing is sent anywhere. Times are seconds; BOUND x compares the mean
+    completion with one that no schedule could beat.
+    """
+    from gateway.planning.comparison import UnknownPolicyError, compare, known_policies
+    from gateway.planning.fleets import FleetError, Setup
+    from gateway.planning.simulation import StuckError
+
+    names = list(dict.fromkeys(policy or known_policies()))
+    for name in names:
+        if name not in known_policies():
+            raise CommandFailed(
+                f"--policy {name}: there is no such policy; known: {', '.join(known_policies())}",
+                status=2,
+            )
+    try:
+        machines = _machines(nodes, fleet, speeds, speed, Setup(batch, cache_ram))
+    except FleetError as error:
+        raise CommandFailed(str(error), status=2) from None
+    _check_plot(plot)
+    requests = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
+    try:
+        with _progress(len(names) * len(requests.jobs)) as progress:
+            reports = compare(requests, machines, names, exact=exact, seed=seed, progress=progress)
+    except (StuckError, UnknownPolicyError) as error:
+        raise CommandFailed(str(error)) from None
+    if as_json:
+        put_json(_as_dict(machines, requests, reports))
+    else:
+        put_table(_COLUMNS, map(_row, reports), state=0)
+    if plot is not None:
+        _draw(plot, reports, machines, requests)
+
+
+def _machines(
+    nodes: Path, fleet: str | None, speeds: Path | None, speed: str, setup: Setup
+) -> list[Machine]:
+    from gateway.planning import fleets
+
+    if fleet is not None:
+        if speeds is not None:
+            raise fleets.FleetError("--speeds is for an inventory; --fleet holds its own speeds")
+        return fleets.from_text(fleet, setup)
+    from gateway.config.inventory import load_inventory
+
+    usual = fleets.from_text(f"1x1@{speed}", setup)[0]
+    machines, notes = fleets.from_inventory(
+        load_inventory(nodes),
+        {} if speeds is None else fleets.read_speeds(speeds),
+        fleets.Speeds(usual.prefill, usual.decode, usual.batch_cost),
+        setup,
+    )
+    for line in notes:
+        note(line)
+    return machines
+
+
+def _requests(
+    trace: Path | None, generate: str, seed: int, limit: int | None, *, skip_broken: bool
+) -> Trace:
+    if trace is None:
+        from gateway.planning import generate as generator
+
+        try:
+            return generator.generate(generator.Traffic.from_text(generate), seed)
+        except ValueError as error:
+            raise CommandFailed(f"--generate: {error}", status=2) from None
+    from gateway.planning.trace_file import read_trace
+
+    requests = read_trace(trace, skip_broken=skip_broken, limit=limit)
+    if requests.skipped:
+        note(f"{trace}: left out {requests.skipped} broken lines")
+    return requests
+
+
+def _check_plot(plot: Path | None) -> None:
+    """Told before the work, not after it."""
+    if plot is None:
+        return
+    if plot.suffix.lower() not in {".png", ".svg", ".pdf"}:
+        raise CommandFailed(f"--plot {plot}: must end in .png, .svg or .pdf", status=2)
+    if not plot.parent.is_dir():
+        raise CommandFailed(f"--plot {plot}: there is no folder {plot.parent}", status=2)
+    import importlib.util
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandFailed(
+            "--plot needs the package matplotlib, which is not installed: "
+            "pip install 'llama-gateway[plots]'"
+        )
+
+
+@contextmanager
+def _progress(requests: int) -> Iterator[Callable[[str, int], None] | None]:
+    """A bar on a terminal, nothing elsewhere."""
+    import sys
+
+    from gateway.cli.terminal import console
+
+    shown = console(sys.stderr)
+    if not shown.is_terminal:
+        yield None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=shown, transient=True) as bar:
+        task = bar.add_task("", total=requests)
+        done: dict[str, int] = {}
+
+        def told(name: str, ended: int) -> None:
+            done[name] = ended
+            bar.update(task, completed=sum(done.values()), description=name)
+
+        yield told
+
+
+def _row(report: Report) -> list[object]:
+    ttft = report.ttft
+    return [
+        report.policy,
+        f"{report.completion.mean:.2f}",
+        f"{report.ratio:.2f}",
+        *(f"{value:.2f}" for value in (ttft.p50, ttft.p95, ttft.p99)),
+        f"{report.wait.mean:.2f}",
+        f"{report.service:.2f}",
+        f"{report.tokens_per_second:.0f}",
+        f"{report.cached_share:.0%}",
+        f"{report.utilisation:.0%}",
+        f"{report.cpu_seconds:.1f}",
+    ]
+
+
+def _as_dict(machines: list[Machine], requests: Trace, reports: list[Report]) -> dict[str, Any]:
+    return {
+        "nodes": len(machines),
+        "slots": sum(machine.slots for machine in machines),
+        "requests": len(requests.jobs),
+        "skipped_lines": requests.skipped,
+        "policies": [report.as_dict() for report in reports],
+    }
+
+
+def _draw(plot: Path, reports: list[Report], machines: list[Machine], requests: Trace) -> None:
+    from gateway.planning.plot import NoPlotsError, draw
+
+    slots = sum(machine.slots for machine in machines)
+    title = f"{len(requests.jobs):,} requests on {len(machines):,} nodes of {slots:,} slots"
+    try:
+        draw(plot, reports, title)
+    except NoPlotsError as error:
+        raise CommandFailed(str(error)) from None
+    note(f"drawn: {plot}")

@@ -1,0 +1,289 @@
+"""Traces from files: JSON lines of our own, or CSV in the layout of the public Azure traces.
+
+JSON lines, one request a line; only `prompt_tokens` and `output_tokens` must be there:
+
+    {"time": 12.5, "prompt_tokens": 1800, "output_tokens": 120, "max_tokens": 512,
+     "class": "normal", "caller": "team-a", "session": "s12", "pause": 8.0,
+     "prefix": "assistant-v3", "prefix_tokens": 1500}
+
+- `time`: seconds; from any beginning. Left away: with the line before.
+- `session`: a conversation. Each request of it reads all that was read and written before in it,
+  and comes once the one before has ended, `pause` seconds later, but not before its `time`.
+- `prefix`, `prefix_tokens`: how the prompt begins, the same for all that name it (a system prompt).
+
+CSV: a head line with `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`; time stamps as
+`2023-11-16 18:15:46.6805900`. Nothing is shared between its requests: it does not say.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gateway.config.problems import ConfigError, Problem
+from gateway.planning.generate import in_order
+from gateway.planning.job import Job, Prompt, Trace
+from gateway.request import Priority
+
+MOST_TOKENS = 10_000_000
+MOST_SECONDS = 1e9
+MOST_PROBLEMS = 20
+"""A file with more broken lines than this is read no further: it is another format."""
+LONGEST_LINE = 1_000_000
+
+KEYS = {
+    "time",
+    "prompt_tokens",
+    "output_tokens",
+    "max_tokens",
+    "class",
+    "caller",
+    "session",
+    "pause",
+    "prefix",
+    "prefix_tokens",
+}
+_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_CLASSES = [priority.label for priority in Priority]
+
+
+class _Broken(Exception):  # noqa: N818 - a line's own mistake, caught by the reader
+    def __init__(self, key: str, message: str, remedy: str, column: int = 0) -> None:
+        super().__init__(message)
+        self.key, self.message, self.remedy, self.column = key, message, remedy, column
+
+
+@dataclass(slots=True)
+class _Names:
+    """Numbers for the names of a file."""
+
+    known: dict[str, int] = field(default_factory=dict)
+
+    def of(self, name: str) -> int:
+        return self.known.setdefault(name, len(self.known) + 1)
+
+
+def read_trace(
+    path: Path,
+    *,
+    skip_broken: bool = False,
+    limit: int | None = None,
+    max_tokens: int | None = None,
+) -> Trace:
+    """Read a trace; `.csv` means the Azure layout, anything else JSON lines.
+
+    `limit`: the first so many requests only. `max_tokens`: for requests that don't say theirs;
+    None: what they really wrote. With `skip_broken` broken lines are left out and counted. Raises
+    ConfigError with file, line and remedy otherwise, and OSError.
+    """
+    problems: list[Problem] = []
+    skipped = 0
+    jobs: list[Job] = []
+    read = _Csv(max_tokens) if path.suffix.lower() == ".csv" else _Lines(max_tokens)
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        for number, line in enumerate(_bounded(file), start=1):
+            if limit is not None and len(jobs) >= limit:
+                break
+            try:
+                job = read(line)
+            except _Broken as wrong:
+                # Without its head line a CSV has no columns.
+                hopeless = isinstance(read, _Csv) and not read.has_head
+                if skip_broken and not hopeless:
+                    skipped += 1
+                    continue
+                told = (wrong.key, wrong.message, wrong.remedy, wrong.column)
+                problems.append(Problem(path, number, *told))
+                if hopeless or len(problems) >= MOST_PROBLEMS:
+                    break
+                continue
+            if job is not None:
+                jobs.append(job)
+    if problems:
+        raise ConfigError(problems)
+    if not jobs:
+        raise ConfigError([Problem(path, 0, "", "holds no request", "write one a line")])
+    start = min(job.time for job in jobs)
+    for job in jobs:
+        job.time -= start
+    trace = in_order(jobs)
+    return Trace(trace.jobs, trace.turns, skipped)
+
+
+def _bounded(file: io.TextIOBase) -> Iterator[str]:
+    while line := file.readline(LONGEST_LINE):
+        yield line
+
+
+class _Lines:
+    """JSON lines."""
+
+    def __init__(self, max_tokens: int | None) -> None:
+        self._limit = max_tokens
+        self._streams = _Names()
+        self._heads = _Names()
+        self._single = 0
+        self._time = 0.0
+
+    def __call__(self, line: str) -> Job | None:
+        if not line.strip():
+            return None
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise _Broken("", f"{error.msg}", "write one JSON object a line", error.colno) from None
+        except (ValueError, RecursionError):
+            raise _Broken("", "can't be read", "write one JSON object a line") from None
+        if not isinstance(value, dict):
+            raise _Broken("", "is no JSON object", 'write {"prompt_tokens": ...} on each line')
+        unknown = next((key for key in value if key not in KEYS), None)
+        if unknown is not None:
+            column = line.find(json.dumps(unknown)) + 1
+            raise _Broken(unknown, "unknown key", f"known: {', '.join(sorted(KEYS))}", column)
+
+        def whole(key: str, least: int, otherwise: int | None) -> int:
+            return _whole(value, key, least, otherwise, line)
+
+        prompt = whole("prompt_tokens", 1, None)
+        output = whole("output_tokens", 1, None)
+        shared = whole("prefix_tokens", 0, 0)
+        if shared > prompt:
+            column = _column(line, "prefix_tokens")
+            raise _Broken("prefix_tokens", "more than prompt_tokens", "it is a part of it", column)
+        prefix = _text(value, "prefix", line)
+        session = _text(value, "session", line)
+        klass = _text(value, "class", line) or "normal"
+        if klass not in _CLASSES:
+            column = _column(line, "class")
+            raise _Broken("class", f"{klass!r} is no class", ", ".join(_CLASSES), column)
+        time = _seconds(value, "time", self._time, line)
+        pause = _seconds(value, "pause", 0.0, line, least=0.0)
+        limit = whole("max_tokens", 1, self._limit or output)
+        self._time = time
+        if session:
+            stream = self._streams.of(session)
+        else:
+            self._single += 1
+            stream = -1 - self._single
+        head = self._heads.of(prefix) if prefix and shared else 0
+        return Job(
+            0,
+            time,
+            Prompt(stream, prompt, head, shared if head else 0),
+            min(output, limit),
+            limit,
+            klass,
+            _text(value, "caller", line) or "",
+            pause,
+        )
+
+
+class _Csv:
+    """The Azure layout. Every value is one of a few columns, none with a line end in it."""
+
+    def __init__(self, max_tokens: int | None) -> None:
+        self._limit = max_tokens
+        self._places: list[int] | None = None
+        self._count = 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the head line has been read."""
+        return self._places is not None
+
+    def __call__(self, line: str) -> Job | None:
+        if not line.strip():
+            return None
+        cells = next(csv.reader([line.strip("\r\n\ufeff")]), [])
+        if self._places is None:
+            names = [cell.strip() for cell in cells]
+            missing = [name for name in _AZURE if name not in names]
+            if missing:
+                remedy = f"begin the file with {','.join(_AZURE)}, or name it .jsonl"
+                raise _Broken("", f"the head line has no {', '.join(missing)}", remedy, 1)
+            self._places = [names.index(name) for name in _AZURE]
+            return None
+        if len(cells) <= max(self._places):
+            raise _Broken("", f"has {len(cells)} cells", "one for each column of the head line")
+        self._count += 1
+        time, prompt, output = (
+            self._cell(cells, place, kind)
+            for place, kind in zip(self._places, (_stamp, _count, _count), strict=True)
+        )
+        # A few requests of the public traces wrote nothing; they read their prompt all the same.
+        written = max(1, int(output))
+        limit = self._limit or written
+        stream = -1 - self._count
+        return Job(0, time, Prompt(stream, max(1, int(prompt))), min(written, limit), limit)
+
+    def _cell(self, cells: list[str], place: int, kind: Callable[[str], float]) -> float:
+        try:
+            return kind(cells[place].strip())
+        except ValueError as error:
+            name = _AZURE[(self._places or []).index(place)]
+            column = sum(len(cell) + 1 for cell in cells[:place]) + 1
+            raise _Broken(name, f"{cells[place]!r} is not valid", str(error), column) from None
+
+
+def _stamp(text: str) -> float:
+    try:
+        # Seven digits of a second, which fromisoformat does not take everywhere.
+        head, _, fraction = text.partition(".")
+        digits = ""
+        while fraction[:1].isdigit():
+            digits, fraction = digits + fraction[0], fraction[1:]
+        stamp = datetime.fromisoformat(head + fraction)
+        return stamp.replace(tzinfo=UTC).timestamp() + float(f"0.{digits or 0}")
+    except (ValueError, OverflowError, OSError):
+        raise ValueError("write it as 2023-11-16 18:15:46.6805900") from None
+
+
+def _count(text: str) -> float:
+    if not text.isdecimal() or int(text) > MOST_TOKENS:
+        raise ValueError(f"write a whole number of tokens, at most {MOST_TOKENS}")
+    return int(text)
+
+
+def _whole(value: dict[str, Any], key: str, least: int, otherwise: int | None, line: str) -> int:
+    found = value.get(key, otherwise)
+    if found is None:
+        raise _Broken(key, "is missing", f"tell how many, {least} or more")
+    if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= MOST_TOKENS:
+        remedy = f"write a whole number from {least} to {MOST_TOKENS}"
+        raise _Broken(key, f"{_shown(found)} is not valid", remedy, _column(line, key))
+    return found
+
+
+def _seconds(
+    value: dict[str, Any], key: str, otherwise: float, line: str, least: float = -MOST_SECONDS
+) -> float:
+    found = value.get(key, otherwise)
+    sound = isinstance(found, int | float) and not isinstance(found, bool)
+    if not sound or not math.isfinite(found) or not least <= found <= MOST_SECONDS * 10:
+        remedy = "write seconds, such as 12.5"
+        raise _Broken(key, f"{_shown(found)} is not valid", remedy, _column(line, key))
+    return float(found)
+
+
+def _text(value: dict[str, Any], key: str, line: str) -> str:
+    found = value.get(key, "")
+    if not isinstance(found, str):
+        remedy = "write a text in quotes"
+        raise _Broken(key, f"{_shown(found)} is not valid", remedy, _column(line, key))
+    return found
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:40] + "..."
+
+
+def _column(line: str, key: str) -> int:
+    return line.find(f'"{key}"') + 1
