@@ -246,6 +246,7 @@ class Fleet:
 
     def succeeded(self, node: Node, now: float, began: float | None = None) -> None:
         """A request that `began` then (a lease's `taken`) went well."""
+        node.accepted = True
         doubted = node.circuit.failures
         if node.circuit.succeeded(now, began):
             self._turned(node)
@@ -278,8 +279,7 @@ class Fleet:
 
     def overloaded(self, lease: Lease, now: float, retry_after: float | None) -> None:
         """A request was told 429 or 503: too much at once, or too soon."""
-        limit = lease.node.limit
-        if limit is not None and limit.refused(lease.taken, now, retry_after):
+        if lease.node.learn_refusal(lease, now, retry_after):
             self._turned(lease.node)
 
     def answered(self, lease: Lease, prompt: float, completion: float) -> None:

@@ -62,6 +62,8 @@ class Node:
     locked: str = ""
     """How a request was told that our key is not the right one; believed until `locked_until`."""
     locked_until: float = -math.inf
+    accepted: bool = False
+    """Whether a request has gone well since our key was last refused."""
     removed: bool = False
     """Out of the inventory: it gets nothing and ends what it runs."""
     drift: tuple[str, ...] = ()
@@ -200,12 +202,21 @@ class Node:
         return max(0, capacity - used)
 
     def lock(self, why: str, now: float) -> None:
-        """It refuses our key, so it gets nothing until somebody may have seen to it."""
-        self.locked, self.locked_until = why, now + LOCKED
+        """It refuses our key, so it gets nothing until somebody may have seen to it.
+
+        Some proxies refuse a model so: where a request has gone well since, it takes a second one.
+        """
+        if not self.accepted:
+            self.locked, self.locked_until = why, now + LOCKED
+        self.accepted = False
 
     def unlock(self) -> None:
         """There may be another key now."""
         self.locked_until = -math.inf
+
+    def learn_refusal(self, lease: Lease, now: float, retry_after: float | None) -> bool:
+        """Take in a 429 or 503; whether the node is now thought to take less, or nothing."""
+        return self.limit is not None and self.limit.refused(lease.taken, now, retry_after)
 
     def learn_limit(self, lease: Lease, prompt: float, completion: float) -> bool:
         """Take in a whole answer; whether the node is now thought to take more or less at once.

@@ -151,7 +151,8 @@ class Journey:
             request.refused.add(node.name)
             if status == 501:
                 fleet.refuses(node, request.endpoint)
-            elif status == 401:
+            elif status == 401 and node.spec.kind == "openai":
+                # A llama.cpp server says so when it is asked what it is.
                 fleet.locked(node, request.path, status)
             raise AttemptFailed(
                 errors.node_failed(f"No node could serve this request (the last said {status}).")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from gateway.fleet.limit import MOST, START
+from gateway.fleet.node import LOCKED
+from gateway.fleet.states import State, judge
 from tests.fleet.build import Clock, a_node, take
 
 
@@ -127,3 +129,24 @@ def test_requests_are_counted() -> None:
     take(node).give_back()
     take(node)
     assert node.requests == 2
+
+
+def test_a_key_that_was_refused_is_not_tried_for_a_while() -> None:
+    clock = Clock()
+    node = a_node(clock)
+    node.lock("wrong key", clock())
+    assert judge(node, clock()) == (State.DOWN, "wrong key")
+    clock.passes(LOCKED)
+    assert judge(node, clock())[0] is State.READY
+    node.lock("wrong key", clock())
+    node.unlock()
+    assert judge(node, clock())[0] is State.READY
+
+
+def test_a_key_that_was_good_a_moment_ago_must_be_refused_twice() -> None:
+    node = a_node()
+    node.accepted = True
+    node.lock("wrong key", node.clock())
+    assert judge(node, node.clock())[0] is State.READY
+    node.lock("wrong key", node.clock())
+    assert judge(node, node.clock())[0] is State.DOWN

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from gateway.relay.verdict import Verdict, as_body, judge, message_of, overflow_sizes, status_of
+from gateway.relay.verdict import (
+    Verdict,
+    as_body,
+    judge,
+    message_of,
+    overflow_sizes,
+    retry_after,
+    status_of,
+)
 from tests.emulator import EmulatedNode
 from tests.relay.house import DIALECTS, FIRST, a_house, saying
 from tests.scheduling.build import a_request
@@ -252,3 +260,25 @@ async def test_a_nodes_error_in_a_stream_is_a_reply_of_its_own(tmp_path: Path) -
             reply = await house.ask(path, stream=True)
             assert reply.status_code == 500
             assert reply.json()["error"]["message"] == "Compute error."
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (b"7", 7.0),
+        (b" 0 ", 0.0),
+        (b"Thu, 01 Jan 1970 00:17:00 GMT", 20.0),
+        (b"Thu, 01 Jan 1970 00:16:00 GMT", 0.0),
+        (b"soon", None),
+        (b"-3", None),
+        (b"1e9", None),
+        (b"99999999999999999999", None),
+        ("\u0663".encode(), None),
+    ],
+)
+def test_how_long_a_node_asks_to_be_left_alone(value: bytes, seconds: float | None) -> None:
+    assert retry_after([(b"a", b"1"), (b"retry-after", value)], 1000.0) == seconds
+
+
+def test_a_node_that_asks_for_no_pause_gets_none() -> None:
+    assert retry_after([(b"content-length", b"3")], 1000.0) is None
