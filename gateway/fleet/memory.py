@@ -91,6 +91,8 @@ class _Node:
     """And blocks."""
     answers: float = 1.0
     """The share of an answer that the next turn finds: less where thoughts are left out."""
+    ignores: float = 1.0
+    """The share of its cache that an unsure prompt finds: 1 where the server ignores the lines."""
     failures: int = 0
 
 
@@ -150,7 +152,14 @@ class Memory:
                 for row, held in edge.ending.items():
                     cached[row] = min(self._kept(held), most)
         for row in _host_only(view):
-            cached[row] = min(self._chosen(self._nodes[row], view)[2], most)
+            spared = self._chosen(self._nodes[row], view)[2]
+            if spared > 0.0:
+                cached[row] = min(spared, most)
+            else:
+                del cached[row]
+        if prompt.unsure:
+            nodes = self._nodes
+            cached = {row: tokens * nodes[row].ignores for row, tokens in cached.items()}
         return Recall(view.total, cached)
 
     def cached(self, prompt: Prompt) -> dict[int, float]:
@@ -200,11 +209,19 @@ class Memory:
         node.idle[held] = None
         self._settle(row, node)
 
-    def dropped(self, row: int, prompt: Prompt) -> None:
-        """A request ended without figures; what its slot holds is not known."""
+    def dropped(self, row: int, prompt: Prompt, written: float = 0.0) -> None:
+        """A request ended without figures, after `written` tokens of its answer.
+
+        Without one it isn't known what its slot holds; with one the prompt has been read.
+        """
         node = self._nodes.get(row)
-        if node is not None:
-            node.running.pop(id(prompt), None)
+        running = None if node is None else node.running.pop(id(prompt), None)
+        if node is None or running is None or not 0 < written < math.inf:
+            return
+        held = Held(row, None, self._view(prompt).total, written, prompt.whole)
+        self._tree.add(held, prompt.blocks, told=False)
+        node.idle[held] = None
+        self._settle(row, node)
 
     def _view(self, prompt: Prompt) -> _View:
         blocks = prompt.blocks
@@ -273,6 +290,10 @@ class Memory:
     def _learn(self, node: _Node, running: _Running, cached: float) -> None:
         """Compare what was believed with what came back."""
         predicted = running.predicted
+        if running.prompt.unsure:
+            if predicted >= WORTH_LEARNING:
+                node.ignores += 0.5 * (min(1.0, cached / predicted) - node.ignores)
+            return
         if running.answer >= WORTH_LEARNING and cached >= 0.9 * running.forerunner:
             share = min(1.0, max(0.0, cached - running.forerunner) / running.answer)
             node.answers += 0.25 * (share - node.answers)

@@ -28,6 +28,8 @@ class Prompt:
     """The prompt's size at the end of each block, bytes; empty: blocks of one size."""
     size: int = 0
     """Bytes of the whole prompt; 0: it ends where its last block does."""
+    unsure: bool = False
+    """The blocks leave out something that the node gets to see, and may ignore or not."""
 
     def measured(self, block: int) -> float:
         """The share of the prompt that the first `block` blocks are."""
@@ -136,8 +138,8 @@ class Prefixes:
                 break
         return found
 
-    def add(self, held: Held, blocks: tuple[int, ...]) -> None:
-        """Keep a prompt of these blocks; sets its `leaf`."""
+    def add(self, held: Held, blocks: tuple[int, ...], *, told: bool = True) -> None:
+        """Keep a prompt of these blocks; sets its `leaf`. `told`: the node said how long it is."""
         if not blocks:
             return
         last: Edge | None = None
@@ -155,7 +157,7 @@ class Prefixes:
             edge.passing += 1
             rows = edge.idle if held.idle else edge.host
             rows[row] = rows.get(row, 0) + 1
-        if held.continues:
+        if told and held.continues:
             last.tokens = held.prompt
         if last.ending is None:
             last.ending = {}

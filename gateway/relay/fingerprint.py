@@ -96,7 +96,13 @@ def fingerprint(body: bytes, route: Route, model: str, volatile: Volatile) -> Pr
     if len(body) < SHORTEST or not route.streams:
         return None
     chain = _Chain(model)
-    leave_out = volatile.left_out.without
+
+    def leave_out(text: str) -> str:
+        seen = volatile.stripped.without(text)
+        left = volatile.left_out.without(seen)
+        chain.unsure = chain.unsure or left is not seen
+        return left
+
     try:
         if route.prompt in _CHATS:
             _chat(chain, _CHAT.decode(body), leave_out)
@@ -111,19 +117,26 @@ def fingerprint(body: bytes, route: Route, model: str, volatile: Volatile) -> Pr
         return None
     if not chain.blocks:
         return None
-    return Prompt(tuple(chain.blocks), chain.size / BYTES_PER_TOKEN, tuple(chain.ends), chain.size)
+    return Prompt(
+        tuple(chain.blocks),
+        chain.size / BYTES_PER_TOKEN,
+        tuple(chain.ends),
+        chain.size,
+        chain.unsure,
+    )
 
 
 class _Chain:
     """Blocks as they are made."""
 
-    __slots__ = ("blocks", "ends", "last", "size")
+    __slots__ = ("blocks", "ends", "last", "size", "unsure")
 
     def __init__(self, model: str) -> None:
         self.blocks: list[int] = []
         self.ends: list[int] = []
         self.size = 0
         self.last = hash(model)
+        self.unsure = False
 
     def add(self, data: bytes, weight: int | None = None) -> None:
         """A part that ends where a block ends; `weight`: the bytes it counts as."""

@@ -113,6 +113,24 @@ def test_a_request_that_ended_without_figures_leaves_nothing() -> None:
     assert told.cached("sabc") == 0
 
 
+def test_an_answer_that_was_cut_short_leaves_what_was_read_and_written() -> None:
+    told = Told()
+    told.memory.dropped(0, told.begun("sab"), 40)
+    assert told.cached("sabc") == 340
+
+
+def test_lines_that_a_server_does_not_ignore_lower_what_is_believed_of_such_prompts_alone() -> None:
+    told = Told(slots=2)
+    told.ran("wxyz")
+    for _ in range(8):
+        prompt = Prompt(chain("sabc"), 400, unsure=True)
+        told.memory.placed(0, prompt)
+        told.memory.finished(0, prompt, 400, 0, 0)
+    assert told.memory.cached(Prompt(chain("sabcd"), 500, unsure=True))[0] < 20
+    assert told.cached("sabcd") == 400
+    assert told.cached("wxyza") == 400
+
+
 def test_a_hot_beginning_is_known_of_every_node_that_has_it() -> None:
     told = Told(rows=5)
     for row in range(4):

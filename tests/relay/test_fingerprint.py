@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.fleet.prefixes import Prompt
 from gateway.relay.fingerprint import BLOCK, IMAGE, MOST_BLOCKS, SHORTEST, fingerprint
 from gateway.relay.routes import ROUTES
-from gateway.relay.volatile import Volatile
+from gateway.relay.volatile import BUILT_IN, Volatile
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 LONG = "so it is long enough to be worth a thought; " * 20
@@ -283,6 +283,13 @@ def test_lines_of_the_settings_are_left_out_of_the_system_s_part_alone() -> None
 
     assert blocks("12:00") == blocks("12:01")
     assert blocks("12:00", "Now: 12:01\n") != blocks("12:00", "Now: 12:02\n")
+
+
+def test_a_prompt_is_unsure_while_its_node_sees_what_was_left_out() -> None:
+    body = chat(f"{BILLING.format(1, 2)}\n{LONG}", "hello")
+    assert taken(body).unsure
+    assert not taken(body, volatile=Volatile(strip=BUILT_IN)).unsure
+    assert not taken(chat(LONG, "hello")).unsure
 
 
 @pytest.mark.parametrize(
