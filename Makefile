@@ -17,12 +17,12 @@ ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help install run test test-fast check format bench pins docs docs-serve clean
+.PHONY: help install run test test-fast check format bench bench-scheduling pins docs docs-serve clean
 
 help: ## show this list
 	@printf 'llama-gateway: make targets\n\n'
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@printf '\nARGS="..." adds arguments to the command of run, test, test-fast and bench.\n'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@printf '\nARGS="..." adds arguments to the command of run, test, test-fast, bench and bench-scheduling.\n'
 
 install: $(STAMP) ## set up .venv with everything pinned (fast when nothing changed)
 	@echo 'Ready: $(BIN)/llama-gateway'
@@ -73,6 +73,9 @@ format: $(STAMP) ## format the code and mend what lint can mend by itself
 
 bench: $(STAMP) ## the data plane beside nginx, HAProxy and none (two cores; the peers must be installed)
 	@$(BIN)/python -m tests.bench.dataplane $(ARGS)
+
+bench-scheduling: $(STAMP) ## how soon requests are answered, beside nginx and HAProxy (a quarter of an hour, two cores)
+	@$(BIN)/python -m tests.bench.scheduling $(ARGS)
 
 # Run with the oldest supported Python: what it needs is a superset of what newer ones need.
 COMPILE := CUSTOM_COMPILE_COMMAND='make pins' $(BIN)/pip-compile --quiet --upgrade --strip-extras --allow-unsafe \

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bench.scheduling.__main__ import main
+from tests.bench.scheduling.fronts import FRONTS, PEERS
+from tests.bench.scheduling.report import MARKS
+from tests.bench.targets import Plan
+
+ROOT = Path(__file__).parents[2]
+
+two_cores = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="one core for the fronts, one for the load"
+)
+
+
+@pytest.mark.slow
+@two_cores
+@pytest.mark.parametrize("front", ["gateway", "gateway-unknown", *PEERS])
+def test_a_quick_run_answers_every_request(front: str, tmp_path: Path) -> None:
+    if FRONTS[front].target.program() is None:
+        pytest.skip(f"{front} is not installed")
+    page, file = tmp_path / "page.md", tmp_path / "bench.json"
+    words = ["--quick", "--scale", "20", "--only", front]
+    words += ["--json", str(file), "--markdown", str(page)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench.scheduling", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(file.read_text())
+    [played] = told["played"]
+    assert len(played["records"]) == 16
+    assert {record["problem"] for record in played["records"]} == {""}
+    [figures] = told["figures"]
+    assert 0 < figures["cached"] < 1
+    assert figures["mean"] > played["bounds"]["alone"] > played["bounds"]["queued"] > 0
+    assert page.read_text().startswith(MARKS[0])
+    assert done.stdout.strip() in page.read_text().partition(MARKS[1])[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--only", "ngnix"], "unknown: ngnix (there are gateway, gateway-unknown, nginx, haproxy"),
+        (["--loads", "heavy"], "unknown: heavy (there are light, capacity, above)"),
+        (["--seeds", "0"], "not a positive whole number: 0"),
+        (["--scale", "nan"], "not a factor above 0 and up to 100: nan"),
+    ],
+)
+def test_a_word_it_does_not_know_is_told(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    assert exit_.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_front_that_was_asked_for_and_is_not_installed_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tests.bench.targets.find", lambda _: None)
+    assert main(["--only", "haproxy"]) == 2
+    assert "apt-get install haproxy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(FRONTS))
+def test_every_front_is_told_all_nodes_and_its_port(tmp_path: Path, name: str) -> None:
+    command = FRONTS[name].target.command("/bin/front", Plan(tmp_path, 8123, (5001, 5002)))
+    told = " ".join([*command, *(file.read_text() for file in tmp_path.iterdir())])
+    assert command[0] == "/bin/front"
+    assert all(port in told for port in ("8123", "5001", "5002"))
+
+
+def test_haproxy_sends_a_node_no_more_than_it_has_slots(tmp_path: Path) -> None:
+    FRONTS["haproxy"].target.command("haproxy", Plan(tmp_path, 8123, (5001, 5002)))
+    assert (tmp_path / "haproxy.cfg").read_text().count(" maxconn 2\n") == 2
