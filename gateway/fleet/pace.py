@@ -13,7 +13,6 @@ for about eight hours of work, and then this is its norm.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -66,13 +65,13 @@ class Usual:
             self.log += (log - self.log) / self.seen
             self.at = now
             return None
-        share = math.exp(max(-50.0, min(50.0, self.log - log)))
-        elapsed = min(max(0.0, now - self.at), LONGEST_GAP)
-        self.at = now
-        self.log += (log - self.log) * -math.expm1(
-            -math.log(2) * elapsed / (HALF_WAY if share < 1 else FASTER_HALF_WAY)
-        )
-        return share
+        faster = self.log - log
+        elapsed = min(now - self.at, LONGEST_GAP)
+        if elapsed > 0:
+            self.at = now
+            half_way = HALF_WAY if faster < 0 else FASTER_HALF_WAY
+            self.log -= faster * (1 - 0.5 ** (elapsed / half_way))
+        return math.exp(max(-50.0, min(50.0, faster)))
 
 
 @dataclass(slots=True)
@@ -91,7 +90,8 @@ class Course:
     @property
     def share(self) -> float:
         """The present speed as a share of the usual one."""
-        return statistics.median(self.shares) if self.shares else 1.0
+        shares = sorted(self.shares)
+        return shares[len(shares) // 2] if shares else 1.0
 
     def learn(self, kind: tuple[int, int], rate: Rate, now: float) -> None:
         """Compare one more request, at the best that it can mean."""

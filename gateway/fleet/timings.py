@@ -26,6 +26,9 @@ MOST_STALLED = 0.875
 """Share of a decode that others' prompts can at most have taken."""
 
 
+_NEVER, _NAN = math.inf, math.nan
+
+
 @dataclass(slots=True)
 class Seen:
     """What the gateway saw of a request. Seconds by its own clock."""
@@ -117,11 +120,10 @@ def by_clock(prompt: float, cached: float, completion: float, seen: Seen) -> Sam
 
 
 def _rate(tokens: float, seconds: float) -> Rate | None:
-    if not (LEAST_TOKENS <= tokens <= MOST_TOKENS and 0 < seconds < math.inf):
+    if not (LEAST_TOKENS <= tokens <= MOST_TOKENS and 0 < seconds < _NEVER):
         return None
-    if not SLOWEST <= tokens / seconds <= FASTEST:
-        return None
-    return Rate(tokens, seconds / tokens, seconds / tokens)
+    each = seconds / tokens
+    return Rate(tokens, each, each) if 1 / FASTEST <= each <= 1 / SLOWEST else None
 
 
 def _bound(rate: Rate, saw: float) -> None:
@@ -143,15 +145,22 @@ def _spare(rate: Rate, stalled: float) -> None:
 
 
 def _is_sane(seen: Seen) -> bool:
-    figures = (seen.duration, seen.ttft or 0.0, seen.busy, seen.stalled, seen.readers)
-    return all(0 <= figure < math.inf for figure in figures) and seen.duration > 0
+    return (
+        0 < seen.duration < _NEVER
+        and 0 <= (seen.ttft or 0.0) < _NEVER
+        and 0 <= seen.busy < _NEVER
+        and 0 <= seen.stalled < _NEVER
+        and 0 <= seen.readers < _NEVER
+    )
 
 
 def _number(timings: Mapping[str, object], key: str) -> float:
     value = timings.get(key)
+    if type(value) is float:
+        return value
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
+        return _NAN
     try:
         return float(value)
     except OverflowError:
-        return math.nan
+        return _NAN

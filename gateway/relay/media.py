@@ -35,7 +35,6 @@ MOST_MEDIA = 4096
 LONGEST_TYPE = 128
 """Bytes that stand before `;base64,` in such an address at most."""
 
-_BACKSLASH = ord("\\")
 _BASE64 = re.compile(rb"[A-Za-z0-9+/_\-\\]{%d}" % SHORTEST_MEDIA)
 _VALUE = re.compile(rb'"(?:data|multimodal_data)"\s*:\s*(?:\[\s*)?"')
 _NEXT = re.compile(rb'"\s*,\s*"')
@@ -61,14 +60,14 @@ def find_media(data: bytes) -> Media:
     while at >= 0:
         start = at + len(b";base64,")
         quote = data.rfind(b'"', max(0, at - LONGEST_TYPE), at)
-        if quote > 0 and data[quote - 1] != _BACKSLASH and data.startswith(b"data:", quote + 1):
+        if quote >= 0 and data[quote - 1 : quote] != b"\\" and data.startswith(b"data:", quote + 1):
             end = data.find(b'"', start)
             if end < 0:
                 break
             spans.append((start, end))
             start = end
         at = data.find(b";base64,", start)
-    for found in _VALUE.finditer(data) if b'data"' in data else ():
+    for found in _VALUE.finditer(data):
         start = found.end()
         while _BASE64.match(data, start):
             end = data.find(b'"', start)

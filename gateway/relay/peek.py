@@ -114,7 +114,7 @@ def measure(*raws: msgspec.Raw) -> PromptSize:
         if _are_ids(data):
             ids += data.count(b",") + 1
             continue
-        found = find_media(data) if len(data) > SHORTEST_PICTURE else _NO_MEDIA
+        found = find_media(data) if _may_hold_media(data) else _NO_MEDIA
         text += len(data) - found.size
         media += found.tokens
         if b"\\" in data:
@@ -135,16 +135,20 @@ def count_tokens(raw: msgspec.Raw, bytes_per_token: float) -> int:
     if b"\\" in data:
         # An escaped character counts as one byte, since it is at most about one token.
         size -= 5 * data.count(b"\\u")
-    found = find_media(data) if size > SHORTEST_PICTURE else _NO_MEDIA
+    found = find_media(data) if _may_hold_media(data) else _NO_MEDIA
     return int((size - found.size) / bytes_per_token) + found.least
 
 
+def _may_hold_media(data: bytes) -> bool:
+    return len(data) > SHORTEST_PICTURE and (b";base64," in data or b'data"' in data)
+
+
 def _are_ids(data: bytes) -> bool:
-    return (
-        data[:1] in b"[ \n\r\t" and data.lstrip()[:1] == b"[" and _FIRST_ID.match(data) is not None
-    )
+    return data[:2] not in _NO_IDS and _FIRST_ID.match(data) is not None
 
 
+_NO_IDS = frozenset({b"", b'["', b"[{"})
+"""How prompts that are texts or messages mostly begin."""
 _NO_MEDIA = Media()
 
 

@@ -35,8 +35,8 @@ MOST_MEDIA, LEAST_MEDIA = 16.0, 1 / 16
 """Bounds of the factor for pictures."""
 USUAL_ANSWER = 256.0
 """Tokens of an answer that nothing is known about."""
-PRIOR_ANSWERS = 2.0
-"""Answers that the mean of the level below is worth."""
+PRIOR_ANSWERS = 1.0
+"""Answers that the mean of the level below is worth at first; less with each that ends."""
 ANSWERS_MEMORY = 24.0
 """Answers after which earlier ones count half."""
 LONGEST_ANSWERS = 8.0
@@ -62,7 +62,6 @@ class Learnt:
     """Tokens of answers."""
     ended: float = 0.0
     """How many of them ended by themselves."""
-    answers: float = 0.0
     media: float = 1.0
     """Tokens of pictures over what was guessed."""
 
@@ -72,7 +71,8 @@ class Learnt:
 
     def mean(self, below: float) -> float:
         """Tokens of an answer that nothing cuts off."""
-        mean = (self.length + PRIOR_ANSWERS * below) / (self.ended + PRIOR_ANSWERS)
+        prior = PRIOR_ANSWERS / (1 + self.ended)
+        mean = (self.length + prior * below) / (self.ended + prior)
         return min(mean, MOST_TOKENS)
 
     def read(self, text: float, tokens: float) -> None:

@@ -13,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import GatewayError
-from gateway.relay.peek import count_prompts, count_tokens, depth, links, may_link, peek
+from gateway.relay.peek import (
+    PromptSize,
+    count_prompts,
+    count_tokens,
+    depth,
+    links,
+    may_link,
+    measure,
+    peek,
+)
+from tests.relay.pictures import data_url, png
 
 
 def raw(value: Any) -> msgspec.Raw:
@@ -93,10 +103,36 @@ def test_token_ids_are_counted_and_text_is_guessed_low() -> None:
     assert count_tokens(msgspec.Raw(), 4.0) == 0
 
 
-def test_pictures_and_escapes_do_not_lengthen_a_prompt() -> None:
+def test_pictures_count_by_the_fewest_tokens_they_cost_and_not_by_their_base64() -> None:
     picture = {"image_url": {"url": "data:image/png;base64," + 40_000 * "A"}}
-    assert count_tokens(raw([picture, picture]), 4.0) < 50
+    assert count_tokens(raw([picture, picture]), 4.0) == pytest.approx(2 * 256, abs=50)
+    small = {"image_url": {"url": data_url(png(56, 56))}}
+    assert count_tokens(raw([small]), 4.0) < 50
+
+
+def test_escapes_do_not_lengthen_a_prompt() -> None:
     assert count_tokens(raw(100 * "\u4e2d"), 4.0) <= 100
+
+
+def test_a_prompt_is_measured_in_text_ids_and_media() -> None:
+    assert measure() == measure(msgspec.Raw()) == PromptSize(0, 0, 0)
+    assert measure(raw([5, 6, 7])) == PromptSize(0, 3, 0)
+    assert measure(raw("x" * 400)) == PromptSize(402, 0, 0)
+    picture = {"image_url": {"url": data_url(png(560, 280) + bytes(9000))}}
+    text, ids, media = measure(raw([{"role": "user", "content": [picture]}]))
+    assert (ids, media) == (0, 200)
+    assert text < 100
+
+
+def test_all_parts_of_a_prompt_are_measured_together() -> None:
+    messages, tools = raw([{"role": "user", "content": "hi"}]), raw([{"type": "function"}])
+    assert measure(messages, tools, msgspec.Raw()).text == len(messages) + len(tools)
+
+
+def test_text_is_measured_as_the_model_sees_it() -> None:
+    """Three bytes for an escaped Chinese character, one for a line's end or a quote."""
+    assert measure(raw(100 * "\u4e2d")).text == 302
+    assert measure(raw(100 * '\n"')).text == 202
 
 
 @pytest.mark.parametrize(
