@@ -359,12 +359,12 @@ class Gateway:
         change = SettingsChanged(needs_restart=needs_restart(old, settings))
         if settings == old:
             return change
-        self.scheduler.settings = self.means.settings = settings
+        self.means.settings = settings
+        self.scheduler.configure(settings)
         self.fleet.configure(settings.health, settings.timeouts)
         self.edge.snapshot = Snapshot.of(settings, loopback=self._loopback)
         self.lines.access = settings.logging.access
         self._logs.configure(settings.logging.level)
         self._frame()
-        self.scheduler.capacity_changed()
         self.bus.publish(change)
         return change

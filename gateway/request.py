@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Headers = list[tuple[bytes, bytes]]
 """Header fields in wire order, names in lower case."""
@@ -101,6 +101,18 @@ class Request:
     """Nodes that said they can't serve it: never asked again."""
     smallest_context: int = 0
     """Tokens a node must have room for, learnt from an overflow elsewhere."""
+    text: int = 0
+    """Bytes of the prompt's text."""
+    ids: int = 0
+    """Tokens of the prompt that are known exactly, since they were sent as ids."""
+    media: int = 0
+    """Tokens that its pictures and sounds may have."""
+    writes: bool = True
+    """Whether the answer is generated; embeddings, say, are read only."""
+    prompt: Any = None
+    """Its fingerprint (`fleet/prefixes.py`); None: no cache is worth thinking of."""
+    expected: tuple[float, float] | None = None
+    """Expected tokens of the prompt and of each answer, once somebody has asked."""
     party: str = ""
     """Whom the queue is fair to: the caller, or the end user that a trusted one names."""
     session: str | None = None

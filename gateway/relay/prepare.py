@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import msgspec
@@ -12,8 +12,10 @@ import msgspec
 from gateway import errors
 from gateway.config.listeners import LimitSettings
 from gateway.relay import edits, peek
+from gateway.relay.fingerprint import fingerprint
 from gateway.relay.naming import Names
 from gateway.relay.routes import Route
+from gateway.relay.volatile import Volatile
 from gateway.request import Caller, Priority, Request
 
 BYTES_PER_TOKEN = 4.0
@@ -28,6 +30,7 @@ class Rules:
     limits: LimitSettings
     names: Names
     default_model: str | None
+    volatile: Volatile = field(default_factory=Volatile)
 
 
 @dataclass(slots=True)
@@ -78,6 +81,7 @@ def prepare(
         bodies[meaning.name] = ruled if edit is None else edits.applied(ruled, edit)
         slots = max(slots, _slots(route, seen, limits.n))
     raw = getattr(peeked, route.prompt) if route.prompt in _PROMPTS else peek.NOTHING
+    tokens = peek.count_tokens(raw, BYTES_PER_TOKEN)
     return Request(
         id=incoming.id,
         tag=incoming.tag,
@@ -94,10 +98,13 @@ def prepare(
         stream=bool(peeked.stream) and route.streams,
         vision=vision,
         slots=slots,
-        prompt_tokens=peek.count_tokens(raw, BYTES_PER_TOKEN),
+        prompt_tokens=tokens,
         max_tokens=_max_tokens(peeked),
         native=route.native,
         deadline=None if incoming.patience is None else incoming.received + incoming.patience,
+        text=int(tokens * BYTES_PER_TOKEN),
+        writes=route.streams,
+        prompt=fingerprint(body, route, model, rules.volatile) if route.streams else None,
         party=incoming.party or incoming.caller.id,
         session=incoming.session,
     )

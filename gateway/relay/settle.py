@@ -13,6 +13,7 @@ from gateway.relay.attempt import Attempt
 from gateway.relay.live import Live
 from gateway.relay.usage import Usage, read_usage
 from gateway.scheduling.budget import price
+from gateway.scheduling.expectations import Told
 from gateway.scheduling.scheduler import Scheduler
 
 BLAMELESS = frozenset({"client_closed", "cancelled"})
@@ -52,6 +53,9 @@ class Settler:
     def tell(self, live: Live, attempt: Attempt, outcome: str) -> None:
         """An attempt is over that came to nothing."""
         live.attempt = None
+        self.scheduler.expectations.dropped(
+            attempt.lease, live.request, cost_nothing=outcome not in BLAMELESS
+        )
         now = self.clock()
         if attempt.lease.charge is not None:
             _charge_dropped(live, attempt, outcome, now)
@@ -73,19 +77,20 @@ class Settler:
 
         One event holds about one token; the prompt's tokens are the estimate.
         """
-        lease = attempt.lease
+        lease, request = attempt.lease, live.request
         usage = read_usage(sample) if sample else None
+        told: Told | None = None
         if usage is None:
-            usage = Usage(live.request.prompt_tokens, completion=attempt.events)
-        elif usage.timings is not None:
-            self.fleet.learn(lease.node, usage.timings)
-        elif not usage.prompt and attempt.streams:
-            # Anthropic's dialect tells the prompt's tokens at the start.
-            for event in sse.split(attempt.content):
-                first = read_usage(event)
-                if first is not None and first.prompt:
-                    usage.prompt, usage.cached = first.prompt, first.cached
-                    break
+            usage = Usage(request.prompt_tokens, completion=attempt.events)
+        else:
+            if usage.timings is None and not usage.prompt and attempt.streams:
+                _read_opening(attempt.content, usage)
+            told = Told(usage.prompt, usage.cached, usage.completion)
+            if outcome == "ok":
+                self._learn(lease, usage)
+        self.scheduler.expectations.learn(
+            lease, request, told, attempt.events, whole=outcome == "ok"
+        )
         if outcome == "ok" and lease.slots:
             self.fleet.answered(lease, usage.prompt - usage.cached, usage.completion)
         cost = _cost(lease, usage, now)
@@ -93,6 +98,14 @@ class Settler:
         if lease.charge is not None:
             lease.charge.settle(cost, happened=True, now=now)
         self._tell(live, attempt, outcome, now)
+
+    def _learn(self, lease: Lease, usage: Usage) -> None:
+        """What the answer says of its node's speed."""
+        if usage.timings is not None:
+            self.fleet.learn(lease.node, usage.timings, lease)
+        elif lease.slots:
+            self.fleet.observe(lease, usage.prompt, usage.cached, usage.completion)
+        self.scheduler.mirror.changed(lease.node)
 
     def _tell(self, live: Live, attempt: Attempt, outcome: str, now: float) -> None:
         self.bus.publish(
@@ -104,6 +117,15 @@ class Settler:
                 attempt.status or None,
             )
         )
+
+
+def _read_opening(content: bytes, usage: Usage) -> None:
+    """Anthropic's dialect tells the prompt's tokens at the start."""
+    for event in sse.split(content):
+        first = read_usage(event)
+        if first is not None and first.prompt:
+            usage.prompt, usage.cached = first.prompt, first.cached
+            break
 
 
 def _charge_dropped(live: Live, attempt: Attempt, outcome: str, now: float) -> None:

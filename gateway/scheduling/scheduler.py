@@ -1,38 +1,46 @@
 """Leases for requests: at once while a slot is free, else in turn, within limits.
 
-No node gets more requests than it has slots: the rest wait here, oldest first. A request that
-no free node can take does not hold up one behind it that another node can.
+No node gets more requests than it has slots: the rest wait here. Who goes where, and in which
+order, is for the dispatcher to say; this gives its answers their time, their limits and their
+leases.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import random
-from bisect import bisect_right, insort
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gateway import errors
 from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.lease import Lease
+from gateway.fleet.memory import Memory
 from gateway.fleet.node import Node
-from gateway.fleet.states import State
 from gateway.request import Priority, Request
-from gateway.scheduling.choice import least_loaded, narrowed, to_avoid, to_hold
+from gateway.scheduling.admission import Admission
+from gateway.scheduling.ask import Ask
+from gateway.scheduling.board import Board
+from gateway.scheduling.dispatch import Dispatcher
+from gateway.scheduling.eligible import Eligible, Plan
+from gateway.scheduling.expectations import Expectations
+from gateway.scheduling.forecast import Placement
+from gateway.scheduling.mirror import ALIVE, Mirror
 from gateway.scheduling.rate import CompletionRate
-from gateway.scheduling.ticket import Shape, Ticket, Waiting, shape_of
+from gateway.scheduling.rules import rules_of
+from gateway.scheduling.taking import taken
+from gateway.scheduling.ticket import Ticket, Waiting
 
 TICK = 0.5
-"""Seconds between two looks at the limits of what waits."""
+"""Seconds between two looks at what waits: at its limits, and at the board against the fleet."""
 
-UNMEASURED_PREFILL = 25.0
-"""Prompt tokens/s to expect of a node that has not shown its speed: slow on purpose, since it
-bounds a wait (one busy thread read 140 tokens/s of a 768 wide model when measured)."""
+SOONEST = 0.001
+"""Seconds; no timer is set to less."""
 
-ALIVE = frozenset({State.READY, State.DEGRADED, State.MUTE})
-"""States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds."""
+MOST_MISSES = 4
+"""Times that the board may be wrong about the nodes while one request is placed: it is brought up
+to date each time, so that once is a lot."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,15 +52,34 @@ class Scheduler:
     clock: Callable[[], float]
     rng: random.Random
     rate: CompletionRate = field(default_factory=CompletionRate)
+    memory: Memory = field(default_factory=Memory)
     closing: bool = False
-    _queue: list[Ticket] = field(default_factory=list)
-    _held: set[str] = field(default_factory=set)
-    """Nodes whose free slots are kept for wide requests in the queue."""
+    dispatcher: Dispatcher = field(init=False)
+    mirror: Mirror = field(init=False)
+    admission: Admission = field(init=False)
+    expectations: Expectations = field(init=False)
+    _eligible: Eligible = field(init=False)
+    _tickets: dict[Ask, Ticket] = field(default_factory=dict)
     _matching: asyncio.Handle | None = None
     _ticking: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
-        self.fleet.on_capacity = self.capacity_changed
+        board = Board()
+        self.dispatcher = Dispatcher(board, rules_of(self.settings), self.rng)
+        self.mirror = Mirror(self.fleet, board, self.memory, self.clock)
+        self.admission = Admission(self.settings)
+        self.expectations = Expectations(self.dispatcher, self.memory)
+        self._eligible = Eligible(self.fleet.catalogue, self.mirror)
+        self.mirror.renew()
+        self.fleet.on_change = self.mirror.changed
+        self.fleet.on_capacity = self._match_soon
+
+    def configure(self, settings: Settings) -> None:
+        """Put changed settings in force."""
+        self.settings = settings
+        self.admission.configure(settings)
+        self.dispatcher.set_rules(rules_of(settings))
+        self.capacity_changed()
 
     async def lease(self, request: Request) -> tuple[Lease, str]:
         """A lease for `request`, and the public model name that it was given for.
@@ -64,22 +91,16 @@ class Scheduler:
 
     def lease_now(self, request: Request) -> tuple[Lease, str] | None:
         """The same without waiting: None where it would have to."""
-        now = self.clock()
-        able = self._able(request)
-        chosen = self._chosen(request, able, now)
-        if chosen is not None and self._queue and request.slots:
-            # Who came before goes first, if there is anything for them.
-            self._match()
-            chosen = self._chosen(request, able, now)
-        if chosen is not None:
-            return _taken(chosen[0], request, now), chosen[1]
-        return None
+        if self.closing:
+            raise errors.shutting_down()
+        plan = self._eligible.plan(request)
+        return self._placed(self.expectations.ask(request, plan), request, plan)
 
     def elsewhere(self, request: Request, node: Node) -> bool:
         """Whether another node than `node` is in that could take `request`."""
         return any(
             other is not node and other.name not in request.failed and other.state in ALIVE
-            for _, nodes in self._able(request)
+            for _, nodes in self._eligible.able(request)
             for other in nodes
         )
 
@@ -87,33 +108,46 @@ class Scheduler:
         """Whether a node has the context that `request` is now known to need."""
         return any(
             node.context is not None and node.context >= request.smallest_context
-            for _, nodes in self._able(request)
+            for _, nodes in self._eligible.able(request)
             for node in nodes
         )
 
-    def waiting(self) -> list[Waiting]:
-        """What waits, in its order."""
+    # What is to be seen of it.
+
+    def waiting(self, most: int | None = None) -> list[Waiting]:
+        """What waits, in its order, with what is expected of the first `most`."""
         now = self.clock()
-        return [
-            Waiting(ticket.request, place, now - ticket.entered)
-            for place, ticket in enumerate(self._queue, 1)
-        ]
+        found = []
+        for place, ask in enumerate(self.dispatcher.asks(), 1):
+            ticket = self._tickets.get(ask)
+            if ticket is not None:
+                expected = self._expected(ask, now) if most is None or place <= most else None
+                found.append(Waiting(ticket.request, place, now - ticket.entered, expected))
+        return found
+
+    def place(self, request: Request) -> Waiting | None:
+        """Where a request stands in line; None: it does not wait."""
+        ticket = self._ticket(request.id)
+        if ticket is None:
+            return None
+        now, ask = self.clock(), ticket.ask
+        position = self.dispatcher.position(ask)
+        return Waiting(request, position, now - ticket.entered, self._expected(ask, now))
 
     def depths(self) -> dict[Priority, int]:
         """How many requests of each class wait."""
-        depths = dict.fromkeys(Priority, 0)
-        for ticket in self._queue:
-            depths[ticket.request.priority] += 1
-        return depths
+        return self.dispatcher.depths()
 
     def has_room(self) -> bool:
         """Whether one more request could be taken: at once, or into the queue."""
-        return not self.closing and len(self._queue) < self.settings.queue.max
+        return not self.closing and len(self._tickets) < self.settings.queue.max
+
+    # What it is told.
 
     def capacity_changed(self) -> None:
-        """Look again who can go, soon; called for each slot that comes free."""
-        if self._queue and self._matching is None:
-            self._matching = asyncio.get_running_loop().call_soon(self._match)
+        """Look at all nodes again, and soon at who can go."""
+        self.mirror.renew()
+        self._match_soon()
 
     def completed(self, now: float) -> None:
         """A request has been answered: the queue moves at this rate."""
@@ -121,19 +155,17 @@ class Scheduler:
 
     def refuse(self, request_id: str, error: errors.GatewayError) -> bool:
         """End the wait of one request, by its own id; whether it was waiting."""
-        for ticket in self._queue:
-            if ticket.request.id == request_id:
-                self._refuse(ticket, error)
-                self.capacity_changed()  # for those it may have held up
-                return True
-        return False
+        ticket = self._ticket(request_id)
+        if ticket is None:
+            return False
+        self._refuse(ticket, error)
+        self._match_soon()  # for those it may have held up
+        return True
 
     def refuse_all(self, error: Callable[[], errors.GatewayError]) -> None:
         """End everything that waits with an error of its own."""
-        for ticket in self._queue:
-            if not ticket.granted.done():
-                ticket.granted.set_exception(error())
-        self._queue.clear()
+        for ticket in list(self._tickets.values()):
+            self._refuse(ticket, error())
 
     def close(self) -> None:
         """Stop the timers; nothing may wait any more."""
@@ -143,172 +175,175 @@ class Scheduler:
                 handle.cancel()
         self._matching = self._ticking = None
 
-    # Who can serve it at all.
+    # Taking slots.
 
-    def _able(self, request: Request) -> Sequence[tuple[str, Sequence[Node]]]:
-        """The nodes that can serve it, for each name it stands for that some node serves.
-
-        Raises: GatewayError when there is none, or none that could ever hold it.
-        """
-        if len(request.candidates) == 1 and not request.refused:
-            # Nearly always: one name, and every node that serves it will do.
-            all_ = self.fleet.catalogue.offering(
-                request.candidates[0], request.endpoint, vision=request.vision,
-                native=request.native,
-            )  # fmt: skip
-            needed = max(request.prompt_tokens, request.smallest_context)
-            if all_.nodes and request.slots <= all_.slots and needed <= all_.context:
-                return all_.able
-        return self._selected(request)
-
-    def _selected(self, request: Request) -> Sequence[tuple[str, Sequence[Node]]]:
-        offered = False
-        able: list[tuple[str, Sequence[Node]]] = []
-        widest = 0
-        needed = max(request.prompt_tokens, request.smallest_context)
-        for name in request.candidates:
-            offering = self.fleet.catalogue.offering(
-                name, request.endpoint, vision=request.vision, native=request.native
-            )
-            nodes: Sequence[Node] = offering.nodes
-            offered = offered or bool(nodes) or self.fleet.catalogue.known(name)
-            if request.refused:
-                nodes = [node for node in nodes if node.name not in request.refused]
-            if not nodes:
-                continue
-            if offering.slots < request.slots:
-                widest = max(widest, *(node.slots_total for node in nodes))
-                nodes = [node for node in nodes if node.slots_total >= request.slots]
-            if nodes and offering.context < needed:
-                nodes = narrowed(nodes, request)
-            if nodes:
-                able.append((name, nodes))
-        if able:
-            return able
-        if widest:
-            raise errors.invalid_request(
-                f"This request takes {request.slots} slots at once, more than any node has "
-                f"({widest}). Ask for fewer answers or prompts.",
-                "n",
-            )
-        if offered:
-            if request.vision and not request.refused:
-                raise errors.invalid_request(
-                    f"No node that serves '{request.model}' reads images.", "messages"
-                )
-            raise errors.node_failed(
-                f"No node serves '{request.endpoint}' requests for '{request.model}'."
-            )
-        if self.fleet.catalogue.undecided():
-            raise errors.starting("The nodes are being asked what they serve.")
-        raise errors.model_not_found(request.model, list(self.fleet.catalogue.model_names()))
-
-    def _chosen(
-        self, request: Request, able: Sequence[tuple[str, Sequence[Node]]], now: float
-    ) -> tuple[Node, str] | None:
-        """A node with room for it that serves the first of its names that some node can."""
-        if self.closing:
-            raise errors.shutting_down()
-        closed: Collection[str] = self._held if self._queue and request.slots else ()
-        avoided: Collection[str] = ()
-        if request.failed:
-            avoided = to_avoid(able, request.failed)
-            closed = {*closed, *avoided}
-        for name, nodes in able:
-            node = least_loaded(nodes, request, now, self.rng, closed)
-            if node is not None:
-                return node, name
-            if _any_alive(nodes, avoided):
-                break
+    def _placed(self, ask: Ask, request: Request, plan: Plan) -> tuple[Lease, str] | None:
+        """A lease for it now; None: it would have to wait."""
+        dispatcher, now = self.dispatcher, self.clock()
+        for _ in range(MOST_MISSES):
+            if self._tickets and dispatcher.board.freed:
+                # Who came before goes first, if there is anything for them.
+                self._match()
+            placement = dispatcher.place(ask, now)
+            if placement is None:
+                return None
+            granted = self._granted(placement, request, plan, now)
+            if granted is not None:
+                return granted
         return None
+
+    def _granted(
+        self, placement: Placement, request: Request, plan: Plan, now: float
+    ) -> tuple[Lease, str] | None:
+        """The lease that a placement stands for; None: the node does not take it after all."""
+        node = self.mirror.node(placement.row)
+        slots = placement.ask.slots
+        if node.free(now) < slots if slots else not node.capacity(now):
+            self.dispatcher.cancelled(placement, now)
+            self.mirror.renew()
+            return None
+        lease = taken(node, request, placement, now)
+        lease.placement = placement
+        lease.on_end = self._ended
+        if lease.trial:
+            self.mirror.changed(node)
+        self.expectations.placed(lease, request)
+        return lease, plan.able[placement.group][0]
+
+    def _ended(self, lease: Lease) -> None:
+        """Its slots are free."""
+        self.dispatcher.released(lease.placement, self.clock())
 
     # Waiting.
 
     async def wait(self, request: Request) -> tuple[Lease, str]:
         """A lease in its turn, where `lease_now` had none. Raises: GatewayError, as `lease`."""
-        settings, now = self.settings, self.clock()
         if self.closing:
             raise errors.shutting_down()
-        waiting = len(self._queue)
-        # What has been let in once is not turned away because its node failed it.
-        if waiting >= settings.queue.max and not request.failed:
-            raise errors.queue_full(
-                f"{waiting} requests wait already. Try again later.",
-                self.rate.retry_after(1, now),
-            )
-        rule = settings.classes.get(request.priority.label)  # type: ignore[call-overload]
-        limit = settings.queue.max_wait
-        if rule is not None and rule.max_wait is not None:
-            limit = rule.max_wait
-        until = now + limit
-        if request.deadline is not None:
-            ahead = bisect_right(self._queue, request.received, key=lambda ticket: ticket.position)
-            expected = self.rate.wait(ahead + 1, now)
-            if expected is not None and ahead and now + expected > request.deadline:
-                raise errors.queue_timeout(
-                    f"{ahead} requests wait already, about {expected:.0f} s: longer than this "
-                    "client will wait.",
-                    self.rate.retry_after(ahead + 1, now),
-                )
-            until = min(until, request.deadline)
-        ticket = Ticket(request, now, until, asyncio.get_running_loop().create_future())
-        if not any(_any_alive(nodes) for _, nodes in self._able(request)):
+        now = self.clock()
+        plan = self._eligible.plan(request)
+        ask = self.expectations.ask(request, plan)
+        until = self._admitted(request, ask, plan, now)
+        ticket = Ticket(request, plan, ask, now, until, asyncio.get_running_loop().create_future())
+        if not plan.any_alive():
             ticket.out_since = now
-        insort(self._queue, ticket, key=lambda ticket: ticket.position)
-        self._arm(until - now)
+        self._enter(ticket)
+        self._match_soon()
         try:
             return await ticket.granted
         except asyncio.CancelledError:
-            granted = ticket.granted
-            if granted.done() and not granted.cancelled() and granted.exception() is None:
-                granted.result()[0].give_back()
+            future = ticket.granted
+            if future.done() and not future.cancelled() and future.exception() is None:
+                lease = future.result()[0]
+                self.expectations.dropped(lease, request, cost_nothing=True)
+                lease.give_back()
             raise
         finally:
-            if ticket in self._queue:
-                self._queue.remove(ticket)
-                self.capacity_changed()
+            if self._tickets.pop(ticket.ask, None) is not None:
+                self.dispatcher.withdraw(ticket.ask)
+                self._match_soon()
 
-    def _arm(self, seconds: float = TICK) -> None:
-        """Look at the limits of what waits within `seconds`, and within a tick."""
+    def _admitted(self, request: Request, ask: Ask, plan: Plan, now: float) -> float:
+        """Until when it may wait. Raises: GatewayError."""
+        priority = request.priority
+        until = now + self.admission.bounds(priority).max_wait
+        predicted = self._predicted(ask, now) if plan.any_alive() else None
+        if request.deadline is not None:
+            if predicted is not None and now + predicted > request.deadline:
+                raise errors.queue_timeout(
+                    f"A slot is expected in {predicted:.0f} s: longer than this client will wait.",
+                    max(1.0, now + predicted - request.deadline),
+                )
+            until = min(until, request.deadline)
+        # What has been let in once is not turned away because its node failed it.
+        if not request.failed:
+            retry_after = self.rate.retry_after(1, now)
+            waiting = len(self._tickets)
+            refusal = self.admission.refusal(priority, waiting, predicted, retry_after)
+            if refusal is not None:
+                raise refusal
+        return until
+
+    def _predicted(self, ask: Ask, now: float) -> float | None:
+        """Seconds that it would wait, by whichever knows better is wrong least: the lower one.
+
+        Who is refused wrongly loses more than who waits in vain.
+        """
+        ahead = self._ahead(ask)
+        if not ahead:
+            return None
+        by_rate = self.rate.wait(ahead + 1, now)
+        by_work = None
+        if self.mirror.measured(ask):
+            by_work = self.dispatcher.predicted_wait(ask, now)
+        known = [wait for wait in (by_rate, by_work) if wait is not None]
+        return min(known, default=None)
+
+    def _ahead(self, ask: Ask) -> int:
+        """About how many would go before it."""
+        return sum(
+            (other.priority, other.entered) < (ask.priority, ask.entered) for other in self._tickets
+        )
+
+    def _expected(self, ask: Ask, now: float) -> float:
+        return max(0.0, self.dispatcher.expected_start(ask, now) - now)
+
+    def _ticket(self, request_id: str) -> Ticket | None:
+        for ticket in self._tickets.values():
+            if ticket.request.id == request_id:
+                return ticket
+        return None
+
+    def _refuse(self, ticket: Ticket, error: errors.GatewayError) -> None:
+        self._tickets.pop(ticket.ask, None)
+        self.dispatcher.withdraw(ticket.ask)
+        if not ticket.granted.done():
+            ticket.granted.set_exception(error)
+
+    def _arm(self) -> None:
+        """Look at what waits within a tick, or sooner where something falls due."""
+        if not self._tickets:
+            return
+        now = self.clock()
+        due = min(now + TICK, *(ticket.until for ticket in self._tickets.values()))
+        wake = self.dispatcher.wake_at(now)
+        if wake is not None:
+            due = min(due, wake)
         loop = asyncio.get_running_loop()
-        due = loop.time() + min(TICK, max(0.0, seconds))
-        if self._ticking is not None and due < self._ticking.when():
+        when = loop.time() + max(SOONEST, due - now)
+        if self._ticking is not None:
+            if self._ticking.when() <= when:
+                return
             self._ticking.cancel()
-            self._ticking = None
-        if self._ticking is None and self._queue:
-            self._ticking = loop.call_at(due, self._tick)
+        self._ticking = loop.call_at(when, self._tick)
 
     def _tick(self) -> None:
-        self._ticking = None
+        if self._ticking is not None:
+            self._ticking.cancel()
+            self._ticking = None
+        self.mirror.renew()
         now = self.clock()
-        smallest = self._smallest_context()
-        alive: dict[Shape, bool] = {}
-        for ticket in list(self._queue):
+        for ticket in list(self._tickets.values()):
             if not ticket.granted.done():
-                self._expire(ticket, now, shape_of(ticket.request, smallest), alive)
+                self._look_at(ticket, now)
         self._match()
-        self._arm(min((ticket.until for ticket in self._queue), default=now) - now)
 
-    def _expire(self, ticket: Ticket, now: float, shape: Shape, alive: dict[Shape, bool]) -> None:
-        """End a wait that has lasted long enough, or that has become hopeless.
-
-        `alive` remembers of each shape whether one of its nodes is in.
-        """
-        if shape not in alive:
-            try:
-                alive[shape] = any(_any_alive(nodes) for _, nodes in self._able(ticket.request))
-            except errors.GatewayError as error:
-                self._refuse(ticket, error)
-                return
-        if alive[shape]:
+    def _look_at(self, ticket: Ticket, now: float) -> None:
+        """End a wait that has lasted long enough, or that has become hopeless."""
+        try:
+            plan = self._eligible.plan(ticket.request)
+        except errors.GatewayError as error:
+            self._refuse(ticket, error)
+            return
+        if not plan.same(ticket.plan):
+            self._renew(ticket, plan)
+        if plan.any_alive():
             ticket.out_since = None
         elif ticket.out_since is None:
             ticket.out_since = now
-        retry_after = self.rate.retry_after(len(self._queue), now)
-        if (
-            ticket.out_since is not None
-            and now - ticket.out_since >= self.settings.retries.wait_for_node
-        ):
+        retry_after = self.rate.retry_after(len(self._tickets), now)
+        out = ticket.out_since
+        if out is not None and now - out >= self.settings.retries.wait_for_node:
             names = ", ".join(repr(name) for name in ticket.request.candidates)
             self._refuse(ticket, errors.no_node(f"Every node for {names} is out.", retry_after))
         elif now >= ticket.until:
@@ -317,66 +352,57 @@ class Scheduler:
                 ticket, errors.queue_timeout(f"No slot came free in {waited:.0f} s.", retry_after)
             )
 
-    def _refuse(self, ticket: Ticket, error: errors.GatewayError) -> None:
-        self._queue.remove(ticket)
-        if not ticket.granted.done():
-            ticket.granted.set_exception(error)
+    def _enter(self, ticket: Ticket) -> None:
+        """Put it in line, or let it go at once."""
+        now = self.clock()
+        for _ in range(MOST_MISSES):
+            placement = self.dispatcher.arrive(ticket.ask, now)
+            if placement is None:
+                self._tickets[ticket.ask] = ticket
+                return
+            granted = self._granted(placement, ticket.request, ticket.plan, now)
+            if granted is not None:
+                ticket.granted.set_result(granted)
+                return
+            ticket.ask = self.expectations.ask(ticket.request, ticket.plan)
+        ticket.granted.set_exception(errors.no_node("No node takes this request.", 1.0))
 
-    def _smallest_context(self) -> float:
-        return min((node.context or math.inf for node in self.fleet.nodes.values()), default=0.0)
+    def _renew(self, ticket: Ticket, plan: Plan) -> None:
+        """Put it in line anew: other nodes can serve it than before."""
+        self.dispatcher.withdraw(ticket.ask)
+        del self._tickets[ticket.ask]
+        ticket.plan, ticket.ask = plan, self.expectations.ask(ticket.request, plan)
+        self._enter(ticket)
+
+    def _match_soon(self) -> None:
+        """Called for each slot that comes free."""
+        if self._tickets and self._matching is None:
+            self._matching = asyncio.get_running_loop().call_soon(self._match)
 
     def _match(self) -> None:
-        """Give free slots to those who wait, oldest first."""
+        """Give free slots to those who wait."""
         if self._matching is not None:
             self._matching.cancel()
             self._matching = None
         now = self.clock()
-        self._held = set()
-        smallest = self._smallest_context()
-        in_vain: set[Shape] = set()
-        for ticket in list(self._queue):
-            request = ticket.request
-            shape = shape_of(request, smallest)
-            # Where one found no room, nobody of its shape does.
-            if ticket.granted.done() or shape in in_vain:
-                continue
-            try:
-                able = self._able(request)
-                chosen = self._chosen(request, able, now)
-            except errors.GatewayError as error:
-                self._refuse(ticket, error)
-                continue
-            if chosen is not None:
-                self._queue.remove(ticket)
-                ticket.granted.set_result((_taken(chosen[0], request, now), chosen[1]))
-                continue
-            in_vain.add(shape)
-            if request.slots > 1:
-                self._held.update(to_hold(nodes, request, now) for _, nodes in able[:1])
+        for _ in range(MOST_MISSES):
+            misses = 0
+            for placement in self.dispatcher.match(now):
+                misses += not self._grant(placement, now)
+            if not misses:
+                break
+        self._arm()
 
-
-def _any_alive(nodes: Sequence[Node], avoided: Collection[str] = ()) -> bool:
-    return any(_is_alive(node) and node.name not in avoided for node in nodes)
-
-
-def _is_alive(node: Node) -> bool:
-    """Whether it is worth the ordinary wait; a trial that is out may be the end of its ejection."""
-    return node.state in ALIVE or node.circuit.trial is not None
-
-
-def _taken(node: Node, request: Request, now: float) -> Lease:
-    """The lease, with what it should take: it bounds how long the node may be silent."""
-    speed = node.speed
-    prefill = request.prompt_tokens / (speed.prefill_tps or UNMEASURED_PREFILL)
-    total = None
-    if request.max_tokens is not None and (decode_tps := speed.decode_tps) is not None:
-        total = prefill + request.max_tokens / decode_tps
-    return node.take(
-        request.slots,
-        request.id,
-        request.priority,
-        now,
-        stream=request.stream,
-        expected_prefill=prefill,
-        expected_total=total,
-    )
+    def _grant(self, placement: Placement, now: float) -> bool:
+        """Give a placement to who waits for it; False: it was of no use, and others may go."""
+        ticket = self._tickets.pop(placement.ask, None)
+        if ticket is None or ticket.granted.done():
+            self.dispatcher.cancelled(placement, now)
+            return False
+        granted = self._granted(placement, ticket.request, ticket.plan, now)
+        if granted is None:
+            ticket.ask = self.expectations.ask(ticket.request, ticket.plan)
+            self._enter(ticket)
+            return False
+        ticket.granted.set_result(granted)
+        return True

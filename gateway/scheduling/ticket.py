@@ -7,27 +7,23 @@ from dataclasses import dataclass
 
 from gateway.fleet.lease import Lease
 from gateway.request import Request
-
-Shape = tuple[object, ...]
-"""What the choice of a node goes by: requests of one shape can go to the same nodes."""
+from gateway.scheduling.ask import Ask
+from gateway.scheduling.eligible import Plan
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A place in the queue."""
+    """A request that waits, and what the dispatcher has of it in line."""
 
     request: Request
+    plan: Plan
+    ask: Ask
     entered: float
     until: float
     """When it has waited long enough; monotonic seconds."""
     granted: asyncio.Future[tuple[Lease, str]]
     out_since: float | None = None
     """Since when every node that could serve it has been out."""
-
-    @property
-    def position(self) -> float:
-        """The key of the queue's order."""
-        return self.request.received
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +33,5 @@ class Waiting:
     request: Request
     position: int
     seconds: float
-
-
-def shape_of(request: Request, smallest: float) -> Shape:
-    """The shape of a request, where no node has a context below `smallest` tokens."""
-    needed = max(request.prompt_tokens, request.smallest_context)
-    return (
-        request.candidates,
-        request.endpoint,
-        request.vision,
-        request.native,
-        request.slots,
-        needed if needed > smallest else 0,
-        frozenset(request.failed),
-        frozenset(request.refused),
-    )
+    expected: float | None = None
+    """Seconds until it is expected to start; None: nobody knows."""

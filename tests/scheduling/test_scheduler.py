@@ -327,7 +327,7 @@ async def test_while_a_trial_is_out_the_node_is_worth_the_ordinary_wait() -> Non
     scheduler = a_scheduler(one, clock=time.monotonic, retries={"wait_for_node": 0.05})
     waiting = asyncio.create_task(scheduler.lease(a_request()))
     await asyncio.sleep(0)
-    ticket = scheduler._queue[0]
+    (ticket,) = scheduler._tickets.values()
     setattr(ticket, "out_since", time.monotonic() - 1.0)  # noqa: B010 - mypy would not forget it
     scheduler._tick()
     assert ticket.out_since is None
@@ -518,13 +518,14 @@ class World:
             held = sum(lease.slots for lease in self.leases if lease.node is one and lease.held)
             assert one.leased == held
             assert one.leased <= one.slots_total
+            assert self.scheduler.dispatcher.board.by_name[one.name].ours == held
         waiting = [place.request for place in self.scheduler.waiting()]
         assert {one.id for one in waiting} == set(self.tasks)
         assert [one.received for one in waiting] == sorted(one.received for one in waiting)
-        # Nobody waits who could go: the first of the queue never, the others unless a wide one
-        # keeps the slots.
+        # Nobody waits who could go, unless a wide one keeps the slots.
         now = self.scheduler.clock()
-        kept = self.scheduler._held
+        board = self.scheduler.dispatcher.board
+        kept = {name for name, row in board.by_name.items() if row.kept is not None}
         for request in waiting:
             for one in self.nodes:
                 if not one.serves(request.model):

@@ -1,0 +1,102 @@
+"""Who may wait: the line is bounded by count and by the wait that is predicted.
+
+A class is let in while the line is filled less than its share, so that the lower classes are
+refused first. One that was refused for the predicted wait stays out until that has fallen some
+way below its limit: else every slot that comes free would let one in and refuse the next.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from gateway import errors
+from gateway.config.settings import Settings
+from gateway.config.waiting import QUEUE_SHARE
+from gateway.request import Priority
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What one class may take of the line. Seconds, requests, shares."""
+
+    count: int
+    wait: float
+    """Predicted wait above which it is refused."""
+    reopen: float
+    """Predicted wait below which it is let in again."""
+    max_wait: float
+    """The longest that any of it waits."""
+
+
+def bounds_of(settings: Settings, priority: Priority) -> Bounds:
+    """The bounds of one class."""
+    queue, label = settings.queue, priority.label
+    rule = settings.classes.get(label)  # type: ignore[call-overload]
+    share = QUEUE_SHARE[label]
+    max_wait = queue.max_wait
+    if rule is not None:
+        share = share if rule.queue_share is None else rule.queue_share
+        max_wait = max_wait if rule.max_wait is None else rule.max_wait
+    wait = share * max_wait
+    return Bounds(math.ceil(share * queue.max), wait, queue.reopen * wait, max_wait)
+
+
+@dataclass(slots=True)
+class Admission:
+    """Decides by the settings in force; remembers which classes are refused for the wait."""
+
+    settings: Settings
+    _bounds: dict[Priority, Bounds] = field(default_factory=dict)
+    _closed: set[Priority] = field(default_factory=set)
+
+    def configure(self, settings: Settings) -> None:
+        """Put changed settings in force."""
+        self.settings = settings
+        self._bounds.clear()
+
+    def bounds(self, priority: Priority) -> Bounds:
+        """What one class may take of the line."""
+        found = self._bounds.get(priority)
+        if found is None:
+            found = self._bounds[priority] = bounds_of(self.settings, priority)
+        return found
+
+    def has_room(self, waiting: int, priority: Priority) -> bool:
+        """Whether one more of this class may wait beside so many, by count alone."""
+        return waiting < self.bounds(priority).count
+
+    def refusal(
+        self, priority: Priority, waiting: int, predicted: float | None, place_free_in: float
+    ) -> errors.GatewayError | None:
+        """Why a request may not wait now; None: it may.
+
+        `predicted` is the wait expected of it, None where nobody knows; `place_free_in` the time
+        until one fewer waits. All in seconds.
+        """
+        bounds = self.bounds(priority)
+        if waiting >= bounds.count:
+            return errors.queue_full(
+                f"{waiting} requests wait already. Try again later.", place_free_in
+            )
+        if predicted is None:
+            self._closed.discard(priority)
+            return None
+        if predicted > bounds.max_wait:
+            self._closed.add(priority)
+            return errors.queue_timeout(
+                f"A slot is expected in {predicted:.0f} s, and nobody of the class "
+                f"'{priority.label}' waits longer than {bounds.max_wait:.0f} s.",
+                predicted - bounds.reopen,
+            )
+        if predicted > bounds.wait:
+            self._closed.add(priority)
+        elif predicted <= bounds.reopen:
+            self._closed.discard(priority)
+        if priority in self._closed:
+            return errors.queue_full(
+                f"A slot is expected in {predicted:.0f} s: the queue is too long for the class "
+                f"'{priority.label}' now. Try again later.",
+                max(1.0, predicted - bounds.reopen),
+            )
+        return None

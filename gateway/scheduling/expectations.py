@@ -1,0 +1,141 @@
+"""What is expected of a request: its size, its answer's, and which nodes know its beginning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gateway.fleet.lease import Lease
+from gateway.fleet.memory import Memory
+from gateway.request import Request
+from gateway.scheduling.ask import Ask
+from gateway.scheduling.board import Board
+from gateway.scheduling.dispatch import Dispatcher
+from gateway.scheduling.eligible import Plan
+from gateway.scheduling.estimates import Estimates
+from gateway.scheduling.forecast import Placement
+
+
+@dataclass(slots=True)
+class Told:
+    """Tokens of an answer, as its node told them; of a prompt `cached` is a part."""
+
+    prompt: float
+    cached: float
+    completion: float
+
+
+@dataclass(slots=True, eq=False)
+class Expectations:
+    """Makes requests into numbers, and learns from what they came to."""
+
+    dispatcher: Dispatcher
+    memory: Memory
+    estimates: Estimates = field(default_factory=Estimates)
+
+    def ask(self, request: Request, plan: Plan) -> Ask:
+        """The request in numbers, as they stand now."""
+        sizes = request.expected
+        if sizes is None:
+            sizes = request.expected = self.estimates.ask_sizes(
+                request.model,
+                request.party,
+                request.text,
+                request.max_tokens if request.writes else 0,
+                request.ids,
+                request.media,
+            )
+        tokens, completion = sizes
+        ask = Ask(
+            request.id,
+            plan.groups,
+            request.priority,
+            request.party,
+            request.received,
+            slots=_slots(request, plan),
+            prompt=tokens,
+            completion=completion,
+            closed=plan.closed,
+            failed=plan.failed,
+            doubts=plan.doubts,
+            deadline=request.deadline,
+        )
+        prompt = request.prompt
+        if prompt is not None:
+            prompt.tokens = tokens
+            recall = self.memory.recall(prompt)
+            ask.prompt, ask.cached = recall.tokens, recall.cached
+            if prompt.blocks:
+                ask.affinity = prompt.blocks[0]
+        return ask
+
+    def placed(self, lease: Lease, request: Request) -> None:
+        """It starts under this lease."""
+        if request.prompt is not None:
+            self.memory.placed(lease.placement.row.index, request.prompt)
+
+    def dropped(self, lease: Lease, request: Request, *, cost_nothing: bool) -> None:
+        """It ended there without an answer; `cost_nothing`: nor is its caller to pay for it."""
+        placement: Placement | None = lease.placement
+        if placement is None:
+            return
+        if cost_nothing:
+            self.dispatcher.settled(placement, 0.0, 0.0, 0.0)
+        if request.prompt is not None and _is_there(self.dispatcher.board, placement):
+            self.memory.dropped(placement.row.index, request.prompt)
+
+    def learn(
+        self,
+        lease: Lease,
+        request: Request,
+        told: Told | None,
+        seen: float,
+        *,
+        whole: bool,
+    ) -> None:
+        """An answer came to this; `told` None: its node said nothing, but `seen` tokens went out.
+
+        `whole`: it ended by itself.
+        """
+        placement: Placement | None = lease.placement
+        if placement is None:
+            return
+        ask, completion = placement.ask, seen
+        if told is not None:
+            completion = told.completion
+            self.dispatcher.settled(placement, told.prompt, told.cached, completion)
+        elif seen:
+            cached = ask.cached.get(placement.row.index, 0.0)
+            self.dispatcher.settled(placement, ask.prompt, cached, seen)
+        if request.writes or told is not None:
+            self.estimates.learn(
+                request.model,
+                request.party,
+                request.text,
+                0.0 if told is None else told.prompt,
+                completion / max(1, ask.slots),
+                request.max_tokens,
+                request.ids,
+                request.media,
+                whole=whole,
+            )
+        if request.prompt is None or not _is_there(self.dispatcher.board, placement):
+            return
+        if told is None:
+            self.memory.dropped(placement.row.index, request.prompt)
+        else:
+            self.memory.finished(
+                placement.row.index, request.prompt, told.prompt, told.cached, told.completion
+            )
+
+
+def _slots(request: Request, plan: Plan) -> int:
+    """Slots that it takes: an endpoint that finds its limit by trying may have fewer just now."""
+    if request.slots < 2:
+        return request.slots
+    most = max(node.slots_total for _, nodes in plan.able for node in nodes)
+    return min(request.slots, most)
+
+
+def _is_there(board: Board, placement: Placement) -> bool:
+    """Whether its row is still that of a node: another may have taken its index."""
+    return board.by_name.get(placement.row.name) is placement.row
