@@ -21,7 +21,7 @@ export PIP_NO_INPUT := 1
 
 help: ## show this list
 	@printf 'llama-gateway: make targets\n\n'
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@printf '\nARGS="..." adds arguments to the command of run, test, test-fast, bench and bench-scheduling.\n'
 
 install: $(STAMP) ## set up .venv with everything pinned (fast when nothing changed)
