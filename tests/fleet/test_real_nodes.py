@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import signal
+import statistics
 import time
 from typing import Any
 
@@ -13,8 +15,9 @@ import httpx
 import pytest
 
 from gateway.fleet.lease import Phase
+from gateway.fleet.node import Node
 from gateway.fleet.states import State
-from tests.fleet.build import a_fleet, a_spec, take
+from tests.fleet.build import Running, a_fleet, a_spec, take
 from tests.servers import running_demo_servers
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -97,3 +100,35 @@ async def test_a_killed_real_server_goes_down_within_seconds() -> None:
             await fleet.until_state("a", State.DOWN, limit=10)
             assert "no connection" in fleet["a"].reason
             assert fleet.state("b") is State.READY
+
+
+async def test_decode_speed_is_learnt_by_busy_slots_of_a_real_server() -> None:
+    """What is learnt of its timings agrees with what a client sees, alone and with a neighbour."""
+    with running_demo_servers(1, slots=2, context=4096) as [server]:
+        async with a_fleet(a_spec(url=server.url), **REAL) as fleet:
+            node, seen = fleet["a"], dict[int, list[float]]({1: [], 2: []})
+            for busy in (1, 2, 1, 2, 1, 2):
+                seen[busy] += await asyncio.gather(*(_decode(fleet, node) for _ in range(busy)))
+            for busy, measured in seen.items():
+                learnt = node.speed.seconds_per_token(busy)
+                assert 0.5 < learnt / statistics.median(measured) < 2, (busy, learnt, seen)
+            assert node.speed.prefill_tps is not None
+            assert node.speed.reading > 1 / node.speed.token_base
+
+
+async def _decode(fleet: Running, node: Node) -> float:
+    """Seconds a token that a client of one stream sees; the fleet learns what the node says."""
+    lease, first, last = take(node), 0.0, b""
+    body = CHAT | {"max_tokens": 400, "timings_per_token": False}
+    async with lease.upstream.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            if '"content":"' in line and not first:
+                first = time.monotonic()
+                lease.moved(first)
+            if '"timings"' in line:
+                last = line.removeprefix("data: ").encode()
+    ended = time.monotonic()
+    lease.give_back()
+    timings = json.loads(last)["timings"]
+    fleet.fleet.learn(node, timings, lease)
+    return (ended - first) / int(timings["predicted_n"])
