@@ -85,6 +85,8 @@ class Lease:
     """When its first content came."""
     charge: Charge | None = None
     """The share of a budget that it holds."""
+    fallback: str | None = None
+    """Why it is not of the tier that the request's class belongs to."""
     placement: Any = None
     """What the scheduler keeps of it."""
     on_end: Callable[[Lease], None] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from gateway import errors
 from gateway.fleet.catalogue import Catalogue
 from gateway.fleet.node import Node
 from gateway.request import Request
+from gateway.scheduling.hybrid import Route
 from gateway.scheduling.mirror import Groups, Key, Mirror, is_alive
 
 HOST_DOUBT = 1e5
@@ -30,6 +32,10 @@ class Plan:
     closed: Collection[int] = ()
     failed: Collection[int] = ()
     doubts: Mapping[int, float] = field(default_factory=lambda: _NOBODY)
+    route: Route | None = None
+    """Between tiers, where it could go to either (`Tiers.routed`)."""
+    open_at: float = math.inf
+    """When the other tiers of the route are open too; infinity: they are, or never will be."""
 
     def same(self, other: Plan) -> bool:
         """Whether a waiting request may stay in line as it is."""
