@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,7 +12,7 @@ from gateway.cli.options import examples
 from gateway.cli.terminal import CommandFailed, console, put_json
 
 if TYPE_CHECKING:
-    from gateway.local.topology import NumaNode, Topology
+    from gateway.local.topology import Topology
 
 EXAMPLES = examples(
     ("llama-gateway topology", "sockets, NUMA nodes, cores, caches, memory"),
@@ -33,6 +33,7 @@ def topology(
     Only what this process may use counts: its affinity mask, its cpuset and its container's limits
     are respected. The last lines tell how to run one server on each NUMA node.
     """
+    from gateway.local.description import described
     from gateway.local.topology import read_topology
 
     if not (root / "proc").is_dir() or not (root / "sys").is_dir():
@@ -43,60 +44,13 @@ def topology(
         )
     found = read_topology(root)
     if as_json:
-        put_json(_as_dict(found))
+        put_json(described(found))
     else:
         _report(found)
 
 
-def _as_dict(found: Topology) -> dict[str, Any]:
-    return {
-        "architecture": found.processor.architecture,
-        "processor": found.processor.name,
-        "instructions": found.processor.instructions,
-        "flags": sorted(found.processor.flags),
-        "sockets": len(found.sockets),
-        "cores": found.cores,
-        "cpus": sum(len(node.cpus) for node in found.nodes),
-        "cpu_quota": found.cpu_quota,
-        "memory_total": found.memory_total,
-        "memory_available": found.memory_available,
-        "caches": [
-            {"level": one.level, "type": one.kind, "size": one.size, "cpus": list(one.cpus)}
-            for one in found.caches
-        ],
-        "numa_nodes": [
-            {
-                "number": node.number,
-                "sockets": list(node.sockets),
-                "cores": [list(core) for core in node.cores],
-                "efficiency_cpus": sorted(node.efficiency),
-                "memory_total": node.memory_total,
-                "memory_available": node.memory_available,
-                "memory_allowed": node.memory_allowed,
-                "distances": list(node.distances),
-            }
-            for node in found.nodes
-        ],
-        "servers": [_server(found, node) for node in found.nodes],
-    }
-
-
-def _server(found: Topology, node: NumaNode) -> dict[str, Any]:
-    """How a server sits on this node: one thread for each physical core, never a hyperthread."""
-    from gateway.local.sysfs import shown_list
-
-    several = len(found.nodes) > 1
-    return {
-        "numa": node.number,
-        "threads": found.threads(node),
-        "cpus": shown_list(node.fast_cpus),
-        "pin": several or bool(node.efficiency),
-        "bind_memory": several and node.memory_allowed,
-        "no_mmap": several,
-    }
-
-
 def _report(found: Topology) -> None:
+    from gateway.local.description import server_on
     from gateway.local.memory import gib
     from gateway.local.sysfs import shown_list
 
@@ -129,7 +83,7 @@ def _report(found: Topology) -> None:
             )
     out.print("\nOne llama.cpp server on each NUMA node:")
     for node in found.nodes:
-        server = _server(found, node)
+        server = server_on(found, node)
         bound = f" --membind={node.number}" if server["bind_memory"] else ""
         pinned = f"numactl --physcpubind={server['cpus']}{bound} " if server["pin"] else ""
         no_mmap = " --no-mmap" if server["no_mmap"] else ""
