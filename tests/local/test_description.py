@@ -9,6 +9,11 @@ from pathlib import Path
 import gateway
 from tests.local.machine import make_machine, two_sockets_with_smt
 
+RUN = """
+import sys, runpy
+sys.path.insert(0, sys.argv.pop(1))
+runpy.run_module("gateway.local.description", run_name="__main__", alter_sys=True)
+"""
 MODULES = ("__init__", "cgroup", "description", "processor", "sysfs", "topology")
 """What a playbook copies to a machine; beside them an empty `gateway/__init__.py`."""
 
@@ -22,9 +27,7 @@ def test_a_bare_python_tells_a_machine_that_nothing_is_installed_on(tmp_path: Pa
     machine = make_machine(tmp_path / "machine", two_sockets_with_smt())
     told = subprocess.run(
         [sys.executable, "-I", "-S", "-c",
-         "import sys, runpy; sys.path.insert(0, sys.argv.pop(1));"
-         "runpy.run_module('gateway.local.description', run_name='__main__', alter_sys=True)",
-         str(tmp_path), str(machine)],
+         RUN, str(tmp_path), str(machine)],
         capture_output=True, check=True, text=True, timeout=30,
     )  # fmt: skip
     found = json.loads(told.stdout)
