@@ -52,6 +52,8 @@ class Tiers:
         if pools is None or not ask.slots:
             return plan
         gpu, cpu = (self._outlook(pool, ask, now, waiting) for pool in pools)
+        if gpu is None and any(row.name in request.refused for row in pools[0].rows):
+            gpu = Outlook(up=False, free=False, failed=True)
         bound = self._most(request, pools[0], ask, now) if gpu is not None and gpu.free else 0.0
         route = self.hybrid.route(request.priority, gpu, cpu, now, bound)
         # What it waits for counts from its arrival: a retry does not wait again.
