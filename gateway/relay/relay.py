@@ -11,6 +11,7 @@ from gateway.relay.journey import AttemptFailed, Journey, Means
 from gateway.relay.live import Live
 from gateway.relay.reply import Reply
 from gateway.relay.retry import RetryBudget, retrying
+from gateway.transport.taskless import in_task
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +36,7 @@ class Relay:
         def may_retry(error: BaseException) -> bool:
             return isinstance(error, AttemptFailed) and error.again
 
+        await in_task()
         try:
             async for trial in retrying(self.means.settings.retries, may_retry, self._affordable):
                 with trial:

@@ -7,13 +7,14 @@ that a stream of a thousand tokens costs no timer per token.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Awaitable, Callable, Generator
+from typing import Self, cast
 
 import httptools
 
 from gateway.request import Headers
 from gateway.transport.errors import Garbage, Reset, Stale, UpstreamError
+from gateway.transport.known_head import KnownHead
 
 HEAD_BYTES = 64 * 1024
 """Largest head of a reply, interim ones included; llama.cpp's has some 500 bytes."""
@@ -32,6 +33,8 @@ class Connection(asyncio.Protocol):
         "_bodyless",
         "_error",
         "_framed",
+        "_known",
+        "_known_headers",
         "_loop",
         "_parser",
         "_parts",
@@ -45,6 +48,7 @@ class Connection(asyncio.Protocol):
         "headers",
         "idle_since",
         "on_body",
+        "on_wake",
         "received",
         "reusable",
         "served",
@@ -59,11 +63,17 @@ class Connection(asyncio.Protocol):
         self.served = 0
         self.idle_since = 0.0
         self._waiter: asyncio.Future[None] | None = None
+        self.on_wake: Callable[[bool], None] | None = None
+        """Instead of a future, where no task waits (`taskless.Awaited`)."""
         self._sink: Callable[[], bool] | None = None
         self._parts: list[bytes] = []
         # The parser calls this for every piece of a body: it had better be no Python.
         self.on_body = self._parts.append
         self._parser = httptools.HttpResponseParser(self)
+        self._known: KnownHead | None = None
+        """The head of the last reply of status 200 that came whole."""
+        self._known_headers: Headers = []
+        """Its fields, all but the length."""
         self._clear()
 
     def _clear(self) -> None:
@@ -151,7 +161,7 @@ class Connection(asyncio.Protocol):
         if self.transport is not None:
             self.transport.abort()
 
-    def arrival(self, sink: Callable[[], bool] | None = None) -> asyncio.Future[None]:
+    def arrival(self, sink: Callable[[], bool] | None = None) -> Awaitable[object]:
         """Done when more has come, or the end. Raises: UpstreamError, if nothing can come.
 
         `sink` is called first when more has come, from within the event loop; as long as it says
@@ -160,11 +170,21 @@ class Connection(asyncio.Protocol):
         if self._error is not None:
             raise self._error
         self._sink = sink
+        if asyncio.current_task() is None:
+            return self
         waiter = self._waiter = self._loop.create_future()
         return waiter
 
+    def __await__(self) -> Generator[Self, None, None]:
+        yield self
+
     def _wake(self) -> None:
         self._sink = None
+        on_wake = self.on_wake
+        if on_wake is not None:
+            self.on_wake = None
+            on_wake(self.complete and self._error is None)
+            return
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -195,6 +215,11 @@ class Connection(asyncio.Protocol):
             self.reusable = False
             self.close()
             return
+        if self._known is not None and not self.received and not self._bodyless:
+            body = self._known.body(data)
+            if body is not None:
+                self._repeats(len(data), body)
+                return
         self.received += len(data)
         self._pending += len(data)
         try:
@@ -211,6 +236,8 @@ class Connection(asyncio.Protocol):
             self.close()
             return
         if self.status:
+            if self.received == len(data):
+                self._learn(data)
             sink = self._sink
             if sink is None or not sink():
                 self._wake()
@@ -221,6 +248,22 @@ class Connection(asyncio.Protocol):
         elif self.received > HEAD_BYTES:
             self._break(_large_head())
             self.close()
+
+    def _learn(self, data: bytes) -> None:
+        """Know the head of this reply when it comes again."""
+        if self.complete and self.status == 200 and self.reusable and not self._bodyless:
+            self._known = KnownHead.of(data)
+            self._known_headers = [f for f in self.headers if f[0] != b"content-length"]
+
+    def _repeats(self, size: int, body: bytes) -> None:
+        """A whole reply has come whose head is known."""
+        self.received = size
+        self.headers = [(b"content-length", b"%d" % len(body)), *self._known_headers]
+        self.status = 200
+        self.complete = self.reusable = self._framed = True
+        if body:
+            self._parts.append(body)
+        self._wake()
 
     def eof_received(self) -> bool:
         return False

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from gateway.transport.connection import Connection
 from gateway.transport.errors import ConnectFailed, ConnectTimedOut, Exhausted
+from gateway.transport.taskless import in_task
 
 IDLE_SECONDS = 4.0
 """Below the 5 s after which llama.cpp's server closes (cpp-httplib's keep-alive timeout)."""
@@ -67,6 +68,7 @@ class Pool:
         Raises: ConnectFailed, ConnectTimedOut, Exhausted.
         """
         origin = self.origin
+        await in_task()
         try:
             async with asyncio.timeout(timeout):
                 _, connection = await self._loop.create_connection(

@@ -22,8 +22,8 @@ from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.relay.dialects import CHAT
 from gateway.relay.routes import ROUTES, Route
-from gateway.web.public.preamble import Memory
-from gateway.web.public.turn import Turn
+from gateway.transport.known_head import KnownHead
+from gateway.web.public.turn import Line, Turn
 
 Serve = Callable[[Route, Turn], Awaitable[None]]
 
@@ -60,7 +60,9 @@ class BoundedProtocol(HttpToolsProtocol):
         """No head that is being read can have more bytes than this."""
         self._idle_since = 0.0
         self._length = b""
-        self._memory = Memory()
+        self._line: Line | None = None
+        self._known: KnownHead | None = None
+        """The head of the last routed request that came whole."""
         self._timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
         """The request that is served; more may be pipelined behind it."""
@@ -70,9 +72,16 @@ class BoundedProtocol(HttpToolsProtocol):
         """Nothing that comes is a request any more."""
         self._rest_at: int | None = None
         """Where in what has come the rest of a request stands that wished for an upgrade."""
+        self._begun: Turn | None = None
+        """To be started when what has come is read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.routes:
+            address = self.client[0] if self.client else None
+            self._line = Line(
+                transport, self.flow, address, self.serve, self.on_response_complete, self.tasks
+            )
         if len(self.connections) > self.limits.connections:
             self._refuse(errors.queue_full("Too many connections.", 1.0))
             # Not a moment longer than it takes to say so: there are too many.
@@ -93,7 +102,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        turn: object = cycle
+        if isinstance(turn, Turn):
+            turn.start_soon()
+        else:
+            super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -104,6 +117,11 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.transport.close()
                 return
             if self._deaf:
+                return
+        if self._known is not None and self._in_head and not self._head_bytes:
+            body = self._known.body(data)
+            if body is not None and self.cycle.response_complete:
+                self._repeats(body)
                 return
         self._arrived = self._head_bytes + len(data)
         super().data_received(data)
@@ -116,6 +134,26 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse(errors.headers_too_large(self.limits.header_bytes))
             elif self._timer is None and self._head_bytes:
                 self._timer = self.loop.call_later(self.limits.header_timeout, self._head_is_late)
+        if self._begun is not None:
+            turn, self._begun = self._begun, None
+            if not turn.more_body:
+                self._learn(turn, data)
+            turn.start()
+
+    def _learn(self, turn: Turn, data: bytes) -> None:
+        """Know the head of this request, which has just come, when it comes again."""
+        current: object = self.cycle
+        usual = turn.keep_alive and self._length and not self.expect_100_continue
+        self._known = KnownHead.of(data) if usual and current is turn else None
+        self._known_as = turn.route, turn.headers
+
+    def _repeats(self, body: bytes) -> None:
+        """Serve a whole request whose head is known."""
+        assert self._line is not None
+        turn = Turn(self._line, *self._known_as, len(body), body=body, keep_alive=not self.retiring)
+        self.cycle = self._running = cast("RequestResponseCycle", turn)
+        self._in_head = False
+        turn.start()
 
     def on_message_begin(self) -> None:
         # uvicorn would build the ASGI scope here, which most requests don't need.
@@ -182,26 +220,23 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _take_turn(self, route: Route) -> None:
         """Serve a routed request: as uvicorn would, but for the ASGI messages."""
-        version = self.parser.get_http_version()
+        assert self._line is not None
+        http_10 = self.parser.get_http_version() == "1.0"
         turn = Turn(
-            self.serve,
+            self._line,
             route,
-            self.transport,
-            self.flow,
             self.headers,
             int(self._length or 0),
-            self._memory,
-            self.client[0] if self.client else None,
-            http_10=version == "1.0",
-            keep_alive=version != "1.0" and not self.retiring and self.parser.should_keep_alive(),
+            http_10=http_10,
+            keep_alive=not (http_10 or self.retiring) and self.parser.should_keep_alive(),
             expects_continue=self.expect_100_continue,
-            on_response=self.on_response_complete,
         )
         cycle = cast("RequestResponseCycle", turn)
         before: RequestResponseCycle | None = self.cycle
         self.cycle = cycle
         if before is None or before.response_complete:
-            self._start_asgi_task(cycle, self.app)
+            self._running = cycle
+            self._begun = turn
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((cycle, self.app))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import structlog
@@ -17,6 +18,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from gateway.errors import ClientClosed, GatewayError
 from gateway.relay.routes import Route
 from gateway.request import Headers
+from gateway.transport.taskless import Taskless
 from gateway.web.public.preamble import Memory
 
 log = structlog.get_logger()
@@ -36,7 +38,22 @@ _FAILED = (
 )
 
 
-class Turn:
+@dataclass(slots=True, eq=False)
+class Line:
+    """A client's connection, as far as its turns need it."""
+
+    transport: asyncio.Transport
+    flow: FlowControl
+    address: str | None
+    serve: Callable[[Route, Turn], Awaitable[None]]
+    on_response: Callable[[], None]
+    """Called when a reply is complete."""
+    tasks: set[asyncio.Task[None]]
+    """Owns what runs."""
+    memory: Memory = field(default_factory=Memory)
+
+
+class Turn(Taskless):
     """What the edge reads a request from and writes its reply to."""
 
     __slots__ = (
@@ -44,65 +61,65 @@ class Turn:
         "_expects_continue",
         "_flow",
         "_http_10",
-        "_route",
-        "_serve",
+        "_line",
         "_spoilt",
-        "_task",
         "_transport",
         "_waiter",
-        "address",
         "body",
         "disconnected",
         "headers",
         "keep_alive",
         "length",
-        "memory",
         "more_body",
-        "on_response",
         "response_complete",
         "response_started",
+        "route",
     )
 
     def __init__(
         self,
-        serve: Callable[[Route, Turn], Awaitable[None]],
+        line: Line,
         route: Route,
-        transport: asyncio.Transport,
-        flow: FlowControl,
         headers: Headers,
         length: int,
-        memory: Memory,
-        address: str | None,
         *,
-        http_10: bool,
-        keep_alive: bool,
-        expects_continue: bool,
-        on_response: Callable[[], None],
+        body: bytes | None = None,
+        http_10: bool = False,
+        keep_alive: bool = True,
+        expects_continue: bool = False,
     ) -> None:
+        """`body`: all of it, if it is here already."""
+        super().__init__(line.tasks)
         self.headers = headers
         """All but the body's length."""
         self.length = length
         """Bytes of the body as its head tells; 0 where it does not."""
-        self.memory = memory
-        self.address = address
-        self._serve = serve
-        self._route = route
-        self._transport = transport
-        self._flow = flow
+        self._line = line
+        self.route = route
+        self._transport = line.transport
+        self._flow = line.flow
         self._http_10 = http_10
         self._expects_continue = expects_continue
         self._chunked = False
-        self._task: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._spoilt: GatewayError | None = None
         # What uvicorn's protocol reads and sets.
         self.keep_alive = keep_alive
-        self.on_response = on_response
-        self.body = bytearray()
-        self.more_body = True
+        self.more_body = body is None
+        self.body: bytes | bytearray = bytearray() if body is None else body
         self.response_started = False
         self.response_complete = False
         self.disconnected = False
+
+    @property
+    def memory(self) -> Memory:
+        """Of the connection: what its last head said."""
+        return self._line.memory
+
+    @property
+    def address(self) -> str | None:
+        """The client's, if it has one."""
+        return self._line.address
 
     # What uvicorn's protocol calls.
 
@@ -114,8 +131,8 @@ class Turn:
     def set(self) -> None:
         """Body bytes have come, or the client has left: then its request is cancelled."""
         if self.disconnected:
-            if self._task is not None and not self.response_complete:
-                self._task.cancel()
+            if not self.response_complete:
+                self.cancel()
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -124,12 +141,21 @@ class Turn:
         self._spoilt = error
         self.set()
 
-    async def run_asgi(self, _: object) -> None:
-        """Serve the request (the name is uvicorn's)."""
-        self._task = asyncio.current_task()
+    def start(self) -> None:
+        """Serve the request: at once, if it is all here."""
+        if self.more_body:
+            self.run_in_task(self._served())
+        else:
+            self.run(self._served())
+
+    def start_soon(self) -> None:
+        """Serve the request, but not now: who says so may be at the end of another one."""
+        self.run_in_task(self._served())
+
+    async def _served(self) -> None:
         try:
             if not self.disconnected:
-                await self._serve(self._route, self)
+                await self._line.serve(self.route, self)
         except (ClientClosed, asyncio.CancelledError):
             if not self.disconnected:
                 self.abort()
@@ -141,9 +167,6 @@ class Turn:
             else:
                 self.keep_alive = False
                 self.reply(500, b"content-type: application/json\r\n", _FAILED)
-        finally:
-            self._task = None
-            self.on_response = _nothing
 
     # What the edge does.
 
@@ -170,8 +193,7 @@ class Turn:
         """The body bytes that have come. Raises: ClientClosed."""
         if self.disconnected:
             raise ClientClosed
-        data = bytes(self.body)
-        self.body.clear()
+        data, self.body = bytes(self.body), bytearray() if self.more_body else b""
         # Who has stopped reading does not see the client leave.
         self._flow.resume_reading()
         return data
@@ -251,8 +273,4 @@ class Turn:
         self.response_complete = True
         if not self.keep_alive and not self.more_body:
             self._transport.close()
-        self.on_response()
-
-
-def _nothing() -> None:
-    pass
+        self._line.on_response()

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.emulator import EmulatedNode
-from tests.gateways import running_gateway
-from tests.web.public.asking import HELLO, public, request
+from tests.emulator.wire import wired
+from tests.gateways import running_gateway, until
+from tests.web.public.asking import CHAT, HELLO, answer, public, request
 
 CALM = {"health": {"interval": 60, "discover_interval": 60}, "heartbeat": "off"}
 
@@ -111,3 +112,76 @@ async def test_a_body_goes_to_the_node_byte_for_byte(tmp_path: Path) -> None:
         body = b'{ "messages":[ {"role":"user","content":"\\u00e9 \xc3\xa9"} ] , "max_tokens":1 }'
         assert (await gate.ask(request(body))).status == 200
         assert gate.node.seen[-1].body == body
+
+
+def asking_for(text: str) -> bytes:
+    return request({"messages": [{"role": "user", "content": text}], "max_tokens": 1})
+
+
+def heard(node: EmulatedNode) -> list[str]:
+    return [json.loads(seen.body)["messages"][0]["content"] for seen in node.seen]
+
+
+async def test_requests_that_repeat_a_head_have_each_their_own_body(tmp_path: Path) -> None:
+    texts = ["a", "bb", "c" * 200, "a", "d" * 5000, "e"]
+    async with public(tmp_path, CALM) as gate, wired(gate.url) as wire:
+        for text in texts:
+            await wire.send(asking_for(text))
+            assert (await answer(wire)).status == 200
+        assert heard(gate.node)[-len(texts) :] == texts
+
+
+async def test_a_head_that_was_repeated_may_come_in_pieces_or_in_company(tmp_path: Path) -> None:
+    async with public(tmp_path, CALM) as gate, wired(gate.url) as wire:
+        for _ in range(3):
+            await wire.send(asking_for("first"))
+            assert (await answer(wire)).status == 200
+        data = asking_for("in pieces")
+        for cut in (5, 20, len(data) - 4):
+            await wire.send(data[:cut])
+            await asyncio.sleep(0.02)
+            await wire.send(data[cut:])
+            assert (await answer(wire)).status == 200
+        await wire.send(asking_for("one") + asking_for("two") + asking_for("three"))
+        await asyncio.sleep(0.02)
+        await wire.send(asking_for("four"))
+        for _ in range(4):
+            assert (await answer(wire)).status == 200
+        await wire.send(asking_for("last"))
+        assert (await answer(wire)).status == 200
+        pieces = ["in pieces"] * 3
+        assert heard(gate.node)[-8:] == [*pieces, "one", "two", "three", "four", "last"]
+
+
+async def test_what_differs_from_a_repeated_head_is_read_for_what_it_is(tmp_path: Path) -> None:
+    data = asking_for("hello")
+    async with public(tmp_path, CALM) as gate:
+        for changed, expected in (
+            (data.replace(b"Host: gateway", b"Host: gateway\r\nX-Priority: batch"), 200),
+            (data.replace(b"POST", b"GET "), 405),
+            (data.replace(b"Content-Length: ", b"Content-Length: +"), 400),
+            (data.replace(CHAT.encode(), CHAT.encode() + b"X"), 404),
+        ):
+            async with wired(gate.url) as wire:
+                for _ in range(2):
+                    await wire.send(data)
+                    assert (await answer(wire)).headers["x-gateway-class"] == "normal"
+                await wire.send(changed)
+                found = await answer(wire)
+                assert found.status == expected
+                assert found.headers.get("x-gateway-class") == (
+                    "batch" if expected == 200 else None
+                )
+
+
+async def test_a_small_request_is_served_without_a_task(tmp_path: Path) -> None:
+    async with public(tmp_path, CALM) as gate, wired(gate.url) as wire:
+        listener = gate.running.gateway.public
+        assert listener is not None
+        await wire.send(asking_for("so that a connection to the node is there"))
+        assert (await answer(wire)).status == 200
+        gate.node.faults.next("hang")
+        await wire.send(asking_for("hello"))
+        await until(lambda: gate.node.busy == 1)
+        assert len(gate.running.gateway.registry) == 1
+        assert not listener._server.server_state.tasks
