@@ -18,6 +18,7 @@ from gateway.events import (
     SettingsChanged,
 )
 from gateway.observe.logs import LEVELS, Logs, now, printable
+from gateway.request import Priority
 
 QUIET_OUTCOMES = frozenset({"ok", "client_closed", "cancelled", "stale", "context_overflow"})
 """Attempts that blame no node: worth a line at `debug` only."""
@@ -133,9 +134,9 @@ class EventLines:
 
 
 _ACCESS = (
-    b'{"timestamp":"%b","level":"%b","event":"request","id":%b,"path":%b,"status":%d,"class":"%b",'
-    b'"model":%b,"node":%b,"attempts":%d,"queue":%.4f,"ttft":%b,"duration":%.4f,'
-    b'"prompt_tokens":%d,"cached_tokens":%d,"completion_tokens":%d,"stream":%b,"caller":%b%b}\n'
+    b'{"timestamp":"%b","level":"%b","event":"request","id":%b,%b,"status":%d,"attempts":%d,'
+    b'"queue":%.4f,"ttft":%b,"duration":%.4f,"prompt_tokens":%d,"cached_tokens":%d,'
+    b'"completion_tokens":%d%b}\n'
 )
 
 
@@ -144,12 +145,9 @@ def access_line(event: RequestFinished, level: str) -> bytes:
     return _ACCESS % (
         now().encode(),
         level.encode(),
-        msgspec.json.encode(printable(event.id)),
-        _known(event.path),
+        _quoted(event.id),
+        _kind(event.path, event.priority, event.model, event.node, event.stream, event.caller),
         event.code,
-        event.priority.label.encode(),
-        _known(event.model),
-        _known(event.node),
         event.attempts,
         event.queue,
         b"null" if event.ttft is None else b"%.4f" % event.ttft,
@@ -157,16 +155,33 @@ def access_line(event: RequestFinished, level: str) -> bytes:
         event.prompt_tokens,
         event.cached_tokens,
         event.completion_tokens,
-        b"true" if event.stream else b"false",
-        _known(event.caller),
-        b"" if event.reason is None else b',"reason":' + _known(event.reason),
+        b"" if event.reason is None else b',"reason":' + _quoted(event.reason),
     )
 
 
 @lru_cache(maxsize=4096)
-def _known(text: str | None) -> bytes:
-    """A text of which there are few, as JSON."""
-    return msgspec.json.encode(None if text is None else printable(text))
+def _kind(
+    path: str,
+    priority: Priority,
+    model: str,
+    node: str | None,
+    stream: bool,  # noqa: FBT001 - a part of a cache's key like the others
+    caller: str,
+) -> bytes:
+    """What many requests have in common."""
+    return b'"path":%b,"class":"%b","model":%b,"node":%b,"stream":%b,"caller":%b' % (
+        _quoted(path),
+        priority.label.encode(),
+        _quoted(model),
+        b"null" if node is None else _quoted(node),
+        b"true" if stream else b"false",
+        _quoted(caller),
+    )
+
+
+def _quoted(text: str) -> bytes:
+    """A text as JSON."""
+    return msgspec.json.encode(printable(text))
 
 
 def _problems(error: str) -> dict[str, Any]:

@@ -88,14 +88,31 @@ class Snapshot:
     """Retries that could be made now."""
 
 
+@dataclass(slots=True)
+class _Counts:
+    """Requests of one kind, and their tokens."""
+
+    requests: int = 0
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+
+    def add(self, other: _Counts) -> None:
+        """Count what `other` has counted, too."""
+        self.requests += other.requests
+        self.prompt += other.prompt
+        self.cached += other.cached
+        self.completion += other.completion
+
+
 class Metrics:
     """Counts the events of `bus`; `snapshot` is called at each scrape and must be quick."""
 
     def __init__(self, bus: Bus, snapshot: Callable[[], Snapshot]) -> None:
         self._snapshot = snapshot
         self._flush = bus.flush
-        self._requests: dict[tuple[Priority, str, int], int] = {}
-        self._tokens: dict[str, list[int]] = {}
+        self._requests: dict[tuple[Priority, str, int], _Counts] = {}
+        self._models: set[str] = set()
         self._attempts: dict[str, dict[str, int]] = {}
         self._cost: dict[str, float] = {}
         self._duration = Histogram(_SECONDS)
@@ -110,17 +127,13 @@ class Metrics:
 
     def finished(self, event: RequestFinished) -> None:
         """Count a request that has ended."""
-        model = event.model
-        tokens = self._tokens.get(model)
-        if tokens is None:
-            if len(self._tokens) >= MODELS:
-                model = OTHER
-            tokens = self._tokens.setdefault(model, [0, 0, 0])
-        tokens[0] += event.prompt_tokens
-        tokens[1] += event.cached_tokens
-        tokens[2] += event.completion_tokens
-        key = (event.priority, model, event.code)
-        self._requests[key] = self._requests.get(key, 0) + 1
+        counts = self._requests.get((event.priority, event.model, event.code))
+        if counts is None:
+            counts = self._first(event)
+        counts.requests += 1
+        counts.prompt += event.prompt_tokens
+        counts.cached += event.cached_tokens
+        counts.completion += event.completion_tokens
         self._duration.observe(event.duration)
         if event.ttft is not None:
             self._ttft.observe(event.ttft)
@@ -130,6 +143,16 @@ class Metrics:
             self._queue.observe(event.queue)
         if event.tier is not None:
             self._cost[event.tier] = self._cost.get(event.tier, 0.0) + event.cost
+
+    def _first(self, event: RequestFinished) -> _Counts:
+        """The counts for an event of which there was none before, or that has no place left."""
+        model = event.model
+        if model not in self._models:
+            if len(self._models) < MODELS:
+                self._models.add(model)
+            else:
+                model = OTHER
+        return self._requests.setdefault((event.priority, model, event.code), _Counts())
 
     def attempted(self, event: AttemptEnded) -> None:
         """Count an attempt on a node."""
@@ -184,8 +207,8 @@ class Metrics:
             "counter",
             "Requests that have ended, by their true status; 499: the client left.",
             (
-                (labels(**{"class": priority.label}, model=model, code=str(code)), count)
-                for (priority, model, code), count in self._requests.items()
+                (labels(**{"class": priority.label}, model=model, code=str(code)), counts.requests)
+                for (priority, model, code), counts in self._requests.items()
             ),
         )
         page.family("tokens_total", "counter", "Tokens of requests that ended.", self._each_token())
@@ -204,9 +227,12 @@ class Metrics:
             page.histogram(name, meaning, histogram)
 
     def _each_token(self) -> Iterator[tuple[str, float]]:
-        for model, counts in self._tokens.items():
-            for kind, count in zip(("prompt", "cached", "completion"), counts, strict=True):
-                yield labels(model=model, kind=kind), count
+        models: dict[str, _Counts] = {}
+        for (_, model, _), counts in self._requests.items():
+            models.setdefault(model, _Counts()).add(counts)
+        for model, counts in models.items():
+            for kind in ("prompt", "cached", "completion"):
+                yield labels(model=model, kind=kind), getattr(counts, kind)
 
     def _put_fleet(self, page: Page, nodes: Sequence[NodeSample]) -> None:
         self._forget_all_but(node.name for node in nodes)

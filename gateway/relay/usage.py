@@ -7,12 +7,18 @@ so its raw bytes are found only where it is a real key.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
+
+_BARE = re.compile(rb'"usage":\s*\{"prompt_tokens":(\d{1,9}),"total_tokens":\d{1,9}\}')
+"""What an answer of embeddings says, and no other."""
+BARE_WITHIN = 512
+"""Bytes; llama.cpp says it before the vectors."""
 
 MOST_BRACKETS = 16
 LONGEST_OBJECT = 16 * 1024
@@ -35,6 +41,9 @@ class Usage:
 
 def read_usage(data: bytes) -> Usage | None:
     """What the last `timings` and `usage` objects in `data` say, or None without either."""
+    bare = _BARE.search(data, 0, BARE_WITHIN)
+    if bare is not None:
+        return Usage(int(bare[1]))
     usage = last_object(data, b'"usage":')
     timings = last_object(data, b'"timings":')
     if usage is None and timings is None:
