@@ -133,8 +133,7 @@ class Lease:
         wrote = self.ended - began
         busy = self.slot_seconds / wrote if wrote > 0 else float(self.slots)
         if self.read_at is None:
-            # It came in one piece. Whoever was there may have been reading.
-            return Seen(wrote, None, busy, min(wrote, self.reader_seconds), busy)
+            return Seen(wrote, None, busy, min(wrote, self.reader_seconds))
         stalled = min(wrote, self.reader_seconds)
         return Seen(self.ended - self.taken, began - self.taken, busy, stalled, self.readers)
 

@@ -80,18 +80,24 @@ def read_timings(timings: Mapping[str, object], seen: Seen | None = None) -> Sam
     if seen is None or not _is_sane(seen):
         return sample
     sample.busy = max(1.0, seen.busy)
-    read = seen.ttft
+    read, readers, stalled = seen.ttft, seen.readers, seen.stalled
     if prefill is not None:
         _bound(prefill, seen.duration if read is None else read)
         if read is None:
             read = prefill.high * prefill.tokens
         else:
             _doubt(prefill, read)
-        prefill.low /= max(1.0, seen.readers)
     if decode is not None:
         _bound(decode, seen.duration)
         _doubt(decode, seen.duration - (read or 0.0))
-        _spare(decode, seen.stalled)
+        if seen.ttft is None and read:
+            # Nobody knows when its neighbours read: for the same share of their time, say.
+            wrote = decode.high * decode.tokens
+            others = (sample.busy - 1) * read / (read + wrote)
+            readers, stalled = max(readers, 1 + others), max(stalled, others * wrote)
+        _spare(decode, stalled)
+    if prefill is not None:
+        prefill.low /= max(1.0, readers)
     return sample
 
 

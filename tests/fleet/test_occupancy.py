@@ -124,7 +124,7 @@ def test_an_answer_in_one_piece_leaves_open_what_it_shared() -> None:
     other.give_back()
     seen = lease.seen()
     assert seen is not None
-    assert (seen.ttft, seen.busy, seen.readers) == (None, 2, 2)
+    assert (seen.ttft, seen.duration, seen.busy) == (None, 4, 2)
 
 
 def test_what_holds_no_slot_and_what_took_no_time_say_nothing_wrong() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
+import random
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +15,8 @@ from hypothesis import strategies as st
 
 from gateway.fleet.speed import UNMEASURED, Speed, weigh
 from gateway.fleet.timings import Seen
-from tests.fleet.build import a_node
+from tests.emulator import EmulatedNode
+from tests.fleet.build import Running, a_fleet, a_node, a_spec, take
 
 
 def timings(prompt: float = 100, tps: float = 50.0, predicted: float = 32) -> dict[str, object]:
@@ -274,3 +279,46 @@ def test_what_is_reckoned_with_stays_finite_and_positive(
         assert 0 < speed.token_base < math.inf
         assert 0 <= speed.token_step < math.inf
         assert 0 < speed.seconds_per_token(8) < math.inf
+
+
+@pytest.mark.slow
+async def test_the_truth_is_found_of_a_node_whose_prompts_hold_its_writers_up() -> None:
+    """First one client, then four at once; the plain ratios would be off by a half."""
+    rng, prefill, decode, step = random.Random(3), 3000, 200, 0.001
+    server = EmulatedNode(
+        slots=4,
+        prefill_tps=prefill,
+        decode_tps=decode,
+        decode_step=step,
+        batch=256,
+        prefill_stalls=True,
+        answer_tokens=lambda _: rng.randint(10, 120),
+    )
+
+    async def ask(fleet: Running) -> None:
+        node, told = fleet["a"], ""
+        lease = take(node)
+        words = " ".join(str(rng.random()) for _ in range(rng.choice([2, 5, 20, 60])))
+        body = {"messages": [{"role": "user", "content": words}], "stream": True}
+        path, client = "/v1/chat/completions", lease.upstream.client
+        async with client.stream("POST", path, json=body, timeout=60) as response:
+            async for line in response.aiter_lines():
+                if '"content":"' in line and lease.last_moved is None:
+                    lease.moved(time.monotonic())
+                if '"timings"' in line:
+                    told = line.removeprefix("data: ")
+        lease.give_back()
+        fleet.fleet.learn(node, json.loads(told)["timings"], lease)
+
+    async def client(fleet: Running, requests: int) -> None:
+        for _ in range(requests):
+            await ask(fleet)
+
+    async with server, a_fleet(a_spec(url=server.url), interval=600) as fleet:
+        await client(fleet, 6)
+        await asyncio.gather(*(client(fleet, 8) for _ in range(4)))
+        speed = fleet["a"].speed
+        assert speed.reading == pytest.approx(prefill, rel=0.3)
+        assert speed.token_base == pytest.approx(1 / decode, rel=0.25)
+        assert speed.seconds_per_token(4) == pytest.approx(1 / decode + 3 * step, rel=0.3)
+        assert "degraded" not in fleet.states("a")

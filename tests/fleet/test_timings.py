@@ -66,6 +66,13 @@ def test_what_others_prompts_may_have_cost_stays_open() -> None:
     assert bounds(sample.decode) == pytest.approx((5, 8))
 
 
+def test_neighbours_of_an_answer_in_one_piece_are_thought_to_read_as_long_as_it_did() -> None:
+    """A fifth of their time, with two of them."""
+    sample = read_timings(timings(), Seen(10, None, busy=3))
+    assert bounds(sample.prefill) == pytest.approx((2 / 1.4, 2))
+    assert bounds(sample.decode) == pytest.approx((8 * 0.6, 8))
+
+
 def test_a_decode_is_never_all_stall() -> None:
     low, _ = bounds(read_timings(timings(), Seen(10, 2, stalled=100)).decode)
     assert low == pytest.approx(1)
