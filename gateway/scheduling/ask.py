@@ -48,6 +48,8 @@ class Ask:
     """Expected tokens of the answer."""
     cached: Mapping[int, float] = field(default_factory=lambda: _NOTHING)
     """Tokens of its prompt that a row is believed to have cached, by the row's index."""
+    coming: Mapping[int, float] = field(default_factory=lambda: _NOTHING)
+    """Tokens of it that a row will have cached when what runs there has ended, by index."""
     closed: Collection[int] = ()
     """Indexes of rows that can't serve it: never used."""
     failed: Collection[int] = ()
@@ -68,6 +70,8 @@ class Ask:
     shape: Shape = ((), 0, False)
     warmest: tuple[int, ...] = ()
     """Indexes of the rows that have most of it cached."""
+    known: float = 0.0
+    """When what is cached of it was last looked up."""
     held: Row | None = None
     """The busy node that it is held back for."""
     held_until: float = 0.0

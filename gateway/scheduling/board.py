@@ -143,6 +143,8 @@ class Board:
     """Whether slots have come free since those who wait were last looked at."""
     kept: list[Row] = field(default_factory=list)
     """Rows whose free slots are kept for a wide request."""
+    released: float = 0.0
+    """When the last of our slots came free, anywhere."""
     version: int = 0
     """Changes with the number of slots of any row."""
     dirty: list[Row] = field(default_factory=list)

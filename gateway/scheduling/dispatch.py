@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -40,6 +40,9 @@ WARM_ROWS = 4
 """Rows with room whose warm requests are looked for further back in line."""
 EVALUATIONS = 96
 """Expected finishes that are computed to compare them, about."""
+RECALLS = 4
+"""Requests for one placement of which it is looked up again what is cached: it changes while they
+wait."""
 
 
 def _patience() -> Mapping[Priority, float]:
@@ -90,6 +93,9 @@ class Dispatcher:
         self._columns = Columns(board)
         self._outlook = Outlook(board, self._line)
         self._waking = math.inf
+        self._recalls = 0
+        self.recall: Callable[[Ask], None] | None = None
+        """Looks up again what is `cached` and `coming` of a request that waits, and sets it."""
         self.set_rules(rules)
 
     def set_rules(self, rules: LineRules) -> None:
@@ -107,7 +113,7 @@ class Dispatcher:
         """Place `ask` at once, or put it in line: None."""
         placement = self._placed(ask, now)
         if placement is None:
-            self._enter(ask)
+            self._enter(ask, now)
         return placement
 
     def place(self, ask: Ask, now: float) -> Placement | None:
@@ -158,6 +164,7 @@ class Dispatcher:
             row = placement.row
             forecast.end(placement, now)
             row.ours -= placement.ask.slots
+            self.board.released = now
             self.board.settle(row)
 
     def settled(
@@ -224,16 +231,15 @@ class Dispatcher:
         if room is None:
             return None
         row = self._best(room, ask, now)
-        if ask.cached and self._fitting:
+        if (ask.cached or ask.coming) and self._fitting:
             ask.warmest = warmest(ask)
             if self._holds.better_later(ask, room.pool, seconds(row, ask, now), now):
                 return None
         account = self._line.ranks[ask.priority].shares.account(ask.caller)
         return self._take(ask, account, row, room, now)
 
-    def _enter(self, ask: Ask) -> None:
-        if ask.cached:
-            ask.warmest = warmest(ask)
+    def _enter(self, ask: Ask, now: float) -> None:
+        ask.known = now
         ask.work = self._outlook.work(ask)
         account = self._line.ranks[ask.priority].shares.account(ask.caller)
         self._line.add(ask, account)
@@ -256,6 +262,7 @@ class Dispatcher:
     def _next(self, now: float) -> Placement | None:
         """Place the one that is next among those who wait and can be placed."""
         self._holds.clear()
+        self._recalls = RECALLS
         rooms = Rooms(self.board)
         overdue = self._oldest_overdue(now, rooms)
         if overdue is not None and self._turns.due:
@@ -353,6 +360,11 @@ class Dispatcher:
 
     def _consider(self, ask: Ask, room: Room, found: list[Candidate], now: float) -> None:
         self.evaluations += 1
+        if self.recall is not None and self._recalls and ask.known < self.board.released:
+            self._recalls -= 1
+            ask.known = now
+            self.recall(ask)
+            self._line.recalled(ask)
         row = self._best(room, ask, now)
         cost = seconds(row, ask, now)
         found.append(Candidate(ask, room, row, cost, (now - ask.entered + cost) / cost))

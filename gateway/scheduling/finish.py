@@ -77,14 +77,16 @@ def seconds_after(row: Row, ask: Ask, wait: float) -> float:
 
     The one that makes room has gone by then, and its neighbours are taken to go on.
     """
-    uncached = max(LEAST_READ, ask.prompt - ask.cached.get(row.index, 0.0))
+    index = row.index
+    cached = max(ask.cached.get(index, 0.0), ask.coming.get(index, 0.0))
+    uncached = max(LEAST_READ, ask.prompt - cached)
     neighbours = max(0, row.busy - ask.slots)
     return cost(
         uncached,
         ask.completion,
         (1 + neighbours) / row.prefill,
         row.token_base + row.token_step * neighbours,
-        wait + row.doubt + ask.doubts.get(row.index, 0.0),
+        wait + row.doubt + ask.doubts.get(index, 0.0),
         0.0,
         0.0,
     )

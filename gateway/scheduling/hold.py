@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from gateway.scheduling.ask import Ask
     from gateway.scheduling.board import Board, Pool, Row
 
-GAIN = 0.9
-"""A request waits for a warm node only if it is then expected to finish within this share of the
-time that it would take elsewhere at once: predictions err."""
+TURNS = 1
+"""Turns of each of its slots that a node may be waited for at most: no node is overrun for the sake
+of its cache."""
 LEAST_WARM = 32.0
 """Cached tokens that are worth a wait."""
 LONGEST = 60.0
 """Seconds that a request is held back at most."""
-MARGIN, LEAST_MARGIN = 0.5, 1.0
-"""A hold ends this share of the predicted wait, and so many seconds, after it."""
+MARGIN, LEAST_MARGIN = 2.0, 5.0
+"""A hold ends this share of the predicted wait, and so many seconds, after it: by then the
+prediction has failed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,16 +73,16 @@ class Holds:
         if ask.held_until and now >= ask.held_until:
             return False
         best: Row | None = None
-        least = here * GAIN
+        least = here
         longest = 0.0
         for index in ask.warmest:
             row = self.board.rows[index]
             if not self._worth_waiting(row, ask, pool):
                 continue
             ahead = sum([other.slots for other in row.held])
-            if ahead + ask.slots > row.capacity - row.foreign:
+            if ahead + ask.slots > TURNS * (row.capacity - row.foreign):
                 continue  # The guard: no node is overrun for the sake of its cache.
-            wait = forecast.release(row, ahead + ask.slots - row.free, now)
+            wait = forecast.release(row, max(1, ahead + ask.slots - row.free), now)
             if wait is None or wait > LONGEST:
                 continue
             there = seconds_after(row, ask, wait)
@@ -104,7 +105,7 @@ class Holds:
             and index in pool.members
             and index not in ask.closed
             and index not in ask.failed
-            and ask.cached.get(index, 0.0) >= LEAST_WARM
+            and max(ask.cached.get(index, 0.0), ask.coming.get(index, 0.0)) >= LEAST_WARM
         )
 
     def keep_for(self, ask: Ask, *, strictly: bool = False) -> bool:

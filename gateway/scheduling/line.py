@@ -17,7 +17,7 @@ from gateway.request import Priority
 from gateway.scheduling.ask import Ask, Shape
 from gateway.scheduling.fairness import Account, Shares
 
-WARMEST = 2
+WARMEST = 6
 """Nodes for which a waiting request is remembered as warm."""
 
 _age = attrgetter("age")
@@ -61,8 +61,7 @@ class Line:
         self.slotless += not ask.slots
         self.wide += ask.slots > 1
         ask.groups[0][0].queued[ask.priority] += ask.work
-        for index in ask.warmest:
-            self._warm.setdefault(index, {})[ask] = None
+        self._note(ask)
 
     def remove(self, ask: Ask) -> None:
         """Take `ask`, which is in line, out of it."""
@@ -79,6 +78,19 @@ class Line:
         self.wide -= ask.slots > 1
         queued = ask.groups[0][0].queued
         queued[ask.priority] = max(0.0, queued[ask.priority] - ask.work) if rank.count else 0.0
+        self._forget(ask)
+
+    def recalled(self, ask: Ask) -> None:
+        """What is cached of `ask`, which is in line, has been looked up again."""
+        self._forget(ask)
+        self._note(ask)
+
+    def _note(self, ask: Ask) -> None:
+        ask.warmest = warmest(ask)
+        for index in ask.warmest:
+            self._warm.setdefault(index, {})[ask] = None
+
+    def _forget(self, ask: Ask) -> None:
         for index in ask.warmest:
             warm = self._warm[index]
             del warm[ask]
@@ -101,8 +113,11 @@ def shape_of(ask: Ask) -> Shape:
 
 
 def warmest(ask: Ask) -> tuple[int, ...]:
-    """The indexes of the rows that have most of its prompt cached."""
+    """The indexes of the rows that have most of its prompt cached, or will have."""
     cached = ask.cached
+    if ask.coming:
+        coming = ask.coming
+        cached = {**coming, **{i: max(n, coming.get(i, 0.0)) for i, n in cached.items()}}
     if len(cached) <= WARMEST:
         return tuple(cached)
     return tuple(heapq.nlargest(WARMEST, cached, key=cached.__getitem__))

@@ -42,7 +42,7 @@ class Outlook:
         """Seconds that `ask` is likely to keep its slots, on a node of middling speed."""
         if self.board.placed - self._renewed >= RENEWAL:
             self._renew()
-        cached = ask.cached.get(ask.warmest[0], 0.0) if ask.warmest else 0.0
+        cached = max(ask.cached.values(), default=0.0)
         uncached = max(LEAST_READ, ask.prompt - cached)
         return uncached * self._per_prompt + ask.completion * self._per_token
 
