@@ -58,7 +58,7 @@ class Trend:
         """
         weight = min(weight, self.memory * MOST_AT_ONCE) * low / high
         expected = self.at(x)
-        kept = 0.5 ** (weight / self.memory)
+        left = 1.0
         if expected:
             least, most = expected / LARGEST_STEP, expected * LARGEST_STEP
             y = min(max(min(max(expected, low), high), least), most)
@@ -69,7 +69,7 @@ class Trend:
                 if abs(self._surprises) < BELIEVED:
                     weight *= DOUBTED
                 else:
-                    kept *= FORGET
+                    left = FORGET
             else:
                 self._surprises = 0
             if low < y:
@@ -78,6 +78,7 @@ class Trend:
             return False
         else:
             y = math.sqrt(low * high)
+        kept = left * 0.5 ** (weight / self.memory)
         self._w = self._w * kept + weight
         self._x = self._x * kept + weight * x
         self._y = self._y * kept + weight * y
