@@ -76,7 +76,7 @@ class Gateway:
         self.settings_error: str | None = None
         self.stopping = asyncio.Event()
         self._at_once = asyncio.Event()
-        self._told_to_stop = False
+        self._told = asyncio.Event()
         self._successor: subprocess.Popen[bytes] | None = None
         """The process that has taken over."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -166,9 +166,9 @@ class Gateway:
 
     def stop(self) -> None:
         """Begin the orderly end; called again, end at once."""
-        if self._told_to_stop:
+        if self._told.is_set():
             self._at_once.set()
-        self._told_to_stop = True
+        self._told.set()
         self.stopping.set()
 
     def succeed_soon(self) -> None:
@@ -195,12 +195,19 @@ class Gateway:
             self.stopping.set()
 
     async def shut_down(self) -> int:
-        """Let what waits and runs end within the grace; 0, or 1 if a second signal cut it short."""
+        """Let what waits and runs end within the grace; 0, or 1 if a second signal cut it short.
+
+        After a successor has taken over, the grace begins with a signal to end.
+        """
         shutdown = self.settings.shutdown
         assert self.public is not None
         if self._successor is not None:
             log.info("succeeded", pid=self._successor.pid, in_flight=len(self.registry))
             closing = asyncio.create_task(self.public.retire())
+            # Nobody waits for its end: what runs has the time that each request has anyway.
+            told = asyncio.create_task(self._told.wait())
+            await asyncio.wait([closing, told], return_when=asyncio.FIRST_COMPLETED)
+            told.cancel()
         else:
             self._notifier.tell("STOPPING=1")
             log.info("shutting down", in_flight=len(self.registry), grace=shutdown.grace)

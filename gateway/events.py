@@ -27,6 +27,8 @@ class RequestFinished:
     stream: bool = False
     node: str | None = None
     tier: str | None = None
+    fallback: str | None = None
+    """Why it ran on another tier than its class belongs to, if it did."""
     attempts: int = 0
     queue: float = 0.0
     """Seconds spent waiting for a slot."""

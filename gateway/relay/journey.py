@@ -82,6 +82,7 @@ class Journey:
         record.attempts += 1
         record.node = lease.node.name
         record.tier = lease.node.spec.tier
+        record.fallback = lease.fallback
         attempt = Attempt(lease, request, self._dialect, means.settings, means.watch, clock)
         live.trying(attempt)
         try:

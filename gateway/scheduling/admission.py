@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from gateway import errors
 from gateway.config.settings import Settings
 from gateway.config.waiting import QUEUE_SHARE
-from gateway.request import Priority
+from gateway.request import Priority, Request
+from gateway.scheduling.rate import CompletionRate
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,23 @@ def bounds_of(settings: Settings, priority: Priority) -> Bounds:
     return Bounds(math.ceil(share * queue.max), wait, queue.reopen * wait, max_wait)
 
 
+def predicted_wait(
+    rate: CompletionRate, ahead: int, by_work: float | None, now: float
+) -> float | None:
+    """Seconds that one behind `ahead` others is likely to wait; None: nobody knows.
+
+    By the rate at which slots have come free, and `by_work`, by what is expected to run and wait:
+    the lower of both, since who is refused wrongly loses more than who waits in vain. With nobody
+    ahead it hangs on one or two answers' lengths, so that only half of it is believed.
+    """
+    if not ahead:
+        return None if by_work is None else by_work / 2
+    by_rate = rate.wait(ahead + 1, now)
+    if by_rate is None or by_work is None:
+        return by_work if by_rate is None else by_rate
+    return min(by_rate, by_work)
+
+
 @dataclass(slots=True)
 class Admission:
     """Decides by the settings in force; remembers which classes are refused for the wait."""
@@ -65,6 +83,33 @@ class Admission:
     def has_room(self, waiting: int, priority: Priority) -> bool:
         """Whether one more of this class may wait beside so many, by count alone."""
         return waiting < self.bounds(priority).count
+
+    def admitted(
+        self,
+        request: Request,
+        waiting: int,
+        predicted: float | None,
+        place_free_in: float,
+        now: float,
+    ) -> float:
+        """Until when a request may wait.
+
+        Raises: GatewayError, as `refusal` says, or when its client will have left before.
+        """
+        until = now + self.bounds(request.priority).max_wait
+        if request.deadline is not None:
+            if predicted is not None and now + predicted > request.deadline:
+                raise errors.queue_timeout(
+                    f"A slot is expected in {predicted:.0f} s: longer than this client will wait.",
+                    max(1.0, now + predicted - request.deadline),
+                )
+            until = min(until, request.deadline)
+        # What has been let in once is not turned away because its node failed it.
+        if not request.failed:
+            refusal = self.refusal(request.priority, waiting, predicted, place_free_in)
+            if refusal is not None:
+                raise refusal
+        return until
 
     def refusal(
         self, priority: Priority, waiting: int, predicted: float | None, place_free_in: float

@@ -38,7 +38,7 @@ def room_for(board: Board, ask: Ask) -> Room | None:
             count = len(rows)
             if rows and (ask.closed or avoided):
                 rows = [r for r in rows if r.index not in ask.closed and r.index not in avoided]
-            if rows and board.kept:
+            if rows and board.kept and ask.slots:
                 rows = [r for r in rows if _may_use(r, ask)]
             if rows:
                 return Room(rows, pool, group, whole=len(rows) == count)

@@ -8,6 +8,7 @@ leases.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,22 +16,23 @@ from dataclasses import dataclass, field
 from gateway import errors
 from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.lease import Lease
 from gateway.fleet.memory import Memory
 from gateway.fleet.node import Node
 from gateway.request import Priority, Request
-from gateway.scheduling.admission import Admission
+from gateway.scheduling.admission import Admission, predicted_wait
 from gateway.scheduling.ask import Ask
 from gateway.scheduling.board import Board
 from gateway.scheduling.dispatch import Dispatcher
 from gateway.scheduling.eligible import Eligible, Plan
 from gateway.scheduling.expectations import Expectations
 from gateway.scheduling.forecast import Placement
+from gateway.scheduling.hybrid import Hybrid
 from gateway.scheduling.mirror import ALIVE, Mirror
 from gateway.scheduling.rate import CompletionRate
 from gateway.scheduling.rules import rules_of
-from gateway.scheduling.taking import taken
+from gateway.scheduling.taking import Granted, Taking
 from gateway.scheduling.ticket import Ticket, Waiting
+from gateway.scheduling.tiers import Tiers
 
 TICK = 0.5
 """Seconds between two looks at what waits: at its limits, and at the board against the fleet."""
@@ -58,7 +60,9 @@ class Scheduler:
     mirror: Mirror = field(init=False)
     admission: Admission = field(init=False)
     expectations: Expectations = field(init=False)
-    _eligible: Eligible = field(init=False)
+    hybrid: Hybrid = field(init=False)
+    tiers: Tiers = field(init=False)
+    _taking: Taking = field(init=False)
     _tickets: dict[Ask, Ticket] = field(default_factory=dict)
     _matching: asyncio.Handle | None = None
     _ticking: asyncio.TimerHandle | None = None
@@ -69,7 +73,16 @@ class Scheduler:
         self.mirror = Mirror(self.fleet, board, self.memory, self.clock)
         self.admission = Admission(self.settings)
         self.expectations = Expectations(self.dispatcher, self.memory)
-        self._eligible = Eligible(self.fleet.catalogue, self.mirror)
+        self.hybrid = Hybrid(self.settings.hybrid)
+        self.tiers = Tiers(self.hybrid, self.mirror, self.dispatcher, self.settings)
+        self._taking = Taking(
+            self.dispatcher,
+            self.mirror,
+            Eligible(self.fleet.catalogue, self.mirror),
+            self.expectations,
+            self.tiers,
+            self.clock,
+        )
         self.mirror.renew()
         self.fleet.on_change = self.mirror.changed
         self.fleet.on_capacity = self._match_soon
@@ -79,9 +92,10 @@ class Scheduler:
         self.settings = settings
         self.admission.configure(settings)
         self.dispatcher.set_rules(rules_of(settings))
+        self.tiers.configure(settings)
         self.capacity_changed()
 
-    async def lease(self, request: Request) -> tuple[Lease, str]:
+    async def lease(self, request: Request) -> Granted:
         """A lease for `request`, and the public model name that it was given for.
 
         Waits while all nodes that could serve it are busy or out. Raises: GatewayError, when it
@@ -89,18 +103,25 @@ class Scheduler:
         """
         return self.lease_now(request) or await self.wait(request)
 
-    def lease_now(self, request: Request) -> tuple[Lease, str] | None:
+    def lease_now(self, request: Request) -> Granted | None:
         """The same without waiting: None where it would have to."""
         if self.closing:
             raise errors.shutting_down()
-        plan = self._eligible.plan(request)
-        return self._placed(self.expectations.ask(request, plan), request, plan)
+        now = self.clock()
+        if self.mirror.hybrid and request.slots and not request.failed:
+            self.hybrid.arrived(request.priority, now)
+        plan = self._taking.planned(request, now)
+        ask = self.expectations.ask(request, plan)
+        granted = self._placed(ask, request, plan, now)
+        if granted is None:
+            self.tiers.dropped(plan)
+        return granted
 
     def elsewhere(self, request: Request, node: Node) -> bool:
         """Whether another node than `node` is in that could take `request`."""
         return any(
             other is not node and other.name not in request.failed and other.state in ALIVE
-            for _, nodes in self._eligible.able(request)
+            for _, nodes in self._taking.eligible.able(request)
             for other in nodes
         )
 
@@ -108,31 +129,31 @@ class Scheduler:
         """Whether a node has the context that `request` is now known to need."""
         return any(
             node.context is not None and node.context >= request.smallest_context
-            for _, nodes in self._eligible.able(request)
+            for _, nodes in self._taking.eligible.able(request)
             for node in nodes
         )
 
     # What is to be seen of it.
 
     def waiting(self, most: int | None = None) -> list[Waiting]:
-        """What waits, in its order, with what is expected of the first `most`."""
-        now = self.clock()
-        found = []
-        for place, ask in enumerate(self.dispatcher.asks(), 1):
-            ticket = self._tickets.get(ask)
-            if ticket is not None:
-                expected = self._expected(ask, now) if most is None or place <= most else None
-                found.append(Waiting(ticket.request, place, now - ticket.entered, expected))
-        return found
+        """The first `most` of what waits, in its order, with what is expected of it."""
+        found = [self._place(ticket) for ticket in self._tickets.values()]
+        return sorted(found, key=lambda waiting: waiting.position)[:most]
 
     def place(self, request: Request) -> Waiting | None:
         """Where a request stands in line; None: it does not wait."""
         ticket = self._ticket(request.id)
-        if ticket is None:
-            return None
+        return None if ticket is None else self._place(ticket)
+
+    def _place(self, ticket: Ticket) -> Waiting:
         now, ask = self.clock(), ticket.ask
-        position = self.dispatcher.position(ask)
-        return Waiting(request, position, now - ticket.entered, self._expected(ask, now))
+        seconds = self.dispatcher.expected_start(ask, now) - now
+        return Waiting(
+            ticket.request,
+            self.dispatcher.position(ask),
+            now - ticket.entered,
+            max(0.0, seconds) if math.isfinite(seconds) else None,
+        )
 
     def depths(self) -> dict[Priority, int]:
         """How many requests of each class wait."""
@@ -177,9 +198,9 @@ class Scheduler:
 
     # Taking slots.
 
-    def _placed(self, ask: Ask, request: Request, plan: Plan) -> tuple[Lease, str] | None:
+    def _placed(self, ask: Ask, request: Request, plan: Plan, now: float) -> Granted | None:
         """A lease for it now; None: it would have to wait."""
-        dispatcher, now = self.dispatcher, self.clock()
+        dispatcher = self.dispatcher
         for _ in range(MOST_MISSES):
             if self._tickets and dispatcher.board.freed:
                 # Who came before goes first, if there is anything for them.
@@ -187,43 +208,25 @@ class Scheduler:
             placement = dispatcher.place(ask, now)
             if placement is None:
                 return None
-            granted = self._granted(placement, request, plan, now)
+            granted = self._taking.granted(placement, request, plan, now)
             if granted is not None:
                 return granted
         return None
 
-    def _granted(
-        self, placement: Placement, request: Request, plan: Plan, now: float
-    ) -> tuple[Lease, str] | None:
-        """The lease that a placement stands for; None: the node does not take it after all."""
-        node = self.mirror.node(placement.row)
-        slots = placement.ask.slots
-        if node.free(now) < slots if slots else not node.capacity(now):
-            self.dispatcher.cancelled(placement, now)
-            self.mirror.renew()
-            return None
-        lease = taken(node, request, placement, now)
-        lease.placement = placement
-        lease.on_end = self._ended
-        if lease.trial:
-            self.mirror.changed(node)
-        self.expectations.placed(lease, request)
-        return lease, plan.able[placement.group][0]
-
-    def _ended(self, lease: Lease) -> None:
-        """Its slots are free."""
-        self.dispatcher.released(lease.placement, self.clock())
-
     # Waiting.
 
-    async def wait(self, request: Request) -> tuple[Lease, str]:
+    async def wait(self, request: Request) -> Granted:
         """A lease in its turn, where `lease_now` had none. Raises: GatewayError, as `lease`."""
         if self.closing:
             raise errors.shutting_down()
         now = self.clock()
-        plan = self._eligible.plan(request)
+        plan = self._taking.planned(request, now)
         ask = self.expectations.ask(request, plan)
-        until = self._admitted(request, ask, plan, now)
+        try:
+            until = self._admitted(request, ask, plan, now)
+        except errors.GatewayError:
+            self.tiers.dropped(plan)
+            raise
         ticket = Ticket(request, plan, ask, now, until, asyncio.get_running_loop().create_future())
         if not plan.any_alive():
             ticket.out_since = now
@@ -234,59 +237,31 @@ class Scheduler:
         except asyncio.CancelledError:
             future = ticket.granted
             if future.done() and not future.cancelled() and future.exception() is None:
-                lease = future.result()[0]
-                self.expectations.dropped(lease, request, cost_nothing=True)
-                lease.give_back()
+                self._taking.forgo(future.result()[0], request)
             raise
         finally:
-            if self._tickets.pop(ticket.ask, None) is not None:
-                self.dispatcher.withdraw(ticket.ask)
+            if ticket.ask in self._tickets:
+                self._remove(ticket)
                 self._match_soon()
+
+    def _remove(self, ticket: Ticket) -> None:
+        """Take it out of the line, with what it has reserved."""
+        self._tickets.pop(ticket.ask, None)
+        self.dispatcher.withdraw(ticket.ask)
+        self.tiers.dropped(ticket.plan)
 
     def _admitted(self, request: Request, ask: Ask, plan: Plan, now: float) -> float:
         """Until when it may wait. Raises: GatewayError."""
-        priority = request.priority
-        until = now + self.admission.bounds(priority).max_wait
-        predicted = self._predicted(ask, now) if plan.any_alive() else None
-        if request.deadline is not None:
-            if predicted is not None and now + predicted > request.deadline:
-                raise errors.queue_timeout(
-                    f"A slot is expected in {predicted:.0f} s: longer than this client will wait.",
-                    max(1.0, now + predicted - request.deadline),
-                )
-            until = min(until, request.deadline)
-        # What has been let in once is not turned away because its node failed it.
-        if not request.failed:
-            retry_after = self.rate.retry_after(1, now)
-            waiting = len(self._tickets)
-            refusal = self.admission.refusal(priority, waiting, predicted, retry_after)
-            if refusal is not None:
-                raise refusal
-        return until
-
-    def _predicted(self, ask: Ask, now: float) -> float | None:
-        """Seconds that it would wait, by whichever knows better is wrong least: the lower one.
-
-        Who is refused wrongly loses more than who waits in vain.
-        """
-        ahead = self._ahead(ask)
-        if not ahead:
-            return None
-        by_rate = self.rate.wait(ahead + 1, now)
-        by_work = None
-        if self.mirror.measured(ask):
-            by_work = self.dispatcher.predicted_wait(ask, now)
-        known = [wait for wait in (by_rate, by_work) if wait is not None]
-        return min(known, default=None)
-
-    def _ahead(self, ask: Ask) -> int:
-        """About how many would go before it."""
-        return sum(
-            (other.priority, other.entered) < (ask.priority, ask.entered) for other in self._tickets
+        place = (ask.priority, ask.entered)
+        ahead = sum((other.priority, other.entered) < place for other in self._tickets)
+        predicted = None
+        if plan.any_alive():
+            measured = self.mirror.measured(ask)
+            by_work = self.dispatcher.predicted_wait(ask, now) if measured else None
+            predicted = predicted_wait(self.rate, ahead, by_work, now)
+        return self.admission.admitted(
+            request, len(self._tickets), predicted, self.rate.retry_after(1, now), now
         )
-
-    def _expected(self, ask: Ask, now: float) -> float:
-        return max(0.0, self.dispatcher.expected_start(ask, now) - now)
 
     def _ticket(self, request_id: str) -> Ticket | None:
         for ticket in self._tickets.values():
@@ -295,8 +270,7 @@ class Scheduler:
         return None
 
     def _refuse(self, ticket: Ticket, error: errors.GatewayError) -> None:
-        self._tickets.pop(ticket.ask, None)
-        self.dispatcher.withdraw(ticket.ask)
+        self._remove(ticket)
         if not ticket.granted.done():
             ticket.granted.set_exception(error)
 
@@ -305,7 +279,10 @@ class Scheduler:
         if not self._tickets:
             return
         now = self.clock()
-        due = min(now + TICK, *(ticket.until for ticket in self._tickets.values()))
+        due = min(
+            now + TICK,
+            *(min(ticket.until, ticket.plan.open_at) for ticket in self._tickets.values()),
+        )
         wake = self.dispatcher.wake_at(now)
         if wake is not None:
             due = min(due, wake)
@@ -331,12 +308,17 @@ class Scheduler:
     def _look_at(self, ticket: Ticket, now: float) -> None:
         """End a wait that has lasted long enough, or that has become hopeless."""
         try:
-            plan = self._eligible.plan(ticket.request)
+            plan = self._taking.planned(ticket.request, now, ticket.ask)
         except errors.GatewayError as error:
             self._refuse(ticket, error)
             return
-        if not plan.same(ticket.plan):
+        if plan.same(ticket.plan):
+            self.tiers.dropped(ticket.plan)
+            ticket.plan = plan
+        else:
             self._renew(ticket, plan)
+            if ticket.granted.done():
+                return
         if plan.any_alive():
             ticket.out_since = None
         elif ticket.out_since is None:
@@ -360,17 +342,17 @@ class Scheduler:
             if placement is None:
                 self._tickets[ticket.ask] = ticket
                 return
-            granted = self._granted(placement, ticket.request, ticket.plan, now)
+            granted = self._taking.granted(placement, ticket.request, ticket.plan, now)
             if granted is not None:
                 ticket.granted.set_result(granted)
                 return
             ticket.ask = self.expectations.ask(ticket.request, ticket.plan)
+        self.tiers.dropped(ticket.plan)
         ticket.granted.set_exception(errors.no_node("No node takes this request.", 1.0))
 
     def _renew(self, ticket: Ticket, plan: Plan) -> None:
         """Put it in line anew: other nodes can serve it than before."""
-        self.dispatcher.withdraw(ticket.ask)
-        del self._tickets[ticket.ask]
+        self._remove(ticket)
         ticket.plan, ticket.ask = plan, self.expectations.ask(ticket.request, plan)
         self._enter(ticket)
 
@@ -399,7 +381,7 @@ class Scheduler:
         if ticket is None or ticket.granted.done():
             self.dispatcher.cancelled(placement, now)
             return False
-        granted = self._granted(placement, ticket.request, ticket.plan, now)
+        granted = self._taking.granted(placement, ticket.request, ticket.plan, now)
         if granted is None:
             ticket.ask = self.expectations.ask(ticket.request, ticket.plan)
             self._enter(ticket)

@@ -1,18 +1,85 @@
-"""From a placement on the board to a lease on a node's slots."""
+"""From a request to slots on a node: where it may go, what is expected of it, and its lease."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from gateway.fleet.lease import Lease
 from gateway.fleet.node import Node
 from gateway.request import Request
+from gateway.scheduling.ask import Ask
+from gateway.scheduling.dispatch import Dispatcher
+from gateway.scheduling.eligible import Eligible, Plan
+from gateway.scheduling.expectations import Expectations
 from gateway.scheduling.forecast import Placement
+from gateway.scheduling.mirror import Mirror
+from gateway.scheduling.tiers import Tiers
 
 UNMEASURED_PREFILL = 25.0
 """Prompt tokens/s to expect of a node that has not shown its speed: slow on purpose, since it
 bounds a wait (one busy thread read 140 tokens/s of a 768 wide model when measured)."""
 
+Granted = tuple[Lease, str]
+"""A lease, and the public model name that it was given for."""
 
-def taken(node: Node, request: Request, placement: Placement, now: float) -> Lease:
+
+@dataclass(slots=True, eq=False)
+class Taking:
+    """Makes plans for requests, and leases of what the dispatcher has placed."""
+
+    dispatcher: Dispatcher
+    mirror: Mirror
+    eligible: Eligible
+    expectations: Expectations
+    tiers: Tiers
+    clock: Callable[[], float]
+
+    def planned(self, request: Request, now: float, waiting: Ask | None = None) -> Plan:
+        """Where it may go now; `waiting` is what stands in line for it. Raises: GatewayError.
+
+        A plan that comes to nothing is to be given to `Tiers.dropped`.
+        """
+        plan = self.eligible.plan(request)
+        if self.mirror.hybrid:
+            ask = waiting or self.expectations.ask(request, plan)
+            plan = self.tiers.routed(request, plan, ask, now, waiting=waiting)
+        return plan
+
+    def granted(
+        self, placement: Placement, request: Request, plan: Plan, now: float
+    ) -> Granted | None:
+        """The lease that a placement stands for.
+
+        None: the node does not take it after all, and the board has been told.
+        """
+        node = self.mirror.node(placement.row)
+        slots = placement.ask.slots
+        if node.free(now) < slots if slots else not node.capacity(now):
+            self.dispatcher.cancelled(placement, now)
+            self.mirror.renew()
+            return None
+        lease = _taken(node, request, placement, now)
+        lease.placement = placement
+        lease.on_end = self._ended
+        if lease.trial:
+            self.mirror.changed(node)
+        self.expectations.placed(lease, request)
+        self.tiers.granted(plan, placement.row, lease)
+        return lease, plan.able[placement.group][0]
+
+    def forgo(self, lease: Lease, request: Request) -> None:
+        """Nobody is there any more to use this lease."""
+        self.expectations.dropped(lease, request, cost_nothing=True)
+        if lease.charge is not None:
+            lease.charge.settle(0.0, happened=False, now=self.clock())
+        lease.give_back()
+
+    def _ended(self, lease: Lease) -> None:
+        self.dispatcher.released(lease.placement, self.clock())
+
+
+def _taken(node: Node, request: Request, placement: Placement, now: float) -> Lease:
     """The lease, with what it should take: it bounds how long the node may be silent."""
     speed = node.speed
     tokens = max(request.prompt_tokens, placement.ask.prompt)

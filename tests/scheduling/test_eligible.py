@@ -13,7 +13,7 @@ from tests.scheduling.build import a_request, a_scheduler, node
 
 
 def plan(request: Request, *nodes: Node) -> Plan:
-    return a_scheduler(*nodes)._eligible.plan(request)
+    return a_scheduler(*nodes)._taking.eligible.plan(request)
 
 
 def test_a_context_that_is_too_small_is_left_out_while_another_fits() -> None:
@@ -30,7 +30,7 @@ def test_a_context_that_is_too_small_is_left_out_while_another_fits() -> None:
 
 def test_most_requests_of_one_kind_share_their_pools() -> None:
     scheduler = a_scheduler(node("a"), node("b"))
-    first, second = (scheduler._eligible.plan(a_request()) for _ in range(2))
+    first, second = (scheduler._taking.eligible.plan(a_request()) for _ in range(2))
     assert first.groups is second.groups
     assert (first.closed, first.failed) == ((), ())
 

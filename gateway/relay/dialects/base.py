@@ -31,6 +31,8 @@ class Dialect:
     name = "openai"
     ends_once = True
     """Whether one event ends the stream, however many answers it holds."""
+    pings = False
+    """Whether its heartbeat is an event, so that a comment alone would not do."""
     error_mark = b""
     """What a node's own error event has where its form is none that this API's clients know."""
 

@@ -27,6 +27,7 @@ class Messages(Dialect):
     """`/v1/messages`: named events, from `message_start` to `message_stop`."""
 
     name = "messages"
+    pings = True
     error_mark = b"event: error\n"
 
     def error_body(self, error: GatewayError, tag: str) -> bytes:

@@ -59,6 +59,7 @@ def described(live: Live, waiting: Waiting | None, now: float) -> dict[str, Any]
         "caller": request.caller.id,
         "state": "running" if waiting is None else "waiting",
         "position": None if waiting is None else waiting.position,
+        "expected_start": None if waiting is None else _rounded(waiting.expected),
         "node": record.node,
         "attempts": record.attempts,
         "slots": request.slots,
@@ -67,6 +68,10 @@ def described(live: Live, waiting: Waiting | None, now: float) -> dict[str, Any]
         "queue_seconds": round(queued, 3),
         "prompt_tokens_estimate": request.prompt_tokens,
     }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
 
 
 def cancelled() -> GatewayError:

@@ -48,7 +48,9 @@ class Status:
     async def status(self, _: Request) -> Response:
         """Everything at a glance."""
         control, nodes = self.control, self.fleet.nodes.values()
-        depths, error = self.scheduler.depths(), self._unreadiness()
+        scheduler = self.scheduler
+        has_gpu = scheduler.mirror.hybrid
+        depths, error = scheduler.depths(), self._unreadiness()
         uptime = control.clock() - control.started
         started = datetime.now(UTC) - timedelta(seconds=uptime)
         return Json(
@@ -61,6 +63,7 @@ class Status:
                 "in_flight": len(self.registry),
                 "queue": {priority.label: depths[priority] for priority in Priority},
                 "waiting": self._waiting(),
+                "hybrid": scheduler.hybrid.view(control.clock()) if has_gpu else None,
                 "totals": self.totals.shown(),
                 "nodes": dict(Counter(node.state.value for node in nodes)),
                 "slots_total": sum(node.slots_total for node in nodes),
@@ -77,9 +80,14 @@ class Status:
                 "seconds": round(waiting.seconds, 3),
                 "class": waiting.request.priority.label,
                 "model": waiting.request.model,
+                "expected_start": _rounded(waiting.expected),
             }
-            for waiting in self.scheduler.waiting()[:SHOWN]
+            for waiting in self.scheduler.waiting(SHOWN)
         ]
 
     def _unreadiness(self) -> GatewayError | None:
         return unreadiness(self.fleet, self.scheduler, closing=self.control.closing)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)

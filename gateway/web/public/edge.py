@@ -28,8 +28,15 @@ from gateway.relay.routes import Route
 from gateway.scheduling.latest import Latest
 from gateway.transport.errors import UpstreamError
 from gateway.web.public.body import Buffered, read_body, take_body
-from gateway.web.public.heads import STREAM_LINES, error_fields, lines_of, own_fields, tag_of
-from gateway.web.public.heartbeat import Heartbeat
+from gateway.web.public.heads import (
+    STREAM_LINES,
+    error_fields,
+    lines_of,
+    own_fields,
+    progress_line,
+    tag_of,
+)
+from gateway.web.public.heartbeat import PROGRESS_EVERY, Heartbeat
 from gateway.web.public.origins import allowed_origin
 from gateway.web.public.preamble import Preamble, understood
 from gateway.web.public.turn import Turn
@@ -127,8 +134,12 @@ class _Exchange:
             edge.registry.add(live)
             if self._editing is not None:
                 self._replace(self._editing, live)
-            if live.request.stream and settings.heartbeat:
-                heartbeat = Heartbeat(settings.heartbeat, self._beat)
+            if live.request.stream and (settings.heartbeat or preamble.progress):
+                heartbeat = (
+                    Heartbeat(PROGRESS_EVERY, self._tell_progress)
+                    if preamble.progress
+                    else Heartbeat(settings.heartbeat, self._beat)
+                )
                 try:
                     self._reply = await edge.relay(live)
                 finally:
@@ -293,8 +304,20 @@ class _Exchange:
             fields if cors is None else fields + lines_of(allowed_origin(cors, self._turn.headers))
         )
 
-    async def _beat(self) -> None:
-        beat = self._route.dialect.heartbeat()
+    async def _tell_progress(self) -> None:
+        """A heartbeat that says how far the request has come."""
+        assert self._live is not None
+        place = self._edge.relay.means.scheduler.place(self._live.request)
+        dialect = self._route.dialect
+        if place is None:
+            await self._beat()
+        elif dialect.pings:
+            await self._beat(progress_line(place) + dialect.heartbeat())
+        else:
+            await self._beat(progress_line(place))
+
+    async def _beat(self, beat: bytes = b"") -> None:
+        beat = beat or self._route.dialect.heartbeat()
         if self._turn.response_started:
             self._turn.write(beat)
         else:

@@ -8,6 +8,7 @@ import re
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
 from gateway.request import Headers, Priority
+from gateway.scheduling.ticket import Waiting
 
 EXPOSED = (
     "X-Request-ID",
@@ -16,6 +17,8 @@ EXPOSED = (
     "X-Gateway-Attempts",
     "X-Gateway-Queue-Ms",
     "X-Gateway-Node",
+    "X-Gateway-Tier",
+    "X-Gateway-Fallback",
     "X-Gateway-Reason",
     "Retry-After",
 )
@@ -42,6 +45,10 @@ def own_fields(record: RequestFinished, *, anthropic: bool, expose_node: bool) -
     )
     if anthropic:
         lines += b"request-id: %b\r\n" % tag
+    if record.tier is not None:
+        lines += _TIERS[record.tier]
+    if record.fallback is not None:
+        lines += b"x-gateway-fallback: %b\r\n" % record.fallback.encode()
     if expose_node and record.node is not None:
         lines += b"x-gateway-node: %b\r\n" % record.node.encode()
     return lines
@@ -52,6 +59,7 @@ def lines_of(headers: Headers) -> bytes:
     return b"".join(b"%b: %b\r\n" % field for field in headers)
 
 
+_TIERS = {"cpu": b"x-gateway-tier: cpu\r\n", "gpu": b"x-gateway-tier: gpu\r\n"}
 _LABELS = [priority.label.encode() for priority in Priority]
 
 
@@ -70,6 +78,14 @@ def error_fields(error: GatewayError) -> Headers:
     if error.allow is not None:
         found.append((b"allow", error.allow.encode()))
     return found
+
+
+def progress_line(place: Waiting) -> bytes:
+    """Where a request stands in line, as a comment of its stream."""
+    line = b": queued position=%d" % place.position
+    if place.expected is not None:
+        line += b" expected_start=%.1f" % place.expected
+    return line + b"\n"
 
 
 STREAM_LINES = b"content-type: text/event-stream\r\nx-accel-buffering: no\r\n"

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+PROGRESS_EVERY = 1.0
+"""Seconds between two comments to a client that wants to know how long it will wait."""
+
 
 class Heartbeat:
     """Calls `beat` every `interval` seconds from then on, until `stop`."""

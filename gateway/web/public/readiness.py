@@ -5,7 +5,8 @@ from __future__ import annotations
 from gateway import errors
 from gateway.errors import GatewayError
 from gateway.fleet.fleet import Fleet
-from gateway.scheduling.scheduler import ALIVE, Scheduler
+from gateway.scheduling.mirror import ALIVE
+from gateway.scheduling.scheduler import Scheduler
 
 RETRY_AFTER = 5.0
 """Seconds to advise while no node is in; about one interval of the probes."""

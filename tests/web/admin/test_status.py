@@ -65,6 +65,7 @@ async def test_status_tells_what_waits_in_its_order_up_to_a_bound() -> None:
                 asyncio.create_task(house.chat("a secret", headers={"x-priority": wanted}))
             )
             await waits(house, queued)
+        await house.until(lambda: all(one.seconds > 0.001 for one in house.scheduler.waiting()))
         response = await house.admin.get("/admin/status")
         few = response.json()
         tasks += [asyncio.create_task(house.chat()) for _ in range(SHOWN)]
@@ -80,6 +81,7 @@ async def test_status_tells_what_waits_in_its_order_up_to_a_bound() -> None:
     assert [one["position"] for one in few["waiting"]] == [1, 2]
     assert {one["model"] for one in few["waiting"]} == {"demo"}
     assert all(one["seconds"] > 0 for one in few["waiting"])
+    assert all(one["expected_start"] >= 0 for one in few["waiting"])
     assert few["in_flight"] == 3
     assert "a secret" not in response.text
     assert (len(many["waiting"]), sum(many["queue"].values())) == (SHOWN, SHOWN + 2)
