@@ -1,9 +1,10 @@
 """Traffic made up: conversations that share system prompts, as chat users make it.
 
 Conversations begin as a Poisson process. One has a number of turns (geometric); every turn reads
-the tenant's system prompt, all that was said before, and a new question, and a person reads and
-thinks before the next turn. Lengths of questions and answers are log-normal: most are short, a
-few are very long, as in every public trace of such traffic.
+the tenant's system prompt, all that was said before, and a new question. A person reads the
+answer, thinks, and asks again; if the answer is not there by then, once it is. So the load is the
+same whatever a policy makes of it, as long as the fleet can bear it. Lengths of questions and
+answers are log-normal: most are short, a few are very long, as in public traces of such traffic.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, fields
+from heapq import heappop, heappush
 
 from gateway.planning.job import Job, Prompt, Trace
 
@@ -18,6 +20,10 @@ SPREAD = 0.8
 """Sigma of the logarithm of lengths: the 95th percentile is about 3.7 times the median."""
 ROOM = 8.0
 """No length is more than so many times its mean: a context has an end."""
+READING = 20.0
+"""Tokens of an answer that a person reads in a second while it is written."""
+EARLIER = 3.0
+"""Mean durations of a conversation for which some are under way already when a trace begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,8 @@ class Traffic:
         positive = (self.rate, self.question, self.answer)
         if not all(math.isfinite(value) and value > 0 for value in positive):
             raise ValueError("rate and lengths must be positive")
-        if self.requests < 1 or self.turns < 1 or self.tenants < 1 or self.callers < 1:
+        counts = (self.requests, self.turns, self.tenants, self.callers)
+        if not all(1 <= value < math.inf for value in counts):
             raise ValueError("requests, turns, tenants and callers must be at least 1")
         if self.system < 0 or not 0 <= self.pause < math.inf or self.limit < 1:
             raise ValueError("system prompt, pause and limit must not be negative")
@@ -77,36 +84,43 @@ def generate(traffic: Traffic, seed: int) -> Trace:
     """Make a trace; the same seed makes the same."""
     rng = random.Random(seed)
     more = 1.0 - 1.0 / traffic.turns
-    jobs: list[Job] = []
     weights = [1.0 / rank for rank in range(1, traffic.tenants + 1)]
     tenants = range(1, traffic.tenants + 1)
     classes = ("urgent", "premium", "batch", "normal")
     shares = [traffic.urgent, traffic.premium, traffic.batch]
     shares.append(1.0 - sum(shares))
-    now = 0.0
+    # Conversations that began earlier are under way, so that the rate is the same throughout.
+    now = -EARLIER * traffic.turns * (traffic.pause + traffic.answer / READING)
+    jobs: list[Job] = []
     stream = 0
-    # The pauses hold later turns back, so a conversation's turns are spread over the same span.
-    while len(jobs) < traffic.requests:
+    # What comes later than a conversation may still be followed by something earlier.
+    later: list[float] = []
+    sure = 0
+    while sure < traffic.requests:
         now += rng.expovariate(traffic.rate / traffic.turns)
+        while later and later[0] <= now:
+            heappop(later)
+            sure += 1
         stream += 1
         (tenant,) = rng.choices(tenants, weights)
         (klass,) = rng.choices(classes, shares)
         caller = f"caller-{rng.randrange(traffic.callers)}"
         told = traffic.system
-        opening = True
-        while len(jobs) < traffic.requests:
+        time = now
+        while True:
             told += _length(rng, traffic.question)
             output = min(_length(rng, traffic.answer), traffic.limit)
-            prompt = Prompt(stream, told, tenant if traffic.system else 0, traffic.system)
-            job = Job(0, now, prompt, output, traffic.limit, klass, caller)
-            if not opening:
-                job.pause = rng.expovariate(1.0 / traffic.pause) if traffic.pause else 0.0
-            jobs.append(job)
-            told += output
-            opening = False
+            if time >= 0:
+                prompt = Prompt(stream, told, tenant if traffic.system else 0, traffic.system)
+                jobs.append(Job(0, time, prompt, output, traffic.limit, klass, caller))
+                heappush(later, time)
             if rng.random() >= more:
                 break
-    return in_order(jobs)
+            told += output
+            time += output / READING
+            time += rng.expovariate(1.0 / traffic.pause) if traffic.pause else 0.0
+    jobs.sort(key=lambda job: job.time)
+    return in_order(jobs[: traffic.requests])
 
 
 def in_order(jobs: list[Job]) -> Trace:

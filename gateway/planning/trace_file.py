@@ -136,7 +136,7 @@ class _Lines:
         if not line.strip():
             return None
         try:
-            value = json.loads(line)
+            value = json.loads(line.rstrip())
         except json.JSONDecodeError as error:
             raise _Broken("", f"{error.msg}", "write one JSON object a line", error.colno) from None
         except (ValueError, RecursionError):
