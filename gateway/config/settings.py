@@ -28,6 +28,7 @@ from gateway.config.listeners import (
     ListenSettings,
 )
 from gateway.config.problems import ConfigError, Problem
+from gateway.config.prompts import PromptSettings
 from gateway.config.routing import (
     HealthSettings,
     ModelRule,
@@ -135,6 +136,9 @@ class Settings(ConfigModel):
     identity: Annotated[
         IdentitySettings, Field(description="Headers that name end users and conversations.")
     ] = IdentitySettings()
+    prompts: Annotated[
+        PromptSettings, Field(description="Lines of prompts that change with each request.")
+    ] = PromptSettings()
     hybrid: Annotated[
         HybridSettings, Field(description="How GPU and CPU nodes share the work.")
     ] = HybridSettings()

@@ -41,6 +41,9 @@ class Peek(msgspec.Struct):
     prompt: msgspec.Raw = NOTHING
     messages: msgspec.Raw = NOTHING
     input: msgspec.Raw = NOTHING
+    tools: msgspec.Raw = NOTHING
+    system: msgspec.Raw = NOTHING
+    instructions: msgspec.Raw = NOTHING
 
 
 _PEEK = msgspec.json.Decoder(Peek)

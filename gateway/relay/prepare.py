@@ -78,10 +78,16 @@ def prepare(
             max_tokens=limits.max_tokens,
             n_probs=limits.n_probs,
         )
-        bodies[meaning.name] = ruled if edit is None else edits.applied(ruled, edit)
+        if rules.volatile.stripped:
+            edit = (edit or {}) | rules.volatile.edit(ruled)
+        bodies[meaning.name] = edits.applied(ruled, edit) if edit else ruled
         slots = max(slots, _slots(route, seen, limits.n))
     raw = getattr(peeked, route.prompt) if route.prompt in _PROMPTS else peek.NOTHING
     tokens = peek.count_tokens(raw, BYTES_PER_TOKEN)
+    if route.streams:
+        size = peek.measure(raw, peeked.tools, peeked.system, peeked.instructions)
+    else:
+        size = peek.PromptSize(int(tokens * BYTES_PER_TOKEN))
     return Request(
         id=incoming.id,
         tag=incoming.tag,
@@ -102,7 +108,9 @@ def prepare(
         max_tokens=_max_tokens(peeked),
         native=route.native,
         deadline=None if incoming.patience is None else incoming.received + incoming.patience,
-        text=int(tokens * BYTES_PER_TOKEN),
+        text=size.text,
+        ids=size.ids,
+        media=size.media,
         writes=route.streams,
         prompt=fingerprint(body, route, model, rules.volatile) if route.streams else None,
         party=incoming.party or incoming.caller.id,

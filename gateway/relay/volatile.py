@@ -8,34 +8,23 @@ Anthropic's own service and says nothing to a model. (Newer llama.cpp servers bl
 Leaving a line out of the fingerprint keeps a conversation's place. Only taking it out of the
 request as well lets the node's cache be of use, unless the server ignores it by itself.
 
-Patterns are applied to one line each, from its start, and take the whole line. They are kept to
-what can't run long whatever the text: they begin with plain characters, by which lines are found,
-and the ways in which the rest can match are few.
+Patterns are applied to one line each, from its start, and take the whole line. Which are fit, and
+can't run long whatever the text, is for `config/line_patterns.py` to say.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
-
-# Not public, but the only way to judge a pattern by what `re` makes of it.
-from re import _constants as ops  # type: ignore[attr-defined]
-from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
 import msgspec
 
+from gateway.config.line_patterns import LONGEST_LINE, plain_start, refusal
+
 BUILT_IN = ("x-anthropic-billing-header:",)
 """Never part of a fingerprint; taken out of requests only where the settings say so."""
 
-LEAST_PLAIN = 4
-"""Plain characters that a pattern begins with."""
-LONGEST_PATTERN = 256
-LONGEST_LINE = 1024
-"""Characters of a line that a pattern gets to see."""
-MOST_WAYS = 16 * LONGEST_LINE
-"""In how many ways the repeats of a pattern may share out a line."""
 HEAD = 16 * 1024
 """Characters of a system prompt in which lines are looked for."""
 MOST_LINES = 16
@@ -44,73 +33,6 @@ MOST_LINES = 16
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 _SYSTEM_ROLES = frozenset({b'"system"', b'"developer"'})
-
-
-def refusal(pattern: str) -> str | None:
-    """Why this can't be a pattern, in words that tell the remedy; None: it can."""
-    if len(pattern) > LONGEST_PATTERN:
-        return f"is longer than {LONGEST_PATTERN} characters"
-    try:
-        parsed = parser.parse(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        return f"is no regular expression: {error}"
-    if parsed.state.flags & ~re.UNICODE:
-        return "sets flags; spell out what is to match"
-    if "\n" in pattern:
-        return "goes over the end of a line; a pattern is for one line"
-    if len(_plain_start(parsed)) < LEAST_PLAIN:
-        return f"must begin with {LEAST_PLAIN} plain characters or more, by which lines are found"
-    try:
-        ways = _ways(parsed, repeated=False)
-    except _RefusedError as error:
-        return str(error)
-    if ways > MOST_WAYS:
-        return "can match in too many ways; leave one `.*` or `.+` at most"
-    return None
-
-
-class _RefusedError(Exception):
-    pass
-
-
-def _plain_start(parsed: Any) -> str:
-    """The characters that whatever matches begins with."""
-    start = []
-    for op, value in parsed:
-        if op is not ops.LITERAL:
-            break
-        start.append(chr(value))
-    return "".join(start)
-
-
-def _ways(parsed: Any, *, repeated: bool) -> float:
-    """At most so many ways to match; `repeated`: inside of something that repeats."""
-    ways = 1.0
-    for op, value in parsed:
-        if op in {ops.LITERAL, ops.NOT_LITERAL, ops.ANY, ops.IN, ops.CATEGORY}:
-            continue
-        if op is ops.AT:
-            continue
-        if op is ops.SUBPATTERN:
-            ways *= _ways(value[-1], repeated=repeated)
-        elif op is ops.BRANCH and not repeated:
-            ways *= sum(_ways(branch, repeated=repeated) for branch in value[1])
-        elif op in {ops.MAX_REPEAT, ops.MIN_REPEAT} and not repeated:
-            least, most, inner = value
-            if most > 1:
-                _ways(inner, repeated=True)
-            else:
-                ways *= _ways(inner, repeated=False)
-            ways *= min(most - least + 1, LONGEST_LINE)
-        elif repeated:
-            raise _RefusedError("repeats something that has repeats or choices of its own")
-        else:
-            raise _RefusedError(
-                "looks around, back, or into groups; plain characters, sets and repeats will do"
-            )
-        if not math.isfinite(ways):
-            break
-    return ways
 
 
 class Lines:
@@ -123,7 +45,7 @@ class Lines:
         for pattern in patterns:
             if (why := refusal(pattern)) is not None:
                 raise ValueError(f"{pattern!r} {why}")
-            found[pattern] = (_plain_start(parser.parse(pattern)), re.compile(pattern))
+            found[pattern] = (plain_start(pattern), re.compile(pattern))
         self._patterns = tuple(found.values())
 
     def __bool__(self) -> bool:

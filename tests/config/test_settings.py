@@ -168,6 +168,8 @@ def test_what_later_versions_bring_is_told_apart(gateway_problems: Problems, key
         ("classes: {normal: {reserve_slots: 0.5}}", "classes"),
         ("queue: {max: -1}", "queue.max"),
         ("queue: {reopen: 1.1}", "queue.reopen"),
+        ("prompts: {strip: ['.*']}", "prompts.strip[0]"),
+        ("prompts: {volatile: ['Today (']}", "prompts.volatile[0]"),
         ("identity: {user_headers: ['a b']}", "identity.user_headers[0]"),
         ("policy: random", "policy"),
         ("health: {open: 60, open_max: 30}", "health.open_max"),

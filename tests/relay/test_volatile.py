@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.config.line_patterns import refusal
 from gateway.relay.edits import applied
-from gateway.relay.volatile import BUILT_IN, HEAD, Lines, Volatile, refusal
+from gateway.relay.volatile import BUILT_IN, HEAD, Lines, Volatile
 
 LINE = "x-anthropic-billing-header: cc_version=2.1.88.a3f; cc_entrypoint=cli; cch=fa690;"
 STRIP = Volatile(strip=BUILT_IN)

@@ -25,6 +25,7 @@ from gateway.relay.prepare import Incoming, Rules, prepare
 from gateway.relay.relay import Relay
 from gateway.relay.reply import Reply, Rest
 from gateway.relay.routes import Route
+from gateway.relay.volatile import Volatile
 from gateway.scheduling.latest import Latest
 from gateway.transport.errors import UpstreamError
 from gateway.web.public.body import Buffered, read_body, take_body
@@ -63,7 +64,12 @@ class Snapshot:
             settings=settings,
             keys=KeyRing(settings.keys),
             naming=NamingHeaders.of(identity.user_headers, identity.session_headers),
-            rules=Rules(settings.limits, Names(settings.models), settings.default_model),
+            rules=Rules(
+                settings.limits,
+                Names(settings.models),
+                settings.default_model,
+                Volatile(settings.prompts.volatile, settings.prompts.strip),
+            ),
             loopback=loopback,
             expose_node=loopback if expose is None else expose,
         )
