@@ -64,7 +64,8 @@ class Route:
         return None if tier == self.home else self.reason
 
 
-_GPU = Route("gpu", ("gpu", "cpu"))
+_GPU = Route("gpu", ("gpu", "cpu"), reason="gpu_full")
+"""Should the room be gone when it is placed, that is why."""
 _GPU_ALONE = Route("gpu", ("gpu",))
 _CPU_ALONE = Route("cpu", ("cpu",))
 

@@ -70,6 +70,10 @@ def test_it_falls_back_to_the_cpu_and_says_why(gpu: Outlook, reason: str) -> Non
     assert found.reservation is None
 
 
+def test_a_gpu_whose_room_is_gone_when_it_comes_to_placing_was_full() -> None:
+    assert route(hybrid(), Priority.PREMIUM, FREE, SLOW).fallback("cpu") == "gpu_full"
+
+
 def test_a_full_gpu_is_waited_for_shortly_where_that_finishes_sooner() -> None:
     soon = Outlook(up=True, free=False, wait=1.5, seconds=1.0)
     assert route(hybrid(), Priority.PREMIUM, soon, SLOW).hold == 2.0
