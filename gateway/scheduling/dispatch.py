@@ -40,6 +40,8 @@ WARM_ROWS = 4
 """Rows with room whose warm requests are looked for further back in line."""
 EVALUATIONS = 96
 """Expected finishes that are computed to compare them, about."""
+DECLINES = 8
+"""Requests that may decline a slot to wait for a warm one; then the first of them takes it."""
 RECALLS = 4
 """Requests for one placement of which it is looked up again what is cached: it changes while they
 wait."""
@@ -315,10 +317,18 @@ class Dispatcher:
         if self._fitting and rank.count > len(found) and reach is not None:
             self._gather_warm(found, reach, rooms, now)
         found.sort(key=lambda one: -one.ratio)
-        for one in found:
+        for declined, one in enumerate(found):
+            if declined >= DECLINES:
+                break
             if not self._holds.better_later(one.ask, one.room.pool, one.cost, now):
                 return self._leave(one.ask, one.row, one.room, now)
-        return self._from_all(rank, rooms, now)
+        else:
+            other = self._from_others(rank, DECLINES - len(found), rooms, now)
+            if other is not None or rank.count <= DECLINES:
+                return other
+        # A slot that so many declined is not left idle any longer.
+        first = found[0]
+        return self._leave(first.ask, first.row, first.room, now)
 
     def _gather(self, account: Account, found: list[Candidate], rooms: Rooms, now: float) -> None:
         """Add what one caller has in line and could be placed now, its oldest first."""
@@ -369,17 +379,20 @@ class Dispatcher:
         cost = seconds(row, ask, now)
         found.append(Candidate(ask, room, row, cost, (now - ask.entered + cost) / cost))
 
-    def _from_all(self, rank: Rank, rooms: Rooms, now: float) -> Placement | None:
-        """Place the first of a class that does not do better to wait: the likely ones all do."""
+    def _from_others(self, rank: Rank, most: int, rooms: Rooms, now: float) -> Placement | None:
+        """Place the first that does not do better to wait, where the likely ones all do."""
         for _, _, account in rank.shares.order:
             for lane in account.lanes.values():
                 for ask in lane:
+                    if most <= 0:
+                        return None
                     room = None if ask.held else rooms.of(ask)
                     if room is not None:
                         row = self._best(room, ask, now)
                         cost = seconds(row, ask, now)
                         if not self._holds.better_later(ask, room.pool, cost, now):
                             return self._leave(ask, row, room, now)
+                        most -= 1
         return None
 
     def _leave(self, ask: Ask, row: Row, room: Room, now: float) -> Placement:

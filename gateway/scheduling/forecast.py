@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -94,11 +93,9 @@ def release(row: Row, slots: int, now: float) -> float | None:
     if slots <= 0:
         return 0.0
     running = row.running
-    if len(running) == 1 and running[0].ask.slots >= slots:
-        return _left(running[0], now)
-    for wait, count in heapq.nsmallest(
-        len(running), [(_left(one, now), one.ask.slots) for one in running]
-    ):
+    if slots == 1:
+        return min([_left(one, now) for one in running if one.ask.slots], default=None)
+    for wait, count in sorted([(_left(one, now), one.ask.slots) for one in running]):
         slots -= count
         if slots <= 0:
             return wait
