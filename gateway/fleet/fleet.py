@@ -357,10 +357,13 @@ class Fleet:
         if node in self._watches:
             self._watches[node].wake()
 
-    def _returned(self, node: Node) -> None:
-        """A lease of the node has been given back."""
+    def _returned(self, lease: Lease) -> None:
+        """A lease has been given back."""
+        node = lease.node
         self._departures.returned(node)
-        self._tell_change(node)
+        if lease.placement is None or lease.trial or node.state is State.EJECTED:
+            # Else who placed it has counted it back, and nothing else has changed.
+            self._tell_change(node)
         self._tell_capacity()
 
     def _tell_change(self, node: Node | None = None) -> None:

@@ -35,7 +35,7 @@ class Rules:
     timeouts: TimeoutSettings
 
 
-def _nothing(_: Node) -> None:
+def _nothing(_: object) -> None:
     pass
 
 
@@ -78,7 +78,7 @@ class Node:
     """Failures reported since the start."""
     announced: int = 0
     """Free slots as the scheduler was last told."""
-    on_return: Callable[[Node], None] = _nothing
+    on_return: Callable[[Lease], None] = _nothing
     on_abandon: Callable[[Node], None] = _nothing
 
     def __post_init__(self) -> None:
@@ -292,4 +292,4 @@ class Node:
         self.occupancy.give_back(lease.slots, now, reads=lease.reads)
         if lease.trial:
             self.circuit.end_trial(lease)
-        self.on_return(self)
+        self.on_return(lease)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.events import AttemptEnded, Bus, RequestFinished
 from gateway.fleet.fleet import Fleet
@@ -23,6 +23,10 @@ EDGE_BYTES = 8 * 1024
 """`usage` stands within so many bytes of an answer's beginning (embeddings) or end (the rest)."""
 
 
+LESSON_EVERY = 0.01
+"""Seconds: answers that follow each other faster on one node teach nothing new of its speed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settler:
     """Ends attempts, each exactly once, and writes them into the records of their requests."""
@@ -31,6 +35,8 @@ class Settler:
     scheduler: Scheduler
     bus: Bus
     clock: Callable[[], float]
+    _taught: dict[str, float] = field(default_factory=dict)
+    """When each node's speed was last learnt from."""
 
     def finished(self, live: Live, attempt: Attempt, sample: bytes) -> None:
         """A whole answer; `sample` holds its end, or all of it."""
@@ -86,7 +92,8 @@ class Settler:
             if usage.timings is None and not usage.prompt and attempt.streams:
                 _read_opening(attempt.content, usage)
             told = Told(usage.prompt, usage.cached, usage.completion)
-            if outcome == "ok":
+            if outcome == "ok" and now - self._taught.get(lease.node.name, -1.0) >= LESSON_EVERY:
+                self._taught[lease.node.name] = now
                 self._learn(lease, usage)
         self.scheduler.expectations.learn(
             lease, request, told, attempt.events, whole=outcome == "ok"

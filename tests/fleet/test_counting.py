@@ -24,7 +24,7 @@ class Counting(RuleBasedStateMachine):
         self.returns = 0
         self.ended = 0
 
-    def _returned(self, node: Node) -> None:
+    def _returned(self, _: Lease) -> None:
         self.returns += 1
 
     @initialize(slots=st.integers(1, 8))
