@@ -52,7 +52,7 @@ class Report:
     cached_share: float
     """Share of the prompt tokens that a cache held."""
     utilisation: float
-    """Share of the slots' time in which they worked."""
+    """Share of the slots' time in which they worked, while requests came."""
     bound: float = 0.0
     """No schedule could have a lower mean completion (`bound.py`); seconds, 0: not computed."""
     cpu_seconds: float = 0.0
@@ -98,12 +98,21 @@ def report(policy: str, outcome: Outcome, bound: float = 0.0, cpu_seconds: float
         seconds,
         sum(job.output for job in jobs) / seconds if seconds else 0.0,
         sum(job.cached for job in jobs) / prompt if prompt else 0.0,
-        worked / (slots * seconds) if slots and seconds else 0.0,
+        _utilisation(outcome, slots),
         bound,
         cpu_seconds,
         _curve(ttft),
         _curve(completion),
     )
+
+
+def _utilisation(outcome: Outcome, slots: int) -> float:
+    """Until the last arrival; of what came all at once, until the end."""
+    last = max((job.arrived for job in outcome.jobs), default=0.0)
+    until = last if last > outcome.began else outcome.ended
+    span = slots * (until - outcome.began)
+    worked = sum(min(job.ended, until) - job.began for job in outcome.jobs if job.began < until)
+    return worked / span if span else 0.0
 
 
 def _by_class(jobs: Sequence[Job]) -> dict[str, Spread]:

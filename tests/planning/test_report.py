@@ -29,12 +29,18 @@ def test_a_run_is_summed_up() -> None:
     assert made.completion.mean == pytest.approx(1.2)
     assert made.ratio == pytest.approx(2.4)
     assert made.service == pytest.approx(1.2)
-    assert made.utilisation == pytest.approx(2.4 / (4 * 11.3))
+    # While requests came, until the eleventh second, only the first one ran.
+    assert made.utilisation == pytest.approx(1.1 / (4 * 10.0))
     assert made.tokens_per_second == pytest.approx(22 / 11.3)
     assert made.classes["urgent"].mean == pytest.approx(0.3)
     told = json.loads(json.dumps(made.as_dict()))
     assert told["ttft"]["p95"] == pytest.approx(0.3)
     assert "curve" not in told
+
+
+def test_of_a_burst_the_whole_time_counts() -> None:
+    outcome = simulate(trace([job(prompt=100, output=11)]), [machine(2)], LeastConn(1))
+    assert report("nginx", outcome).utilisation == pytest.approx(0.5)
 
 
 def test_nothing_can_be_summed_up_too() -> None:
