@@ -92,6 +92,8 @@ class Columns:
         else:
             indexes = np.fromiter(ask.cached.keys(), np.intp, count)
             tokens = np.minimum(np.fromiter(ask.cached.values(), np.float64, count), most)
+            known = indexes < len(total)
+            indexes, tokens = indexes[known], tokens[known]
             total[indexes] -= tokens * per_prompt[indexes]
 
     def _outside(self, np: Any, pool: Pool) -> Any:

@@ -76,8 +76,10 @@ class Holds:
         least = here
         longest = 0.0
         for index in ask.warmest:
+            if index not in pool.members:
+                continue
             row = self.board.rows[index]
-            if not self._worth_waiting(row, ask, pool):
+            if not self._worth_waiting(row, ask):
                 continue
             ahead = sum([other.slots for other in row.held])
             if ahead + ask.slots > TURNS * (row.capacity - row.foreign):
@@ -98,11 +100,10 @@ class Holds:
         return True
 
     @staticmethod
-    def _worth_waiting(row: Row, ask: Ask, pool: Pool) -> bool:
+    def _worth_waiting(row: Row, ask: Ask) -> bool:
         index = row.index
         return (
             row.free < ask.slots <= row.capacity
-            and index in pool.members
             and index not in ask.closed
             and index not in ask.failed
             and max(ask.cached.get(index, 0.0), ask.coming.get(index, 0.0)) >= LEAST_WARM
