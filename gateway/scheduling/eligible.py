@@ -11,7 +11,7 @@ from gateway.fleet.catalogue import Catalogue
 from gateway.fleet.node import Node
 from gateway.request import Request
 from gateway.scheduling.hybrid import Route
-from gateway.scheduling.mirror import Groups, Key, Mirror, is_alive
+from gateway.scheduling.mirror import Groups, Key, Mirror
 
 HOST_DOUBT = 1e5
 """Seconds by which the other nodes of a host look slower to a request that failed on one: so many
@@ -46,8 +46,13 @@ class Plan:
         )
 
     def any_alive(self) -> bool:
-        """Whether one of its nodes is worth the ordinary wait."""
-        return any(is_alive(node) for _, nodes in self.able for node in nodes)
+        """Whether one of its nodes is worth the ordinary wait, of the tiers that are open to it."""
+        return any(
+            row.alive and row.index not in self.closed
+            for pools in self.groups
+            for pool in pools
+            for row in pool.rows
+        )
 
 
 @dataclass(slots=True, eq=False)

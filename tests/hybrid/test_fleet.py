@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -365,3 +366,47 @@ async def test_the_limit_of_an_endpoint_is_found_and_no_premium_request_fails(
         assert tiers(answers)["gpu"] > 20
         late = [when for when in gpu.refused_at if when > stop - 2.0]
         assert len(late) <= 4
+
+
+async def test_the_others_wait_for_cpu_nodes_that_are_out_as_for_any_fleet(tmp_path: Path) -> None:
+    settings = {"retries": {"wait_for_node": 0.2}}
+    async with a_site(tmp_path, Endpoint(), [a_cpu()], settings=settings) as site:
+        await site.cpus[0].kill()
+        await until(lambda: site.running.gateway.fleet.nodes["cpu-0"].state.value == "down")
+        answer = await site.ask("normal")
+        assert (answer.status, site.gpu.seen) == (503, [])
+        assert "no_node" in answer.text
+        assert (await site.ask("premium")).tier == "gpu"
+
+
+@pytest.mark.slow
+async def test_nothing_stays_reserved_whoever_leaves_and_whatever_dies(tmp_path: Path) -> None:
+    gpu = Endpoint(first=0.05, token=0.02, tokens=8)
+    settings = spill(share=1, money_per_hour=1)
+    cost = {"prompt": 1, "completion": 1}
+    rng = random.Random(7)
+    async with a_site(
+        tmp_path, gpu, [a_cpu(**SLOW)], settings=settings, cost_per_million_tokens=cost
+    ) as site:
+
+        async def client(number: int) -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(rng.uniform(0.02, 1.2)):
+                    await site.ask(stream=number % 2 == 0, max_tokens=8)
+
+        clients = []
+        for number in range(80):
+            clients.append(asyncio.create_task(client(number)))
+            await asyncio.sleep(0.01)
+            if number == 40:
+                await gpu.kill()
+                await gpu.open()
+        await asyncio.gather(*clients)
+
+        def shown() -> Any:
+            return site.running.gateway.scheduler.hybrid.view(time.monotonic())["spill"]
+
+        await until(lambda: shown()["running"] == 0)
+        assert shown()["reserved"] == 0.0
+        assert shown()["spilled"] > 0
+        assert shown()["paid"] > 0.0
