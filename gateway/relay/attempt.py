@@ -208,17 +208,24 @@ class Attempt:
 
         That one ends the stream, in the form that this API's clients know.
         """
-        kept = []
+        if self._ended:
+            return b""
         mark = self._dialect.error_mark
+        if not (mark and mark in passed):
+            # Nearly always: looked for, not split.
+            end = passed.find(DONE) + len(DONE)
+            self._ended = end >= len(DONE)
+            return passed[:end] if self._ended else passed
+        kept = []
         for event in sse.split(passed):
-            if self._ended:
-                break
-            if mark and mark in event:
+            if mark in event:
                 data = sse.payload(event)
                 self.fail(Errored(message_of(data) or "The node failed in the middle of it"))
                 break
             kept.append(event)
-            self._ended = event.endswith(DONE)
+            if event.endswith(DONE):
+                self._ended = True
+                break
         return b"".join(kept)
 
     def fail(self, error: UpstreamError) -> None:
