@@ -67,7 +67,7 @@ class Traffic:
     def from_text(cls, text: str) -> Traffic:
         """From `rate=2,requests=5000,turns=4` and so on; raises ValueError in words."""
         kinds = {field.name: int if "int" in str(field.type) else float for field in fields(cls)}
-        given: dict[str, float] = {"rate": 1.0, "requests": 10_000}
+        given: dict[str, float] = {"rate": 1.0, "requests": 5_000}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, _, value = part.partition("=")
             if name not in kinds:

@@ -42,8 +42,8 @@ class Job:
     prompt: Prompt
     output: int
     """Tokens of the answer, at least 1. No front knows it before it is there."""
-    limit: int
-    """`max_tokens` of the request: what fronts may know."""
+    limit: int | None = None
+    """`max_tokens` of the request, which fronts may know; None: it did not say."""
     klass: str = "normal"
     caller: str = ""
     pause: float = 0.0

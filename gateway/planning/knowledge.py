@@ -12,6 +12,9 @@ from gateway.planning.simulation import Fleet
 from gateway.scheduling.board import Board
 from gateway.scheduling.dispatch import Placement
 
+UNKNOWN = 256
+"""Tokens expected of an answer of unknown length."""
+
 
 @dataclass(slots=True)
 class Known:
@@ -68,7 +71,7 @@ class Exact:
     def of(self, job: Job, fleet: Fleet) -> Known:
         """The truth."""
         prompt = job.prompt
-        completion = job.output if self._lengths else min(job.limit, 256)
+        completion = job.output if self._lengths else min(job.limit or UNKNOWN, UNKNOWN)
         cached: dict[int, float] = {}
         if self._caches:
             nodes = self._seen.get(prompt.stream, set()) | self._seen.get(-prompt.head, set())

@@ -34,7 +34,6 @@ class Machine:
     batch: int = BATCH
     cache_tokens: int = CACHE_RAM * 1024 * 1024 // KV_BYTES
     """Tokens of evicted prompts that the host-memory cache holds; 0: it has none."""
-    host: str = ""
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.batch <= self.slots or self.cache_tokens < 0:

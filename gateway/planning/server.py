@@ -73,11 +73,6 @@ class Server:
         self._read: list[int] = []
         """Prompt tokens that one step reads of each of the first readers."""
 
-    @property
-    def busy(self) -> int:
-        """Slots that work."""
-        return len(self._writers) + len(self._readers)
-
     def take(self, job: Job, now: float) -> bool:
         """Take a job in; whether `ends` has changed."""
         free = [number for number, held in enumerate(self.slots) if held is None]

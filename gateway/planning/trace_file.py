@@ -75,18 +75,16 @@ def read_trace(
     *,
     skip_broken: bool = False,
     limit: int | None = None,
-    max_tokens: int | None = None,
 ) -> Trace:
     """Read a trace; `.csv` means the Azure layout, anything else JSON lines.
 
-    `limit`: the first so many requests only. `max_tokens`: for requests that don't say theirs;
-    None: what they really wrote. With `skip_broken` broken lines are left out and counted. Raises
-    ConfigError with file, line and remedy otherwise, and OSError.
+    `limit`: the first so many requests only. With `skip_broken` broken lines are left out and
+    counted. Raises ConfigError with file, line and remedy otherwise, and OSError.
     """
     problems: list[Problem] = []
     skipped = 0
     jobs: list[Job] = []
-    read = _Csv(max_tokens) if path.suffix.lower() == ".csv" else _Lines(max_tokens)
+    read = _Csv() if path.suffix.lower() == ".csv" else _Lines()
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         for number, line in enumerate(_bounded(file), start=1):
             if limit is not None and len(jobs) >= limit:
@@ -125,8 +123,7 @@ def _bounded(file: io.TextIOBase) -> Iterator[str]:
 class _Lines:
     """JSON lines."""
 
-    def __init__(self, max_tokens: int | None) -> None:
-        self._limit = max_tokens
+    def __init__(self) -> None:
         self._streams = _Names()
         self._heads = _Names()
         self._single = 0
@@ -165,7 +162,7 @@ class _Lines:
             raise _Broken("class", f"{klass!r} is no class", ", ".join(_CLASSES), column)
         time = _seconds(value, "time", self._time, line)
         pause = _seconds(value, "pause", 0.0, line, least=0.0)
-        limit = whole("max_tokens", 1, self._limit or output)
+        limit = whole("max_tokens", 1, MOST_TOKENS) if "max_tokens" in value else None
         self._time = time
         if session:
             stream = self._streams.of(session)
@@ -177,7 +174,7 @@ class _Lines:
             0,
             time,
             Prompt(stream, prompt, head, shared if head else 0),
-            min(output, limit),
+            output if limit is None else min(output, limit),
             limit,
             klass,
             _text(value, "caller", line) or "",
@@ -188,8 +185,7 @@ class _Lines:
 class _Csv:
     """The Azure layout. Every value is one of a few columns, none with a line end in it."""
 
-    def __init__(self, max_tokens: int | None) -> None:
-        self._limit = max_tokens
+    def __init__(self) -> None:
         self._places: list[int] | None = None
         self._count = 0
 
@@ -219,9 +215,7 @@ class _Csv:
         )
         # A few requests of the public traces wrote nothing; they read their prompt all the same.
         written = max(1, int(output))
-        limit = self._limit or written
-        stream = -1 - self._count
-        return Job(0, time, Prompt(stream, max(1, int(prompt))), min(written, limit), limit)
+        return Job(0, time, Prompt(-1 - self._count, max(1, int(prompt))), written)
 
     def _cell(self, cells: list[str], place: int, kind: Callable[[str], float]) -> float:
         try:

@@ -32,7 +32,7 @@ def problems(path: Path) -> list[str]:
 def test_a_line_needs_only_its_tokens(tmp_path: Path) -> None:
     path = written(tmp_path, {"prompt_tokens": 10, "output_tokens": 5})
     (job,) = read_trace(path).jobs
-    assert (job.time, job.prompt.tokens, job.output, job.limit) == (0.0, 10, 5, 5)
+    assert (job.time, job.prompt.tokens, job.output, job.limit) == (0.0, 10, 5, None)
     assert (job.klass, job.caller, job.follows) == ("normal", "", False)
 
 
