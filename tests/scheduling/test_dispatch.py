@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import pytest
+
+from gateway.request import Priority
+from gateway.scheduling.matching import DECLINES, LineRules
+from tests.scheduling.rows import Desk
+
+
+def test_what_finds_a_free_slot_goes_at_once_and_the_next_waits() -> None:
+    desk = Desk((1,))
+    _, first = desk.arrive()
+    second, placement = desk.arrive()
+    assert first is not None
+    assert placement is None
+    assert desk.dispatcher.waiting == 1
+    (next_one,) = desk.finish(first, 2.0)
+    assert next_one.ask is second
+
+
+def test_place_never_puts_in_line() -> None:
+    desk = Desk((1,))
+    desk.fill()
+    assert desk.dispatcher.place(desk.ask(), 0.0) is None
+    assert desk.dispatcher.waiting == 0
+
+
+def test_who_waits_goes_before_who_comes_when_a_slot_is_free_but_not_given_out() -> None:
+    desk = Desk((1,))
+    (running,) = desk.fill()
+    waits, _ = desk.arrive()
+    desk.dispatcher.released(running, 1.0)
+    late, placement = desk.arrive(1.0)
+    assert placement is None
+    (given,) = desk.match(1.0)
+    assert given.ask is waits
+    assert desk.dispatcher.asks() == [late]
+
+
+def test_a_slot_freed_while_nobody_waited_holds_nobody_up() -> None:
+    desk = Desk((1, 1))
+    other = ((desk.board.pool([desk.board.add("other", total=1)]),),)
+    desk.arrive(groups=other)
+    for placement in desk.fill():
+        desk.dispatcher.released(placement, 1.0)
+    desk.arrive(1.0, groups=other)
+    assert desk.arrive(1.0)[1] is not None
+
+
+def test_a_better_class_goes_first() -> None:
+    desk = Desk((1,))
+    (running,) = desk.fill()
+    for priority in (Priority.BATCH, Priority.NORMAL, Priority.URGENT, Priority.PREMIUM):
+        desk.arrive(priority=priority)
+    order = []
+    for now in range(4):
+        (running,) = desk.finish(running, float(now))
+        order.append(running.ask.priority)
+    assert order == sorted(Priority)
+
+
+def test_of_one_caller_the_one_that_fits_the_free_node_goes() -> None:
+    desk = Desk((1,))
+    (running,) = desk.fill()
+    desk.arrive(prompt=5000.0)
+    warm, _ = desk.arrive(prompt=5000.0, cached={0: 4900.0})
+    assert desk.finish(running, 1.0)[0].ask is warm
+
+
+def test_a_fall_back_is_only_for_when_no_node_of_the_first_name_is_alive() -> None:
+    desk = Desk((1, 1))
+    first, second = (desk.board.pool([row]) for row in desk.rows)
+    groups = ((first,), (second,))
+    _, placement = desk.arrive(groups=groups)
+    assert placement is not None
+    assert placement.group == 0
+    waits, none = desk.arrive(groups=groups)
+    assert none is None
+    desk.board.set_slots(desk.rows[0], 1, 0, 0, alive=False)
+    (given,) = desk.match(1.0)
+    assert (given.ask, given.group, given.row) == (waits, 1, desk.rows[1])
+
+
+def test_a_tier_without_room_is_passed_over() -> None:
+    desk = Desk((1, 1))
+    gpu, cpu = (desk.board.pool([row]) for row in desk.rows)
+    rows = [desk.arrive(groups=((gpu, cpu),))[1] for _ in range(2)]
+    assert [placement and placement.row for placement in rows] == desk.rows
+
+
+def test_batch_leaves_the_reserve_alone() -> None:
+    desk = Desk((4,), LineRules(reserve=0.5))
+    placed = [desk.arrive(priority=Priority.BATCH)[1] for _ in range(4)]
+    assert [placement is not None for placement in placed] == [True, True, False, False]
+    assert desk.arrive()[1] is not None
+
+
+def test_a_node_that_failed_it_is_avoided_while_another_is_alive() -> None:
+    desk = Desk((1, 1))
+    other = desk.rows[1]
+    _, placement = desk.arrive(failed={0})
+    assert placement is not None
+    assert placement.row is other
+    waits, none = desk.arrive(failed={0})
+    assert none is None
+    desk.board.set_slots(other, 1, 0, 0, alive=False)
+    assert [one.ask for one in desk.match(1.0)] == [waits]
+
+
+def test_a_closed_node_is_never_used() -> None:
+    desk = Desk((2,))
+    ask, placement = desk.arrive(closed={0})
+    assert placement is None
+    assert desk.match(1.0) == []
+    assert desk.dispatcher.withdraw(ask)
+
+
+def test_those_who_find_no_node_hold_nobody_up() -> None:
+    desk = Desk((1, 1))
+    running = desk.fill()
+    for _ in range(50):
+        desk.arrive(closed={0, 1})
+    able, _ = desk.arrive()
+    assert desk.finish(running[0], 1.0)[0].ask is able
+
+
+def test_what_needs_no_slot_goes_to_a_full_node() -> None:
+    desk = Desk((1,))
+    desk.fill()
+    assert desk.arrive(slots=0)[1] is not None
+
+
+def test_a_wide_request_is_not_starved_by_narrow_ones() -> None:
+    desk = Desk((2,))
+    running = desk.fill()
+    wide, _ = desk.arrive(1.0, slots=2)
+    for i in range(20):
+        desk.arrive(1.0 + i / 100)
+    assert desk.finish(running[0], 2.0) == []
+    assert [one.ask for one in desk.finish(running[1], 3.0)] == [wide]
+
+
+def test_a_node_that_is_kept_for_a_wide_request_is_open_to_the_classes_above() -> None:
+    desk = Desk((2,))
+    running = desk.fill()
+    desk.arrive(1.0, slots=2)
+    assert desk.finish(running[0], 2.0) == []
+    assert desk.arrive(2.0)[1] is None
+    assert desk.arrive(2.0, priority=Priority.URGENT)[1] is not None
+
+
+def test_a_warm_request_waits_for_its_node_if_it_ends_sooner_there() -> None:
+    desk = Desk((1, 1))
+    (_, first) = desk.arrive(closed={1}, prompt=100.0, completion=10.0)
+    assert first is not None
+    warm, none = desk.arrive(prompt=5000.0, cached={0: 4900.0})
+    assert none is None
+    assert warm.held is desk.rows[0]
+    cold, placement = desk.arrive(prompt=100.0)
+    assert placement is not None, "the free slot is for others meanwhile"
+    assert placement.row is desk.rows[1]
+    assert cold.held is None
+    assert desk.finish(first, 2.0)[0].ask is warm
+
+
+def test_a_warm_request_goes_elsewhere_if_that_is_sooner() -> None:
+    desk = Desk((1, 1))
+    desk.arrive(closed={1}, prompt=9000.0, completion=10.0)
+    _, placement = desk.arrive(prompt=5000.0, cached={0: 4900.0})
+    assert placement is not None
+    assert placement.row is desk.rows[1]
+
+
+def test_no_more_wait_for_a_node_than_it_has_slots() -> None:
+    desk = Desk((2, 4))
+    for _ in range(2):
+        desk.arrive(closed={1}, prompt=10.0, completion=10.0)
+    rows = [desk.arrive(prompt=9000.0, cached={0: 8990.0})[1] for _ in range(4)]
+    assert [placement is None for placement in rows] == [True, True, False, False]
+
+
+def test_a_hold_ends_when_its_time_has_passed() -> None:
+    desk = Desk((1, 1))
+    desk.arrive(closed={1}, prompt=100.0, completion=10.0)
+    warm, _ = desk.arrive(prompt=5000.0, cached={0: 4900.0})
+    wake = desk.dispatcher.wake_at(0.0)
+    assert wake is not None
+    assert desk.match(wake - 0.01) == []
+    (placement,) = desk.match(wake)
+    assert (placement.ask, placement.row) == (warm, desk.rows[1])
+
+
+def test_a_slot_that_many_declined_is_taken_all_the_same() -> None:
+    desk = Desk((1, 20))
+    last = next(one for one in desk.fill() if one.row is desk.rows[1])
+    for _ in range(3 * DECLINES):
+        desk.arrive(prompt=5000.0, cached={0: 4900.0}, completion=1.0)
+    assert len(desk.finish(last, 0.5)) == 1
+
+
+def test_a_waiting_request_is_looked_up_again_when_slots_have_come_free() -> None:
+    desk = Desk((1, 1))
+    first, second = desk.fill()
+    ask, _ = desk.arrive(prompt=5000.0)
+    other, _ = desk.arrive(prompt=4000.0)
+    looked = []
+
+    def recall(one: object) -> None:
+        looked.append(one)
+        if one is ask:
+            ask.cached = {second.row.index: 4990.0}
+
+    desk.dispatcher.recall = recall
+    assert desk.finish(second, 1.0)[0].ask is ask
+    assert set(looked) == {ask, other}
+    desk.finish(first, 2.0)
+
+
+def test_a_cancelled_placement_costs_its_caller_nothing() -> None:
+    desk = Desk((1,))
+    _, placement = desk.arrive()
+    assert placement is not None
+    account = placement.account
+    assert account is not None
+    assert account.counter > 0
+    for _ in range(2):
+        desk.dispatcher.cancelled(placement, 1.0)
+    assert account.counter == 0
+    assert (desk.rows[0].ours, account.running) == (0, 0)
+
+
+def test_the_first_token_moves_what_is_expected() -> None:
+    desk = Desk((1,))
+    _, placement = desk.arrive(prompt=100.0, completion=10.0)
+    assert placement is not None
+    assert placement.ends == pytest.approx(2.0)
+    desk.dispatcher.began(placement, 3.0)
+    assert placement.ends == pytest.approx(4.0)
+
+
+def test_position_and_expected_start_tell_of_turns() -> None:
+    desk = Desk((1,))
+    desk.fill()
+    asks = [desk.arrive(caller="greedy")[0] for _ in range(5)]
+    modest, _ = desk.arrive(caller="modest")
+    urgent, _ = desk.arrive(priority=Priority.URGENT)
+    position = desk.dispatcher.position
+    assert position(urgent) == 1
+    assert position(modest) <= 3
+    assert [position(ask) for ask in asks] == sorted(position(ask) for ask in asks)
+    assert position(desk.ask()) == 0
+    starts = [desk.dispatcher.expected_start(ask, 0.0) for ask in (urgent, modest, asks[-1])]
+    assert starts == sorted(starts)
+    assert desk.dispatcher.predicted_wait(desk.ask(), 0.0) > 5.0
+
+
+def test_there_is_no_wait_where_there_is_room() -> None:
+    desk = Desk((1,))
+    assert desk.dispatcher.predicted_wait(desk.ask(), 0.0) == 0.0
