@@ -21,6 +21,7 @@ from gateway.relay.routes import ROUTES
 from gateway.relay.settle import Settler
 from gateway.relay.verdict import Verdict
 from gateway.relay.watch import Watch
+from gateway.scheduling.mirror import ALIVE
 from gateway.scheduling.scheduler import Scheduler
 from gateway.transport.errors import ConnectFailed, Exhausted, Overdue, UpstreamError
 
@@ -57,7 +58,7 @@ class AttemptFailed(Exception):  # noqa: N818 - as `Overdue` and its like
 class Journey:
     """One request's way through its attempts."""
 
-    __slots__ = ("_dialect", "_erring", "_live", "_means", "_settler")
+    __slots__ = ("_crossed", "_dialect", "_erring", "_live", "_means", "_settler")
 
     def __init__(self, means: Means, live: Live) -> None:
         self._means = means
@@ -66,8 +67,22 @@ class Journey:
         self._erring: list[tuple[Lease, int]] = []
         """Attempts that ended with a server error, whoever is to blame for it."""
         self._settler = means.settler
+        self._crossed = False
 
     async def attempt(self) -> Reply:
+        """One attempt, and one more on a CPU node if a GPU node failed it.
+
+        That way can't multiply an outage of GPU nodes: it counts as no retry and waits for
+        nothing. Raises: AttemptFailed, GatewayError.
+        """
+        try:
+            return await self._attempt()
+        except AttemptFailed as failure:
+            if not (failure.again and self._may_cross()):
+                raise
+        return await self._attempt()
+
+    async def _attempt(self) -> Reply:
         """One attempt. Raises: AttemptFailed, GatewayError."""
         means, live = self._means, self._live
         request, record, clock = live.request, live.record, means.clock
@@ -99,6 +114,17 @@ class Journey:
         if attempt.status < 300:
             return self._answered(attempt)
         return self._judged(attempt)
+
+    def _may_cross(self) -> bool:
+        """Whether it comes from a GPU node, for the first time, and some CPU node is in."""
+        request, live, means = self._live.request, self._live, self._means
+        if self._crossed or live.record.tier != "gpu" or means.settings.retries.attempts < 2:
+            return False
+        self._crossed = True
+        return any(
+            node.spec.tier == "cpu" and node.name not in request.failed and node.state in ALIVE
+            for node in means.fleet.nodes.values()
+        )
 
     def _encoded(self, lease: Lease, model: str) -> tuple[bytes, bytes]:
         """The head and the body for this node, under the name that it knows the model by."""

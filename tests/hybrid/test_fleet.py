@@ -91,24 +91,29 @@ async def a_site(
     *,
     settings: Mapping[str, Any] | None = None,
     key: str = "secret",
+    more: Sequence[Endpoint] = (),
     **keys: Any,
 ) -> AsyncIterator[Site]:
-    """These nodes and a gateway in front of them; `keys` are the inventory's for the GPU node."""
+    """These nodes and a gateway in front of them; `keys` are the inventory's for GPU nodes."""
     (folder / "gpu.key").write_text(f"{key}\n")
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(gpu)
+        for one in (gpu, *more):
+            await stack.enter_async_context(one)
         for cpu in cpus:
             await stack.enter_async_context(cpu)
         nodes = [
-            {
-                "name": "gpu",
-                "url": gpu.url,
-                "kind": "openai",
-                "tier": "gpu",
-                "api_key_file": str(folder / "gpu.key"),
-                "model": {MODEL: gpu.model},
-                **keys,
-            },
+            *(
+                {
+                    "name": f"gpu-{number}" if number else "gpu",
+                    "url": one.url,
+                    "kind": "openai",
+                    "tier": "gpu",
+                    "api_key_file": str(folder / "gpu.key"),
+                    "model": {MODEL: one.model},
+                    **keys,
+                }
+                for number, one in enumerate((gpu, *more))
+            ),
             *({"name": f"cpu-{number}", "url": cpu.url} for number, cpu in enumerate(cpus)),
         ]
         running = await stack.enter_async_context(
@@ -219,6 +224,22 @@ async def test_no_premium_request_fails_when_the_gpu_dies_under_load(
         assert reasons["gpu_down"] > 0
         assert set(reasons) <= {"gpu_failed", "gpu_down", "gpu_full"}  # and never none
         assert tiers(answers)["gpu"] > 0
+
+
+@pytest.mark.slow
+async def test_nor_when_several_gpu_nodes_die_at_once(tmp_path: Path) -> None:
+    """More requests are cut at once than retries are allowed: the way to the CPU is none."""
+    gpus = [Endpoint(first=0.3) for _ in range(3)]
+    cpus = [a_cpu(slots=8), a_cpu(slots=8)]
+    async with a_site(tmp_path, gpus[0], cpus, more=gpus[1:], slots=16) as site:
+        asked = [asyncio.create_task(site.ask("premium", stream=n % 2 == 0)) for n in range(48)]
+        await until(lambda: sum(gpu.running for gpu in gpus) == 48)
+        for gpu in gpus:
+            await gpu.kill()
+        answers = await asyncio.gather(*asked)
+        assert [answer for answer in answers if not answer.whole] == []
+        assert tiers(answers) == {"cpu": 48}
+        assert {answer.fallback for answer in answers} <= {"gpu_failed", "gpu_down", "gpu_full"}
 
 
 # Spill-over.
