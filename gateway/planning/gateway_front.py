@@ -42,11 +42,14 @@ class GatewayFront:
         for machine in machines:
             self.board.add(machine.name, total=machine.slots)
         self.knowledge.begin(machines, self.board)
+        self._fleet: Fleet | None = None
+        self.dispatcher.recall = self._recall
         self._groups = ((self.board.pool(self.board.rows),),)
 
     def arrive(self, job: Job, fleet: Fleet) -> None:
         """Ask the dispatcher for a slot, with what is known of the request."""
         now = fleet.now
+        self._fleet = fleet
         known = self.knowledge.of(job, fleet)
         job.front = known
         ask = Ask(
@@ -58,7 +61,8 @@ class GatewayFront:
             prompt=known.prompt,
             completion=known.completion,
             cached=known.cached,
-            affinity=job.prompt.head or job.prompt.stream,
+            coming=known.coming,
+            affinity=known.affinity,
         )
         placement = self.dispatcher.arrive(ask, now)
         if placement is not None:
@@ -85,6 +89,14 @@ class GatewayFront:
     def wake(self, fleet: Fleet) -> None:
         """See who may go now."""
         self._match(fleet)
+
+    def _recall(self, ask: Ask) -> None:
+        """It has waited: what is cached of it may have changed."""
+        assert self._fleet is not None
+        job = self._fleet.jobs[int(ask.id)]
+        known: Known = job.front
+        self.knowledge.recall(job, known, self._fleet)
+        ask.cached, ask.coming = known.cached, known.coming
 
     def _match(self, fleet: Fleet) -> None:
         for placement in self.dispatcher.match(fleet.now):

@@ -72,6 +72,11 @@ class Job:
     front: Any = field(default=None, init=False)
     """Whatever the front keeps beside it."""
 
+    @property
+    def whole(self) -> Prompt:
+        """What its slot holds in the end: all but the last token, which is not read any more."""
+        return self.prompt._replace(tokens=self.prompt.tokens + self.output - 1)
+
     def renew(self) -> None:
         """Forget what became of it, for another run."""
         self.arrived = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gateway.planning.job import Job, in_common
@@ -26,6 +26,10 @@ class Known:
     """Expected tokens of the answer."""
     cached: Mapping[int, float]
     """Tokens believed cached, by row."""
+    coming: Mapping[int, float] = field(default_factory=dict)
+    """Tokens believed to be cached there when what runs has ended, by row."""
+    affinity: int = 0
+    """What it shares with its like, hashed."""
     placement: Placement | None = None
     memo: Any = None
     """Whatever the source keeps beside it."""
@@ -39,6 +43,9 @@ class Knowledge(Protocol):
 
     def of(self, job: Job, fleet: Fleet) -> Known:
         """What to expect of a request that has come."""
+
+    def recall(self, job: Job, known: Known, fleet: Fleet) -> None:
+        """It has waited: look again what is cached of it, and write it into `known`."""
 
     def placed(self, job: Job, known: Known, now: float) -> None:
         """It goes to the node of `known.placement`."""
@@ -72,15 +79,26 @@ class Exact:
         """The truth."""
         prompt = job.prompt
         completion = job.output if self._lengths else min(job.limit or UNKNOWN, UNKNOWN)
+        known = Known(prompt.tokens, completion, {}, affinity=prompt.head or prompt.stream)
+        self.recall(job, known, fleet)
+        return known
+
+    def recall(self, job: Job, known: Known, fleet: Fleet) -> None:
+        """The truth of now."""
+        if not self._caches:
+            return
+        prompt = job.prompt
         cached: dict[int, float] = {}
-        if self._caches:
-            nodes = self._seen.get(prompt.stream, set()) | self._seen.get(-prompt.head, set())
-            for node in nodes:
-                cache = fleet.servers[node].cache
-                held = max(in_common(one, prompt) for one in (*cache.held, *cache.evicted))
-                if held:
-                    cached[node] = held
-        return Known(prompt.tokens, completion, cached)
+        coming: dict[int, float] = {}
+        for node in self._seen.get(prompt.stream, set()) | self._seen.get(-prompt.head, set()):
+            server = fleet.servers[node]
+            kept = (*server.cache.held, *server.cache.evicted)
+            if held := max(in_common(one, prompt) for one in kept):
+                cached[node] = held
+            running = [one.whole for one in server.slots if one is not None]
+            if will := max((in_common(one, prompt) for one in running), default=0):
+                coming[node] = will
+        known.cached, known.coming = cached, coming
 
     def placed(self, job: Job, known: Known, now: float) -> None:
         """Remember where to look."""

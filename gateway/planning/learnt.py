@@ -30,7 +30,7 @@ BLOCK = 128
 """Tokens of a block of the fingerprint: 512 bytes (`relay/fingerprint.py`)."""
 WEIGHED_EVERY = 10.0
 """Seconds between two comparisons of the nodes, while some are not measured."""
-MOST_STREAMS = 200_000
+MOST_STREAMS = 30_000
 """Conversations whose fingerprint is kept; a client would send the whole text again."""
 MODEL = "model"
 
@@ -88,10 +88,19 @@ class Learnt:
     def of(self, job: Job, fleet: Fleet) -> Known:
         """What to expect of it by now."""
         fingerprint = self._fingerprint(job)
-        recall = self.memory.recall(fingerprint)
         text = job.prompt.tokens * BYTES_PER_TOKEN
-        _, completion = self.estimates.ask_sizes(MODEL, job.caller, text, job.limit)
-        return Known(recall.tokens, completion, recall.cached, memo=_Memo(fingerprint))
+        tokens, completion = self.estimates.ask_sizes(MODEL, job.caller, text, job.limit)
+        fingerprint.tokens = tokens
+        affinity = fingerprint.blocks[0]
+        known = Known(tokens, completion, {}, affinity=affinity, memo=_Memo(fingerprint))
+        self.recall(job, known, fleet)
+        return known
+
+    def recall(self, job: Job, known: Known, fleet: Fleet) -> None:
+        """What is believed by now."""
+        memo: _Memo = known.memo
+        recall = self.memory.recall(memo.fingerprint)
+        known.prompt, known.cached = recall.tokens, recall.cached
 
     def placed(self, job: Job, known: Known, now: float) -> None:
         """Count it, and believe it where it goes."""

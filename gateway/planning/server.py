@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from gateway.planning.job import Job, Prompt
+from gateway.planning.job import Job
 from gateway.planning.machine import Machine
 from gateway.planning.prompt_cache import PromptCache
 
@@ -151,10 +151,7 @@ class Server:
     def _release(self, job: Job, now: float) -> None:
         job.ended = now
         self.slots[job.slot] = None
-        prompt = job.prompt
-        # The last token that was written is not read any more, so the slot does not hold it.
-        held = Prompt(prompt.stream, prompt.tokens + job.output - 1, prompt.head, prompt.shared)
-        self.cache.keep(job.slot, held, now)
+        self.cache.keep(job.slot, job.whole, now)
 
     def _compose(self, now: float) -> None:
         """Begin the next steps, as many as are alike."""

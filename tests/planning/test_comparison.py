@@ -110,3 +110,13 @@ def test_believed_caches_mostly_are_there() -> None:
     simulate(generate(Traffic(requests=1500, rate=0.8), 2), FLEET, stood)
     wrong = sum(abs(guess - real) for guess, real in believed)
     assert wrong < 0.2 * sum(real for _, real in believed)
+
+
+@pytest.mark.slow
+def test_a_thousand_nodes_are_simulated_in_time() -> None:
+    """576,000 requests shall take less than ten minutes of one core under each policy."""
+    fleet = [Machine(f"fast{i}", 2, 700.0, 48.0) for i in range(700)]
+    fleet += [Machine(f"slow{i}", 2, 240.0, 16.0) for i in range(300)]
+    trace = generate(Traffic(requests=6000, rate=160.0, answer=172.0, tenants=120), 1)
+    (ours,) = compare(trace, fleet, ["least_finish"])
+    assert ours.cpu_seconds / 6000 < 600 / 576_000

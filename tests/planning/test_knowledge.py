@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+
+from gateway.planning.gateway_front import GatewayFront
+from gateway.planning.job import Job
+from gateway.planning.knowledge import Exact, Knowledge, Known
+from gateway.planning.learnt import Learnt
+from gateway.planning.simulation import Fleet, simulate
+from gateway.scheduling.dispatch import LineRules
+from tests.planning.build import job, machine, trace
+
+
+class Noting(Exact):
+    """Exact, and keeps what it told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: dict[int, Known] = {}
+
+    def of(self, job: Job, fleet: Fleet) -> Known:
+        self.told[job.id] = known = super().of(job, fleet)
+        return known
+
+
+def test_exact_knows_what_is_cached_and_what_will_be() -> None:
+    first = job(prompt=1000, output=100, stream=1, head=5, shared=400)
+    then = job(time=2.0, prompt=600, output=5, stream=2, head=5, shared=400)
+    later = job(time=60.0, prompt=1200, output=5, stream=1, head=5, shared=400)
+    noting = Noting()
+    machines = [machine(2)]
+    simulate(trace([first, then, later]), machines, GatewayFront(machines, knowledge=noting))
+    assert (noting.told[0].cached, noting.told[0].coming) == ({}, {})
+    assert (noting.told[1].cached, noting.told[1].coming) == ({}, {0: 400})
+    assert (noting.told[2].cached, noting.told[2].coming) == ({0: 1099}, {})
+    assert (noting.told[1].prompt, noting.told[1].completion) == (600, 5)
+    assert noting.told[0].affinity == noting.told[1].affinity
+
+
+def test_lengths_can_be_left_to_a_guess() -> None:
+    known = Exact(lengths=False).of(job(output=900), Fleet([machine(1)], []))
+    assert known.completion == 256
+
+
+@pytest.mark.parametrize("knowledge", [Exact(), Learnt()], ids=["exact", "learnt"])
+def test_a_request_that_waited_finds_what_was_cached_meanwhile(knowledge: Knowledge) -> None:
+    """One slot: the second turn of a conversation is asked for while the first one runs."""
+    machines = [machine(1)]
+    front = GatewayFront(machines, LineRules(), 0, knowledge)
+    jobs = [
+        job(prompt=1000, output=100, stream=1, head=5, shared=900),
+        job(time=0.5, prompt=1100, output=5, stream=2, head=5, shared=900),
+    ]
+    simulate(trace(jobs), machines, front)
+    assert jobs[1].cached == 900
+    assert front.dispatcher.waiting == 0
+
+
+def test_learnt_lengths_are_what_callers_got() -> None:
+    learnt = Learnt()
+    machines = [machine(2, "a"), machine(2, "b")]
+    jobs = [
+        job(time=i * 20.0, output=150 if i % 2 else 15, caller="long" if i % 2 else "short")
+        for i in range(60)
+    ]
+    simulate(trace(jobs), machines, GatewayFront(machines, knowledge=learnt))
+    for caller, output in (("long", 150), ("short", 15)):
+        _, completion = learnt.estimates.ask_sizes("model", caller, 400, None)
+        assert completion == pytest.approx(output, rel=0.35)
+
+
+def test_a_conversation_comes_home() -> None:
+    """Four nodes, four conversations one after the other: each turn goes where the last was."""
+    machines = [machine(1, str(number)) for number in range(4)]
+    jobs = [
+        job(time=turn * 100.0 + talk * 10, prompt=800 * (turn + 1), output=20, stream=talk + 1)
+        for turn in range(6)
+        for talk in range(4)
+    ]
+    simulate(trace(jobs), machines, GatewayFront(machines, knowledge=Learnt()))
+    later = [one for one in jobs if one.follows]
+    assert len(later) == 20
+    assert all(one.cached >= one.prompt.tokens - 800 - 1 for one in later)
