@@ -70,6 +70,8 @@ class Settler:
     def _ended(self, live: Live, attempt: Attempt) -> float:
         attempt.end()
         live.attempt = None
+        if live.request.prompt is not None:
+            self.scheduler.expectations.ending(live.request)
         now = self.clock()
         # Counting tokens, say, tells nothing of how fast slots come free.
         if attempt.lease.slots:

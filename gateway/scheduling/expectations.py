@@ -14,6 +14,9 @@ from gateway.scheduling.eligible import Plan
 from gateway.scheduling.estimates import Estimates
 from gateway.scheduling.forecast import Placement
 
+LONG = 1024
+"""Bytes of a prompt from which on it matters that the next turn finds what this one has left."""
+
 
 @dataclass(slots=True)
 class Told:
@@ -31,6 +34,8 @@ class Expectations:
     dispatcher: Dispatcher
     memory: Memory
     estimates: Estimates = field(default_factory=Estimates)
+    _unlearnt: set[int] = field(default_factory=set)
+    """First blocks of long prompts that have ended, and of which nothing was learnt yet."""
 
     def ask(self, request: Request, plan: Plan) -> Ask:
         """The request in numbers, as they stand now."""
@@ -72,6 +77,22 @@ class Expectations:
         """It starts under this lease."""
         if request.prompt is not None:
             self.memory.placed(lease.placement.row.index, request.prompt)
+
+    def ending(self, request: Request) -> None:
+        """Its answer is over; what it teaches comes a little later (`learn`)."""
+        prompt = request.prompt
+        if prompt is not None and prompt.size >= LONG and prompt.blocks:
+            self._unlearnt.add(prompt.blocks[0])
+
+    def is_behind(self, request: Request) -> bool:
+        """Whether an answer that this one may go on with is yet to be learnt of."""
+        prompt = request.prompt
+        return bool(
+            prompt is not None
+            and self._unlearnt
+            and prompt.blocks
+            and prompt.blocks[0] in self._unlearnt
+        )
 
     def dropped(self, lease: Lease, request: Request, *, cost_nothing: bool) -> None:
         """It ended there without an answer; `cost_nothing`: nor is its caller to pay for it."""
@@ -118,7 +139,10 @@ class Expectations:
                 request.media,
                 whole=whole,
             )
-        if request.prompt is None or not _is_there(self.dispatcher.board, placement):
+        if request.prompt is None:
+            return
+        self._unlearnt.discard(request.prompt.blocks[0] if request.prompt.blocks else 0)
+        if not _is_there(self.dispatcher.board, placement):
             return
         if told is None:
             self.memory.dropped(placement.row.index, request.prompt)

@@ -26,6 +26,7 @@ from gateway.relay.relay import Relay
 from gateway.relay.reply import Reply, Rest
 from gateway.relay.routes import Route
 from gateway.relay.volatile import Volatile
+from gateway.scheduling.expectations import Expectations
 from gateway.scheduling.latest import Latest
 from gateway.transport.errors import UpstreamError
 from gateway.web.public.body import Buffered, read_body, take_body
@@ -94,6 +95,11 @@ class Edge:
     """What editors wait for: a newer one of the same session ends it."""
     _prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(4)}")
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def learning(self) -> Expectations:
+        """What is learnt of requests, perhaps with some delay."""
+        return self.relay.means.scheduler.expectations
 
     def serve(self, route: Route, turn: Turn) -> Awaitable[None]:
         """Serve one request to a routed path; cancelled when its client leaves."""
@@ -215,6 +221,8 @@ class _Exchange:
         request = prepare(
             incoming, peeked, record.priority, self._snapshot.rules, catalogue.model_names
         )
+        if request.prompt is not None and edge.learning.is_behind(request):
+            edge.bus.flush()
         record.stream = request.stream
         for name in request.candidates:
             if catalogue.known(name):
