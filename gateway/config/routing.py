@@ -195,6 +195,15 @@ class RetrySettings(ConfigModel):
             )
         ),
     ] = 10
+    quarantine: Annotated[
+        SecondsOrZero,
+        Field(
+            description=(
+                "A request that two nodes have died on is refused for this time; 0: never. It is "
+                "no longer suspect when a node answers it."
+            )
+        ),
+    ] = 600.0
     wait_for_node: Annotated[
         SecondsOrZero,
         Field(description="When every node is out, wait this long for one; then 503 `no_node`."),

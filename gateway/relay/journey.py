@@ -23,7 +23,7 @@ from gateway.relay.verdict import Verdict
 from gateway.relay.watch import Watch
 from gateway.scheduling.mirror import ALIVE
 from gateway.scheduling.scheduler import Scheduler
-from gateway.transport.errors import ConnectFailed, Exhausted, Overdue, UpstreamError
+from gateway.transport.errors import ConnectFailed, Exhausted, Overdue, Reset, UpstreamError
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +88,8 @@ class Journey:
         request, record, clock = live.request, live.record, means.clock
         if live.ended_by is not None:
             raise live.ended_by
+        if self._settler.quarantine and (refusal := self._quarantined()) is not None:
+            raise refusal
         granted = means.scheduler.lease_now(request)
         if granted is None:
             asked = clock()
@@ -141,6 +143,11 @@ class Journey:
             len(body),
         )
         return head, body
+
+    def _quarantined(self) -> GatewayError | None:
+        means = self._means
+        seconds = means.settings.retries.quarantine
+        return self._settler.quarantine.refusal(self._live.request, means.clock(), seconds)
 
     # What became of it.
 
@@ -228,4 +235,8 @@ class Journey:
             self._means.fleet.failed(node, self._means.clock(), attempt.lease.taken)
         if isinstance(failure, ConnectFailed):
             self._means.fleet.unreachable(node, str(failure))
+        if isinstance(failure, Reset):
+            self._settler.quarantine.died(request, node.name, self._means.clock())
+            if (refusal := self._quarantined()) is not None:
+                return refusal
         return AttemptFailed(as_error(failure), again=not out_of_time)

@@ -11,10 +11,12 @@ from gateway.fleet.lease import Lease
 from gateway.relay import sse
 from gateway.relay.attempt import Attempt
 from gateway.relay.live import Live
+from gateway.relay.quarantine import Quarantine
 from gateway.relay.usage import Usage, read_usage
 from gateway.scheduling.budget import price
 from gateway.scheduling.expectations import Told
 from gateway.scheduling.scheduler import Scheduler
+from gateway.transport.errors import Reset
 
 BLAMELESS = frozenset({"client_closed", "cancelled"})
 """Outcomes that say nothing about the node: the client left, or we ended it."""
@@ -35,6 +37,7 @@ class Settler:
     scheduler: Scheduler
     bus: Bus
     clock: Callable[[], float]
+    quarantine: Quarantine = field(default_factory=Quarantine)
     _taught: dict[str, float] = field(default_factory=dict)
     """When each node's speed was last learnt from."""
 
@@ -43,6 +46,7 @@ class Settler:
         now = self._ended(live, attempt)
         lease = attempt.lease
         self.fleet.succeeded(lease.node, now, lease.taken)
+        self.quarantine.lived(live.request)
         if not attempt.streams:
             attempt.content = b""  # it is on its way, and need not wait for the accounts
             if len(sample) > 2 * EDGE_BYTES:
@@ -54,6 +58,8 @@ class Settler:
         now = self._ended(live, attempt)
         if outcome not in BLAMELESS:
             self.fleet.failed(attempt.lease.node, now, attempt.lease.taken)
+        if outcome == Reset.outcome:
+            self.quarantine.died(live.request, attempt.lease.node.name, now)
         self.bus.soon(self._account, live, attempt, outcome, now)
 
     def tell(self, live: Live, attempt: Attempt, outcome: str) -> None:

@@ -126,7 +126,7 @@ async def test_attempts_have_an_end(tmp_path: Path) -> None:
     servers = [EmulatedNode() for _ in range(4)]
     async with a_house(tmp_path, *servers, health={"failures": 100}) as house:
         for server in servers:
-            server.faults.set("reset")
+            server.faults.set("garbage")
         reply = await house.ask()
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (502, "node_failed")
         assert reply.headers["x-gateway-attempts"] == "3"
@@ -139,7 +139,7 @@ async def test_an_outage_is_not_multiplied(tmp_path: Path) -> None:
     retries = {"budget": 0.1, "budget_min": 5}
     async with a_house(tmp_path, one, two, retries=retries, health={"failures": 10_000}) as house:
         for node in (one, two):
-            node.faults.set("reset")
+            node.faults.set("garbage")
         for _ in range(12):
             assert (await house.ask()).status_code == 502
         assert len(house.attempts) == 12 + 5

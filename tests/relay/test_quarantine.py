@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway.relay.quarantine import MOST_SUSPECTS, Quarantine
+from gateway.request import Request
+from tests.emulator import EmulatedNode
+from tests.relay.house import a_house
+from tests.scheduling.build import a_request
+
+LONG = 600.0
+
+
+def asking(text: str) -> Request:
+    request = a_request()
+    request.bodies = {"demo": text.encode()}
+    return request
+
+
+def test_what_two_nodes_died_on_is_refused_for_a_while() -> None:
+    quarantine = Quarantine()
+    quarantine.died(asking("x"), "a", 100.0)
+    assert quarantine.refusal(asking("x"), 101.0, LONG) is None
+    quarantine.died(asking("x"), "b", 110.0)
+    refusal = quarantine.refusal(asking("x"), 120.0, LONG)
+    assert refusal is not None
+    assert (refusal.status, refusal.code, refusal.retryable) == (502, "node_failed", False)
+    assert "590 s" in refusal.message
+    assert quarantine.refusal(asking("x"), 711.0, LONG) is None
+    assert len(quarantine) == 0
+
+
+def test_another_request_is_served_meanwhile() -> None:
+    quarantine = Quarantine()
+    for node in "ab":
+        quarantine.died(asking("x"), node, 0.0)
+    assert quarantine.refusal(asking("y"), 0.0, LONG) is None
+
+
+def test_one_node_that_dies_again_and_again_is_its_own_fault() -> None:
+    quarantine = Quarantine()
+    for _ in range(5):
+        quarantine.died(asking("x"), "a", 0.0)
+    assert quarantine.refusal(asking("x"), 0.0, LONG) is None
+
+
+def test_an_answer_clears_a_request_of_suspicion() -> None:
+    quarantine = Quarantine()
+    quarantine.died(asking("x"), "a", 0.0)
+    quarantine.lived(asking("x"))
+    quarantine.died(asking("x"), "b", 0.0)
+    assert quarantine.refusal(asking("x"), 0.0, LONG) is None
+
+
+def test_nothing_is_refused_where_that_is_switched_off() -> None:
+    quarantine = Quarantine()
+    for node in "ab":
+        quarantine.died(asking("x"), node, 0.0)
+    assert quarantine.refusal(asking("x"), 0.0, 0.0) is None
+
+
+def test_the_oldest_suspect_is_forgotten_first() -> None:
+    quarantine = Quarantine()
+    for number in range(MOST_SUSPECTS + 10):
+        quarantine.died(asking(str(number)), "a", 0.0)
+    assert len(quarantine) == MOST_SUSPECTS
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_kills_takes_two_nodes_with_it_and_no_third(
+    tmp_path: Path, *, stream: bool
+) -> None:
+    servers = [EmulatedNode() for _ in range(4)]
+    async with a_house(tmp_path, *servers) as house:
+        for server in servers:
+            server.faults.set("reset")
+        for asked in (1, 2):
+            refused = await house.ask(stream=stream)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (502, "node_failed")
+            assert "2 nodes died" in refused.json()["error"]["message"]
+            assert refused.headers["x-should-retry"] == "false"
+            assert len(house.attempts) == 2, asked
+        for server in servers:
+            server.faults.clear()
+        other = await house.ask(messages=[{"role": "user", "content": "harmless"}])
+        assert other.status_code == 200
+        assert (await house.ask(stream=stream)).status_code == 502
+
+
+async def test_a_stream_that_takes_its_node_with_it_counts_as_well(tmp_path: Path) -> None:
+    servers = [EmulatedNode() for _ in range(3)]
+    async with a_house(tmp_path, *servers) as house:
+        for server in servers:
+            server.faults.set("reset", after_events=3)
+        for _ in range(2):
+            stream = await house.stream()
+            assert (stream.status, len(stream.errors)) == (200, 1)
+        assert (await house.ask(stream=True)).status_code == 502
+        assert len(house.attempts) == 2
