@@ -232,7 +232,17 @@ async def test_nor_when_several_gpu_nodes_die_at_once(tmp_path: Path) -> None:
     gpus = [Endpoint(first=0.3) for _ in range(3)]
     cpus = [a_cpu(slots=8), a_cpu(slots=8)]
     async with a_site(tmp_path, gpus[0], cpus, more=gpus[1:], slots=16) as site:
-        asked = [asyncio.create_task(site.ask("premium", stream=n % 2 == 0)) for n in range(48)]
+        # Each its own: what two nodes die on is quarantined, and no node is to blame for these.
+        asked = [
+            asyncio.create_task(
+                site.ask(
+                    "premium",
+                    stream=number % 2 == 0,
+                    messages=[{"role": "user", "content": f"hello {number}"}],
+                )
+            )
+            for number in range(48)
+        ]
         await until(lambda: sum(gpu.running for gpu in gpus) == 48)
         for gpu in gpus:
             await gpu.kill()
