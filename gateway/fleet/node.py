@@ -259,19 +259,20 @@ class Node:
         """
         if slots < 0:
             raise ValueError(f"{slots} slots")
+        # By place, since it is made for each request.
         lease = Lease(
-            node=self,
-            upstream=self.upstream,
-            slots=slots,
-            request_id=request_id,
-            priority=priority,
-            taken=now,
-            stream=stream,
-            expected_prefill=expected_prefill,
-            expected_total=expected_total,
-            prefill_began=now,
-            reads=stream and slots > 0,
+            self,
+            self.upstream,
+            slots,
+            request_id,
+            priority,
+            now,
+            stream,
+            expected_prefill,
+            expected_total,
         )
+        lease.prefill_began = now
+        lease.reads = stream and slots > 0
         if self.circuit.wants_trial(now):
             lease.trial = True
             self.circuit.begin_trial(lease)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from gateway.config.settings import Settings
 from gateway.fleet.lease import Lease
-from gateway.relay import sse
+from gateway.relay import fields, sse
 from gateway.relay.dialects import Dialect, Part
 from gateway.relay.sse import EventGate
 from gateway.relay.verdict import as_body, message_of, status_of
@@ -122,6 +122,16 @@ class Attempt:
         """Whether the stream ended within an event."""
         return self._gate is not None and self._gate.partial
 
+    @property
+    def fields(self) -> bytes:
+        """The lines of the reply's head that go on to the client."""
+        connection = self._connection
+        if connection is None or connection.headers is not self.headers:
+            return fields.to_client(self.headers)
+        if connection.digest is None:
+            connection.digest = fields.to_client(self.headers)
+        return connection.digest
+
     async def open(self, head: bytes, body: bytes) -> None:
         """Send, and wait for the outcome: the first content of a stream, else the whole answer.
 
@@ -195,7 +205,7 @@ class Attempt:
         assert gate is not None
         before = gate.events
         passed = gate.feed(chunk)
-        if passed.endswith(DONE) or (mark and mark in passed):
+        if passed.endswith(DONE) or (mark and passed.find(mark) >= 0):
             passed = self._to_the_end(passed)
         if gate.events != before:
             self.lease.last_moved = self._clock()

@@ -12,7 +12,7 @@ from gateway.errors import GatewayError
 from gateway.events import Bus
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.lease import Lease
-from gateway.relay import edits, fields, verdict
+from gateway.relay import edits, verdict
 from gateway.relay.attempt import Attempt
 from gateway.relay.dialects import Dialect
 from gateway.relay.live import Ended, Live
@@ -156,7 +156,7 @@ class Journey:
         record, clock = self._live.record, self._means.clock
         for lease, _ in self._erring:
             self._means.fleet.failed(lease.node, clock(), lease.taken)
-        headers = fields.to_client(attempt.headers)
+        headers = attempt.fields
         if attempt.streams:
             record.ttft = clock() - self._live.request.received
         elif attempt.complete:
@@ -174,7 +174,7 @@ class Journey:
         attempt.end()
         judged = verdict.judge(status, content, request)
         self._settler.tell(self._live, attempt, "ok" if judged is Verdict.PASS else judged.value)
-        answer = Reply(status, fields.to_client(attempt.headers), content)
+        answer = Reply(status, attempt.fields, content)
         if judged is Verdict.PASS:
             fleet.succeeded(node, now, lease.taken)
             return answer

@@ -49,7 +49,7 @@ class EventGate:
         if (
             not self._tail
             and chunk.endswith(b"\n\n")
-            and b"\n:" not in chunk
+            and chunk.find(b"\n:") < 0
             and chunk[0] not in _UNUSUAL
         ):
             if chunk.startswith(b"data:"):

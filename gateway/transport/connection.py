@@ -45,6 +45,7 @@ class Connection(asyncio.Protocol):
         "_waiter",
         "alive",
         "complete",
+        "digest",
         "headers",
         "idle_since",
         "on_body",
@@ -74,6 +75,8 @@ class Connection(asyncio.Protocol):
         """The head of the last reply of status 200 that came whole."""
         self._known_headers: Headers = []
         """Its fields, all but the length."""
+        self.digest: bytes | None = None
+        """What its user has made of `headers`, the length apart; kept while a head repeats."""
         self._clear()
 
     def _clear(self) -> None:
@@ -293,6 +296,7 @@ class Connection(asyncio.Protocol):
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        self.digest = None
         status = self._parser.get_status_code()
         if status < 200:
             self.headers = []
