@@ -132,13 +132,15 @@ def count_tokens(raw: msgspec.Raw, bytes_per_token: float) -> int:
     Pictures count by the fewest tokens that one of their size is, and not by their base64.
     """
     data = bytes(raw)
-    if _are_ids(data):
+    if data[:1] != b'"' and _are_ids(data):
         return data.count(b",") + 1
     size = len(data)
     if data.find(b"\\") >= 0:
         # An escaped character counts as one byte, since it is at most about one token.
         size -= 5 * data.count(b"\\u")
-    found = find_media(data) if _may_hold_media(data) else _NO_MEDIA
+    if not _may_hold_media(data):
+        return int(size / bytes_per_token)
+    found = find_media(data)
     return int((size - found.size) / bytes_per_token) + found.least
 
 

@@ -84,10 +84,6 @@ def prepare(
         slots = max(slots, _slots(route, seen, limits.n))
     raw = getattr(peeked, route.prompt) if route.prompt in _PROMPTS else peek.NOTHING
     tokens = peek.count_tokens(raw, BYTES_PER_TOKEN)
-    if route.streams:
-        size = peek.measure(raw, peeked.tools, peeked.system, peeked.instructions)
-    else:
-        size = peek.PromptSize(int(tokens * BYTES_PER_TOKEN))
     # By place: told by name, so many values cost more than all the rest of this function.
     request = Request(
         incoming.id,
@@ -111,10 +107,13 @@ def prepare(
     request.native = route.native
     if incoming.patience is not None:
         request.deadline = incoming.received + incoming.patience
-    request.text, request.ids, request.media = size
     request.writes = route.streams
     if route.streams:
+        size = peek.measure(raw, peeked.tools, peeked.system, peeked.instructions)
+        request.text, request.ids, request.media = size
         request.prompt = fingerprint(body, route, model, rules.volatile)
+    else:
+        request.text = int(tokens * BYTES_PER_TOKEN)
     request.party = incoming.party or incoming.caller.id
     request.session = incoming.session
     return request
