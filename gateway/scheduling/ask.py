@@ -23,7 +23,8 @@ Shape = tuple[tuple["Tiers", ...], int, bool]
 Tiers = tuple[Pool, ...]
 """Pools that serve the same model, the preferred first: the next is for when one has no room."""
 
-_NOTHING: Mapping[int, float] = {}
+NOTHING: Mapping[int, float] = {}
+"""Of no row; never written to."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,15 +47,15 @@ class Ask:
     """Expected prompt tokens."""
     completion: float = USUAL_COMPLETION
     """Expected tokens of the answer."""
-    cached: Mapping[int, float] = field(default_factory=lambda: _NOTHING)
+    cached: Mapping[int, float] = field(default_factory=lambda: NOTHING)
     """Tokens of its prompt that a row is believed to have cached, by the row's index."""
-    coming: Mapping[int, float] = field(default_factory=lambda: _NOTHING)
+    coming: Mapping[int, float] = field(default_factory=lambda: NOTHING)
     """Tokens of it that a row will have cached when what runs there has ended, by index."""
     closed: Collection[int] = ()
     """Indexes of rows that can't serve it: never used."""
     failed: Collection[int] = ()
     """Indexes of rows that have failed it: used only when no other is alive."""
-    doubts: Mapping[int, float] = field(default_factory=lambda: _NOTHING)
+    doubts: Mapping[int, float] = field(default_factory=lambda: NOTHING)
     """Seconds by which a row looks slower to this request, by index."""
     affinity: int = 0
     """Hash of what it shares with its like, for `prefix_hash`."""

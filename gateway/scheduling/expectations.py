@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from gateway.fleet.lease import Lease
 from gateway.fleet.memory import Memory
 from gateway.request import Request
-from gateway.scheduling.ask import Ask
+from gateway.scheduling.ask import NOTHING, Ask
 from gateway.scheduling.board import Board
 from gateway.scheduling.dispatch import Dispatcher
 from gateway.scheduling.eligible import Plan
@@ -50,20 +50,23 @@ class Expectations:
                 request.media,
             )
         tokens, completion = sizes
+        # By place, since it is made for each request.
         ask = Ask(
             request.id,
             plan.groups,
             request.priority,
             request.party,
             request.received,
-            slots=_slots(request, plan),
-            prompt=tokens,
-            completion=completion,
-            closed=plan.closed,
-            failed=plan.failed,
-            doubts=plan.doubts,
-            deadline=request.deadline,
+            request.slots if request.slots < 2 else _slots(request, plan),
+            tokens,
+            completion,
+            NOTHING,
+            NOTHING,
+            plan.closed,
+            plan.failed,
+            plan.doubts,
         )
+        ask.deadline = request.deadline
         prompt = request.prompt
         if prompt is not None:
             prompt.tokens = tokens
@@ -154,8 +157,6 @@ class Expectations:
 
 def _slots(request: Request, plan: Plan) -> int:
     """Slots that it takes: an endpoint that finds its limit by trying may have fewer just now."""
-    if request.slots < 2:
-        return request.slots
     most = max(node.slots_total for _, nodes in plan.able for node in nodes)
     return min(request.slots, most)
 
