@@ -256,8 +256,7 @@ class Fleet:
     def failed(self, node: Node, now: float, began: float | None = None) -> None:
         """A request that `began` then (a lease's `taken`) failed, and the node is to blame."""
         node.failures += 1
-        watch = self._watches.get(node)
-        if watch is not None:
+        if (watch := self._watches.get(node)) is not None:
             watch.hurry()
         if node.circuit.failed(now, began):
             self._turned(node)
@@ -313,8 +312,7 @@ class Fleet:
         node.probing.note(
             Outcome(answer, detail), rise=health.rise, fall=health.fall, sign_of_life=None
         )
-        watch = self._watches.get(node)
-        if watch is not None:
+        if (watch := self._watches.get(node)) is not None:
             watch.hurry()
         self.settle(node)
 
@@ -358,12 +356,10 @@ class Fleet:
             self._watches[node].wake()
 
     def _returned(self, lease: Lease) -> None:
-        """A lease has been given back."""
-        node = lease.node
-        self._departures.returned(node)
-        if lease.placement is None or lease.trial or node.state is State.EJECTED:
-            # Else who placed it has counted it back, and nothing else has changed.
-            self._tell_change(node)
+        """A lease has been given back; who placed it has counted it already."""
+        self._departures.returned(lease.node)
+        if lease.placement is None or lease.trial or lease.node.state is State.EJECTED:
+            self._tell_change(lease.node)
         self._tell_capacity()
 
     def _tell_change(self, node: Node | None = None) -> None:
