@@ -76,7 +76,11 @@ class Taking:
         lease.give_back()
 
     def _ended(self, lease: Lease) -> None:
-        self.dispatcher.released(lease.placement, self.clock())
+        """Its slots are free; where its row is no longer the node's, the fleet has to tell."""
+        placement: Placement = lease.placement
+        self.dispatcher.released(placement, self.clock())
+        if self.dispatcher.board.by_name.get(placement.row.name) is not placement.row:
+            lease.placement = None
 
 
 def _taken(node: Node, request: Request, placement: Placement, now: float) -> Lease:

@@ -1,0 +1,120 @@
+"""Who may wait, by count and by predicted wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.config.settings import Settings
+from gateway.errors import GatewayError
+from gateway.request import Priority
+from gateway.scheduling.admission import Admission, bounds_of, predicted_wait
+from gateway.scheduling.rate import CompletionRate
+from tests.scheduling.build import a_request
+
+NORMAL, BATCH, URGENT = Priority.NORMAL, Priority.BATCH, Priority.URGENT
+
+
+def an_admission(**settings: Any) -> Admission:
+    return Admission(Settings.model_validate(settings))
+
+
+def code(found: GatewayError | None) -> str | None:
+    return None if found is None else found.code
+
+
+def test_lower_classes_are_refused_first_as_the_line_fills() -> None:
+    admission = an_admission(queue={"max": 100})
+    last = {
+        priority: max(n for n in range(200) if admission.has_room(n, priority)) + 1
+        for priority in Priority
+    }
+    assert list(last.values()) == [100, 100, 90, 50]
+
+
+@pytest.mark.parametrize(("most", "counts"), [(0, [0] * 4), (1, [1] * 4), (3, [3, 3, 3, 2])])
+def test_a_short_line_has_room_for_all_classes(most: int, counts: list[int]) -> None:
+    settings = Settings.model_validate({"queue": {"max": most}})
+    assert [bounds_of(settings, priority).count for priority in Priority] == counts
+
+
+def test_a_full_line_advises_when_a_place_comes_free() -> None:
+    found = an_admission(queue={"max": 3}).refusal(NORMAL, 3, 0.0, 7.0)
+    assert found is not None
+    assert (found.status, found.code, found.retry_after) == (429, "queue_full", 7.0)
+
+
+def test_who_would_wait_longer_than_its_class_does_is_told_at_once() -> None:
+    admission = an_admission(queue={"max_wait": 100}, classes={"batch": {"max_wait": 1000}})
+    found = admission.refusal(NORMAL, 1, 101.0, 5.0)
+    assert found is not None
+    assert (found.status, found.code, found.retryable) == (503, "queue_timeout", False)
+    # When the wait has fallen to where the class is let in again: 0.8 x 0.9 x 100 s.
+    assert found.retry_after == pytest.approx(101.0 - 72.0)
+    assert admission.refusal(BATCH, 1, 101.0, 5.0) is None
+
+
+def test_a_class_that_was_refused_for_the_wait_stays_out_until_it_has_fallen() -> None:
+    admission = an_admission(queue={"max_wait": 100, "reopen": 0.5})
+    assert admission.refusal(NORMAL, 5, 89.0, 5.0) is None
+    refused = admission.refusal(NORMAL, 5, 91.0, 5.0)
+    assert refused is not None
+    assert refused.code == "queue_full"
+    assert refused.retry_after == pytest.approx(91.0 - 45.0)
+    assert code(admission.refusal(NORMAL, 5, 60.0, 5.0)) == "queue_full"
+    assert admission.refusal(URGENT, 5, 60.0, 5.0) is None
+    assert admission.refusal(NORMAL, 5, 45.0, 5.0) is None
+    assert admission.refusal(NORMAL, 5, 60.0, 5.0) is None
+
+
+def test_where_nobody_knows_the_wait_it_does_not_count() -> None:
+    admission = an_admission(queue={"max_wait": 100})
+    assert code(admission.refusal(NORMAL, 5, 95.0, 5.0)) == "queue_full"
+    assert admission.refusal(NORMAL, 5, None, 5.0) is None
+    assert admission.refusal(NORMAL, 5, 80.0, 5.0) is None
+
+
+def test_a_reload_changes_the_bounds() -> None:
+    admission = an_admission(queue={"max": 3})
+    assert not admission.has_room(3, URGENT)
+    admission.configure(Settings.model_validate({"queue": {"max": 4}}))
+    assert admission.has_room(3, URGENT)
+
+
+def test_a_deadline_bounds_the_wait_and_is_refused_at_once_where_it_can_not_be_met() -> None:
+    admission = an_admission(queue={"max_wait": 100})
+    request = a_request(deadline=1010.0)
+    assert admission.admitted(request, 1, 9.0, 5.0, 1000.0) == 1010.0
+    assert admission.admitted(a_request(), 1, 9.0, 5.0, 1000.0) == 1100.0
+    with pytest.raises(GatewayError) as raised:
+        admission.admitted(request, 1, 11.0, 5.0, 1000.0)
+    assert (raised.value.status, raised.value.code) == (503, "queue_timeout")
+    assert raised.value.retry_after == 1.0
+    # One that has passed already: a prediction of nothing is too much.
+    with pytest.raises(GatewayError):
+        admission.admitted(a_request(deadline=999.0), 1, 0.0, 5.0, 1000.0)
+
+
+def test_what_was_let_in_once_is_not_turned_away_but_for_its_deadline() -> None:
+    admission = an_admission(queue={"max": 1})
+    assert admission.admitted(a_request(failed={"a"}), 9, None, 5.0, 0.0) > 0
+    with pytest.raises(GatewayError):
+        admission.admitted(a_request(failed={"a"}, deadline=5.0), 9, 6.0, 5.0, 0.0)
+
+
+def test_of_two_predictions_the_lower_is_believed() -> None:
+    rate = CompletionRate()
+    for moment in range(11):
+        rate.completed(float(moment))
+    # Eleven in ten seconds: four more take less than four.
+    assert predicted_wait(rate, 3, None, 10.0) == pytest.approx(4 / 1.1)
+    assert predicted_wait(rate, 3, 2.0, 10.0) == 2.0
+    assert predicted_wait(rate, 3, 9.0, 10.0) == pytest.approx(4 / 1.1)
+    assert predicted_wait(CompletionRate(), 3, 9.0, 10.0) == 9.0
+    assert predicted_wait(CompletionRate(), 3, None, 10.0) is None
+
+
+def test_with_nobody_ahead_half_of_one_answers_length_is_believed() -> None:
+    assert predicted_wait(CompletionRate(), 0, 8.0, 0.0) == 4.0
+    assert predicted_wait(CompletionRate(), 0, None, 0.0) is None

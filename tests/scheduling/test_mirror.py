@@ -1,0 +1,231 @@
+"""The board shows what the nodes are, whatever happens to them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from gateway.fleet.node import Node
+from gateway.fleet.prefixes import Prompt
+from gateway.fleet.states import State
+from gateway.scheduling.board import Row
+from gateway.scheduling.scheduler import Scheduler
+from tests.fleet.build import take
+from tests.scheduling.build import a_request, a_scheduler, node, settled
+
+
+def row_of(scheduler: Scheduler, name: str = "a") -> Row:
+    return scheduler.dispatcher.board.by_name[name]
+
+
+def agrees(scheduler: Scheduler) -> None:
+    """A row has the free slots of its node."""
+    now = scheduler.clock()
+    for one in scheduler.fleet.nodes.values():
+        row = row_of(scheduler, one.name)
+        assert (row.free, row.total) == (one.free(now), one.slots_total)
+
+
+async def test_our_leases_count_once_and_others_work_too() -> None:
+    one = node(slots=4)
+    scheduler = a_scheduler(one)
+    lease, _ = await scheduler.lease(a_request(slots=2))
+    agrees(scheduler)
+    foreign = take(one)  # a lease that the scheduler does not know of
+    scheduler.mirror.changed(one)
+    agrees(scheduler)
+    assert (row_of(scheduler).ours, row_of(scheduler).foreign) == (2, 1)
+    one.occupancy.foreign = 1
+    scheduler.mirror.changed(one)
+    agrees(scheduler)
+    assert row_of(scheduler).free == 0
+    lease.give_back()
+    foreign.give_back()
+    agrees(scheduler)
+    assert row_of(scheduler).free == 3
+
+
+@pytest.mark.parametrize("state", list(State))
+def test_states_say_what_a_node_takes(state: State) -> None:
+    one = node(state=state)
+    scheduler = a_scheduler(one)
+    agrees(scheduler)
+    alive = state in {State.READY, State.DEGRADED, State.MUTE}
+    assert row_of(scheduler).alive is alive
+
+
+def test_a_slow_start_lets_in_a_part() -> None:
+    one = node(slots=10, health={"slow_start": 100.0})
+    scheduler = a_scheduler(one)
+    one.circuit.open_until = 0.0
+    one.circuit.close(one.clock())
+    for passed in (0.0, 30.0, 40.0, 50.0):
+        one.clock.passes(passed)  # type: ignore[attr-defined]
+        scheduler.mirror.changed(one)
+        agrees(scheduler)
+    assert row_of(scheduler).capacity == 10
+
+
+async def test_of_an_ejected_node_one_request_is_tried_beside_what_runs() -> None:
+    one = node(slots=3)
+    scheduler = a_scheduler(one)
+    running, _ = await scheduler.lease(a_request())
+    one.state, one.circuit.open_until = State.EJECTED, one.clock() - 1.0
+    scheduler.mirror.changed(one)
+    agrees(scheduler)
+    trial, _ = await scheduler.lease(a_request())
+    assert trial.trial
+    agrees(scheduler)
+    assert (row_of(scheduler).free, row_of(scheduler).alive) == (0, True)
+    trial.give_back()
+    running.give_back()
+    agrees(scheduler)
+
+
+def test_failures_in_a_row_are_doubted() -> None:
+    one = node()
+    scheduler = a_scheduler(one)
+    scheduler.fleet.failed(one, one.clock())
+    assert row_of(scheduler).doubt > 0
+    scheduler.fleet.succeeded(one, one.clock())
+    assert row_of(scheduler).doubt == 0
+
+
+def test_measured_speeds_are_mirrored() -> None:
+    one = node()
+    scheduler = a_scheduler(one)
+    before = row_of(scheduler).prefill
+    timings = {"prompt_n": 1000, "prompt_ms": 2000, "predicted_n": 100, "predicted_ms": 10_000}
+    for _ in range(3):
+        scheduler.fleet.learn(one, timings)
+    scheduler.mirror.changed(one)
+    assert row_of(scheduler).prefill == pytest.approx(500.0, rel=0.2) != before
+    assert row_of(scheduler).token_base == pytest.approx(0.1, rel=0.2)
+
+
+def test_a_board_that_is_wrong_about_a_node_is_not_believed() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    held = take(one)  # nobody has told the board
+    assert row_of(scheduler).free == 1
+    assert scheduler.lease_now(a_request()) is None
+    agrees(scheduler)
+    assert one.leased == 1
+    held.give_back()
+
+
+# Nodes that come and go.
+
+
+@pytest.fixture
+def three() -> tuple[Scheduler, list[Node]]:
+    nodes = [node(name, slots=1) for name in "abc"]
+    return a_scheduler(*nodes), nodes
+
+
+def put(scheduler: Scheduler, *nodes: Node) -> None:
+    """These are the nodes of the inventory now."""
+    fleet = scheduler.fleet
+    for name, one in list(fleet.nodes.items()):
+        if one not in nodes:
+            one.removed = True
+            del fleet.nodes[name]
+    for one in nodes:
+        one.on_return = fleet._returned
+        fleet.nodes[one.name] = one
+    fleet.catalogue.renew(nodes)
+    scheduler.capacity_changed()
+
+
+async def test_a_node_that_is_new_serves_who_waits_already(
+    three: tuple[Scheduler, list[Node]],
+) -> None:
+    scheduler, nodes = three
+    leases = [(await scheduler.lease(a_request()))[0] for _ in nodes]
+    waiting = asyncio.create_task(scheduler.lease(a_request()))
+    await settled()
+    put(scheduler, *nodes, node("d", slots=1))
+    await settled()
+    assert waiting.result()[0].node.name == "d"
+    for lease in [*leases, waiting.result()[0]]:
+        lease.give_back()
+    agrees(scheduler)
+
+
+async def test_what_runs_on_a_removed_node_ends_there_and_its_row_may_be_anothers(
+    three: tuple[Scheduler, list[Node]],
+) -> None:
+    scheduler, nodes = three
+    leases = {
+        lease.node.name: lease for lease in [(await scheduler.lease(a_request()))[0] for _ in nodes]
+    }
+    prompt = Prompt((1, 2), 100.0)
+    scheduler.memory.placed(row_of(scheduler, "a").index, prompt)
+    put(scheduler, *nodes[1:], node("d", slots=1))
+    assert "a" not in scheduler.dispatcher.board.by_name
+    fresh, _ = await scheduler.lease(a_request())
+    assert fresh.node.name == "d"
+    leases["a"].give_back()
+    agrees(scheduler)
+    assert scheduler.lease_now(a_request()) is None
+    for lease in leases.values():
+        lease.give_back()
+    fresh.give_back()
+    agrees(scheduler)
+
+
+async def test_a_node_that_leaves_and_returns_still_counts_what_it_runs(
+    three: tuple[Scheduler, list[Node]],
+) -> None:
+    scheduler, nodes = three
+    leases = [(await scheduler.lease(a_request()))[0] for _ in nodes]
+    put(scheduler, *nodes[1:])
+    nodes[0].removed = False
+    put(scheduler, *nodes)
+    agrees(scheduler)
+    assert scheduler.lease_now(a_request()) is None
+    for lease in leases:
+        lease.give_back()
+    agrees(scheduler)
+    assert all(row_of(scheduler, name).free == 1 for name in "abc")
+
+
+def test_a_tier_that_is_changed_moves_the_node(three: tuple[Scheduler, list[Node]]) -> None:
+    scheduler, nodes = three
+    before = scheduler.mirror.hybrid
+    nodes[1].spec = nodes[1].spec.model_copy(update={"tier": "gpu"})
+    scheduler.capacity_changed()
+    assert (before, scheduler.mirror.hybrid) == (False, True)
+    assert [row.name for row in scheduler.dispatcher.board.rows if row.gpu] == ["b"]
+    (pools,) = scheduler._taking.eligible.plan(a_request()).groups
+    assert [[row.name for row in pool.rows] for pool in pools] == [["b"], ["a", "c"]]
+
+
+def test_what_a_node_remembers_goes_with_its_server() -> None:
+    one = node()
+    one.listed = one.public_models
+    scheduler = a_scheduler(one)
+    index, memory = row_of(scheduler).index, scheduler.memory
+    numbers = itertools.count()
+
+    def remembers() -> bool:
+        prompt = Prompt((next(numbers), next(numbers)), 100.0)
+        memory.placed(index, prompt)
+        memory.finished(index, prompt, 100, 0, 5)
+        return index in memory.cached(Prompt(prompt.blocks, 100.0))
+
+    assert remembers()
+    kept = Prompt((100, 101), 50.0)
+    memory.placed(index, kept)
+    memory.finished(index, kept, 50, 0, 5)
+    scheduler.mirror.changed(one)
+    assert memory.cached(Prompt(kept.blocks, 50.0))
+    one.probing.up = False
+    scheduler.mirror.changed(one)
+    assert not memory.cached(Prompt(kept.blocks, 50.0))
+    assert not remembers()
+    one.probing.up = True
+    scheduler.mirror.changed(one)
+    assert remembers()
