@@ -20,7 +20,7 @@ class Endpoint:
     """`async with Endpoint(key="k", model="m") as gpu:` listens at `gpu.url`.
 
     `places` requests run at once. More wait inside, or with `refuse` are told 429. Times are in
-    seconds.
+    seconds; without a time per `token` an answer goes out as a whole, or not at all.
     """
 
     def __init__(
@@ -160,9 +160,10 @@ class Endpoint:
             b"Transfer-Encoding: chunked\r\n\r\n"
         )
         for word in words:
-            await asyncio.sleep(self.token)
+            if self.token:
+                await writer.drain()
+                await asyncio.sleep(self.token)
             _event(writer, {"choices": [{"index": 0, "delta": {"content": word}}]})
-            await writer.drain()
         _event(writer, {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
         if body.get("stream_options", {}).get("include_usage"):
             _event(writer, {"choices": [], "usage": usage})
