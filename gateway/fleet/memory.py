@@ -14,8 +14,10 @@ server tells: that is learnt from predictions that held and failed.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from gateway.fleet.coming import Running
 from gateway.fleet.prefixes import Edge, Held, Prefixes, Prompt
 
 __all__ = ["Memory", "Prompt", "Recall"]
@@ -58,6 +60,8 @@ class Recall:
     """The whole prompt's tokens: as told for what some node has read, as estimated for the rest."""
     cached: dict[int, float]
     """For each row that remembers some of it, tokens it would not have to read."""
+    coming: Mapping[int, float] = field(default_factory=dict)
+    """For each row that reads some of it now, tokens it will know when that has ended."""
 
 
 @dataclass(slots=True)
@@ -117,6 +121,7 @@ class Memory:
     def __init__(self) -> None:
         self._tree = Prefixes()
         self._nodes: dict[int, _Node] = {}
+        self._running = Running()
 
     def resize(self, row: int, slots: int, host: float | None = None) -> None:
         """A node has so many slots, and host memory for `host` tokens of prompts.
@@ -137,6 +142,8 @@ class Memory:
         """The server is another one, or gone: nothing of the row is known any more."""
         node = self._nodes.pop(row, None)
         if node is not None:
+            for number in list(node.running):
+                self._ended(row, node, number)
             self._empty(node)
 
     def recall(self, prompt: Prompt) -> Recall:
@@ -160,7 +167,7 @@ class Memory:
         if prompt.unsure:
             nodes = self._nodes
             cached = {row: tokens * nodes[row].ignores for row, tokens in cached.items()}
-        return Recall(view.total, cached)
+        return Recall(view.total, cached, self._running.coming(prompt, view.total))
 
     def cached(self, prompt: Prompt) -> dict[int, float]:
         """For each row that remembers some of this prompt, tokens it would not have to read."""
@@ -186,6 +193,7 @@ class Memory:
             else:
                 self._save(row, node, slot)
         node.running[id(prompt)] = running
+        self._running.add(row, prompt)
         self._settle(row, node)
 
     def finished(
@@ -198,7 +206,7 @@ class Memory:
     ) -> None:
         """A request ended and told its figures: its slot holds prompt and answer from now on."""
         node = self._nodes.get(row)
-        running = None if node is None else node.running.pop(id(prompt), None)
+        running = None if node is None else self._ended(row, node, id(prompt))
         if node is None or running is None or not 1 <= prompt_tokens < math.inf:
             return
         if 0 <= cached_tokens <= prompt_tokens:
@@ -215,13 +223,20 @@ class Memory:
         Without one it isn't known what its slot holds; with one the prompt has been read.
         """
         node = self._nodes.get(row)
-        running = None if node is None else node.running.pop(id(prompt), None)
+        running = None if node is None else self._ended(row, node, id(prompt))
         if node is None or running is None or not 0 < written < math.inf:
             return
         held = Held(row, None, self._view(prompt).total, written, prompt.whole)
         self._tree.add(held, prompt.blocks, told=False)
         node.idle[held] = None
         self._settle(row, node)
+
+    def _ended(self, row: int, node: _Node, number: int) -> _Running | None:
+        """Take it from what runs."""
+        running = node.running.pop(number, None)
+        if running is not None:
+            self._running.remove(row, running.prompt)
+        return running
 
     def _view(self, prompt: Prompt) -> _View:
         blocks = prompt.blocks
@@ -321,7 +336,7 @@ class Memory:
         while node.idle and len(node.idle) + len(node.running) > node.slots:
             self._save(row, node, next(iter(node.idle)))
         while len(node.running) > 2 * node.slots + SPARE_RUNNING:
-            del node.running[next(iter(node.running))]
+            self._ended(row, node, next(iter(node.running)))
         while node.host and (
             node.used > node.host_tokens
             or len(node.host) > MOST_PROMPTS

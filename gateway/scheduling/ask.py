@@ -57,6 +57,8 @@ class Ask:
     """Indexes of rows that have failed it: used only when no other is alive."""
     doubts: Mapping[int, float] = field(default_factory=lambda: NOTHING)
     """Seconds by which a row looks slower to this request, by index."""
+    key: object = None
+    """What its prompt is looked up by again; for `Dispatcher.recall` alone."""
     affinity: int = 0
     """Hash of what it shares with its like, for `prefix_hash`."""
     deadline: float | None = None

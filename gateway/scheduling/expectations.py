@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gateway.fleet.lease import Lease
-from gateway.fleet.memory import Memory
+from gateway.fleet.memory import Memory, Prompt
 from gateway.request import Request
 from gateway.scheduling.ask import NOTHING, Ask
 from gateway.scheduling.board import Board
@@ -36,6 +36,9 @@ class Expectations:
     estimates: Estimates = field(default_factory=Estimates)
     _unlearnt: set[int] = field(default_factory=set)
     """First blocks of long prompts that have ended, and of which nothing was learnt yet."""
+
+    def __post_init__(self) -> None:
+        self.dispatcher.recall = self.recall
 
     def ask(self, request: Request, plan: Plan) -> Ask:
         """The request in numbers, as they stand now."""
@@ -70,11 +73,18 @@ class Expectations:
         prompt = request.prompt
         if prompt is not None:
             prompt.tokens = tokens
-            recall = self.memory.recall(prompt)
-            ask.prompt, ask.cached = recall.tokens, recall.cached
+            ask.key = prompt
+            self.recall(ask)
             if prompt.blocks:
                 ask.affinity = prompt.blocks[0]
         return ask
+
+    def recall(self, ask: Ask) -> None:
+        """Look up what the nodes know of its prompt by now."""
+        prompt = ask.key
+        if isinstance(prompt, Prompt):
+            found = self.memory.recall(prompt)
+            ask.prompt, ask.cached, ask.coming = found.tokens, found.cached, found.coming
 
     def placed(self, lease: Lease, request: Request) -> None:
         """It starts under this lease."""

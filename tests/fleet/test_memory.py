@@ -376,3 +376,33 @@ def _timed(call: object) -> float:
     for _ in range(20):
         call()
     return (time.perf_counter() - began) / 20
+
+
+def test_what_a_node_reads_now_is_coming_and_not_cached_yet() -> None:
+    memory = Memory()
+    for row in (0, 1):
+        memory.resize(row, 2)
+    system = Prompt((1, 2, 3, 4), 400.0)
+    memory.placed(0, Prompt((1, 2, 3, 4, 50, 51), 600.0))
+    memory.placed(1, Prompt((1, 2, 70), 300.0))
+    recall = memory.recall(system)
+    assert recall.cached == {}
+    assert recall.coming == {0: 400.0, 1: 200.0}
+    assert memory.recall(Prompt((9, 10), 200.0)).coming == {}
+
+
+@pytest.mark.parametrize("how", ["finished", "dropped", "forgotten"])
+def test_nothing_is_coming_from_what_has_ended(how: str) -> None:
+    memory = Memory()
+    memory.resize(0, 2)
+    running = Prompt((1, 2), 200.0)
+    memory.placed(0, running)
+    if how == "finished":
+        memory.finished(0, running, 200.0, 0.0, 10.0)
+    elif how == "dropped":
+        memory.dropped(0, running)
+    else:
+        memory.forget(0)
+    recall = memory.recall(Prompt((1, 2, 3), 300.0))
+    assert recall.coming == {}
+    assert bool(recall.cached) == (how == "finished")
