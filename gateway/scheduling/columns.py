@@ -70,7 +70,7 @@ class Columns:
             total[index] += seconds
         room = free >= ask.slots
         if ask.shape[2]:
-            room &= free - ask.slots >= spare
+            room &= (free - ask.slots >= spare) | (running == 0)
         total[~room] = np.inf
         if len(pool.rows) < self._board.count:
             total[self._outside(np, pool)] = np.inf

@@ -58,6 +58,8 @@ class Mirror:
     clock: Callable[[], float]
     hybrid: bool = False
     """Whether the inventory has nodes of tier `gpu`."""
+    version: int = 0
+    """Goes up when there are other rows than before: an index may mean another node."""
     _rows: dict[Node, Row] = field(default_factory=dict)
     _nodes: dict[int, Node] = field(default_factory=dict)
     _services: dict[Key, Service] = field(default_factory=dict)
@@ -92,6 +94,7 @@ class Mirror:
 
     def _replace(self, nodes: set[Node]) -> None:
         """Add and remove rows. What runs on a removed one still ends there."""
+        self.version += 1
         for node in [node for node in self._rows if node not in nodes]:
             row = self._rows.pop(node)
             del self._nodes[row.index]

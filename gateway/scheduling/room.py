@@ -61,7 +61,9 @@ def _with_room(board: Board, pool: Pool, ask: Ask) -> list[Row]:
     else:
         rows = [row for row in pool.rows if row.free >= slots]
     if board.reserve and ask.priority is Priority.BATCH:
-        rows = [row for row in rows if row.free - slots >= row.spare]
+        # A node that is idle is no use to anybody: there even a wide one fits, or one beside a
+        # reserve of all slots.
+        rows = [row for row in rows if row.free - slots >= row.spare or not row.busy]
     return rows
 
 

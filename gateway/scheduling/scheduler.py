@@ -64,6 +64,8 @@ class Scheduler:
     tiers: Tiers = field(init=False)
     _taking: Taking = field(init=False)
     _tickets: dict[Ask, Ticket] = field(default_factory=dict)
+    _version: int = 0
+    """Of the mirror, when what waits was last planned for."""
     _matching: asyncio.Handle | None = None
     _ticking: asyncio.TimerHandle | None = None
 
@@ -305,21 +307,25 @@ class Scheduler:
                 self._look_at(ticket, now)
         self._match()
 
-    def _look_at(self, ticket: Ticket, now: float) -> None:
-        """End a wait that has lasted long enough, or that has become hopeless."""
+    def _plan_anew(self, ticket: Ticket, now: float, *, renew: bool = False) -> None:
+        """See where it may go by now; `renew`: what stands in line for it is of no use any more."""
         try:
             plan = self._taking.planned(ticket.request, now, ticket.ask)
         except errors.GatewayError as error:
             self._refuse(ticket, error)
             return
-        if plan.same(ticket.plan):
+        if plan.same(ticket.plan) and not renew:
             self.tiers.dropped(ticket.plan)
             ticket.plan = plan
         else:
             self._renew(ticket, plan)
-            if ticket.granted.done():
-                return
-        if plan.any_alive():
+
+    def _look_at(self, ticket: Ticket, now: float) -> None:
+        """End a wait that has lasted long enough, or that has become hopeless."""
+        self._plan_anew(ticket, now)
+        if ticket.granted.done():
+            return
+        if ticket.plan.any_alive():
             ticket.out_since = None
         elif ticket.out_since is None:
             ticket.out_since = now
@@ -367,6 +373,10 @@ class Scheduler:
             self._matching.cancel()
             self._matching = None
         now = self.clock()
+        if self._version != self.mirror.version:
+            self._version = self.mirror.version
+            for ticket in list(self._tickets.values()):
+                self._plan_anew(ticket, now, renew=True)
         for _ in range(MOST_MISSES):
             misses = 0
             for placement in self.dispatcher.match(now):
