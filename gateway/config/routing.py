@@ -190,7 +190,7 @@ class RetrySettings(ConfigModel):
         CountOrZero,
         Field(
             description=(
-                "Retries a minute that are always allowed (the slots of the largest node are "
+                "Retries a minute that are always allowed (the slots of the largest host are "
                 "allowed too, if they are more)."
             )
         ),

@@ -44,8 +44,7 @@ SPARE_RUNNING = 16
 
 WORTH_LEARNING = 64.0
 """Tokens; from shorter predictions nothing is learnt."""
-FAILED = 0.1
-"""A prediction of which less came true has failed as a whole."""
+FAILED = 0.1  # of a prediction: if less came true it has failed as a whole
 MOST_FAILURES = 2
 """In a row; then the node remembers nothing of what is believed of it."""
 EXACT_ROWS, MANY_ROWS = 4, 8
@@ -277,7 +276,7 @@ class Memory:
     def _chosen(self, node: _Node, view: _View) -> tuple[Held | None, Held | None, float]:
         """The slot's prompt and the host memory's that llama.cpp would take, and what they spare.
 
-        No slot's prompt: the slot is empty, or so many are busy that none is known to be idle.
+        No slot's prompt: the slot is empty, or none is known to be idle.
         """
         slot: Held | None = None
         spared = SIMILAR * view.total

@@ -236,7 +236,9 @@ class Journey:
         if isinstance(failure, ConnectFailed):
             self._means.fleet.unreachable(node, str(failure))
         if isinstance(failure, Reset):
-            self._settler.quarantine.died(request, node.name, self._means.clock())
+            self._settler.quarantine.died(
+                request, node.name, attempt.lease.taken, self._means.clock()
+            )
             if (refusal := self._quarantined()) is not None:
                 return refusal
         return AttemptFailed(as_error(failure), again=not out_of_time)

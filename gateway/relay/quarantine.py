@@ -45,7 +45,7 @@ class Quarantine:
 
         Suspicion lasts `seconds` from the last death; 0: nothing is refused.
         """
-        suspect = self._suspects.get(_mark(request)) if self._suspects else None
+        suspect = self._suspects.get(_mark(request)) if self._suspects and seconds else None
         if suspect is None or len(suspect.nodes) < DEATHS:
             return None
         left = suspect.last + seconds - now
@@ -57,11 +57,16 @@ class Quarantine:
             f"refused for {left:.0f} s more. A grammar or schema may be what they died on."
         )
 
-    def died(self, request: Request, node: str, now: float) -> None:
-        """The node was lost while it served this request."""
+    def died(self, request: Request, node: str, began: float, now: float) -> None:
+        """The node was lost while it served this request, which it had since `began`.
+
+        Nodes that are lost together, as those of one host, count as one.
+        """
         mark = _mark(request)
         suspect = self._suspects.setdefault(mark, Suspect())
         self._suspects.move_to_end(mark)
+        if suspect.nodes and began <= suspect.last:
+            return
         suspect.nodes.add(node)
         suspect.last = now
         if len(self._suspects) > MOST_SUSPECTS:

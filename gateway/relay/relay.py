@@ -5,6 +5,7 @@ A function of no web framework: the web edge calls it, and so can jobs and batch
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from gateway.relay.journey import AttemptFailed, Journey, Means
@@ -59,7 +60,12 @@ class Relay:
         return self.budget.spend(self.means.clock(), share=share, least=least)
 
     def _allowed(self) -> tuple[float, int]:
-        """Retries within a minute: this share of its requests, or so many."""
+        """Retries within a minute: this share of its requests, or so many.
+
+        All that runs on one host may have to go elsewhere at once.
+        """
         retries = self.means.settings.retries
-        largest = max((node.slots_total for node in self.means.fleet.nodes.values()), default=0)
-        return retries.budget, max(retries.budget_min, largest)
+        hosts: Counter[str] = Counter()
+        for node in self.means.fleet.nodes.values():
+            hosts[node.spec.host] += node.slots_total
+        return retries.budget, max(retries.budget_min, *hosts.values(), 0)

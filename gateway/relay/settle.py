@@ -59,7 +59,7 @@ class Settler:
         if outcome not in BLAMELESS:
             self.fleet.failed(attempt.lease.node, now, attempt.lease.taken)
         if outcome == Reset.outcome:
-            self.quarantine.died(live.request, attempt.lease.node.name, now)
+            self.quarantine.died(live.request, attempt.lease.node.name, attempt.lease.taken, now)
         self.bus.soon(self._account, live, attempt, outcome, now)
 
     def tell(self, live: Live, attempt: Attempt, outcome: str) -> None:

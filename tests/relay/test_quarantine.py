@@ -21,9 +21,9 @@ def asking(text: str) -> Request:
 
 def test_what_two_nodes_died_on_is_refused_for_a_while() -> None:
     quarantine = Quarantine()
-    quarantine.died(asking("x"), "a", 100.0)
+    quarantine.died(asking("x"), "a", 99.0, 100.0)
     assert quarantine.refusal(asking("x"), 101.0, LONG) is None
-    quarantine.died(asking("x"), "b", 110.0)
+    quarantine.died(asking("x"), "b", 101.0, 110.0)
     refusal = quarantine.refusal(asking("x"), 120.0, LONG)
     assert refusal is not None
     assert (refusal.status, refusal.code, refusal.retryable) == (502, "node_failed", False)
@@ -34,37 +34,44 @@ def test_what_two_nodes_died_on_is_refused_for_a_while() -> None:
 
 def test_another_request_is_served_meanwhile() -> None:
     quarantine = Quarantine()
-    for node in "ab":
-        quarantine.died(asking("x"), node, 0.0)
+    for number, node in enumerate("ab"):
+        quarantine.died(asking("x"), node, number, number)
     assert quarantine.refusal(asking("y"), 0.0, LONG) is None
 
 
 def test_one_node_that_dies_again_and_again_is_its_own_fault() -> None:
     quarantine = Quarantine()
-    for _ in range(5):
-        quarantine.died(asking("x"), "a", 0.0)
+    for number in range(5):
+        quarantine.died(asking("x"), "a", number, number)
     assert quarantine.refusal(asking("x"), 0.0, LONG) is None
+
+
+def test_nodes_that_are_lost_together_count_as_one() -> None:
+    quarantine = Quarantine()
+    for node in "abc":
+        quarantine.died(asking("x"), node, 5.0, 9.0)
+    assert quarantine.refusal(asking("x"), 9.0, LONG) is None
 
 
 def test_an_answer_clears_a_request_of_suspicion() -> None:
     quarantine = Quarantine()
-    quarantine.died(asking("x"), "a", 0.0)
+    quarantine.died(asking("x"), "a", 0.0, 1.0)
     quarantine.lived(asking("x"))
-    quarantine.died(asking("x"), "b", 0.0)
+    quarantine.died(asking("x"), "b", 2.0, 3.0)
     assert quarantine.refusal(asking("x"), 0.0, LONG) is None
 
 
 def test_nothing_is_refused_where_that_is_switched_off() -> None:
     quarantine = Quarantine()
-    for node in "ab":
-        quarantine.died(asking("x"), node, 0.0)
+    for number, node in enumerate("ab"):
+        quarantine.died(asking("x"), node, number, number)
     assert quarantine.refusal(asking("x"), 0.0, 0.0) is None
 
 
 def test_the_oldest_suspect_is_forgotten_first() -> None:
     quarantine = Quarantine()
     for number in range(MOST_SUSPECTS + 10):
-        quarantine.died(asking(str(number)), "a", 0.0)
+        quarantine.died(asking(str(number)), "a", 0.0, 0.0)
     assert len(quarantine) == MOST_SUSPECTS
 
 
