@@ -118,7 +118,7 @@ class Gateway:
                 self.relay.retries_left,
             ),
         )
-        self.totals = Totals.of(self.bus)
+        self.totals = Totals(self.metrics)
         self.deadlines = Deadlines(self.registry)
         self.lines = subscribe(self.bus, logs, access=settings.logging.access)
         self._logs = logs

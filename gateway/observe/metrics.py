@@ -89,7 +89,7 @@ class Snapshot:
 
 
 @dataclass(slots=True)
-class _Counts:
+class Counts:
     """Requests of one kind, and their tokens."""
 
     requests: int = 0
@@ -97,7 +97,7 @@ class _Counts:
     cached: int = 0
     completion: int = 0
 
-    def add(self, other: _Counts) -> None:
+    def add(self, other: Counts) -> None:
         """Count what `other` has counted, too."""
         self.requests += other.requests
         self.prompt += other.prompt
@@ -111,7 +111,7 @@ class Metrics:
     def __init__(self, bus: Bus, snapshot: Callable[[], Snapshot]) -> None:
         self._snapshot = snapshot
         self._flush = bus.flush
-        self._requests: dict[tuple[Priority, str, int], _Counts] = {}
+        self._requests: dict[tuple[Priority, str, int], Counts] = {}
         self._models: set[str] = set()
         self._attempts: dict[str, dict[str, int]] = {}
         self._cost: dict[str, float] = {}
@@ -144,7 +144,7 @@ class Metrics:
         if event.tier is not None:
             self._cost[event.tier] = self._cost.get(event.tier, 0.0) + event.cost
 
-    def _first(self, event: RequestFinished) -> _Counts:
+    def _first(self, event: RequestFinished) -> Counts:
         """The counts for an event of which there was none before, or that has no place left."""
         model = event.model
         if model not in self._models:
@@ -152,7 +152,13 @@ class Metrics:
                 self._models.add(model)
             else:
                 model = OTHER
-        return self._requests.setdefault((event.priority, model, event.code), _Counts())
+        return self._requests.setdefault((event.priority, model, event.code), Counts())
+
+    def counted(self) -> Iterator[tuple[int, Counts]]:
+        """Requests that have ended until now, by their code: each code may come several times."""
+        self._flush()
+        for (_, _, code), counts in self._requests.items():
+            yield code, counts
 
     def attempted(self, event: AttemptEnded) -> None:
         """Count an attempt on a node."""
@@ -227,9 +233,9 @@ class Metrics:
             page.histogram(name, meaning, histogram)
 
     def _each_token(self) -> Iterator[tuple[str, float]]:
-        models: dict[str, _Counts] = {}
+        models: dict[str, Counts] = {}
         for (_, model, _), counts in self._requests.items():
-            models.setdefault(model, _Counts()).add(counts)
+            models.setdefault(model, Counts()).add(counts)
         for model, counts in models.items():
             for kind in ("prompt", "cached", "completion"):
                 yield labels(model=model, kind=kind), getattr(counts, kind)

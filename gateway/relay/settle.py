@@ -26,7 +26,8 @@ EDGE_BYTES = 8 * 1024
 
 
 LESSON_EVERY = 0.01
-"""Seconds: answers that follow each other faster on one node teach nothing new of its speed."""
+"""Seconds: answers that follow each other faster on one node teach nothing new of its speed, nor,
+where nothing was written, of how many bytes of text a token is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +95,27 @@ class Settler:
         lease, request = attempt.lease, live.request
         usage = read_usage(sample) if sample else None
         told: Told | None = None
+        teaches = False
         if usage is None:
             usage = Usage(request.prompt_tokens, completion=attempt.events)
         else:
             if usage.timings is None and not usage.prompt and attempt.streams:
                 _read_opening(attempt.content, usage)
             told = Told(usage.prompt, usage.cached, usage.completion)
-            if outcome == "ok" and now - self._taught.get(lease.node.name, -1.0) >= LESSON_EVERY:
-                self._taught[lease.node.name] = now
+            name = lease.node.name
+            teaches = outcome == "ok" and now - self._taught.get(name, -1.0) >= LESSON_EVERY
+            if teaches:
+                self._taught[name] = now
                 self._learn(lease, usage)
         self.scheduler.expectations.learn(
-            lease, request, told, attempt.events, whole=outcome == "ok"
+            lease,
+            request,
+            told,
+            attempt.events,
+            whole=outcome == "ok",
+            sizes=request.writes or teaches,
         )
-        if outcome == "ok" and lease.slots:
+        if outcome == "ok" and lease.slots and lease.node.limit is not None:
             self.fleet.answered(lease, usage.prompt - usage.cached, usage.completion)
         cost = _cost(lease, usage, now)
         _write(live.record, usage, cost)
@@ -156,8 +165,11 @@ def _charge_dropped(live: Live, attempt: Attempt, outcome: str, now: float) -> N
 
 
 def _cost(lease: Lease, usage: Usage, now: float) -> float:
+    spec = lease.node.spec
+    if not spec.cost_per_hour and spec.cost_per_million_tokens is None:
+        return 0.0
     return price(
-        lease.node.spec,
+        spec,
         lease.node.slots_total,
         prompt=usage.prompt,
         completion=usage.completion,

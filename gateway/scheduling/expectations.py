@@ -125,10 +125,11 @@ class Expectations:
         seen: float,
         *,
         whole: bool,
+        sizes: bool = True,
     ) -> None:
         """An answer came to this; `told` None: its node said nothing, but `seen` tokens went out.
 
-        `whole`: it ended by itself.
+        `whole`: it ended by itself. `sizes`: whether later ones are to be guessed by it.
         """
         placement: Placement | None = lease.placement
         if placement is None:
@@ -140,7 +141,7 @@ class Expectations:
         elif seen:
             cached = ask.cached.get(placement.row.index, 0.0)
             self.dispatcher.settled(placement, ask.prompt, cached, seen)
-        if request.writes or told is not None:
+        if sizes and (request.writes or told is not None):
             self.estimates.learn(
                 request.model,
                 request.party,

@@ -64,8 +64,8 @@ class Taskless:
             return
         if awaited is None:
             self._go_on_in_task()
-        elif asyncio.isfuture(awaited):
-            # As a task does that takes it for its own to wait for.
+        elif getattr(awaited, "_asyncio_future_blocking", None) is not None:
+            # A future, by asyncio's own test. A task, too, says so that it waits for it.
             awaited._asyncio_future_blocking = False  # noqa: SLF001
             awaited.add_done_callback(self._go_on_in_task)
         else:

@@ -117,21 +117,22 @@ async def a_house(
             admin=client(None, ADMIN),  # the application needs the house first
         )
         bus.subscribe(RequestFinished, house.ended.append)
+        metrics = Metrics(
+            bus,
+            View(
+                running.fleet,
+                scheduler,
+                registry,
+                lambda: house.inventory_error,
+                relay.retries_left,
+            ),
+        )
         app = admin_app(
             fleet=running.fleet,
             scheduler=scheduler,
             registry=registry,
-            metrics=Metrics(
-                bus,
-                View(
-                    running.fleet,
-                    scheduler,
-                    registry,
-                    lambda: house.inventory_error,
-                    relay.retries_left,
-                ),
-            ),
-            totals=Totals.of(bus),
+            metrics=metrics,
+            totals=Totals(metrics),
             deadlines=deadlines,
             control=house,
             host=admin_host,

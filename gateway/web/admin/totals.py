@@ -3,52 +3,38 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from gateway.events import Bus, RequestFinished
+from gateway.observe.metrics import Metrics
 
 LEFT = 499
 
 
 @dataclass(slots=True)
 class Totals:
-    """Counts requests as they end."""
+    """Adds up what the metrics have counted."""
 
-    flush: Callable[[], None]
-    requests: int = 0
-    codes: Counter[int] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-    @classmethod
-    def of(cls, bus: Bus) -> Totals:
-        """Totals that count what `bus` tells from now on."""
-        totals = cls(bus.flush)
-        bus.subscribe(RequestFinished, totals.finished)
-        return totals
-
-    def finished(self, event: RequestFinished) -> None:
-        """Count one more."""
-        self.requests += 1
-        self.codes[event.code] += 1
-        self.prompt_tokens += event.prompt_tokens
-        self.completion_tokens += event.completion_tokens
+    metrics: Metrics
 
     def shown(self) -> dict[str, Any]:
         """As `/admin/status` has them. A client that left is no failure of ours."""
-        self.flush()
+        codes: Counter[int] = Counter()
+        prompt = completion = 0
+        for code, counts in self.metrics.counted():
+            codes[code] += counts.requests
+            prompt += counts.prompt
+            completion += counts.completion
         failures = {
             str(code): count
-            for code, count in sorted(self.codes.items())
+            for code, count in sorted(codes.items())
             if code >= 400 and code != LEFT
         }
         return {
-            "requests": self.requests,
+            "requests": codes.total(),
             "failures": sum(failures.values()),
             "failures_by_code": failures,
-            "clients_left": self.codes[LEFT],
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
+            "clients_left": codes[LEFT],
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
         }

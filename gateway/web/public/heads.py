@@ -38,11 +38,14 @@ def tag_of(headers: Headers) -> str | None:
 def own_fields(record: RequestFinished, *, anthropic: bool, expose_node: bool) -> bytes:
     """The lines that every routed reply has, as far as they are known by now."""
     tag = record.id.encode()
-    lines = (
-        b"x-request-id: %b\r\nx-gateway-class: %b\r\n"
-        b"x-gateway-attempts: %d\r\nx-gateway-queue-ms: %d\r\n"
-        % (tag, _LABELS[record.priority], record.attempts, record.queue * 1000)
-    )
+    if record.attempts == 1 and not record.queue:
+        lines = b"x-request-id: %b\r\n%b" % (tag, _AT_ONCE[record.priority])
+    else:
+        lines = (
+            b"x-request-id: %b\r\nx-gateway-class: %b\r\n"
+            b"x-gateway-attempts: %d\r\nx-gateway-queue-ms: %d\r\n"
+            % (tag, _LABELS[record.priority], record.attempts, record.queue * 1000)
+        )
     if anthropic:
         lines += b"request-id: %b\r\n" % tag
     if record.tier is not None:
@@ -61,6 +64,11 @@ def lines_of(headers: Headers) -> bytes:
 
 _TIERS = {"cpu": b"x-gateway-tier: cpu\r\n", "gpu": b"x-gateway-tier: gpu\r\n"}
 _LABELS = [priority.label.encode() for priority in Priority]
+_AT_ONCE = [
+    b"x-gateway-class: %b\r\nx-gateway-attempts: 1\r\nx-gateway-queue-ms: 0\r\n" % label
+    for label in _LABELS
+]
+"""What most replies say."""
 
 
 def error_fields(error: GatewayError) -> Headers:
