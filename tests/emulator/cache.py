@@ -9,6 +9,8 @@ The rules are those of `get_available_slot` and `server_prompt_cache` in llama.c
   (`--cache-ram`), and the slot gets from there the prompt that fits better in both ways: more of
   itself stays, and more of the new prompt is in it. One of which less than a quarter would stay
   is never taken.
+- Whenever a request begins, what the other idle slots hold is copied to host memory as well
+  (`--cache-idle-slots`, on by default): so it can be had while its slot is busy.
 - Host memory is bounded; what was put there first goes first.
 - What the slot's contents and the prompt have in common at their beginning need not be read.
   The last token of a prompt always is.
@@ -84,6 +86,11 @@ class PromptCache:
         if exchange and best.contents and self.limit:
             self._save(best.contents)
             best.contents = self._load(best.contents, prompt)
+        if self.limit:
+            for slot in free:
+                if slot is not best and slot.contents:
+                    self._save(slot.contents)
+            self._bound()
         return best
 
     def _save(self, contents: Tokens) -> None:
@@ -93,7 +100,7 @@ class PromptCache:
         self.evicted.append(contents)
 
     def _load(self, contents: Tokens, prompt: Tokens) -> Tokens:
-        """What the slot goes on with; host memory is cut to its bound afterwards."""
+        """What the slot goes on with."""
         shared = common_prefix(contents, prompt)
         stays, fits = shared / size(contents), shared / size(prompt)
         found = -1
@@ -102,11 +109,11 @@ class PromptCache:
             its_stays, its_fits = shared / size(kept), shared / size(prompt)
             if its_stays >= WORTH_LOADING and its_stays > stays and its_fits > fits:
                 found, stays, fits = i, its_stays, its_fits
-        if found >= 0:
-            contents = self.evicted.pop(found)
+        return self.evicted.pop(found) if found >= 0 else contents
+
+    def _bound(self) -> None:
         while len(self.evicted) > 1 and sum(map(size, self.evicted)) > self.limit:
             del self.evicted[0]
-        return contents
 
 
 def reusable(contents: Tokens, prompt: Tokens) -> int:

@@ -3,11 +3,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import httpx
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.emulator import EmulatedNode
-from tests.emulator.cache import PromptCache, Tokens, common_prefix, pack, reusable, size
+from tests.emulator.cache import PromptCache, Tokens, common_prefix, pack, reusable
 from tests.emulator.wire import chat
 
 CHAT = "/v1/chat/completions"
@@ -79,13 +80,13 @@ def test_an_evicted_prompt_comes_back_from_host_memory() -> None:
     assert server.ask(text(2, 100))[1] == 99  # the last token is always read
 
 
-def test_host_memory_is_bounded_and_loses_its_oldest_first() -> None:
+@pytest.mark.parametrize(("kind", "cached"), [(2, 0), (3, 100)])
+def test_host_memory_is_bounded_and_loses_its_oldest_first(kind: int, cached: int) -> None:
     server = Server(PromptCache(250))
-    for kind in (1, 2, 3, 4, 5):
-        server.ask(text(kind, 100))
-    assert sum(map(size, server.cache.evicted)) <= 250
-    assert server.ask(text(2, 101))[1] == 100
-    assert server.ask(text(1, 101))[1] == 0
+    for other in (1, 2, 3, 4, 5):
+        server.ask(text(other, 100))
+    assert server.cache.evicted == [text(3, 100), text(4, 100)]  # 4 is in its slot, too
+    assert server.ask(text(kind, 101))[1] == cached
 
 
 def test_a_shared_beginning_serves_a_second_conversation_and_loses_the_first_s_end() -> None:
@@ -93,9 +94,21 @@ def test_a_shared_beginning_serves_a_second_conversation_and_loses_the_first_s_e
     system = text(9, 150)
     first, second = system + text(1, 50), system + text(2, 50)
     server.ask(first)
-    assert server.ask(second) == (0, 150)  # more than half of the slot stays: nothing is saved
+    assert server.ask(second) == (0, 150)  # more than half of the slot stays: nothing is exchanged
     assert server.cache.evicted == []
     assert server.ask(first)[1] == 150
+
+
+def test_what_an_idle_slot_holds_can_be_had_while_it_is_busy() -> None:
+    server = Server(PromptCache(1000))
+    system = text(9, 150)
+    first, second = system + text(1, 50), system + text(2, 50)
+    server.ask(first)
+    server.ask(text(3, 100))  # begins in the other slot: the first is copied
+    slot = server.places[0]
+    server.places = [server.places[1]]  # the first is at work
+    assert server.ask(second)[1] == 150
+    assert slot.contents == first
 
 
 def test_a_slot_that_would_lose_more_than_half_is_saved_first() -> None:

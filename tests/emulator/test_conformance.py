@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -217,6 +217,46 @@ async def cached_shares(url: str) -> list[float]:
             timings = reply["timings"]
             shares.append(timings["cache_n"] / (timings["cache_n"] + timings["prompt_n"]))
     return shares
+
+
+async def cached_beside(url: str) -> float:
+    """The share of a prompt that is cached while another with its beginning is being answered."""
+    rng = random.Random(1)
+
+    def body(system: str, tokens: int) -> dict[str, Any]:
+        user = " ".join(rng.choice(WORDS) for _ in range(30))
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        return {"messages": messages, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+
+    one, other = (" ".join(rng.choice(WORDS) for _ in range(400)) for _ in range(2))
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        for system in (one, other):
+            await client.post("/v1/chat/completions", json=body(system, 5) | {"stream": False})
+        async with client.stream("POST", "/v1/chat/completions", json=body(one, 3000)) as busy:
+            begun = cast("AsyncGenerator[bytes, None]", busy.aiter_raw())
+            await anext(begun)  # its prompt has been read, its slot is taken
+            plain = body(one, 5) | {"stream": False}
+            reply = (await client.post("/v1/chat/completions", json=plain)).json()
+            slots = (await client.get("/slots")).json()
+            assert [slot["is_processing"] for slot in slots].count(True) == 1
+            await begun.aclose()
+    timings = reply["timings"]
+    return float(timings["cache_n"] / (timings["cache_n"] + timings["prompt_n"]))
+
+
+@pytest.mark.parametrize("memory", [True, False])
+async def test_a_busy_slot_s_beginning_is_cached_alike(memory: bool) -> None:
+    extra = () if memory else ("--cache-ram", "0")
+    server = spawn_demo_server(slots=2, extra=extra)
+    try:
+        real = await cached_beside(wait_for_demo_server(server))
+    finally:
+        stop_demo_server(server)
+    kept = 64_000 if memory else 0
+    async with EmulatedNode(slots=2, cache_ram=kept, decode_tps=500, answer_tokens=10**6) as node:
+        emulated = await cached_beside(node.url)
+    assert emulated == pytest.approx(real, abs=0.03)
+    assert (real > 0.5) is memory
 
 
 @pytest.mark.parametrize("memory", [True, False])
