@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from gateway.access.keys import NewKey, new_key
+from gateway.request import Priority
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 
@@ -274,4 +275,42 @@ async def test_a_class_is_let_in_by_its_share_of_the_queue(tmp_path: Path) -> No
         full = await site.ask(1, x_priority="urgent")
         assert (full.status_code, full.headers["x-gateway-reason"]) == (429, "queue_full")
         assert int(full.headers["retry-after"]) >= 1
+        await ended(tasks)
+
+
+# Reload.
+
+
+async def test_all_of_it_changes_live_for_those_who_wait_too(tmp_path: Path) -> None:
+    key = new_key()
+    async with a_site(tmp_path, EmulatedNode(slots=4, decode_tps=20)) as site:
+        scheduler = site.running.gateway.scheduler
+        tasks = [asyncio.create_task(site.ask(400, x_priority="batch")) for _ in range(3)]
+        await until(lambda: site.nodes[0].busy == 3)
+        site.running.write_settings(
+            {
+                **CALM,
+                "policy": "round_robin",
+                "queue": {"max": 3, "latest_wins": False},
+                "classes": {"batch": {"reserve_slots": 0.25, "queue_share": 1, "patience": "7s"}},
+                "keys": [key_of(key, trust_user_headers=True)],
+                "prompts": {"volatile": ["Today is "]},
+                "allow_anonymous": True,
+            }
+        )
+        await until(lambda: scheduler.dispatcher.rules.policy == "round_robin")
+        assert scheduler.dispatcher.rules.patience[Priority.BATCH] == 7.0
+        # The fourth slot is reserved from now on, and three may wait.
+        tasks += [asyncio.create_task(site.ask(400, x_priority="batch")) for _ in range(3)]
+        await until(lambda: site.waiting == 3)
+        assert site.nodes[0].busy == 3
+        full = await site.ask(1, x_priority="batch")
+        assert (full.status_code, full.headers["x-gateway-reason"]) == (429, "queue_full")
+        site.running.write_settings({**CALM, "policy": "nothing"})
+        await until(lambda: site.running.gateway.settings_error is not None)
+        assert "least_finish" in str(site.running.gateway.settings_error)
+        assert scheduler.dispatcher.rules.policy == "round_robin"
+        # Without the reserve those who wait go on.
+        site.running.write_settings({**CALM, "policy": "prefix_hash"})
+        await until(lambda: (site.waiting, site.nodes[0].busy) == (2, 4))
         await ended(tasks)
