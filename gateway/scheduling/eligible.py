@@ -133,8 +133,8 @@ class Eligible:
             if not nodes:
                 continue
             if offering.slots < request.slots:
-                widest = max(widest, *(node.slots_total for node in nodes))
-                nodes = [node for node in nodes if node.slots_total >= request.slots]
+                widest = max(widest, *(node.slots_most for node in nodes))
+                nodes = [node for node in nodes if node.slots_most >= request.slots]
             if nodes and offering.context < needed:
                 nodes = narrowed(nodes, request)
             if nodes:

@@ -131,6 +131,8 @@ class Expectations:
 
         `whole`: it ended by itself. `sizes`: whether later ones are to be guessed by it.
         """
+        if request.prompt is not None and self._unlearnt and request.prompt.blocks:
+            self._unlearnt.discard(request.prompt.blocks[0])
         placement: Placement | None = lease.placement
         if placement is None:
             return
@@ -155,7 +157,6 @@ class Expectations:
             )
         if request.prompt is None:
             return
-        self._unlearnt.discard(request.prompt.blocks[0] if request.prompt.blocks else 0)
         if not _is_there(self.dispatcher.board, placement):
             return
         if told is None:
