@@ -68,7 +68,9 @@ def seconds(row: Row, ask: Ask, now: float) -> float:
         uncached = max(LEAST_READ, uncached - ask.cached.get(index, 0.0))
     left = 0.0
     if row.drag:
-        left = max(0.0, row.ends - now * len(row.running))
+        left = row.ends - now * len(row.running)
+        if left < 0.0:  # noqa: PLR1730 - a call costs four times as much
+            left = 0.0
     return cost(uncached, ask.completion, row.per_prompt, row.per_token, before, row.drag, left)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,9 +47,12 @@ def place(ask: Ask, row: Row, pool: Pool, group: int, now: float) -> Placement:
     if running:
         start = max(now, row.reading_until)
         drag = row.drag
+        total = 0.0
         for other in running:
-            other.ends += reading + max(0.0, other.ends - now) * drag
-        row.ends = sum([other.ends for other in running])
+            left = other.ends - now
+            other.ends += reading + (left * drag if left > 0.0 else 0.0)
+            total += other.ends
+        row.ends = total
     else:
         start, row.ends = now, 0.0
     row.reading_until = read_by = start + reading
@@ -78,14 +82,20 @@ def end(placement: Placement, now: float) -> None:
         row.ends = row.reading_until = 0.0
         return
     gain = row.token_step / row.per_token
-    unread = placement.read_by - now
+    read_by = placement.read_by
+    unread = read_by - now
+    total, latest = 0.0, -math.inf
     for other in running:
-        if unread > 0.0 and other.read_by < placement.read_by:
-            other.ends -= unread
-        if gain and other.ends > now:
-            other.ends -= (other.ends - now) * gain
-    row.ends = sum([other.ends for other in running])
-    row.reading_until = max([other.read_by for other in running])
+        ends = other.ends
+        if unread > 0.0 and other.read_by < read_by:
+            ends -= unread
+        if gain and ends > now:
+            ends -= (ends - now) * gain
+        other.ends = ends
+        total += ends
+        if other.read_by > latest:  # noqa: PLR1730 - a call costs four times as much
+            latest = other.read_by
+    row.ends, row.reading_until = total, latest
 
 
 def release(row: Row, slots: int, now: float) -> float | None:
