@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gateway.fleet.coming import Running
+from gateway.fleet.kept import HOST_TOKENS, LEAST_HOST, MOST_HOST, Kept
 from gateway.fleet.prefixes import Edge, Held, Prefixes, Prompt
 
 __all__ = ["Memory", "Prompt", "Recall"]
@@ -29,15 +30,6 @@ SPARED = 0.5
 """With so much of its own left, a slot's prompt isn't saved, and host memory isn't looked into."""
 LOADED = 0.25
 """With less of its own left, a prompt in host memory is left alone."""
-
-HOST_TOKENS = 65_536.0
-"""First guess of what a node's host memory keeps: llama.cpp's default of 8 GiB, at the 128 KiB a
-token of models of 7 to 8 billion parameters (32 layers, 8 KV heads of 128, 16 bits)."""
-LEAST_HOST, MOST_HOST = 4096.0, 1_048_576.0
-"""Tokens between which the guess moves."""
-MOST_PROMPTS = 96
-MOST_BLOCKS = 4096
-"""Of one node's host memory; what is more is forgotten here first."""
 
 SPARE_RUNNING = 16
 """Requests more than twice a node's slots that may run there without being forgotten."""
@@ -80,18 +72,9 @@ class _Running:
 @dataclass(slots=True)
 class _Node:
     slots: int
-    host_tokens: float
-    """What host memory is believed to keep, tokens."""
+    kept: Kept
     running: dict[int, _Running] = field(default_factory=dict)
     """By the prompt's `id`."""
-    idle: dict[Held, None] = field(default_factory=dict)
-    """What idle slots hold, the one that was used longest ago first."""
-    host: dict[Held, None] = field(default_factory=dict)
-    """What host memory holds, oldest first."""
-    used: float = 0.0
-    """Tokens that host memory holds."""
-    blocks: int = 0
-    """And blocks."""
     answers: float = 1.0
     """The share of an answer that the next turn finds: less where thoughts are left out."""
     ignores: float = 1.0
@@ -130,11 +113,11 @@ class Memory:
         tokens = HOST_TOKENS if host is None else host
         node = self._nodes.get(row)
         if node is None:
-            self._nodes[row] = _Node(max(1, slots), tokens)
+            self._nodes[row] = _Node(max(1, slots), Kept(self._tree, row, tokens))
             return
         node.slots = max(1, slots)
         if host is not None:
-            node.host_tokens = host
+            node.kept.host_tokens = host
         self._settle(row, node)
 
     def forget(self, row: int) -> None:
@@ -143,7 +126,7 @@ class Memory:
         if node is not None:
             for number in list(node.running):
                 self._ended(row, node, number)
-            self._empty(node)
+            node.kept.empty()
 
     def recall(self, prompt: Prompt) -> Recall:
         """What each row would find of this prompt if it were placed there now."""
@@ -184,13 +167,14 @@ class Memory:
         if source is not None and source.leaf in view.over and source.continues:
             running.forerunner, running.answer = source.prompt, source.answer
         if loaded is not None:
-            running.depth = _depth(node, loaded)
-            self._drop(node, loaded)
+            running.depth = node.kept.depth(loaded)
+            node.kept.drop(loaded)
         if slot is not None:
             if loaded is None and self._common(slot, view) >= SPARED * slot.tokens:
-                self._drop(node, slot)
+                node.kept.drop(slot)
             else:
-                self._save(row, node, slot)
+                node.kept.save(slot)
+        node.kept.copy_idle()
         node.running[id(prompt)] = running
         self._running.add(row, prompt)
         self._settle(row, node)
@@ -213,7 +197,7 @@ class Memory:
         answer = completion_tokens if 0 <= completion_tokens < math.inf else 0.0
         held = Held(row, None, prompt_tokens, answer, prompt.whole)
         self._tree.add(held, prompt.blocks)
-        node.idle[held] = None
+        node.kept.idle[held] = None
         self._settle(row, node)
 
     def dropped(self, row: int, prompt: Prompt, written: float = 0.0) -> None:
@@ -227,7 +211,7 @@ class Memory:
             return
         held = Held(row, None, self._view(prompt).total, written, prompt.whole)
         self._tree.add(held, prompt.blocks, told=False)
-        node.idle[held] = None
+        node.kept.idle[held] = None
         self._settle(row, node)
 
     def _ended(self, row: int, node: _Node, number: int) -> _Running | None:
@@ -280,21 +264,21 @@ class Memory:
         """
         slot: Held | None = None
         spared = SIMILAR * view.total
-        for held in node.idle:
+        for held in node.kept.idle:
             common = self._common(held, view)
             if common > spared:
                 slot, spared = held, common
         if slot is not None:
             if spared >= SPARED * slot.tokens:
                 return slot, None, spared
-        elif len(node.idle) + len(node.running) >= node.slots and node.idle:
-            slot = next(iter(node.idle))
+        elif len(node.kept.idle) + len(node.running) >= node.slots and node.kept.idle:
+            slot = next(iter(node.kept.idle))
             spared = self._common(slot, view)
         else:
             spared = 0.0
         kept = spared / slot.tokens if slot is not None else -1.0
         loaded: Held | None = None
-        for held in node.host:
+        for held in node.kept.host:
             common = self._common(held, view)
             share = common / held.tokens
             if common > spared and share > kept and share >= LOADED:
@@ -311,68 +295,37 @@ class Memory:
         if running.answer >= WORTH_LEARNING and cached >= 0.9 * running.forerunner:
             share = min(1.0, max(0.0, cached - running.forerunner) / running.answer)
             node.answers += 0.25 * (share - node.answers)
-        if cached > 2.0 * predicted + WORTH_LEARNING and node.used > 0.5 * node.host_tokens:
+        if (
+            cached > 2.0 * predicted + WORTH_LEARNING
+            and node.kept.used > 0.5 * node.kept.host_tokens
+        ):
             # The server still has what was let go of here.
-            node.host_tokens = min(MOST_HOST, 1.1 * node.host_tokens)
+            node.kept.host_tokens = min(MOST_HOST, 1.1 * node.kept.host_tokens)
         if predicted < WORTH_LEARNING:
             return
         if running.depth is not None:
             if cached >= SPARED * predicted:
-                node.host_tokens = max(node.host_tokens, min(MOST_HOST, 1.25 * running.depth))
+                node.kept.host_tokens = max(
+                    node.kept.host_tokens, min(MOST_HOST, 1.25 * running.depth)
+                )
             else:
                 # What is older than a prompt that is gone is gone as well.
-                node.host_tokens = max(LEAST_HOST, min(node.host_tokens, 0.9 * running.depth))
+                node.kept.host_tokens = max(
+                    LEAST_HOST, min(node.kept.host_tokens, 0.9 * running.depth)
+                )
         if cached >= FAILED * predicted:
             node.failures = 0
         else:
             node.failures += 1
             if node.failures >= MOST_FAILURES:
-                self._empty(node)
+                node.kept.empty()
                 node.failures = 0
 
     def _settle(self, row: int, node: _Node) -> None:
         """Let go of what a node can't hold."""
-        while node.idle and len(node.idle) + len(node.running) > node.slots:
-            self._save(row, node, next(iter(node.idle)))
         while len(node.running) > 2 * node.slots + SPARE_RUNNING:
             self._ended(row, node, next(iter(node.running)))
-        while node.host and (
-            node.used > node.host_tokens
-            or len(node.host) > MOST_PROMPTS
-            or node.blocks > MOST_BLOCKS
-        ):
-            self._drop(node, next(iter(node.host)))
-
-    def _save(self, row: int, node: _Node, held: Held) -> None:
-        """A slot's prompt goes to host memory, where nothing is kept that begins another."""
-        leaf = held.leaf
-        if leaf is None or row in leaf.host or node.host_tokens <= 0.0:
-            self._drop(node, held)
-            return
-        for edge in leaf.up():
-            shorter = edge.ending.get(row) if edge.ending else None
-            if shorter is not None and not shorter.idle:
-                self._drop(node, shorter)
-        del node.idle[held]
-        self._tree.move(held)
-        node.host[held] = None
-        node.used += held.tokens
-        node.blocks += leaf.end
-
-    def _drop(self, node: _Node, held: Held) -> None:
-        """A node keeps something no longer."""
-        if held.idle:
-            del node.idle[held]
-        else:
-            del node.host[held]
-            node.used -= held.tokens
-            node.blocks -= 0 if held.leaf is None else held.leaf.end
-        self._tree.remove(held)
-
-    def _empty(self, node: _Node) -> None:
-        """Nothing is believed any more of what a node keeps."""
-        for held in [*node.idle, *node.host]:
-            self._drop(node, held)
+        node.kept.settle(node.slots - len(node.running))
 
 
 def _host_only(view: _View) -> set[int]:
@@ -388,13 +341,3 @@ def _host_only(view: _View) -> set[int]:
         if len(found) >= EXACT_ROWS:
             break
     return found
-
-
-def _depth(node: _Node, found: Held) -> float:
-    """Tokens that host memory holds from the newest prompt down to this one."""
-    tokens = 0.0
-    for held in reversed(node.host):
-        tokens += held.tokens
-        if held is found:
-            break
-    return tokens

@@ -60,6 +60,8 @@ class Held:
     """Whether what goes on after its blocks goes on after its prompt."""
     idle: bool = True
     """In a slot; else in the node's host memory."""
+    twin: Held | None = None
+    """The same prompt in the other place, if it is in both."""
 
     @property
     def tokens(self) -> float:
@@ -169,14 +171,31 @@ class Prefixes:
         if leaf is None:
             return
         held.leaf = None
+        twin, held.twin = held.twin, None
+        if twin is not None:
+            twin.twin = None
         if leaf.ending is not None and leaf.ending.get(held.row) is held:
-            del leaf.ending[held.row]
+            if twin is None:
+                del leaf.ending[held.row]
+            else:
+                leaf.ending[held.row] = twin
         for edge in leaf.up():
             edge.passing -= 1
             if edge.passing:
                 _count_down(edge.idle if held.idle else edge.host, held.row)
             else:
                 del self._edges[edge.blocks[0]]
+
+    def copy(self, held: Held) -> Held:
+        """A slot's prompt goes to the node's host memory as well; the copy there."""
+        leaf, row = held.leaf, held.row
+        assert leaf is not None
+        copied = Held(row, leaf, held.prompt, held.answer, held.continues, idle=False, twin=held)
+        held.twin = copied
+        for edge in leaf.up():
+            edge.passing += 1
+            edge.host[row] = edge.host.get(row, 0) + 1
+        return copied
 
     def move(self, held: Held) -> None:
         """A slot's prompt goes to the node's host memory."""

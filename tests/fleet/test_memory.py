@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.fleet.memory import HOST_TOKENS, LEAST_HOST, MOST_BLOCKS, MOST_PROMPTS, Memory, Prompt
+from gateway.fleet.kept import HOST_TOKENS, LEAST_HOST, MOST_BLOCKS, MOST_PROMPTS
+from gateway.fleet.memory import Memory, Prompt
 
 BLOCK = 100.0
 """Tokens of a block here."""
@@ -191,7 +192,32 @@ class TestLikeLlamaCpp:
         told.memory.finished(0, other, 500, 400, 0)
         for words in ("1111", "2222"):
             told.ran(words)
-        assert sum(len(node.host) for node in told.memory._nodes.values()) == 2
+        # Each grown conversation once, and a copy of the first stranger, which idles.
+        assert sum(len(node.kept.host) for node in told.memory._nodes.values()) == 3
+
+    def test_what_an_idle_slot_holds_is_copied_when_work_begins_in_another(self) -> None:
+        told = Told(slots=2)
+        told.ran("sysa")
+        told.ran("zzzz")
+        told.begun("sysb")
+        assert told.cached("sysc") == 300
+
+    def test_without_host_memory_nothing_is_copied(self) -> None:
+        told = Told(slots=2, host=0)
+        told.ran("sysa")
+        told.ran("zzzz")
+        told.begun("sysb")
+        assert told.cached("sysc") == 0
+
+    def test_a_copy_outlives_the_slot_and_the_slot_the_copy(self) -> None:
+        told = Told(slots=2)
+        told.ran("sysa")
+        told.ran("zzzz")
+        told.memory.dropped(0, told.begun("sysab"))
+        assert told.cached("sysabc") == 400
+        for number in range(3):
+            told.ran(f"zzzz{number}")
+        assert told.cached("zzzz2z") == 500
 
 
 class TestLearning:
@@ -203,14 +229,14 @@ class TestLearning:
         told.ran("d" * 61, cached=0)
         assert told.cached("a" * 61) == 0
         assert told.cached("h" * 61) > 0
-        assert told.memory._nodes[0].host_tokens < HOST_TOKENS
+        assert told.memory._nodes[0].kept.host_tokens < HOST_TOKENS
 
     def test_host_memory_that_keeps_more_is_believed_more(self) -> None:
         told = Told(slots=1)
         for turn in range(12):
             for letter in "abcdefghijklmnop":
                 told.ran(letter * 60, cached=5999 if turn else 0)
-        assert told.memory._nodes[0].host_tokens > HOST_TOKENS
+        assert told.memory._nodes[0].kept.host_tokens > HOST_TOKENS
         for letter in "abcdefghijklmnop":
             assert told.cached(letter * 61) > 0
 
@@ -228,7 +254,7 @@ class TestLearning:
         told = Told(slots=1)
         for i in range(200):
             told.ran(chr(97 + i % 4) * 10, cached=0)
-        assert told.memory._nodes[0].host_tokens >= LEAST_HOST
+        assert told.memory._nodes[0].kept.host_tokens >= LEAST_HOST
 
 
 def test_a_forgotten_row_may_be_used_again() -> None:
@@ -261,7 +287,7 @@ def test_fewer_slots_send_the_rest_to_host_memory() -> None:
         told.ran(words)
     told.memory.resize(0, 1)
     node = told.memory._nodes[0]
-    assert (len(node.idle), len(node.host)) == (1, 2)
+    assert (len(node.kept.idle), len(node.kept.host)) == (1, 2)
 
 
 @pytest.mark.parametrize("lie", [math.nan, -1.0, 0.0, math.inf])
@@ -316,9 +342,9 @@ def test_whatever_happens_the_books_balance(steps: list[tuple[str, int, str]], a
                 cached = 0 if what == "fail" else memory.cached(prompt).get(on, 0.0)
                 memory.finished(on, prompt, prompt.tokens, cached, len(words))
         for node in memory._nodes.values():
-            assert node.used == pytest.approx(sum(held.tokens for held in node.host))
-            assert node.used <= node.host_tokens
-            assert len(node.idle) <= node.slots
+            assert node.kept.used == pytest.approx(sum(held.tokens for held in node.kept.host))
+            assert node.kept.used <= node.kept.host_tokens
+            assert len(node.kept.idle) <= node.slots
     recall = memory.recall(a_prompt(asked))
     assert all(0 < tokens < max(recall.tokens, 1.1) for tokens in recall.cached.values())
     for row in range(ROWS):
@@ -354,7 +380,7 @@ def test_a_thousand_full_nodes_fit_200_megabytes() -> None:
     memory, _ = a_full_fleet(25, MOST_PROMPTS + 30, rng)
     used = (tracemalloc.get_traced_memory()[0] - before) / 25
     tracemalloc.stop()
-    assert sum(len(node.host) for node in memory._nodes.values()) > 25 * 0.9 * MOST_PROMPTS
+    assert sum(len(node.kept.host) for node in memory._nodes.values()) > 25 * 0.9 * MOST_PROMPTS
     # Besides, the blocks of prompts as long as they may be.
     used += 8 * MOST_BLOCKS
     assert used * 1000 < 200e6, f"{used / 1e3:.0f} MB"
