@@ -100,7 +100,8 @@ class Learnt:
         """What is believed by now."""
         memo: _Memo = known.memo
         recall = self.memory.recall(memo.fingerprint)
-        known.prompt, known.cached = recall.tokens, recall.cached
+        known.prompt = recall.tokens
+        known.cached, known.coming = recall.cached, recall.coming
 
     def placed(self, job: Job, known: Known, now: float) -> None:
         """Count it, and believe it where it goes."""
