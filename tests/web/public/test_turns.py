@@ -182,7 +182,7 @@ async def shares(site: Site, parties: dict[str, tuple[int, dict[str, str]]]) -> 
         for _ in range(count)
     ]
     try:
-        async with asyncio.timeout(50):
+        async with asyncio.timeout(90):
             await enough.wait()
     finally:
         await ended(tasks)
@@ -190,7 +190,8 @@ async def shares(site: Site, parties: dict[str, tuple[int, dict[str, str]]]) -> 
 
 
 def fast() -> EmulatedNode:
-    return EmulatedNode(slots=2, decode_tps=800.0, close_after_stream=False)
+    # Not so fast that a busy machine is slower at asking: then nobody would be backlogged.
+    return EmulatedNode(slots=2, decode_tps=150.0, close_after_stream=False)
 
 
 def key_of(key: NewKey, **more: Any) -> dict[str, Any]:
@@ -205,7 +206,7 @@ async def test_two_callers_get_the_same_though_one_sends_ten_times_as_much(
     settings = {"keys": [key_of(key) for key in keys]}
     async with a_site(tmp_path, fast(), fast(), settings=settings) as site:
         much, little = ({"authorization": f"Bearer {key.text}"} for key in keys)
-        found = await shares(site, {"much": (80, much), "little": (8, little)})
+        found = await shares(site, {"much": (200, much), "little": (20, little)})
     assert 0.9 <= found["much"] / found["little"] <= 1.1, found
 
 
@@ -216,7 +217,7 @@ async def test_people_behind_a_trusted_key_get_the_same(tmp_path: Path) -> None:
     async with a_site(tmp_path, fast(), fast(), settings=settings) as site:
         bearer = {"authorization": f"Bearer {key.text}"}
         anna, ben = ({**bearer, "x_openwebui_user_id": name} for name in ("anna", "ben"))
-        found = await shares(site, {"anna": (80, anna), "ben": (8, ben)})
+        found = await shares(site, {"anna": (200, anna), "ben": (20, ben)})
     assert 0.9 <= found["anna"] / found["ben"] <= 1.1, found
 
 
