@@ -89,6 +89,8 @@ class Lease:
     """Why it is not of the tier that the request's class belongs to."""
     placement: Any = None
     """What the scheduler keeps of it."""
+    on_read: Callable[[Lease], None] | None = None
+    """Called when its prompt has been read: the first content came."""
     on_end: Callable[[Lease], None] | None = None
     """Called when the slots are free, before anybody else is told."""
 
@@ -110,6 +112,8 @@ class Lease:
             self.phase = Phase.DECODE
             if self.reads:
                 self._has_read(now)
+            if self.on_read is not None:
+                self.on_read(self)
 
     def began(self) -> None:
         """It has just been counted: called by the node, once."""

@@ -61,6 +61,7 @@ class Taking:
             return None
         lease = _taken(node, request, placement, now)
         lease.placement = placement
+        lease.on_read = self._read
         lease.on_end = self._ended
         if lease.trial:
             self.mirror.changed(node)
@@ -74,6 +75,10 @@ class Taking:
         if lease.charge is not None:
             lease.charge.settle(0.0, happened=False, now=self.clock())
         lease.give_back()
+
+    def _read(self, lease: Lease) -> None:
+        """What was predicted from its prompt's length is known now."""
+        self.dispatcher.began(lease.placement, self.clock())
 
     def _ended(self, lease: Lease) -> None:
         """Its slots are free; where its row is no longer the node's, the fleet has to tell."""

@@ -593,3 +593,22 @@ def test_whatever_happens_no_node_gets_more_than_its_slots_and_all_come_back(
     script: list[tuple[str, int, Any]],
 ) -> None:
     asyncio.run(run(script))
+
+
+async def test_a_prompt_that_was_read_sooner_than_predicted_brings_the_end_forward() -> None:
+    only = node(slots=1)
+    clock = Clock()
+    scheduler = a_scheduler(only, clock=clock)
+    long = a_request(prompt_tokens=100_000, stream=True)
+    long.expected = (100_000.0, 10.0)
+    lease, _ = await scheduler.lease(long)
+    waiting = await asked(scheduler, a_request())
+    before = scheduler.waiting()[0].expected
+    assert before is not None
+    clock.now += 1.0
+    lease.moved(clock())
+    after = scheduler.waiting()[0].expected
+    assert after is not None
+    assert after < before
+    lease.give_back()
+    (await waiting)[0].give_back()
