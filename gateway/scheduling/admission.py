@@ -52,6 +52,8 @@ def predicted_wait(
     the lower of both, since who is refused wrongly loses more than who waits in vain. With nobody
     ahead it hangs on one or two answers' lengths, so that only half of it is believed.
     """
+    if by_work is not None and not math.isfinite(by_work):
+        by_work = None
     if not ahead:
         return None if by_work is None else by_work / 2
     by_rate = rate.wait(ahead + 1, now)

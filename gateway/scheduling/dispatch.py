@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from gateway.request import Priority
 from gateway.scheduling import forecast
@@ -160,9 +160,16 @@ class Dispatcher:
         """How many of each class wait."""
         return {priority: self._line.ranks[priority].count for priority in Priority}
 
-    def position(self, ask: Ask) -> int:
-        """About its place in line, from 1; 0 if it does not wait."""
-        return self._outlook.position(ask)
+    def ahead(self, ask: Ask) -> int:
+        """About how many go before `ask`, which waits or comes now."""
+        return self._outlook.ahead(ask)
+
+    def places(self, now: float) -> Iterator[tuple[Ask, float]]:
+        """What waits in about the order in which it will go, and seconds until it has its slots.
+
+        One pass over all of it; the line must not change meanwhile.
+        """
+        return self._outlook.places(now)
 
     def expected_start(self, ask: Ask, now: float) -> float:
         """When `ask`, which waits, is expected to get its slots; monotonic seconds."""

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from gateway.scheduling import forecast
@@ -11,13 +17,16 @@ from gateway.scheduling.finish import LEAST_READ
 
 if TYPE_CHECKING:
     from gateway.scheduling.ask import Ask
-    from gateway.scheduling.board import Board
+    from gateway.scheduling.board import Board, Pool
     from gateway.scheduling.line import Line
 
-RENEWAL = 256
-"""Placements after which the means over the fleet are taken again."""
+SOONEST_RENEWAL, LATEST_RENEWAL = 8, 256
+"""Placements after which the means over the fleet are taken again: about as many as a quarter of
+its nodes, so that what a small one has measured counts soon."""
 FEW = 64
-"""Rows whose forecasts are looked at."""
+"""Rows whose forecasts are looked at, and about so many callers' lines."""
+
+_age = attrgetter("age")
 
 
 @dataclass(slots=True, eq=False)
@@ -29,68 +38,105 @@ class Outlook:
     _weight: float = LEAST_WEIGHT
     _per_prompt: float = 0.0
     _per_token: float = 0.0
-    _renewed: int = -RENEWAL
+    _renewal: int = 0
+    """The placement with which the means are taken again."""
 
     @property
     def weight(self) -> float:
         """What a written token costs, in prompt tokens: by the fleet's measured speeds."""
-        if self.board.placed - self._renewed >= RENEWAL:
+        if self.board.placed >= self._renewal:
             self._renew()
         return self._weight
 
     def work(self, ask: Ask) -> float:
         """Seconds that `ask` is likely to keep its slots, on a node of middling speed."""
-        if self.board.placed - self._renewed >= RENEWAL:
+        if self.board.placed >= self._renewal:
             self._renew()
         cached = max(ask.cached.values(), default=0.0)
         uncached = max(LEAST_READ, ask.prompt - cached)
         return uncached * self._per_prompt + ask.completion * self._per_token
 
-    def position(self, ask: Ask) -> int:
-        """About the place of `ask` in line, from 1; 0 if it does not wait.
+    def ahead(self, ask: Ask) -> int:
+        """About how many go before `ask`, which waits or comes now.
 
         Classes above go first; within its class callers take turns, each its oldest first.
         """
-        own = ask.account
-        if own is None:
-            return 0
         ranks = self.line.ranks
-        ahead = sum(rank.count for rank in ranks[: ask.priority])
-        turns = sum(other.age < ask.age for lane in own.lanes.values() for other in lane)
-        mine = (own.counter, own.number)
-        for counter, number, account in ranks[ask.priority].shares.order:
+        shares = ranks[ask.priority].shares
+        order = shares.order
+        own = shares.accounts.get(ask.caller)
+        turns = 0
+        mine = (order[0][0] if order else shares.level, math.inf)
+        if own is not None:
+            age = ask.age if ask.account is not None else (ask.entered, math.inf)
+            turns = sum([bisect_left(lane, age, key=_age) for lane in own.lanes.values()])
+            mine = (max(own.counter, mine[0]), own.number)
+        ahead = sum([rank.count for rank in ranks[: ask.priority]]) + turns
+        if not turns:
+            return ahead + bisect_left(order, mine)
+        some = order[:: 1 + len(order) // FEW]
+        theirs = 0
+        for counter, number, account in some:
             if account is not own:
-                theirs = sum(map(len, account.lanes.values()))
-                ahead += min(theirs, turns + ((counter, number) < mine))
-        return ahead + turns + 1
+                waiting = sum(map(len, account.lanes.values()))
+                theirs += min(waiting, turns + ((counter, number) < mine))
+        return ahead + theirs * len(order) // len(some)
 
     def wait_of(self, ask: Ask, now: float) -> float:
         """Seconds until `ask` has its slots; for one that does not wait yet: if it came now."""
-        queued = ask.groups[0][0].queued
-        place = self.position(ask)
-        if place:
-            work = (place - 1) * sum(queued) / max(1, self.line.count)
-        else:
-            work = sum(queued[: ask.priority + 1])
-        return self._after(work, ask, now)
+        pool = self._pool(ask)
+        return self._after(self.ahead(ask), ask, pool, self._first(pool, now))
 
-    def _after(self, work: float, ask: Ask, now: float) -> float:
-        """Seconds until so many seconds of work have been begun, and one slot more is free."""
-        pool = ask.groups[0][0]
-        slots = pool.slots(self.board)
-        if not slots:
-            return work
+    def places(self, now: float) -> Iterator[tuple[Ask, float]]:
+        """All that waits in the order in which it is likely to go, and `wait_of` it."""
+        first: dict[Pool, float] = {}
+        place = 0
+        for rank in self.line.ranks:
+            turns = deque(
+                heapq.merge(*account.lanes.values(), key=_age)
+                for _, _, account in rank.shares.order
+            )
+            while turns:
+                own = turns.popleft()
+                ask = next(own, None)
+                if ask is None:
+                    continue
+                turns.append(own)
+                pool = self._pool(ask)
+                if pool not in first:
+                    first[pool] = self._first(pool, now)
+                yield ask, self._after(place, ask, pool, first[pool])
+                place += 1
+
+    def _pool(self, ask: Ask) -> Pool:
+        """Where it is to be expected: the first pool with a node that is alive."""
+        for tiers in ask.groups:
+            for pool in tiers:
+                if pool.slots(self.board):
+                    return pool
+        return ask.groups[0][0]
+
+    def _first(self, pool: Pool, now: float) -> float:
+        """Seconds until the next slot comes free."""
         waits = [
             wait
             for row in pool.rows[:FEW]
             if row.running and (wait := forecast.release(row, 1, now)) is not None
         ]
-        first = min(waits, default=0.0) * min(1.0, FEW / len(pool.rows))
+        return min(waits) * min(1.0, FEW / len(pool.rows)) if waits else 0.0
+
+    def _after(self, ahead: int, ask: Ask, pool: Pool, first: float) -> float:
+        """Seconds until so many others have begun, and one slot more is free; inf: no telling."""
+        slots = pool.slots(self.board)
+        if not slots:
+            return math.inf
+        work = ahead * sum(ask.groups[0][0].queued) / max(1, self.line.count)
         return first + work * max(1, ask.slots) / slots
 
     def _renew(self) -> None:
-        self._renewed = self.board.placed
         rows = [row for row in self.board.by_name.values() if row.alive]
+        renewal = min(max(SOONEST_RENEWAL, len(rows) // 4), LATEST_RENEWAL)
+        self._renewal = self.board.placed + renewal
         if not rows:
             return
         self._per_prompt = sum(1.0 / row.prefill for row in rows) / len(rows)

@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from gateway import errors
 from gateway.config.settings import Settings
@@ -64,6 +65,8 @@ class Scheduler:
     tiers: Tiers = field(init=False)
     _taking: Taking = field(init=False)
     _tickets: dict[Ask, Ticket] = field(default_factory=dict)
+    _places: dict[str, Waiting] | None = None
+    """Where everything stands in line, since somebody has asked in this tick."""
     _version: int = 0
     """Of the mirror, when what waits was last planned for."""
     _matching: asyncio.Handle | None = None
@@ -139,23 +142,23 @@ class Scheduler:
 
     def waiting(self, most: int | None = None) -> list[Waiting]:
         """The first `most` of what waits, in its order, with what is expected of it."""
-        found = [self._place(ticket) for ticket in self._tickets.values()]
-        return sorted(found, key=lambda waiting: waiting.position)[:most]
+        now = self.clock()
+        return [
+            Waiting(
+                ticket.request,
+                position,
+                now - ticket.entered,
+                wait if math.isfinite(wait) else None,
+            )
+            for position, (ask, wait) in enumerate(islice(self.dispatcher.places(now), most), 1)
+            if (ticket := self._tickets.get(ask)) is not None
+        ]
 
     def place(self, request: Request) -> Waiting | None:
-        """Where a request stands in line; None: it does not wait."""
-        ticket = self._ticket(request.id)
-        return None if ticket is None else self._place(ticket)
-
-    def _place(self, ticket: Ticket) -> Waiting:
-        now, ask = self.clock(), ticket.ask
-        seconds = self.dispatcher.expected_start(ask, now) - now
-        return Waiting(
-            ticket.request,
-            self.dispatcher.position(ask),
-            now - ticket.entered,
-            max(0.0, seconds) if math.isfinite(seconds) else None,
-        )
+        """Where a request stands in line, as of the last tick; None: it does not wait."""
+        if self._places is None:
+            self._places = {one.request.id: one for one in self.waiting()}
+        return self._places.get(request.id)
 
     def depths(self) -> dict[Priority, int]:
         """How many requests of each class wait."""
@@ -254,8 +257,7 @@ class Scheduler:
 
     def _admitted(self, request: Request, ask: Ask, plan: Plan, now: float) -> float:
         """Until when it may wait. Raises: GatewayError."""
-        place = (ask.priority, ask.entered)
-        ahead = sum((other.priority, other.entered) < place for other in self._tickets)
+        ahead = self.dispatcher.ahead(ask)
         predicted = None
         if plan.any_alive():
             measured = self.mirror.measured(ask)
@@ -300,6 +302,7 @@ class Scheduler:
         if self._ticking is not None:
             self._ticking.cancel()
             self._ticking = None
+        self._places = None
         self.mirror.renew()
         now = self.clock()
         for ticket in list(self._tickets.values()):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from gateway.request import Priority
@@ -238,20 +240,58 @@ def test_the_first_token_moves_what_is_expected() -> None:
     assert placement.ends == pytest.approx(4.0)
 
 
-def test_position_and_expected_start_tell_of_turns() -> None:
+def test_places_and_expected_starts_tell_of_turns() -> None:
     desk = Desk((1,))
     desk.fill()
     asks = [desk.arrive(caller="greedy")[0] for _ in range(5)]
     modest, _ = desk.arrive(caller="modest")
     urgent, _ = desk.arrive(priority=Priority.URGENT)
-    position = desk.dispatcher.position
-    assert position(urgent) == 1
-    assert position(modest) <= 3
-    assert [position(ask) for ask in asks] == sorted(position(ask) for ask in asks)
-    assert position(desk.ask()) == 0
-    starts = [desk.dispatcher.expected_start(ask, 0.0) for ask in (urgent, modest, asks[-1])]
-    assert starts == sorted(starts)
-    assert desk.dispatcher.predicted_wait(desk.ask(), 0.0) > 5.0
+    places = list(desk.dispatcher.places(0.0))
+    order = [ask for ask, _ in places]
+    assert order[0] is urgent
+    assert order.index(modest) <= 2
+    assert [ask for ask in order if ask.caller == "greedy"] == asks
+    assert [desk.dispatcher.ahead(ask) for ask in order] == list(range(7))
+    starts = [desk.dispatcher.expected_start(ask, 0.0) for ask in order]
+    assert starts == sorted(starts) == [wait for _, wait in places]
+
+
+def test_a_newcomer_does_not_wait_for_all_that_another_caller_has_in_line() -> None:
+    desk = Desk((1,))
+    desk.fill()
+    for _ in range(50):
+        desk.arrive(caller="greedy")
+    ahead, wait = desk.dispatcher.ahead, desk.dispatcher.predicted_wait
+    modest, greedy = desk.ask(caller="modest"), desk.ask(caller="greedy")
+    assert ahead(modest) <= 1
+    assert ahead(greedy) == 50
+    assert wait(modest, 0.0) < wait(greedy, 0.0) / 10
+    assert ahead(desk.ask(caller="modest", priority=Priority.BATCH)) == 50
+    assert ahead(desk.ask(caller="greedy", priority=Priority.URGENT)) == 0
+
+
+def test_what_has_been_measured_counts_soon_in_what_is_expected() -> None:
+    desk = Desk((2, 2))
+    for row in desk.rows:
+        desk.board.set_speed(row, 100.0, 0.1, 0.0)
+    desk.fill()
+    slow = desk.arrive(caller="a")[0]
+    for row in desk.rows:
+        desk.board.set_speed(row, 1000.0, 0.01, 0.0)
+    for number in range(8):
+        desk.arrive(float(number), caller="b")
+        desk.finish(desk.running[0], float(number))
+    assert desk.dispatcher.waiting
+    quick = desk.arrive(8.0, caller="c")[0]
+    assert quick.work == pytest.approx(slow.work / 10)
+
+
+def test_no_start_is_expected_while_every_node_is_out() -> None:
+    desk = Desk((1,))
+    desk.fill()
+    ask, _ = desk.arrive()
+    desk.board.set_slots(desk.rows[0], 1, 0, 0, alive=False)
+    assert desk.dispatcher.expected_start(ask, 0.0) == math.inf
 
 
 def test_there_is_no_wait_where_there_is_room() -> None:

@@ -122,8 +122,10 @@ def check(desk: Desk, now: float) -> None:
     waiting = dispatcher.asks()
     assert len(waiting) == dispatcher.waiting == sum(dispatcher.depths().values())
     assert not {one.ask for one in desk.running} & set(waiting)
+    places = [ask for ask, _ in dispatcher.places(now)]
+    assert sorted(map(id, places)) == sorted(map(id, waiting))
+    assert [dispatcher.ahead(ask) for ask in places] == list(range(len(places)))
     for ask in waiting:
-        assert dispatcher.position(ask) >= 1
         assert dispatcher.expected_start(ask, now) >= now
         if ask.held is None and ask.slots == 1:
             for row in desk.rows:
