@@ -1,0 +1,268 @@
+"""Real hosts for a playbook: Debian under systemd in containers of systemd-nspawn, with sshd.
+
+`with site(["h1", "h2"]) as hosts:` brings them up and takes everything away again, whatever
+happens; what an earlier run that was killed has left is cleared first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.deploy.base_image import AUTHORITIES, base_image, cache_folder
+
+BRIDGE = "lgtest0"
+TABLE = "llama_gateway_tests"
+NETWORK = "10.213.0"
+FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
+START_LIMIT = 60.0  # seconds until a host answers ssh; 5 were seen
+STOP_LIMIT = 20.0
+
+
+class HostError(Exception):
+    """A host did not do what it was to."""
+
+
+@dataclass(slots=True)
+class Host:
+    """One machine. `root` is its file system, seen from outside."""
+
+    name: str
+    address: str
+    root: Path
+    key: Path
+    process: subprocess.Popen[bytes]
+
+    def ssh(self) -> list[str]:
+        """The command that `run` puts its words behind."""
+        return ["ssh", "-i", str(self.key), *ssh_options(), f"root@{self.address}"]
+
+    def run(
+        self, command: str, *, check: bool = True, limit: float = 60.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a line of shell on the host, as root."""
+        done = subprocess.run(
+            [*self.ssh(), command], capture_output=True, text=True, timeout=limit, check=False
+        )
+        if check and done.returncode != 0:
+            raise HostError(f"{self.name}: {command}: {done.returncode}: {done.stderr[-2000:]}")
+        return done
+
+    @property
+    def up(self) -> bool:
+        """Whether it runs."""
+        return self.process.poll() is None
+
+
+def ssh_options() -> list[str]:
+    """For hosts that are made anew for every run."""
+    return [
+        *("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"),
+        *("-o", "LogLevel=ERROR", "-o", "ConnectTimeout=5", "-o", "BatchMode=yes"),
+        *("-o", "ControlMaster=no"),
+    ]
+
+
+@dataclass(slots=True)
+class Site:
+    """The hosts of a run, their bridge and their key."""
+
+    folder: Path
+    base: Path
+    key: Path
+    hosts: dict[str, Host] = field(default_factory=dict)
+    _next: int = 11
+
+    def __getitem__(self, name: str) -> Host:
+        return self.hosts[name]
+
+    def add(self, *names: str) -> None:
+        """Start more hosts, all at once, and wait until each answers ssh."""
+        started = [self._start(name) for name in names]
+        for host in started:
+            self._wait(host)
+
+    def stop(self, name: str) -> None:
+        """Pull the plug of a host."""
+        _end(self.hosts[name].process)
+
+    def _start(self, name: str) -> Host:
+        home = self.folder / name
+        root, upper, work = home / "root", home / "upper", home / "work"
+        for folder in (root, upper, work):
+            folder.mkdir(parents=True)
+        layers = f"lowerdir={self.base},upperdir={upper},workdir={work}"
+        _run("mount", "-t", "overlay", "overlay", "-o", layers, str(root))
+        address = f"{NETWORK}.{self._next}"
+        self._next += 1
+        _furnish(root, name, address, self.key.with_suffix(".pub").read_text())
+        with (home / "console").open("wb") as console:
+            process = subprocess.Popen(
+                [
+                    *("setpriv", "--pdeathsig", "TERM"),
+                    *("systemd-nspawn", "-q", "-D", str(root), "-M", f"lgtest-{name}", "-b"),
+                    *("--register=no", "--keep-unit", f"--network-bridge={BRIDGE}"),
+                    *("--capability=CAP_IPC_LOCK", "--resolv-conf=off", "--timezone=off"),
+                    *("--kill-signal=SIGRTMIN+3", "--console=pipe"),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        host = Host(name, address, root, self.key, process)
+        self.hosts[name] = host
+        (home / "pid.json").write_text(json.dumps([process.pid, _began(process.pid)]))
+        return host
+
+    def _wait(self, host: Host) -> None:
+        end = time.monotonic() + START_LIMIT
+        while time.monotonic() < end:
+            if not host.up:
+                break
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if host.run("true", check=False, limit=10).returncode == 0:
+                    return
+            time.sleep(0.2)
+        told = (self.folder / host.name / "console").read_text(errors="replace")
+        raise HostError(f"{host.name} does not answer ssh:\n{told[-3000:]}")
+
+
+@contextlib.contextmanager
+def site(names: Iterable[str], cache: Path | None = None) -> Iterator[Site]:
+    """Hosts of these names, on a bridge of their own with a way out through this machine.
+
+    One run at a time on a machine: another waits.
+    """
+    cache = cache or cache_folder()
+    base = base_image(cache)
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _clear(cache)
+        folder = Path(tempfile.mkdtemp(prefix="run-", dir=cache))
+        forwarding = FORWARDING.read_text()
+        (folder / "forwarding").write_text(forwarding)
+        try:
+            _open_network()
+            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key"))
+            made = Site(folder, base, folder / "key")
+            made.add(*names)
+            yield made
+        finally:
+            _clear(cache)
+
+
+def _furnish(root: Path, name: str, address: str, key: str) -> None:
+    """Give a root its name, its address and the run's key."""
+    (root / "etc/hostname").write_text(f"{name}\n")
+    (root / "etc/hosts").write_text(f"127.0.0.1 localhost\n{address} {name}\n")
+    network = root / "etc/systemd/network/10-host0.network"
+    network.write_text(
+        f"[Match]\nName=host0\n\n[Network]\nAddress={address}/24\nGateway={NETWORK}.1\n"
+        "LinkLocalAddressing=no\n"
+    )
+    home = root / "root/.ssh"
+    home.mkdir(mode=0o700, exist_ok=True)
+    (home / "authorized_keys").write_text(key)
+    for found in ("/etc/resolv.conf", str(AUTHORITIES)):
+        if Path(found).exists():
+            shutil.copyfile(found, root / found.lstrip("/"))
+
+
+def _open_network() -> None:
+    _run("ip", "link", "add", BRIDGE, "type", "bridge")
+    _run("ip", "address", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
+    _run("ip", "link", "set", BRIDGE, "up")
+    FORWARDING.write_text("1\n")
+    rules = f"""table ip {TABLE} {{
+      chain out {{
+        type nat hook postrouting priority srcnat;
+        ip saddr {NETWORK}.0/24 ip daddr != {NETWORK}.0/24 masquerade
+      }}
+    }}"""
+    subprocess.run(["nft", "-f", "-"], input=rules, text=True, check=True, timeout=20)
+
+
+def _clear(cache: Path) -> None:
+    """Take away all that a run made, this one or one that was killed."""
+    for folder in cache.glob("run-*"):
+        for home in folder.iterdir():
+            if (home / "pid.json").is_file():
+                pid, began = json.loads((home / "pid.json").read_text())
+                if _began(pid) == began:
+                    _kill(pid)
+        for root in folder.glob("*/root"):
+            if os.path.ismount(root):
+                _run("umount", "--lazy", str(root), check=False)
+        if (folder / "forwarding").is_file():
+            FORWARDING.write_text((folder / "forwarding").read_text())
+        shutil.rmtree(folder, ignore_errors=True)
+    _run("ip", "link", "del", BRIDGE, check=False)
+    _run("nft", "delete", "table", "ip", TABLE, check=False)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        _kill(process.pid)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_LIMIT)
+
+
+def _kill(pid: int) -> None:
+    """Kill the first process of a container, with which all others end, then its keeper."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    for _ in range(50):
+        try:
+            first = [int(word) for word in children.read_text().split()]
+        except OSError:
+            return
+        for child in first:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        if not first:
+            break
+        time.sleep(0.1)
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG)[0] == pid:
+                return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _began(pid: int) -> str | None:
+    """When a process began, in the kernel's ticks; its number may be given out again."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None
+
+
+def _run(*command: str, check: bool = True) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if check and done.returncode != 0:
+        raise HostError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def main() -> None:
+    """`python -m tests.deploy.hosts NAME...`: hosts to try a playbook on, until Ctrl-C."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with site(sys.argv[1:] or ["h1"]) as hosts:
+        for host in hosts.hosts.values():
+            print(f"{host.name} {host.address}: {' '.join(host.ssh())}", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Steady work for a fleet, through its edge, while something is done to it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+LIMIT = 120.0  # seconds for one answer
+TOKENS = 200
+
+
+@dataclass(slots=True)
+class Load:
+    """`with Load(url) as load:` keeps `clients` clients asking, every other one for a stream.
+
+    Nothing is repeated by the clients, so `failures` holds every request that did not end well.
+    """
+
+    url: str
+    clients: int = 4
+    headers: dict[str, str] = field(default_factory=dict)
+    answered: int = 0
+    failures: list[str] = field(default_factory=list)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        for number in range(self.clients):
+            thread = threading.Thread(target=self._work, args=(number,), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(LIMIT + 10)
+
+    def wait_for(self, more: int, limit: float = 60.0) -> None:
+        """Until so many more requests have been answered."""
+        wanted, end = self.answered + more, time.monotonic() + limit
+        while self.answered < wanted:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{self.answered} of {wanted} answered: {self.failures[-3:]}")
+            time.sleep(0.05)
+
+    def _work(self, number: int) -> None:
+        with httpx.Client(verify=False, timeout=LIMIT, headers=self.headers) as client:
+            turn = 0
+            while not self._over.is_set():
+                turn += 1
+                told = self._ask(client, f"client {number} turn {turn}", stream=number % 2 == 0)
+                with self._lock:
+                    if told:
+                        self.failures.append(told)
+                    else:
+                        self.answered += 1
+                self._over.wait(0.05)
+
+    def _ask(self, client: httpx.Client, text: str, *, stream: bool) -> str:
+        """What went wrong, or nothing."""
+        body = {
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": TOKENS,
+            "stream": stream,
+        }
+        try:
+            answer = client.post(f"{self.url}/v1/chat/completions", json=body)
+        except httpx.HTTPError as error:
+            return f"{time.strftime('%X')} {type(error).__name__}: {error}"
+        if answer.status_code != 200:
+            return f"{time.strftime('%X')} {answer.status_code}: {answer.text[:300]}"
+        if stream:
+            return "" if _complete(answer.text) else f"cut: {answer.text[-300:]}"
+        reason = answer.json()["choices"][0]["finish_reason"]
+        return "" if reason in {"stop", "length"} else f"ended by {reason}"
+
+
+def _complete(text: str) -> bool:
+    """Whether a stream came to its proper end."""
+    events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    if not events or events[-1] != "[DONE]":
+        return False
+    chunks = [json.loads(event) for event in events[:-1]]
+    return any(
+        choice.get("finish_reason") for chunk in chunks for choice in chunk.get("choices", [])
+    ) and not any("error" in chunk for chunk in chunks)
+
+
+def main() -> None:
+    """`python -m tests.deploy.load URL SECONDS`: ask for so long, then tell."""
+    import sys
+
+    with Load(sys.argv[1]) as load:
+        time.sleep(float(sys.argv[2]))
+    print(load.answered, "answered,", len(load.failures), "failed", load.failures[:5])
+
+
+if __name__ == "__main__":
+    main()
