@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ from tests.bench.load import Address
 HOST = "127.0.0.1"
 START_LIMIT = 30.0
 STOP_LIMIT = 10.0
+BELOW_EPHEMERAL = 20_000, 32_000
 CONNECTIONS = 8192
 """Connections each proxy is told to take; a stream takes two."""
 
@@ -77,10 +79,16 @@ def find(binary: str) -> str | None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody has, and that no outgoing connection will take before it is used."""
+    while True:
+        port = random.randrange(*BELOW_EPHEMERAL)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return port
 
 
 def _nginx(binary: str, plan: Plan) -> list[str]:
