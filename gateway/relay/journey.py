@@ -93,8 +93,10 @@ class Journey:
         granted = means.scheduler.lease_now(request)
         if granted is None:
             asked = clock()
-            granted = await means.scheduler.wait(request)
-            record.queue += clock() - asked
+            try:
+                granted = await means.scheduler.wait(request)
+            finally:
+                record.queue += clock() - asked
         lease, model = granted
         record.attempts += 1
         record.node = lease.node.name

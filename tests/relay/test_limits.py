@@ -216,6 +216,7 @@ async def test_the_clients_own_limit_holds_in_the_queue_too(tmp_path: Path) -> N
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (503, "queue_timeout")
         assert reply.headers["x-should-retry"] == "false"
         assert int(reply.headers["retry-after"]) >= 1
+        assert int(reply.headers["x-gateway-queue-ms"]) >= 100
         assert (await first).status_code == 200
         assert one.requests == 1
 
