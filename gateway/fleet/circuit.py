@@ -56,6 +56,11 @@ class Circuit:
             return CircuitPhase.CLOSED
         return CircuitPhase.OPEN if now < self.open_until else CircuitPhase.HALF_OPEN
 
+    @property
+    def steady(self) -> bool:
+        """Whether it lets everything through, and goes on to while nothing fails."""
+        return self.open_until is None and self._ramp is None
+
     def wants_trial(self, now: float) -> bool:
         """Whether it is half-open and nothing is out on trial."""
         return self.open_until is not None and now >= self.open_until and self.trial is None

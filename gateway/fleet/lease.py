@@ -115,20 +115,6 @@ class Lease:
             if self.on_read is not None:
                 self.on_read(self)
 
-    def began(self) -> None:
-        """It has just been counted: called by the node, once."""
-        occupancy = self.node.occupancy
-        self.slot_seconds = occupancy.slot_seconds
-        self.reader_seconds = occupancy.reader_seconds
-
-    def is_over(self, now: float) -> None:
-        """It is about to be counted as given back: called by the node, once."""
-        occupancy = self.node.occupancy
-        occupancy.count(now)
-        self.ended = now
-        self.slot_seconds = occupancy.slot_seconds - self.slot_seconds
-        self.reader_seconds = occupancy.reader_seconds - self.reader_seconds
-
     def seen(self) -> Seen | None:
         """What the gateway saw of its node meanwhile; None until it is given back."""
         if self.ended is None or not self.slots:

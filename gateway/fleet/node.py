@@ -193,6 +193,11 @@ class Node:
 
     def free(self, now: float) -> int:
         """Slots that new work may take at this moment."""
+        if self.state is State.READY and self.limit is None and self.circuit.steady:
+            if self.removed:
+                return 0
+            left = self.slots_total - self.occupancy.leased - self.occupancy.foreign
+            return max(0, left)
         capacity = self.capacity(now)
         if not capacity:
             return 0
@@ -273,24 +278,28 @@ class Node:
         )
         lease.prefill_began = now
         lease.reads = stream and slots > 0
-        if self.circuit.wants_trial(now):
+        circuit, occupancy = self.circuit, self.occupancy
+        if circuit.open_until is not None and circuit.wants_trial(now):
             lease.trial = True
-            self.circuit.begin_trial(lease)
+            circuit.begin_trial(lease)
         self.leases.add(lease)
         if self.limit is not None:
-            self.limit.took(self.occupancy.leased + slots)
-        self.occupancy.take(slots, now, reads=lease.reads)
-        lease.began()
+            self.limit.took(occupancy.leased + slots)
+        occupancy.take(slots, now, lease.reads)
+        lease.slot_seconds = occupancy.slot_seconds
+        lease.reader_seconds = occupancy.reader_seconds
         self.requests += 1
-        self.announced = max(0, self.announced - slots)
+        self.announced = self.announced - slots if self.announced > slots else 0
         return lease
 
     def returned(self, lease: Lease) -> None:
         """Count the slots of a lease as free: called by the lease, once."""
         self.leases.remove(lease)
-        now = self.clock()
-        lease.is_over(now)
-        self.occupancy.give_back(lease.slots, now, reads=lease.reads)
+        occupancy = self.occupancy
+        lease.ended = now = self.clock()
+        occupancy.give_back(lease.slots, now, lease.reads)
+        lease.slot_seconds = occupancy.slot_seconds - lease.slot_seconds
+        lease.reader_seconds = occupancy.reader_seconds - lease.reader_seconds
         if lease.trial:
             self.circuit.end_trial(lease)
         self.on_return(lease)

@@ -87,6 +87,8 @@ class Row:
     """Seconds that one prompt token costs: its own reading and the writers it holds up."""
     per_token: float = 0.0
     """Seconds of one more sequence's token."""
+    writers: int = 0
+    """How many of those that run have an answer to write."""
     drag: float = 0.0
     """Share of their remaining time by which a newcomer slows down those who write."""
     dirty: bool = False
@@ -107,6 +109,9 @@ class Pool:
     """Expected seconds of work that waits for it, by class."""
     mask: Any = None
     """numpy's view of the rows that are not in it, made when needed."""
+    room: Any = None
+    """The room for one slot here (`room.py`), as it was found with `opened`."""
+    opened: int = -1
     _slots: tuple[int, int] = (-1, 0)
 
     def __post_init__(self) -> None:
@@ -123,6 +128,7 @@ class Pool:
         self.rows = tuple(rows)
         self.members = frozenset(row.index for row in self.rows)
         self.mask = None
+        self.opened = -1
         self._slots = (-1, 0)
 
 
@@ -137,6 +143,8 @@ class Board:
     by_name: dict[str, Row] = field(default_factory=dict)
     open: dict[int, Row] = field(default_factory=dict)
     """Rows with a free slot, by index."""
+    opened: int = 0
+    """Changes whenever another row comes to be among them, or one leaves."""
     placed: int = 0
     """Placements so far."""
     freed: bool = False
@@ -239,16 +247,20 @@ class Board:
         if free > 0:
             if free > row.free:
                 self.freed = True
-                self.open[row.index] = row
+                if not row.free:
+                    self.open[row.index] = row
+                    self.opened += 1
             row.free = free
         elif row.free:
             row.free = 0
+            self.opened += 1
             self.open.pop(row.index, None)
         step = row.token_step
         row.per_token = per_token = row.token_base + step * busy
         row.per_prompt = (1 + busy) / row.prefill
         row.drag = step / (per_token - step) if busy and step else 0.0
-        self.touch(row)
+        if not row.dirty:
+            self.touch(row)
 
     def touch(self, row: Row) -> None:
         """What numpy's columns have of `row` is out of date."""

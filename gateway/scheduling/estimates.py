@@ -121,11 +121,11 @@ class Estimates:
         own = self._callers.get((caller, model), _NOTHING)
         ratio = own.ratio(common.ratio(TOKENS_PER_BYTE))
         prompt = _tokens(text * ratio + ids + media * common.media)
+        if max_tokens is not None and max_tokens <= 0:
+            return prompt, 0.0
         mean = own.mean(common.mean(USUAL_ANSWER))
         if max_tokens is None or not max_tokens < MOST_TOKENS:
             return prompt, mean
-        if max_tokens <= 0:
-            return prompt, 0.0
         # About what the limit leaves: at most the limit, at most the mean, less where they meet.
         return prompt, mean * max_tokens / math.hypot(mean, max_tokens)
 

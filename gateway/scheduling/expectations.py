@@ -12,7 +12,7 @@ from gateway.scheduling.board import Board
 from gateway.scheduling.dispatch import Dispatcher
 from gateway.scheduling.eligible import Plan
 from gateway.scheduling.estimates import Estimates
-from gateway.scheduling.forecast import Placement
+from gateway.scheduling.forecast import NO_ANSWER, Placement
 
 LONG = 1024
 """Bytes of a prompt from which on it matters that the next turn finds what this one has left."""
@@ -62,7 +62,7 @@ class Expectations:
             request.received,
             request.slots if request.slots < 2 else _slots(request, plan),
             tokens,
-            completion,
+            completion if request.writes else NO_ANSWER,
             NOTHING,
             NOTHING,
             plan.closed,

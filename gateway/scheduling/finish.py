@@ -28,6 +28,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from gateway.scheduling.ask import Ask
     from gateway.scheduling.board import Row
 
@@ -72,6 +74,26 @@ def seconds(row: Row, ask: Ask, now: float) -> float:
         if left < 0.0:  # noqa: PLR1730 - a call costs four times as much
             left = 0.0
     return cost(uncached, ask.completion, row.per_prompt, row.per_token, before, row.drag, left)
+
+
+def each(rows: Collection[Row], ask: Ask, now: float) -> list[float]:
+    """`seconds` of each row, in one go where nothing is known of one row alone."""
+    if ask.cached or ask.doubts:
+        return [seconds(row, ask, now) for row in rows]
+    prompt, completion = ask.prompt, ask.completion
+    found = []
+    for row in rows:
+        before = row.doubt
+        if row.reading_until > now:
+            before += row.reading_until - now
+        left, drag = 0.0, row.drag
+        if drag:
+            left = row.ends - now * len(row.running)
+            if left < 0.0:  # noqa: PLR1730 - as above
+                left = 0.0
+        # `cost`, spelt out: calls would be most of it.
+        found.append(before + prompt * row.per_prompt + completion * row.per_token + drag * left)
+    return found
 
 
 def seconds_after(row: Row, ask: Ask, wait: float) -> float:

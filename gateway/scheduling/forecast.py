@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from gateway.scheduling.board import Pool, Row
     from gateway.scheduling.fairness import Account
 
+NO_ANSWER = 1.0
+"""Tokens of an answer that is not written, as of embeddings, or next to nothing."""
+
 OUTLIVED = 0.5
 """What outlives its forecast is expected to take this share of its time so far once more."""
 
@@ -38,13 +41,19 @@ class Placement:
 
 
 def place(ask: Ask, row: Row, pool: Pool, group: int, now: float) -> Placement:
-    """Let `ask` begin on `row`: its reading holds the others up, its writing slows them down."""
+    """Let `ask` begin on `row`: its reading holds up those who write, its writing slows them down.
+
+    Where nobody writes it is one prompt after the other, and nobody's end moves.
+    """
     uncached = ask.prompt
     if ask.cached:
         uncached = max(LEAST_READ, uncached - ask.cached.get(row.index, 0.0))
     reading = uncached / row.prefill
     running = row.running
-    if running:
+    writes = ask.completion > NO_ANSWER
+    if not (writes or row.writers):
+        start = max(now, row.reading_until)
+    elif running:
         start = max(now, row.reading_until)
         drag = row.drag
         total = 0.0
@@ -59,6 +68,7 @@ def place(ask: Ask, row: Row, pool: Pool, group: int, now: float) -> Placement:
     ends = read_by + ask.completion * row.per_token
     placement = Placement(ask, row, pool, group, now, read_by, ends)
     running.append(placement)
+    row.writers += writes
     row.ends += ends
     return placement
 
@@ -78,8 +88,14 @@ def end(placement: Placement, now: float) -> None:
     row = placement.row
     running = row.running
     running.remove(placement)
+    writes = placement.ask.completion > NO_ANSWER
+    row.writers -= writes
     if not running:
         row.ends = row.reading_until = 0.0
+        return
+    if not (writes or row.writers):
+        row.ends -= placement.ends
+        row.reading_until = running[-1].read_by
         return
     gain = row.token_step / row.per_token
     read_by = placement.read_by

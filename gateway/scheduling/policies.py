@@ -6,24 +6,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from gateway.scheduling.ask import Ask
 from gateway.scheduling.board import Row
-from gateway.scheduling.finish import seconds
+from gateway.scheduling.finish import each
 
-Policy = Callable[[Iterable[Row], Ask, float, random.Random], Row | None]
+Policy = Callable[[Collection[Row], Ask, float, random.Random], Row | None]
 """`(rows with room, ask, now, rng)`: one of the rows, or None where there is none."""
 
 
-def least_finish(rows: Iterable[Row], ask: Ask, now: float, rng: random.Random) -> Row | None:
+def least_finish(rows: Collection[Row], ask: Ask, now: float, rng: random.Random) -> Row | None:
     """Where the request, and what it holds up, is expected to end first; ties at random."""
     best: Row | None = None
     least = 0.0
     ties = 1
-    for row in rows:
-        cost = seconds(row, ask, now)
+    for row, cost in zip(rows, each(rows, ask, now), strict=True):
         if best is None or cost < least:
             best, least, ties = row, cost, 1
         elif cost == least:
@@ -33,7 +32,7 @@ def least_finish(rows: Iterable[Row], ask: Ask, now: float, rng: random.Random) 
     return best
 
 
-def least_loaded(rows: Iterable[Row], ask: Ask, _now: float, rng: random.Random) -> Row | None:
+def least_loaded(rows: Collection[Row], ask: Ask, _now: float, rng: random.Random) -> Row | None:
     """Slots in use, the newcomer's included, against slots owned; ties at random."""
     best: Row | None = None
     least = 0.0
@@ -49,12 +48,12 @@ def least_loaded(rows: Iterable[Row], ask: Ask, _now: float, rng: random.Random)
     return best
 
 
-def round_robin(rows: Iterable[Row], _ask: Ask, _now: float, _rng: random.Random) -> Row | None:
+def round_robin(rows: Collection[Row], _ask: Ask, _now: float, _rng: random.Random) -> Row | None:
     """The one that was used the longest ago."""
     return min(rows, key=lambda row: (row.used, row.index), default=None)
 
 
-def prefix_hash(rows: Iterable[Row], ask: Ask, _now: float, _rng: random.Random) -> Row | None:
+def prefix_hash(rows: Collection[Row], ask: Ask, _now: float, _rng: random.Random) -> Row | None:
     """The highest by rendezvous hashing of what the request shares with its like.
 
     A full node passes it on to the next of the same order, as consistent hashing with bounded

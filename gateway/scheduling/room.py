@@ -31,6 +31,15 @@ def room_for(board: Board, ask: Ask) -> Room | None:
 
     A tier is passed over when it has no room, a group only when none of its rows is alive.
     """
+    if ask.slots == 1 and not (ask.closed or ask.failed or board.kept or board.reserve):
+        # Nearly always: what is found for one holds for the next, until a row opens or closes.
+        pool = ask.groups[0][0]
+        if pool.opened != board.opened:
+            rows = _with_room(board, pool, ask)
+            pool.room, pool.opened = Room(rows, pool, 0) if rows else None, board.opened
+        if pool.room is not None:
+            usual: Room = pool.room
+            return usual
     avoided: Collection[int] = ask.failed if ask.failed and _another_lives(ask) else ()
     for group, tiers in enumerate(ask.groups):
         for pool in tiers:

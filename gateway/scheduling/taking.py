@@ -65,8 +65,10 @@ class Taking:
         lease.on_end = self._ended
         if lease.trial:
             self.mirror.changed(node)
-        self.expectations.placed(lease, request)
-        self.tiers.granted(plan, placement.row, lease)
+        if request.prompt is not None:
+            self.expectations.placed(lease, request)
+        if plan.route is not None:
+            self.tiers.granted(plan, placement.row, lease)
         return lease, plan.able[placement.group][0]
 
     def forgo(self, lease: Lease, request: Request) -> None:
