@@ -124,7 +124,8 @@ class Bus:
         """Tell everybody who asked for events of this type, after all that was put off."""
         if self._put_off:
             self.flush()
-        self._tell(event)
+        for subscriber in self._subscribers.get(type(event), ()):
+            subscriber(event)
 
     def publish_soon(self, event: object) -> None:
         """The same, within `SOON` seconds."""

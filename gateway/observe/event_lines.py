@@ -23,6 +23,7 @@ from gateway.request import Priority
 QUIET_OUTCOMES = frozenset({"ok", "client_closed", "cancelled", "stale", "context_overflow"})
 """Attempts that blame no node: worth a line at `debug` only."""
 
+_DEBUG = LEVELS["debug"]
 _TROUBLE = frozenset({"down", "ejected", "mute", "degraded"})
 
 
@@ -78,7 +79,7 @@ class EventLines:
 
     def attempt(self, event: AttemptEnded) -> None:
         """An attempt that failed; the request may yet succeed on another node."""
-        if event.outcome == "ok" and not self._logs.heard(LEVELS["debug"]):
+        if event.outcome == "ok" and not self._logs.heard(_DEBUG):
             return
         fields: dict[str, Any] = {
             "id": event.request_id,

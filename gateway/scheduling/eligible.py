@@ -17,8 +17,6 @@ HOST_DOUBT = 1e5
 """Seconds by which the other nodes of a host look slower to a request that failed on one: so many
 that it goes to another host, however slow, that has room."""
 
-MOST_PLANS = 1000
-
 Able = Sequence[tuple[str, Sequence[Node]]]
 """The nodes that can serve a request, for each name it stands for that some node serves."""
 
@@ -63,7 +61,6 @@ class Eligible:
 
     catalogue: Catalogue
     mirror: Mirror
-    _plans: dict[int, Plan] = field(default_factory=dict)
 
     def plan(self, request: Request) -> Plan:
         """Where it may go.
@@ -76,23 +73,20 @@ class Eligible:
             service = self.mirror.service(_key(names[0], request))
             offering = service.offering
             assert offering is not None
-            needed = max(request.prompt_tokens, request.smallest_context)
-            if offering.nodes and request.slots <= offering.slots and needed <= offering.context:
-                return self._usual(offering.able, service.groups)
+            if (
+                offering.nodes
+                and request.slots <= offering.slots
+                and request.prompt_tokens <= offering.context >= request.smallest_context
+            ):
+                plan: Plan | None = service.plan
+                if plan is None or plan.able is not offering.able:
+                    plan = service.plan = Plan(offering.able, service.groups)
+                return plan
         able = self.able(request)
         groups = tuple(
             pools for name, _ in able for pools in self.mirror.service(_key(name, request)).groups
         )
         return Plan(able, groups, self._closed(able, groups), *self._failed(able, request))
-
-    def _usual(self, able: Able, groups: Groups) -> Plan:
-        """The plan with nobody left out, made once for all requests that it suits."""
-        plan = self._plans.get(id(able))
-        if plan is None or plan.able is not able or plan.groups is not groups:
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            plan = self._plans[id(able)] = Plan(able, groups)
-        return plan
 
     def _closed(self, able: Able, groups: Groups) -> Collection[int]:
         """Rows of the pools whose nodes can't hold this request."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from gateway.fleet.catalogue import Offering
 from gateway.fleet.fleet import Fleet
@@ -43,6 +44,8 @@ class Service:
     gpu: Pool
     groups: Groups
     """Where a request for it may go while no rule says otherwise."""
+    plan: Any = None
+    """The plan of such a request, once one has come (`eligible.py`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -196,3 +199,4 @@ class Mirror:
         pools = tuple(pool for pool in (service.gpu, service.cpu) if pool.rows)
         if not service.groups or service.groups[0] != pools:
             service.groups = (pools,)
+            service.plan = None
