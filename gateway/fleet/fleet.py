@@ -357,13 +357,11 @@ class Fleet:
 
     def _returned(self, lease: Lease) -> None:
         """A lease has been given back; who placed it has counted it already."""
-        node = lease.node
-        if node.removed or lease.upstream is not node.upstream:
-            self._departures.returned(node)
-        if lease.placement is None or lease.trial or node.state is State.EJECTED:
-            self._tell_change(node)
-        if self.on_capacity is not None:
-            self.on_capacity()
+        if lease.node.removed or lease.upstream is not lease.node.upstream:
+            self._departures.returned(lease.node)
+        if lease.placement is None or lease.trial or lease.node.state is State.EJECTED:
+            self._tell_change(lease.node)
+        self._tell_capacity()
 
     def _tell_change(self, node: Node | None = None) -> None:
         if self.on_change is not None:
