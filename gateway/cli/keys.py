@@ -86,6 +86,10 @@ def hash_(
             "a key that may ask for the class premium",
         ),
         ("llama-gateway keys create --model mistral-7b", "a key for one model"),
+        (
+            "llama-gateway keys create --id chat --trust-user-headers",
+            "a key of a chat's web interface, whose users get fair shares",
+        ),
     ),
 )
 def create(
@@ -100,17 +104,26 @@ def create(
         list[str] | None,
         typer.Option("--model", help="A model it may use; repeat it for more. Default: all."),
     ] = None,
+    trust_user_headers: Annotated[
+        bool,
+        typer.Option(
+            "--trust-user-headers",
+            help="Its holder may name its end users by header (see identity.user_headers).",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Make a key with its name and rights, and show its entry for the settings.
 
     The key is shown this once and is kept nowhere.
     """
-    rights: dict[str, str | list[str]] = {"max_class": max_class.value}
+    rights: dict[str, str | bool | list[str]] = {"max_class": max_class.value}
     if name:
         rights = {"name": name, **rights}
     if model:
         rights["models"] = model
+    if trust_user_headers:
+        rights["trust_user_headers"] = True
     _show(_made(key_id), rights, shown=True, as_json=as_json)
 
 
@@ -137,7 +150,9 @@ def _read() -> NewKey:
     return key
 
 
-def _show(key: NewKey, rights: dict[str, str | list[str]], *, shown: bool, as_json: bool) -> None:
+def _show(
+    key: NewKey, rights: dict[str, str | bool | list[str]], *, shown: bool, as_json: bool
+) -> None:
     entry = {"id": key.id, "sha256": key.sha256, **rights}
     if as_json:
         put_json({"key": key.text, **entry} if shown else entry)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
+from gateway.config.waiting import PATIENCE
 from gateway.request import Priority
 from gateway.scheduling.ageing import Turns
 from gateway.scheduling.ask import Ask
@@ -44,12 +45,7 @@ wait."""
 
 
 def _patience() -> Mapping[Priority, float]:
-    return {
-        Priority.URGENT: 10.0,
-        Priority.PREMIUM: 20.0,
-        Priority.NORMAL: 60.0,
-        Priority.BATCH: 300.0,
-    }
+    return {priority: PATIENCE[priority.label] for priority in Priority}
 
 
 @dataclass(frozen=True, slots=True)

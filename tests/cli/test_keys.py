@@ -35,7 +35,7 @@ def test_a_key_has_the_rights_that_were_asked_for(tmp_path: Path) -> None:
     name = 'Team "A": #1 é'
     ran = run(
         *("keys", "create", "--id", "team-a", "--name", name, "--max-class", "premium"),
-        *("--model", "mistral-7b", "--model", "helper"),
+        *("--model", "mistral-7b", "--model", "helper", "--trust-user-headers"),
     )
     key, snippet = parts(ran)
     assert key.startswith("lg_team-a_")
@@ -46,7 +46,7 @@ def test_a_key_has_the_rights_that_were_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "gateway.yaml"
     file.write_text(snippet)
     (spec,) = load_settings(file).keys
-    assert (spec.id, spec.name) == ("team-a", name)
+    assert (spec.id, spec.name, spec.trust_user_headers) == ("team-a", name, True)
 
 
 def test_json_for_scripts() -> None:
