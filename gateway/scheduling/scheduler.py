@@ -268,10 +268,7 @@ class Scheduler:
         )
 
     def _ticket(self, request_id: str) -> Ticket | None:
-        for ticket in self._tickets.values():
-            if ticket.request.id == request_id:
-                return ticket
-        return None
+        return next((one for one in self._tickets.values() if one.request.id == request_id), None)
 
     def _refuse(self, ticket: Ticket, error: errors.GatewayError) -> None:
         self._remove(ticket)
