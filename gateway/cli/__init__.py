@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from gateway import __version__
-from gateway.cli import check, keys, nodes, serve, simulate, topology, up
+from gateway.cli import check, keys, nodes, serve, simulate, topology, tune, up
 from gateway.cli.options import prose
 from gateway.cli.terminal import CommandFailed, complain
 
@@ -30,6 +30,7 @@ for command, examples in (
     (nodes.nodes, nodes.EXAMPLES),
     (simulate.simulate, simulate.EXAMPLES),
     (topology.topology, topology.EXAMPLES),
+    (tune.tune, tune.EXAMPLES),
 ):
     app.command(help=prose(command.__doc__), epilog=examples)(command)
 app.add_typer(keys.app, name="keys")

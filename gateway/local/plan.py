@@ -36,6 +36,8 @@ class ServerSpec:
     prompts_kept: int = 0  # bytes of evicted prompts
     embedding: bool = False
     host: str = "127.0.0.1"
+    batch: int | None = None  # tokens of one step; None: what suits its slots
+    micro_batch: int | None = None  # tokens of one computation
 
 
 def plan_servers(

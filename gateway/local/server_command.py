@@ -106,6 +106,10 @@ def _embedded(spec: ServerSpec, port: int) -> list[str]:
         *("--threads", str(spec.threads)),
         *("--cache-ram", str(spec.prompts_kept // MIB)),
     ]
+    if spec.batch is not None:
+        command += ["--batch", str(spec.batch)]
+    if spec.micro_batch is not None:
+        command += ["--ubatch", str(spec.micro_batch)]
     if spec.no_mmap:
         command.append("--no-mmap")
     if spec.embedding:
@@ -120,7 +124,7 @@ def _llama_server(spec: ServerSpec, port: int, binary: Binary) -> list[str]:
         *("--host", spec.host, "--port", str(port)),
         *("-np", str(spec.slots), "-c", str(spec.slots * spec.context)),
         *("-t", str(spec.threads), "-tb", str(spec.threads)),
-        *("-b", str(batch), "-ub", str(micro_batch)),
+        *("-b", str(spec.batch or batch), "-ub", str(spec.micro_batch or micro_batch)),
     ]
     # Flags come and go between versions: the first of each row that this one has.
     wanted: list[list[list[str]]] = [

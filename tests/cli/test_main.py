@@ -11,7 +11,15 @@ import pytest
 from gateway import __version__
 from tests.cli.running import run, run_process
 
-COMMANDS = [("serve",), ("check",), ("nodes",), ("keys", "hash"), ("keys", "create")]
+COMMANDS = [
+    ("serve",),
+    ("check",),
+    ("nodes",),
+    ("simulate",),
+    ("tune",),
+    ("keys", "hash"),
+    ("keys", "create"),
+]
 
 
 def test_the_version() -> None:

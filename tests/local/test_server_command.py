@@ -50,6 +50,15 @@ def split(command: list[str]) -> tuple[list[str], list[str]]:
     return command[:at], command[at + 1 :]
 
 
+@pytest.mark.parametrize("binary", [None, help_with("--metrics")])
+def test_batches_that_are_given_are_used(binary: Binary | None) -> None:
+    spec = replace(SPEC, batch=1024, micro_batch=128)
+    _, server = split(server_command(spec, 8081, parent=42, binary=binary))
+    batch, micro_batch = ("-b", "-ub") if binary else ("--batch", "--ubatch")
+    assert server[server.index(batch) + 1] == "1024"
+    assert server[server.index(micro_batch) + 1] == "128"
+
+
 def test_a_server_is_launched_to_die_with_its_parent() -> None:
     launch, _ = split(server_command(SPEC, 8081, parent=42))
     assert launch[launch.index("--parent") + 1] == "42"

@@ -1,0 +1,368 @@
+"""`llama-gateway tune`: the settings with which this machine serves a model best, measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gateway.cli import options
+from gateway.cli.options import examples
+from gateway.cli.terminal import CommandFailed, note, put_json
+
+if TYPE_CHECKING:
+    from gateway.local.prepare import LocalPlan
+    from gateway.local.topology import Topology
+    from gateway.local.tuning.goals import Goal, Request
+    from gateway.local.tuning.measuring import Machine
+    from gateway.local.tuning.records import Measurement, Records
+    from gateway.local.tuning.report import Report
+    from gateway.local.tuning.session import Session
+
+EXAMPLES = examples(
+    (
+        "llama-gateway tune --model m.gguf --write host_vars/epyc-1/tuned.yml",
+        "half an hour at most; the play `site.yml` uses what it finds",
+    ),
+    (
+        "llama-gateway tune --model m.gguf --goal latency --minutes 90 --plot tuned.png",
+        "for one request at a time, more thoroughly, with a picture",
+    ),
+    ("llama-gateway tune --model m.gguf --prompt 3000 --answer 60", "for long prompts"),
+    ("llama-gateway tune --minutes 3", "with a demo model, to see how it works"),
+)
+
+ROOM = 64
+"""Tokens of a slot that stay free beside prompt and answer."""
+
+_JUDGED = "What is judged"
+_SERVERS = "Servers"
+_OUTPUT = "Output"
+
+
+def tune(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            metavar="FILE.gguf",
+            show_default="a small demo model; its results mean little",
+            help="The model that is to be served.",
+            rich_help_panel=_SERVERS,
+        ),
+    ] = None,
+    goal: Annotated[
+        str,
+        typer.Option(
+            "--goal",
+            metavar="GOAL",
+            help="latency: a request alone, and the pauses neighbours make. throughput: requests "
+            "an hour with all slots busy. balanced: both.",
+            rich_help_panel=_JUDGED,
+        ),
+    ] = "balanced",
+    prompt: Annotated[
+        int,
+        typer.Option(
+            "--prompt",
+            min=64,
+            metavar="TOKENS",
+            help="Prompt of the request that settings are judged by.",
+            rich_help_panel=_JUDGED,
+        ),
+    ] = 1024,
+    answer: Annotated[
+        int,
+        typer.Option(
+            "--answer", min=16, metavar="TOKENS", help="Its answer.", rich_help_panel=_JUDGED
+        ),
+    ] = 128,
+    minutes: Annotated[
+        float,
+        typer.Option("--minutes", min=0.1, metavar="M", help="End after that long at the latest."),
+    ] = 30.0,
+    context: Annotated[
+        int,
+        typer.Option(
+            "--context",
+            min=256,
+            metavar="TOKENS",
+            help="Context of one slot.",
+            rich_help_panel=_SERVERS,
+        ),
+    ] = 4096,
+    max_slots: Annotated[
+        int,
+        typer.Option(
+            "--max-slots",
+            min=1,
+            max=32,
+            metavar="N",
+            help="Slots that a server is tried with at most.",
+            rich_help_panel=_SERVERS,
+        ),
+    ] = 8,
+    server_bin: Annotated[
+        Path | None,
+        typer.Option(
+            "--server-bin",
+            metavar="FILE",
+            show_default="llama-server on PATH, else the embedded one",
+            help="The llama-server program to measure.",
+            rich_help_panel=_SERVERS,
+        ),
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            "--write",
+            metavar="FILE",
+            help="Write the best setting: .yml as variables of the Ansible role llama_node (a file "
+            "of its own, such as host_vars/HOST/tuned.yml), .json with all figures.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            help="Draw what was tried: .png, .svg or .pdf.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    measurements: Annotated[
+        Path | None,
+        typer.Option(
+            "--measurements",
+            metavar="FILE.jsonl",
+            show_default="tuning.jsonl in the cache folder",
+            help="Where each measurement is kept; those of an earlier run are not made again.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure everything anew.", rich_help_panel=_OUTPUT)
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Measure although other work loads the machine.")
+    ] = False,
+    force_memory: Annotated[
+        bool,
+        typer.Option(
+            "--force-memory",
+            help="Start servers although too little memory would stay free.",
+            rich_help_panel=_SERVERS,
+        ),
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Measure real llama.cpp servers on this machine, and find the settings that suit it best.
+
+    One server is started on each NUMA node, and again with other settings: threads, micro-batch,
+    slots, batch, pinning. Each time it is measured how fast they read, write alone and write with
+    all slots busy, how long a stream stalls while a neighbour's prompt is read, and how much
+    memory they take. The search begins with the rule of thumb (a thread for each physical core),
+    turns one knob after the other, and repeats what seems better until it is more than noise, or
+    says that it is not.
+
+    Nothing else should run meanwhile. Ctrl-C keeps what was measured; the same command goes on.
+    """
+    from gateway.local.cache import cache_folder
+    from gateway.local.errors import LocalFleetError
+    from gateway.local.prepare import prepare
+    from gateway.local.topology import read_topology
+    from gateway.local.tuning.goals import Request
+    from gateway.local.tuning.measuring import Machine, subject
+    from gateway.local.tuning.records import Records
+    from gateway.local.tuning.report import report
+    from gateway.local.tuning.search import Search
+    from gateway.local.tuning.session import Session
+    from gateway.local.tuning.setting import rule_of_thumb, space_of
+
+    judged = _goal(goal)
+    _check_files(write, plot)
+    request = Request(prompt, answer)
+    try:
+        plan = prepare(model, server_bin=server_bin, force_memory=force_memory)
+        slot = _slot(plan, context, request)
+        topology = read_topology()
+        if plan.is_demo:
+            note(
+                "No --model: measuring the demo model. It is so small that the results mean little "
+                "for a real one, and should not be used."
+            )
+        _refuse_other_work(topology, force=force)
+        about = subject(plan, topology, request, slot)
+        records = Records(measurements or cache_folder() / "tuning.jsonl", about)
+        space = space_of(topology, context=slot, max_slots=max_slots)
+        session = Session(
+            Search(space, rule_of_thumb(topology)), request, judged, _kept(records, again=again)
+        )
+        machine = Machine(plan, request, context=slot, force_memory=force_memory)
+        status = _run(session, machine, records, minutes)
+    except LocalFleetError as error:
+        raise CommandFailed(str(error)) from None
+    found = report(session)
+    if found is None:
+        raise _nothing(session, minutes, status)
+    if as_json:
+        put_json({"subject": about, **found.as_dict()})
+    else:
+        from gateway.cli.tuned import put_report
+
+        put_report(found)
+    if plot is not None:
+        _draw(plot, found, about)
+    if write is not None:
+        _write(write, found, topology, about)
+    if session.ended == "interrupted":
+        note(f"Interrupted: what was measured is kept in {records.path}; the same command goes on.")
+    raise typer.Exit(status)
+
+
+def _goal(name: str) -> Goal:
+    from gateway.local.tuning.goals import GOALS
+
+    for goal in GOALS:
+        if goal == name:
+            return goal
+    raise CommandFailed(f"--goal {name}: there is no such goal; known: {', '.join(GOALS)}", 2)
+
+
+def _check_files(write: Path | None, plot: Path | None) -> None:
+    """Told before the work, not after it."""
+    import importlib.util
+
+    from gateway.local.tuning.host_vars import WriteError, check_target
+
+    if write is not None:
+        try:
+            check_target(write)
+        except WriteError as error:
+            raise CommandFailed(f"--write {error}", 2) from None
+    if plot is None:
+        return
+    if plot.suffix.lower() not in {".png", ".svg", ".pdf"}:
+        raise CommandFailed(f"--plot {plot}: must end in .png, .svg or .pdf", 2)
+    if not plot.parent.is_dir():
+        raise CommandFailed(f"--plot {plot}: there is no folder {plot.parent}", 2)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandFailed(
+            "--plot needs the package matplotlib, which is not installed: "
+            "pip install 'llama-gateway[plots]'"
+        )
+
+
+def _slot(plan: LocalPlan, context: int, request: Request) -> int:
+    """Tokens of a slot: what was asked for, but no more than the model was trained on."""
+    slot = min(context, plan.model.trained_context or context)
+    if request.prompt + request.answer + ROOM > slot:
+        raise CommandFailed(
+            f"--prompt {request.prompt} and --answer {request.answer} do not fit into a slot of "
+            f"{slot} tokens ({ROOM} must stay free). Remedy: a larger --context"
+            + ("" if slot == context else " does not help, the model was trained on no more")
+            + ", or shorter ones",
+            2,
+        )
+    return slot
+
+
+def _refuse_other_work(topology: Topology, *, force: bool) -> None:
+    import time
+
+    from gateway.local.tuning.other_work import LIMIT, LOOK, between, read_times
+
+    cpus = [cpu for node in topology.nodes for cpu in node.cpus]
+    before = read_times(cpus)
+    time.sleep(LOOK)
+    found = between(before, read_times(cpus))
+    if not before.cpus:
+        note("This system has no /proc/stat: whether other work loads it is not known.")
+    elif found.busy > LIMIT and force:
+        note(f"Measuring under other work (--force), which makes figures worse: {found}")
+    elif found.busy > LIMIT:
+        raise CommandFailed(
+            f"other work loads this machine: {found}, by /proc/stat over {LOOK:g} s (at most "
+            f"{LIMIT} CPUs are let pass). It would be measured as well. Remedy: stop it, or "
+            "measure all the same with --force"
+        )
+
+
+def _kept(records: Records, *, again: bool) -> list[Measurement]:
+    if again:
+        records.set_aside()
+    kept, broken = records.read()
+    if broken:
+        note(f"{records.path}: {broken} broken lines are left out")
+    if kept:
+        note(
+            f"{records.path}: uses {len(kept)} earlier measurements of this model on this machine "
+            "where they fit (--again measures everything anew)"
+        )
+    return kept
+
+
+def _run(session: Session, machine: Machine, records: Records, minutes: float) -> int:
+    """Measure; the exit status."""
+    import asyncio
+    import signal
+
+    from gateway.cli.tuned import Telling
+
+    async def measured() -> None:
+        here = asyncio.current_task()
+        assert here is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, here.cancel)
+        with Telling(session, minutes) as telling:
+            await session.run(
+                machine.measure,
+                seconds=minutes * 60,
+                keep=records.add,
+                on_step=telling.begins,
+                on_done=telling.ends,
+            )
+
+    note(
+        f"About {session.search.steps_expected()} measurements (the full grid has "
+        f"{session.search.space.size} settings), at most {minutes:g} minutes. They are kept in "
+        f"{records.path}."
+    )
+    try:
+        asyncio.run(measured())
+    except KeyboardInterrupt:
+        return 130
+    except asyncio.CancelledError:
+        return 143
+    return 0
+
+
+def _nothing(session: Session, minutes: float, status: int) -> CommandFailed:
+    if why := session.errors().get(session.search.start):
+        return CommandFailed(f"{session.search.start}: {why}")
+    if session.ended == "interrupted":
+        return CommandFailed("interrupted before the first measurement was done", status)
+    return CommandFailed(
+        f"not one measurement was done in {minutes:g} minutes. Remedy: a larger --minutes, or a "
+        "shorter --prompt and --answer"
+    )
+
+
+def _draw(plot: Path, found: Report, about: dict[str, object]) -> None:
+    from gateway.local.tuning.plot import draw
+
+    draw(plot, found, f"{about['model']} on {about['processor']}: {found.best.setting}")
+    note(f"drawn: {plot}")
+
+
+def _write(path: Path, found: Report, topology: Topology, about: dict[str, object]) -> None:
+    from datetime import UTC, datetime
+
+    from gateway.local.tuning import host_vars
+
+    if found.session.ended == "interrupted":
+        note(f"{path} is not written: the search was interrupted")
+        return
+    host_vars.write(path, found, topology, about, datetime.now(UTC))
+    note(f"written: {path}")

@@ -1,0 +1,1 @@
+"""Which settings serve a model best on this machine, by measuring the real server."""

@@ -1,0 +1,146 @@
+"""One measurement: servers started with a setting, probed all at once, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import httpx
+
+from gateway.local.errors import LocalFleetError
+from gateway.local.memory import KEPT_FREE, check_memory, gib
+from gateway.local.prepare import LocalPlan
+from gateway.local.supervisor import LocalFleet
+from gateway.local.topology import Topology, read_topology
+from gateway.local.tuning.goals import Figures, Request, over_servers
+from gateway.local.tuning.other_work import between, peak_memory, read_times
+from gateway.local.tuning.probe import Probe, ProbeError, side_by_side
+from gateway.local.tuning.setting import Setting, spec_for
+
+
+class DoesNotRunError(Exception):
+    """Servers with this setting can't be started or measured; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a measurement found."""
+
+    figures: Figures
+    other_work: float | None  # CPUs' worth of work of others meanwhile; None where nothing tells
+
+
+class Machine:
+    """Measures settings on this machine: one server on each NUMA node, all under the same load.
+
+    `context` is that of one slot, in tokens. `look` reads the machine anew before each start.
+    """
+
+    def __init__(
+        self,
+        plan: LocalPlan,
+        request: Request,
+        *,
+        context: int,
+        force_memory: bool = False,
+        look: Callable[[], Topology] = read_topology,
+    ) -> None:
+        self._plan = plan
+        self._request = request
+        self._context = context
+        self._force_memory = force_memory
+        self._look = look
+        self._known: tuple[Setting, int] | None = None  # the bytes that a server took with it
+
+    async def measure(self, setting: Setting, seconds: float) -> Measured:
+        """Start, probe and end the servers, within `seconds`.
+
+        Raises DoesNotRunError, OSError where the logs or a port can't be had, and TimeoutError
+        when the time is over.
+        """
+        topology = self._look()
+        specs = [spec_for(setting, spec, topology, self._context) for spec in self._plan.specs]
+        try:
+            bound = [spec.memory_node for spec in specs]
+            check_memory(topology, self._plan.model, bound, force=self._force_memory)
+            if not self._force_memory:
+                self._check_growth(setting, topology)
+            fleet = LocalFleet(
+                specs,
+                self._plan.log_folder,
+                binary=self._plan.binary,
+                start_limit=seconds + 60,  # the limit of the whole comes first
+            )
+            async with asyncio.timeout(seconds), fleet:
+                return await self._probed(fleet, setting, topology)
+        except (LocalFleetError, ProbeError) as error:
+            raise DoesNotRunError(str(error)) from error
+        except httpx.HTTPError as error:
+            raise DoesNotRunError(f"a server went away: {type(error).__name__} {error}") from error
+
+    async def _probed(self, fleet: LocalFleet, setting: Setting, topology: Topology) -> Measured:
+        cpus = [cpu for node in topology.nodes for cpu in node.cpus]
+        before = read_times(cpus)
+        # A prompt that is read is silent for as long as it takes: the whole has a limit instead.
+        async with httpx.AsyncClient(timeout=None, trust_env=False, limits=_UNSHARED) as client:  # noqa: S113
+            each = await side_by_side(
+                [
+                    Probe(
+                        url, client, self._request, slots=setting.slots, context=self._context
+                    ).figures()
+                    for url in fleet.urls
+                ]
+            )
+        pids = [pid for pid in fleet.pids if pid is not None]
+        others = between(before, read_times(cpus), own={os.getpid(), *pids})
+        memories = [memory for pid in pids if (memory := peak_memory(pid)) is not None]
+        if memories and self._known is None:
+            self._known = (setting, max(memories))
+        figures = replace(over_servers(each), memory=sum(memories) if memories else None)
+        return Measured(figures, others.busy if before.cpus else None)
+
+    def _check_growth(self, setting: Setting, topology: Topology) -> None:
+        """Beyond the model, memory grows no faster than the slots and the micro-batch do."""
+        if self._known is None:
+            return
+        known, taken = self._known
+        size = self._plan.model.size
+        growth = max(setting.slots / known.slots, setting.micro_batch / known.micro_batch, 1.0)
+        needed = int(size + max(0, taken - size) * growth)
+        servers = len(self._plan.specs)
+        rooms = [topology.memory_available - needed * servers]
+        if len(topology.nodes) > 1:
+            rooms += [n.memory_available - needed for n in topology.nodes if n.memory_allowed]
+        if min(rooms) < KEPT_FREE:
+            raise DoesNotRunError(
+                f"not enough memory: each of {servers} servers may take {gib(needed)}, and "
+                f"{gib(KEPT_FREE)} must stay free"
+            )
+
+
+def subject(plan: LocalPlan, topology: Topology, request: Request, context: int) -> dict[str, Any]:
+    """Everything that figures hang on besides the setting, as JSON holds it."""
+    if plan.binary is None:
+        server = f"embedded server of xllamacpp {version('xllamacpp')}"
+    else:
+        seen = plan.binary.path.stat()
+        server = f"{plan.binary.path} ({seen.st_size} bytes, {seen.st_mtime_ns})"
+    return {
+        "model": plan.model.path.name,
+        "model_bytes": plan.model.size,
+        "server": server,
+        "processor": topology.processor.name or topology.processor.architecture,
+        "cores": [len(node.fast_cores) for node in topology.nodes],
+        "quota": topology.cpu_quota,
+        "prompt": request.prompt,
+        "answer": request.answer,
+        "context": context,
+    }
+
+
+# Each request on a connection of its own: llama.cpp closes idle ones when it likes.
+_UNSHARED = httpx.Limits(max_keepalive_connections=0)

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from gateway.local.embedded import BATCH, MICRO_BATCH
+from tests.cli.running import run
+from tests.servers import demo_model
+
+LIMIT = 90.0  # seconds for a command that measures
+QUICK = ("--prompt", "64", "--answer", "16", "--context", "512", "--max-slots", "2", "--force")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    cache = tmp_path / "cache"
+    (cache / "models").mkdir(parents=True)
+    made = demo_model()
+    (cache / "models" / made.name).symlink_to(made)
+    # The embedded server, whatever this machine has.
+    return {**os.environ, "LLAMA_GATEWAY_CACHE": str(cache), "PATH": "/nowhere"}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "gateway", "tune", *arguments]
+
+
+def tuned(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), env=environment, capture_output=True, text=True, timeout=LIMIT,
+        check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def busy() -> Iterator[list[int]]:
+    """Work that every CPU has."""
+    code = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+    workers = [subprocess.Popen([sys.executable, "-c", code]) for _ in os.sched_getaffinity(0)]
+    yield [worker.pid for worker in workers]
+    for worker in workers:
+        worker.kill()
+        worker.wait()
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_short_search_writes_what_it_found_and_goes_on_later(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    host_vars, picture = tmp_path / "tuned.yml", tmp_path / "tuned.svg"
+    ran = tuned(
+        environment, *QUICK, "--minutes", "0.4", "--json",
+        "--write", str(host_vars), "--plot", str(picture),
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "results mean little" in ran.stderr
+    assert "at most 0.4 minutes" in ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["ended"] in {"time", "complete"}
+    assert found["measurements"] >= 1
+    start = found["rule_of_thumb"]
+    assert (start["setting"]["batch"], start["setting"]["micro_batch"]) == (BATCH, MICRO_BATCH)
+    for figure in ("prefill", "decode", "decode_busy", "stall", "memory"):
+        assert start["figures"][figure] > 0
+    best = found["best"]["setting"]
+    assert yaml.safe_load(host_vars.read_text())["llama_node_threads"] == best["threads"]
+    assert "<svg" in picture.read_text()
+    kept = len((tmp_path / "cache" / "tuning.jsonl").read_text().splitlines())
+    assert kept == found["measurements"]
+
+    again = tuned(environment, *QUICK, "--minutes", "0.1", "--goal", "latency")
+    assert again.returncode == 0, again.stderr
+    assert f"uses {kept} earlier measurements" in again.stderr
+    assert "THREADS" in again.stdout
+    assert "A single measurement varies by" in again.stdout
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_what_was_measured_and_ends_the_servers(
+    environment: dict[str, str], tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    target, kept = tmp_path / "tuned.json", tmp_path / "kept.jsonl"
+    arguments = (*QUICK, "--write", str(target), "--measurements", str(kept))
+    with subprocess.Popen(
+        command(*arguments), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    ) as process:  # fmt: skip
+        try:
+            until = time.monotonic() + LIMIT
+            while not kept.exists():
+                assert time.monotonic() < until
+                assert process.poll() is None
+                time.sleep(0.05)
+            # The next one is under way: its server runs, or is about to.
+            while not (servers := psutil.Process(process.pid).children()):
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            process.send_signal(number)
+            out, err = process.communicate(timeout=LIMIT)
+        finally:
+            process.kill()
+    assert process.returncode == status, err
+    assert "THREADS" in out
+    assert "the same command goes on" in err
+    assert "Traceback" not in err
+    assert not target.exists()
+    assert kept.read_text().endswith("}\n")
+    assert psutil.wait_procs(servers, timeout=10)[1] == []
+
+
+@pytest.mark.slow
+def test_other_work_is_refused_and_named(environment: dict[str, str], busy: list[int]) -> None:
+    ran = tuned(environment)
+    assert ran.returncode == 1
+    assert "other work loads this machine" in ran.stderr
+    assert "/proc/stat" in ran.stderr
+    assert "--force" in ran.stderr
+    assert "python" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--goal", "speed"), "known: latency, throughput, balanced"),
+        (("--write", "tuned.txt"), "must end in .yml, .yaml, .json"),
+        (("--write", "missing/tuned.yml"), "there is no folder"),
+        (("--plot", "tuned.doc"), "must end in .png, .svg or .pdf"),
+        (("--minutes", "0"), "--minutes"),
+    ],
+)
+def test_wrong_usage_is_2(arguments: tuple[str, ...], told: str) -> None:
+    ran = run("tune", *arguments)
+    assert ran.status == 2
+    assert told in ran.err
+
+
+def test_a_request_that_no_slot_holds_is_2_with_the_remedy() -> None:
+    ran = run("tune", "--model", str(demo_model()), "--prompt", "4000", "--answer", "100")
+    assert ran.status == 2
+    assert "Remedy: a larger --context, or shorter ones" in ran.err
+
+
+def test_a_model_that_is_not_there_is_told() -> None:
+    ran = run("tune", "--model", "missing.gguf")
+    assert ran.status == 1
+    assert "missing.gguf: no such file" in ran.err

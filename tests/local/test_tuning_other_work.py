@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from subprocess import DEVNULL, Popen
+
+import psutil
+import pytest
+
+from gateway.local.tuning.other_work import between, peak_memory, read_times
+from tests.local.machine import write
+
+CPUS = {0, 1}
+
+
+def machine(root: Path, busy: tuple[int, int], idle: int, **processes: int) -> Path:
+    """Ticks since the start: of two CPUs that may be used, a third, and of processes."""
+    lines = [f"cpu{cpu} {ticks // 2} {ticks - ticks // 2} 0 {idle} 0 0 0 0 0 0" for cpu, ticks in
+             enumerate(busy)]  # fmt: skip
+    write(
+        root, "proc/stat", "\n".join(["cpu 1 2 3 4", *lines, "cpu2 9999 0 0 1 0 0 0 0", "intr 5"])
+    )
+    for pid, (name, ticks) in enumerate(processes.items(), start=100):
+        fields = ["S", *["0"] * 10, str(ticks), "0", *["0"] * 30]
+        write(root, f"proc/{pid}/stat", f"{pid} ({name}) {' '.join(fields)}")
+    return root
+
+
+def test_work_is_time_that_cpus_were_not_idle(tmp_path: Path) -> None:
+    before = read_times(CPUS, machine(tmp_path, (100, 100), 1000, make=50, idler=7))
+    after = read_times(CPUS, machine(tmp_path, (160, 100), 1040, make=110, idler=7))
+    # CPU 0 was busy for 60 of 100 ticks, CPU 1 for none of 40.
+    found = between(before, after)
+    assert found.busy == pytest.approx(60 / 70)
+    assert found.cpus == 2
+    assert [(pid, name) for pid, name, _ in found.busiest] == [(100, "make")]
+    assert str(found) == "0.9 of 2 CPUs are busy: make (100) 86%"
+
+
+def test_own_work_is_not_counted(tmp_path: Path) -> None:
+    before = read_times(CPUS, machine(tmp_path, (100, 100), 1000, make=50, server=0))
+    after = read_times(CPUS, machine(tmp_path, (190, 110), 1005, make=60, server=90))
+    found = between(before, after, own={101})
+    assert found.busy == pytest.approx(10 / 55)
+    assert [name for _, name, _ in found.busiest] == ["make"]
+
+
+def test_a_process_name_may_hold_brackets_and_blanks(tmp_path: Path) -> None:
+    before = read_times(CPUS, machine(tmp_path, (0, 0), 0))
+    after = read_times(CPUS, machine(tmp_path, (90, 90), 10, **{"a) R (b": 90}))
+    assert between(before, after).busiest[0][1] == "a) R (b"
+
+
+def test_a_system_that_tells_nothing_has_no_known_work(tmp_path: Path) -> None:
+    times = read_times(CPUS, tmp_path)
+    assert times.cpus == 0
+    assert between(times, times).busy == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_busy_process_of_this_machine_is_found() -> None:
+    cpus = os.sched_getaffinity(0)
+    code = "import time\nend = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
+    with Popen([sys.executable, "-c", code], stdout=DEVNULL) as busy:
+        try:
+            before, process = read_times(cpus), psutil.Process(busy.pid)
+            spent = process.cpu_times().user
+            while process.cpu_times().user < spent + 0.5:
+                assert busy.poll() is None
+            found = between(before, read_times(cpus), own={os.getpid()})
+            assert found.busy > 0.1
+            alone = between(before, read_times(cpus), own={os.getpid(), busy.pid})
+            assert alone.busy < found.busy + 0.05
+            assert (peak_memory(busy.pid) or 0) > 1 << 20
+        finally:
+            busy.kill()
+
+
+def test_a_process_that_is_gone_has_no_memory(tmp_path: Path) -> None:
+    assert peak_memory(4711, tmp_path) is None

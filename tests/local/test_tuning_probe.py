@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gateway.local.gguf_file import read_model
+from gateway.local.prepare import LocalPlan, prepare
+from gateway.local.topology import read_topology
+from gateway.local.tuning.goals import Request
+from gateway.local.tuning.measuring import DoesNotRunError, Machine, subject
+from gateway.local.tuning.probe import Probe, ProbeError, Written, longest_silence, together
+from gateway.local.tuning.setting import rule_of_thumb
+from tests.servers import demo_servers
+
+REQUEST = Request(prompt=400, answer=24)
+CONTEXT = 2048
+
+
+def stream(*steps: tuple[float, int], pace: float = 1000.0) -> list[Written]:
+    return [Written(at, tokens, pace) for at, tokens in steps]
+
+
+class TestTogether:
+    def test_all_tokens_over_all_time(self) -> None:
+        streams = [stream((0, 1), (1, 11), (2, 21)), stream((0.5, 1), (2.5, 21))]
+        assert together(streams) == 40 / 2.5
+
+    def test_tokens_that_came_in_a_bunch_are_not_believed(self) -> None:
+        late = [stream((5.0, 1), (5.001, 41), pace=20.0)] * 2
+        assert together(late) == 40.0
+
+    def test_a_stream_of_one_chunk_has_no_pace(self) -> None:
+        with pytest.raises(ProbeError, match="one piece"):
+            together([stream((0, 1), (1, 2)), stream((0, 30))])
+
+
+def test_silence_is_counted_from_when_the_neighbour_came() -> None:
+    times = [0.0, 5.0, 5.1, 5.2, 7.2, 7.3]
+    assert longest_silence(times, since=5.1) == pytest.approx(2.0)
+    assert longest_silence(times, since=4.0) == 5.0
+    assert longest_silence(times, since=9.0) == 0.0
+
+
+async def probed(answers: dict[str, httpx.Response]) -> None:
+    transport = httpx.MockTransport(lambda asked: answers[asked.url.path])
+    async with httpx.AsyncClient(transport=transport) as client:
+        await Probe("http://node", client, REQUEST, slots=2, context=CONTEXT).figures()
+
+
+TOKENS = httpx.Response(200, json={"tokens": list(range(1000))})
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        ({"/tokenize": httpx.Response(200, json={"tokens": [1, 2]})}, "/tokenize answered"),
+        ({"/tokenize": httpx.Response(200, text="<html>")}, "not JSON"),
+        (
+            {"/tokenize": TOKENS, "/completion": httpx.Response(503, text="Loading model")},
+            "HTTP 503: Loading model",
+        ),
+        (
+            {"/tokenize": TOKENS, "/completion": httpx.Response(200, text="data: {}\n\n")},
+            "no usable `timings`",
+        ),
+        (
+            {
+                "/tokenize": TOKENS,
+                "/completion": httpx.Response(200, text='data: {"error": "context"}\n\n'),
+            },
+            "context",
+        ),
+    ],
+)
+async def test_a_server_that_answers_oddly_is_told(
+    answers: dict[str, httpx.Response], told: str
+) -> None:
+    with pytest.raises(ProbeError, match=told):
+        await probed(answers)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with demo_servers(1, slots=2, context=CONTEXT) as (url,):
+        yield url
+
+
+@pytest.mark.real
+class TestReal:
+    async def test_a_server_is_measured_and_left_idle(self, url: str) -> None:
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            probe = Probe(url, client, REQUEST, slots=2, context=CONTEXT)
+            figures = await probe.figures()
+            slots = (await client.get(f"{url}/slots")).json()
+        # A demo model of 3 MB reads faster than it writes, whatever else this machine does.
+        assert figures.prefill > figures.decode > 1
+        assert figures.decode_busy > 1
+        assert figures.stall is not None
+        assert figures.stall > 0
+        assert not any(slot["is_processing"] for slot in slots)
+
+    async def test_each_prompt_is_read_whole(self, url: str) -> None:
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            before = await prompt_tokens(client, url)
+            probe = Probe(url, client, REQUEST, slots=1, context=CONTEXT)
+            await probe.figures()
+            read = await prompt_tokens(client, url) - before
+        repeats, rest = divmod(read, REQUEST.prompt)
+        assert repeats in {1, 2, 3}
+        assert rest == 32  # the warm-up's
+
+
+async def prompt_tokens(client: httpx.AsyncClient, url: str) -> int:
+    for line in (await client.get(f"{url}/metrics")).text.splitlines():
+        if line.startswith("llamacpp:prompt_tokens_total "):
+            return int(float(line.split()[1]))
+    raise AssertionError("no llamacpp:prompt_tokens_total")
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalPlan:
+    monkeypatch.setenv("PATH", "/nowhere")  # the embedded server, whatever this machine has
+    return prepare(cache=tmp_path)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_servers_are_started_with_the_setting_measured_and_ended(plan: LocalPlan) -> None:
+    machine = Machine(plan, REQUEST, context=CONTEXT)
+    # One thread: two of them wait for each other while other tests use the CPUs.
+    start = rule_of_thumb(read_topology()).changed("threads", 1)
+    two = await machine.measure(start, 60)
+    one = await machine.measure(start.changed("slots", 1), 60)
+    assert two.figures.stall is not None
+    assert one.figures.stall is None
+    for measured in (one, two):
+        assert measured.figures.prefill > 1
+        assert (measured.figures.memory or 0) > 3 << 20
+        assert measured.other_work is not None
+
+
+@pytest.mark.real
+async def test_a_setting_that_takes_too_long_is_given_up_and_its_server_ended(
+    plan: LocalPlan,
+) -> None:
+    machine = Machine(plan, REQUEST, context=CONTEXT)
+    with pytest.raises(TimeoutError):
+        await machine.measure(rule_of_thumb(read_topology()), 0.2)
+
+
+@pytest.mark.real
+async def test_a_server_that_does_not_start_is_no_crash(plan: LocalPlan, tmp_path: Path) -> None:
+    model = tmp_path / "broken.gguf"
+    model.write_bytes(plan.model.path.read_bytes()[:200_000])
+    broken = LocalPlan(
+        read_model(model),
+        False,
+        tuple(replace(spec, model=model) for spec in plan.specs),
+        None,
+        plan.log_folder,
+    )
+    machine = Machine(broken, REQUEST, context=CONTEXT)
+    with pytest.raises(DoesNotRunError, match="before it was ready"):
+        await machine.measure(rule_of_thumb(read_topology()), 60)
+
+
+def test_figures_hang_on_model_server_machine_and_request(plan: LocalPlan) -> None:
+    topology = read_topology()
+    about = subject(plan, topology, REQUEST, CONTEXT)
+    assert about["model_bytes"] == plan.model.size
+    assert "xllamacpp" in about["server"]
+    assert about != subject(plan, topology, Request(500, 24), CONTEXT)
