@@ -117,6 +117,8 @@ class Scheduler:
             self.hybrid.arrived(request.priority, now)
         plan = self._taking.planned(request, now)
         ask = self.expectations.ask(request, plan)
+        if request.deadline is not None:
+            self._taking.check_deadline(request, ask, plan, now)
         granted = self._placed(ask, request, plan, now)
         if granted is None:
             self.tiers.dropped(plan)
@@ -280,10 +282,8 @@ class Scheduler:
         if not self._tickets:
             return
         now = self.clock()
-        due = min(
-            now + TICK,
-            *(min(ticket.until, ticket.plan.open_at) for ticket in self._tickets.values()),
-        )
+        limits = [min(ticket.until, ticket.plan.open_at) for ticket in self._tickets.values()]
+        due = min(now + TICK, *limits)
         wake = self.dispatcher.wake_at(now)
         if wake is not None:
             due = min(due, wake)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gateway import errors
 from gateway.fleet.lease import Lease
 from gateway.fleet.node import Node
 from gateway.request import Request
@@ -45,6 +46,32 @@ class Taking:
             ask = waiting or self.expectations.ask(request, plan)
             plan = self.tiers.routed(request, plan, ask, now, waiting=waiting)
         return plan
+
+    def check_deadline(self, request: Request, ask: Ask, plan: Plan, now: float) -> None:
+        """Whether its client may live to see an answer. Raises: GatewayError, if it can't.
+
+        What is known of the prompt is an estimate: half of the reading that it predicts counts.
+        """
+        assert request.deadline is not None
+        if not self.mirror.measured(ask):
+            return
+        least = min(
+            (
+                (ask.prompt - ask.cached.get(row.index, 0.0)) / row.prefill
+                for pools in plan.groups
+                for pool in pools
+                for row in pool.rows
+                if row.alive and row.index not in plan.closed
+            ),
+            default=0.0,
+        )
+        left = request.deadline - now
+        if least / 2 > left:
+            raise errors.queue_timeout(
+                f"Reading this prompt takes about {least:.0f} s, and this client waits for "
+                f"{max(0.0, left):.1f} s more.",
+                max(1.0, least / 2 - left),
+            )
 
     def granted(
         self, placement: Placement, request: Request, plan: Plan, now: float

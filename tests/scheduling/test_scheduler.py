@@ -612,3 +612,24 @@ async def test_a_prompt_that_was_read_sooner_than_predicted_brings_the_end_forwa
     assert after < before
     lease.give_back()
     (await waiting)[0].give_back()
+
+
+async def test_a_prompt_that_can_not_be_read_in_time_is_refused_though_a_slot_is_free() -> None:
+    only = node()
+    clock = Clock()
+    scheduler = a_scheduler(only, clock=clock)
+    late = a_request(prompt_tokens=3000, received=clock.now)
+    late.expected = (3000.0, 10.0)
+    late.deadline = clock.now + 0.5
+    unmeasured = scheduler.lease_now(late)
+    assert unmeasured is not None
+    unmeasured[0].give_back()
+    only.speed.learn({"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9})
+    scheduler.fleet.settle(only)
+    scheduler.capacity_changed()
+    with pytest.raises(GatewayError) as refused:
+        scheduler.lease_now(late)
+    assert (refused.value.status, refused.value.code) == (503, "queue_timeout")
+    assert refused.value.retry_after is not None
+    late.deadline = clock.now + 60.0
+    assert scheduler.lease_now(late) is not None
