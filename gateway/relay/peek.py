@@ -159,7 +159,7 @@ _NO_MEDIA = Media()
 
 def depth(body: bytes, limit: int) -> int:
     """How deeply the JSON is nested, as far as it may matter: at most `limit` + 1."""
-    if body.count(b"[") + body.count(b"{") <= limit:
+    if len(body) <= limit or body.count(b"[") + body.count(b"{") <= limit:
         return 0
     brackets = _STRING.sub(b"", body).translate(_SQUARE, _NO_BRACKETS)
     levels = 0

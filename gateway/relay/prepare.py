@@ -69,7 +69,7 @@ def prepare(
     bodies = {}
     slots = 0
     for meaning in meanings:
-        ruled = edits.ruled(body, meaning.rules)
+        ruled = edits.ruled(body, meaning.rules) if meaning.rules else body
         seen = peeked if ruled is body else peek.peek(ruled)
         edit = edits.needed(
             seen,

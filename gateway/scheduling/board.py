@@ -258,7 +258,7 @@ class Board:
         step = row.token_step
         row.per_token = per_token = row.token_base + step * busy
         row.per_prompt = (1 + busy) / row.prefill
-        row.drag = step / (per_token - step) if busy and step else 0.0
+        row.drag = step / (per_token - step) if row.writers and step else 0.0
         if not row.dirty:
             self.touch(row)
 

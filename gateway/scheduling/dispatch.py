@@ -130,7 +130,8 @@ class Dispatcher:
     ) -> None:
         """It took so many tokens: its caller is charged for these instead of the estimate."""
         used = bounded(prompt - cached, 0.0, MOST_TOKENS, 0.0)
-        used += bounded(completion, 0.0, MOST_TOKENS, 0.0) * self._outlook.weight
+        if completion:
+            used += bounded(completion, 0.0, MOST_TOKENS, 0.0) * self._outlook.weight
         self._correct(placement, used)
 
     def cancelled(self, placement: Placement, now: float) -> None:

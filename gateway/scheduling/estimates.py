@@ -119,8 +119,14 @@ class Estimates:
         """
         common = self._models.get(model, _NOTHING)
         own = self._callers.get((caller, model), _NOTHING)
-        ratio = own.ratio(common.ratio(TOKENS_PER_BYTE))
-        prompt = _tokens(text * ratio + ids + media * common.media)
+        # `own.ratio(common.ratio(TOKENS_PER_BYTE))`, spelt out: it is for each request.
+        ratio = (common.tokens + PRIOR_BYTES * TOKENS_PER_BYTE) / (common.text + PRIOR_BYTES)
+        ratio = (own.tokens + PRIOR_BYTES * ratio) / (own.text + PRIOR_BYTES)
+        prompt = text * ratio + ids
+        if media:
+            prompt += media * common.media
+        if not 0.0 <= prompt <= MOST_TOKENS:
+            prompt = _tokens(prompt)
         if max_tokens is not None and max_tokens <= 0:
             return prompt, 0.0
         mean = own.mean(common.mean(USUAL_ANSWER))

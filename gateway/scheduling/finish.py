@@ -10,7 +10,7 @@
 - k  neighbours that run there. (u/p)·k is what the newcomer's reading holds them up: a server that
      reads a prompt writes nothing
 - Σr seconds that the neighbours still have to run; d = s / (b + s·(k-1)) is the share by which one
-     more sequence slows them down
+     more sequence slows them down; nothing where nobody writes
 - D  seconds for doubt: a degraded node, one in its slow start, one that has failed lately
 
 The first four terms are the newcomer's own time, the next two its price to those who run there, so
@@ -28,7 +28,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Sequence
 
     from gateway.scheduling.ask import Ask
     from gateway.scheduling.board import Row
@@ -76,7 +76,7 @@ def seconds(row: Row, ask: Ask, now: float) -> float:
     return cost(uncached, ask.completion, row.per_prompt, row.per_token, before, row.drag, left)
 
 
-def each(rows: Collection[Row], ask: Ask, now: float) -> list[float]:
+def each(rows: Sequence[Row], ask: Ask, now: float) -> list[float]:
     """`seconds` of each row, in one go where nothing is known of one row alone."""
     if ask.cached or ask.doubts:
         return [seconds(row, ask, now) for row in rows]

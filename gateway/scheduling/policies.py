@@ -6,33 +6,30 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from gateway.scheduling.ask import Ask
 from gateway.scheduling.board import Row
 from gateway.scheduling.finish import each
 
-Policy = Callable[[Collection[Row], Ask, float, random.Random], Row | None]
+Policy = Callable[[Sequence[Row], Ask, float, random.Random], Row | None]
 """`(rows with room, ask, now, rng)`: one of the rows, or None where there is none."""
 
 
-def least_finish(rows: Collection[Row], ask: Ask, now: float, rng: random.Random) -> Row | None:
+def least_finish(rows: Sequence[Row], ask: Ask, now: float, rng: random.Random) -> Row | None:
     """Where the request, and what it holds up, is expected to end first; ties at random."""
-    best: Row | None = None
-    least = 0.0
-    ties = 1
-    for row, cost in zip(rows, each(rows, ask, now), strict=True):
-        if best is None or cost < least:
-            best, least, ties = row, cost, 1
-        elif cost == least:
-            ties += 1
-            if rng.random() * ties < 1.0:
-                best = row
-    return best
+    if not rows:
+        return None
+    costs = each(rows, ask, now)
+    least = min(costs)
+    if costs.count(least) == 1:
+        return rows[costs.index(least)]
+    ties = [row for row, cost in zip(rows, costs, strict=True) if cost == least]
+    return ties[int(rng.random() * len(ties))]
 
 
-def least_loaded(rows: Collection[Row], ask: Ask, _now: float, rng: random.Random) -> Row | None:
+def least_loaded(rows: Sequence[Row], ask: Ask, _now: float, rng: random.Random) -> Row | None:
     """Slots in use, the newcomer's included, against slots owned; ties at random."""
     best: Row | None = None
     least = 0.0
@@ -48,12 +45,12 @@ def least_loaded(rows: Collection[Row], ask: Ask, _now: float, rng: random.Rando
     return best
 
 
-def round_robin(rows: Collection[Row], _ask: Ask, _now: float, _rng: random.Random) -> Row | None:
+def round_robin(rows: Sequence[Row], _ask: Ask, _now: float, _rng: random.Random) -> Row | None:
     """The one that was used the longest ago."""
     return min(rows, key=lambda row: (row.used, row.index), default=None)
 
 
-def prefix_hash(rows: Collection[Row], ask: Ask, _now: float, _rng: random.Random) -> Row | None:
+def prefix_hash(rows: Sequence[Row], ask: Ask, _now: float, _rng: random.Random) -> Row | None:
     """The highest by rendezvous hashing of what the request shares with its like.
 
     A full node passes it on to the next of the same order, as consistent hashing with bounded
