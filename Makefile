@@ -17,7 +17,7 @@ ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help install run test test-fast check format bench bench-scheduling pins docs docs-serve clean
+.PHONY: help install run test test-fast check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy docs docs-serve clean
 
 help: ## show this list
 	@printf 'llama-gateway: make targets\n\n'
@@ -77,6 +77,37 @@ bench: $(STAMP) ## the data plane beside nginx, HAProxy and none (two cores; the
 bench-scheduling: $(STAMP) ## how soon requests are answered, beside nginx and HAProxy (a quarter of an hour, two cores)
 	@$(BIN)/python -m tests.bench.scheduling $(ARGS)
 
+wheel: $(STAMP) ## build the wheel of this checkout in dist/ (the playbooks do it by themselves)
+	@rm -f dist/llama_gateway-*.whl
+	@$(BIN)/python -m pip wheel -qq --no-deps --no-build-isolation -w dist .
+	@ls dist/llama_gateway-*.whl
+
+# WHEELS_FOR="--python-version 3.12 --platform manylinux2014_aarch64": for hosts that differ from this machine.
+WHEELS_FOR ?=
+wheelhouse: $(STAMP) ## pack all pinned wheels in dist/wheelhouse.tar, for hosts without a package index
+	@mkdir -p dist/wheelhouse
+	@$(BIN)/python -m pip download -qq --require-hashes --only-binary=:all: $(WHEELS_FOR) \
+	  -r requirements/local.txt -d dist/wheelhouse
+	@tar -C dist/wheelhouse -cf dist/wheelhouse.tar .
+	@ls dist/wheelhouse.tar
+
+ANSIBLE := $(VENV)/ansible
+$(ANSIBLE)/.installed: deploy/ansible/requirements.txt $(STAMP)
+	@echo 'Installing Ansible, pinned, in $(ANSIBLE)'
+	@$(BIN)/python -m venv --clear $(ANSIBLE)
+	@$(ANSIBLE)/bin/python -m pip install -qq --require-hashes -r $<
+	@touch $@
+
+ansible: $(ANSIBLE)/.installed ## set up Ansible in .venv/ansible (its programs are in .venv/ansible/bin)
+	@echo 'Ready: $(ANSIBLE)/bin/ansible-playbook'
+
+check-deploy: $(ANSIBLE)/.installed ## lint the playbooks by the production profile
+	@cd deploy/ansible && PATH="$(abspath $(ANSIBLE))/bin:$$PATH" ansible-lint -q --nocolor --offline
+	@cd deploy/ansible && PATH="$(abspath $(ANSIBLE))/bin:$$PATH" yamllint --strict .
+
+test-deploy: $(ANSIBLE)/.installed ## bring up real hosts (systemd-nspawn, as root) and run the playbooks over them
+	@DEPLOY_TEST_ANSIBLE=$(ANSIBLE)/bin $(BIN)/python -m pytest tests/deploy -m net $(ARGS)
+
 # Run with the oldest supported Python: what it needs is a superset of what newer ones need.
 COMPILE := CUSTOM_COMPILE_COMMAND='make pins' $(BIN)/pip-compile --quiet --upgrade --strip-extras --allow-unsafe \
   --generate-hashes --annotation-style=line --no-emit-index-url --no-emit-trusted-host --no-emit-find-links \
@@ -89,6 +120,7 @@ pins: $(STAMP) ## renew requirements/*.txt from pyproject.toml (Python 3.11)
 	@$(COMPILE) -c requirements/dev.txt -o requirements/runtime.txt pyproject.toml
 	@$(COMPILE) -c requirements/dev.txt --extra local -o requirements/local.txt pyproject.toml
 	@$(COMPILE) -c requirements/dev.txt --only-build-deps --all-build-deps -o requirements/build.txt pyproject.toml
+	@$(COMPILE) -o deploy/ansible/requirements.txt deploy/ansible/requirements.in
 
 docs: $(STAMP) ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -1,6 +1,6 @@
 """The root that every test host is an overlay of: Debian with systemd and sshd, made once.
 
-Kept outside the tree, in `~/.cache/llama-gateway-tests` or where `LLAMA_GATEWAY_TEST_CACHE` says.
+Kept outside the tree, in `~/.cache/llama-gateway-tests` or where `DEPLOY_TEST_CACHE` says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 def cache_folder() -> Path:
     """Where the base and the runs live."""
-    named = os.environ.get("LLAMA_GATEWAY_TEST_CACHE")
+    named = os.environ.get("DEPLOY_TEST_CACHE")
     return Path(named) if named else Path.home() / ".cache" / "llama-gateway-tests"
 
 

@@ -329,8 +329,8 @@ def memory_problems(spec: dict[str, Any], found: dict[str, Any]) -> list[str]:
     return [
         f"not enough memory: the model is {gib(size)}, so {count} "
         f"server{'s need' if count > 1 else ' needs'} {gib(each * count)} ({rule['factor']} x "
-        f"model each) and {gib(rule['reserve'])} must stay free, but {where} has {gib(room)}, swap not "
-        "counted. Remedy: a smaller model or quantization (llama_node_model_url, "
+        f"model each) and {gib(rule['reserve'])} must stay free, but {where} has {gib(room)}, swap "
+        "not counted. Remedy: a smaller model or quantization (llama_node_model_url, "
         "llama_node_model_file), or fewer servers (llama_node_numa_nodes)"
         for where, count, room in rooms
         if room - each * count < rule["reserve"]

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.deploy.base_image import cache_folder
+from tests.deploy.control import Control, Played, ansible_programs
+from tests.deploy.hosts import Site, site
+from tests.deploy.parcels import Parcels
+
+
+@pytest.fixture(scope="session")
+def parcels(tmp_path_factory: pytest.TempPathFactory) -> Parcels:
+    """What the control machine sends: wheels of two versions, their dependencies, a model."""
+    return Parcels(tmp_path_factory.mktemp("parcels"), cache_folder())
+
+
+@pytest.fixture(scope="session")
+def hosts() -> Iterator[Site]:
+    """Four machines: one for the gateway and what is around it, two nodes, one for later."""
+    if os.geteuid() != 0:
+        pytest.fail("needs root: make test-deploy as root, or in a virtual machine")
+    with site(["gw", "n1", "n2", "n3"]) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def control(hosts: Site, parcels: Parcels, tmp_path_factory: pytest.TempPathFactory) -> Control:
+    """The control machine, with an inventory of the gateway and two nodes."""
+    made = Control(ansible_programs(), tmp_path_factory.mktemp("control"), hosts)
+    made.groups = {
+        "llama_nodes": ["n1", "n2"],
+        "gateway": ["gw"],
+        "edge": ["gw"],
+        "monitoring": ["gw"],
+    }
+    made.variables = {
+        "llama_gateway_release_wheel": str(parcels.wheel()),
+        "llama_gateway_release_wheelhouse": str(parcels.wheelhouse()),
+        "llama_node_model_file": str(parcels.model()),
+        "llama_node_threads": 1,
+        "llama_node_context": 2048,
+    }
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """A fleet that serves, and how the playbook that made it ended."""
+
+    control: Control
+    hosts: Site
+    made: Played
+
+    @property
+    def url(self) -> str:
+        """The edge."""
+        return f"https://{self.hosts['gw'].address}"
+
+    def chat(self) -> dict[str, Any]:
+        """The answer to a chat through the edge."""
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, verify=False, timeout=60)
+        assert answer.status_code == 200, answer.text
+        told: dict[str, Any] = answer.json()
+        return told
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """The nodes that the gateway has, by name."""
+        told = self.hosts["gw"].run(
+            "/opt/llama-gateway/current/bin/llama-gateway nodes --json"
+            " --config /etc/llama-gateway/gateway.yaml"
+        )
+        return {node["name"]: node for node in json.loads(told.stdout)["nodes"]}
+
+
+@pytest.fixture(scope="session")
+def fleet(control: Control, hosts: Site) -> Fleet:
+    """The whole of site.yml over bare machines."""
+    return Fleet(control, hosts, control.play("site.yml"))

@@ -1,0 +1,125 @@
+"""The evening, in the order an operator lives through it: these tests run one after the other."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.deploy.conftest import Fleet
+from tests.deploy.load import Load
+from tests.deploy.parcels import Parcels
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(1000)]
+
+SECURITY = 2.0  # systemd's own scale: 0 is closed, 10 open; 1.5 and 1.7 were seen
+
+
+def wait_for(what: Callable[[], bool], limit: float = 30.0) -> None:
+    end = time.monotonic() + limit
+    while not what():
+        assert time.monotonic() < end, "did not come to pass"
+        time.sleep(0.3)
+
+
+def test_bare_machines_become_a_fleet_that_answers_through_nginx(fleet: Fleet) -> None:
+    assert set(fleet.made.changed) == {"gw", "n1", "n2"}
+    assert fleet.chat()["usage"]["completion_tokens"] == 8
+    assert {name: node["state"] for name, node in fleet.nodes().items()} == {
+        "n1-numa0": "ready",
+        "n2-numa0": "ready",
+    }
+
+
+def test_a_second_run_changes_nothing(fleet: Fleet) -> None:
+    assert fleet.control.play("site.yml").changed == {}
+
+
+def test_the_fleet_is_verified(fleet: Fleet) -> None:
+    assert fleet.control.play("verify.yml").changed == {}
+
+
+def test_a_server_that_is_killed_comes_back(fleet: Fleet) -> None:
+    host = fleet.hosts["n1"]
+    before = host.run("systemctl show -p MainPID --value llama-server-numa0").stdout.strip()
+    host.run(f"kill -9 {before}")
+    assert fleet.chat()["usage"]["completion_tokens"] == 8  # the other node's
+    wait_for(lambda: fleet.nodes()["n1-numa0"]["state"] == "ready")
+    after = host.run("systemctl show -p MainPID --value llama-server-numa0").stdout.strip()
+    assert after not in {before, "0"}
+
+
+def test_prometheus_scrapes_the_gateway_and_every_node(fleet: Fleet) -> None:
+    host = fleet.hosts["gw"]
+
+    def health() -> dict[str, str]:
+        told = host.fetch("http://127.0.0.1:9090/api/v1/targets")
+        targets = json.loads(told)["data"]["activeTargets"]
+        return {t["labels"].get("node", t["labels"]["job"]): t["health"] for t in targets}
+
+    wanted = {"llama-gateway": "up", "n1-numa0": "up", "n2-numa0": "up"}
+    wait_for(lambda: health() == wanted, limit=60)
+    host.run("promtool check config /etc/prometheus/prometheus.yml")
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"), [("n1", "llama-server-numa0.service"), ("gw", "llama-gateway.service")]
+)
+def test_the_units_are_sound_and_closed(fleet: Fleet, name: str, unit: str) -> None:
+    host = fleet.hosts[name]
+    assert host.run(f"systemd-analyze verify {unit}").stderr == ""
+    host.run(f"systemd-analyze security --threshold={int(SECURITY * 10)} {unit}")
+
+
+def test_a_node_is_added_under_load(fleet: Fleet) -> None:
+    fleet.control.groups["llama_nodes"].append("n3")
+    with Load(fleet.url) as load:
+        load.wait_for(20)
+        fleet.control.play("site.yml")
+        wait_for(lambda: fleet.nodes()["n3-numa0"]["requests"] > 0)
+        load.wait_for(20)
+    assert load.failures == []
+
+
+def test_llama_cpp_and_the_gateway_are_upgraded_under_load(fleet: Fleet, parcels: Parcels) -> None:
+    fleet.control.variables["llama_gateway_release_wheel"] = str(parcels.newer_wheel())
+    fleet.control.variables["llama_node_slots"] = 3
+    with Load(fleet.url) as load:
+        load.wait_for(20)
+        fleet.control.play("upgrade.yml")
+        load.wait_for(20)
+    assert load.failures == []
+    status = fleet.hosts["gw"].fetch("http://127.0.0.1:8001/admin/status")
+    assert json.loads(status)["version"] == "99.0.0"
+    assert {node["slots_total"] for node in fleet.nodes().values()} == {3}
+    assert {node["state"] for node in fleet.nodes().values()} == {"ready"}
+
+
+def test_a_node_is_removed_under_load(fleet: Fleet) -> None:
+    fleet.control.groups["llama_nodes"].remove("n3")
+    with Load(fleet.url) as load:
+        load.wait_for(20)
+        fleet.control.play("site.yml")
+        load.wait_for(20)
+    assert load.failures == []
+    assert set(fleet.nodes()) == {"n1-numa0", "n2-numa0"}
+
+
+def test_a_host_is_drained_and_resumed(fleet: Fleet) -> None:
+    fleet.control.play("drain.yml", "--limit", "n1")
+    assert fleet.nodes()["n1-numa0"]["state"] == "draining"
+    assert "--limit" in fleet.control.play("drain.yml", good=False).text
+    fleet.control.play("drain.yml", "--limit", "n1", drain="resume")
+    assert fleet.nodes()["n1-numa0"]["state"] == "ready"
+
+
+def test_a_host_is_undone(fleet: Fleet) -> None:
+    assert "remove=yes" in fleet.control.play("remove.yml", "--limit", "n2", good=False).text
+    fleet.control.play("remove.yml", "--limit", "n2", remove=True)
+    fleet.control.groups["llama_nodes"].remove("n2")
+    assert set(fleet.nodes()) == {"n1-numa0"}
+    assert fleet.hosts["n2"].run("ls /etc/systemd/system/llama-*", check=False).returncode != 0
+    assert fleet.hosts["n2"].run("ls /opt/llama-node", check=False).returncode != 0
+    assert fleet.chat()["usage"]["completion_tokens"] == 8

@@ -1,0 +1,83 @@
+"""llama.cpp by an archive of binaries, by a package, by source; each serves a chat."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy import llama_archives
+from tests.deploy.conftest import Fleet
+from tests.deploy.parcels import Parcels
+
+pytestmark = [pytest.mark.net, pytest.mark.timeout(1000)]
+
+
+def install(fleet: Fleet, how: str, archive: Path, **more: Any) -> str:
+    """Put one node's llama.cpp in by this way; what its unit says afterwards."""
+    named = {
+        "llama_node_archive_file": str(archive),
+        "llama_node_archive_sha256": llama_archives.sha256(archive),
+    }
+    wanted = {"llama_node_install": how, **(more or named)}
+    fleet.control.play("site.yml", "--limit", "n1,gw", **wanted)
+    assert fleet.nodes()["n1-numa0"]["state"] == "ready"
+    assert fleet.control.play("site.yml", "--limit", "n1,gw", **wanted).changed == {}
+    told: str = fleet.hosts["n1"].run("systemctl cat llama-server-numa0").stdout
+    return told
+
+
+def test_an_archive_of_binaries(fleet: Fleet, parcels: Parcels, tmp_path: Path) -> None:
+    archive = llama_archives.release_archive(tmp_path, parcels.wheelhouse())
+    wrong = fleet.control.play(
+        "site.yml",
+        *("--limit", "n1,gw"),
+        good=False,
+        llama_node_install="release",
+        llama_node_archive_file=str(archive),
+        llama_node_archive_sha256="2" * 64,
+    )
+    assert "not the one in llama_node_archive_sha256" in wrong.text
+    unit = install(fleet, "release", archive)
+    assert "/unpacked/llama-b1/llama-server" in unit
+    assert "--metrics --slots --jinja --no-webui" in unit
+
+
+def test_memory_is_locked_without_root(fleet: Fleet, parcels: Parcels, tmp_path: Path) -> None:
+    archive = llama_archives.release_archive(tmp_path, parcels.wheelhouse())
+    fleet.control.play(
+        "site.yml",
+        *("--limit", "n1,gw"),
+        llama_node_install="release",
+        llama_node_archive_file=str(archive),
+        llama_node_archive_sha256=llama_archives.sha256(archive),
+        llama_node_mlock=True,
+    )
+    host = fleet.hosts["n1"]
+    pid = host.run("systemctl show -p MainPID --value llama-server-numa0").stdout.strip()
+    assert "--mlock" in host.run(f"tr '\\0' ' ' < /proc/{pid}/cmdline").stdout
+    locked = host.run(f"sed -n 's/^VmLck:[^0-9]*//p' /proc/{pid}/status").stdout.split()[0]
+    assert int(locked) > 16 << 10  # KiB; what the manager allows without the capability is 8 MiB
+    limits = host.run(f"grep -E '^(Uid|CapEff)' /proc/{pid}/status").stdout.split()
+    assert limits[1] != "0"  # not root
+    assert int(limits[-1], 16) == 1 << 14  # CAP_IPC_LOCK, linux/capability.h, and no other
+
+
+def test_a_package(fleet: Fleet, parcels: Parcels, tmp_path: Path) -> None:
+    package = llama_archives.package(tmp_path, parcels.wheelhouse())
+    unit = install(fleet, "package", package, llama_node_package_file=str(package))
+    assert "ExecStart=/usr/bin/llama-server" in unit
+
+
+def test_source(fleet: Fleet, parcels: Parcels, tmp_path: Path) -> None:
+    archive = llama_archives.source_archive(tmp_path, parcels.wheelhouse())
+    unit = install(fleet, "source", archive)
+    assert "/build/bin/llama-server" in unit
+    host = fleet.hosts["n1"]
+    told = host.run("cat /opt/llama-node/llama.cpp-*/build/switches").stdout.split()
+    flags = set(host.run("grep -m1 -E '^(flags|Features)' /proc/cpuinfo").stdout.split())
+    if "avx" in flags:
+        assert f"GGML_AVX2={'ON' if 'avx2' in flags else 'OFF'}" in told
+        assert f"GGML_AVX512_VNNI={'ON' if 'avx512_vnni' in flags else 'OFF'}" in told
+    assert "GGML_NATIVE=OFF" in told
