@@ -35,6 +35,29 @@ def test_a_neighbour_adds_what_it_holds_up_and_what_it_is_held_up() -> None:
     assert seconds(row, ask, 0.0) == pytest.approx(queued + reading + writing + stall + drag)
 
 
+def test_prompts_that_are_only_read_wait_for_each_other_and_slow_nobody_down() -> None:
+    desk = Desk((4,))
+    row = desk.rows[0]
+    desk.board.set_speed(row, 100.0, 0.1, 0.05)
+    _, first = desk.arrive(prompt=100, completion=1)
+    _, second = desk.arrive(prompt=100, completion=1)
+    assert first is not None
+    assert second is not None
+    assert (first.read_by, second.read_by) == pytest.approx((1.0, 2.0))
+    assert first.ends == pytest.approx(1.1)
+    assert row.ends == pytest.approx(first.ends + second.ends)
+    assert row.drag == 0.0
+    desk.dispatcher.released(second, 0.5)
+    assert row.reading_until == pytest.approx(1.0)
+    assert row.ends == pytest.approx(first.ends)
+    _, writer = desk.arrive(prompt=100, completion=40)
+    assert writer is not None
+    assert row.drag > 0.0
+    desk.dispatcher.released(writer, 0.5)
+    desk.dispatcher.released(first, 1.0)
+    assert (row.drag, row.writers, row.ends, row.reading_until) == (0.0, 0, 0.0, 0.0)
+
+
 def test_doubts_about_a_node_and_of_a_request_add_up() -> None:
     desk = Desk((2, 2))
     desk.board.set_doubt(desk.rows[0], 3.0)
