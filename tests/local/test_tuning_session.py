@@ -185,6 +185,14 @@ async def test_work_of_others_meanwhile_is_told(bench: Bench) -> None:
     assert "Other work was on the machine" in " ".join(found.verdict())
 
 
+async def test_a_single_measurement_claims_nothing(bench: Bench) -> None:
+    session = bench.session()
+    await bench.run(session, minutes=0.75)
+    verdict = reported(session).verdict()
+    assert verdict[0].startswith("Only the rule of thumb was measured")
+    assert verdict[1].startswith("A single measurement is taken to vary by 2.0%")
+
+
 async def test_when_nothing_is_better_that_is_said(bench: Bench) -> None:
     async def same(setting: Setting, seconds: float) -> Measured:
         return Measured(Figures(100.0, 10.0, 10.0, 1.0, None), None)

@@ -49,7 +49,9 @@ class Report:
         """What the figures allow to say, in sentences."""
         search = self.session.search
         found = []
-        if self.best.setting == self.start.setting:
+        if len(self.rows) == 1:
+            found.append(f"Only the rule of thumb was measured: {self.start.setting}.")
+        elif self.best.setting == self.start.setting:
             found.append(
                 "Nothing that was tried is better than the rule of thumb by more than noise: keep "
                 f"{self.best.setting}."
@@ -59,8 +61,10 @@ class Report:
                 f"Best: {self.best.setting}. Its score is {self.best.gain:.0%} less than that of "
                 f"the rule of thumb ({self.start.setting})."
             )
+        repeated = any(row.times > 1 for row in self.rows)
         found.append(
-            f"A single measurement varies by {self.noise:.1%}, so differences of less than "
+            f"A single measurement {'varies' if repeated else 'is taken to vary'} by "
+            f"{self.noise:.1%}, so differences of less than "
             f"{search.history.resolution(REPEATS):.1%} are not told from noise."
         )
         others = [row for row in self.rows if row.setting != self.best.setting]
