@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from tests.deploy.parcels import Parcels
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(1000)]
 
+ALERTS = Path(__file__).with_name("alerts.yml")
 SECURITY = 2.0  # systemd's own scale: 0 is closed, 10 open; 1.5 and 1.7 were seen
 
 
@@ -62,6 +65,18 @@ def test_prometheus_scrapes_the_gateway_and_every_node(fleet: Fleet) -> None:
     wanted = {"llama-gateway": "up", "n1-numa0": "up", "n2-numa0": "up"}
     wait_for(lambda: health() == wanted, limit=60)
     host.run("promtool check config /etc/prometheus/prometheus.yml")
+
+
+def test_the_alerts_are_raised_by_metrics_that_exist(fleet: Fleet) -> None:
+    host = fleet.hosts["gw"]
+    rules = host.run("cat /etc/prometheus/llama-gateway-rules.yml").stdout
+    told = host.fetch("http://127.0.0.1:8001/metrics")
+    told += host.fetch(f"{fleet.nodes()['n1-numa0']['url']}/metrics")
+    named = set(re.findall(r"\b(?:llama_gateway|llamacpp:)\w+", rules))
+    families = set(re.findall(r"^# TYPE (\S+)", told, re.MULTILINE))
+    assert {name.removesuffix("_bucket") for name in named} <= families
+    (host.root / "var/tmp/alerts.yml").write_text(ALERTS.read_text())
+    host.run("promtool test rules /var/tmp/alerts.yml")
 
 
 @pytest.mark.parametrize(

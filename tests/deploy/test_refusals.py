@@ -147,11 +147,11 @@ def test_an_inventory_without(fleet: Fleet, group: str) -> None:
 )
 def test_a_file_that_was_edited_by_hand(fleet: Fleet, name: str, path: str, variable: str) -> None:
     host = fleet.hosts[name]
-    host.run(f"cp -p {path} /root/kept && echo '# by hand' >> {path}")
+    host.run(f"cp -p {path} /var/tmp/kept && echo '# by hand' >> {path}")
     try:
         told = refused(fleet.control, "--tags", "preflight").text
     finally:
-        host.run(f"mv /root/kept {path}")
+        host.run(f"mv /var/tmp/kept {path}")
     assert f"{name}: {path} was edited by hand since the last run" in told
     assert f"-e {variable}=true" in told
 

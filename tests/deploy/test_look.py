@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from gateway.local.description import described
+from gateway.local.topology import read_topology
+from tests.local.machine import make_machine, two_sockets_with_smt
+
+LOOK = Path(__file__).parents[2] / "deploy/ansible/roles/preflight/files/look.py"
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def look() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("look", LOOK)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def two_sockets(tmp_path: Path) -> dict[str, Any]:
+    """64 GiB in two nodes; three quarters of each are free."""
+    return described(read_topology(make_machine(tmp_path, two_sockets_with_smt())))
+
+
+def told(
+    look: ModuleType, topology: dict[str, Any], gib: float, running: int = 0, **spec: Any
+) -> list[str]:
+    found = {
+        "topology": topology,
+        "model": {"bytes": int(gib * GIB)},
+        "units": {"llama-server-numa1.service": {"memory": running}},
+    }
+    rule = {"memory": {"factor": 1.5, "reserve": 2 * GIB}}
+    problems: list[str] = look.memory_problems({**rule, **spec}, found)
+    return problems
+
+
+def test_each_numa_node_must_hold_its_server(look: ModuleType, two_sockets: dict[str, Any]) -> None:
+    assert told(look, two_sockets, gib=14) == []
+    problems = told(look, two_sockets, gib=15)  # 22.5 and 2 of 24 GiB, twice
+    assert [problem.split(" has ")[0].rpartition("but ")[2] for problem in problems] == [
+        "NUMA node 0",
+        "NUMA node 1",
+    ]
+
+
+def test_what_our_own_server_holds_counts_as_free(
+    look: ModuleType, two_sockets: dict[str, Any]
+) -> None:
+    problems = told(look, two_sockets, gib=15, running=4 * GIB)
+    assert [problem.split(" has ")[0].rpartition("but ")[2] for problem in problems] == [
+        "NUMA node 0"
+    ]
+
+
+def test_only_the_numa_nodes_that_are_asked_for_count(
+    look: ModuleType, two_sockets: dict[str, Any]
+) -> None:
+    assert len(told(look, two_sockets, gib=15, numa_nodes=[1])) == 1
+    (problem,) = look.numa_problems({"numa_nodes": [0, 2, 3]}, two_sockets)
+    assert "no NUMA node 2, 3 (llama_node_numa_nodes)" in problem
+    assert "there are 0, 1" in problem
+
+
+def test_an_edited_file_is_told_from_ours_and_from_a_strangers(
+    look: ModuleType, tmp_path: Path
+) -> None:
+    body = b"nodes: []\n"
+    digest = hashlib.sha256(body).hexdigest().encode()
+    header = b"# Managed by Ansible (gateway): ... sha256:" + digest + b"\n"
+    ours, edited, strange = (tmp_path / name for name in ("ours", "edited", "strange"))
+    ours.write_bytes(header + body)
+    edited.write_bytes(header + body + b"# by hand\n")
+    strange.write_bytes(body)
+    paths = [str(path) for path in (ours, edited, strange, tmp_path / "missing")]
+    spec = {"files": paths, "files_variable": "some_variable", "overwrite_variable": "overwrite"}
+    first, second = look.file_problems(spec)
+    assert first.startswith(f"{edited} was edited by hand since the last run. Remedy: ")
+    assert second.startswith(f"{strange} was not written by this role. Remedy: ")
+    assert look.file_problems({**spec, "packaged": [str(strange)]}) == [first]
+    assert look.file_problems({**spec, "overwrite": True}) == []
+
+
+def test_space_on_one_disk_is_added_up(look: ModuleType, tmp_path: Path) -> None:
+    wanted = [
+        {"path": str(tmp_path / "a/b"), "bytes": 1 << 59, "variable": "one", "what": "the model"},
+        {"path": str(tmp_path / "c"), "bytes": 1 << 58, "variable": "two", "what": "llama.cpp"},
+    ]
+    (problem,) = look.disk_problems(wanted)
+    assert "one or two" in problem
+    assert look.disk_problems([{**wanted[0], "bytes": 1}]) == []
+
+
+def test_a_model_that_was_verified_is_not_looked_at_again(look: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"weights")
+    stat = path.stat()
+    record = Path(f"{path}.verified")
+    record.write_text(f"{'a' * 64} {stat.st_size} {stat.st_mtime_ns}\n")
+    model = {"path": str(path), "sha256": "a" * 64, "urls": [], "bytes": 7}
+    problems: list[str] = []
+    assert look.look_at_model(model, problems)["verified"]
+    path.write_bytes(b"other weights")
+    assert not look.look_at_model(model, problems)["verified"]
+    assert problems == []
