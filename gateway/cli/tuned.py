@@ -19,20 +19,8 @@ from gateway.local.tuning.report import Report, Row
 from gateway.local.tuning.session import Session, Step
 from gateway.local.tuning.setting import PINNED
 
-COLUMNS = (
-    "THREADS",
-    "BATCH",
-    "SLOTS",
-    "PINNED",
-    "READS",
-    "WRITES",
-    "ALL SLOTS",
-    "STALL",
-    "MEMORY",
-    "SCORE",
-    "GAIN",
-    "TIMES",
-)
+# Short, so that a terminal of 80 characters shows them in one line.
+COLUMNS = ("THR", "BATCH", "SLOTS", "READS", "WRITES", "BUSY", "STALL", "MEM", "SCORE", "GAIN", "N")
 
 
 class Telling:
@@ -117,12 +105,18 @@ class Telling:
 
 def put_report(found: Report) -> None:
     """The table of all settings, the best first, and what it allows to say."""
-    put_table(COLUMNS, map(_cells, found.rows), state=0)
+    pinnings = len(found.session.search.space.pinning) > 1
+    put_table(
+        (*COLUMNS, "PINNED") if pinnings else COLUMNS,
+        (_cells(row, pinning=pinnings) for row in found.rows),
+        state=0,
+    )
     request = found.session.request
     print(
-        "\nREADS, WRITES, ALL SLOTS: tokens/s of one server. SCORE: seconds for "
-        f"{request.prompt} + {request.answer} tokens, goal {found.session.goal}.\n"
-        "GAIN: against the rule of thumb; in brackets where it can't be told from noise.\n"
+        "\nREADS, WRITES (alone), BUSY (all slots): tokens/s of one server. STALL: seconds.\n"
+        f"SCORE: seconds for {request.prompt} + {request.answer} tokens, goal "
+        f"{found.session.goal}. GAIN: against the rule of thumb;\nin brackets where it can't be "
+        "told from noise. N: times measured.\n"
     )
     for setting, error in found.session.errors().items():
         print(f"Does not run: {setting}: {printable(error)}")
@@ -130,20 +124,24 @@ def put_report(found: Report) -> None:
         print(line)
 
 
-def _cells(row: Row) -> list[object]:
+def _cells(row: Row, *, pinning: bool) -> list[object]:
     setting, figures = row.setting, row.figures
     gain = f"{row.gain:+.1%}"
     return [
         str(setting.threads),
         f"{setting.batch}/{setting.micro_batch}",
         str(setting.slots),
-        PINNED[setting.pinning],
-        f"{figures.prefill:.0f}",
-        f"{figures.decode:.1f}",
-        f"{figures.decode_busy:.1f}",
+        _short(figures.prefill),
+        _short(figures.decode),
+        _short(figures.decode_busy),
         None if figures.stall is None else f"{figures.stall:.2f}",
         None if figures.memory is None else gib(figures.memory),
-        f"{row.score:.3f}",
+        f"{row.score:.2f}",
         gain if row.told_apart else f"({gain})",
         str(row.times),
+        *([PINNED[setting.pinning]] if pinning else []),
     ]
+
+
+def _short(speed: float) -> str:
+    return f"{speed:.0f}" if speed >= 100 else f"{speed:.1f}"

@@ -88,7 +88,7 @@ def test_a_short_search_writes_what_it_found_and_goes_on_later(
     again = tuned(environment, *QUICK, "--minutes", "0.1", "--goal", "latency")
     assert again.returncode == 0, again.stderr
     assert f"uses {kept} earlier measurements" in again.stderr
-    assert "THREADS" in again.stdout
+    assert "READS" in again.stdout
     assert "differences of less than" in again.stdout
 
 
@@ -120,7 +120,7 @@ def test_a_signal_keeps_what_was_measured_and_ends_the_servers(
         finally:
             process.kill()
     assert process.returncode == status, err
-    assert "THREADS" in out
+    assert "READS" in out
     assert "the same command goes on" in err
     assert "Traceback" not in err
     assert not target.exists()

@@ -145,6 +145,21 @@ async def test_servers_are_started_with_the_setting_measured_and_ended(plan: Loc
 
 
 @pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_the_servers_of_a_machine_are_measured_at_the_same_time(
+    plan: LocalPlan, tmp_path: Path
+) -> None:
+    several = prepare(servers=2, cache=tmp_path)
+    start = rule_of_thumb(read_topology()).changed("threads", 1)
+    alone = await Machine(plan, REQUEST, context=CONTEXT).measure(start, 60)
+    both = await Machine(several, REQUEST, context=CONTEXT).measure(start, 60)
+    assert alone.figures.memory is not None
+    assert both.figures.memory is not None
+    assert both.figures.memory > 1.5 * alone.figures.memory
+
+
+@pytest.mark.real
 async def test_a_setting_that_takes_too_long_is_given_up_and_its_server_ended(
     plan: LocalPlan,
 ) -> None:
