@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gateway.local.tuning.records import Measurement, Records
     from gateway.local.tuning.report import Report
     from gateway.local.tuning.session import Session
+    from gateway.local.tuning.setting import Setting
 
 EXAMPLES = examples(
     (
@@ -200,7 +201,13 @@ def tune(
         session = Session(
             Search(space, rule_of_thumb(topology)), request, judged, _kept(records, again=again)
         )
-        machine = Machine(plan, request, context=slot, force_memory=force_memory)
+        machine = Machine(
+            plan,
+            request,
+            context=slot,
+            force_memory=force_memory,
+            known=_known(session, len(plan.specs)),
+        )
         status = _run(session, machine, records, minutes)
     except LocalFleetError as error:
         raise CommandFailed(str(error)) from None
@@ -302,6 +309,14 @@ def _kept(records: Records, *, again: bool) -> list[Measurement]:
             "where they fit (--again measures everything anew)"
         )
     return kept
+
+
+def _known(session: Session, servers: int) -> tuple[Setting, int] | None:
+    """What a server took of memory in an earlier run."""
+    for one in session.kept:
+        if one.figures is not None and one.figures.memory is not None:
+            return one.setting, one.figures.memory // servers
+    return None
 
 
 def _run(session: Session, machine: Machine, records: Records, minutes: float) -> int:

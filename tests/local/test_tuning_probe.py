@@ -13,7 +13,8 @@ from gateway.local.topology import read_topology
 from gateway.local.tuning.goals import Request
 from gateway.local.tuning.measuring import DoesNotRunError, Machine, subject
 from gateway.local.tuning.probe import Probe, ProbeError, Written, longest_silence, together
-from gateway.local.tuning.setting import rule_of_thumb
+from gateway.local.tuning.setting import Setting, rule_of_thumb
+from tests.local.machine import make_machine
 from tests.servers import demo_servers
 
 REQUEST = Request(prompt=400, answer=24)
@@ -182,6 +183,18 @@ async def test_a_server_that_does_not_start_is_no_crash(plan: LocalPlan, tmp_pat
     machine = Machine(broken, REQUEST, context=CONTEXT)
     with pytest.raises(DoesNotRunError, match="before it was ready"):
         await machine.measure(rule_of_thumb(read_topology()), 60)
+
+
+async def test_a_setting_that_would_take_too_much_memory_is_not_started(
+    plan: LocalPlan, tmp_path: Path
+) -> None:
+    machine = read_topology(make_machine(tmp_path / "machine", [[[0], [1]]], memory_gib=16))
+    start = Setting(1, 512, 256, 2, "free")
+    measured = Machine(plan, REQUEST, context=CONTEXT, known=(start, 3 << 30), look=lambda: machine)
+    # 12 GiB are free: 3 GiB with two slots may become 12 with eight.
+    with pytest.raises(DoesNotRunError, match=r"may take 12\.0 GiB, and 2\.0 GiB must stay free"):
+        await measured.measure(start.changed("slots", 8), 60)
+    assert not plan.log_folder.exists()
 
 
 def test_figures_hang_on_model_server_machine_and_request(plan: LocalPlan) -> None:

@@ -37,7 +37,8 @@ class Measured:
 class Machine:
     """Measures settings on this machine: one server on each NUMA node, all under the same load.
 
-    `context` is that of one slot, in tokens. `look` reads the machine anew before each start.
+    `context` is that of one slot, in tokens. `known` is a setting and the bytes that a server took
+    with it, from an earlier run. `look` reads the machine anew before each start.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Machine:
         *,
         context: int,
         force_memory: bool = False,
+        known: tuple[Setting, int] | None = None,
         look: Callable[[], Topology] = read_topology,
     ) -> None:
         self._plan = plan
@@ -54,7 +56,7 @@ class Machine:
         self._context = context
         self._force_memory = force_memory
         self._look = look
-        self._known: tuple[Setting, int] | None = None  # the bytes that a server took with it
+        self._known = known
 
     async def measure(self, setting: Setting, seconds: float) -> Measured:
         """Start, probe and end the servers, within `seconds`.
