@@ -33,6 +33,7 @@ from gateway.relay.live import Registry
 from gateway.relay.relay import Relay
 from gateway.relay.watch import Watch
 from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.standby import Standby
 from gateway.succession import Inheritance, SuccessionFailed, start_successor
 from gateway.systemd import Notifier
 from gateway.transport.upstream import connect
@@ -95,6 +96,7 @@ class Gateway:
             drains=Drains(drains_file(options)),
         )
         self.scheduler = Scheduler(self.fleet, settings, self.clock, rng)
+        self.standby = Standby(self.fleet, self.scheduler, settings, self.bus, self.clock)
         self.watch = Watch(self.clock)
         self.means = Means(self.scheduler, self.fleet, settings, self.bus, self.watch, self.clock)
         self.relay = Relay(self.means)
@@ -142,6 +144,7 @@ class Gateway:
         try:
             self.public, self.admin = self._listeners()
             await self.fleet.start(inventory)
+            self._own(self.standby.run(), "start and stop standby nodes")
             self._own(self._watch_files(inventory), "watch the files")
             self._own(self._notifier.feed_watchdog(), "feed the watchdog")
             if self._inheritance.ready is not None:
@@ -191,6 +194,7 @@ class Gateway:
             except SuccessionFailed as error:
                 log.error("no successor", why=str(error))  # noqa: TRY400 - the message says it all
                 return
+            self.standby.release()
             self._notifier.tell(f"MAINPID={self._successor.pid}")
             self.stopping.set()
 
@@ -368,6 +372,7 @@ class Gateway:
             return change
         self.means.settings = settings
         self.scheduler.configure(settings)
+        self.standby.settings = settings
         self.fleet.configure(settings.health, settings.timeouts)
         self.edge.snapshot = Snapshot.of(settings, loopback=self._loopback)
         self.lines.access = settings.logging.access

@@ -93,6 +93,22 @@ class NodeDrift:
     differences: tuple[str, ...]
 
 
+@dataclass(slots=True)
+class HookEnded:
+    """A hook that starts or stops a standby node has ended, or was broken off."""
+
+    node: str
+    hook: str
+    """`start` or `stop`."""
+    outcome: str
+    """`ok`, `failed`, `timeout` or `error`."""
+    seconds: float
+    detail: str
+    """For an operator, without secrets."""
+    output: str = ""
+    """The end of what it wrote, or of what it was answered; without secrets."""
+
+
 E = TypeVar("E")
 
 

@@ -16,6 +16,7 @@ from pydantic import (
     field_validator,
 )
 
+from gateway.config.elastic import Hook, hook_of
 from gateway.config.fields import (
     Amount,
     ConfigModel,
@@ -243,9 +244,31 @@ class NodeSpec(ConfigModel):
     ] = True
     standby: Annotated[
         bool,
-        Field(description="`true`: an elastic node that is started on demand."),
+        Field(
+            description=(
+                "`true`: it gets nothing until its `start` hook has been run on demand; without "
+                "hooks never."
+            )
+        ),
         Kind("true or false"),
     ] = False
+    start: Annotated[
+        Hook | None,
+        BeforeValidator(hook_of),
+        Field(
+            description=(
+                "What starts a standby node: a list (program, arguments), or the mapping below. "
+                "Needs `stop` and `model`."
+            )
+        ),
+        Kind("list or mapping"),
+    ] = None
+    stop: Annotated[
+        Hook | None,
+        BeforeValidator(hook_of),
+        Field(description="What stops it, written as `start` is.", validate_default=True),
+        Kind("list or mapping"),
+    ] = None
     labels: Annotated[
         Mapping[Text, str],
         Field(description='Free words about it, such as `{numa: "0"}`.', max_length=64),
@@ -256,6 +279,30 @@ class NodeSpec(ConfigModel):
     @classmethod
     def _host_of_the_url(cls, host: object, info: ValidationInfo) -> object:
         return host or url_host(info.data.get("url", "http://unknown"))
+
+    @field_validator("stop")
+    @classmethod
+    def _can_be_started_on_demand(cls, stop: Hook | None, info: ValidationInfo) -> Hook | None:
+        if "start" not in info.data:
+            return stop
+        if info.data["start"] is None:
+            if stop is not None:
+                raise wrong("is missing", "a node with `stop` needs it", "start")
+            return None
+        if stop is None:
+            raise wrong("is missing", "a node that the gateway starts must be stopped, too")
+        if "models" in info.data and info.data["models"] is None:
+            raise wrong(
+                "is missing",
+                "name what it serves: it can't be asked while it does not run",
+                "model",
+            )
+        return stop
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the gateway starts and stops it."""
+        return self.standby and self.start is not None and self.stop is not None
 
     @field_validator("cost_per_million_tokens")
     @classmethod

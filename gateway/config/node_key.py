@@ -8,18 +8,21 @@ from gateway.config.fields import wrong
 LONGEST_KEY = 16384
 
 
-def key_from_variable(variable: str, env: Mapping[str, str]) -> str:
-    """Take a key from the environment; raises a validation error that names the variable."""
+def key_from_variable(variable: str, env: Mapping[str, str], key: str = "api_key_env") -> str:
+    """Take a key from the environment; raises a validation error that names the variable.
+
+    `key`: the one of the file that is to blame.
+    """
     if variable not in env:
         raise wrong(
             f"the variable {variable} is not set",
             "set it where the gateway is started",
-            "api_key_env",
+            key,
         )
-    return _checked(env[variable], f"the variable {variable}", "api_key_env")
+    return _checked(env[variable], f"the variable {variable}", key)
 
 
-def key_from_file(path: Path) -> str:
+def key_from_file(path: Path, key: str = "api_key_file") -> str:
     """Take a key from a file, without white space around it; bounded."""
     try:
         with path.open("rb") as file:
@@ -28,10 +31,10 @@ def key_from_file(path: Path) -> str:
         raise wrong(
             f"can't be read: {error.strerror}",
             "the gateway's user must be allowed to read it",
-            "api_key_file",
+            key,
         ) from None
     # Latin-1 maps each byte to a character, so what isn't ASCII is told below.
-    return _checked(content.decode("latin-1"), "the file", "api_key_file")
+    return _checked(content.decode("latin-1"), "the file", key)
 
 
 def _checked(text: str, source: str, key: str) -> str:

@@ -101,12 +101,15 @@ Every key has a default. Later versions bring `resume` and `store`; this one ref
 
 def reference() -> str:
     """Write the page as Markdown."""
-    parts = [_HEAD, _NODES, *_sections(NodeSpec, "nodes[]"), _SETTINGS, *_sections(Settings, "")]
+    told: set[type[ConfigModel]] = set()
+    nodes, settings = _sections(NodeSpec, "nodes[]", told), _sections(Settings, "", told)
+    parts = [_HEAD, _NODES, *nodes, _SETTINGS, *settings]
     return "\n".join(parts)
 
 
-def _sections(model: type[ConfigModel], path: str) -> Iterator[str]:
-    """Write a section for a mapping, and one for each mapping in it."""
+def _sections(model: type[ConfigModel], path: str, told: set[type[ConfigModel]]) -> Iterator[str]:
+    """Write a section for a mapping, and one for each mapping in it that was not `told` yet."""
+    told.add(model)
     keys = keys_of(model)
     title = f"### `{path}`\n\n{_doc(model)}\n" if path else "### Top level\n"
     rows = [_row(path, key, field) for key, field in keys.items()]
@@ -115,8 +118,8 @@ def _sections(model: type[ConfigModel], path: str) -> Iterator[str]:
     )
     for key, field in keys.items():
         inner = model_in(field.annotation)
-        if inner is not None:
-            yield from _sections(inner, f"{path}.{key}{_many(field)}".lstrip("."))
+        if inner is not None and inner not in told:
+            yield from _sections(inner, f"{path}.{key}{_many(field)}".lstrip("."), told)
 
 
 def _row(path: str, key: str, field: FieldInfo) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
+from gateway.config.elastic import hook_of
 from gateway.config.fields import ConfigModel, one_or_many
 from gateway.config.inventory import Inventory
 from gateway.config.settings import Settings
@@ -89,7 +91,9 @@ def _property(field: FieldInfo, schema: Schema, *, required: bool) -> Schema:
     schema.pop("title", None)
     choices = schema["anyOf"] if set(schema) == {"anyOf"} else [schema]
     choices = [_bounded(choice) for choice in choices if choice != {"type": "null"}]
-    if _takes_one(field):
+    if _has(field, hook_of):
+        choices.append({"type": "array", "items": {"type": "string"}, "minItems": 1})
+    if _has(field, one_or_many):
         choices = [choice["items"] for choice in choices if "items" in choice] + choices
     if not any(_any_text(choice) for choice in choices):
         choices.append(_TO_REFERENCE)
@@ -118,9 +122,9 @@ def _any_text(schema: Schema) -> bool:
     return schema.get("type") == "string" and not {"pattern", "enum", "const"} & schema.keys()
 
 
-def _takes_one(field: FieldInfo) -> bool:
+def _has(field: FieldInfo, validator: Callable[[object], object]) -> bool:
     return any(
-        isinstance(part, BeforeValidator) and part.func is one_or_many for part in field.metadata
+        isinstance(part, BeforeValidator) and part.func is validator for part in field.metadata
     )
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
+from gateway.config.elastic import ElasticSettings
 from gateway.config.fields import (
     ConfigModel,
     Kind,
@@ -142,6 +143,9 @@ class Settings(ConfigModel):
     hybrid: Annotated[
         HybridSettings, Field(description="How GPU and CPU nodes share the work.")
     ] = HybridSettings()
+    elastic: Annotated[
+        ElasticSettings, Field(description="Standby nodes that are started and stopped on demand.")
+    ] = ElasticSettings()
     health: Annotated[HealthSettings, Field(description="Probes and circuit breakers.")] = (
         HealthSettings()
     )

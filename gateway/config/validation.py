@@ -130,7 +130,9 @@ def _wants_text(error: ErrorDetails, entry: Entry) -> bool:
 
 def _put(data: Any, loc: tuple[str | int, ...], entry: Entry) -> None:
     for part in loc[:-1]:
-        data = data[part]
+        # A list that stands for a mapping (`start: [...]`) lacks the part that only a type has.
+        if not (isinstance(data, list) and isinstance(part, str)):
+            data = data[part]
     if isinstance(entry.tree, Scalar):
         data[loc[-1]] = entry.tree.text
 

@@ -15,6 +15,7 @@ from gateway.fleet.node import Node, Rules
 from gateway.fleet.probes import refuses_our_key
 from gateway.fleet.probing import Answer, Outcome, Probing
 from gateway.fleet.reclaim import Reclaimer
+from gateway.fleet.sameness import server, ways
 from gateway.fleet.speed import weigh
 from gateway.fleet.states import State, judge
 
@@ -150,7 +151,7 @@ class Fleet:
         try:
             for spec in inventory.nodes:
                 node = self._known(spec)
-                fresh = node is None or _ways(node.spec) != _ways(spec)
+                fresh = node is None or ways(node.spec) != ways(spec)
                 plan.append((spec, node, self._connect(spec) if fresh else None))
         except BaseException:
             for _, _, upstream in plan:
@@ -164,7 +165,7 @@ class Fleet:
         here = self.nodes.get(spec.name)
         leaving = [node for node in self._departures.nodes if node.name == spec.name]
         for node in leaving if here is None else (here, *leaving):
-            if _server(node.spec) == _server(spec):
+            if server(node.spec) == server(spec):
                 return node
         return None
 
@@ -234,6 +235,14 @@ class Fleet:
         self._drains.remove(name)
         node.draining = False
         self.settle(node)
+
+    def switched(self, node: Node, *, anew: bool = False) -> None:
+        """The power of a standby node has changed; `anew`: what its probes said is void."""
+        if anew:
+            node.probing = Probing(next=self._clock())
+        self.settle(node)
+        if (watch := self._watches.get(node)) is not None:
+            watch.wake()
 
     async def probe(self, name: str) -> Outcome:
         """Probe now; closes the node's circuit if it answers. Raises KeyError."""
@@ -388,13 +397,3 @@ class Fleet:
                 if node.pace.refresh(now):
                     self.settle(node)
             self._tell_change()
-
-
-def _server(spec: NodeSpec) -> tuple[object, ...]:
-    """What makes it another server when it changes."""
-    return (spec.url, spec.kind)
-
-
-def _ways(spec: NodeSpec) -> tuple[object, ...]:
-    """What makes new connections necessary when it changes."""
-    return (spec.url, spec.kind, spec.tls, spec.api_key)

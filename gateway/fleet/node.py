@@ -13,6 +13,7 @@ from gateway.fleet.lease import Lease
 from gateway.fleet.limit import MOST, Limit
 from gateway.fleet.occupancy import Occupancy
 from gateway.fleet.pace import Pace
+from gateway.fleet.power import Phase, Power
 from gateway.fleet.probing import Probing
 from gateway.fleet.speed import Speed
 from gateway.fleet.states import State
@@ -59,6 +60,8 @@ class Node:
     state: State = State.STARTING
     reason: str = ""
     draining: bool = False
+    power: Power = field(default_factory=Power)
+    """Of a standby node with hooks: whether it runs."""
     locked: str = ""
     """How a request was told that our key is not the right one; believed until `locked_until`."""
     locked_until: float = -math.inf
@@ -112,8 +115,21 @@ class Node:
 
     @property
     def wanted(self) -> bool:
-        """Whether the inventory lets it be probed and used."""
-        return self.spec.enabled and not self.spec.standby and not self.removed
+        """Whether the inventory lets it be probed and used; a standby node: while it may run."""
+        if not self.spec.enabled or self.removed:
+            return False
+        return not self.spec.standby or (self.spec.elastic and self.power.phase is not Phase.OFF)
+
+    @property
+    def on_demand(self) -> bool:
+        """Whether it is a standby node that is being started, or would be for a request."""
+        return (
+            self.spec.enabled
+            and self.spec.elastic
+            and not (self.removed or self.draining or self.power.failures)
+            and self.power.phase is not Phase.STOPPING
+            and not (self.power.barred and self.power.phase is Phase.OFF)
+        )
 
     @property
     def tells_slots(self) -> bool:

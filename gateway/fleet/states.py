@@ -6,6 +6,7 @@ import enum
 from typing import TYPE_CHECKING
 
 from gateway.fleet.circuit import CircuitPhase
+from gateway.fleet.power import Phase
 
 if TYPE_CHECKING:
     from gateway.fleet.node import Node
@@ -26,15 +27,15 @@ class State(enum.Enum):
     READY = "ready"
 
 
+_LEAVING = frozenset({Phase.RETIRING, Phase.STOPPING})
+
+
 def judge(node: Node, now: float) -> tuple[State, str]:
     """The state and its reason."""
     probing = node.probing
-    if not node.spec.enabled:
-        return State.STANDBY, "enabled: false in the inventory"
-    if node.spec.standby:
-        return State.STANDBY, "standby: true in the inventory"
-    if node.draining:
-        return State.DRAINING, "drained by an operator, until it is resumed"
+    kept = _kept_off(node)
+    if kept is not None:
+        return kept
     if probing.down:
         return State.DOWN, probing.detail
     if now < node.locked_until:
@@ -60,6 +61,28 @@ def judge(node: Node, now: float) -> tuple[State, str]:
     if node.pace.degraded:
         return State.DEGRADED, node.pace.reason(now, endpoint=node.spec.kind == "openai")
     return State.READY, _ready(node, now)
+
+
+def _kept_off(node: Node) -> tuple[State, str] | None:
+    """What the inventory, an operator or its hooks have made of it; None: it may work."""
+    spec, probing = node.spec, node.probing
+    if not spec.enabled:
+        return State.STANDBY, "enabled: false in the inventory"
+    if spec.standby and not spec.elastic:
+        return State.STANDBY, "standby: true in the inventory, without start and stop"
+    power = node.power
+    if spec.elastic and power.phase is Phase.OFF:
+        return State.STANDBY, power.reason
+    if spec.elastic and power.phase is Phase.UNKNOWN and probing.down:
+        return State.STANDBY, "it does not run"
+    if node.draining:
+        return State.DRAINING, "drained by an operator, until it is resumed"
+    if spec.elastic and power.phase in _LEAVING:
+        return State.DRAINING, power.reason
+    if spec.elastic and power.phase is Phase.STARTING and not (probing.up or probing.loading):
+        told = f"; not up yet: {probing.detail}" if probing.detail else ""
+        return State.STARTING, power.reason + told
+    return None
 
 
 def _ready(node: Node, now: float) -> str:

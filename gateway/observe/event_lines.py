@@ -11,6 +11,7 @@ import structlog
 from gateway.events import (
     AttemptEnded,
     Bus,
+    HookEnded,
     InventoryChanged,
     NodeChanged,
     NodeDrift,
@@ -34,6 +35,7 @@ def subscribe(bus: Bus, logs: Logs, *, access: bool = True) -> EventLines:
     bus.subscribe(AttemptEnded, lines.attempt)
     bus.subscribe(NodeChanged, lines.node)
     bus.subscribe(NodeDrift, lines.drift)
+    bus.subscribe(HookEnded, lines.hook)
     bus.subscribe(InventoryChanged, lines.inventory)
     bus.subscribe(SettingsChanged, lines.settings)
     return lines
@@ -104,6 +106,19 @@ class EventLines:
             self._say("warning", "node differs from the inventory", fields)
         else:
             self._say("info", "node is as the inventory says again", {"node": event.node})
+
+    def hook(self, event: HookEnded) -> None:
+        """A standby node was started or stopped, or could not be."""
+        fields = {
+            "node": event.node,
+            "hook": event.hook,
+            "outcome": event.outcome,
+            "seconds": round(event.seconds, 3),
+            "detail": event.detail,
+        }
+        if event.output:
+            fields["output"] = printable(event.output)
+        self._say("info" if event.outcome == "ok" else "warning", "hook", fields)
 
     def inventory(self, event: InventoryChanged) -> None:
         """The inventory was read again."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from gateway import __version__
-from gateway.events import AttemptEnded, Bus, NodeChanged, RequestFinished
+from gateway.events import AttemptEnded, Bus, HookEnded, NodeChanged, RequestFinished
 from gateway.observe.exposition import Histogram, Page, escaped, labels
 from gateway.request import Priority
 
@@ -114,6 +114,7 @@ class Metrics:
         self._requests: dict[tuple[Priority, str, int], Counts] = {}
         self._models: set[str] = set()
         self._attempts: dict[str, dict[str, int]] = {}
+        self._hooks: dict[tuple[str, str, str], int] = {}
         self._cost: dict[str, float] = {}
         self._duration = Histogram(_SECONDS)
         self._ttft = Histogram(_SECONDS)
@@ -123,6 +124,7 @@ class Metrics:
         ProcessCollector(registry=self._process)
         bus.subscribe(RequestFinished, self.finished)
         bus.subscribe(AttemptEnded, self.attempted)
+        bus.subscribe(HookEnded, self.hook_ended)
         bus.subscribe(NodeChanged, self.node_changed)
 
     def finished(self, event: RequestFinished) -> None:
@@ -167,6 +169,11 @@ class Metrics:
             node = event.node if len(self._attempts) < NODES else OTHER
             outcomes = self._attempts.setdefault(node, {})
         outcomes[event.outcome] = outcomes.get(event.outcome, 0) + 1
+
+    def hook_ended(self, event: HookEnded) -> None:
+        """Count a start or a stop of a standby node."""
+        key = (event.node, event.hook, event.outcome)
+        self._hooks[key] = self._hooks.get(key, 0) + 1
 
     def node_changed(self, event: NodeChanged) -> None:
         """Forget a node that has left the fleet."""
@@ -253,6 +260,15 @@ class Metrics:
             ),
         )
         page.family(
+            "hooks_total",
+            "counter",
+            "Hooks that have started or stopped a standby node, or failed to.",
+            (
+                (labels(node=node, hook=hook, outcome=outcome), count)
+                for (node, hook, outcome), count in self._hooks.items()
+            ),
+        )
+        page.family(
             "node_state",
             "gauge",
             "1 for the state a node is in, 0 for the others.",
@@ -289,3 +305,5 @@ class Metrics:
         kept = {*names, OTHER}
         for gone in [node for node in self._attempts if node not in kept]:
             del self._attempts[gone]
+        for key in [key for key in self._hooks if key[0] not in kept]:
+            del self._hooks[key]

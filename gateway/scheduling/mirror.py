@@ -144,7 +144,7 @@ class Mirror:
         """What a node remembers goes with its server, and with its model."""
         if node.spec.kind != "llama.cpp":
             return
-        gone = node.probing.down or node.probing.loading
+        gone = node.probing.down or node.probing.loading or not node.wanted
         kept = None if gone else (total, node.listed)
         known = self._sizes.get(row)
         if known == kept:

@@ -29,6 +29,7 @@ from gateway.scheduling.expectations import Expectations
 from gateway.scheduling.forecast import Placement
 from gateway.scheduling.hybrid import Hybrid
 from gateway.scheduling.mirror import ALIVE, Mirror
+from gateway.scheduling.overdue import overdue
 from gateway.scheduling.rate import CompletionRate
 from gateway.scheduling.rules import rules_of
 from gateway.scheduling.taking import Granted, Taking
@@ -325,20 +326,10 @@ class Scheduler:
         self._plan_anew(ticket, now)
         if ticket.granted.done():
             return
-        if ticket.plan.any_alive():
-            ticket.out_since = None
-        elif ticket.out_since is None:
-            ticket.out_since = now
         retry_after = self.rate.retry_after(len(self._tickets), now)
-        out = ticket.out_since
-        if out is not None and now - out >= self.settings.retries.wait_for_node:
-            names = ", ".join(repr(name) for name in ticket.request.candidates)
-            self._refuse(ticket, errors.no_node(f"Every node for {names} is out.", retry_after))
-        elif now >= ticket.until:
-            waited = now - ticket.entered
-            self._refuse(
-                ticket, errors.queue_timeout(f"No slot came free in {waited:.0f} s.", retry_after)
-            )
+        error = overdue(ticket, self.settings, retry_after, now)
+        if error is not None:
+            self._refuse(ticket, error)
 
     def _enter(self, ticket: Ticket) -> None:
         """Put it in line, or let it go at once."""

@@ -51,13 +51,17 @@ def test_the_examples_in_the_sample_inventory_work(tmp_path: Path) -> None:
     (tmp_path / "nodes.yaml").write_text(uncommented("nodes.yaml", unset=""))
     (tmp_path / "ca.pem").write_text("certificate")
     (tmp_path / "elsewhere.key").write_text("key\n")
-    nodes = load_inventory(tmp_path / "nodes.yaml", {"GPU_1_KEY": "key"}).nodes
+    nodes = load_inventory(
+        tmp_path / "nodes.yaml", {"GPU_1_KEY": "key", "CLOUD_AUTHORIZATION": "Bearer x"}
+    ).nodes
     assert [node.name for node in nodes] == [
         "local",
         "epyc-a-numa0",
         "epyc-a-numa1",
         "gpu-1",
         "elsewhere",
+        "spare-1",
+        "cloud-1",
     ]
 
 
@@ -75,6 +79,7 @@ def test_the_examples_in_the_sample_settings_work(tmp_path: Path) -> None:
             "cors": None,
             "listen": settings.listen.model_copy(update={"tls": None}),
             "hybrid": settings.hybrid.model_copy(update={"spill": None}),
+            "elastic": settings.elastic.model_copy(update={"max": None}),
         }
     )
     assert shown == Settings(), "a sample shows another value than the default"
@@ -98,4 +103,4 @@ def test_the_sample_settings_show_every_key() -> None:
 def test_the_sample_inventory_shows_almost_every_key() -> None:
     text = (CONFIG / "nodes.yaml").read_text()
     unshown = {key for key in keys_of(NodeSpec) if f"{key}:" not in text and key not in text}
-    assert unshown == {"standby"}
+    assert unshown == set()

@@ -79,7 +79,10 @@ def test_the_states_stand_in_the_contracts_order() -> None:
 
 def test_the_reason_says_why_a_node_gets_nothing() -> None:
     assert judge(a_node(enabled=False), 0) == (State.STANDBY, "enabled: false in the inventory")
-    assert judge(a_node(standby=True), 0) == (State.STANDBY, "standby: true in the inventory")
+    assert judge(a_node(standby=True), 0) == (
+        State.STANDBY,
+        "standby: true in the inventory, without start and stop",
+    )
     node = everything_at_once()
     node.spec, node.draining = a_spec(), False
     assert judge(node, 1000.0) == (State.DOWN, "no connection")

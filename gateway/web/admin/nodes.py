@@ -92,6 +92,7 @@ def described(node: Node) -> dict[str, Any]:
         "labels": dict(spec.labels),
         "enabled": spec.enabled,
         "standby": spec.standby,
+        "elastic": _elastic(node, now) if spec.elastic else None,
         "draining": node.draining,
         "state": node.state.value,
         "reason": node.reason,
@@ -117,6 +118,18 @@ def described(node: Node) -> dict[str, Any]:
             "failures": circuit.failures,
             "open_for": None if open_until is None else _rounded(max(0.0, open_until - now)),
         },
+    }
+
+
+def _elastic(node: Node, now: float) -> dict[str, Any]:
+    """Of a standby node with hooks: whether it runs, and what comes next."""
+    power = node.power
+    return {
+        "phase": power.phase.value,
+        "seconds": _rounded(now - power.since) if math.isfinite(power.since) else None,
+        "failures": power.failures,
+        "retry_in": _rounded(power.retry_at - now) if power.retry_at > now else None,
+        "startup_seconds": _rounded(power.startup),
     }
 
 

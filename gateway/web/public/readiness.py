@@ -23,7 +23,7 @@ def unreadiness(fleet: Fleet, scheduler: Scheduler, *, closing: bool) -> Gateway
     nodes = fleet.nodes.values()
     if any(node.free(now) > 0 for node in nodes):
         return None
-    if not any(node.state in ALIVE for node in nodes):
+    if not any(node.state in ALIVE or node.on_demand for node in nodes):
         if not fleet.probed.is_set():
             return errors.starting("The nodes are being asked what they serve.")
         return errors.no_node("Every node is out.", RETRY_AFTER)

@@ -1,0 +1,172 @@
+"""Runs the hooks that start and stop nodes: bounded in time and output, secrets masked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import httpx
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gateway.config.elastic import Hook
+    from gateway.config.inventory import NodeSpec
+
+LARGEST_OUTPUT = 4096
+"""Bytes of a hook's output, or of the answer to it, that are kept: the last ones."""
+KILL_AFTER = 2.0
+"""Seconds between SIGTERM and SIGKILL."""
+MASK = "****"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a hook ended. `detail` is for an operator; `outcome` a word of a small set."""
+
+    outcome: str
+    """`ok`, `failed`, `timeout` or `error`."""
+    detail: str
+    seconds: float
+    output: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it has done what it should."""
+        return self.outcome == "ok"
+
+
+async def run_hook(
+    hook: Hook, spec: NodeSpec, timeout: float, clock: Callable[[], float]
+) -> Result:
+    """Run it to its end, or for `timeout` seconds. Cancelled, it leaves no process behind."""
+    began = clock()
+    output = bytearray()
+    try:
+        async with asyncio.timeout(timeout):
+            if hook.url is None:
+                outcome, detail = await _run(hook.command, spec, output)
+            else:
+                outcome, detail = await _call(hook, output)
+    except TimeoutError:
+        outcome, detail = "timeout", f"it had not ended after {timeout:g} s and was broken off"
+    except (OSError, ValueError) as error:
+        outcome, detail = "error", f"it can't be run: {_why(error)}"
+    secrets = [secret.get_secret_value() for secret in hook.secrets.values()]
+    if spec.api_key is not None:
+        secrets.append(spec.api_key.get_secret_value())
+    return Result(outcome, _shown(detail, secrets), clock() - began, _shown(output, secrets))
+
+
+async def _run(command: Iterable[str], spec: NodeSpec, output: bytearray) -> tuple[str, str]:
+    """A command in a session of its own, so that all of it can be ended.
+
+    The pipe is ours and not the process's: a server that it leaves behind may hold the other end.
+    """
+    loop = asyncio.get_running_loop()
+    reader, writer = os.pipe()
+    try:
+        os.set_blocking(reader, False)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=writer,
+                stderr=writer,
+                start_new_session=True,
+                env={
+                    **os.environ,
+                    "LLAMA_GATEWAY_NODE": spec.name,
+                    "LLAMA_GATEWAY_NODE_URL": spec.url,
+                },
+            )
+        finally:
+            os.close(writer)
+        loop.add_reader(reader, _keep_last, loop, reader, output)
+        try:
+            status = await process.wait()
+        except asyncio.CancelledError:
+            await _kill(process)
+            raise
+        finally:
+            _keep_last(loop, reader, output)
+            loop.remove_reader(reader)
+    finally:
+        os.close(reader)
+    if status == 0:
+        return "ok", "exit status 0"
+    what = f"signal {-status}" if status < 0 else f"exit status {status}"
+    return "failed", f"it ended with {what}"
+
+
+def _keep_last(loop: asyncio.AbstractEventLoop, reader: int, output: bytearray) -> None:
+    """Take what is there; of a command that writes without end, so much at a time."""
+    try:
+        part = os.read(reader, 1 << 16)
+    except BlockingIOError:
+        return
+    if not part:
+        loop.remove_reader(reader)
+    output += part
+    del output[:-LARGEST_OUTPUT]
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    """End its whole session: twice `KILL_AFTER` seconds at most."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), KILL_AFTER)
+            break
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+async def _call(hook: Hook, output: bytearray) -> tuple[str, str]:
+    """An HTTP call; redirects are not followed, since they would carry the secrets along."""
+    assert hook.url is not None
+    headers = {
+        **hook.headers,
+        **{name: secret.get_secret_value() for name, secret in hook.secrets.items()},
+    }
+    parts = urlsplit(hook.url)
+    told = f"{hook.method} {parts.scheme}://{parts.netloc}{parts.path}"
+    try:
+        async with (
+            httpx.AsyncClient(timeout=None, trust_env=False) as client,  # noqa: S113 - the caller's
+            client.stream(hook.method, hook.url, headers=headers, content=hook.body) as response,
+        ):
+            async for part in response.aiter_bytes():
+                output += part
+                if len(output) > LARGEST_OUTPUT:
+                    del output[LARGEST_OUTPUT:]
+                    break
+            status = response.status_code
+    except httpx.HTTPError as error:
+        return "error", f"{told}: {_why(error)}"
+    if response.is_success:
+        return "ok", f"{told} answered {status}"
+    return "failed", f"{told} answered {status}"
+
+
+def _shown(text: str | bytearray, secrets: Iterable[str]) -> str:
+    """Printable, on one line, without secrets."""
+    if isinstance(text, bytearray):
+        text = text.decode("utf-8", "replace")
+    for secret in secrets:
+        if secret:
+            text = text.replace(secret, MASK)
+    return " ".join(
+        "".join(character if character.isprintable() else " " for character in text).split()
+    )
+
+
+def _why(error: Exception) -> str:
+    return str(error).strip()[:200] or type(error).__name__
