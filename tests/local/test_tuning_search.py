@@ -92,7 +92,17 @@ def test_without_any_difference_nothing_is_changed_and_little_is_measured() -> N
     search, measured = run(lambda _: 30.0)
     assert search.best == START
     rivals = sum(len(SPACE.values(knob)) - 1 for knob in SPACE.__slots__)
-    assert measured == REPEATS + rivals
+    again = len(SPACE.__slots__) - 1  # the first setting, before each further knob
+    assert measured == REPEATS + rivals + again
+
+
+def test_a_machine_that_gets_slower_does_not_hide_the_best() -> None:
+    best = Setting(16, 512, 256, 4, "cores")
+    surface, search, rng = towards(best, steep=0.4), Search(SPACE, START), random.Random(3)
+    for number, setting in enumerate(search.steps()):
+        slower = 1 + 0.003 * number  # 10 % within the search
+        search.history.add(setting, surface(setting) * slower * math.exp(rng.gauss(0, 0.01)))
+    assert search.best == best
 
 
 def test_knobs_that_depend_on_each_other_are_turned_again() -> None:

@@ -55,6 +55,7 @@ def draw(path: Path, found: Report, title: str) -> None:
             best = getattr(found.best.setting, knob)
             if best in values:
                 panel.axvline(values.index(best), color="tab:green", alpha=0.4, linewidth=4)
+            panel.set_xlim(-0.5, max(1, len(values)) - 0.5)
             panel.set_xticks(range(len(values)), [str(value) for value in values], fontsize=7)
             panel.grid(alpha=0.3)
             panel.tick_params(axis="y", labelsize=7)

@@ -45,6 +45,9 @@ class Search:
         for knob in knobs * ROUNDS:
             if unchanged == len(knobs):
                 break
+            if self.turned:
+                # A machine that has become slower since would make every new value look bad.
+                yield from self._once_more(self.best)
             before = self.best
             self.turning = knob
             yield from self._turn(knob)
@@ -62,7 +65,7 @@ class Search:
         """About how many measurements it takes: each value once, and some repeats."""
         values = [len(self.space.values(knob)) for knob in KNOBS]
         turned = [count for count in values if count > 1]
-        return REPEATS + sum(turned) + 2 * len(turned)
+        return REPEATS + sum(turned) + 3 * len(turned)
 
     def _turn(self, knob: str) -> Iterator[Setting]:
         base, history = self.best, self.history
@@ -83,8 +86,7 @@ class Search:
                 return
             for rival in field:
                 yield from self._measured(rival, times)
-            # Once more between them: a machine that has become slower is no one's merit.
-            yield from self._measured(base, history.count(base) + 1)
+            yield from self._once_more(base)
             field = self._ahead(field, base)
         if field and history.clearly_better(field[0], base):
             self.best = field[0]
@@ -97,6 +99,9 @@ class Search:
             if rival not in history.failed and history.level(rival) < history.level(base)
         ]
         return sorted(ahead, key=history.level)
+
+    def _once_more(self, setting: Setting) -> Iterator[Setting]:
+        yield from self._measured(setting, self.history.count(setting) + 1)
 
     def _measured(self, setting: Setting, times: int) -> Iterator[Setting]:
         for _ in range(times - self.history.count(setting)):
