@@ -66,12 +66,12 @@ def test_a_short_search_writes_what_it_found_and_goes_on_later(
 ) -> None:
     host_vars, picture = tmp_path / "tuned.yml", tmp_path / "tuned.svg"
     ran = tuned(
-        environment, *QUICK, "--minutes", "0.4", "--json",
+        environment, *QUICK, "--minutes", "0.3", "--json",
         "--write", str(host_vars), "--plot", str(picture),
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert "results mean little" in ran.stderr
-    assert "at most 0.4 minutes" in ran.stderr
+    assert "at most 0.3 minutes" in ran.stderr
     found = json.loads(ran.stdout)
     assert found["ended"] in {"time", "complete"}
     assert found["measurements"] >= 1

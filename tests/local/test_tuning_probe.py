@@ -90,10 +90,16 @@ def url() -> Iterator[str]:
         yield url
 
 
+def unshared_client() -> httpx.AsyncClient:
+    """A connection for each request: the server closes those that were idle for 5 s."""
+    limits = httpx.Limits(max_keepalive_connections=0)
+    return httpx.AsyncClient(timeout=60, trust_env=False, limits=limits)
+
+
 @pytest.mark.real
 class TestReal:
     async def test_a_server_is_measured_and_left_idle(self, url: str) -> None:
-        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+        async with unshared_client() as client:
             probe = Probe(url, client, REQUEST, slots=2, context=CONTEXT)
             figures = await probe.figures()
             slots = (await client.get(f"{url}/slots")).json()
@@ -105,7 +111,7 @@ class TestReal:
         assert not any(slot["is_processing"] for slot in slots)
 
     async def test_each_prompt_is_read_whole(self, url: str) -> None:
-        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+        async with unshared_client() as client:
             before = await prompt_tokens(client, url)
             probe = Probe(url, client, REQUEST, slots=1, context=CONTEXT)
             await probe.figures()
