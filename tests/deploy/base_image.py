@@ -13,7 +13,8 @@ from pathlib import Path
 
 RELEASE = "bookworm"
 PACKAGES = (
-    *("systemd", "systemd-sysv", "dbus", "openssh-server", "python3", "sudo"),
+    *("systemd", "systemd-sysv", "dbus", "openssh-server", "sudo"),
+    *("python3", "python3-apt"),
     *("iproute2", "ca-certificates", "procps", "kmod"),
 )
 # What the roles install by themselves is only laid ready, so that a run needs no network.

@@ -153,10 +153,11 @@ def site(names: Iterable[str], cache: Path | None = None) -> Iterator[Site]:
     One run at a time on a machine: another waits.
     """
     cache = cache or cache_folder()
-    base = base_image(cache)
+    cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _clear(cache)
+        base = base_image(cache)
         folder = Path(tempfile.mkdtemp(prefix="run-", dir=cache))
         forwarding = FORWARDING.read_text()
         (folder / "forwarding").write_text(forwarding)
