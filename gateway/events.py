@@ -56,6 +56,21 @@ class AttemptEnded:
 
 
 @dataclass(slots=True)
+class StreamResumed:
+    """An answer whose node failed goes on elsewhere, or can't: then `node` is None."""
+
+    request_id: str
+    failed: str
+    """The node that did."""
+    node: str | None
+    """The one that goes on."""
+    tokens: int
+    """That had gone out, about."""
+    why: str | None = None
+    """Why nobody can; never any of the answer's text."""
+
+
+@dataclass(slots=True)
 class NodeChanged:
     """A node's state has changed; `reason` is for an operator to act on."""
 

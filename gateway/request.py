@@ -86,6 +86,8 @@ class Request:
     endpoint: Endpoint
     received: float
     stream: bool = False
+    assembled: bool = False
+    """Whether its plain answer may be made of a stream's events."""
     vision: bool = False
     slots: int = 1
     prompt_tokens: int = 0

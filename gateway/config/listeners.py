@@ -268,6 +268,15 @@ class LimitSettings(ConfigModel):
         Size,
         Field(description="Largest plain answer that is held back while it may still be retried."),
     ] = 64 * MIB
+    resume_bytes: Annotated[
+        Size,
+        Field(
+            description=(
+                "Text of one answer that is kept so that another node can go on with it; a longer "
+                "answer is not gone on with."
+            )
+        ),
+    ] = MIB
     json_depth: Annotated[
         Annotated[Count, Field(le=900)],
         Field(description="Deepest nesting of a request's JSON; above it, 400."),

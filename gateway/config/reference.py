@@ -95,7 +95,7 @@ and `labels` are merged key by key.
 _SETTINGS = """\
 ## Settings: `config/gateway.yaml`
 
-Every key has a default. Later versions bring `resume` and `store`; this one refuses them.
+Every key has a default. Later versions bring `store`; this one refuses it.
 """
 
 

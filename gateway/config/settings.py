@@ -78,6 +78,13 @@ class ShutdownSettings(ConfigModel):
     ] = 60.0
 
 
+def _off_is_a_word(value: object) -> object:
+    # YAML 1.1 reads it as a boolean.
+    if value is False:
+        return "off"
+    return value.lower() if isinstance(value, str) else value
+
+
 def _empty_rule(value: object) -> object:
     return {} if value is None else value
 
@@ -155,6 +162,17 @@ class Settings(ConfigModel):
     retries: Annotated[RetrySettings, Field(description="Retries on another node.")] = (
         RetrySettings()
     )
+    resume: Annotated[
+        Literal["text", "exact", "off"],
+        BeforeValidator(_off_is_a_word),
+        Field(
+            description=(
+                "How a stream goes on elsewhere when its node fails: `text`, from the text that "
+                "was sent; `exact`, from its token ids, which costs more for each token; `off`: "
+                "it ends with an error event."
+            )
+        ),
+    ] = "text"
     heartbeat: Annotated[
         SecondsOrOff,
         Field(
@@ -164,6 +182,16 @@ class Settings(ConfigModel):
             )
         ),
     ] = 15.0
+    heartbeat_plain: Annotated[
+        bool,
+        Field(
+            description=(
+                "White space ahead of the JSON of a plain answer, as often as `heartbeat`. It "
+                "commits status 200: a later error has that status too, and its own in the body."
+            )
+        ),
+        Kind("true or false"),
+    ] = False
     logging: Annotated[LoggingSettings, Field(description="What is logged.")] = LoggingSettings()
     shutdown: Annotated[ShutdownSettings, Field(description="From SIGTERM to the end.")] = (
         ShutdownSettings()
@@ -202,7 +230,7 @@ class Settings(ConfigModel):
 
 
 # Keys of the contract that later versions bring: told apart from slips of the pen.
-NOT_YET = frozenset({"resume", "store"})
+NOT_YET = frozenset({"store"})
 
 
 def load_settings(path: Path | None, env: Mapping[str, str] | None = None) -> Settings:

@@ -29,6 +29,8 @@ class Facts:
     build: str | None = None
     template: str | None = None
     """A hash of the chat template."""
+    file: str | None = None
+    """The model's file, without its folder."""
     vision: bool | None = None
     audio: bool | None = None
     slots_endpoint: bool | None = None
@@ -45,6 +47,13 @@ class Facts:
         """Changes when another build or another model runs there."""
         return (self.build, self.models, self.n_params, self.size, self.ftype, self.template)
 
+    def kind(self) -> tuple[object, ...]:
+        """What must be the same on two servers for one to go on with what the other wrote.
+
+        As `/props` tells it, so that one question to a server is enough. None: it does not say.
+        """
+        return (self.file, self.ftype, self.template, self.build)
+
     def read_props(self, props: object) -> None:
         """Take in the answer to `/props`; what it does not say stays as it was."""
         if not isinstance(props, dict):
@@ -54,6 +63,10 @@ class Facts:
         if isinstance(settings, dict):
             self.context = _count(settings.get("n_ctx"), MOST_CONTEXT) or self.context
         self.build = _name(props.get("build_info")) or self.build
+        path = _name(props.get("model_path"))
+        if path is not None:
+            self.file = path.replace("\\", "/").rpartition("/")[2] or None
+        self.ftype = _name(props.get("model_ftype")) or self.ftype
         template = props.get("chat_template")
         if isinstance(template, str):
             # A JSON string may hold lone surrogates, which UTF-8 does not.

@@ -17,11 +17,14 @@ from gateway.events import (
     NodeDrift,
     RequestFinished,
     SettingsChanged,
+    StreamResumed,
 )
 from gateway.observe.logs import LEVELS, Logs, now, printable
 from gateway.request import Priority
 
-QUIET_OUTCOMES = frozenset({"ok", "client_closed", "cancelled", "stale", "context_overflow"})
+QUIET_OUTCOMES = frozenset(
+    {"ok", "client_closed", "cancelled", "stale", "context_overflow", "moved", "other_kind"}
+)
 """Attempts that blame no node: worth a line at `debug` only."""
 
 _DEBUG = LEVELS["debug"]
@@ -33,6 +36,7 @@ def subscribe(bus: Bus, logs: Logs, *, access: bool = True) -> EventLines:
     lines = EventLines(logs, access=access)
     bus.subscribe(RequestFinished, lines.request)
     bus.subscribe(AttemptEnded, lines.attempt)
+    bus.subscribe(StreamResumed, lines.resumed)
     bus.subscribe(NodeChanged, lines.node)
     bus.subscribe(NodeDrift, lines.drift)
     bus.subscribe(HookEnded, lines.hook)
@@ -92,6 +96,16 @@ class EventLines:
         if event.status is not None:
             fields["status"] = event.status
         self._say("debug" if event.outcome in QUIET_OUTCOMES else "warning", "attempt", fields)
+
+    def resumed(self, event: StreamResumed) -> None:
+        """A stream that goes on elsewhere, or ends with an error because it can't."""
+        fields: dict[str, Any] = {
+            "id": event.request_id, "failed": event.failed, "tokens": event.tokens
+        }  # fmt: skip
+        if event.node is not None:
+            self._say("info", "stream goes on elsewhere", fields | {"node": event.node})
+        else:
+            self._say("warning", "stream can't go on elsewhere", fields | {"why": event.why})
 
     def node(self, event: NodeChanged) -> None:
         """A node's change of state, with its reason."""

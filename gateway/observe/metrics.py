@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from gateway import __version__
-from gateway.events import AttemptEnded, Bus, HookEnded, NodeChanged, RequestFinished
+from gateway.events import (
+    AttemptEnded,
+    Bus,
+    HookEnded,
+    NodeChanged,
+    RequestFinished,
+    StreamResumed,
+)
 from gateway.observe.exposition import Histogram, Page, escaped, labels
 from gateway.request import Priority
 
@@ -116,6 +123,7 @@ class Metrics:
         self._attempts: dict[str, dict[str, int]] = {}
         self._hooks: dict[tuple[str, str, str], int] = {}
         self._cost: dict[str, float] = {}
+        self._resumed = 0
         self._duration = Histogram(_SECONDS)
         self._ttft = Histogram(_SECONDS)
         self._queue = Histogram(_SECONDS)
@@ -125,6 +133,7 @@ class Metrics:
         bus.subscribe(RequestFinished, self.finished)
         bus.subscribe(AttemptEnded, self.attempted)
         bus.subscribe(HookEnded, self.hook_ended)
+        bus.subscribe(StreamResumed, self.resumed)
         bus.subscribe(NodeChanged, self.node_changed)
 
     def finished(self, event: RequestFinished) -> None:
@@ -174,6 +183,10 @@ class Metrics:
         """Count a start or a stop of a standby node."""
         key = (event.node, event.hook, event.outcome)
         self._hooks[key] = self._hooks.get(key, 0) + 1
+
+    def resumed(self, event: StreamResumed) -> None:
+        """Count a stream that goes on elsewhere."""
+        self._resumed += event.node is not None
 
     def node_changed(self, event: NodeChanged) -> None:
         """Forget a node that has left the fleet."""
@@ -225,6 +238,12 @@ class Metrics:
             ),
         )
         page.family("tokens_total", "counter", "Tokens of requests that ended.", self._each_token())
+        page.family(
+            "resumed_streams_total",
+            "counter",
+            "Streams that went on elsewhere when their node failed.",
+            [("", self._resumed)],
+        )
         page.family(
             "cost_total",
             "counter",

@@ -112,7 +112,7 @@ def test_settings_as_they_are_written_are_valid(text: str) -> None:
         "heartbeat: often",
         "keys: [{id: a, sha256: abc}]",
         "policy: random",
-        "resume: text",
+        "resume: always",
     ],
 )
 def test_wrong_settings_are_marked(text: str) -> None:

@@ -55,6 +55,19 @@ def test_the_heartbeat_can_be_switched_off(load_gateway: LoadSettings, written: 
     assert load_gateway(f"heartbeat: {written}").heartbeat == 0.0
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"), [("text", "text"), ("EXACT", "exact"), ("off", "off"), ("'off'", "off")]
+)
+def test_resume_is_one_of_three(load_gateway: LoadSettings, written: str, meant: str) -> None:
+    assert load_gateway(f"resume: {written}").resume == meant
+
+
+@pytest.mark.parametrize("wrong", ["on", "true", "0", "ids", "[text]"])
+def test_no_other_resume_is_known(gateway_problems: Problems, wrong: str) -> None:
+    (problem,) = gateway_problems(f"resume: {wrong}")
+    assert problem.key == "resume"
+
+
 def test_model_rules_are_read(load_gateway: LoadSettings) -> None:
     rules = load_gateway(
         """
@@ -108,7 +121,7 @@ def test_files_start_in_the_folder_of_the_settings(
     assert settings.admin.key_file == tmp_path / "admin.key"
 
 
-@pytest.mark.parametrize("key", ["resume: text", "resume: off", "store: {url: x}"])
+@pytest.mark.parametrize("key", ["store: {url: x}"])
 def test_what_later_versions_bring_is_told_apart(gateway_problems: Problems, key: str) -> None:
     (problem,) = gateway_problems(key)
     assert problem.message == "not supported by this version yet"
@@ -256,7 +269,7 @@ def test_all_problems_come_at_once(gateway_problems: Problems) -> None:
         models:
           a: {use: b}
           b: {use: a}
-        resume: text
+        store: {}
         """
     )
     assert [(p.line, p.key) for p in problems] == [
@@ -264,7 +277,7 @@ def test_all_problems_come_at_once(gateway_problems: Problems) -> None:
         (3, "queue.max"),
         (4, "queue.max_wait"),
         (5, "models"),
-        (8, "resume"),
+        (8, "store"),
     ]
 
 
