@@ -174,12 +174,15 @@ async def start_demo_servers(
     context: int = 4096,
     embedding: bool = False,
     size: Size = "small",
+    extra: tuple[str, ...] = (),
 ) -> AsyncIterator[list[str]]:
     """The same for an asynchronous test; the loop isn't blocked while they start."""
     servers: list[DemoServer] = []
     try:
         for _ in range(n):
-            one = spawn_demo_server(slots=slots, context=context, embedding=embedding, size=size)
+            one = spawn_demo_server(
+                slots=slots, context=context, embedding=embedding, size=size, extra=extra
+            )
             servers.append(one)
         yield [await asyncio.to_thread(wait_for_demo_server, server) for server in servers]
     finally:

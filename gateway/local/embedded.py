@@ -34,6 +34,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch", type=int, help="tokens of one step")
     made.add_argument("--ubatch", type=int, help="tokens of one computation")
     made.add_argument("--cache-ram", type=int, default=EVICTED_PROMPTS, metavar="MiB")
+    made.add_argument(
+        "--exact", action="store_true", help="without the roundings by which reading differs"
+    )
     made.add_argument("--no-mmap", action="store_true", help="read the model into own memory")
     made.add_argument("--embedding", action="store_true", help="serve embeddings too")
     made.add_argument("--pooling", choices=POOLING, default="mean", help="of embeddings")
@@ -101,6 +104,12 @@ def serve(options: argparse.Namespace) -> Any:
     # By default any web page may call the server and read its slots through a browser.
     params.cors_origins = ""
     params.cors_origins_explicit = True
+    if options.exact:
+        # Flash attention rounds to F16, a prompt's tokens otherwise than those that are written:
+        # what was written and is read again then comes to other odds, by some 0.003.
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        off = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.flash_attn_type = off
     if options.no_mmap:
         params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_NONE
     if options.embedding:

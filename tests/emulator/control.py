@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.emulator.dialects.sampling import SAMPLING
 from tests.emulator.prompts import RefusedError, chat_prompt, messages_prompt
-from tests.emulator.words import count_tokens, detokenize, tokenize
+from tests.emulator.words import BEGIN, count_tokens, detokenize, tokenize
 
 if TYPE_CHECKING:
     from tests.emulator.node import EmulatedNode
@@ -134,6 +134,8 @@ def metrics(node: EmulatedNode) -> str:
 
 def tokenize_text(body: Body) -> Body:
     ids = tokenize(str(body.get("content", "")))
+    if body.get("add_special") is True:
+        ids.insert(0, BEGIN)
     if body.get("with_pieces"):
         return {"tokens": [{"id": i, "piece": detokenize([i])} for i in ids]}
     return {"tokens": ids}

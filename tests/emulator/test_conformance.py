@@ -34,6 +34,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"input": "hello there", "max_output_tokens": 3}),
     ("/tokenize", {"content": "hello there"}),
     ("/tokenize", {"content": "hello there", "with_pieces": True}),
+    ("/tokenize", {"content": "hello there", "with_pieces": True, "add_special": True}),
     ("/apply-template", HELLO),
     ("/v1/messages/count_tokens", HELLO),
     ("/v1/chat/completions/input_tokens", HELLO),
