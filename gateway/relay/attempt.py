@@ -8,6 +8,7 @@ from collections.abc import Callable
 from gateway.config.settings import Settings
 from gateway.fleet.lease import Lease
 from gateway.relay import fields, sse
+from gateway.relay.continuation.seam import Seam
 from gateway.relay.dialects import Dialect, Part
 from gateway.relay.sse import EventGate
 from gateway.relay.verdict import as_body, message_of, status_of
@@ -33,26 +34,29 @@ class Attempt:
     __slots__ = (
         "_clock",
         "_connection",
-        "_dialect",
         "_ended",
         "_failure",
         "_gate",
         "_held",
         "_limits",
         "_over",
-        "_request",
         "_sent",
         "_settings",
         "_watch",
         "_write",
         "began",
         "content",
+        "dialect",
         "excused",
         "headers",
+        "keep",
         "lease",
+        "request",
+        "seam",
         "sent",
         "status",
         "streams",
+        "strip",
         "tail",
     )
 
@@ -66,8 +70,8 @@ class Attempt:
         clock: Callable[[], float],
     ) -> None:
         self.lease = lease
-        self._request = request
-        self._dialect = dialect
+        self.request = request
+        self.dialect = dialect
         self._settings = settings
         self._limits: Limits | None = None
         self._watch = watch
@@ -94,12 +98,18 @@ class Attempt:
         """What had come when `open` returned: the first events, or all of a plain answer."""
         self.tail: tuple[bytes, bytes, bytes] = (b"", b"", b"")
         """The last three pieces of a stream."""
+        self.keep: Callable[[bytes], None] | None = None
+        """Gets all that goes out after `content`, in case it must go on elsewhere."""
+        self.strip: Callable[[bytes], bytes] | None = None
+        """Takes out of a stream what only we have asked for."""
+        self.seam: Seam | None = None
+        """Where it goes on with what another attempt began."""
 
     @property
     def limits(self) -> Limits:
         """How long it may take; made when it is first asked for, which few attempts live to see."""
         if self._limits is None:
-            self._limits = limits_of(self.lease, self._request, self._settings.timeouts)
+            self._limits = limits_of(self.lease, self.request, self._settings.timeouts)
         return self._limits
 
     @property
@@ -143,7 +153,7 @@ class Attempt:
         self.headers = connection.headers
         if self.status >= 300:
             self.content = await self._all(ERROR_BYTES)
-        elif self._request.stream and _is_event_stream(self.headers):
+        elif self.lease.stream and _is_event_stream(self.headers):
             self.lease.head_came(self._clock())
             self.streams = True
             self._gate = EventGate(limits.event_bytes, comments=self._settings.heartbeat > 0)
@@ -201,12 +211,16 @@ class Attempt:
 
     def _passed(self, chunk: bytes) -> bytes:
         """What of a piece of a stream goes out; possibly nothing yet. Raises: UpstreamError."""
-        gate, mark = self._gate, self._dialect.error_mark
+        gate, mark = self._gate, self.dialect.error_mark
         assert gate is not None
         before = gate.events
         passed = gate.feed(chunk)
         if passed.endswith(DONE) or (mark and passed.find(mark) >= 0):
             passed = self._to_the_end(passed)
+        if self.strip is not None:
+            passed = self.strip(passed)
+        if self.keep is not None and passed:
+            self.keep(passed)
         if gate.events != before:
             self.lease.last_moved = self._clock()
             _, second, third = self.tail
@@ -220,7 +234,7 @@ class Attempt:
         """
         if self._ended:
             return b""
-        mark = self._dialect.error_mark
+        mark = self.dialect.error_mark
         if not (mark and mark in passed):
             # Nearly always: looked for, not split.
             end = passed.find(DONE) + len(DONE)
@@ -263,7 +277,7 @@ class Attempt:
             self.lease.give_back()
 
     @property
-    def _patience(self) -> float:
+    def patience(self) -> float:
         """Seconds to wait for a connection."""
         own = self.lease.node.spec.timeouts.connect
         return own or self._settings.timeouts.connect
@@ -272,7 +286,7 @@ class Attempt:
         """Send on an idle connection if there is one; one that was stale is no attempt."""
         pool = self.lease.upstream.pool
         while True:
-            connection = pool.idle() or await pool.connect(self._patience)
+            connection = pool.idle() or await pool.connect(self.patience)
             if self._failure is not None:
                 connection.close()
                 raise self._failure
@@ -305,13 +319,15 @@ class Attempt:
             passed = gate.feed(chunk)
             held += passed
             for event in sse.split(passed):
-                part = self._dialect.part(event)
+                part = self.dialect.part(event)
                 if part is Part.OPENING:
                     continue
                 if part is Part.ERROR:
                     return self._refused(sse.payload(event))
                 self.lease.moved(self._clock())
                 held = self._to_the_end(held)
+                if self.strip is not None:
+                    held = self.strip(held)
                 self.tail = (b"", b"", held)
                 return held
             if len(held) > most:

@@ -12,11 +12,15 @@ from gateway.errors import GatewayError
 from gateway.events import Bus
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.lease import Lease
-from gateway.relay import edits, verdict
+from gateway.relay import assembly, edits, fields, verdict
+from gateway.relay.assembly import NotAssembled
 from gateway.relay.attempt import Attempt
+from gateway.relay.continuation import bodies, exact
+from gateway.relay.continuation.carrier import Carrier
+from gateway.relay.continuation.said import READERS, SoFar
 from gateway.relay.dialects import Dialect
-from gateway.relay.live import Ended, Live
-from gateway.relay.reply import Reply, Rest, as_error
+from gateway.relay.live import Ended, Live, Moved
+from gateway.relay.reply import Lost, Reply, Rest, as_error, may_go_on
 from gateway.relay.routes import ROUTES
 from gateway.relay.settle import Settler
 from gateway.relay.verdict import Verdict
@@ -24,6 +28,8 @@ from gateway.relay.watch import Watch
 from gateway.scheduling.mirror import ALIVE
 from gateway.scheduling.scheduler import Scheduler
 from gateway.transport.errors import ConnectFailed, Exhausted, Overdue, Reset, UpstreamError
+
+JSON = b"content-type: application/json; charset=utf-8\r\n"
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +64,7 @@ class AttemptFailed(Exception):  # noqa: N818 - as `Overdue` and its like
 class Journey:
     """One request's way through its attempts."""
 
-    __slots__ = ("_crossed", "_dialect", "_erring", "_live", "_means", "_settler")
+    __slots__ = ("_crossed", "_dialect", "_erring", "_live", "_means", "_settler", "_so_far")
 
     def __init__(self, means: Means, live: Live) -> None:
         self._means = means
@@ -68,6 +74,8 @@ class Journey:
         """Attempts that ended with a server error, whoever is to blame for it."""
         self._settler = means.settler
         self._crossed = False
+        self._so_far: SoFar | None = None
+        """Of the attempt under way, where it tells its tokens' ids."""
 
     async def attempt(self) -> Reply:
         """One attempt, and one more on a CPU node if a GPU node failed it.
@@ -102,10 +110,11 @@ class Journey:
         record.node = lease.node.name
         record.tier = lease.node.spec.tier
         record.fallback = lease.fallback
+        lease.stream = request.stream or (request.assembled and lease.node.spec.kind == "llama.cpp")
         attempt = Attempt(lease, request, self._dialect, means.settings, means.watch, clock)
         live.trying(attempt)
         try:
-            await attempt.open(*self._encoded(lease, model))
+            await attempt.open(*self._encoded(attempt, model))
         except UpstreamError as error:
             attempt.end()
             raise self._failed(attempt, error) from error
@@ -115,9 +124,14 @@ class Journey:
             raise
         if record.overhead is None:
             record.overhead = max(0.0, attempt.sent - request.received - record.queue)
-        if attempt.status < 300:
+        if attempt.status >= 300:
+            return self._judged(attempt)
+        if not attempt.streams:
             return self._answered(attempt)
-        return self._judged(attempt)
+        rest = self._streams(attempt, model)
+        if request.stream:
+            return Reply(attempt.status, attempt.fields, attempt.content, rest)
+        return await self._assembled(rest, model)
 
     def _may_cross(self) -> bool:
         """Whether it comes from a GPU node, for the first time, and some CPU node is in."""
@@ -130,10 +144,15 @@ class Journey:
             for node in means.fleet.nodes.values()
         )
 
-    def _encoded(self, lease: Lease, model: str) -> tuple[bytes, bytes]:
+    def _encoded(self, attempt: Attempt, model: str) -> tuple[bytes, bytes]:
         """The head and the body for this node, under the name that it knows the model by."""
-        request, origin = self._live.request, lease.upstream.pool.origin
+        request, lease = self._live.request, attempt.lease
+        origin = lease.upstream.pool.origin
         body = request.bodies[model]
+        if lease.stream and not request.stream:
+            body = edits.applied(body, assembly.asked(request.path))
+        if lease.stream and self._means.settings.resume == "exact":
+            body = self._with_ids(attempt, body)
         name = lease.node.serves(model) or model
         if name != request.said and (request.said is not None or lease.node.spec.kind == "openai"):
             body = edits.renamed(body, name)
@@ -154,19 +173,79 @@ class Journey:
     # What became of it.
 
     def _answered(self, attempt: Attempt) -> Reply:
-        """The node answers: from here on nothing can be repeated."""
-        record, clock = self._live.record, self._means.clock
-        for lease, _ in self._erring:
-            self._means.fleet.failed(lease.node, clock(), lease.taken)
+        """The node answers in one piece: from here on nothing can be repeated."""
+        self._blame_the_others()
         headers = attempt.fields
-        if attempt.streams:
-            record.ttft = clock() - self._live.request.received
-        elif attempt.complete:
+        if attempt.complete:
             content = attempt.content
             self._settler.finished(self._live, attempt, content)
             return Reply(attempt.status, headers, content)
         rest = Rest(attempt, self._live, self._dialect, self._settler)
         return Reply(attempt.status, headers, attempt.content, rest)
+
+    def _streams(self, attempt: Attempt, model: str) -> Rest:
+        """The node streams its answer, and the first of it is here."""
+        self._blame_the_others()
+        live, settings = self._live, self._means.settings
+        if live.request.stream:
+            live.record.ttft = self._means.clock() - live.request.received
+        rest = Rest(attempt, live, self._dialect, self._settler)
+        reader = READERS.get(live.request.path)
+        if reader is None or settings.resume == "off" or live.request.slots != 1:
+            return rest
+        if attempt.lease.node.spec.kind == "llama.cpp":
+            so_far = self._so_far or SoFar(reader, settings.limits.resume_bytes)
+            so_far.add(attempt.content)
+            attempt.keep = so_far.add
+            rest.carrier = Carrier(self._means, live, so_far, model, attempt)
+        return rest
+
+    def _with_ids(self, attempt: Attempt, body: bytes) -> bytes:
+        """The body that makes the node tell its tokens' ids, which don't go out."""
+        path = self._live.request.path
+        reader = READERS.get(path)
+        if reader is None or not exact.fits(path, bodies.fields_of(body)):
+            return body
+        self._so_far = SoFar(reader, self._means.settings.limits.resume_bytes)
+        attempt.strip = exact.Stripper(path, self._so_far.know)
+        return edits.applied(body, exact.ASKED[path])
+
+    async def _assembled(self, rest: Rest, model: str) -> Reply:
+        """The plain answer that a stream makes. Raises: AttemptFailed."""
+        live, most = self._live, self._means.settings.limits.response_bytes
+        attempt = rest.attempt
+        collected = assembly.Collected(attempt.content, most)
+        try:
+            while (chunk := await rest.next(collected.add)) != b"":
+                if chunk is not None:
+                    collected.add(chunk)
+                if collected.full:
+                    raise AttemptFailed(
+                        errors.node_failed(f"The answer is too long ({most} bytes).")
+                    )
+            content = collected.answer(live.request.path, live.request.bodies[model])
+        except Lost as lost:
+            live.request.failed.add(attempt.lease.node.name)
+            again = may_go_on(lost.failure) and self._may_leave(lost.failure, attempt)
+            raise AttemptFailed(lost.error, again=again) from lost
+        except NotAssembled as failure:
+            live.request.failed.add(attempt.lease.node.name)
+            raise AttemptFailed(errors.node_failed(f"{failure}".capitalize() + ".")) from failure
+        finally:
+            rest.close()
+        headers = [field for field in attempt.headers if field[0] != b"content-type"]
+        return Reply(200, JSON + fields.to_client(headers), content)
+
+    def _may_leave(self, failure: UpstreamError | None, attempt: Attempt) -> bool:
+        """Whether what was to leave its node has another to go to. All else may wait for one."""
+        if not isinstance(failure, Moved):
+            return True
+        return self._means.scheduler.elsewhere(self._live.request, attempt.lease.node)
+
+    def _blame_the_others(self) -> None:
+        """Another node has answered what they failed."""
+        for lease, _ in self._erring:
+            self._means.fleet.failed(lease.node, self._means.clock(), lease.taken)
 
     def _judged(self, attempt: Attempt) -> Reply:
         """An error of the node's: whose it is, and whether another node may know better."""
@@ -230,6 +309,8 @@ class Journey:
         if isinstance(failure, Ended):
             return failure.error
         request.failed.add(node.name)
+        if isinstance(failure, Moved):
+            return AttemptFailed(failure.error, again=self._may_leave(failure, attempt))
         if isinstance(failure, Exhausted):
             return AttemptFailed(as_error(failure))
         out_of_time = isinstance(failure, Overdue) and failure.limit == "total"

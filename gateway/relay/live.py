@@ -22,6 +22,16 @@ class Ended(UpstreamError):  # noqa: N818 - beside `Overdue`
         self.error = error
 
 
+class Moved(UpstreamError):  # noqa: N818 - beside `Ended`
+    """Its node is to be free: the request goes elsewhere, or its client gets `error`."""
+
+    outcome = "moved"
+
+    def __init__(self, error: GatewayError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
 @dataclass(slots=True, eq=False)
 class Live:
     """A request on its way."""
@@ -37,6 +47,11 @@ class Live:
             self.ended_by = error
             if self.attempt is not None:
                 self.attempt.fail(Ended(error))
+
+    def move(self, error: GatewayError) -> None:
+        """Have it leave its node; its client gets `error` if it can't go on elsewhere."""
+        if self.attempt is not None:
+            self.attempt.fail(Moved(error))
 
     def trying(self, attempt: Attempt) -> None:
         """An attempt begins; it is failed at once if the request was ended meanwhile."""

@@ -11,7 +11,7 @@ import msgspec
 
 from gateway import errors
 from gateway.config.listeners import LimitSettings
-from gateway.relay import edits, peek
+from gateway.relay import assembly, edits, peek
 from gateway.relay.fingerprint import fingerprint
 from gateway.relay.naming import Names
 from gateway.relay.routes import Route
@@ -100,6 +100,8 @@ def prepare(
         incoming.received,
     )
     request.stream = bool(peeked.stream) and route.streams
+    if not request.stream:
+        request.assembled = assembly.fits(route.path, body, peeked.messages, slots)
     request.vision = vision
     request.slots = slots
     request.prompt_tokens = tokens

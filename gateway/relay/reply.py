@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from gateway import errors
 from gateway.errors import GatewayError
 from gateway.relay.attempt import Attempt, Write
+from gateway.relay.continuation.carrier import Carried, Carrier
+from gateway.relay.continuation.joined import Joined
 from gateway.relay.dialects import Dialect
-from gateway.relay.live import Ended, Live
+from gateway.relay.live import Ended, Live, Moved
 from gateway.relay.settle import Settler
 from gateway.transport.errors import Overdue, UpstreamError
 
@@ -32,7 +34,11 @@ class Rest:
     live: Live
     dialect: Dialect
     settler: Settler
+    carrier: Carrier | None = None
+    """Goes on elsewhere when the node fails; None: that can't be, or is not wanted."""
     over: bool = False
+    _joined: Joined | None = None
+    """Makes the events of a continuation those of the first stream."""
 
     async def next(self, write: Write | None = None) -> bytes | None:
         """The next bytes for the client, empty at the end.
@@ -46,10 +52,25 @@ class Rest:
         if self.over:
             return b""
         try:
-            chunk = await self.attempt.read(write)
+            if self._joined is None:
+                chunk = await self.attempt.read(write)
+            else:
+                chunk = await self._next_joined(self._joined)
         except UpstreamError as failure:
-            return self._end(failure)
-        return self._end(None) if chunk == b"" else chunk
+            return await self._end(failure, write)
+        return await self._end(None, write) if chunk == b"" else chunk
+
+    async def _next_joined(self, joined: Joined) -> bytes:
+        while chunk := await self.attempt.read():
+            passed = joined.feed(chunk)
+            if passed:
+                self._keep(passed)
+                return passed
+        return b""
+
+    def _keep(self, passed: bytes) -> None:
+        if self.carrier is not None:
+            self.carrier.so_far.add(passed)
 
     def close(self) -> None:
         """The client has it all, or has left."""
@@ -57,7 +78,7 @@ class Rest:
             self.over = True
             self.settler.broken(self.live, self.attempt, "client_closed")
 
-    def _end(self, failure: UpstreamError | None) -> bytes:
+    async def _end(self, failure: UpstreamError | None, write: Write | None) -> bytes | None:
         self.over = True
         attempt = self.attempt
         if not attempt.streams:
@@ -67,30 +88,63 @@ class Rest:
             self.settler.broken(self.live, attempt, failure.outcome)
             raise failure
         tail = b"".join(attempt.tail)
-        whole = self.dialect.ends_once or self.live.request.slots < 2
-        if self.dialect.finished(tail) and not attempt.cut and (whole or failure is None):
+        whole = attempt.dialect.ends_once or self.live.request.slots < 2
+        if attempt.dialect.finished(tail) and not attempt.cut and (whole or failure is None):
             # What may have broken was behind all that counts.
             self.settler.finished(self.live, attempt, tail)
-            return b""
-        if self.dialect.failed(tail):
-            self._note(502, "node_failed")
-            self.settler.broken(self.live, attempt, "error_event")
-            return b""
-        self.settler.broken(self.live, attempt, "truncated" if failure is None else failure.outcome)
+            return b"" if self._joined is None else self.dialect.end
+        outcome = "truncated" if failure is None else failure.outcome
+        if failure is None and attempt.dialect.failed(tail):
+            outcome = "error_event"
+        self.settler.broken(self.live, attempt, outcome)
         error = as_error(failure)
+        if self.carrier is not None and may_go_on(failure):
+            try:
+                carried = await self.carrier.carry_on(attempt, write)
+            except GatewayError as ended:
+                failure, error = Ended(ended), ended
+            else:
+                if carried is not None:
+                    return self._carried(carried) or await self.next(write)
         self._note(error.status, error.code)
-        return self.dialect.error_event(error, self.live.request.tag)
+        if self.live.request.stream:
+            return self.dialect.error_event(error, self.live.request.tag)
+        raise Lost(error, failure)
+
+    def _carried(self, carried: Carried) -> bytes:
+        if carried.attempt is None:
+            return carried.first + self.dialect.end
+        self.over = False
+        self.attempt, self._joined = carried.attempt, carried.joined
+        self._keep(carried.first)
+        return carried.first
 
     def _note(self, status: int, code: str) -> None:
         self.live.record.code = status
         self.live.record.reason = code
 
 
+class Lost(UpstreamError):  # noqa: N818 - beside `Ended`
+    """A stream of which nothing has gone out came to nothing, by `failure`; None: too early."""
+
+    def __init__(self, error: GatewayError, failure: UpstreamError | None) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.failure = failure
+
+
+def may_go_on(failure: UpstreamError | None) -> bool:
+    """Whether an answer that failed so is worth going on with; None: it ended too early."""
+    if isinstance(failure, Overdue):
+        return failure.limit != "total"
+    return not isinstance(failure, Ended)
+
+
 def as_error(failure: UpstreamError | None) -> GatewayError:
     """What the client is told; None: the stream just ended."""
     if failure is None:
         return errors.node_failed("The node's stream ended too early.")
-    if isinstance(failure, Ended):
+    if isinstance(failure, Ended | Moved):
         return failure.error
     if isinstance(failure, Overdue):
         return errors.node_timeout(f"{failure}.")

@@ -10,6 +10,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.lease import Lease
 from gateway.relay import sse
 from gateway.relay.attempt import Attempt
+from gateway.relay.continuation.seam import Seam
 from gateway.relay.live import Live
 from gateway.relay.quarantine import Quarantine
 from gateway.relay.usage import Usage, read_usage
@@ -55,9 +56,13 @@ class Settler:
         self.bus.soon(self._account, live, attempt, "ok", now, sample)
 
     def broken(self, live: Live, attempt: Attempt, outcome: str) -> None:
-        """A reply that had begun came to a bad end, or its client left: what went out counts."""
+        """A reply that had begun came to a bad end, or its client left.
+
+        What went out of a stream counts; of an answer that is put together nothing has.
+        """
         now = self._ended(live, attempt)
-        if outcome not in BLAMELESS:
+        impatient = outcome == "total_timeout" and live.request.deadline is not None
+        if outcome not in BLAMELESS and outcome != "moved" and not impatient:
             self.fleet.failed(attempt.lease.node, now, attempt.lease.taken)
         if outcome == Reset.outcome:
             self.quarantine.died(live.request, attempt.lease.node.name, attempt.lease.taken, now)
@@ -101,12 +106,13 @@ class Settler:
         else:
             if usage.timings is None and not usage.prompt and attempt.streams:
                 _read_opening(attempt.content, usage)
-            told = Told(usage.prompt, usage.cached, usage.completion)
+            told = _told(usage, attempt.seam)
             name = lease.node.name
             teaches = outcome == "ok" and now - self._taught.get(name, -1.0) >= LESSON_EVERY
             if teaches:
                 self._taught[name] = now
                 self._learn(lease, usage)
+        cost = _cost(lease, usage, now)
         self.scheduler.expectations.learn(
             lease,
             request,
@@ -117,8 +123,9 @@ class Settler:
         )
         if outcome == "ok" and lease.slots and lease.node.limit is not None:
             self.fleet.answered(lease, usage.prompt - usage.cached, usage.completion)
-        cost = _cost(lease, usage, now)
-        _write(live.record, usage, cost)
+        if outcome == "ok" or request.stream:
+            _write(live.record, usage, attempt.seam)
+        live.record.cost += cost
         if lease.charge is not None:
             lease.charge.settle(cost, happened=True, now=now)
         self._tell(live, attempt, outcome, now)
@@ -178,8 +185,20 @@ def _cost(lease: Lease, usage: Usage, now: float) -> float:
     )
 
 
-def _write(record: RequestFinished, usage: Usage, cost: float) -> None:
+def _told(usage: Usage, seam: Seam | None) -> Told:
+    """What the client's own question and the whole answer came to."""
+    if seam is None:
+        return Told(usage.prompt, usage.cached, usage.completion)
+    prompt = seam.prompt_tokens
+    return Told(prompt, min(usage.cached, prompt), seam.kept_tokens + usage.completion)
+
+
+def _write(record: RequestFinished, usage: Usage, seam: Seam | None) -> None:
+    """A continuation knows the tokens of all that went before it: they count once."""
+    if seam is not None:
+        record.prompt_tokens = record.cached_tokens = record.completion_tokens = 0
+        usage = Usage(seam.prompt_tokens, min(usage.cached, seam.prompt_tokens), usage.completion)
+        usage.completion += seam.kept_tokens
     record.prompt_tokens += usage.prompt
     record.cached_tokens += usage.cached
     record.completion_tokens += usage.completion
-    record.cost += cost

@@ -64,12 +64,32 @@ async def held_while_busy(site: Site, url: str) -> int:
     return seen
 
 
-@pytest.mark.slow
-async def test_a_plain_request_that_is_left_holds_its_slot_until_the_server_has_let_go(
+async def test_a_plain_request_that_is_left_frees_its_slot_at_once(
     narrow: Site, narrow_url: str
 ) -> None:
-    # llama.cpp generates to the end though nobody reads it any more.
-    body = SHORT | {"max_tokens": 3000}
+    # By itself llama.cpp generates to the end of a plain request though nobody reads it any more.
+    body = SHORT | {"max_tokens": 6000}
+    asked = asyncio.create_task(narrow.http.post(PATH, json=body))
+    await until_busy(narrow_url, 1, limit=5)
+    await until(
+        lambda: any(live.attempt and live.attempt.events > 5 for live in narrow.gateway.registry)
+    )
+    asked.cancel()
+    left = time.monotonic()
+    await until_busy(narrow_url, 0, limit=5)
+    assert time.monotonic() - left < 0.5
+    await until(lambda: narrow.records)
+    assert narrow.records[0].code == 499
+    assert (await narrow.http.post(PATH, json=SHORT)).status_code == 200
+    assert the_node(narrow).failures == 0
+
+
+@pytest.mark.slow
+async def test_what_can_only_be_answered_plainly_holds_its_slot_until_the_server_has_let_go(
+    narrow: Site, narrow_url: str
+) -> None:
+    begun = [*HELLO, {"role": "assistant", "content": "well"}]
+    body = SHORT | {"max_tokens": 3000, "messages": begun}
     asked = asyncio.create_task(narrow.http.post(PATH, json=body))
     await until_busy(narrow_url, 1, limit=5)
     asked.cancel()

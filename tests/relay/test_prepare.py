@@ -227,7 +227,7 @@ def test_an_operator_may_allow_hosts() -> None:
 async def test_a_node_gets_the_very_bytes_of_the_client(tmp_path: Path) -> None:
     body = (
         b'{ "messages":[ {"role":"user", "content":"\\u00e9 \xc3\xa9 \\/ "} ],\n'
-        b'\t"temperature":0.10, "seed":12345678901234567890, "model":"demo" }'
+        b'\t"temperature":0.10, "seed":12345678901234567890, "model":"demo", "stream":true }'
     )
     one = EmulatedNode()
     async with a_house(tmp_path, one) as house:

@@ -73,7 +73,6 @@ async def test_so_it_is_in_every_dialect(tmp_path: Path, path: str, kind: str, a
         ("close", {"after_events": 1}),
         ("cut", {}),
         ("garbage", {}),
-        ("wrong_length", {}),
     ],
 )
 async def test_a_plain_answer_is_whole_or_anothers(

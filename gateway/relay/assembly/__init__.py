@@ -5,7 +5,8 @@ silent node is noticed after a token's time, and a dead one can be followed by a
 events become the plain answer, field by field as llama.cpp writes it.
 """
 
+from gateway.relay.assembly.collected import Collected
 from gateway.relay.assembly.events import NotAssembled, read_events
-from gateway.relay.assembly.forms import FORMS, Form
+from gateway.relay.assembly.forms import FORMS, Form, asked, fits
 
-__all__ = ["FORMS", "Form", "NotAssembled", "read_events"]
+__all__ = ["FORMS", "Collected", "Form", "NotAssembled", "asked", "fits", "read_events"]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from gateway.relay.assembly import chat, messages, native, responses
 from gateway.relay.assembly.events import Value
@@ -32,3 +35,43 @@ FORMS: dict[str, Form] = {
     "/infill": _NATIVE,
 }
 """The form of each path, as nodes know it, that generates and can be assembled."""
+
+_STREAM = {"stream": True}
+_COUNTED = {"stream": True, "stream_options": {"include_usage": True}}
+
+_OTHERWISE = (
+    b'"response_fields"', b'"return_progress"', b'"timings_per_token"', b'"verbose"', b'"echo"',
+    b'"__verbose"',
+)  # fmt: skip
+"""Fields that make a plain answer another than the sum of a stream's events."""
+
+
+def asked(path: str) -> dict[str, Any]:
+    """What a body of this path must say to be answered as a stream."""
+    return _COUNTED if FORMS[path].usage else _STREAM
+
+
+def fits(path: str, body: bytes, messages: msgspec.Raw, slots: int) -> bool:
+    """Whether the plain answer to this body equals what its stream makes.
+
+    Where the last message is the assistant's own, a plain answer repeats it, a stream does not;
+    several answers are told apart in a chat's stream alone.
+    """
+    if path not in FORMS or (slots != 1 and path != "/v1/chat/completions"):
+        return False
+    said = bytes(messages)
+    if b'"assistant"' in said and _continues(said):
+        return False
+    return not any(field in body for field in _OTHERWISE)
+
+
+_LAST = msgspec.json.Decoder(list[msgspec.Raw])
+_ROLE = msgspec.json.Decoder(dict[str, Any])
+
+
+def _continues(messages: bytes) -> bool:
+    try:
+        last = _ROLE.decode(_LAST.decode(messages)[-1])
+    except (msgspec.DecodeError, IndexError, RecursionError):
+        return True  # whatever it is, the node knows better
+    return last.get("role") == "assistant"

@@ -33,8 +33,10 @@ class Dialect:
     """Whether one event ends the stream, however many answers it holds."""
     pings = False
     """Whether its heartbeat is an event, so that a comment alone would not do."""
-    error_mark = b""
-    """What a node's own error event has where its form is none that this API's clients know."""
+    end = b""
+    """What ends a stream behind its last event."""
+    error_mark = b'data: {"error":'
+    """What a node's own error event has. The client gets one of ours, or a continuation."""
 
     def error_body(self, error: GatewayError, tag: str) -> bytes:
         """The error as this API's official client expects it; `tag` is the request's id."""

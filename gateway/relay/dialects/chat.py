@@ -11,6 +11,7 @@ class Chat(Dialect):
     """`/v1/chat/completions`: a role delta, content deltas, a finish reason, `[DONE]`."""
 
     name = "chat"
+    end = b"data: [DONE]\n\n"
 
     def is_content(self, value: dict[str, Any]) -> bool:
         choices = value.get("choices")
@@ -31,6 +32,7 @@ class Completions(Dialect):
     """`/v1/completions`: text in each event, `[DONE]`."""
 
     name = "completions"
+    end = b"data: [DONE]\n\n"
 
     def is_content(self, value: dict[str, Any]) -> bool:
         choices = value.get("choices")

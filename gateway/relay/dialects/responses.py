@@ -27,7 +27,6 @@ class Responses(Dialect):
     """`/v1/responses`: named events, from `response.created` to `response.completed`."""
 
     name = "responses"
-    error_mark = b'data: {"error":'
 
     def error_event(self, error: GatewayError, tag: str) -> bytes:
         """The API's own error event, with the `error` object that official clients raise on."""

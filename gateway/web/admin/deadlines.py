@@ -1,4 +1,4 @@
-"""Deadlines of drains: what a drained node still runs then is ended."""
+"""Deadlines of drains: what a drained node still runs then goes on elsewhere, or is ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Deadlines:
     _timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
 
     def set(self, name: str, seconds: float) -> None:
-        """End what this node runs in so many seconds; takes the place of an earlier deadline."""
+        """Have what it runs leave it in so many seconds; takes the place of an earlier one."""
         self.cancel(name)
         loop = asyncio.get_running_loop()
         self._timers[name] = loop.call_later(seconds, self._over, name)
@@ -46,9 +46,11 @@ class Deadlines:
 
     def _over(self, name: str) -> None:
         self._timers.pop(name, None)
-        ended = self.registry.end_where(lambda live: runs_on(live, name), drained(name))
-        if ended:
-            log.warning("Node %s is drained: %d requests were ended at its deadline", name, ended)
+        left = [live for live in self.registry if runs_on(live, name)]
+        for live in left:
+            live.move(drained(name))
+        if left:
+            log.warning("Node %s is drained: %d requests leave it at its deadline", name, len(left))
 
 
 def runs_on(live: Live, name: str) -> bool:

@@ -146,12 +146,8 @@ class _Exchange:
             edge.registry.add(live)
             if self._editing is not None:
                 self._replace(self._editing, live)
-            if live.request.stream and (settings.heartbeat or preamble.progress):
-                heartbeat = (
-                    Heartbeat(PROGRESS_EVERY, self._tell_progress)
-                    if preamble.progress
-                    else Heartbeat(settings.heartbeat, self._beat)
-                )
+            heartbeat = self._heartbeat(live, preamble)
+            if heartbeat is not None:
                 try:
                     self._reply = await edge.relay(live)
                 finally:
@@ -210,7 +206,9 @@ class _Exchange:
             record.id,
             self._route,
             preamble.fields,
-            preamble.patience,
+            preamble.patience
+            if peeked.stream or self._snapshot.settings.heartbeat_plain
+            else preamble.plain_patience,
             body,
             preamble.caller,
             self.received,
@@ -253,6 +251,8 @@ class _Exchange:
             record.reason = record.reason or "node_error"
         if not turn.response_started:
             turn.reply(reply.status, reply.fields + self._own_fields(), reply.content)
+        elif not record.stream:
+            turn.end(reply.content)
         elif reply.status >= 400:
             turn.end(self._route.dialect.error_event(_as_error(reply), record.id))
         else:
@@ -260,7 +260,7 @@ class _Exchange:
 
     async def _pass_on(self, reply: Reply, rest: Rest) -> None:
         record, turn = self.record, self._turn
-        if turn.response_started and not rest.attempt.streams:
+        if turn.response_started and record.stream and not rest.attempt.streams:
             raise errors.node_failed("The node did not stream its answer.")
         if turn.response_started:
             turn.write(reply.content)
@@ -286,7 +286,8 @@ class _Exchange:
         record, dialect, turn = self.record, self._route.dialect, self._turn
         record.code, record.reason = error.status, error.code
         if turn.response_started:
-            turn.end(dialect.error_event(error, record.id))
+            told = dialect.error_event if record.stream else dialect.error_body
+            turn.end(told(error, record.id))
             return
         if turn.more_body:
             # What is left of it must not be taken for the next request.
@@ -317,6 +318,27 @@ class _Exchange:
         return (
             fields if cors is None else fields + lines_of(allowed_origin(cors, self._turn.headers))
         )
+
+    def _heartbeat(self, live: Live, preamble: Preamble) -> Heartbeat | None:
+        """What shows its client that the request is not forgotten."""
+        settings = self._snapshot.settings
+        if not live.request.stream:
+            if settings.heartbeat and settings.heartbeat_plain:
+                return Heartbeat(settings.heartbeat, self._pad)
+        elif preamble.progress:
+            return Heartbeat(PROGRESS_EVERY, self._tell_progress)
+        elif settings.heartbeat:
+            return Heartbeat(settings.heartbeat, self._beat)
+        return None
+
+    async def _pad(self) -> None:
+        """White space, which JSON may begin with."""
+        if self._turn.response_started:
+            self._turn.write(b" ")
+        else:
+            fields = b"content-type: application/json; charset=utf-8\r\n"
+            self._turn.begin(200, fields + self._own_fields(), b" ")
+        await self._turn.drained()
 
     async def _tell_progress(self) -> None:
         """A heartbeat that says how far the request has come."""

@@ -26,6 +26,8 @@ class Preamble:
     """`X-Priority`."""
     patience: float | None
     """`X-Request-Timeout`: seconds the client will wait for the whole answer."""
+    plain_patience: float | None
+    """The same for a plain answer, where official clients tell what they will wait."""
     fields: bytes
     """The lines that are passed on to a node."""
     progress: bool
@@ -73,6 +75,7 @@ def understood(
         naming.session(headers, party),
         asked_class(headers),
         _patience(headers),
+        _plain_patience(headers),
         to_node(headers),
         progress,
     )
@@ -95,3 +98,21 @@ def _patience(headers: Headers) -> float | None:
                 )
             return seconds
     return None
+
+
+_SDK_TIMEOUTS = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout"})
+"""What the official clients of OpenAI and Anthropic tell of themselves, in seconds."""
+
+
+def _plain_patience(headers: Headers) -> float | None:
+    """The shortest time that the client names; what is no time is none of our business."""
+    found = _patience(headers)
+    for name, value in headers:
+        if name in _SDK_TIMEOUTS:
+            try:
+                seconds = float(value)
+            except ValueError:
+                continue
+            if math.isfinite(seconds) and seconds > 0:
+                found = seconds if found is None else min(found, seconds)
+    return found

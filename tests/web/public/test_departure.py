@@ -120,12 +120,24 @@ async def test_who_leaves_in_decode_frees_the_slot(tmp_path: Path, how: str) -> 
         gate.node.engine.decode_tps = 1e9
 
 
-async def test_a_plain_request_that_is_left_holds_its_slot_until_the_node_is_done(
+async def test_a_plain_request_that_is_left_frees_its_slot_at_once(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=2000)
+    async with public(tmp_path, QUICK, node) as gate:
+        async with asking(gate, request()):
+            await until(lambda: gate.node.busy == 1)
+            await until(lambda: gate.node.engine.tokens > 2)
+        await until(lambda: gate.node.busy == 0)
+        await left(gate)
+        await until(lambda: the_node(gate).leased == 0)
+
+
+async def test_what_can_only_be_answered_plainly_holds_its_slot_until_the_node_is_done(
     tmp_path: Path,
 ) -> None:
     node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=40)
+    begun = [*HELLO["messages"], {"role": "assistant", "content": "well"}]
     async with public(tmp_path, QUICK, node) as gate:
-        async with asking(gate, request()):
+        async with asking(gate, request({"messages": begun})):
             await until(lambda: gate.node.busy == 1)
         await left(gate)
         assert the_node(gate).leased == 1

@@ -38,7 +38,9 @@ async def test_a_node_that_closes_after_each_stream_is_asked_anew(tmp_path: Path
 
 
 async def test_the_limit_of_requests_on_one_connection_is_not_noticed(tmp_path: Path) -> None:
-    async with public(tmp_path, CALM, EmulatedNode(keepalive_requests=10)) as gate:
+    async with public(
+        tmp_path, CALM, EmulatedNode(keepalive_requests=10, close_after_stream=False)
+    ) as gate:
         before = gate.node.connections_opened
         for _ in range(60):
             found = await gate.chat(max_tokens=1)
@@ -109,7 +111,7 @@ async def test_a_path_prefix_of_the_node_is_kept(tmp_path: Path) -> None:
 
 async def test_a_body_goes_to_the_node_byte_for_byte(tmp_path: Path) -> None:
     async with public(tmp_path, CALM) as gate:
-        body = b'{ "messages":[ {"role":"user","content":"\\u00e9 \xc3\xa9"} ] , "max_tokens":1 }'
+        body = b'{ "messages":[ {"role":"user","content":"\\u00e9 \xc3\xa9"} ] , "stream":true }'
         assert (await gate.ask(request(body))).status == 200
         assert gate.node.seen[-1].body == body
 
@@ -175,13 +177,17 @@ async def test_what_differs_from_a_repeated_head_is_read_for_what_it_is(tmp_path
 
 
 async def test_a_small_request_is_served_without_a_task(tmp_path: Path) -> None:
-    async with public(tmp_path, CALM) as gate, wired(gate.url) as wire:
+    async with (
+        public(tmp_path, CALM, EmulatedNode(embeddings=True)) as gate,
+        wired(gate.url) as wire,
+    ):
         listener = gate.running.gateway.public
         assert listener is not None
-        await wire.send(asking_for("so that a connection to the node is there"))
+        small = request({"input": "hello"}, path="/v1/embeddings")
+        await wire.send(small)  # so that a connection to the node is there
         assert (await answer(wire)).status == 200
         gate.node.faults.next("hang")
-        await wire.send(asking_for("hello"))
-        await until(lambda: gate.node.busy == 1)
+        await wire.send(small)
+        await until(lambda: gate.node.requests == 2)
         assert len(gate.running.gateway.registry) == 1
         assert not listener._server.server_state.tasks

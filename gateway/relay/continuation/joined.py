@@ -1,0 +1,39 @@
+"""The bytes of a continuation: its events in, those of the first stream out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gateway.relay import sse
+from gateway.relay.continuation.joining import Joiner
+from gateway.relay.verdict import message_of
+from gateway.transport.errors import Errored, Garbage
+
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
+
+
+class Joined:
+    """Rewrites whole events, piece by piece."""
+
+    __slots__ = ("joiner",)
+
+    def __init__(self, joiner: Joiner) -> None:
+        self.joiner = joiner
+
+    def feed(self, events: bytes) -> bytes:
+        """What of them goes to the client. Raises: Mismatch, Garbage, Errored."""
+        out = []
+        for event in sse.split(events):
+            data = sse.payload(event)
+            if not data or data == b"[DONE]":
+                continue
+            try:
+                value = _OBJECT.decode(data)
+                if value.get("error") or sse.event_name(event) == b"error":
+                    raise Errored(message_of(data) or "The node failed in the middle of it")
+                out.append(self.joiner.feed(value))
+            except (msgspec.DecodeError, RecursionError, TypeError, AttributeError):
+                raise Garbage("An event of the node's stream can't be read") from None
+        return b"".join(out)

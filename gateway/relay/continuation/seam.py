@@ -1,0 +1,139 @@
+"""Where the next node takes over.
+
+A text continues exactly only from where it tokenizes as it was written: the misses of a
+continuation by text are those cut within what the tokenizer would make one token (measured: 5 of
+48). So under greedy sampling the seam steps back to such a place, and what stood behind it is
+written again and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.relay.continuation.said import Said
+
+Ask = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+"""Posts to a path of the next node and gives its answer's JSON. Raises: UpstreamError."""
+
+MOST_STEPS = 4
+"""Places that are tried before the seam is where the text ends."""
+
+AGREEING = 3
+"""Tokens before the seam that must be those that were sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """How the next node is set on."""
+
+    kept: str
+    """The text that it is given as written."""
+    again: str
+    """What it is to write again, and what then is not sent a second time."""
+    prompt_tokens: int
+    """Tokens of the client's own prompt."""
+    said_tokens: int
+    """Tokens of all text that was sent."""
+    kept_tokens: int
+    """Tokens of `kept`."""
+
+
+async def find_seam(ask: Ask, prompt: str, said: Said, *, greedy: bool) -> Seam:
+    """The seam behind this rendered prompt and what was said. Raises: UpstreamError.
+
+    `prompt` is what the node's template makes of the request, up to the answer's beginning.
+    """
+    text = said.text
+    before = len(await pieces_of(ask, prompt))
+    whole = await pieces_of(ask, prompt + text)
+    # Read again, broken words make fewer tokens than they were written in; an event is a token but
+    # for the bytes of one character.
+    total = said.tokens if text.isascii() else max(len(whole) - before, said.tokens)
+    if not greedy:
+        return Seam(text, "", before, total, total)
+    for back in places_to_step_back(said.content, whole)[:MOST_STEPS]:
+        kept = text[: len(text) - back] if back else text
+        pieces = whole if not back else await pieces_of(ask, prompt + kept)
+        earlier = sent_before(said.content, back)
+        if agrees(pieces, said.content[max(0, earlier - AGREEING) : earlier]):
+            again = len(said.content) - earlier
+            return Seam(kept, text[len(kept) :], before, total, total - again)
+    return Seam(text, "", before, total, total)
+
+
+async def pieces_of(ask: Ask, text: str) -> list[str]:
+    """The tokens' texts, in order; one that is no whole text counts as its bytes in brackets."""
+    told = await ask(
+        "/tokenize",
+        {"content": text, "with_pieces": True, "add_special": True, "parse_special": True},
+    )
+    pieces = []
+    for token in told.get("tokens") or ():
+        piece = token.get("piece") if isinstance(token, dict) else token
+        pieces.append(piece if isinstance(piece, str) else repr(piece))
+    return pieces
+
+
+def places_to_step_back(sent: Sequence[str], whole: Sequence[str]) -> list[int]:
+    """Characters to step back, least first: ends of sent tokens that end tokens of the text."""
+    ends = set()
+    distance = 0
+    for piece in reversed(whole):
+        ends.add(distance)
+        distance += len(piece)
+    places = []
+    distance = 0
+    for piece in reversed(sent):
+        if distance in ends:
+            places.append(distance)
+        distance += len(piece)
+    return places
+
+
+def sent_before(sent: Sequence[str], back: int) -> int:
+    """How many tokens were sent before the place so many characters back."""
+    distance, end = 0, len(sent)
+    while end and distance < back:
+        end -= 1
+        distance += len(sent[end])
+    return end
+
+
+def agrees(pieces: Sequence[str], sent: Sequence[str]) -> bool:
+    """Whether the text tokenizes at its end as it was sent.
+
+    The oldest piece may be many tokens in one: its end must be a token's end.
+    """
+    for written, told in zip(reversed(sent), reversed(pieces), strict=False):
+        if written == told:
+            continue
+        return len(written) > len(told) and written.endswith(told)
+    return True
+
+
+class Mismatch(Exception):  # noqa: N818 - not an error: another way is tried
+    """The next node wrote something else than what had been sent."""
+
+
+class Again:
+    """Holds back what is written again, until it has turned out to be the same."""
+
+    __slots__ = ("_expected",)
+
+    def __init__(self, expected: str) -> None:
+        self._expected = expected
+
+    @property
+    def over(self) -> bool:
+        """Whether all of it has come again."""
+        return not self._expected
+
+    def feed(self, text: str) -> str:
+        """What of `text` is new. Raises: Mismatch."""
+        known = self._expected[: len(text)]
+        if not text.startswith(known):
+            raise Mismatch
+        self._expected = self._expected[len(known) :]
+        return text[len(known) :]

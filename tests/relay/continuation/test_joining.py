@@ -1,0 +1,186 @@
+"""The next node's events become those of the first stream."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.relay import sse
+from gateway.relay.continuation.exact import Stripper
+from gateway.relay.continuation.joined import Joined
+from gateway.relay.continuation.joining import (
+    Chat,
+    ChatFromNative,
+    Completions,
+    CompletionsFromNative,
+    Messages,
+    Native,
+)
+from gateway.relay.continuation.said import READERS, Said, SoFar
+from gateway.relay.continuation.seam import Mismatch, Seam
+from gateway.transport.errors import Errored, Garbage
+
+HEAD = {"id": "first", "created": 1, "model": "m", "object": "chat.completion.chunk"}
+SEAM = Seam(" one two", "", prompt_tokens=5, said_tokens=2, kept_tokens=2)
+
+
+def values(events: bytes) -> list[Any]:
+    return [json.loads(sse.payload(event)) for event in sse.split(events)]
+
+
+def choice(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+    return {"index": 0, "delta": delta, "finish_reason": finish}
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+def test_a_chat_keeps_its_id_and_has_no_second_role() -> None:
+    joiner = Chat(Said(head=HEAD), SEAM)
+    other = {"id": "second", "created": 2, "model": "x", "object": "chat.completion.chunk"}
+    assert joiner.feed(other | {"choices": [choice({"role": "assistant", "content": None})]}) == b""
+    (value,) = values(joiner.feed(other | {"choices": [choice({"content": " three"})]}))
+    assert (value["id"], value["created"], value["model"]) == ("first", 1, "m")
+    assert value["choices"][0]["delta"] == {"content": " three"}
+    usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+    (value,) = values(joiner.feed(other | {"choices": [], "usage": usage}))
+    assert value["usage"] == {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
+
+
+def test_what_was_sent_is_not_sent_again() -> None:
+    joiner = Chat(Said(head=HEAD), Seam(" one", " two", 5, 2, 1))
+    assert joiner.feed({"choices": [choice({"content": " t"})]}) == b""
+    assert not joiner.caught_up
+    (value,) = values(joiner.feed({"choices": [choice({"content": "wo three"})]}))
+    assert value["choices"][0]["delta"]["content"] == " three"
+    assert joiner.caught_up
+
+
+def test_an_answer_that_ends_before_it_has_caught_up_is_another() -> None:
+    joiner = Chat(Said(head=HEAD), Seam(" one", " two", 5, 2, 1))
+    with pytest.raises(Mismatch):
+        joiner.feed({"choices": [choice({}, "stop")]})
+    with pytest.raises(Mismatch):
+        Completions(Said(), Seam("", "x", 1, 1, 0)).feed({"choices": [{"text": "y"}]})
+
+
+def test_a_native_stream_counts_on() -> None:
+    joiner = Native(Said(), SEAM)
+    last = {"content": "", "stop": True, "tokens_predicted": 4, "tokens_evaluated": 9}
+    (value,) = values(joiner.feed(last | {"prompt": "tell me one two"}))
+    assert (value["tokens_predicted"], value["tokens_evaluated"]) == (6, 5)
+    assert value["prompt"] == "tell me"
+
+
+@pytest.mark.parametrize(("opened", "index"), [(True, 0), (False, 1)])
+def test_messages_go_on_in_the_open_block_or_in_the_next(opened: bool, index: int) -> None:
+    said = Said(tokens=2, block=0, opened=opened)
+    joiner = Messages(said, SEAM)
+    assert joiner.feed({"type": "message_start", "message": {}}) == b""
+    started = joiner.feed({"type": "content_block_start", "index": 0, "content_block": {}})
+    assert (started == b"") is opened
+    delta = {"type": "text_delta", "text": " three"}
+    out = joiner.feed({"type": "content_block_delta", "index": 0, "delta": delta})
+    assert sse.event_name(out) == b"content_block_delta"
+    assert values(out)[0]["index"] == index
+    out = joiner.feed({"type": "message_delta", "delta": {}, "usage": {"output_tokens": 3}})
+    assert values(out)[0]["usage"]["output_tokens"] == 5
+
+
+def test_reasoning_goes_on_up_to_its_closing_mark() -> None:
+    joiner = ChatFromNative(Said(head=HEAD), SEAM, "</think>")
+    texts = ["so", " it", " is", "\n</", "thi", "nk>", "\n\n", "Yes", " it <", "is"]
+    deltas: list[Any] = []
+    for text in texts:
+        deltas += [v["choices"][0]["delta"] for v in values(joiner.feed({"content": text}))]
+    thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    answer = "".join(delta.get("content", "") for delta in deltas)
+    assert thought.rstrip() == "so it is"
+    assert answer.lstrip() == "Yes it <is"
+    last = values(joiner.feed({"content": "", "stop": True, "stop_type": "eos"}))
+    assert last[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_reasoning_that_never_ends_is_told_to_its_end() -> None:
+    joiner = ChatFromNative(Said(head=HEAD), SEAM, "</think>")
+    out = joiner.feed({"content": "so </th"})
+    out += joiner.feed({"content": "", "stop": True, "stop_type": "limit"})
+    deltas = [value["choices"][0] for value in values(out)]
+    assert "".join(d["delta"].get("reasoning_content", "") for d in deltas) == "so </th"
+    assert deltas[-1]["finish_reason"] == "length"
+
+
+def test_chunks_made_of_native_events_count_where_the_client_wants_it() -> None:
+    joiner = CompletionsFromNative(Said(head=HEAD | {"object": "text_completion"}), SEAM)
+    joiner.usage = True
+    out = joiner.feed({"content": " x"})
+    out += joiner.feed({"content": "", "stop": True, "stop_type": "limit", "tokens_predicted": 3})
+    first, end, usage = values(out)
+    assert first["choices"][0]["text"] == " x"
+    assert (end["choices"][0]["finish_reason"], end["object"]) == ("length", "text_completion")
+    assert usage["usage"]["completion_tokens"] == 5
+    assert {value["id"] for value in (first, end, usage)} == {"first"}
+
+
+@pytest.mark.parametrize(
+    ("joiner", "said"),
+    [
+        (Chat, Said(head=HEAD)),
+        (Completions, Said(head=HEAD)),
+        (Native, Said()),
+        (Messages, Said(opened=True, tokens=2)),
+    ],
+)
+def test_an_answer_that_lacks_nothing_else_is_ended(joiner: Any, said: Said) -> None:
+    out = joiner(said, SEAM).ending("length", usage=True)
+    text = out.decode()
+    assert any(word in text for word in ('"length"', '"limit"', '"max_tokens"'))
+    if joiner is Messages:
+        assert text.rstrip().endswith('{"type":"message_stop"}')
+    elif joiner is not Native:
+        assert values(out)[-1]["usage"]["completion_tokens"] == 2
+    said.reason, said.counted, said.opened = "stop", True, False
+    if joiner is not Native:
+        assert '"usage"' not in joiner(said, SEAM).ending("stop", usage=True).decode()
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (b"data: {oops\n\n", Garbage),
+        (b"data: [1]\n\n", Garbage),
+        (b'data: {"choices":[3]}\n\n', Garbage),
+        (b'data: {"error":{"message":"no"}}\n\n', Errored),
+        (b'event: error\ndata: {"message":"no"}\n\n', Errored),
+    ],
+)
+def test_what_cannot_be_read_goes_to_nobody(data: bytes, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        Joined(Chat(Said(head=HEAD), SEAM)).feed(data)
+
+
+# Ids.
+
+
+def test_probabilities_that_only_we_asked_for_are_taken_out() -> None:
+    so_far = SoFar(READERS["/v1/chat/completions"], 1000)
+    strip = Stripper("/v1/chat/completions", so_far.know)
+    bare = HEAD | {"choices": [choice({"content": " a"})]}
+    told = {"content": [{"id": 7, "token": " a", "bytes": [32, 97], "top_logprobs": [{"id": 7}]}]}
+    with_ids = HEAD | {"choices": [choice({"content": " a"}) | {"logprobs": told}]}
+    out = strip(event(bare) + event(with_ids) + b"data: [DONE]\n\n")
+    assert values(out.removesuffix(b"data: [DONE]\n\n")) == [bare, bare]
+    assert so_far.said().ids == [7]
+    with pytest.raises(Garbage):
+        strip(b'data: {"choices":[{"logprobs":{"content":[{"token":"a"}]}}]}\n\n')
+
+
+def test_a_completion_keeps_the_field_empty() -> None:
+    so_far = SoFar(READERS["/v1/completions"], 1000)
+    strip = Stripper("/v1/completions", so_far.know)
+    value = {"choices": [{"text": "a", "logprobs": {"content": [{"id": 7}]}}]}
+    assert values(strip(event(value))) == [{"choices": [{"text": "a", "logprobs": None}]}]
+    assert so_far.said().ids == [7]

@@ -1,0 +1,159 @@
+"""By token ids, by a rendered prompt, with reasoning: the ways of going on but the usual one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.relay.continuation.onward import Onward, Unsound, Wish, onward
+from gateway.relay.continuation.said import Said
+from tests.relay.continuation.test_streams import (
+    PATHS,
+    asked_of,
+    check_whole,
+    nodes,
+    options_of,
+    text_of,
+    usage_of,
+)
+from tests.relay.house import FIRST, a_house
+from tests.relay.test_streams import AFTER
+
+MESSAGES = [{"role": "user", "content": "why"}]
+CHAT = {"messages": MESSAGES, "max_tokens": 200, "temperature": 0, "stream": True}
+
+
+class Template:
+    """A node whose template writes reasoning in tags; a token is a character."""
+
+    def __init__(self, *, shows: bool = True, opens: bool = False) -> None:
+        self.shows = shows
+        """Whether it renders reasoning that it is given."""
+        self.opens = opens
+        """Whether its prompt ends with an open tag."""
+
+    async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == "/apply-template":
+            return {"prompt": self.render(body["messages"])}
+        if path == "/detokenize":
+            return {"content": "".join(map(chr, body["tokens"]))}
+        assert path == "/tokenize"
+        if body.get("with_pieces"):
+            return {"tokens": [{"id": ord(c), "piece": c} for c in body["content"]]}
+        return {"tokens": [ord(c) for c in body["content"]]}
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        text = ""
+        for message in messages:
+            thought = message.get("reasoning_content") if self.shows else None
+            text += f"[{message['role']}]"
+            text += f"<think>\n{thought}\n</think>\n\n" if thought else ""
+            text += message["content"] + "[end]"
+        if messages[-1]["role"] == "assistant":
+            return text
+        return text + "[assistant]" + ("<think>\n" if self.opens else "")
+
+
+async def way(template: Template, said: Said, **more: Any) -> Onward:
+    return await onward(template.ask, Wish("/v1/chat/completions", CHAT, said, **more))
+
+
+@pytest.mark.parametrize("opens", [False, True])
+async def test_a_thought_goes_on_where_the_template_shows_how_it_is_written(*, opens: bool) -> None:
+    said = Said(reasoning=["so ", "it"], tokens=2, head={"id": "x"})
+    found = await way(Template(opens=opens), said)
+    assert found.path == "/completion"
+    assert found.body is not None
+    assert found.body["prompt"] == "[user]why[end][assistant]<think>\nso it"
+    out = found.joiner.feed({"content": " is</think>\n\nbecause"}).decode()
+    assert '"reasoning_content":" is"' in out
+    assert '"content":"because"' in out
+
+
+async def test_what_comes_after_a_thought_goes_on_behind_both() -> None:
+    said = Said(reasoning=["so it"], content=["be", "cause"], tokens=7, head={"id": "x"})
+    found = await way(Template(), said)
+    assert found.body is not None
+    prompt = "[user]why[end][assistant]<think>\nso it\n</think>\n\nbecause"
+    assert found.body["prompt"] == prompt
+    assert '"content":" <b>"' in found.joiner.feed({"content": " <b>"}).decode()
+
+
+async def test_a_prompt_that_opens_a_thought_is_enough() -> None:
+    said = Said(reasoning=["so it"], tokens=1, head={"id": "x"})
+    found = await way(Template(shows=False, opens=True), said)
+    assert found.body is not None
+    assert found.body["prompt"] == "[user]why[end][assistant]<think>\nso it"
+
+
+async def test_a_thought_that_cannot_be_written_back_goes_nowhere() -> None:
+    with pytest.raises(Unsound):
+        await way(Template(shows=False), Said(reasoning=["so it"], tokens=1))
+
+
+async def test_a_template_that_refuses_a_begun_message_is_gone_round() -> None:
+    found = await way(Template(), Said(content=list("because"), tokens=7), raw=True)
+    assert (found.path, found.seam.kept) == ("/completion", "because")
+    assert found.body is not None
+    assert found.body["prompt"] == "[user]why[end][assistant]because"
+    assert found.body["n_predict"] == 193
+    assert "messages" not in found.body
+
+
+async def test_ids_are_gone_on_from_where_they_make_the_text() -> None:
+    said = Said(content=["be"], tokens=2, ids=[ord("b"), ord("e")], head={"id": "x"})
+    found = await way(Template(), said)
+    assert found.body is not None
+    assert found.body["prompt"] == [*map(ord, "[user]why[end][assistant]be")]
+    assert (found.seam.prompt_tokens, found.seam.kept_tokens) == (25, 2)
+    said.ids.pop()
+    found = await way(Template(), said)
+    assert found.path == "/v1/chat/completions", "one is missing: on from the text"
+
+
+async def test_an_answer_of_full_length_needs_nobody() -> None:
+    found = await way(Template(), Said(content=list("a" * 200), tokens=200, head={"id": "x"}))
+    assert found.body is None
+    assert found.ending is not None
+    assert b'"length"' in found.ending
+
+
+async def test_messages_with_pictures_go_on_by_their_own_dialect() -> None:
+    picture = [{"type": "image", "source": {"type": "base64", "data": "eA=="}}]
+    body = CHAT | {"messages": [{"role": "user", "content": picture}]}
+    head = {"usage": {"input_tokens": 9, "cache_read_input_tokens": 3}}
+    said = Said(content=["be"], tokens=2, head=head, opened=True)
+    found = await onward(Template().ask, Wish("/v1/messages", body, said))
+    assert (found.path, found.seam.prompt_tokens) == ("/v1/messages", 12)
+    assert found.body is not None
+    assert found.body["messages"][-1] == {"role": "assistant", "content": "be"}
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_client_sees_nothing_of_the_ids_that_were_asked_for(
+    tmp_path: Path, path: str
+) -> None:
+    one, two = nodes()
+    async with a_house(tmp_path, one, two, nodes=FIRST, resume="exact") as house:
+        asked = options_of(path)
+        whole = await house.stream(path, **asked)
+        assert b'"logprobs":{' not in whole.body
+        asks = {"/v1/chat/completions", "/v1/completions"}
+        assert (b'"logprobs"' in one.seen[-1].body) is (path in asks)
+        one.faults.next("reset", after_events=AFTER)
+        reply = await house.stream(path, **asked)
+        check_whole(path, reply, whole)
+        assert usage_of(reply) == usage_of(whole)
+        assert b'"logprobs":{' not in reply.body
+        plain = await house.ask(path, **asked_of(path))
+        assert b'"logprobs":{' not in plain.content
+
+
+async def test_probabilities_that_the_client_asked_for_stay(tmp_path: Path) -> None:
+    (one,) = nodes(1)
+    async with a_house(tmp_path, one, resume="exact") as house:
+        reply = await house.stream(logprobs=True, max_tokens=4)
+        assert reply.body.count(b'"logprobs":{') == 4
+        assert len(text_of(reply).split()) == 4

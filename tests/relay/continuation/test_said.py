@@ -1,0 +1,103 @@
+"""What went out is kept in few bytes, and told again when the node has failed."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from gateway.relay.continuation.said import RAW_MOST, READERS, SoFar
+
+MIB = 1 << 20
+
+
+def chunk(path: str, text: str) -> bytes:
+    """One event with a token's text, as llama.cpp writes it on this path."""
+    if path == "/v1/messages":
+        delta = {"type": "text_delta", "text": text}
+        value: Any = {"type": "content_block_delta", "index": 0, "delta": delta}
+        return b"event: content_block_delta\ndata: " + json.dumps(value).encode() + b"\n\n"
+    if path == "/completion":
+        value = {"index": 0, "content": text, "tokens": [len(text)], "stop": False}
+    elif path == "/v1/completions":
+        value = {"choices": [{"text": text, "index": 0, "logprobs": None}], "id": "x"}
+    else:
+        value = {"choices": [{"index": 0, "delta": {"content": text}}], "id": "x"}
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize("path", READERS)
+@pytest.mark.parametrize("tokens", [1, 50, 2000])
+@pytest.mark.parametrize("together", [1, 7])
+def test_the_text_is_what_went_out_however_long_it_was(
+    path: str, tokens: int, together: int
+) -> None:
+    rng = random.Random(tokens)
+    texts = [rng.choice([" a", '"', "\n\n", "é", " data: x", "\\"]) for _ in range(tokens)]
+    so_far = SoFar(READERS[path], MIB)
+    for start in range(0, tokens, together):
+        so_far.add(b"".join(chunk(path, text) for text in texts[start : start + together]))
+    said = so_far.said()
+    assert said.unsound is None
+    assert said.text == "".join(texts)
+    assert said.tokens == tokens
+    newest = said.content[-min(20, tokens - 1) :] if tokens > 1 else said.content
+    assert newest == texts[-len(newest) :]
+    assert said.ids == ([len(text) for text in texts] if path == "/completion" else [])
+    # More may go out afterwards, and be asked for again.
+    so_far.add(chunk(path, " more"))
+    assert so_far.said().text == "".join(texts) + " more"
+
+
+def test_no_more_is_kept_than_is_allowed() -> None:
+    so_far = SoFar(READERS["/v1/chat/completions"], 1000)
+    for _ in range(3000):
+        so_far.add(chunk("/v1/chat/completions", " word"))
+        assert so_far._size <= RAW_MOST + 200
+    said = so_far.said()
+    assert said.unsound is not None
+    assert len(said.text) < RAW_MOST
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b"data: {oops\n\n",
+        b"data: [1]\n\n",
+        b'data: {"choices":3}\n\n',
+        b'data: {"choices":[{"delta":"text"}]}\n\n',
+    ],
+)
+def test_what_cannot_be_read_is_no_ground_to_go_on_from(event: bytes) -> None:
+    so_far = SoFar(READERS["/v1/chat/completions"], MIB)
+    so_far.add(chunk("/v1/chat/completions", "a"))
+    so_far.add(event)
+    assert so_far.said().unsound == "an event that went out can't be read"
+
+
+@pytest.mark.parametrize(
+    "between", [b":\n", b"event: nothing\n\n", b"data: null\n\n", b"\n\n", b"data: [DONE]\n\n"]
+)
+def test_what_says_nothing_adds_nothing(between: bytes) -> None:
+    so_far = SoFar(READERS["/v1/chat/completions"], MIB)
+    for text in ("a", "b"):
+        so_far.add(between)
+        so_far.add(chunk("/v1/chat/completions", text))
+    assert so_far.said().text == "ab"
+    assert so_far.said().unsound is None
+
+
+def test_other_line_ends_are_read_as_well() -> None:
+    so_far = SoFar(READERS["/v1/chat/completions"], MIB)
+    so_far.add(chunk("/v1/chat/completions", "a").replace(b"\n", b"\r\n") * 600)
+    said = so_far.said()
+    assert (said.text, said.unsound) == ("a" * 600, None)
+
+
+def test_a_tool_call_that_has_begun_is_noticed() -> None:
+    so_far = SoFar(READERS["/v1/chat/completions"], MIB)
+    call = {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0}]}}]}
+    so_far.add(b"data: " + json.dumps(call).encode() + b"\n\n")
+    assert so_far.said().unsound == "a tool call has begun"

@@ -1,0 +1,93 @@
+"""Where the next node takes over: at a place that reads as it was written."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.relay.continuation.said import Said
+from gateway.relay.continuation.seam import (
+    Again,
+    Mismatch,
+    agrees,
+    find_seam,
+    places_to_step_back,
+)
+
+WORD = re.compile(r" ?[a-z]+|[^a-z]")
+
+
+async def words(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer of whole words."""
+    assert path == "/tokenize"
+    pieces = WORD.findall(body["content"])
+    return {"tokens": [{"id": 1, "piece": piece} for piece in pieces]}
+
+
+def said_in(*texts: str) -> Said:
+    return Said(content=list(texts), tokens=len(texts))
+
+
+async def test_a_text_that_reads_as_it_was_written_goes_on_at_its_end() -> None:
+    seam = await find_seam(words, "tell me", said_in(" of", " the", " sea"), greedy=True)
+    assert (seam.kept, seam.again) == (" of the sea", "")
+    assert (seam.prompt_tokens, seam.said_tokens, seam.kept_tokens) == (2, 3, 3)
+
+
+async def test_a_word_in_two_tokens_is_stepped_back_over() -> None:
+    seam = await find_seam(words, "tell me", said_in(" of", " the", " se", "a"), greedy=True)
+    assert (seam.kept, seam.again) == (" of the", " sea")
+    assert (seam.said_tokens, seam.kept_tokens) == (4, 2)
+
+
+async def test_a_sampled_text_goes_on_from_exactly_what_was_sent() -> None:
+    seam = await find_seam(words, "tell me", said_in(" of", " the", " se", "a"), greedy=False)
+    assert (seam.kept, seam.again, seam.kept_tokens) == (" of the sea", "", 4)
+
+
+async def test_where_no_place_agrees_it_goes_on_at_the_end() -> None:
+    seam = await find_seam(words, "", said_in(*"abcdefghijklm"), greedy=True)
+    assert (seam.kept + seam.again) == "abcdefghijklm"
+
+
+@given(st.lists(st.text("ab é", min_size=1, max_size=3), max_size=8), st.integers(1, 4))
+def test_places_are_ends_of_tokens_on_both_sides(sent: list[str], width: int) -> None:
+    text = "".join(sent)
+    whole = [text[i : i + width] for i in range(0, len(text), width)]
+    places = places_to_step_back(sent, whole)
+    ends, size = {0}, 0
+    for piece in reversed(sent):
+        size += len(piece)
+        ends.add(size)
+    assert places == sorted(set(places))
+    assert set(places) <= ends
+
+
+def test_pieces_agree_from_their_end_the_oldest_perhaps_several_in_one() -> None:
+    assert agrees([" a", " b", " c"], [" b", " c"])
+    assert agrees([" a", " b", " c"], [" a b", " c"])
+    assert not agrees([" a", " bc"], [" b", "c"])
+    assert not agrees([" a", " x"], [" a", " y"])
+
+
+@given(st.text(max_size=12), st.text(max_size=12), st.lists(st.integers(1, 5), max_size=20))
+def test_what_comes_again_is_held_back_and_the_rest_is_not(
+    expected: str, rest: str, cuts: list[int]
+) -> None:
+    again, text, out = Again(expected), expected + rest, ""
+    for cut in [*cuts, len(text)]:
+        out += again.feed(text[:cut])
+        text = text[cut:]
+    assert out == rest
+    assert again.over
+
+
+def test_another_text_is_a_mismatch() -> None:
+    again = Again(" sea")
+    assert again.feed(" s") == ""
+    with pytest.raises(Mismatch):
+        again.feed("ky")
