@@ -1,0 +1,1 @@
+"""What is promised of answers when nodes fail, shown over real servers."""

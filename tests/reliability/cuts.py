@@ -1,0 +1,252 @@
+"""Streams of real servers, cut at random tokens: `python -m tests.reliability.cuts --streams 1000`.
+
+Two servers of the F32 demo model with one slot each stand behind proxies that break a stream off;
+the client is OpenAI's own, unmodified. Each text is held against the uninterrupted one, and where
+it differs, against the bytes that were sent and the second server's own continuation of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI
+
+from gateway.events import StreamResumed
+from gateway.relay import sse
+from tests.gateways import running_gateway
+from tests.reliability.cutter import Plan, cutters
+from tests.servers import start_demo_servers
+
+WORDS = [
+    *("tell", "me", "about", "the", "sea", "and", "stones", "in", "winter", "with", "songs", "of"),
+    *("birds", "that", "fly", "far", "away", "over", "green", "hills"),
+]
+FRAGMENTS = ("a", "s", "ing", "er", "e", " s", " w", "t")
+"""Tokens that tokenize otherwise when they are read again."""
+PATHS = ("/v1/chat/completions", "/v1/completions")
+SETTINGS: dict[str, Any] = {
+    "health": {"interval": 0.5, "failures": 1_000_000, "slow_start": 0.0},
+    "timeouts": {"silence": 10, "first_byte": 20},
+}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of the streams."""
+
+    streams: int = 0
+    identical: int = 0
+    own: int = 0
+    """Not identical, but the second server's own continuation of the bytes sent."""
+    wrong: list[str] = field(default_factory=list)
+    """Anything else, in words."""
+    usage: int = 0
+    """Streams whose usage is that of the uninterrupted run."""
+    resumed: int = 0
+
+    @property
+    def line(self) -> str:
+        """In one line."""
+        return (
+            f"{self.streams} streams cut, {self.resumed} resumed: {self.identical} identical, "
+            f"{self.own} another continuation of the bytes sent, {len(self.wrong)} wrong; "
+            f"usage adds up in {self.usage}"
+        )
+
+
+@dataclass(slots=True)
+class Question:
+    """One stream to be cut."""
+
+    path: str
+    body: dict[str, Any]
+    after: int
+    within: int
+
+
+def question(rng: random.Random, *, fragments: bool) -> Question:
+    """A random one; `fragments`: of words that don't tokenize as they were written."""
+    text = " ".join(rng.choices(WORDS, k=rng.randint(3, 12)))
+    tokens = rng.randint(20, 120)
+    path = rng.choice(PATHS)
+    asked: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": text}]} if path == PATHS[0] else {"prompt": text}
+    )
+    body = {"model": "demo", "temperature": 0, "max_tokens": tokens, **asked}
+    if fragments:
+        body["logit_bias"] = [[fragment, 4.0] for fragment in FRAGMENTS]
+    # The role's event is the first of a chat.
+    return Question(path, body, rng.randint(2, tokens - 1), rng.choice((0, 0, 7, 90)))
+
+
+async def run(
+    streams: int,
+    seed: int,
+    resume: str,
+    *,
+    fragments: bool = False,
+    progress: bool = False,
+    rounding: bool = False,
+) -> Outcome:
+    """Cut so many streams; `rounding`: of servers that read otherwise than they write."""
+    rng = random.Random(seed)
+    outcome = Outcome()
+    plan = Plan()
+    async with (
+        start_demo_servers(2, slots=1, extra=() if rounding else ("--exact",)) as urls,
+        cutters(urls, plan) as proxies,
+        httpx.AsyncClient(base_url=urls[0], timeout=60, trust_env=False) as server,
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            async with running_gateway(
+                Path(folder), proxies, {**SETTINGS, "resume": resume}
+            ) as running:
+                running.gateway.bus.subscribe(StreamResumed, lambda event: _count(outcome, event))
+                client = AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+                async with client:
+                    for number in range(streams):
+                        asked = question(rng, fragments=fragments)
+                        await one(asked, plan, client, server, outcome)
+                        if progress and number % 100 == 99:
+                            print(outcome.line, flush=True)
+                running.gateway.bus.flush()
+    return outcome
+
+
+def _count(outcome: Outcome, event: StreamResumed) -> None:
+    outcome.resumed += event.node is not None
+
+
+async def one(
+    asked: Question, plan: Plan, client: AsyncOpenAI, server: httpx.AsyncClient, outcome: Outcome
+) -> None:
+    """One stream: whole from the server itself, then cut through the gateway."""
+    whole, count = await direct(server, asked.path, asked.body)
+    plan.arm(asked.after, asked.within)
+    try:
+        text, usage, ids, reason = await through(client, asked)
+    except Exception as error:  # noqa: BLE001 - whatever a client may raise is a failure
+        outcome.streams += 1
+        outcome.wrong.append(f"{asked.path}: {type(error).__name__}: {error}")
+        return
+    if plan.after is not None:
+        plan.after = None
+        return  # it ended before its cut
+    outcome.streams += 1
+    sent, tokens = said(plan.passed)
+    if len(ids) != 1:
+        outcome.wrong.append(f"{asked.path}: {len(ids)} ids in one stream")
+    elif text == whole:
+        outcome.identical += 1
+    elif text == sent + await after(server, asked, sent, tokens):
+        outcome.own += 1
+    else:
+        outcome.wrong.append(f"{asked.path}: {text!r} is not {whole!r}, sent {sent!r}")
+    outcome.usage += usage == count
+    if reason not in {"length", "stop"}:
+        outcome.wrong.append(f"{asked.path}: ended by {reason}")
+
+
+async def through(
+    client: AsyncOpenAI, asked: Question
+) -> tuple[str, int | None, set[str], str | None]:
+    """Text, tokens, ids and the reason of the end, as OpenAI's client gives them."""
+    text, ids, usage, reason = "", set(), None, None
+    body = dict(asked.body)
+    extra = {"logit_bias": body.pop("logit_bias")} if "logit_bias" in body else {}
+    create: Any = client.chat.completions.create
+    if asked.path == PATHS[1]:
+        create = client.completions.create
+    stream = await create(
+        **body, stream=True, stream_options={"include_usage": True}, extra_body=extra
+    )
+    async for chunk in stream:
+        ids.add(chunk.id)
+        for choice in chunk.choices:
+            text += (choice.delta.content if asked.path == PATHS[0] else choice.text) or ""
+            reason = choice.finish_reason or reason
+        if chunk.usage is not None:
+            usage = chunk.usage.completion_tokens
+    return text, usage, ids, reason
+
+
+async def direct(
+    server: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> tuple[str, int | None]:
+    """Text and tokens, of the server itself."""
+    reply = await server.post(path, json=body)
+    reply.raise_for_status()
+    value = reply.json()
+    choice = value["choices"][0]
+    text = choice["message"]["content"] if path == PATHS[0] else choice["text"]
+    return text, value["usage"]["completion_tokens"]
+
+
+async def after(server: httpx.AsyncClient, asked: Question, sent: str, tokens: int) -> str:
+    """The server's own continuation of what was sent, so many tokens."""
+    body = dict(asked.body, max_tokens=asked.body["max_tokens"] - tokens)
+    if asked.path == PATHS[1]:
+        return (await direct(server, asked.path, dict(body, prompt=body["prompt"] + sent)))[0]
+    body["messages"] = [*body["messages"], {"role": "assistant", "content": sent}]
+    return (await direct(server, asked.path, body))[0].removeprefix(sent)
+
+
+def said(stream: bytes) -> tuple[str, int]:
+    """The text and its tokens in a reply that was cut, its head and chunk framing included."""
+    _, _, body = stream.partition(b"\r\n\r\n")
+    plain = b""
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        try:
+            length = int(size, 16)
+        except ValueError:
+            break
+        plain, body = plain + body[:length], body[length + 2 :]
+    whole = plain[: plain.rfind(b"\n\n") + 2]
+    texts = []
+    for event in sse.split(whole):
+        data = sse.payload(event)
+        if data and data != b"[DONE]":
+            for choice in json.loads(data)["choices"]:
+                delta = choice.get("delta") or {}
+                texts.append(delta.get("content") or choice.get("text") or "")
+    return "".join(texts), sum(bool(text) for text in texts)
+
+
+def main() -> None:
+    """Cut, and tell."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--resume", choices=("text", "exact"), default="text")
+    parser.add_argument("--fragments", action="store_true", help="answers of broken words")
+    parser.add_argument("--rounding", action="store_true", help="servers with flash attention")
+    options = parser.parse_args()
+    began = time.monotonic()
+    outcome = asyncio.run(
+        run(
+            options.streams,
+            options.seed,
+            options.resume,
+            fragments=options.fragments,
+            progress=True,
+            rounding=options.rounding,
+        )
+    )
+    print(*outcome.wrong[:20], sep="\n")
+    print(f"resume: {options.resume}, seed {options.seed}: {outcome.line}")
+    print(f"{time.monotonic() - began:.0f} s")
+    raise SystemExit(bool(outcome.wrong))
+
+
+if __name__ == "__main__":
+    main()
