@@ -217,6 +217,8 @@ class Attempt:
         passed = gate.feed(chunk)
         if passed.endswith(DONE) or (mark and passed.find(mark) >= 0):
             passed = self._to_the_end(passed)
+        if passed:
+            sse.check(passed, gate.events - before)
         if self.strip is not None:
             passed = self.strip(passed)
         if self.keep is not None and passed:
@@ -326,6 +328,7 @@ class Attempt:
                     return self._refused(sse.payload(event))
                 self.lease.moved(self._clock())
                 held = self._to_the_end(held)
+                sse.check(held, 0)
                 if self.strip is not None:
                     held = self.strip(held)
                 self.tail = (b"", b"", held)

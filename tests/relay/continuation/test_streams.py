@@ -362,7 +362,7 @@ async def test_a_plain_answer_that_cannot_go_on_begins_anew(tmp_path: Path) -> N
         assert house.finished[-1].completion_tokens == TOKENS
 
 
-INSERTED = ["no_data", "empty", "comment", "line_comment", "fields", "null"]
+INSERTED = ["nul", "no_data", "empty", "comment", "line_comment", "fields", "null"]
 
 
 @pytest.mark.parametrize("what", INSERTED)
@@ -376,6 +376,42 @@ async def test_what_says_nothing_is_no_obstacle(tmp_path: Path, what: str) -> No
         reply = await house.stream(**GREEDY)
         assert reply.errors == []
         assert json.dumps(text_of(reply)) == json.dumps(text_of(whole))
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [("not_json", {}), ("invalid_utf8", {}), ("huge", {"size": 2 << 20})],
+)
+@pytest.mark.parametrize("path", PATHS)
+async def test_what_nobody_can_read_goes_to_nobody(
+    tmp_path: Path, path: str, what: str, options: dict[str, Any]
+) -> None:
+    one, two = nodes()
+    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+        asked = options_of(path)
+        whole = await house.stream(path, **asked)
+        one.faults.next("insert", after_events=AFTER, what=what, **options)
+        reply = await house.stream(path, **asked)
+        check_whole(path, reply, whole)
+        assert house.outcomes[1:] == [("a", "garbage"), ("b", "ok")]
+        one.faults.set("insert", after_events=AFTER, what=what, **options)
+        two.faults.set("insert", after_events=AFTER, what=what, **options)
+        reply = await house.stream(path, **asked)
+        if reply.status == 200:
+            check_failed(path, reply)
+        else:
+            assert reply.status == 502, "nothing had gone out"
+
+
+async def test_what_stands_between_two_ends_goes_to_nobody(tmp_path: Path) -> None:
+    one, two = nodes()
+    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+        whole = await house.stream(**GREEDY)
+        one.faults.set("double_done")
+        one.faults.next("insert", after_events=TOKENS, what="done")
+        reply = await house.stream(**GREEDY)
+        assert reply.body.count(b"[DONE]") == 1
+        assert text_of(whole).startswith(text_of(reply))
 
 
 def test_every_path_has_a_body() -> None:
