@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.cli import options
+from gateway.cli import elasticity, options
 from gateway.cli.options import examples
 from gateway.cli.terminal import CommandFailed, note, put_json, put_table
 
@@ -32,6 +32,10 @@ EXAMPLES = examples(
     (
         "llama-gateway simulate --trace yesterday.jsonl --policy least_finish --policy nginx",
         "your own traffic, two policies",
+    ),
+    (
+        "llama-gateway simulate --fleet 2x2@40:600 --standby 4x2@40:600 --generate burst=8",
+        "bursts: what standby machines save, and what that costs in waits",
     ),
     (
         "llama-gateway simulate --trace AzureLLMInferenceTrace_conv.csv --plot conv.png",
@@ -71,6 +75,26 @@ def simulate(
             rich_help_panel=_FLEET,
         ),
     ] = None,
+    standby: Annotated[
+        str | None,
+        typer.Option(
+            "--standby",
+            metavar="COUNTxSLOTS@DECODE:PREFILL",
+            help="Elastic machines beside --fleet. Told is what they save: all always on, elastic, "
+            "and without them.",
+            rich_help_panel=_FLEET,
+        ),
+    ] = None,
+    elastic: Annotated[
+        str,
+        typer.Option(
+            "--elastic",
+            metavar="NAME=VALUE,...",
+            help="Their rules, as `elastic` in the settings: start_above, start_after, stop_after, "
+            "cooldown (s), min, max; startup: seconds from a start to work; cost of an hour.",
+            rich_help_panel=_FLEET,
+        ),
+    ] = "startup=60",
     speeds: Annotated[
         Path | None,
         typer.Option(
@@ -140,7 +164,7 @@ def simulate(
             metavar="NAME=VALUE,...",
             help="What is made up without a trace: rate (requests/s), requests, turns, tenants, "
             "system, question, answer, limit (tokens), pause (s), callers, urgent, premium, batch "
-            "(shares).",
+            "(shares); burst (times as many), every, lasting (s).",
             rich_help_panel=_TRAFFIC,
         ),
     ] = "rate=1,requests=5000",
@@ -193,6 +217,11 @@ def simulate(
         machines = _machines(nodes, fleet, speeds, speed, Setup(batch, cache_ram))
     except FleetError as error:
         raise CommandFailed(str(error), status=2) from None
+    if standby is not None:
+        _only_for_one_policy(fleet, policy, plot, exact=exact)
+        traffic = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
+        elasticity.show(machines, standby, elastic, Setup(batch, cache_ram), traffic, seed, as_json)
+        return
     _check_plot(plot)
     requests = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
     try:
@@ -206,6 +235,18 @@ def simulate(
         put_table(_COLUMNS, map(_row, reports), state=0)
     if plot is not None:
         _draw(plot, reports, machines, requests)
+
+
+def _only_for_one_policy(
+    fleet: str | None, policy: list[str] | None, plot: Path | None, *, exact: bool
+) -> None:
+    if fleet is None:
+        raise CommandFailed("--standby stands beside --fleet: describe both", status=2)
+    if policy not in (None, ["least_finish"]) or plot is not None or exact:
+        raise CommandFailed(
+            "--standby compares fleets under least_finish: leave --policy, --plot and --exact away",
+            status=2,
+        )
 
 
 def _machines(

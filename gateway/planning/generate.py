@@ -45,6 +45,12 @@ class Traffic:
     limit: int = 2048
     """`max_tokens` of every request: far above what comes, as clients do."""
     callers: int = 50
+    burst: float = 1.0
+    """Bursts: so many times more conversations begin in one than between them."""
+    every: float = 3600.0
+    """Seconds from the begin of a burst to that of the next."""
+    lasting: float = 600.0
+    """Seconds of a burst."""
     urgent: float = 0.0
     """Share of the conversations that are of this class; what is left is `normal`."""
     premium: float = 0.0
@@ -54,6 +60,8 @@ class Traffic:
         positive = (self.rate, self.question, self.answer)
         if not all(math.isfinite(value) and value > 0 for value in positive):
             raise ValueError("rate and lengths must be positive")
+        if not (1 <= self.burst < math.inf and 0 < self.lasting < self.every < math.inf):
+            raise ValueError("burst must be at least 1, and lasting shorter than every")
         counts = (self.requests, self.turns, self.tenants, self.callers)
         if not all(1 <= value < math.inf for value in counts):
             raise ValueError("requests, turns, tenants and callers must be at least 1")
@@ -97,7 +105,7 @@ def generate(traffic: Traffic, seed: int) -> Trace:
     later: list[float] = []
     sure = 0
     while sure < traffic.requests:
-        now += rng.expovariate(traffic.rate / traffic.turns)
+        now = _next_begin(rng, traffic, now)
         while later and later[0] <= now:
             heappop(later)
             sure += 1
@@ -121,6 +129,18 @@ def generate(traffic: Traffic, seed: int) -> Trace:
             time += rng.expovariate(1.0 / traffic.pause) if traffic.pause else 0.0
     jobs.sort(key=lambda job: job.time)
     return in_order(jobs[: traffic.requests])
+
+
+def _next_begin(rng: random.Random, traffic: Traffic, now: float) -> float:
+    """When the next conversation begins: at the rate of bursts, of which the rest is left out."""
+    share = traffic.lasting / traffic.every
+    quiet = traffic.rate / traffic.turns / (1.0 - share + share * traffic.burst)
+    while True:
+        now += rng.expovariate(quiet * traffic.burst)
+        # The first burst begins half a period after the trace.
+        bursts = (now / traffic.every + 0.5) % 1.0 < share
+        if traffic.burst == 1.0 or bursts or rng.random() * traffic.burst < 1.0:
+            return now
 
 
 def in_order(jobs: list[Job]) -> Trace:

@@ -56,6 +56,9 @@ class Knowledge(Protocol):
     def ended(self, job: Job, known: Known, now: float) -> None:
         """It has ended there, with figures as llama.cpp tells them."""
 
+    def restarted(self, node: int) -> None:
+        """That node has been stopped: its caches are gone."""
+
 
 class Exact:
     """Knows everything: speeds, lengths, and what every node has cached.
@@ -111,3 +114,6 @@ class Exact:
 
     def ended(self, job: Job, known: Known, now: float) -> None:
         """Nothing is left to learn."""
+
+    def restarted(self, node: int) -> None:
+        """It looks into the caches anyway."""

@@ -70,6 +70,7 @@ class Learnt:
         self._board = Board()
         self._stands: list[_Stand] = []
         self._occupancies: list[Occupancy] = []
+        self._slots: list[int] = []
         self._unmeasured = 0
         self._weighed = 0.0
         # The blocks of each conversation, and where each of them ends.
@@ -80,6 +81,7 @@ class Learnt:
         self._board = board
         self._stands = [_Stand() for _ in machines]
         self._occupancies = [Occupancy() for _ in machines]
+        self._slots = [machine.slots for machine in machines]
         self._unmeasured = len(machines)
         for machine, row in zip(machines, board.rows, strict=True):
             self.memory.resize(row.index, machine.slots)
@@ -144,6 +146,11 @@ class Learnt:
         text = prompt * BYTES_PER_TOKEN
         self.estimates.learn(MODEL, job.caller, text, prompt, job.output, job.limit)
         self.memory.finished(node, memo.fingerprint, prompt, job.cached, job.output)
+
+    def restarted(self, node: int) -> None:
+        """What it had cached is gone; its speed is not."""
+        self.memory.forget(node)
+        self.memory.resize(node, self._slots[node])
 
     def _learn_speed(
         self, node: int, timings: Mapping[str, object], seen: Seen, now: float

@@ -159,3 +159,38 @@ def test_a_terminal_shows_the_progress() -> None:
     assert ended.returncode == 0
     assert "nginx" in said
     assert "%" in said
+
+
+def test_standby_machines_are_compared_with_a_fleet_that_is_always_on() -> None:
+    ran = run(
+        *("simulate", "--fleet", "1x2@40:600", "--standby", "2x2@40:600"),
+        *("--generate", "rate=0.2,requests=400,burst=6,every=1200,lasting=200"),
+        *("--elastic", "startup=20,stop_after=120,start_above=5,cost=0.5", "--json"),
+    )
+    assert ran.status == 0, ran.err
+    always, elastic, alone = json.loads(ran.out)["fleets"]
+    assert [one["fleet"] for one in (always, elastic, alone)] == [
+        "always on",
+        "elastic",
+        "base alone",
+    ]
+    assert elastic["machine_hours"] < always["machine_hours"]
+    assert elastic["cost"] == pytest.approx(elastic["machine_hours"] * 0.5)
+    assert elastic["starts"] > 0
+    assert elastic["wait"]["mean"] < alone["wait"]["mean"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--standby", "2x2"), "is no fleet"),
+        (("--standby", "2x2@40:600", "--elastic", "starup=3"), "'starup' is nothing to set"),
+        (("--standby", "2x2@40:600", "--elastic", "max=x"), "write a whole number"),
+        (("--standby", "2x2@40:600", "--elastic", "min=3,max=2"), "not below min"),
+        (("--standby", "2x2@40:600", "--policy", "nginx"), "compares fleets under least_finish"),
+    ],
+)
+def test_a_mistake_about_standby_machines_is_told(arguments: tuple[str, ...], why: str) -> None:
+    ran = run("simulate", *SMALL, *arguments)
+    assert ran.status == 2
+    assert why in ran.err
