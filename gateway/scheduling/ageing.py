@@ -1,9 +1,10 @@
 """Ageing by share, so that a strict order of classes starves nobody.
 
 A request that has waited longer than its class's patience is overdue. While there are overdue
-requests, at least a share of the placements (one in ten, unless set otherwise) goes to the oldest
-of them, whatever its class. So with `n` overdue requests ahead of it and slots that come free at
-a rate of `r` a second, a request of the lowest class waits at most
+requests, at least a share of the placements (one in ten, unless set otherwise) goes to the class of
+the oldest of them, and in it to whoever is next by fair shares. So with `n` requests of its class
+before it and slots that come free at a rate of `r` a second, a request of the lowest class waits at
+most
 
     patience + (n + 1) / (share · r)
 
@@ -17,20 +18,17 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Turns:
-    """Whose turn the next placement is: the order's, or the oldest overdue request's."""
+    """Whose turn the next placement is: the strict order's, or an overdue class's."""
 
     share: float
     _credit: float = 0.0
 
     @property
     def due(self) -> bool:
-        """Whether the next placement belongs to the oldest overdue request, if there is one."""
+        """Whether the next placement belongs to an overdue class, if there is one."""
         return self._credit + self.share >= 1.0 - 1e-9
 
-    def passed(self) -> None:
-        """Somebody else was placed while a request was overdue."""
-        self._credit = min(1.0, self._credit + self.share)
-
-    def taken(self) -> None:
-        """The oldest overdue request was placed."""
-        self._credit = max(0.0, self._credit + self.share - 1.0)
+    def went(self, *, to_overdue: bool) -> None:
+        """A placement went to the class of the oldest overdue request, or to another."""
+        credit = self._credit + self.share
+        self._credit = max(0.0, credit - 1.0) if to_overdue else min(1.0, credit)

@@ -12,7 +12,7 @@ Only a bounded number of requests is looked at for one placement, however many w
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -115,19 +115,18 @@ class Matcher:
         self._recalls = RECALLS
         rooms = Rooms(self._board)
         overdue = self._oldest_overdue(now, rooms)
+        ranks: Sequence[Rank] = self._line.ranks
         if overdue is not None and self._turns.due:
-            room = rooms.of(overdue)
-            if room is not None:
-                self._turns.taken()
-                return Candidate(overdue, room, self.best(room, overdue, now))
-            if self._holds.keep_for(overdue, strictly=True):
+            # Its class's turn: between callers it stays as fair as ever.
+            ranks = (ranks[overdue.priority], *ranks)
+            if rooms.of(overdue) is None and self._holds.keep_for(overdue, strictly=True):
                 rooms.forget()
-        for rank in self._line.ranks:
+        for rank in ranks:
             if rank.count:
                 found = self._from(rank, now, rooms)
                 if found is not None:
-                    if overdue is not None and found.ask is not overdue:
-                        self._turns.passed()
+                    if overdue is not None:
+                        self._turns.went(to_overdue=found.ask.priority is overdue.priority)
                     return found
         return None
 

@@ -13,14 +13,14 @@ def test_one_turn_in_ten_is_the_overdues() -> None:
     given = []
     for _ in range(30):
         given.append(turns.due)
-        (turns.taken if turns.due else turns.passed)()
+        turns.went(to_overdue=turns.due)
     assert given == ([False] * 9 + [True]) * 3
 
 
 def test_a_share_of_nothing_is_never_due() -> None:
     turns = Turns(0.0)
     for _ in range(100):
-        turns.passed()
+        turns.went(to_overdue=False)
     assert not turns.due
 
 
@@ -62,3 +62,17 @@ def test_without_overdue_requests_the_class_decides_alone() -> None:
         order.append(running.ask)
     assert set(order) == set(high)
     assert desk.dispatcher.asks() == low
+
+
+def test_callers_of_one_class_share_fairly_however_long_one_of_them_has_waited() -> None:
+    desk = Desk((1,), LineRules(patience=dict.fromkeys(Priority, 30.0)))
+    (running,) = desk.fill()
+    for _ in range(200):
+        desk.arrive(caller="much", completion=20.0)
+    for _ in range(40):
+        desk.arrive(caller="little", completion=20.0)
+    callers = []
+    for i in range(60):
+        (running,) = desk.finish(running, 100.0 + i)
+        callers.append(running.ask.caller)
+    assert abs(callers.count("much") - callers.count("little")) <= 4

@@ -159,11 +159,13 @@ async def test_batch_waits_for_all_others_and_leaves_its_reserve(tmp_path: Path)
 async def shares(site: Site, parties: dict[str, tuple[int, dict[str, str]]]) -> Counter[str]:
     """Tokens that each party was served when the last of them has 200 answers.
 
-    Each keeps so many requests under way; lengths are of one distribution.
+    Each keeps so many requests under way; lengths are of one distribution. Answers count once all
+    of them have requests in line: before, whoever has connected first is served alone.
     """
     rng = random.Random(5)
     tokens, answers = Counter[str](), Counter[str]()
     enough = asyncio.Event()
+    scheduler = site.running.gateway.scheduler
 
     async def one(party: str, headers: dict[str, str]) -> None:
         while not enough.is_set():
@@ -183,6 +185,14 @@ async def shares(site: Site, parties: dict[str, tuple[int, dict[str, str]]]) -> 
     ]
     try:
         async with asyncio.timeout(90):
+            few = min(count for count, _ in parties.values()) // 2
+            while True:
+                lines = Counter(one.request.party for one in scheduler.waiting())
+                if len(lines) == len(parties) and min(lines.values()) >= few:
+                    break
+                await asyncio.sleep(0.01)
+            tokens.clear()
+            answers.clear()
             await enough.wait()
     finally:
         await ended(tasks)
