@@ -169,7 +169,7 @@ def site(names: Iterable[str], cache: Path | None = None) -> Iterator[Site]:
                     "-t",
                     "tmpfs",
                     "-o",
-                    f"size={ROOM // 2},mode=0700",
+                    f"size={ROOM},mode=0700",
                     "tmpfs",
                     str(folder),
                 )

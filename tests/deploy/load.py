@@ -13,6 +13,7 @@ import httpx
 
 LIMIT = 120.0  # seconds for one answer
 TOKENS = 200
+PAUSE = 0.2  # seconds between the requests of a client
 
 
 @dataclass(slots=True)
@@ -23,7 +24,7 @@ class Load:
     """
 
     url: str
-    clients: int = 4
+    clients: int = 3
     headers: dict[str, str] = field(default_factory=dict)
     answered: int = 0
     failures: list[str] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Load:
                         self.failures.append(told)
                     else:
                         self.answered += 1
-                self._over.wait(0.05)
+                self._over.wait(PAUSE)
 
     def _ask(self, client: httpx.Client, text: str, *, stream: bool) -> str:
         """What went wrong, or nothing."""
