@@ -24,6 +24,8 @@ ERROR_BYTES = 256 * 1024
 """Of an error's body no more is read."""
 
 
+_JSON_BEGINS = (b"{", b"[")
+
 Write = Callable[[bytes], bool]
 """Sends bytes to the client, and tells whether it lags."""
 
@@ -162,6 +164,8 @@ class Attempt:
             self.content = connection.take()
         else:
             self.content = await self._all(limits.response_bytes)
+        if self.status < 300 and not self.streams:
+            _check_plain(self.headers, self.content)
 
     async def read(self, write: Write | None = None) -> bytes | None:
         """The next bytes that may pass, empty at the end. Raises: UpstreamError.
@@ -357,6 +361,15 @@ class Attempt:
             parts.append(part)
             size += len(part)
         return b"".join(parts)
+
+
+def _check_plain(headers: Headers, content: bytes) -> None:
+    """A plain answer that says it is JSON must begin like it. Raises: Garbage."""
+    if content[:1] in _JSON_BEGINS or content.lstrip()[:1] in _JSON_BEGINS:
+        return
+    for name, value in headers:
+        if name == b"content-type" and value.startswith(b"application/json"):
+            raise Garbage("The node's answer is not JSON")
 
 
 def _is_event_stream(headers: Headers) -> bool:

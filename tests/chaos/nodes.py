@@ -1,0 +1,196 @@
+"""Nodes in processes of their own, which can be stopped, killed and started on the same port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any, Protocol, Self
+from urllib.parse import urlsplit
+
+import httpx
+
+from tests.chaos.asks import EMULATED, REAL, Ask, real_bodies
+from tests.chaos.reading import read_plain
+from tests.chaos.wire import Wire
+from tests.servers import DemoServer, spawn_demo_server, stop_demo_server, wait_for_demo_server
+
+START_LIMIT = 60.0
+CONTEXT = 2048
+
+
+def free_port() -> int:
+    """A port that no outgoing connection is given while its node is down: below those."""
+    while True:
+        port = random.randrange(12_000, 30_000)
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
+class Node(Protocol):
+    """What happens to either kind."""
+
+    name: str
+    url: str
+    """Where the gateway finds it."""
+    own_url: str
+    """Where its `/slots` can be asked, whatever is wrong between it and the gateway."""
+
+    @property
+    def pid(self) -> int: ...
+
+    async def die(self) -> None:
+        """As by kill -9."""
+
+    async def come_back(self) -> None:
+        """On the same port, if it is gone."""
+
+    async def heal(self) -> None:
+        """Nothing is wrong with it any more."""
+
+
+class Emulator:
+    """`python -m tests.emulator` as a child."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        self.name = name
+        self._process = process
+        self.url = self.own_url = ""
+        self._desk = ""
+        self.leaving = asyncio.Lock()
+        """Held by what takes its listener or its process away, until it is back."""
+
+    @classmethod
+    async def start(cls, name: str) -> Self:
+        made = cls(name, _spawn_emulator(free_port()))
+        await made._listens()
+        return made
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def _listens(self) -> None:
+        assert self._process.stdout is not None
+        async with asyncio.timeout(START_LIMIT):
+            lines = [await asyncio.to_thread(self._process.stdout.readline) for _ in range(2)]
+        self.url, self._desk = (line.decode().strip() for line in lines)
+        self.own_url = self.url
+
+    async def order(self, do: str, **options: Any) -> None:
+        """An order for its desk; forgotten where it is stopped or gone."""
+        with contextlib.suppress(httpx.HTTPError):
+            async with httpx.AsyncClient(trust_env=False, verify=False, timeout=1.0) as client:
+                await client.post(f"{self._desk}/__faults", json={"do": do, **options})
+
+    async def die(self) -> None:
+        self._process.kill()
+        await asyncio.to_thread(self._process.wait)
+
+    async def come_back(self) -> None:
+        if self._process.poll() is None:
+            return
+        self.close()
+        self._process = _spawn_emulator(urlsplit(self.url).port or 0)
+        await self._listens()
+
+    async def heal(self) -> None:
+        await self.come_back()
+        os.kill(self.pid, signal.SIGCONT)
+        await self.order("clear")
+        await self.order("loading", on=False)
+        await self.order("revive")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def _spawn_emulator(port: int) -> subprocess.Popen[bytes]:
+    command = [
+        *(sys.executable, "-m", "tests.emulator", "--slots", "2", "--model", EMULATED),
+        *("--port", str(port), "--answer-tokens", "100000", "--embeddings"),
+        *("--prefill-tps", "1500", "--decode-tps", "250", "--ping-interval", "0.3"),
+    ]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+
+
+class Real:
+    """A real llama.cpp server with one slot, behind a wire."""
+
+    def __init__(self, name: str, server: DemoServer, wire: Wire, port: int) -> None:
+        self.name = name
+        self.wire = wire
+        self.url = wire.url
+        self.own_url = f"http://127.0.0.1:{port}"
+        self.leaving = asyncio.Lock()
+        """Held by what ends or stops the process, until it is back."""
+        self._server = server
+        self._port = port
+
+    @classmethod
+    async def start(cls, name: str) -> Self:
+        server = _spawn_real(free_port())
+        url = await asyncio.to_thread(wait_for_demo_server, server)
+        port = urlsplit(url).port or 0
+        wire = await Wire(("127.0.0.1", port)).__aenter__()
+        return cls(name, server, wire, port)
+
+    @property
+    def pid(self) -> int:
+        return self._server.pid
+
+    async def die(self) -> None:
+        await asyncio.to_thread(self._server.kill)
+
+    async def come_back(self) -> None:
+        if self._server.process.poll() is None:
+            return
+        stop_demo_server(self._server)
+        self._server = _spawn_real(self._port)
+        await asyncio.to_thread(wait_for_demo_server, self._server, START_LIMIT)
+
+    async def heal(self) -> None:
+        await self.come_back()
+        os.kill(self.pid, signal.SIGCONT)
+        self.wire.heal()
+
+    async def aclose(self) -> None:
+        await self.wire.__aexit__()
+        stop_demo_server(self._server)
+
+
+def _spawn_real(port: int) -> DemoServer:
+    return spawn_demo_server(slots=1, context=CONTEXT, alias=REAL, port=port)
+
+
+async def references(url: str) -> list[Ask]:
+    """What the server itself answers to all that it will be asked, uninterrupted."""
+    asks = []
+    async with httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=60) as client:
+        for path, body, tokens in real_bodies():
+            answer = await client.post(path, json=body)
+            read = read_plain(path, answer.content)
+            asks.append(Ask(path, body, read.text, tokens, real=True))
+    return asks
+
+
+async def busy(url: str) -> int | None:
+    """Slots that a node itself shows busy; None where it doesn't answer."""
+    try:
+        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=5) as client:
+            slots = (await client.get(f"{url}/slots")).json()
+    except (httpx.HTTPError, ValueError):
+        return None
+    return sum(bool(slot["is_processing"]) for slot in slots)

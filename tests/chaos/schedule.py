@@ -1,0 +1,123 @@
+"""What will go wrong when: a schedule that follows from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+EMULATED_ONCE: list[dict[str, Any]] = [
+    *({"kind": kind} for kind in ("reset", "close", "garbage", "slow_head", "interim")),
+    *({"kind": "hang", "seconds": seconds} for seconds in (0.2, 3.0)),
+    *({"kind": "status", "status": status} for status in (500, 502, 503, 429, 404, 401)),
+    *(
+        {"kind": kind, "after_events": after}
+        for kind in ("reset", "close", "cut", "end", "error_event", "garbage_body")
+        for after in (0, 1, 2, 7, 25)
+    ),
+    *({"kind": "cut", "after_events": after, "reset": True} for after in (0, 5)),
+    *(
+        {"kind": "hang", "after_events": after, "seconds": seconds}
+        for after in (0, 1, 6)
+        for seconds in (0.2, 3.0)
+    ),
+    *(
+        {"kind": kind}
+        for kind in ("split", "merge", "crlf", "comments", "chunk_extensions", "double_done")
+    ),
+    {"kind": "no_done"},
+    {"kind": "trickle", "size": 40, "seconds": 0.005},
+    {"kind": "head_bomb"},
+    {"kind": "wrong_length"},
+    *(
+        {"kind": "insert", "what": what, "after_events": after}
+        for what in ("comment", "line_comment", "empty", "no_data", "fields")
+        for after in (0, 4)
+    ),
+    {"kind": "insert", "what": "not_json", "after_events": 0},
+    {"kind": "insert", "what": "huge", "after_events": 0, "size": 2 << 20},
+]
+"""For some of the next requests of an emulated node."""
+
+EMULATED_STANDING: list[dict[str, Any]] = [
+    *({"kind": "status", "status": status} for status in (500, 503, 429)),
+    {"kind": "hang", "seconds": 1.5, "path": "control"},
+    {"kind": "reset"},
+    {"kind": "close", "after_events": 3},
+    {"kind": "stale"},
+]
+"""For all of its requests, for a while: it answers errors at once, say."""
+
+WIRE = ("reset", "silence", "half", "half, then reset", "rubbish", "trickle")
+
+NODE = ("once", "standing", "kill", "process", "stop", "loading", "refuse")
+"""Of emulated nodes."""
+REAL = ("wire", "process", "stop")
+"""Of real ones."""
+GATEWAY = ("remove", "change", "bad inventory", "settings", "reload", "drain", "full disk")
+MACHINE = ("descriptors", "clock")
+"""Of the gateway's own process: left out of `make test`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong, `at` so many seconds after the beginning, for `lasts` seconds."""
+
+    at: float
+    kind: str
+    node: str = ""
+    lasts: float = 0.0
+    detail: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        words = " ".join(f"{key}={value}" for key, value in self.detail.items())
+        lasts = f" for {self.lasts:.2f} s" if self.lasts else ""
+        return f"{self.at:6.2f} {self.kind} {self.node} {words}{lasts}".rstrip()
+
+
+def schedule(
+    rng: random.Random,
+    seconds: float,
+    emulated: Iterable[str],
+    real: Iterable[str],
+    *,
+    machine: bool,
+) -> list[Fault]:
+    """Faults for a run of `seconds`, in their order."""
+    emulators, servers = list(emulated), list(real)
+    faults = []
+    at = rng.uniform(0.2, 0.6)
+    busyness = rng.choice((0.03, 0.08, 0.2))  # mean seconds between faults
+    while at < seconds - 0.3:
+        chance = rng.random()
+        lasts = rng.uniform(0.05, min(2.5, seconds / 3))
+        if machine and chance < 0.03:
+            faults.append(_of_machine(rng, at, lasts))
+        elif chance < 0.15:
+            faults.append(Fault(at, rng.choice(GATEWAY), rng.choice(emulators), lasts))
+        elif servers and chance < 0.35:
+            kind = rng.choices(REAL, (6, 1, 2))[0]
+            detail = {"wire": rng.choice(WIRE)} if kind == "wire" else {}
+            faults.append(Fault(at, kind, rng.choice(servers), lasts, detail))
+        else:
+            faults.append(_of_emulator(rng, at, lasts, rng.choice(emulators)))
+        at += rng.expovariate(1 / busyness)
+    return faults
+
+
+def _of_emulator(rng: random.Random, at: float, lasts: float, node: str) -> Fault:
+    kind = rng.choices(NODE, (60, 8, 8, 1, 5, 3, 3))[0]
+    detail: dict[str, Any] = {}
+    if kind == "once":
+        detail = {**rng.choice(EMULATED_ONCE), "n": rng.choice((1, 1, 1, 3))}
+    elif kind == "standing":
+        detail = rng.choice(EMULATED_STANDING)
+    return Fault(at, kind, node, lasts, detail)
+
+
+def _of_machine(rng: random.Random, at: float, lasts: float) -> Fault:
+    if rng.random() < 0.5:
+        return Fault(at, "descriptors", lasts=min(lasts, 1.0), detail={"more": rng.choice((0, 3))})
+    by = rng.choice((-86_400.0, -60.0, -1.0, 1.0, 3600.0, 365 * 86_400.0))
+    return Fault(at, "clock", detail={"seconds": by})
