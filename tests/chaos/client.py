@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 from urllib.parse import urlsplit
@@ -14,6 +15,8 @@ import msgspec
 
 SLOW_READS = 512
 """Bytes that a slow client's kernel buffers for it, about."""
+SLOW = 3.0
+"""Seconds after which a slow client reads as fast as it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class Manner:
     after: float = 0.0
     """`waiting`: seconds after the request; `reading`: bytes of the reply."""
     pause: float = 0.0
-    """Seconds of rest after each piece that is read."""
+    """Seconds of rest after each piece that is read, in the first `SLOW` seconds."""
 
 
 PATIENT = Manner()
@@ -170,13 +173,14 @@ class Client:
 
     async def _read(self, protocol: _Protocol, got: Got, manner: Manner) -> None:
         reading = manner.leaves == "reading"
+        slow = time.monotonic() + SLOW
         while not got.complete and protocol.lost is None:
             if reading and len(got.body) > manner.after:
                 got.left = True
                 return
             protocol.arrived.clear()
             await protocol.arrived.wait()
-            if manner.pause and not got.complete:
+            if manner.pause and time.monotonic() < slow:
                 with contextlib.suppress(RuntimeError):
                     protocol.transport.pause_reading()
                 await asyncio.sleep(manner.pause)

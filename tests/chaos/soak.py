@@ -1,0 +1,351 @@
+"""`python -m tests.chaos.soak --minutes 60`: memory, descriptors and delay over time must be flat.
+
+One gateway process carries streams of 10 tokens/s and a trickle of short requests, some of whose
+clients leave. Each stream's events tell when they were sent, so each arrival tells its delay:
+that of the gateway, and of this process, which is node and client at once. What this process
+adds by itself is measured first, without the gateway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import psutil
+import uvloop
+
+from tests.bench import shapes
+from tests.bench.load import Address
+from tests.bench.process import waited_seconds
+from tests.bench.scenarios import chat, post
+from tests.bench.targets import TARGETS, running
+from tests.bench.upstream import Script, Upstream
+from tests.chaos.flatness import Flatness, flatness
+
+NODES = 20
+SLOTS = 128
+"""Of each: more than there are streams for it."""
+STEP = 0.25
+"""Milliseconds that two delays differ by to be told apart."""
+LONGEST = 20_000
+"""Steps; a longer delay counts as this one."""
+CONNECTING = 50
+"""Connections opened at once."""
+TEXT = 18
+"""Bytes of the text of one stamped token."""
+
+
+@dataclass(slots=True)
+class Delays:
+    """A histogram of how old events are when they arrive."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (LONGEST + 1))
+    number: int = 0
+
+    def note(self, microseconds: int) -> None:
+        self.counts[min(LONGEST, int(microseconds / (STEP * 1000)))] += 1
+        self.number += 1
+
+    def quantile(self, share: float) -> float:
+        """Milliseconds that this share of the delays stay under."""
+        left = share * self.number
+        for step, count in enumerate(self.counts):
+            left -= count
+            if left <= 0:
+                return (step + 1) * STEP
+        return LONGEST * STEP
+
+    def add(self, other: Delays) -> None:
+        for step, count in enumerate(other.counts):
+            self.counts[step] += count
+        self.number += other.number
+
+
+@dataclass(slots=True)
+class Tally:
+    """What all clients saw."""
+
+    delays: Delays = field(default_factory=Delays)
+    streams: int = 0
+    tokens: int = 0
+    ended: int = 0
+    short: int = 0
+    left: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+class StreamClient(asyncio.Protocol):
+    """One connection that asks for a stream, and for another when that has ended."""
+
+    def __init__(self, tally: Tally, request: bytes) -> None:
+        self._tally = tally
+        self._request = request
+        self._transport: asyncio.Transport
+        self._rest = b""
+        self._began = False
+        self.over = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        tally, now = self._tally, time.monotonic_ns() // 1000
+        data = self._rest + data
+        if not self._began:
+            if not data.startswith(b"HTTP/1.1 200"):
+                self._fail(data[:200])
+                return
+            self._began = True
+            tally.streams += 1
+        whole, _, self._rest = data.rpartition(b"\n\n")
+        if whole:
+            for sent in shapes.stamps(whole):
+                tally.delays.note(now - sent)
+                tally.tokens += 1
+        if b'"error"' in whole:
+            self._fail(whole[-300:])
+        elif whole.endswith(b"data: [DONE]") and self._rest.endswith(b"0\r\n\r\n"):
+            tally.ended += 1
+            tally.streams -= 1
+            self._began, self._rest = False, b""
+            self._transport.write(self._request)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.over:
+            self._fail(f"lost: {exc!r}".encode())
+
+    def close(self) -> None:
+        self.over = True
+        self._transport.abort()
+
+    def _fail(self, why: bytes) -> None:
+        if not self.over:
+            self._tally.failures.append(why.decode(errors="replace"))
+            self.close()
+
+
+async def short_requests(address: Address, tally: Tally, rate: float) -> None:
+    """Embeddings, `rate` a second, each on a connection of its own; every tenth client leaves."""
+    rng = random.Random(5)
+    request = post("/v1/embeddings", shapes.compact({"model": shapes.MODEL, "input": "a text"}))
+    while True:
+        await asyncio.sleep(rng.expovariate(rate))
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(request)
+        if rng.random() < 0.1:
+            await asyncio.sleep(rng.uniform(0, 0.002))
+            tally.left += 1
+        else:
+            line = await reader.readline()
+            tally.short += 1
+            if b" 200 " not in line:
+                tally.failures.append(line.decode(errors="replace"))
+        writer.transport.abort()
+
+
+@asynccontextmanager
+async def streams(
+    address: Address, tally: Tally, number: int, ramp: float
+) -> AsyncIterator[list[StreamClient]]:
+    """So many streams, begun within `ramp` seconds."""
+    loop = asyncio.get_running_loop()
+    request = chat(stream=True)
+    clients: list[StreamClient] = []
+
+    async def one(delay: float) -> None:
+        await asyncio.sleep(delay)
+        _, client = await loop.create_connection(lambda: StreamClient(tally, request), *address)
+        clients.append(client)
+
+    await asyncio.gather(*(one(ramp * i / number) for i in range(number)))
+    try:
+        yield clients
+    finally:
+        for client in clients:
+            client.close()
+        await asyncio.sleep(0.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One moment."""
+
+    seconds: float
+    rss: int
+    descriptors: int
+    streams: int
+    tokens: int
+    p50: float
+    p99: float
+    """Milliseconds, of the events since the last sample."""
+    waited: float
+    """Seconds since then that the gateway was ready and others had its core."""
+
+
+@dataclass(slots=True)
+class Soak:
+    """One soak: what to do, and what was seen."""
+
+    options: argparse.Namespace
+    tally: Tally = field(default_factory=Tally)
+    samples: list[Sample] = field(default_factory=list)
+    all_delays: Delays = field(default_factory=Delays)
+    alone: Delays = field(default_factory=Delays)
+    """Without the gateway."""
+    before: int = 0
+    """Resident bytes before the first stream."""
+
+    async def run(self) -> int:
+        options = self.options
+        tokens = int(options.stream_seconds * options.rate)
+        script = Script(tokens, 1 / options.rate, stamped=True)
+        async with Upstream(NODES, SLOTS, script) as upstream:
+            await self._alone(("127.0.0.1", upstream.ports[0]))
+            with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+                async with running(
+                    TARGETS["gateway"], Path(folder), upstream.ports, options.core
+                ) as gateway:
+                    assert gateway.pid is not None
+                    await self._through(gateway.address, psutil.Process(gateway.pid))
+        return self._report()
+
+    async def _alone(self, address: Address) -> None:
+        """The same streams without the gateway, for some seconds."""
+        tally = Tally(delays=self.alone)
+        number = self.options.streams
+        async with streams(address, tally, number, max(1.0, number / 500)):
+            self.alone = tally.delays = Delays()
+            await asyncio.sleep(self.options.alone)
+
+    async def _through(self, address: Address, process: psutil.Process) -> None:
+        options, tally = self.options, self.tally
+        await asyncio.sleep(1.0)
+        short = asyncio.create_task(short_requests(address, tally, options.short))
+        await asyncio.sleep(5.0)
+        self.before = process.memory_info().rss
+        async with streams(address, tally, options.streams, max(1.0, options.streams / 300)):
+            tally.delays = Delays()
+            began = time.monotonic()
+            waited = waited_seconds(process.pid)
+            while (seconds := time.monotonic() - began) < options.minutes * 60:
+                await asyncio.sleep(options.every)
+                delays, tally.delays = tally.delays, Delays()
+                self.all_delays.add(delays)
+                now_waited = waited_seconds(process.pid)
+                self.samples.append(
+                    Sample(
+                        seconds,
+                        process.memory_info().rss,
+                        process.num_fds(),
+                        tally.streams,
+                        tally.tokens,
+                        delays.quantile(0.5),
+                        delays.quantile(0.99),
+                        now_waited - waited,
+                    )
+                )
+                waited = now_waited
+                if short.done():
+                    short.result()
+        short.cancel()
+        await asyncio.gather(short, return_exceptions=True)
+
+    def _report(self) -> int:
+        options, tally, samples = self.options, self.tally, self.samples
+        rss = flatness([(s.seconds, s.rss / 1e6) for s in samples])
+        descriptors = flatness([(s.seconds, s.descriptors) for s in samples])
+        delay = flatness([(s.seconds, s.p99) for s in samples])
+        grown = samples[-1].rss - self.before
+        each = grown / options.streams
+        text = min(options.minutes * 60, options.stream_seconds) * options.rate * TEXT
+        seconds = options.minutes * 60
+        figures = {
+            "minutes": options.minutes,
+            "streams": options.streams,
+            "tokens": tally.tokens,
+            "streams_ended": tally.ended,
+            "short_requests": tally.short,
+            "clients_that_left": tally.left,
+            "failures": len(tally.failures),
+            "rss_before_mb": round(self.before / 1e6, 1),
+            "rss_after_mb": round(samples[-1].rss / 1e6, 1),
+            "kb_per_stream": round(each / 1e3, 1),
+            "kb_per_stream_beyond_its_text": round((each - text) / 1e3, 1),
+            "rss_mb_per_hour": round(rss.slope * 3600, 2),
+            "descriptors_per_hour": round(descriptors.slope * 3600, 2),
+            "p99_ms_per_hour": round(delay.slope * 3600, 2),
+            "delay_p50_ms": self.all_delays.quantile(0.5),
+            "delay_p99_ms": self.all_delays.quantile(0.99),
+            "delay_p99_ms_without_gateway": self.alone.quantile(0.99),
+            "others_had_its_core": round(sum(s.waited for s in samples) / seconds, 3),
+        }
+        print(json.dumps(figures, indent=2))
+        verdicts = {"memory": rss, "descriptors": descriptors, "delay": delay}
+        for what, seen in verdicts.items():
+            print(f"{what}: {seen}")
+        if options.out is not None:
+            options.out.write_text(
+                json.dumps({"figures": figures, "samples": [_row(s) for s in samples]})
+            )
+        if options.plot is not None:
+            from tests.chaos.picture import draw
+
+            draw(options.plot, [_row(s) for s in samples], f"{options.streams} streams")
+        for failure in tally.failures[:5]:
+            print(f"FAILED: {failure}")
+        flat = _flat(rss, descriptors)
+        print("flat" if flat else "NOT FLAT")
+        return 0 if flat and not tally.failures else 1
+
+
+def _flat(rss: Flatness, descriptors: Flatness) -> bool:
+    """Whether memory and descriptors stay: what the delay does depends on the machine's others."""
+    return rss.flat(share=0.02, least=2.0) and descriptors.flat(share=0.02, least=8.0)
+
+
+def _row(sample: Sample) -> dict[str, float]:
+    return {
+        "seconds": sample.seconds,
+        "rss_mb": sample.rss / 1e6,
+        "descriptors": sample.descriptors,
+        "streams": sample.streams,
+        "p50_ms": sample.p50,
+        "p99_ms": sample.p99,
+        "waited": sample.waited,
+    }
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--streams", type=int, default=200, help="at once")
+    parser.add_argument("--rate", type=float, default=10.0, help="tokens/s of each")
+    parser.add_argument("--stream-seconds", type=float, default=60.0, help="of each stream")
+    parser.add_argument("--short", type=float, default=5.0, help="short requests a second")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between samples")
+    parser.add_argument("--alone", type=float, default=15.0, help="seconds without the gateway")
+    parser.add_argument("--core", type=int, default=0, help="that the gateway runs on")
+    parser.add_argument("--plot", type=Path, help="a picture of it (extra: plots)")
+    parser.add_argument("--out", type=Path, help="all samples, as JSON")
+    return parser
+
+
+def main() -> int:
+    """Exit status 1 when it was not flat, or anything failed."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(Soak(_options().parse_args()).run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
