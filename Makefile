@@ -17,12 +17,12 @@ ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help install run test test-fast check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy docs docs-serve clean
+.PHONY: help install run test test-fast test-net chaos soak check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy docs docs-serve clean
 
 help: ## show this list
 	@printf 'llama-gateway: make targets\n\n'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@printf '\nARGS="..." adds arguments to the command of run, test, test-fast, bench and bench-scheduling.\n'
+	@printf '\nARGS="..." adds arguments to the command of run, the tests, chaos, soak and the benches.\n'
 
 install: $(STAMP) ## set up .venv with everything pinned (fast when nothing changed)
 	@echo 'Ready: $(BIN)/llama-gateway'
@@ -60,6 +60,15 @@ test: $(STAMP) ## pass every test that needs no root and no Debian package
 
 test-fast: $(STAMP) ## only the tests that take no time and no server
 	@$(BIN)/python -m pytest -m 'not net and not slow and not real' $(ARGS)
+
+test-net: $(STAMP) ## tests with packet loss, partitions, lost descriptors and jumping clocks (root; ip, nft)
+	@$(BIN)/python -m pytest -m net tests/chaos $(ARGS)
+
+chaos: $(STAMP) ## seeded faults under load, run after run: ARGS="--runs 500 --seconds 15 --resume FILE"
+	@$(BIN)/python -m tests.chaos $(ARGS)
+
+soak: $(STAMP) ## an hour of streams; memory must be flat: ARGS="--minutes 60 --streams 2000 --plot soak.png"
+	@$(BIN)/python -m tests.chaos.soak $(ARGS)
 
 check: $(STAMP) ## format, lint, types and import direction
 	@$(BIN)/ruff format --check .

@@ -44,6 +44,10 @@ class Watched(Protocol):
         """How long it may take."""
 
     @property
+    def complete(self) -> bool:
+        """Whether the node has sent all of its answer."""
+
+    @property
     def lagging(self) -> bool:
         """Whether its client has yet to take what the node has sent."""
 
@@ -83,6 +87,9 @@ class Watch:
         self._timer = None
         now = self._clock()
         for attempt in list(self._watched):
+            if attempt.complete:
+                # Its client is slow to read the rest, which is here: the slot is for others.
+                attempt.lease.give_back()
             failure = overdue(attempt.lease, attempt.limits, attempt.sent, now)
             if failure is not None and not _excused(attempt, failure, now):
                 self._watched.discard(attempt)

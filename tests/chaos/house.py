@@ -19,6 +19,7 @@ class GatewayProcess:
 
     def __init__(self) -> None:
         self._process: Process | None = None
+        self._asking = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
@@ -51,8 +52,8 @@ class GatewayProcess:
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps({"do": do, **options}).encode() + b"\n")
-        async with asyncio.timeout(PATIENCE):
+        async with self._asking, asyncio.timeout(PATIENCE):
+            process.stdin.write(json.dumps({"do": do, **options}).encode() + b"\n")
             answer = json.loads(await process.stdout.readline() or b'{"failed": "it is gone"}')
         assert "failed" not in answer, answer.get("traceback") or answer["failed"]
         return dict(answer)

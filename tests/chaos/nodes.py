@@ -61,23 +61,35 @@ class Node(Protocol):
 class Emulator:
     """`python -m tests.emulator` as a child."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, name: str, host: str, within: tuple[str, ...]) -> None:
         self.name = name
-        self._process = process
+        self._host = host
+        self._within = within
+        self._process = self._spawn(free_port())
         self.url = self.own_url = ""
         self._desk = ""
         self.leaving = asyncio.Lock()
         """Held by what takes its listener or its process away, until it is back."""
 
     @classmethod
-    async def start(cls, name: str) -> Self:
-        made = cls(name, _spawn_emulator(free_port()))
+    async def start(cls, name: str, host: str = "127.0.0.1", within: tuple[str, ...] = ()) -> Self:
+        """`within` is a command that runs another one, in a network of its own, say."""
+        made = cls(name, host, within)
         await made._listens()
         return made
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def _spawn(self, port: int) -> subprocess.Popen[bytes]:
+        command = [
+            *(*self._within, sys.executable, "-m", "tests.emulator", "--slots", "2"),
+            *("--model", EMULATED, "--host", self._host, "--port", str(port)),
+            *("--answer-tokens", "100000", "--embeddings"),
+            *("--prefill-tps", "1500", "--decode-tps", "250", "--ping-interval", "0.3"),
+        ]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
 
     async def _listens(self) -> None:
         assert self._process.stdout is not None
@@ -100,7 +112,7 @@ class Emulator:
         if self._process.poll() is None:
             return
         self.close()
-        self._process = _spawn_emulator(urlsplit(self.url).port or 0)
+        self._process = self._spawn(urlsplit(self.url).port or 0)
         await self._listens()
 
     async def heal(self) -> None:
@@ -115,15 +127,6 @@ class Emulator:
         self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
-
-
-def _spawn_emulator(port: int) -> subprocess.Popen[bytes]:
-    command = [
-        *(sys.executable, "-m", "tests.emulator", "--slots", "2", "--model", EMULATED),
-        *("--port", str(port), "--answer-tokens", "100000", "--embeddings"),
-        *("--prefill-tps", "1500", "--decode-tps", "250", "--ping-interval", "0.3"),
-    ]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
 
 
 class Real:

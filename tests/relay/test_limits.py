@@ -62,6 +62,7 @@ class Attempt:
     sent: float = 100.0
     excused: float = -math.inf
     lagging: bool = False
+    complete: bool = False
     failure: UpstreamError | None = None
 
     def fail(self, error: UpstreamError) -> None:

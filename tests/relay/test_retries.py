@@ -69,6 +69,7 @@ async def test_so_it_is_in_every_dialect(tmp_path: Path, path: str, kind: str, a
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
+        ("garbage_body", {}),
         ("reset", {}),
         ("close", {"after_events": 1}),
         ("cut", {}),
