@@ -268,7 +268,7 @@ class Soak:
         delay = flatness([(s.seconds, s.p99) for s in samples])
         grown = samples[-1].rss - self.before
         each = grown / options.streams
-        text = min(options.minutes * 60, options.stream_seconds) * options.rate * TEXT
+        text = (tally.tokens / options.streams) * TEXT / max(1, 1 + tally.ended // options.streams)
         seconds = options.minutes * 60
         figures = {
             "minutes": options.minutes,
@@ -281,7 +281,7 @@ class Soak:
             "rss_before_mb": round(self.before / 1e6, 1),
             "rss_after_mb": round(samples[-1].rss / 1e6, 1),
             "kb_per_stream": round(each / 1e3, 1),
-            "kb_per_stream_beyond_its_text": round((each - text) / 1e3, 1),
+            "kb_of_text_per_stream": round(text / 1e3, 1),
             "rss_mb_per_hour": round(rss.slope * 3600, 2),
             "descriptors_per_hour": round(descriptors.slope * 3600, 2),
             "p99_ms_per_hour": round(delay.slope * 3600, 2),

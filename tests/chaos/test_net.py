@@ -58,10 +58,9 @@ class Network:
     def lose(self, percent: int) -> None:
         """Drop so many packets in both directions; 100 is a partition, 0 none."""
         self._nft("flush", "table", "inet", "chaos")
-        if percent:
-            drop = ("numgen", "random", "mod", "100", "<", str(percent), "drop")
-            for hook in ("input", "output"):
-                self._nft("add", "rule", "inet", "chaos", hook, *drop)
+        chance = ("numgen", "random", "mod", "100", "<", str(percent)) if percent < 100 else ()
+        for hook in ("input", "output") if percent else ():
+            self._nft("add", "rule", "inet", "chaos", hook, *chance, "drop")
 
     def remove(self) -> None:
         run("ip", "link", "del", f"{self.name}a")

@@ -187,12 +187,12 @@ async def test_a_slow_client_holds_no_slot_once_its_answer_is_here(tmp_path: Pat
 
 async def test_a_node_that_trickles_is_told_from_one_that_is_dead(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=6)
-    async with a_house(tmp_path, one, timeouts={"silence": 0.6}) as house:
-        # An event takes a quarter of a second, byte by byte: slow, but it moves.
-        one.faults.next("trickle", size=4, seconds=0.005)
+    async with a_house(tmp_path, one, timeouts={"silence": 1.5}) as house:
+        # An event takes a quarter of a second, piece by piece: slow, but it moves.
+        one.faults.next("trickle", size=20, seconds=0.02)
         reply = await house.stream()
         assert (reply.errors, reply.text) == ([], expected_chat_text(MESSAGES, 6))
-        # Bytes come all the time here as well, but never a whole event.
+        # One large event is no silence either, and then it is dead.
         one.faults.next("insert", what="huge", size=1 << 20, after_events=3)
         one.faults.next("hang", after_events=3)
         assert (await house.stream()).errors == []
