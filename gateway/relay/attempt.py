@@ -17,9 +17,6 @@ from gateway.request import Headers, Request
 from gateway.transport.connection import Connection
 from gateway.transport.errors import Errored, Garbage, Stale, UpstreamError
 
-DONE = b"data: [DONE]\n\n"
-"""The end of a stream, which goes out once however often a node says it."""
-
 ERROR_BYTES = 256 * 1024
 """Of an error's body no more is read."""
 
@@ -215,11 +212,13 @@ class Attempt:
 
     def _passed(self, chunk: bytes) -> bytes:
         """What of a piece of a stream goes out; possibly nothing yet. Raises: UpstreamError."""
-        gate, mark = self._gate, self.dialect.error_mark
+        gate, dialect = self._gate, self.dialect
         assert gate is not None
-        before = gate.events
+        if self._ended:
+            return b""
+        before, mark = gate.events, dialect.error_mark
         passed = gate.feed(chunk)
-        if passed.endswith(DONE) or (mark and passed.find(mark) >= 0):
+        if passed.find(dialect.end_mark) >= 0 or (mark and passed.find(mark) >= 0):
             passed = self._to_the_end(passed)
         if passed:
             sse.check(passed, gate.events - before)
@@ -238,22 +237,19 @@ class Attempt:
 
         That one ends the stream, in the form that this API's clients know.
         """
-        if self._ended:
-            return b""
-        mark = self.dialect.error_mark
-        if not (mark and mark in passed):
-            # Nearly always: looked for, not split.
-            end = passed.find(DONE) + len(DONE)
-            self._ended = end >= len(DONE)
-            return passed[:end] if self._ended else passed
+        dialect = self.dialect
+        mark, end_mark = dialect.error_mark, dialect.end_mark
+        if end_mark not in passed and not (mark and mark in passed):
+            return passed
+        ends = dialect.ends_once or self.request.slots < 2
         kept = []
         for event in sse.split(passed):
-            if mark in event:
+            if mark and mark in event:
                 data = sse.payload(event)
                 self.fail(Errored(message_of(data) or "The node failed in the middle of it"))
                 break
             kept.append(event)
-            if event.endswith(DONE):
+            if ends and dialect.is_end(event):
                 self._ended = True
                 break
         return b"".join(kept)

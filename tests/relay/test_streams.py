@@ -106,15 +106,19 @@ async def test_a_node_that_tells_no_end_is_found_out(tmp_path: Path, path: str) 
         check_failed(path, await house.stream(path))
 
 
-async def test_the_end_is_told_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_the_end_is_told_once_and_nothing_follows_it(tmp_path: Path, path: str) -> None:
     one = EmulatedNode(answer_tokens=8)
     async with a_house(tmp_path, one) as house:
+        whole = await house.stream(path)
         one.faults.next("double_done")
-        reply = await house.stream()
-        assert reply.errors == []
-        assert reply.body.count(b"data: [DONE]") == 1
+        assert masked(await house.stream(path)) == masked(whole)
         one.faults.next("merge", count=100)
-        assert (await house.stream()).body.count(b"data: [DONE]") == 1
+        assert masked(await house.stream(path)) == masked(whole)
+        one.faults.next("error_event", after_events=len(whole.events))
+        assert masked(await house.stream(path)) == masked(whole)
+        await house.rests()
+        assert [record.code for record in house.finished] == 4 * [200]
 
 
 async def test_text_that_looks_like_an_end_is_none(tmp_path: Path) -> None:

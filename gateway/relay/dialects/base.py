@@ -35,6 +35,8 @@ class Dialect:
     """Whether its heartbeat is an event, so that a comment alone would not do."""
     end = b""
     """What ends a stream behind its last event."""
+    end_mark = b"data: [DONE]"
+    """What the last event has, and hardly any other."""
     error_mark = b'data: {"error":'
     """What a node's own error event has. The client gets one of ours, or a continuation."""
 
@@ -78,6 +80,10 @@ class Dialect:
     def finished(self, tail: bytes) -> bool:
         """Whether a stream that ends with these bytes has come to its end."""
         return _DONE.search((b"\n" + tail)[-64:]) is not None
+
+    def is_end(self, event: bytes) -> bool:
+        """Whether this event with the `end_mark` is the last of a stream."""
+        return sse.payload(event) == b"[DONE]"
 
     def failed(self, tail: bytes) -> bool:
         """Whether the last event of `tail` is the node's own error event."""

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from gateway.errors import GatewayError
+from gateway.relay import sse
 from gateway.relay.dialects.base import Dialect
 
 _TYPES = {
@@ -28,6 +29,7 @@ class Messages(Dialect):
 
     name = "messages"
     pings = True
+    end_mark = b"event: message_stop"
     error_mark = b"event: error\n"
 
     def error_body(self, error: GatewayError, tag: str) -> bytes:
@@ -48,6 +50,9 @@ class Messages(Dialect):
 
     def is_content(self, value: dict[str, Any]) -> bool:
         return value.get("type") not in _OPENINGS
+
+    def is_end(self, event: bytes) -> bool:
+        return sse.event_name(event) == b"message_stop"
 
     def finished(self, tail: bytes) -> bool:
         return b"\nevent: message_stop" in (b"\n" + tail)[-128:]

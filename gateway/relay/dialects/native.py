@@ -13,9 +13,13 @@ class Native(Dialect):
 
     name = "native"
     ends_once = False
+    end_mark = b'"stop":true'
 
     def is_content(self, value: dict[str, Any]) -> bool:
         return bool(value.get("content") or value.get("tokens") or value.get("stop"))
+
+    def is_end(self, event: bytes) -> bool:
+        return self.end_mark in event
 
     def finished(self, tail: bytes) -> bool:
         last = b""

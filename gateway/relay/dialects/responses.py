@@ -27,6 +27,7 @@ class Responses(Dialect):
     """`/v1/responses`: named events, from `response.created` to `response.completed`."""
 
     name = "responses"
+    end_mark = b"event: response.completed"
 
     def error_event(self, error: GatewayError, tag: str) -> bytes:
         """The API's own error event, with the `error` object that official clients raise on."""
@@ -42,6 +43,9 @@ class Responses(Dialect):
 
     def is_content(self, value: dict[str, Any]) -> bool:
         return value.get("type") not in _OPENINGS
+
+    def is_end(self, event: bytes) -> bool:
+        return sse.event_name(event) in _ENDS
 
     def finished(self, tail: bytes) -> bool:
         name = b""
