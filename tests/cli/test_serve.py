@@ -92,6 +92,11 @@ def test_wrong_usage_is_2_and_starts_nothing(
 
 def test_a_successor_is_started_by_the_same_command(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Options] = []
-    monkeypatch.setattr(gateway.process, "run", lambda options: seen.append(options) or 0)
+
+    def start(options: Options) -> int:
+        seen.append(options)
+        return 0
+
+    monkeypatch.setattr(gateway.process, "run", start)
     run("serve", "--port", "9100")
     assert seen[0].command[-3:] == ("serve", "--port", "9100")

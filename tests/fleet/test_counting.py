@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gateway.fleet.lease import Lease, Phase
-from gateway.fleet.node import Node
 from tests.fleet.build import Clock, a_node, a_spec, no_upstream, take
 
 
