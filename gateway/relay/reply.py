@@ -106,8 +106,8 @@ class Rest:
             else:
                 if carried is not None:
                     return self._carried(carried) or await self.next(write)
-        self._note(error.status, error.code)
         if self.live.request.stream:
+            self._note(error.status, error.code)
             return self.dialect.error_event(error, self.live.request.tag)
         raise Lost(error, failure)
 

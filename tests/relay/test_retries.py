@@ -89,6 +89,16 @@ async def test_a_plain_answer_is_whole_or_anothers(
         assert reply.headers["x-gateway-attempts"] == "2"
 
 
+async def test_what_another_node_answers_in_the_end_is_noted_as_answered(tmp_path: Path) -> None:
+    one, two = EmulatedNode(answer_tokens=8), EmulatedNode(answer_tokens=8)
+    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+        one.faults.next("end", after_events=7)
+        reply = await house.ask("/v1/responses")
+        assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
+        await house.rests()
+        assert [(record.code, record.reason) for record in house.finished] == [(200, None)]
+
+
 async def test_a_refused_connection_is_known_at_once(tmp_path: Path) -> None:
     one, two = EmulatedNode(), EmulatedNode()
     async with a_house(tmp_path, one, two, nodes=FIRST, health={"interval": 60.0}) as house:
