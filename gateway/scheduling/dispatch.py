@@ -131,7 +131,7 @@ class Dispatcher:
         """It took so many tokens: its caller is charged for these instead of the estimate."""
         used = bounded(prompt - cached, 0.0, MOST_TOKENS, 0.0)
         if completion:
-            used += bounded(completion, 0.0, MOST_TOKENS, 0.0) * self._outlook.weight
+            used += bounded(completion, 0.0, MOST_TOKENS, 0.0) * placement.weight
         self._correct(placement, used)
 
     def cancelled(self, placement: Placement, now: float) -> None:
@@ -224,7 +224,8 @@ class Dispatcher:
         charge = ask.prompt
         if ask.cached:
             charge = max(LEAST_READ, charge - ask.cached.get(row.index, 0.0))
-        charge += ask.completion * self._outlook.weight
+        placement.weight = weight = self._outlook.weight
+        charge += ask.completion * weight
         placement.charge = charge
         self._line.ranks[ask.priority].shares.served(account, charge)
         return placement

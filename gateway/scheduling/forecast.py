@@ -37,6 +37,8 @@ class Placement:
     account: Account | None = None
     charge: float = 0.0
     """What its caller has been charged."""
+    weight: float = 1.0
+    """What a written token counted then: it must count the same when it is settled."""
     over: bool = False
 
 

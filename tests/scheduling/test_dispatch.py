@@ -297,3 +297,20 @@ def test_no_start_is_expected_while_every_node_is_out() -> None:
 def test_there_is_no_wait_where_there_is_room() -> None:
     desk = Desk((1,))
     assert desk.dispatcher.predicted_wait(desk.ask(), 0.0) == 0.0
+
+
+def test_what_was_used_as_expected_changes_no_count_though_tokens_are_weighed_anew() -> None:
+    desk = Desk((1,))
+    _, placement = desk.arrive(caller="one", prompt=10.0, completion=20.0)
+    assert placement is not None
+    account = placement.account
+    assert account is not None
+    counted = account.counter
+    row = placement.row
+    desk.dispatcher.board.set_speed(row, 30 * row.prefill, row.token_base, row.token_step)
+    for _ in range(300):
+        _, other = desk.arrive(caller="two", slots=0)
+        if other is not None:
+            desk.finish(other, 0.0)
+    desk.dispatcher.settled(placement, 10.0, 0.0, 20.0)
+    assert account.counter == counted
