@@ -32,13 +32,14 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
 from rich.console import Console
 
 from tests.bench import machine, report
+from tests.bench.arguments import one_of, positive
 from tests.bench.results import Results
 from tests.bench.rounds import Run
 from tests.bench.scenarios import QUICK, Scenario, Sizes, catalogue
@@ -106,15 +107,15 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[Scenario], Si
     add = parser.add_argument
     add(
         "--targets",
-        type=_one_of(list(TARGETS)),
+        type=one_of(list(TARGETS)),
         help=f"of {','.join(TARGETS)}; default: all that are installed",
     )
     add("--only", help=f"scenarios, of {','.join(catalogue(Sizes()))}")
-    add("--rounds", type=_positive, help="default 5, with --quick 1")
+    add("--rounds", type=positive, help="default 5, with --quick 1")
     add("--quick", action="store_true", help="a few seconds a target, to check the harness")
     add(
         "--streams",
-        type=lambda text: tuple(_positive(count) for count in text.split(",")),
+        type=lambda text: tuple(positive(count) for count in text.split(",")),
         help="counts of many streams, default 2000: there is a scenario for each, streams-COUNT",
     )
     add("--json", type=Path, help="write samples, verdicts and the machine's facts to this file")
@@ -130,30 +131,10 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[Scenario], Si
         sizes = dataclasses.replace(sizes, many=options.streams)
     known = catalogue(sizes)
     try:
-        chosen = _one_of(list(known))(options.only) if options.only else known
+        chosen = one_of(list(known))(options.only) if options.only else known
     except argparse.ArgumentTypeError as error:
         parser.error(f"argument --only: {error}")
     return options, [known[name] for name in chosen], sizes
-
-
-def _one_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """A parser of comma-separated names."""
-
-    def parse(text: str) -> list[str]:
-        chosen = text.split(",")
-        if unknown := [name for name in chosen if name not in known]:
-            raise argparse.ArgumentTypeError(
-                f"unknown: {', '.join(unknown)} (there are {', '.join(known)})"
-            )
-        return chosen
-
-    return parse
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"not a positive whole number: {text}")
-    return int(text)
 
 
 if __name__ == "__main__":

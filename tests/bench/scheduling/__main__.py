@@ -19,13 +19,14 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
 from rich.console import Console
 
 from tests.bench import machine
+from tests.bench.arguments import one_of, positive
 from tests.bench.report import write_between_markers
 from tests.bench.scheduling import real, report
 from tests.bench.scheduling.fronts import FRONTS, USUAL, Front
@@ -123,9 +124,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         description="How soon requests are answered behind the gateway, nginx and HAProxy.",
     )
     add = parser.add_argument
-    add("--only", type=_one_of(list(FRONTS)), help=f"fronts, of {','.join(FRONTS)}")
-    add("--loads", type=_one_of(list(LOADS)), help=f"of {','.join(LOADS)}; default: all")
-    add("--seeds", type=_positive, help=f"default {SEEDS}, with --quick or --real 1")
+    add("--only", type=one_of(list(FRONTS)), help=f"fronts, of {','.join(FRONTS)}")
+    add("--loads", type=one_of(list(LOADS)), help=f"of {','.join(LOADS)}; default: all")
+    add("--seeds", type=positive, help=f"default {SEEDS}, with --quick or --real 1")
     add("--scale", type=_factor, help=f"times as fast as life, default {SCALE:g}")
     add("--quick", action="store_true", help="a small trace at capacity, to check the harness")
     add("--one-by-one", action="store_true", help="play the fronts one after the other")
@@ -133,26 +134,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     add("--json", type=Path, help="write requests, figures and verdicts to this file")
     add("--markdown", type=Path, help="write the tables between the markers of this page")
     return parser.parse_args(words)
-
-
-def _one_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """A parser of comma-separated names."""
-
-    def parse(text: str) -> list[str]:
-        chosen = text.split(",")
-        if unknown := [name for name in chosen if name not in known]:
-            raise argparse.ArgumentTypeError(
-                f"unknown: {', '.join(unknown)} (there are {', '.join(known)})"
-            )
-        return chosen
-
-    return parse
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"not a positive whole number: {text}")
-    return int(text)
 
 
 def _factor(text: str) -> float:
