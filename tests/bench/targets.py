@@ -91,7 +91,10 @@ def free_port() -> int:
             return port
 
 
-def _nginx(binary: str, plan: Plan) -> list[str]:
+def nginx(
+    binary: str, plan: Plan, *, nodes: str = "", server: str = "", http: str = ""
+) -> list[str]:
+    """Start nginx with `least_conn` over the nodes; the others are more lines of these blocks."""
     servers = "\n".join(f"    server {HOST}:{port} max_fails=0;" for port in plan.upstreams)
     user = "user root;" if os.geteuid() == 0 else ""
     config = plan.folder / "nginx.conf"
@@ -109,28 +112,41 @@ http {{
   fastcgi_temp_path fastcgi;
   uwsgi_temp_path uwsgi;
   scgi_temp_path scgi;
+{http}
   upstream nodes {{
     least_conn;
 {servers}
-    keepalive 1024;
-    keepalive_requests 1000000000;
+{nodes}
   }}
   server {{
     listen {HOST}:{plan.port} backlog=4096;
-    keepalive_requests 1000000000;
     proxy_http_version 1.1;
-    proxy_set_header Connection "";
     proxy_read_timeout 3600s;
     location / {{ proxy_pass http://nodes; }}
-    location /v1/chat/completions {{ proxy_pass http://nodes; proxy_buffering off; }}
+{server}
   }}
 }}
 """)
     return [binary, "-p", str(plan.folder), "-c", str(config), "-e", "error.log"]
 
 
-def _haproxy(binary: str, plan: Plan) -> list[str]:
-    servers = "\n".join(f"  server node{i} {HOST}:{port}" for i, port in enumerate(plan.upstreams))
+def _nginx(binary: str, plan: Plan) -> list[str]:
+    return nginx(
+        binary,
+        plan,
+        nodes="""    keepalive 1024;
+    keepalive_requests 1000000000;""",
+        server="""    keepalive_requests 1000000000;
+    proxy_set_header Connection "";
+    location /v1/chat/completions { proxy_pass http://nodes; proxy_buffering off; }""",
+    )
+
+
+def haproxy(binary: str, plan: Plan, *, defaults: str, server: str = "") -> list[str]:
+    """Start HAProxy with `leastconn`; more lines of its defaults, and words behind each server."""
+    servers = "\n".join(
+        f"  server node{i} {HOST}:{port} {server}".rstrip() for i, port in enumerate(plan.upstreams)
+    )
     config = plan.folder / "haproxy.cfg"
     # http-no-delay: without it HAProxy may hold a chunk back to fill a packet.
     config.write_text(f"""global
@@ -139,7 +155,7 @@ def _haproxy(binary: str, plan: Plan) -> list[str]:
 defaults
   mode http
   option http-no-delay
-  http-reuse always
+{defaults}
   timeout connect 5s
   timeout client 1h
   timeout server 1h
@@ -151,6 +167,10 @@ backend nodes
 {servers}
 """)
     return [binary, "-db", "-f", str(config)]
+
+
+def _haproxy(binary: str, plan: Plan) -> list[str]:
+    return haproxy(binary, plan, defaults="  http-reuse always")
 
 
 def _gateway_program() -> str | None:

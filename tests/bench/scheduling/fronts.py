@@ -7,12 +7,11 @@ closes it all the same, and what they send there meanwhile they would answer wit
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tests.bench.scheduling.fleet import SLOTS
-from tests.bench.targets import CONNECTIONS, HOST, TARGETS, Plan, Target, free_port
+from tests.bench.targets import HOST, TARGETS, Plan, Target, free_port, haproxy, nginx
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,65 +45,23 @@ def _gateway(**settings: object) -> Callable[[str, Plan], list[str]]:
 
 
 def _nginx(binary: str, plan: Plan) -> list[str]:
-    servers = "\n".join(f"    server {HOST}:{port} max_fails=0;" for port in plan.upstreams)
-    user = "user root;" if os.geteuid() == 0 else ""
-    config = plan.folder / "nginx.conf"
-    config.write_text(f"""{user}
-daemon off;
-worker_processes 1;
-worker_rlimit_nofile {CONNECTIONS};
-pid nginx.pid;
-error_log error.log error;
-events {{ worker_connections {CONNECTIONS}; }}
-http {{
-  access_log off;
-  client_body_buffer_size 1m;
-  client_body_temp_path body;
-  proxy_temp_path proxy;
-  fastcgi_temp_path fastcgi;
-  uwsgi_temp_path uwsgi;
-  scgi_temp_path scgi;
-  upstream nodes {{
-    least_conn;
-{servers}
-  }}
-  server {{
-    listen {HOST}:{plan.port} backlog=4096;
-    proxy_http_version 1.1;
-    proxy_set_header Connection close;
-    proxy_buffering off;
-    proxy_read_timeout 3600s;
-    location / {{ proxy_pass http://nodes; }}
-  }}
-}}
-""")
-    return [binary, "-p", str(plan.folder), "-c", str(config), "-e", "error.log"]
+    return nginx(
+        binary,
+        plan,
+        http="  client_body_buffer_size 1m;",
+        server="""    proxy_set_header Connection close;
+    proxy_buffering off;""",
+    )
 
 
 def _haproxy(binary: str, plan: Plan) -> list[str]:
-    servers = "\n".join(
-        f"  server node{i} {HOST}:{port} maxconn {SLOTS}" for i, port in enumerate(plan.upstreams)
+    return haproxy(
+        binary,
+        plan,
+        defaults="""  option http-server-close
+  timeout queue 1h""",
+        server=f"maxconn {SLOTS}",
     )
-    config = plan.folder / "haproxy.cfg"
-    config.write_text(f"""global
-  nbthread 1
-  maxconn {CONNECTIONS // 2}
-defaults
-  mode http
-  option http-no-delay
-  option http-server-close
-  timeout connect 5s
-  timeout queue 1h
-  timeout client 1h
-  timeout server 1h
-frontend public
-  bind {HOST}:{plan.port} backlog 4096
-  default_backend nodes
-backend nodes
-  balance leastconn
-{servers}
-""")
-    return [binary, "-db", "-f", str(config)]
 
 
 _GATEWAY = replace(TARGETS["gateway"], command=_gateway())
