@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.deploy.ability import why_not
 from tests.deploy.base_image import cache_folder
 from tests.deploy.control import Control, Played, ansible_programs
 from tests.deploy.hosts import Site, site
@@ -24,8 +24,8 @@ def parcels(tmp_path_factory: pytest.TempPathFactory) -> Parcels:
 @pytest.fixture(scope="session")
 def hosts() -> Iterator[Site]:
     """Four machines: one for the gateway and what is around it, two nodes, one for later."""
-    if os.geteuid() != 0:
-        pytest.fail("needs root: make test-deploy as root, or in a virtual machine")
+    if reason := why_not():
+        pytest.skip(reason)
     with site(["gw", "n1", "n2", "n3"]) as made:
         yield made
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.deploy.hosts import Site, ssh_options
+from tests.deploy.hosts import ADMIN, Site, ssh_options
 
 PLAYBOOKS = Path(__file__).parents[2] / "deploy/ansible"
-LIMIT = 900.0  # seconds for one playbook; half a minute to two were seen
+LIMIT = 1500.0  # seconds for one playbook; half a minute to two were seen
 RECAP = re.compile(r"^(\S+)\s+: ok=(\d+)\s+changed=(\d+)\s+unreachable=(\d+)\s+failed=(\d+)")
 
 
@@ -41,16 +43,33 @@ class Played:
 
     @property
     def text(self) -> str:
-        """The output with its line breaks taken out: Ansible breaks messages where it likes."""
-        return " ".join(self.output.split())
+        """The output as one line: Ansible breaks messages where it likes, and quotes them."""
+        return " ".join(self.output.split()).replace("''", "'")
 
     def _recap(self) -> list[re.Match[str]]:
         return [match for line in self.output.splitlines() if (match := RECAP.match(line))]
 
 
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a program and all that it started: Ansible's workers have sessions of their own."""
+    family = [process.pid]
+    for pid in family:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGSTOP)  # so that it starts nothing more
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                family += map(int, (task / "children").read_text().split())
+    for pid in reversed(family):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
 @dataclass(slots=True)
 class Control:
-    """`groups` and `variables` are the inventory; what a test changes in them it changes back."""
+    """`groups` and `variables` are the inventory; what a test changes in them it changes back.
+
+    What each playbook says is written to `folder` while it runs.
+    """
 
     programs: Path
     folder: Path
@@ -58,6 +77,9 @@ class Control:
     groups: dict[str, list[str]] = field(default_factory=dict)
     variables: dict[str, Any] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
+    host_variables: dict[str, dict[str, Any]] = field(default_factory=dict)
+    limit: float = LIMIT
+    _played: int = 0
 
     def play(self, playbook: str, *arguments: str, good: bool = True, **extra: Any) -> Played:
         """Run a playbook over the inventory; `extra` are variables of this run alone."""
@@ -67,18 +89,24 @@ class Control:
         ]
         if extra:
             command += ["-e", json.dumps(extra)]
-        done = subprocess.run(
-            command,
-            cwd=PLAYBOOKS,
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT,
-            check=False,
-        )
-        played = Played(done.returncode, done.stdout)
+        self._played += 1
+        log = self.folder / f"{self._played:02}-{playbook}.log"
+        with log.open("wb") as written:
+            process = subprocess.Popen(
+                command,
+                cwd=PLAYBOOKS,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=written,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status = process.wait(self.limit)
+            except BaseException:  # whatever ends the test ends the playbook and its workers
+                end(process)
+                raise
+        played = Played(status, log.read_text())
         if (played.status == 0) != good:
             raise AssertionError(f"{playbook}: status {played.status}\n{played.output[-6000:]}")
         return played
@@ -88,7 +116,7 @@ class Control:
         told = {
             "all": {
                 "vars": {
-                    "ansible_user": "root",
+                    "ansible_user": ADMIN,
                     "ansible_ssh_private_key_file": str(self.site.key),
                     "ansible_ssh_common_args": " ".join(ssh_options()[:-2]),
                     **self.variables,
@@ -102,9 +130,10 @@ class Control:
         path.write_text(json.dumps(told, indent=2))
         return path
 
-    def _host(self, name: str) -> dict[str, str]:
+    def _host(self, name: str) -> dict[str, Any]:
         known = self.site.hosts.get(name)
-        return {"ansible_host": self.addresses.get(name) or (known.address if known else name)}
+        address = self.addresses.get(name) or (known.address if known else name)
+        return {"ansible_host": address, **self.host_variables.get(name, {})}
 
     def _environment(self) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("ANSIBLE_")}

@@ -26,6 +26,7 @@ from tests.deploy.base_image import AUTHORITIES, base_image, cache_folder
 BRIDGE = "lgtest0"
 TABLE = "llama_gateway_tests"
 NETWORK = "10.213.0"
+ADMIN = "admin"  # whom Ansible logs in as; may become root
 FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
 START_LIMIT = 60.0  # seconds until a host answers ssh; 5 were seen
 STOP_LIMIT = 20.0
@@ -113,7 +114,7 @@ class Site:
         _run("mount", "-t", "overlay", "overlay", "-o", layers, str(root))
         address = f"{NETWORK}.{self._next}"
         self._next += 1
-        _furnish(root, name, address, self.key.with_suffix(".pub").read_text())
+        furnish(root, name, address, self.key.with_suffix(".pub").read_text())
         with (home / "console").open("wb") as console:
             process = subprocess.Popen(
                 [
@@ -150,8 +151,10 @@ class Site:
 def site(names: Iterable[str], cache: Path | None = None) -> Iterator[Site]:
     """Hosts of these names, on a bridge of their own with a way out through this machine.
 
-    One run at a time on a machine: another waits.
+    One run at a time on a machine: another waits. SIGTERM ends the run as Ctrl-C does, so that
+    nothing stays behind.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     cache = cache or cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:
@@ -164,15 +167,8 @@ def site(names: Iterable[str], cache: Path | None = None) -> Iterator[Site]:
         made = Site(folder, base, folder / "key")
         try:
             if _memory_available() > ROOM:
-                _run(
-                    "mount",
-                    "-t",
-                    "tmpfs",
-                    "-o",
-                    f"size={ROOM},mode=0700",
-                    "tmpfs",
-                    str(folder),
-                )
+                options = f"size={ROOM},mode=0700"
+                _run("mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder))
                 (folder / "forwarding").write_text(forwarding)
             _open_network()
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key"))
@@ -184,18 +180,29 @@ def site(names: Iterable[str], cache: Path | None = None) -> Iterator[Site]:
             _clear(cache)
 
 
-def _furnish(root: Path, name: str, address: str, key: str) -> None:
-    """Give a root its name, its address and the run's key."""
+def furnish(
+    root: Path,
+    name: str,
+    address: str,
+    key: str,
+    *,
+    interface: str = "host0",
+    gateway: str = f"{NETWORK}.1",
+) -> None:
+    """Give a root its name, its address, and who may log in with the run's key."""
     (root / "etc/hostname").write_text(f"{name}\n")
     (root / "etc/hosts").write_text(f"127.0.0.1 localhost\n{address} {name}\n")
-    network = root / "etc/systemd/network/10-host0.network"
+    network = root / f"etc/systemd/network/10-{interface}.network"
     network.write_text(
-        f"[Match]\nName=host0\n\n[Network]\nAddress={address}/24\nGateway={NETWORK}.1\n"
+        f"[Match]\nName={interface}\n\n[Network]\nAddress={address}/24\nGateway={gateway}\n"
         "LinkLocalAddressing=no\n"
     )
-    home = root / "root/.ssh"
-    home.mkdir(mode=0o700, exist_ok=True)
-    (home / "authorized_keys").write_text(key)
+    _run("chroot", str(root), "useradd", "--create-home", "--shell=/bin/bash", ADMIN)
+    (root / "etc/sudoers.d" / ADMIN).write_text(f"{ADMIN} ALL=(ALL) NOPASSWD: ALL\n")
+    for home in (root / "root", root / "home" / ADMIN):
+        (home / ".ssh").mkdir(mode=0o700, exist_ok=True)
+        (home / ".ssh/authorized_keys").write_text(key)
+    _run("chroot", str(root), "chown", "-R", f"{ADMIN}:", f"/home/{ADMIN}/.ssh")
     for found in ("/etc/resolv.conf", str(AUTHORITIES)):
         if Path(found).exists():
             shutil.copyfile(found, root / found.lstrip("/"))
@@ -285,12 +292,10 @@ def _run(*command: str, check: bool = True) -> None:
 
 def main() -> None:
     """`python -m tests.deploy.hosts NAME...`: hosts to try a playbook on, until Ctrl-C."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with site(sys.argv[1:] or ["h1"]) as hosts:
+    with contextlib.suppress(KeyboardInterrupt), site(sys.argv[1:] or ["h1"]) as hosts:
         for host in hosts.hosts.values():
             print(f"{host.name} {host.address}: {' '.join(host.ssh())}", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.pause()
+        signal.pause()
 
 
 if __name__ == "__main__":

@@ -81,8 +81,8 @@ def package(folder: Path, wheelhouse: Path) -> Path:
         "Maintainer: nobody <nobody@example.org>\nDescription: llama-server for a test\n"
     )
     made = folder / "llama.cpp-test.deb"
-    command = ["dpkg-deb", "--root-owner-group", "-Zgzip", "--build", str(tree), str(made)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    command = ["dpkg-deb", "--root-owner-group", "-Zgzip", "-z1", "--build", str(tree), str(made)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
     return made
 
 

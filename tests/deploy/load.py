@@ -12,8 +12,8 @@ from typing import Self
 import httpx
 
 LIMIT = 120.0  # seconds for one answer
-TOKENS = 200
-PAUSE = 0.2  # seconds between the requests of a client
+TOKENS = 120
+PAUSE = 1.0  # seconds between the requests of a client
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.deploy.conftest import Fleet
 from tests.deploy.load import Load
 from tests.deploy.parcels import Parcels
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
 ALERTS = Path(__file__).with_name("alerts.yml")
 SECURITY = 2.0  # systemd's own scale: 0 is closed, 10 open; 1.5 and 1.7 were seen
@@ -27,6 +28,7 @@ def wait_for(what: Callable[[], bool], limit: float = 30.0) -> None:
         time.sleep(0.3)
 
 
+@pytest.mark.gate
 def test_bare_machines_become_a_fleet_that_answers_through_nginx(fleet: Fleet) -> None:
     assert set(fleet.made.changed) == {"gw", "n1", "n2"}
     assert fleet.chat()["usage"]["completion_tokens"] == 8
@@ -36,14 +38,34 @@ def test_bare_machines_become_a_fleet_that_answers_through_nginx(fleet: Fleet) -
     }
 
 
+@pytest.mark.gate
 def test_a_second_run_changes_nothing(fleet: Fleet) -> None:
     assert fleet.control.play("site.yml").changed == {}
+
+
+def test_a_check_tells_what_a_run_would_change_and_changes_nothing(fleet: Fleet) -> None:
+    check = ("site.yml", "--check", "--diff")
+    assert fleet.control.play(*check).changed == {}
+    pid = "systemctl show -p MainPID --value llama-server-numa0"
+    before = fleet.hosts["n1"].run(pid).stdout
+    told = fleet.control.play(*check, llama_node_slots=3)
+    assert set(told.changed) == {"n1", "n2"}
+    assert "--slots 3" in told.text
+    assert fleet.hosts["n1"].run(pid).stdout == before
+    assert {node["state"] for node in fleet.nodes().values()} == {"ready"}
+    assert fleet.control.play("site.yml").changed == {}
+
+
+def test_some_of_the_tags_alone_change_nothing_where_all_is_done(fleet: Fleet) -> None:
+    for tag in ("install", "configure", "run"):
+        assert fleet.control.play("site.yml", "--tags", tag).changed == {}
 
 
 def test_the_fleet_is_verified(fleet: Fleet) -> None:
     assert fleet.control.play("verify.yml").changed == {}
 
 
+@pytest.mark.gate
 def test_a_server_that_is_killed_comes_back(fleet: Fleet) -> None:
     host = fleet.hosts["n1"]
     before = host.run("systemctl show -p MainPID --value llama-server-numa0").stdout.strip()
@@ -88,6 +110,7 @@ def test_the_units_are_sound_and_closed(fleet: Fleet, name: str, unit: str) -> N
     host.run(f"systemd-analyze security --threshold={int(SECURITY * 10)} {unit}")
 
 
+@pytest.mark.gate
 def test_a_node_is_added_under_load(fleet: Fleet) -> None:
     fleet.control.groups["llama_nodes"].append("n3")
     with Load(fleet.url) as load:
@@ -98,6 +121,7 @@ def test_a_node_is_added_under_load(fleet: Fleet) -> None:
     assert load.failures == []
 
 
+@pytest.mark.gate
 def test_llama_cpp_and_the_gateway_are_upgraded_under_load(fleet: Fleet, parcels: Parcels) -> None:
     fleet.control.variables["llama_gateway_release_wheel"] = str(parcels.newer_wheel())
     fleet.control.variables["llama_node_slots"] = 3
@@ -112,6 +136,7 @@ def test_llama_cpp_and_the_gateway_are_upgraded_under_load(fleet: Fleet, parcels
     assert {node["state"] for node in fleet.nodes().values()} == {"ready"}
 
 
+@pytest.mark.gate
 def test_a_node_is_removed_under_load(fleet: Fleet) -> None:
     fleet.control.groups["llama_nodes"].remove("n3")
     with Load(fleet.url) as load:
@@ -122,12 +147,52 @@ def test_a_node_is_removed_under_load(fleet: Fleet) -> None:
     assert set(fleet.nodes()) == {"n1-numa0", "n2-numa0"}
 
 
+def test_huge_pages_and_the_governor_are_set_where_asked_for(fleet: Fleet) -> None:
+    host = fleet.hosts["n1"]
+    setting = host.run("cat /sys/kernel/mm/transparent_hugepage/enabled").stdout
+    now = setting.partition("[")[2].partition("]")[0]  # a container can't set another
+    wanted: dict[str, Any] = {
+        "llama_node_hugepages": now,
+        "llama_node_governor": "performance",
+    }
+    arguments = ("site.yml", "--limit", "n1,gw", "--tags", "configure")
+    assert set(fleet.control.play(*arguments, **wanted).changed) == {"n1"}
+    assert fleet.control.play(*arguments, **wanted).changed == {}
+    rule = host.run("cat /etc/tmpfiles.d/llama-node.conf").stdout.split()
+    assert rule[1:] == ["/sys/kernel/mm/transparent_hugepage/enabled", "-", "-", "-", "-", now]
+    assert host.run("systemctl is-enabled llama-governor").stdout.strip() == "enabled"
+    assert host.run("systemd-analyze verify llama-governor.service").stderr == ""
+    assert fleet.nodes()["n1-numa0"]["state"] == "ready"
+
+
 def test_a_host_is_drained_and_resumed(fleet: Fleet) -> None:
     fleet.control.play("drain.yml", "--limit", "n1")
     assert fleet.nodes()["n1-numa0"]["state"] == "draining"
     assert "--limit" in fleet.control.play("drain.yml", good=False).text
+    wrong = fleet.control.play("drain.yml", "--limit", "n1", good=False, drain="resumed")
+    assert "drain is resumed. Remedy: " in wrong.text
     fleet.control.play("drain.yml", "--limit", "n1", drain="resume")
     assert fleet.nodes()["n1-numa0"]["state"] == "ready"
+
+
+def test_a_standby_server_that_its_gateway_has_stopped_stays_so(fleet: Fleet) -> None:
+    hook = ["true"]
+    entry = {"standby": True, "start": hook, "stop": hook}
+    arguments = ("site.yml", "--limit", "n2,gw")
+    fleet.control.play(*arguments, llama_node_entry=entry)
+    fleet.hosts["n2"].run("systemctl stop llama-server-numa0")
+    assert fleet.control.play(*arguments, llama_node_entry=entry).changed == {}
+    state = fleet.hosts["n2"].run("systemctl is-active llama-server-numa0", check=False)
+    assert state.stdout.strip() == "inactive"
+    fleet.control.play(*arguments)
+    wait_for(lambda: fleet.nodes()["n2-numa0"]["state"] == "ready")
+
+
+def test_a_host_of_other_groups_is_not_undone_unasked(fleet: Fleet) -> None:
+    told = fleet.control.play("remove.yml", "--limit", "gw", good=False)
+    assert "remove=yes" in told.text
+    assert told.changed == {}
+    assert fleet.chat()["usage"]["completion_tokens"] == 8
 
 
 def test_a_host_is_undone(fleet: Fleet) -> None:

@@ -11,7 +11,7 @@ from tests.deploy import llama_archives
 from tests.deploy.conftest import Fleet
 from tests.deploy.parcels import Parcels
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
 
 def install(fleet: Fleet, how: str, archive: Path, **more: Any) -> str:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import hashlib
+import http.server
 import importlib.util
+import pwd
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -87,8 +90,79 @@ def test_an_edited_file_is_told_from_ours_and_from_a_strangers(
     first, second = look.file_problems(spec)
     assert first.startswith(f"{edited} was edited by hand since the last run. Remedy: ")
     assert second.startswith(f"{strange} was not written by this role. Remedy: ")
-    assert look.file_problems({**spec, "packaged": [str(strange)]}) == [first]
     assert look.file_problems({**spec, "overwrite": True}) == []
+
+
+def test_a_packages_file_is_told_from_one_that_was_edited_before_the_first_run(
+    look: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brought, edited = tmp_path / "brought", tmp_path / "edited"
+    brought.write_bytes(b"global:\n")
+    edited.write_bytes(b"global:\n# mine\n")
+    digest = hashlib.md5(b"global:\n", usedforsecurity=False).hexdigest()
+    told = f" {brought} {digest}\n {edited} {digest} obsolete\n"  # as dpkg-query writes it
+    asked: list[tuple[str, ...]] = []
+
+    def run(*command: str) -> str:
+        asked.append(command)
+        return told
+
+    monkeypatch.setattr(look, "run", run)
+    spec = {
+        "files": [str(brought), str(edited)],
+        "packages": ["prometheus"],
+        "files_variable": "a variable of monitoring",
+        "overwrite_variable": "monitoring_overwrite",
+    }
+    (problem,) = look.file_problems(spec)
+    assert problem.startswith(f"{edited} was not written by this role. Remedy: ")
+    assert asked[0] == ("dpkg-query", "--show", "--showformat=${Conffiles}\n", "prometheus")
+
+
+class _SignedForGet(http.server.BaseHTTPRequestHandler):
+    """As object stores answer an address that was signed for GET."""
+
+    def do_HEAD(self) -> None:
+        self.send_error(403)
+
+    def do_GET(self) -> None:
+        if self.path != "/model.gguf":
+            self.send_error(404)
+            return
+        assert self.headers["Range"] == "bytes=0-0"
+        self.send_response(206)
+        self.send_header("Content-Range", "bytes 0-0/4368438944")
+        self.send_header("Content-Length", "1")
+        self.end_headers()
+        self.wfile.write(b"G")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_model_at_an_address_signed_for_get_is_measured(look: ModuleType) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _SignedForGet) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            assert look.size_of(f"{url}/model.gguf") == (4368438944, "")
+            assert look.size_of(f"{url}/none.gguf") == (None, "status 404")
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+def test_what_the_last_run_published_is_read_whatever_is_there(
+    look: ModuleType, tmp_path: Path
+) -> None:
+    path = tmp_path / "servers.json"
+    assert look.published(path) == []
+    for broken in ("", "[]", '{"servers"', '{"servers": 1}', "null"):
+        path.write_text(broken)
+        assert look.published(path) == []
+    path.write_text('{"servers": [{"unit": "llama-server-numa0.service"}]}')
+    assert look.published(path) == [{"unit": "llama-server-numa0.service"}]
 
 
 def test_space_on_one_disk_is_added_up(look: ModuleType, tmp_path: Path) -> None:
@@ -99,6 +173,22 @@ def test_space_on_one_disk_is_added_up(look: ModuleType, tmp_path: Path) -> None
     (problem,) = look.disk_problems(wanted)
     assert "one or two" in problem
     assert look.disk_problems([{**wanted[0], "bytes": 1}]) == []
+
+
+def test_a_model_that_is_sent_needs_room_where_ansible_puts_it_first(
+    look: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = pwd.getpwnam("root").pw_dir
+    monkeypatch.delenv("SUDO_USER", raising=False)
+    spec = {"model": {"path": "/proc/models/m.gguf", "urls": []}}  # another file system
+    model = {"missing": 7, "bytes": 7}
+    assert [one["path"] for one in look.disks(spec, model)] == [home, "/proc/models"]
+    fetched = {"model": {**spec["model"], "urls": ["http://192.0.2.1/m.gguf"]}}
+    assert [one["path"] for one in look.disks(fetched, model)] == ["/proc/models"]
+    there = {"missing": 0, "bytes": 7}
+    assert [one["path"] for one in look.disks(spec, there)] == ["/proc/models"]
+    beside = {"model": {"path": f"{home}/models/m.gguf", "urls": []}}
+    assert [one["path"] for one in look.disks(beside, model)] == [f"{home}/models"]
 
 
 def test_a_model_that_was_verified_is_not_looked_at_again(look: ModuleType, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.server
+import shutil
 import threading
+import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,9 @@ import pytest
 from tests.deploy.conftest import Fleet
 from tests.deploy.control import Control, Played
 from tests.deploy.hosts import NETWORK
+from tests.deploy.parcels import Parcels
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
 
 def refused(control: Control, *arguments: str, **extra: Any) -> Played:
@@ -28,7 +32,7 @@ def refused(control: Control, *arguments: str, **extra: Any) -> Played:
     return played
 
 
-@contextmanager
+@contextlib.contextmanager
 def replaced(control: Control, group: str, names: list[str]) -> Iterator[None]:
     before = control.groups[group]
     control.groups[group] = names
@@ -38,7 +42,21 @@ def replaced(control: Control, group: str, names: list[str]) -> Iterator[None]:
         control.groups[group] = before
 
 
-class _Server(http.server.SimpleHTTPRequestHandler):
+@dataclass(slots=True)
+class Mirror:
+    """A web server on this machine, the folder it serves, and what it was asked for."""
+
+    folder: Path
+    url: str = ""
+    sends_parts: bool = True
+    fetched: list[tuple[str, str]] = field(default_factory=list)  # path and range of each GET
+
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    def __init__(self, *arguments: Any, mirror: Mirror) -> None:
+        self.mirror = mirror
+        super().__init__(*arguments, directory=str(mirror.folder))
+
     def do_HEAD(self) -> None:
         if self.path != "/huge.gguf":
             super().do_HEAD()
@@ -47,18 +65,35 @@ class _Server(http.server.SimpleHTTPRequestHandler):
         self.send_header("Content-Length", str(900 << 30))
         self.end_headers()
 
+    def do_GET(self) -> None:
+        wanted = self.headers.get("Range", "")
+        self.mirror.fetched.append((self.path, wanted))
+        file = self.mirror.folder / self.path[1:]
+        if not (wanted and self.mirror.sends_parts and file.is_file()):
+            with contextlib.suppress(ConnectionError):  # a client that wanted a part leaves
+                super().do_GET()
+            return
+        body = file.read_bytes()
+        start = int(wanted.removeprefix("bytes=").partition("-")[0])
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        self.send_header("Content-Length", str(len(body) - start))
+        self.end_headers()
+        self.wfile.write(body[start:])
+
     def log_message(self, *_: object) -> None:
         pass
 
 
 @pytest.fixture
-def mirror(fleet: Fleet, tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A web server on this machine, and the folder it serves."""
-    handler = partial(_Server, directory=str(tmp_path))
+def mirror(fleet: Fleet, tmp_path: Path) -> Iterator[Mirror]:
+    made = Mirror(tmp_path)
+    handler = partial(_Handler, mirror=made)
     with http.server.ThreadingHTTPServer((f"{NETWORK}.1", 0), handler) as server:
+        made.url = f"http://{NETWORK}.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        yield f"http://{NETWORK}.1:{server.server_port}", tmp_path
+        yield made
         server.shutdown()
         thread.join(10)
 
@@ -69,11 +104,11 @@ def test_a_model_with_another_checksum(fleet: Fleet) -> None:
     assert "not the one in llama_node_model_sha256" in told
 
 
-def test_too_little_memory_and_disk(fleet: Fleet, mirror: tuple[str, Path]) -> None:
+def test_too_little_memory_and_disk(fleet: Fleet, mirror: Mirror) -> None:
     told = refused(
         fleet.control,
         llama_node_model_file="",
-        llama_node_model_url=f"{mirror[0]}/huge.gguf",
+        llama_node_model_url=f"{mirror.url}/huge.gguf",
         llama_node_model_sha256="0" * 64,
     ).text
     assert (
@@ -83,11 +118,11 @@ def test_too_little_memory_and_disk(fleet: Fleet, mirror: tuple[str, Path]) -> N
     assert "n1: not enough memory: the model is 4 MiB, so 1 server needs" in told
 
 
-def test_a_url_that_has_no_model(fleet: Fleet, mirror: tuple[str, Path]) -> None:
+def test_a_url_that_has_no_model(fleet: Fleet, mirror: Mirror) -> None:
     told = refused(
         fleet.control,
         llama_node_model_file="",
-        llama_node_model_url=f"{mirror[0]}/none.gguf",
+        llama_node_model_url=f"{mirror.url}/none.gguf",
         llama_node_model_sha256="0" * 64,
     ).text
     assert "status 404" in told
@@ -156,19 +191,70 @@ def test_a_file_that_was_edited_by_hand(fleet: Fleet, name: str, path: str, vari
     assert f"-e {variable}=true" in told
 
 
+def test_files_that_are_not_on_the_control_machine(fleet: Fleet) -> None:
+    nowhere = "/nowhere/archive.tar.gz"
+    told = refused(
+        fleet.control,
+        llama_node_install="release",
+        llama_node_archive_file=nowhere,
+        llama_node_archive_sha256="0" * 64,
+    ).text
+    assert f"n1: {nowhere} (llama_node_archive_file) is not on the control machine" in told
+    certificate = {"edge_tls_certificate": "/nowhere/cert.pem", "edge_tls_key": "/nowhere/key.pem"}
+    told = refused(fleet.control, "--tags", "preflight", **certificate).text
+    assert "gw: /nowhere/cert.pem (edge_tls_certificate) is not on the control machine" in told
+
+
+def test_a_release_that_is_not_installed(fleet: Fleet, parcels: Parcels, tmp_path: Path) -> None:
+    wheel = Path(shutil.copy(parcels.wheel(), tmp_path))
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("gateway/unheard-of.txt", "")
+    for tag in ("configure", "run"):
+        told = refused(fleet.control, "--tags", tag, llama_gateway_release_wheel=str(wheel)).text
+        assert "is not there yet. Remedy: run the play without --tags" in told
+    assert fleet.chat()["usage"]["completion_tokens"] == 8
+
+
+def test_a_name_that_all_servers_of_a_host_would_have(fleet: Fleet) -> None:
+    assert "llama_node_entry" in refused(fleet.control, llama_node_entry={"name": "fast"}).text
+
+
+def test_a_folder_that_the_servers_would_not_see(fleet: Fleet) -> None:
+    told = refused(fleet.control, llama_node_models_folder="/home/models").text
+    assert "n1: llama_node_models_folder and llama_node_home can't be in /home" in told
+
+
+def test_each_host_may_have_its_own_model_and_llama_cpp(fleet: Fleet, tmp_path: Path) -> None:
+    """The first host of a play is asked for the whole, so it must be the odd one."""
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"other")
+    first = fleet.control.groups["llama_nodes"][0]
+    per_host = {"llama_node_model_file": str(other), "llama_node_install": "package"}
+    fleet.control.host_variables[first] = per_host
+    try:
+        fleet.control.play("site.yml", "--tags", "preflight")
+    finally:
+        del fleet.control.host_variables[first]
+
+
 def test_a_public_listener_without_keys(fleet: Fleet) -> None:
     told = refused(fleet.control, gateway_host="0.0.0.0").text
     assert "gw: the gateway would listen on 0.0.0.0 (gateway_host) and ask nobody for a key" in told
+    fleet.control.play(
+        *("site.yml", "--tags", "preflight"),
+        gateway_host="0.0.0.0",
+        gateway_settings={"keys": [{"id": "team-a", "sha256": "0" * 64, "name": "Team A"}]},
+    )
 
 
-def test_a_half_done_run_goes_on_where_it_stopped(fleet: Fleet, mirror: tuple[str, Path]) -> None:
+def test_a_half_done_run_goes_on_where_it_stopped(fleet: Fleet, mirror: Mirror) -> None:
     """A download that turns out wrong, then one that broke off half-way and is resumed."""
-    url, folder = mirror
     model = Path(fleet.control.variables["llama_node_model_file"]).read_bytes()
-    (folder / "other.gguf").write_bytes(model)
+    (mirror.folder / "other.gguf").write_bytes(model)
     wanted: dict[str, Any] = {
         "llama_node_model_file": "",
-        "llama_node_model_url": f"{url}/other.gguf",
+        "llama_node_model_mirrors": [f"{mirror.url}/none.gguf"],
+        "llama_node_model_url": f"{mirror.url}/other.gguf",
         "llama_node_model_name": "demo",
     }
     with replaced(fleet.control, "llama_nodes", ["n1"]):
@@ -181,10 +267,26 @@ def test_a_half_done_run_goes_on_where_it_stopped(fleet: Fleet, mirror: tuple[st
         partial_name = f"/var/lib/llama-node/models/{digest[:12]}-other.gguf.partial"
         n1 = fleet.hosts["n1"]
         n1.run(f"head -c 1000000 /var/lib/llama-node/models/*-demo.gguf > {partial_name}")
+        mirror.fetched.clear()
         fleet.control.play("site.yml", **wanted, llama_node_model_sha256=digest)
+        part = "bytes=1000000-"
+        assert mirror.fetched == [("/none.gguf", part), ("/other.gguf", part)]
         assert "other.gguf" in n1.run("systemctl cat llama-server-numa0").stdout
         assert n1.run("ls /var/lib/llama-node/models").stdout.split() == [
             f"{digest[:12]}-other.gguf",
             f"{digest[:12]}-other.gguf.verified",
         ]
+        # Where a web server sends only the whole, it is fetched as a whole.
+        (mirror.folder / "third.gguf").write_bytes(model)
+        wanted["llama_node_model_url"] = f"{mirror.url}/third.gguf"
+        n1.run(f"head -c 1000 {partial_name[:-8]} > {partial_name.replace('other', 'third')}")
+        mirror.sends_parts = False
+        fleet.control.play(
+            *("site.yml", "--limit", "n1", "--tags", "install"),
+            **wanted,
+            llama_node_model_sha256=digest,
+        )
+        assert n1.run(f"sha256sum {partial_name[:-8].replace('other', 'third')}").stdout.startswith(
+            digest
+        )
     fleet.control.play("site.yml")

@@ -1,8 +1,9 @@
-"""The units of a machine with two sockets, written by the role from the topology of a fixture."""
+"""Units and build switches of machines that aren't here, by the role from fixtures of them."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ import pytest
 from gateway.local.description import described
 from gateway.local.topology import read_topology
 from tests.deploy.control import PLAYBOOKS, ansible_programs
-from tests.local.machine import make_machine, two_sockets_with_smt
+from tests.local.machine import (
+    ALTRA,
+    EPYC,
+    GRAVITON_3,
+    SAPPHIRE_RAPIDS,
+    make_machine,
+    two_sockets_with_smt,
+)
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
 
@@ -29,15 +37,40 @@ PLAY = """
       loop: "{{ llama_node_units }}"
 """  # noqa: E501
 
+SWITCHES = """
+- hosts: all
+  connection: local
+  tasks:
+    - name: Find the roles' variables
+      ansible.builtin.include_vars: {file: "{{ variables }}"}
+    - name: Say how each is built for
+      ansible.builtin.set_fact:
+        made: "{{ made | default({}) | combine({item.name: llama_node_cpu_args}) }}"
+      loop: "{{ machines }}"
+      vars:
+        llama_node_found: "{{ item }}"
+    - name: Write
+      ansible.builtin.copy: {content: "{{ made | to_json }}", dest: "{{ written }}", mode: "0644"}
+"""
+BROADWELL = """processor\t: 0
+flags\t\t: fpu sse2 lm avx f16c fma bmi2 avx2
+"""
+KNIGHTS_LANDING = """processor\t: 0
+flags\t\t: fpu sse2 lm avx f16c fma bmi2 avx2 avx512f avx512pf avx512er avx512cd
+"""
+CORTEX_A72 = """processor\t: 0
+Features\t: fp asimd evtstrm aes crc32
+CPU implementer\t: 0x41
+CPU architecture: 8
+"""
+GRAVITON_4 = GRAVITON_3.replace("sve ", "sve sve2 ")
+
 
 def units(tmp_path: Path, topology: dict[str, Any], **variables: Any) -> dict[str, str]:
     """The units by name."""
     made = tmp_path / "units"
     made.mkdir()
-    play = tmp_path / "play.yml"
-    play.write_text(PLAY)
     told = {
-        "ansible_python_interpreter": "python3",
         "folder": str(made),
         "llama_node_found": {
             "topology": topology,
@@ -51,17 +84,22 @@ def units(tmp_path: Path, topology: dict[str, Any], **variables: Any) -> dict[st
         "llama_node_program": "/opt/llama-node/1",
         **variables,
     }
-    programs = ansible_programs()
+    run(tmp_path, PLAY, told)
+    return {path.name: path.read_text() for path in sorted(made.iterdir())}
+
+
+def run(tmp_path: Path, tasks: str, variables: dict[str, Any]) -> None:
+    """Run a play on this machine, as if it were the host epyc-a."""
+    play = tmp_path / "play.yml"
+    play.write_text(tasks)
+    told = {"ansible_python_interpreter": "python3", **variables}
+    program = str(ansible_programs() / "ansible-playbook")
     subprocess.run(
-        [
-            *(str(programs / "ansible-playbook"), "-i", "epyc-a,", str(play)),
-            *("-e", json.dumps(told)),
-        ],
+        [program, "-i", "epyc-a,", str(play), "-e", json.dumps(told)],
         cwd=PLAYBOOKS,
         check=True,
         timeout=100,
     )
-    return {path.name: path.read_text() for path in sorted(made.iterdir())}
 
 
 def test_each_socket_has_its_server_bound_to_its_cores_and_memory(tmp_path: Path) -> None:
@@ -85,8 +123,108 @@ def test_each_socket_has_its_server_bound_to_its_cores_and_memory(tmp_path: Path
 
 def test_one_socket_is_left_to_the_kernel(tmp_path: Path) -> None:
     machine = make_machine(tmp_path / "machine", [[[0], [1]]])
-    (text,) = units(tmp_path, described(read_topology(machine)), llama_node_slots=5).values()
+    (text,) = units(
+        tmp_path,
+        described(read_topology(machine)),
+        llama_node_slots=5,
+        llama_node_allow_from=["10.0.0.10"],
+        llama_node_mlock=True,
+    ).values()
+    assert " --mlock" in text
+    assert "LimitMEMLOCK=infinity\nAmbientCapabilities=CAP_IPC_LOCK\n" in text
+    # The host asks its own server by its own address: it must not be shut out.
+    assert "IPAddressDeny=any\nIPAddressAllow=localhost 10.0.0.11 10.0.0.10\n" in text
     assert "NUMAPolicy" not in text
     assert "CPUAffinity" not in text
     assert "--no-mmap" not in text
     assert "--slots 5 --ctx 20480 --threads 2 " in text
+
+
+def test_signs_that_systemd_expands_reach_the_server_as_they_are(tmp_path: Path) -> None:
+    machine = make_machine(tmp_path / "machine", [[[0], [1]]])
+    (text,) = units(
+        tmp_path,
+        described(read_topology(machine)),
+        llama_node_extra_args=["--grammar", "root ::= $x %n"],
+    ).values()
+    (start,) = (line for line in text.splitlines() if line.startswith("ExecStart="))
+    assert start.endswith("--grammar 'root ::= $$x %%n'")
+
+
+def test_systemd_knows_every_line_and_little_is_open(tmp_path: Path) -> None:
+    machine = make_machine(tmp_path / "machine", two_sockets_with_smt())
+    made = units(tmp_path, described(read_topology(machine)), llama_node_mlock=True)
+    folder = tmp_path / "systemd"
+    folder.mkdir()
+    for name, text in made.items():
+        unit = folder / name
+        # Neither the program nor the user is on this machine.
+        here = re.sub(r"(?m)^User=.*$", "User=daemon", text)
+        unit.write_text(here.replace("=/opt/llama-node/1/bin/python ", "=/bin/sh "))
+        told = subprocess.run(
+            ["systemd-analyze", "verify", str(unit)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        # Without a manager to ask it says so, too.
+        assert not [line for line in told.stderr.splitlines() if name in line], told.stderr
+        subprocess.run(
+            ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(unit)],
+            check=True,
+            timeout=60,
+        )
+
+
+def test_what_tune_pins_to_stands_alone(tmp_path: Path) -> None:
+    machine = make_machine(tmp_path / "machine", two_sockets_with_smt())
+    topology = described(read_topology(machine))
+    options = {"CPUAffinity": "0 1"}
+    for text in units(tmp_path, topology, llama_node_service_options=options).values():
+        assert [line for line in text.splitlines() if line.startswith("CPUAffinity")] == [
+            "CPUAffinity=0 1"
+        ]
+
+
+def test_llama_cpp_is_built_for_the_instructions_that_the_cpu_has(tmp_path: Path) -> None:
+    fixtures = {
+        "broadwell": ("x86_64", BROADWELL),
+        "knights-landing": ("x86_64", KNIGHTS_LANDING),
+        "epyc": ("x86_64", EPYC),
+        "sapphire-rapids": ("x86_64", SAPPHIRE_RAPIDS),
+        "cortex-a72": ("aarch64", CORTEX_A72),
+        "altra": ("aarch64", ALTRA),
+        "graviton-3": ("aarch64", GRAVITON_3),
+        "graviton-4": ("aarch64", GRAVITON_4),
+    }
+    machines = []
+    for name, (architecture, cpuinfo) in fixtures.items():
+        root = make_machine(tmp_path / name, [[[0], [1]]], cpuinfo=cpuinfo)
+        told = described(read_topology(root))
+        machines.append({"name": name, "architecture": architecture, "topology": told})
+    written = tmp_path / "switches.json"
+    variables = str(PLAYBOOKS / "roles/llama_node/vars/main.yml")
+    run(
+        tmp_path,
+        SWITCHES,
+        {"machines": machines, "variables": variables, "written": str(written)},
+    )
+    given: dict[str, list[str]] = json.loads(written.read_text())
+
+    def on(name: str) -> set[str]:
+        switches = dict(word.removeprefix("-DGGML_").split("=") for word in given[name])
+        assert set(switches.values()) <= {"ON", "OFF"}
+        return {switch for switch, value in switches.items() if value == "ON"}
+
+    avx2 = {"AVX", "F16C", "FMA", "AVX2"}
+    avx512 = avx2 | {"AVX512", "AVX512_VNNI", "AVX512_BF16"}
+    assert on("broadwell") == on("knights-landing") == avx2 | {"BMI2"}
+    assert on("epyc") == avx512 | {"AVX512_VBMI"}
+    amx = {"AMX_TILE", "AMX_INT8", "AMX_BF16"}
+    assert on("sapphire-rapids") == avx512 | amx | {"AVX_VNNI"}
+    assert given["cortex-a72"] == []  # NEON is what every one of them has
+    arm = "-DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod+fp16"
+    assert given["altra"] == [arm]
+    assert given["graviton-3"] == [f"{arm}+i8mm+bf16+sve"]
+    assert given["graviton-4"] == [f"{arm}+i8mm+bf16+sve+sve2"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pwd
 import re
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from typing import Any
 GIB = 1 << 30
 HEADER = re.compile(rb"^# Managed by Ansible.* sha256:([0-9a-f]{64})\n")
 LISTENING = "0A"  # include/net/tcp_states.h
+REFUSES_HEAD = (403, 405, 501)
 TIMEOUT = 20.0  # seconds, for a program and for a web server
 
 
@@ -39,6 +41,8 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     }
     if spec.get("marks"):
         found["marks"] = sorted(path.name for path in Path("/").glob(spec["marks"].lstrip("/")))
+    if spec.get("published"):
+        found["published"] = published(Path(spec["published"]))
     problems += port_problems(spec.get("ports", []), spec.get("addresses", []))
     problems += file_problems(spec)
     model = spec.get("model")
@@ -104,6 +108,16 @@ def look_at_unit(name: str) -> dict[str, Any]:
         "digest": environment(pid).get("LLAMA_NODE_DIGEST", ""),
         "memory": own_memory(pid),
     }
+
+
+def published(path: Path) -> list[dict[str, Any]]:
+    """What the last run has found running."""
+    try:
+        told = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return []
+    servers = told.get("servers") if isinstance(told, dict) else None
+    return servers if isinstance(servers, list) else []
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -191,8 +205,8 @@ def file_problems(spec: dict[str, Any]) -> list[str]:
             continue
         words = path.read_bytes()
         header = HEADER.match(words)
-        if not header and str(path) in spec.get("packaged", []):
-            continue  # a package brought it
+        if not header and as_packaged(words, str(path), spec.get("packages", [])):
+            continue
         if header and hashlib.sha256(words[header.end() :]).hexdigest().encode() == header.group(1):
             continue
         what = "was edited by hand since the last run" if header else "was not written by this role"
@@ -201,6 +215,13 @@ def file_problems(spec: dict[str, Any]) -> list[str]:
             f"-e {spec['overwrite_variable']}=true to have the file written anew"
         )
     return problems
+
+
+def as_packaged(words: bytes, path: str, packages: list[str]) -> bool:
+    """Whether a configuration file is still what one of these packages has brought."""
+    told = run("dpkg-query", "--show", "--showformat=${Conffiles}\n", *packages)
+    digest = hashlib.md5(words, usedforsecurity=False).hexdigest()
+    return [path, digest] in [line.split()[:2] for line in told.splitlines()]
 
 
 def look_at_model(model: dict[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -231,16 +252,28 @@ def look_at_model(model: dict[str, Any], problems: list[str]) -> dict[str, Any]:
 
 
 def size_of(url: str) -> tuple[int | None, str]:
-    """Bytes that a server says a file has, or None and why."""
-    try:
-        request = urllib.request.Request(url, method="HEAD")
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-            length = answer.headers.get("Content-Length", "")
-            return (int(length), "") if length.isdecimal() else (None, "it doesn't say how large")
-    except urllib.error.HTTPError as error:
-        return None, f"status {error.code}"
-    except (OSError, ValueError) as error:
-        return None, str(getattr(error, "reason", error))
+    """Bytes that a server says a file has, or None and why.
+
+    An address signed for GET alone answers no HEAD, so the first byte is asked for then.
+    """
+    why = ""
+    for method, headers in (("HEAD", {}), ("GET", {"Range": "bytes=0-0"})):
+        try:
+            request = urllib.request.Request(url, method=method, headers=headers)
+            with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+                whole = answer.headers.get("Content-Range", "").rpartition("/")[2]
+                length = whole or answer.headers.get("Content-Length", "")
+        except urllib.error.HTTPError as error:
+            why = f"status {error.code}"
+            if error.code not in REFUSES_HEAD:
+                break
+        except (OSError, ValueError) as error:
+            return None, str(getattr(error, "reason", error))
+        else:
+            if length.isdecimal():
+                return int(length), ""
+            why = "it doesn't say how large"
+    return None, why
 
 
 def disks(spec: dict[str, Any], model: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -248,6 +281,8 @@ def disks(spec: dict[str, Any], model: dict[str, Any] | None) -> list[dict[str, 
     wanted = [one for one in spec.get("disks", []) if not Path(one["unless"]).exists()]
     if model:
         folder = str(Path(spec["model"]["path"]).parent)
+        if model["missing"] and not spec["model"]["urls"]:
+            wanted += sent_by_way_of(Path(folder), model["bytes"])
         wanted.append(
             {
                 "path": folder,
@@ -259,13 +294,33 @@ def disks(spec: dict[str, Any], model: dict[str, Any] | None) -> list[dict[str, 
     return wanted
 
 
+def sent_by_way_of(folder: Path, size: int) -> list[dict[str, Any]]:
+    """What Ansible sends lies in the home of who logs in first, and is moved if it can be."""
+    user = os.environ.get("SUDO_USER") or "root"
+    try:
+        home = Path(pwd.getpwnam(user).pw_dir)
+    except KeyError:
+        return []
+    if existing(home).stat().st_dev == existing(folder).stat().st_dev:
+        return []
+    variable = "ansible_remote_tmp"
+    return [
+        {"path": str(home), "bytes": size, "variable": variable, "what": "the model on its way"}
+    ]
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest folder above that is there."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
 def disk_problems(wanted: list[dict[str, Any]]) -> list[str]:
     """File systems that can't hold what will be put there."""
     places = {}
     for one in wanted:
-        path = Path(one["path"])
-        while not path.exists():
-            path = path.parent
+        path = existing(Path(one["path"]))
         places.setdefault(path.stat().st_dev, [path, []])[1].append(one)
     problems = []
     for path, several in places.values():

@@ -1,0 +1,101 @@
+"""The variables of the roles: what has a default is specified, described, used, and named right."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PLAYBOOKS = ROOT / "deploy/ansible"
+ROLES = sorted(path.name for path in (PLAYBOOKS / "roles").iterdir())
+TYPES = {
+    str: {"str", "path"},
+    int: {"int"},
+    float: {"float"},
+    bool: {"bool"},
+    list: {"list"},
+    dict: {"dict"},
+}
+# What a playbook is given for one run.
+OF_A_RUN = {
+    *("drain", "drain_all", "drain_deadline", "drain_timeout"),
+    *("remove", "remove_all", "remove_models", "remove_timeout", "remove_deadline"),
+    *("verify_key", "verify_model", "llama_install"),
+}
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text()) or {}
+
+
+def defaults(role: str) -> dict[str, Any]:
+    found: dict[str, Any] = read(PLAYBOOKS / "roles" / role / "defaults/main.yml")
+    return found
+
+
+def specified(role: str) -> dict[str, dict[str, Any]]:
+    told = read(PLAYBOOKS / "roles" / role / "meta/argument_specs.yml")["argument_specs"]
+    found: dict[str, dict[str, Any]] = told["main"]["options"]
+    for entry, other in told.items():
+        assert (PLAYBOOKS / "roles" / role / f"tasks/{entry}.yml").is_file()
+        assert other["options"] == found
+    return found
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_each_variable_is_specified_with_the_type_of_its_default(role: str) -> None:
+    options = specified(role)
+    assert list(options) == list(defaults(role))
+    for name, value in defaults(role).items():
+        assert options[name]["type"] in TYPES[type(value)], name
+        assert len(options[name]["description"].split()) > 1, name
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_each_variable_is_used(role: str) -> None:
+    files = [*PLAYBOOKS.glob("*.yml"), *PLAYBOOKS.glob("plays/*.yml")]
+    files += PLAYBOOKS.glob("roles/*/[thv]*/*")  # tasks, templates, handlers, vars
+    text = "\n".join(path.read_text() for path in files)
+    unused = [name for name in defaults(role) if not re.search(rf"\b{name}\b", text)]
+    assert not unused
+
+
+def test_what_the_roles_and_the_documentation_name_is_there() -> None:
+    """A misspelt variable would be another one, that nobody reads."""
+    known = {name for role in ROLES for name in defaults(role)} | OF_A_RUN
+    for role in ROLES:
+        path = PLAYBOOKS / f"roles/{role}/vars/main.yml"
+        known |= set(read(path)) if path.is_file() else set()
+    text = "\n".join(path.read_text() for path in PLAYBOOKS.glob("roles/*/tasks/*.yml"))
+    known |= set(re.findall(r"(?:register|loop_var): (\w+)", text))
+    known |= set(re.findall(r"^\s+(\w+): ", text, re.MULTILINE))  # facts, variables of a task
+    prefixes = "|".join((*ROLES, "drain", "remove", "verify"))
+    for path in (ROOT / "docs/deploy.md", ROOT / "docs/tuning.md", ROOT / "docs/elastic.md"):
+        named = re.findall(
+            rf"(?<![\w./-])((?:{prefixes})_\w+)(?![\w/*-]|\.(?!\s))", path.read_text()
+        )
+        assert named or path.name == "elastic.md"
+        assert not set(named) - known - {"llama_nodes", "remove_yes"}, path.name
+    for path in PLAYBOOKS.glob("inventory/example/*_vars/*.yml"):
+        assert set(read(path)) <= known, path
+
+
+def test_the_documentation_names_playbooks_groups_and_files_that_are_there() -> None:
+    text = (ROOT / "docs/deploy.md").read_text()
+    playbooks = set(re.findall(r"ansible-playbook (?:-i \S+ )?(\w+\.yml)", text))
+    assert playbooks == {"site.yml", "verify.yml", "drain.yml", "upgrade.yml", "remove.yml"}
+    for name in playbooks:
+        assert (PLAYBOOKS / name).is_file()
+    for name in re.findall(r"`((?:deploy|roles|tests)/[\w./@-]+)`", text):
+        assert (ROOT / name).exists() or (PLAYBOOKS / name).exists(), name
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"(?:`|\$ )make ([a-z-]+)", text):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    groups = read(PLAYBOOKS / "inventory/example/hosts.yml")
+    assert set(re.findall(r"^\| `(\w+)` \| (?:llama|nginx|Prom)", text, re.MULTILINE)) == (
+        set(groups) - {"all"}
+    )

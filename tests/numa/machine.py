@@ -1,0 +1,151 @@
+"""A machine of two sockets, each with a NUMA node: Debian under qemu, emulated in software alone.
+
+Nothing is mounted here, no network is made, and the guest's disk is a copy that is taken away. It
+runs one program as root and powers off; what the program says on its second serial line is the
+report.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+from tests.deploy.base_image import RELEASE, debian
+from tests.deploy.parcels import Parcels
+
+SOCKETS = 2
+CORES = 2  # of a socket
+THREADS = 2  # of a core
+NODE_MEMORY = "3G"  # `up` keeps 2 GiB of a node free
+DISK = "3G"
+LIMIT = 2700.0  # seconds, on a machine with much else to do
+PACKAGES = ("python3", "libgomp1", "iproute2", "kmod", "linux-image-cloud-amd64")
+KERNEL = "root=/dev/vda rw console=ttyS0 quiet panic=-1"
+HOME = "opt/llama-gateway"
+HOOKS = (
+    # Of the modules for hundreds of machines this one needs two.
+    'echo MODULES=list > "$1/etc/initramfs-tools/conf.d/modules"',
+    'printf "virtio_pci\\nvirtio_blk\\n" >> "$1/etc/initramfs-tools/modules"',
+    'chroot "$1" update-initramfs -u -k all',
+    'rm -rf "$1"/var/cache/apt/archives/*.deb "$1"/var/lib/apt/lists/*',
+)
+MODULES = ("in_guest", "placement")
+INIT = f"""#!/bin/sh
+mount -t tmpfs tmpfs /tmp
+mount -t tmpfs tmpfs /run
+ip link set lo up
+cd /tmp
+export HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin
+export PYTHONPATH=/{HOME}:/{HOME}/site PYTHONDONTWRITEBYTECODE=1
+stty raw -echo < /dev/ttyS1
+python3 -m tests.numa.in_guest > /dev/ttyS1
+echo b > /proc/sysrq-trigger
+"""
+
+
+class MachineError(Exception):
+    """The machine did not come to its report."""
+
+
+def run_in_two_nodes(parcels: Parcels, folder: Path) -> str:
+    """What `in_guest` writes on its standard output, in a machine with this checkout's gateway.
+
+    `folder` is filled with what the machine is made of. Needs root, `mmdebstrap`, `mkfs.ext4`
+    and `qemu-system-x86_64`; a network for the first time.
+    """
+    base = debian(parcels.cache, f"numa-{RELEASE}", (RELEASE, PACKAGES, HOOKS), PACKAGES, HOOKS)
+    disk = _disk(base, parcels, folder)
+    console, report = folder / "console", folder / "report"
+    command = [
+        *qemu(base, disk, THREADS, console, report),
+        "-append",
+        f"{KERNEL} init=/{HOME}/init",
+    ]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        end = console.read_text(errors="replace")[-3000:]
+        raise MachineError(f"no report within {LIMIT:.0f} s; its console:\n{end}") from None
+    finally:
+        disk.unlink()
+    said = report.read_text(errors="replace") if report.exists() else ""
+    if done.returncode != 0 or not said:
+        end = console.read_text(errors="replace")[-3000:] if console.exists() else ""
+        raise MachineError(f"qemu: status {done.returncode}: {done.stderr[-2000:]}\n{end}")
+    return said
+
+
+def _disk(base: Path, parcels: Parcels, folder: Path) -> Path:
+    """Debian, the gateway's packages, the program and an init."""
+    root = folder / "root"
+    subprocess.run(["cp", "-a", str(base), str(root)], check=True, timeout=120)
+    home = root / HOME
+    wheels = folder / "wheels"
+    with tarfile.open(parcels.wheelhouse()) as tar:
+        tar.extractall(wheels, filter="data")
+    shutil.copy(parcels.wheel(), wheels)
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", "-qq", "--no-index", "--no-deps"),
+            *("--no-compile", "--target", str(home / "site")),
+            *sorted(map(str, wheels.glob("*.whl"))),
+        ],
+        check=True,
+        timeout=300,
+    )
+    (home / "models").mkdir()
+    shutil.copy(parcels.model(), home / "models")
+    (home / "tests/numa").mkdir(parents=True)
+    for module in MODULES:
+        shutil.copy(Path(__file__).with_name(f"{module}.py"), home / "tests/numa")
+    (home / "init").write_text(INIT)
+    (home / "init").chmod(0o755)
+    shutil.rmtree(wheels)
+    return disk_of(root, folder / "disk")
+
+
+def disk_of(root: Path, disk: Path) -> Path:
+    """An ext4 file system with what is in `root`, which is taken away."""
+    command = ["mkfs.ext4", "-q", "-F", "-O", "^has_journal", "-d", str(root), str(disk), DISK]
+    subprocess.run(command, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    shutil.rmtree(root)
+    return disk
+
+
+def qemu(base: Path, disk: Path, threads: int, *lines: Path) -> list[str]:
+    """The command for a machine whose cores have so many threads, each serial line a file."""
+    cpus = CORES * threads
+    nodes: list[str] = []
+    for node in range(SOCKETS):
+        nodes += ["-object", f"memory-backend-ram,id=m{node},size={NODE_MEMORY}"]
+        nodes += ["-numa", f"node,nodeid={node},memdev=m{node}"]
+        for cpu in range(cpus):
+            place = f"socket-id={node},core-id={cpu // threads},thread-id={cpu % threads}"
+            nodes += ["-numa", f"cpu,node-id={node},{place}"]
+    (kernel,) = (base / "boot").glob("vmlinuz-*")
+    (initrd,) = (base / "boot").glob("initrd.img-*")
+    memory = SOCKETS * int(re.sub(r"G$", "", NODE_MEMORY))
+    smp = f"{SOCKETS * cpus},sockets={SOCKETS},cores={CORES},threads={threads}"
+    return [
+        # The kernel ends it with the thread that starts it, whatever happens to that.
+        *("setpriv", "--pdeathsig", "KILL"),
+        *("qemu-system-x86_64", "-machine", "q35", "-accel", "tcg,thread=multi"),
+        # Of AMD's processors qemu shows no two threads to a core.
+        *("-cpu", "max,vendor=GenuineIntel", "-smp", smp, "-m", f"{memory}G", *nodes),
+        *("-numa", "dist,src=0,dst=1,val=21"),
+        *("-kernel", str(kernel), "-initrd", str(initrd)),
+        *("-drive", f"file={disk},format=raw,if=virtio"),
+        *("-nodefaults", "-display", "none", "-no-reboot"),
+        *(word for line in lines for word in ("-serial", f"file:{line}")),
+    ]

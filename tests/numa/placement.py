@@ -1,0 +1,44 @@
+"""Where processes run and their memory lies: `python3 - PID... < placement.py` tells in JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+
+def placement(pid: int) -> dict[str, Any]:
+    """Where a server runs and where its memory is, as the kernel tells."""
+    home = Path(f"/proc/{pid}")
+    status = dict(re.findall(r"^(\w+):\s*(.*)$", (home / "status").read_text(), re.MULTILINE))
+    maps = [line.split() for line in (home / "numa_maps").read_text().splitlines()]
+    anonymous: Counter[str] = Counter()
+    for words in maps:
+        # Pages of a file lie where whoever read it first has put them.
+        if not any(word.startswith("file=") for word in words):
+            for node, pages in re.findall(r"\bN(\d+)=(\d+)", " ".join(words)):
+                anonymous[node] += int(pages)
+    return {
+        "command": (home / "cmdline").read_bytes().decode().rstrip("\0").split("\0"),
+        "cpus": status["Cpus_allowed_list"],
+        "cpus_of_threads": sorted({_cpus(task) for task in (home / "task").iterdir()}),
+        "memory_nodes": status["Mems_allowed_list"],
+        "locked_kib": int(status["VmLck"].split()[0]),
+        "policies": sorted({words[1] for words in maps}),
+        "anonymous_pages": anonymous,
+        "maps_model": any("demo.gguf" in word for words in maps for word in words),
+    }
+
+
+def _cpus(task: Path) -> str:
+    (found,) = re.findall(
+        r"^Cpus_allowed_list:\s*(.*)$", (task / "status").read_text(), re.MULTILINE
+    )
+    return str(found)
+
+
+if __name__ == "__main__":
+    print(json.dumps([placement(int(pid)) for pid in sys.argv[1:]]))

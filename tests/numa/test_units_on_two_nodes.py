@@ -1,0 +1,159 @@
+"""The units of `llama_node` on two sockets: played over ssh, and looked at as they run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.deploy.base_image import cache_folder
+from tests.deploy.control import Control, Played, ansible_programs
+from tests.deploy.parcels import Parcels
+from tests.numa import placement
+from tests.numa.host import PATIENCE, SERVERS, Guest, guest
+from tests.numa.machine import CORES, SOCKETS
+
+PLAY_LIMIT = 3600  # seconds; 23 minutes were seen on a machine with much else to do
+pytestmark = [pytest.mark.net, pytest.mark.timeout(2 * PLAY_LIMIT)]
+
+NAME = "two-sockets"
+CPUS = ["0-1", "2-3"]
+UNITS = [f"llama-server-numa{number}.service" for number in range(SOCKETS)]
+HOST_KEYS = ("-o StrictHostKeyChecking=no", "-o UserKnownHostsFile=/dev/null")
+SHOWN = "ActiveState,NRestarts,MainPID,User,NUMAPolicy,NUMAMask,CPUAffinity"
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Control, Guest]]:
+    if os.geteuid() != 0:
+        pytest.fail("needs root: make test-numa as root, or in a virtual machine")
+    parcels = Parcels(tmp_path_factory.mktemp("parcels"), cache_folder())
+    began = time.monotonic()
+    with guest(NAME, parcels.cache, tmp_path_factory.mktemp("machine")) as (site, made):
+        print(f"answers ssh after {time.monotonic() - began:.0f} s")
+        control = Control(ansible_programs(), tmp_path_factory.mktemp("control"), site)
+        control.limit = PLAY_LIMIT
+        # The gateway is a host that the plays leave alone.
+        control.groups = {"llama_nodes": [NAME], "gateway": ["gw"]}
+        control.variables = {
+            "ansible_port": made.ports[22],
+            "ansible_timeout": PATIENCE,
+            "ansible_ssh_common_args": " ".join(HOST_KEYS),
+            "llama_gateway_release_wheel": str(parcels.wheel()),
+            "llama_gateway_release_wheelhouse": str(parcels.wheelhouse()),
+            "llama_node_model_file": str(parcels.model()),
+            "llama_node_context": 2048,
+            "llama_node_mlock": True,
+        }
+        yield control, made
+
+
+def play(control: Control) -> Played:
+    began = time.monotonic()
+    played = control.play("site.yml", "--limit", NAME)
+    print(f"played in {time.monotonic() - began:.0f} s")
+    return played
+
+
+@pytest.fixture(scope="module")
+def node(machine: tuple[Control, Guest]) -> Guest:
+    """The host that the playbook has made a node of."""
+    control, made = machine
+    assert set(play(control).changed) == {NAME}
+    return made
+
+
+@pytest.fixture(scope="module")
+def units(node: Guest) -> list[dict[str, str]]:
+    """What systemd says of each unit, in the order of the NUMA nodes."""
+    told = node.run(f"systemctl show -p {SHOWN} {' '.join(UNITS)}", limit=2 * PATIENCE).stdout
+    return [dict(re.findall(r"^(\w+)=(.*)$", one, re.MULTILINE)) for one in told.split("\n\n")]
+
+
+@pytest.fixture(scope="module")
+def chats(node: Guest) -> list[httpx.Response]:
+    """The answer of each server to a chat."""
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+    urls = [f"http://127.0.0.1:{node.ports[port]}" for port in SERVERS]
+    return [httpx.post(f"{url}/v1/chat/completions", json=body, timeout=900) for url in urls]
+
+
+@pytest.fixture(scope="module")
+def servers(
+    node: Guest, units: list[dict[str, str]], chats: list[httpx.Response]
+) -> list[dict[str, Any]]:
+    """Where each server is, as the kernel tells: after a chat, when its caches were used."""
+    program = Path(placement.__file__).read_text()
+    pids = " ".join(unit["MainPID"] for unit in units)
+    said = node.run(f"python3 - {pids} <<'END'\n{program}\nEND", limit=4 * PATIENCE).stdout
+    told: list[dict[str, Any]] = json.loads(said)
+    return told
+
+
+def flag(server: dict[str, Any], name: str) -> str:
+    command = server["command"]
+    value: str = command[command.index(name) + 1]
+    return value
+
+
+def test_each_numa_node_has_its_unit_bound_to_it(units: list[dict[str, str]]) -> None:
+    assert [{key: unit[key] for key in unit if key != "MainPID"} for unit in units] == [
+        {
+            "ActiveState": "active",
+            "NRestarts": "0",
+            "User": "llama-node",
+            "NUMAPolicy": "bind",
+            "NUMAMask": str(number),
+            "CPUAffinity": CPUS[number],
+        }
+        for number in range(SOCKETS)
+    ]
+
+
+def test_the_machine_has_no_other_server(node: Guest) -> None:
+    listed = node.run(
+        "systemctl list-units --plain --no-legend 'llama-*'", limit=2 * PATIENCE
+    ).stdout
+    assert [line.split()[0] for line in listed.splitlines()] == UNITS
+
+
+def test_every_thread_is_kept_to_the_cores_of_its_node(servers: list[dict[str, Any]]) -> None:
+    assert [server["cpus_of_threads"] for server in servers] == [[cpus] for cpus in CPUS]
+    assert [flag(server, "--threads") for server in servers] == [str(CORES)] * SOCKETS
+
+
+def test_memory_is_bound_to_its_node_and_lies_there(servers: list[dict[str, Any]]) -> None:
+    for number, server in enumerate(servers):
+        own = str(number)
+        assert server["policies"] == [f"bind:{own}"]
+        assert list(server["anonymous_pages"]) == [own]
+        assert server["anonymous_pages"][own] > 2000  # the model alone has 950 pages
+
+
+def test_each_has_a_copy_of_the_model_and_locks_it_without_root(
+    servers: list[dict[str, Any]],
+) -> None:
+    for server in servers:
+        assert "--no-mmap" in server["command"]
+        assert not server["maps_model"]
+        assert server["locked_kib"] > 3500
+
+
+def test_each_server_is_well_and_answers_a_chat(node: Guest, chats: list[httpx.Response]) -> None:
+    for port in SERVERS:
+        told = httpx.get(f"http://127.0.0.1:{node.ports[port]}/health", timeout=PATIENCE)
+        assert told.status_code == 200
+    assert [chat.status_code for chat in chats] == [200] * SOCKETS
+    assert [chat.json()["usage"]["completion_tokens"] for chat in chats] == [8] * SOCKETS
+
+
+def test_a_second_run_changes_nothing(machine: tuple[Control, Guest], node: Guest) -> None:
+    control, _ = machine
+    assert play(control).changed == {}
