@@ -17,7 +17,7 @@ ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help install run test test-fast test-net chaos soak check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy docs docs-serve clean
+.PHONY: help install run test test-fast test-net chaos soak check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy test-numa docs docs-serve clean
 
 help: ## show this list
 	@printf 'llama-gateway: make targets\n\n'
@@ -130,6 +130,9 @@ pins: $(STAMP) ## renew requirements/*.txt from pyproject.toml (Python 3.11)
 	@$(COMPILE) -c requirements/dev.txt --extra local -o requirements/local.txt pyproject.toml
 	@$(COMPILE) -c requirements/dev.txt --only-build-deps --all-build-deps -o requirements/build.txt pyproject.toml
 	@$(COMPILE) -o deploy/ansible/requirements.txt deploy/ansible/requirements.in
+
+test-numa: $(ANSIBLE)/.installed ## run on an emulated machine with two NUMA nodes (as root; qemu-system-x86, mmdebstrap)
+	@DEPLOY_TEST_ANSIBLE=$(ANSIBLE)/bin $(BIN)/python -m pytest tests/numa -m net $(ARGS)
 
 docs: $(STAMP) ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from gateway.config.settings import Settings
 from gateway.options import StartError
 from gateway.succession import Inheritance
-from gateway.web.listener import bind, resolved
+from gateway.web.listener import Listener, bind, resolved
+
+_PUBLIC = "--port (listen.port)"
+_ADMIN = "--admin-port (admin.port)"
 
 
 def bind_listeners(
@@ -21,9 +24,9 @@ def bind_listeners(
     """
     left = inheritance or Inheritance()
     listen, admin = settings.listen, settings.admin
-    public = _bound(left, "public", listen.host, listen.port, "--port (listen.port)")
+    public = _bound(left, "public", listen.host, listen.port, _PUBLIC)
     try:
-        return public, _bound(left, "admin", admin.host, admin.port, "--admin-port (admin.port)")
+        return public, _bound(left, "admin", admin.host, admin.port, _ADMIN)
     except StartError:
         public.close()
         raise
@@ -37,9 +40,22 @@ def addresses_held(settings: Settings) -> Iterator[None]:
         yield
 
 
+def open_listeners(public: Listener, admin: Listener) -> None:
+    """Accept connections on both. Raises: StartError."""
+    for listener, flag in ((public, _PUBLIC), (admin, _ADMIN)):
+        with _told(listener.host, listener.port, flag):
+            listener.open()
+
+
 def _bound(left: Inheritance, name: str, host: str, port: int, flag: str) -> socket.socket:
-    try:
+    with _told(host, port, flag):
         return left.take(name, resolved(host, port)) or bind(host, port)
+
+
+@contextlib.contextmanager
+def _told(host: str, port: int, flag: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise StartError(
             f"{host}:{port} can't be listened on: {error.strerror or error}; "

@@ -7,14 +7,14 @@ import contextlib
 import random
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import structlog
 
 from gateway import __version__, errors
 from gateway.access.exposure import is_loopback
-from gateway.addresses import bind_listeners
+from gateway.addresses import bind_listeners, open_listeners
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.live import needs_restart
 from gateway.config.problems import ConfigError
@@ -67,11 +67,13 @@ class Gateway:
         settings: Settings,
         logs: Logs,
         inheritance: Inheritance | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
     ) -> None:
         self.options = options
         self._inheritance = inheritance or Inheritance()
         self.settings = settings
-        self.clock = time.monotonic
+        self.clock = clock
         self.started = self.clock()
         self.inventory_error: str | None = None
         self.settings_error: str | None = None
@@ -84,7 +86,7 @@ class Gateway:
         self._reloading = asyncio.Lock()
         self._succeeding = asyncio.Lock()
         self._notifier = Notifier()
-        rng = random.Random()
+        rng = rng or random.Random()
         self.bus = Bus(lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work))
         self.fleet = Fleet(
             connect=connect,
@@ -95,7 +97,7 @@ class Gateway:
             rng=rng,
             drains=Drains(drains_file(options)),
         )
-        self.scheduler = Scheduler(self.fleet, settings, self.clock, rng)
+        self.scheduler = Scheduler(self.fleet, settings, self.clock, rng, catch_up=self.bus.flush)
         self.standby = Standby(self.fleet, self.scheduler, settings, self.bus, self.clock)
         self.watch = Watch(self.clock)
         self.means = Means(self.scheduler, self.fleet, settings, self.bus, self.watch, self.clock)
@@ -151,8 +153,7 @@ class Gateway:
                 # The predecessor serves until the nodes are known here.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.fleet.probed.wait(), FIRST_PROBES)
-            self.public.open()
-            self.admin.open()
+            open_listeners(self.public, self.admin)
             log.info(
                 "listening",
                 version=__version__,

@@ -71,9 +71,11 @@ def invalid_request(message: str, param: str | None = None) -> GatewayError:
     return GatewayError(400, "invalid_request", message, param=param)
 
 
-def context_length_exceeded(prompt_tokens: int | None, context: int | None) -> GatewayError:
+def context_length_exceeded(
+    prompt_tokens: int | None, context: int | None, param: str | None = "messages"
+) -> GatewayError:
     """400: the prompt is longer than the context (tokens of one slot) of any node."""
-    size = f"{prompt_tokens} tokens" if prompt_tokens else "more tokens than fit"
+    size = f" has {prompt_tokens} tokens, which" if prompt_tokens else ""
     limit = f"a context of {context} tokens" if context else "the context of every node"
     details = {}
     if prompt_tokens:
@@ -83,8 +85,8 @@ def context_length_exceeded(prompt_tokens: int | None, context: int | None) -> G
     return GatewayError(
         400,
         "context_length_exceeded",
-        f"The prompt has {size}, which does not fit into {limit}. Shorten it.",
-        param="messages",
+        f"The prompt{size} does not fit into {limit}. Shorten it.",
+        param=param,
         details=details,
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gateway.access.exposure import admin_refusal, public_refusal
+from gateway.access.exposure import admin_refusal, public_refusal, shared_refusal
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.settings import Settings, load_settings
 
@@ -54,12 +54,22 @@ class StartError(Exception):
 def read(options: Options) -> tuple[Settings, Inventory]:
     """Both files, checked. Raises: ConfigError, StartError."""
     settings = options.over(load_settings(options.config))
-    refusal = public_refusal(
-        settings.listen.host, keys=len(settings.keys), allow_anonymous=settings.allow_anonymous
-    ) or admin_refusal(settings.admin.host, has_key=settings.admin.key_file is not None)
-    if refusal is not None:
-        raise StartError(refusal, status=2)
+    if refused := refusals(settings):
+        raise StartError("\n".join(refused), status=2)
     return settings, load_inventory(options.nodes)
+
+
+def refusals(settings: Settings) -> list[str]:
+    """Why the listeners may not stand where these settings want them, with the remedies."""
+    listen, admin = settings.listen, settings.admin
+    found = (
+        public_refusal(
+            listen.host, keys=len(settings.keys), allow_anonymous=settings.allow_anonymous
+        ),
+        admin_refusal(admin.host, has_key=admin.key_file is not None),
+        shared_refusal(listen.host, admin.host, listen.port, admin.port),
+    )
+    return [refusal for refusal in found if refusal is not None]
 
 
 def read_key(path: Path) -> str:

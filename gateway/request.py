@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Headers = list[tuple[bytes, bytes]]
@@ -97,9 +98,9 @@ class Request:
     """Only llama.cpp's own server knows the path."""
     deadline: float | None = None
     """When the client stops waiting for the whole answer."""
-    failed: set[str] = field(default_factory=set)
+    failed: AbstractSet[str] = frozenset()
     """Nodes that failed this request: others go first."""
-    refused: set[str] = field(default_factory=set)
+    refused: AbstractSet[str] = frozenset()
     """Nodes that said they can't serve it: never asked again."""
     smallest_context: int = 0
     """Tokens a node must have room for, learnt from an overflow elsewhere."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+import random
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from gateway.app import Gateway
 from gateway.fleet.states import State
 from gateway.observe.logs import set_up
 from gateway.options import Options, read
+from tests.virtual import now
 
-START_LIMIT = 20.0
+START_LIMIT = 40.0
 
 
 @dataclass(slots=True)
@@ -48,6 +50,8 @@ async def running_gateway(
     settings: Mapping[str, Any] | None = None,
     *,
     wait_ready: bool = True,
+    clock: Callable[[], float] = now,
+    rng: random.Random | None = None,
     **options: Any,
 ) -> AsyncIterator[Running]:
     """A gateway over these nodes (URLs, or mappings as in `nodes.yaml`) and settings.
@@ -72,7 +76,7 @@ async def running_gateway(
         (folder / "gateway.log").open("ab") as log,
         set_up("debug", "json", fd=log.fileno()) as logs,
     ):
-        gateway = Gateway(chosen, loaded, logs)
+        gateway = Gateway(chosen, loaded, logs, clock=clock, rng=rng)
         async with gateway.running(inventory):
             assert gateway.public is not None
             assert gateway.admin is not None
@@ -82,6 +86,7 @@ async def running_gateway(
                 await until(
                     lambda: any(node.state is State.READY for node in gateway.fleet.nodes.values()),
                     START_LIMIT,
+                    lambda: [f"{n.name}: {n.reason}" for n in gateway.fleet.nodes.values()],
                 )
             async with httpx.AsyncClient(
                 base_url=gateway.public.url, timeout=60.0, trust_env=False
@@ -96,14 +101,16 @@ async def running_gateway(
                 )
 
 
-async def until(condition: Any, limit: float = 10.0) -> None:
-    """Wait until `condition()` holds; an AssertionError after `limit` seconds."""
+async def until(
+    condition: Any, limit: float = 30.0, seen: Callable[[], object] = lambda: ""
+) -> None:
+    """Wait until `condition()` holds; an AssertionError with `seen()` after `limit` seconds."""
     try:
         async with asyncio.timeout(limit):
             while not condition():  # noqa: ASYNC110 - what happens elsewhere tells no event
                 await asyncio.sleep(0.005)
     except TimeoutError:
-        raise AssertionError(f"not within {limit} s") from None
+        raise AssertionError(f"not within {limit} s {seen()}") from None
 
 
 def _write(path: Path, value: Any) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from gateway.local.demo_model import Size, ensure_demo_model
+from gateway.local.locking import lock_limit
 from gateway.local.server_command import server_environment
 
 if TYPE_CHECKING:
@@ -33,6 +34,13 @@ if TYPE_CHECKING:
 START_LIMIT = 60.0  # seconds until a server must answer
 STOP_LIMIT = 10.0
 LOG_SHOWN = 4000  # characters
+LOCKED = 4 << 20  # bytes that a server of the small demo model must be allowed to lock
+
+
+def may_lock() -> bool:
+    """Whether this machine lets a server lock the demo model in memory."""
+    limit = lock_limit()
+    return limit is None or limit >= LOCKED
 
 
 @functools.cache
@@ -66,10 +74,23 @@ class DemoServer:
         self.process.kill()
         self.process.wait(STOP_LIMIT)
 
+    def logged(self) -> str:
+        """What the server has logged so far."""
+        # Not by seek and read: the server writes at the position that both share.
+        size = os.fstat(self.log.fileno()).st_size
+        return os.pread(self.log.fileno(), size, 0).decode(errors="replace")
+
     def log_end(self) -> str:
         """The end of what the server logged."""
-        self.log.seek(0)
-        return self.log.read()[-LOG_SHOWN:].decode(errors="replace")
+        return self.logged()[-LOG_SHOWN:]
+
+    def log_with(self, words: str, limit: float = START_LIMIT) -> str:
+        """All that it logged, once `words` stand there: a thread writes it, behind the answers."""
+        until = time.monotonic() + limit
+        while words not in self.logged():
+            assert time.monotonic() < until, f"no '{words}' in:\n{self.log_end()}"
+            time.sleep(0.01)
+        return self.logged()
 
 
 def spawn_demo_server(

@@ -66,6 +66,8 @@ def test_an_overflow_tells_what_is_known_of_the_sizes() -> None:
     assert errors.context_length_exceeded(9, 8).details == {"n_prompt_tokens": 9, "n_ctx": 8}
     assert errors.context_length_exceeded(None, 8).details == {"n_ctx": 8}
     assert errors.context_length_exceeded(None, None).details == {}
+    assert "9 tokens, which does not fit into" in errors.context_length_exceeded(9, 8).message
+    assert "The prompt does not fit into" in errors.context_length_exceeded(None, 8).message
 
 
 def test_an_unknown_model_names_some_that_are_known() -> None:

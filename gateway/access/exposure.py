@@ -40,3 +40,15 @@ def admin_refusal(host: str, *, has_key: bool) -> str | None:
         f"the admin listener would stand on {host} without a key: name a file that holds one with "
         "--admin-key-file (admin.key_file), or let it stand on 127.0.0.1"
     )
+
+
+def shared_refusal(host: str, admin_host: str, port: int, admin_port: int) -> str | None:
+    """Why the two listeners can't stand where they would, with the remedy; None: they can."""
+    everywhere = {"", "0.0.0.0", "::"}
+    apart = host.lower() != admin_host.lower() and everywhere.isdisjoint((host, admin_host))
+    if port != admin_port or port == 0 or apart:
+        return None
+    return (
+        f"both listeners would stand on port {port}: choose another with --port (listen.port) "
+        "or --admin-port (admin.port)"
+    )

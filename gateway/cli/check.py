@@ -40,6 +40,7 @@ def check(
     from gateway.config.inventory import load_inventory
     from gateway.config.problems import ConfigError
     from gateway.config.settings import load_settings
+    from gateway.options import refusals
 
     settings_path = options.settings_file(config)
     problems: list[Problem] = []
@@ -51,7 +52,7 @@ def check(
         else:
             complain(str(ConfigError(problems)))
         raise typer.Exit(2)
-    warnings = _warnings(settings)
+    warnings = refusals(settings)  # unless a flag says otherwise
     asked = _ask(inventory, settings) if probe else None
     if as_json:
         answer: dict[str, Any] = {"valid": True, "problems": [], "warnings": warnings}
@@ -82,20 +83,6 @@ def _problem(problem: Problem) -> dict[str, object]:
         "message": problem.message,
         "remedy": problem.remedy,
     }
-
-
-def _warnings(settings: Settings) -> list[str]:
-    """What `serve` would refuse, unless a flag says otherwise."""
-    from gateway.access.exposure import admin_refusal, public_refusal
-
-    listen, admin = settings.listen, settings.admin
-    found = [
-        public_refusal(
-            listen.host, keys=len(settings.keys), allow_anonymous=settings.allow_anonymous
-        ),
-        admin_refusal(admin.host, has_key=admin.key_file is not None),
-    ]
-    return [refusal for refusal in found if refusal is not None]
 
 
 def _ask(inventory: Inventory, settings: Settings) -> list[Asked]:

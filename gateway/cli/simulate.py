@@ -284,7 +284,13 @@ def _requests(
             raise CommandFailed(f"--generate: {error}", status=2) from None
     from gateway.planning.trace_file import read_trace
 
-    requests = read_trace(trace, skip_broken=skip_broken, limit=limit)
+    try:
+        requests = read_trace(trace, skip_broken=skip_broken, limit=limit)
+    except OSError as error:
+        raise CommandFailed(
+            f"--trace {trace}: can't be read: {error.strerror} (check the path and its rights)",
+            status=2,
+        ) from None
     if requests.skipped:
         note(f"{trace}: left out {requests.skipped} broken lines")
     return requests

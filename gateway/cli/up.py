@@ -79,6 +79,15 @@ ForceMemory = Annotated[
     ),
 ]
 
+Mlock = Annotated[
+    bool,
+    typer.Option(
+        "--mlock",
+        help="Lock the model in memory, so that it is never swapped out.",
+        rich_help_panel=_SERVERS,
+    ),
+]
+
 
 def up(
     model: Model = None,
@@ -86,6 +95,7 @@ def up(
     slots: Slots = 2,
     server_bin: ServerBin = None,
     force_memory: ForceMemory = False,
+    mlock: Mlock = False,
     config: options.ConfigFile = None,
     host: options.Host = None,
     port: options.Port = None,
@@ -109,7 +119,12 @@ def up(
 
     try:
         plan = prepare(
-            model, servers=servers, slots=slots, server_bin=server_bin, force_memory=force_memory
+            model,
+            servers=servers,
+            slots=slots,
+            server_bin=server_bin,
+            force_memory=force_memory,
+            mlock=mlock,
         )
         with tempfile.TemporaryDirectory(prefix="llama-gateway-") as folder:
             given = Options(
@@ -167,6 +182,7 @@ async def _serve(plan: LocalPlan, given: Options) -> int:
         # A port that somebody has is told now too, and no server takes one of ours.
         with addresses_held(settings), starting:
             await ended_with_us.enter_async_context(fleet)
+        _tell_of_unlocked(plan, fleet.pids)
         given.nodes.write_text(_inventory(fleet.inventory()))
         inventory = await asyncio.to_thread(load_inventory, given.nodes)
         logs = ended_with_us.enter_context(set_up(settings.logging.level, settings.logging.format))
@@ -177,6 +193,14 @@ async def _serve(plan: LocalPlan, given: Options) -> int:
             logs,
             lambda gateway: _invite(gateway.public.url if gateway.public else "", settings),
         )
+
+
+def _tell_of_unlocked(plan: LocalPlan, pids: tuple[int | None, ...]) -> None:
+    from gateway.local.locking import not_locked
+
+    for spec, pid in zip(plan.specs, pids, strict=True):
+        if spec.mlock and pid is not None and (told := not_locked(plan.model, pid)):
+            note(f"  {spec.name}: {told}")
 
 
 def _invite(url: str, settings: Settings) -> None:

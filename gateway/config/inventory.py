@@ -18,8 +18,9 @@ from gateway.config.node import (
     TokenCost,
 )
 from gateway.config.problems import ConfigError, Problem
+from gateway.config.shape import keys_of
 from gateway.config.tree import Entry, Items, Scalar, Table, table
-from gateway.config.validation import repeated, told_once, validate
+from gateway.config.validation import repeated, told_once, unknown_key, validate
 from gateway.config.yaml_source import MOST_VALUES, Source, read_yaml
 
 __all__ = [
@@ -114,8 +115,10 @@ def _parts(source: Source, problems: list[Problem]) -> tuple[Table, tuple[Entry,
     known = root.tree.entries
     for key, entry in known.items():
         if key not in {"defaults", "nodes"}:
-            near = " Did you mean a key of a node?" if key in NodeSpec.model_fields else ""
-            tell(entry, "unknown key", f"allowed here: defaults, nodes.{near}")
+            remedy = unknown_key(key, ("defaults", "nodes"))
+            if key in keys_of(NodeSpec):
+                remedy += "; it is a key of a node"
+            tell(entry, "unknown key", remedy)
 
     defaults = table({})
     if (given := known.get("defaults")) is not None:

@@ -247,6 +247,10 @@ class LimitSettings(ConfigModel):
         Field(description="Bytes per second that a body beyond `body_timeout` must average."),
         Kind("size", "bytes/s"),
     ] = 16384
+    send_timeout: Annotated[
+        Seconds,
+        Field(description="A client that takes nothing of its reply for this time is cut off."),
+    ] = 300.0
     connections: Annotated[
         Count, Field(description="Client connections at one time. A change needs a restart.")
     ] = 10000
@@ -282,6 +286,25 @@ class LimitSettings(ConfigModel):
         Field(description="Deepest nesting of a request's JSON; above it, 400."),
         Kind("number"),
     ] = 128
+    grammar_bytes: Annotated[
+        Size,
+        Field(
+            description=(
+                "Largest grammar (`grammar`), and largest schema that a node makes one of "
+                "(`json_schema`, `response_format`, each of `tools`); above it, 400."
+            )
+        ),
+    ] = 128 << 10
+    grammar_depth: Annotated[
+        Annotated[Count, Field(le=900)],
+        Field(
+            description=(
+                "Deepest nesting of such a grammar's parentheses, or of such a field's JSON; "
+                "above it, 400."
+            )
+        ),
+        Kind("number"),
+    ] = 64
     media_hosts: Annotated[
         tuple[Host, ...],
         BeforeValidator(one_or_many),

@@ -8,7 +8,14 @@ from gateway.config.fields import ConfigModel
 from gateway.config.settings import Settings
 
 # What is fixed when a listener opens. Everything else is read anew after a reload.
-AT_START = ("listen", "admin", "limits.connections", "limits.header_bytes", "limits.header_timeout")
+AT_START = (
+    "listen",
+    "admin",
+    "limits.connections",
+    "limits.header_bytes",
+    "limits.header_timeout",
+    "limits.send_timeout",
+)
 
 
 def needs_restart(old: Settings, new: Settings) -> tuple[str, ...]:

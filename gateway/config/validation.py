@@ -71,12 +71,17 @@ def validate(
     return None, [_problem(error, model, source.file, entry) for error in errors[:_ERRORS]]
 
 
-def unknown_key(model: type[ConfigModel], key: str) -> str:
+def unknown_key(key: str, known: Iterable[str]) -> str:
     """Tell which key was probably meant, and which ones there are."""
-    known = sorted(keys_of(model))
-    near = difflib.get_close_matches(key, known, n=1)
-    meant = f"did you mean {near[0]}? " if near else ""
-    return f"{meant}Allowed: {', '.join(known)}" if meant else f"allowed: {', '.join(known)}"
+    known = sorted(known)
+    meant = _meant(key, known)
+    return f"{meant} Allowed: {', '.join(known)}" if meant else f"allowed: {', '.join(known)}"
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    by_small = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), by_small, n=1)
+    return f"did you mean {by_small[near[0]]}?" if near else ""
 
 
 def told_once(problems: Iterable[Problem]) -> list[Problem]:
@@ -157,7 +162,7 @@ def _problem(error: ErrorDetails, model: type[ConfigModel], file: Path, entry: E
         remedy = f"add it: {field.description}" if field and field.description else "add it"
     elif kind == "extra_forbidden":
         message = "unknown key"
-        remedy = unknown_key(parent, str(loc[-1]))
+        remedy = unknown_key(str(loc[-1]), keys_of(parent))
     elif kind == "literal_error":
         message, remedy = _literal(context["expected"], error["input"])
     elif kind == "string_type" and isinstance(error["input"], (bool, int, float)):
@@ -172,7 +177,5 @@ def _problem(error: ErrorDetails, model: type[ConfigModel], file: Path, entry: E
 def _literal(expected: str, value: object) -> tuple[str, str]:
     allowed = expected.replace("'", "")
     names = allowed.replace(" or ", ", ").split(", ")
-    near = difflib.get_close_matches(str(value), names, n=1)
-    return f"must be {allowed}" if len(names) == 1 else f"must be one of: {', '.join(names)}", (
-        f"did you mean {near[0]}?" if near else ""
-    )
+    message = f"must be {allowed}" if len(names) == 1 else f"must be one of: {', '.join(names)}"
+    return message, _meant(str(value), names)

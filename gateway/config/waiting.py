@@ -136,7 +136,8 @@ class IdentitySettings(ConfigModel):
         Field(
             description=(
                 "Headers that name the conversation or the editor's session, the first that is "
-                "there: what replaces an earlier request is told by it."
+                "there: it keeps its node, as long as no other is a good deal quicker, and what "
+                "replaces an earlier request is told by it."
             )
         ),
         Kind("list of header names"),

@@ -125,7 +125,7 @@ class _Builder:
             for event in yaml.parse(text, Loader=_Loader):
                 self._take(event)
         except yaml.MarkedYAMLError as error:
-            raise self._syntax(error) from None
+            raise self._syntax(error, text) from None
         except yaml.YAMLError as error:
             message = str(error).splitlines()[0]
             raise ConfigError([Problem(self._file, 0, "", f"no valid YAML: {message}")]) from None
@@ -280,7 +280,7 @@ class _Builder:
         stop = Problem(self._file, _line(event), "", message, remedy, column=column)
         return ConfigError([*self._problems, stop])
 
-    def _syntax(self, error: yaml.MarkedYAMLError) -> ConfigError:
+    def _syntax(self, error: yaml.MarkedYAMLError, text: str) -> ConfigError:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
         message = f"no valid YAML: {error.problem or 'syntax error'}"
@@ -289,6 +289,9 @@ class _Builder:
             if error.context_mark and error.context_mark.line + 1 != line:
                 message += f" that began in line {error.context_mark.line + 1}"
         remedy = "quote a value that holds ': ', ' #', '{' or '['" if error.problem else ""
+        here = text.splitlines()[line - 1 : line]
+        if here and "\t" in here[0][: len(here[0]) - len(here[0].lstrip())]:
+            remedy = "indent with spaces, not with tabs"
         return ConfigError(
             [*self._problems, Problem(self._file, line, "", message, remedy, column=column)]
         )

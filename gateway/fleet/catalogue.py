@@ -42,6 +42,8 @@ class Catalogue:
     """The nodes by what they serve."""
 
     def __init__(self) -> None:
+        self.version = 0
+        """Goes up whenever an offering may have changed."""
         self._nodes: tuple[Node, ...] = ()
         self._serving: dict[str, tuple[Node, ...]] | None = None
         self._offerings: dict[tuple[str, str, bool, bool], Offering] = {}
@@ -56,10 +58,11 @@ class Catalogue:
     def names_changed(self) -> None:
         """A node serves other models than before."""
         self._serving = None
-        self._offerings.clear()
+        self.node_changed()
 
     def node_changed(self) -> None:
         """A node may offer something else than before."""
+        self.version += 1
         self._offerings.clear()
 
     # What it tells.
@@ -88,7 +91,7 @@ class Catalogue:
 
     def known(self, model: str) -> bool:
         """Whether some node serves this public name, down or not."""
-        return model in self._index()
+        return model in (self._serving or self._index())
 
     def nodes_for(self, model: str) -> tuple[Node, ...]:
         """The nodes that serve this public name, down or not."""

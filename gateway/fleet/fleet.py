@@ -176,6 +176,7 @@ class Fleet:
             rules=self._rules,
             clock=self._clock,
             circuit=Circuit(self._rules.health, self._rng),
+            facts=self._departures.last_seen(spec),
             on_return=self._returned,
             on_abandon=self._reclaimer.watch,
         )

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from gateway.fleet.node import Node
 
+OF_NO_USE = frozenset({Answer.LOCKED, Answer.NAMELESS})
+"""What a discovery may end with though the node lives."""
 LONGEST_SLEEP = 3600.0
 
 
@@ -65,8 +67,9 @@ class Watch:
         self._wake.set()
 
     async def probe(self) -> Outcome:
-        """Probe now, and take in the answer."""
+        """Probe now, and take in the answer; what the node is and refuses is asked anew."""
         async with self._busy:
+            self._node.probing.discovered = None
             return await self._cycle()
 
     async def _run(self) -> None:
@@ -132,7 +135,7 @@ class Watch:
             return alive
         # Whatever else went wrong: it lives, as /health has just said, and is asked again with
         # the next probe.
-        return outcome if outcome.answer is Answer.LOCKED else alive
+        return outcome if outcome.answer in OF_NO_USE else alive
 
     async def _observe(self) -> None:
         """Read how many slots are busy."""

@@ -83,16 +83,14 @@ class Node:
     """Free slots as the scheduler was last told."""
     on_return: Callable[[Lease], None] = _nothing
     on_abandon: Callable[[Node], None] = _nothing
+    name: str = field(init=False)
+    """Its name in the inventory."""
 
     def __post_init__(self) -> None:
+        self.name = self.spec.name
         self.speed.relative = self.spec.speed_hint
         if self.spec.kind == "openai":
             self.limit = Limit()
-
-    @property
-    def name(self) -> str:
-        """Its name in the inventory."""
-        return self.spec.name
 
     @property
     def slots_total(self) -> int:
@@ -212,8 +210,10 @@ class Node:
         if self.state is State.READY and self.limit is None and self.circuit.steady:
             if self.removed:
                 return 0
-            left = self.slots_total - self.occupancy.leased - self.occupancy.foreign
-            return max(0, left)
+            # `slots_total`, spelt out: this is asked for each request.
+            total = self.spec.slots or self.facts.slots or 1
+            left = total - self.occupancy.leased - self.occupancy.foreign
+            return left if left > 0 else 0  # noqa: FURB136 - a call costs four times as much
         capacity = self.capacity(now)
         if not capacity:
             return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import msgspec
 
 from gateway.fleet.facts import busy_slots
 from gateway.fleet.probing import Answer, Outcome
+from gateway.transport.patience import Within
 
 if TYPE_CHECKING:
     from gateway.fleet.node import Node
@@ -20,6 +20,7 @@ LARGEST_ANSWER = 4 << 20
 GONE = frozenset({404, 405, 501})
 """There is no such endpoint."""
 LOCKED = frozenset({401, 403})
+NAME_IT = "say in the inventory what it serves (model: ...)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ async def ask(node: Node, path: str) -> Reply | Outcome:
 
     try:
         async with (
-            asyncio.timeout(limit),
+            Within(limit),
             node.upstream.client.stream("GET", path, timeout=limit) as response,
         ):
             body = bytearray()
@@ -79,7 +80,7 @@ async def check_alive(node: Node) -> Outcome:
 
 
 async def discover(node: Node) -> Outcome:
-    """Ask what the server is and take it in. UP also if it would not say all."""
+    """Ask what the server is and take it in. UP also if it would not say all, but its models."""
     began = node.clock()
     paths = ["/v1/models"] if node.spec.kind == "openai" else ["/v1/models", "/props"]
     facts = node.facts
@@ -96,8 +97,13 @@ async def discover(node: Node) -> Outcome:
                 facts.read_props(reply.json())
             else:
                 facts.read_models(reply.json())
-    if facts.identity() != before:
-        # Another build or model: what the old one refused says nothing about it.
+    if node.spec.kind == "llama.cpp" and not facts.models and node.spec.models is None:
+        # A server from before 2024, which would be ready for ever and get nothing.
+        told = f"its /v1/models and /props name no model: {NAME_IT}"
+        return Outcome(Answer.NAMELESS, told, node.clock() - began)
+    if facts.identity() != before or node.probing.discovered is None:
+        # Another build or model, or begun anew, perhaps with other options: what the old one
+        # refused says nothing about it.
         facts.refused.clear()
     return Outcome(Answer.UP, "", node.clock() - began)
 
@@ -145,9 +151,7 @@ def _judge_discovery(node: Node, path: str, status: int) -> tuple[Answer, str]:
         if hidden and node.spec.models is not None:
             return Answer.UP, ""
         if status in GONE:
-            return Answer.FAILED, (
-                f"{path} answers {status}: say in the inventory what it serves (model: ...)"
-            )
+            return Answer.FAILED, f"{path} answers {status}: {NAME_IT}"
     elif status in GONE:
         return Answer.UP, ""
     if status in LOCKED:

@@ -18,6 +18,8 @@ class Answer(enum.Enum):
     TIMED_OUT = "timed out"
     LOCKED = "locked"
     """It refuses our key: alive, and of no use."""
+    NAMELESS = "names no model"
+    """Neither does the inventory: alive, and of no use."""
     FAILED = "failed"
 
 

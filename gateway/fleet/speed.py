@@ -69,6 +69,8 @@ class Speed:
     """What holds until it is measured; kept by `weigh`."""
     version: int = 0
     """Goes up whenever `reading`, `token_base` or `token_step` may have changed."""
+    answers: int = 0
+    """From how many answers it was learnt."""
     _prefill: Trend = field(
         default_factory=lambda: Trend(PREFILL_MEMORY, 0.0, OVERHEAD_STRENGTH, MOST_OVERHEAD)
     )
@@ -132,6 +134,7 @@ class Speed:
         """Another model or another server: nothing is known any more."""
         fresh = Speed()
         self._prefill, self._decode = fresh._prefill, fresh._decode
+        self.answers = 0
         self.version += 1
 
     def _take_in(self, sample: Sample) -> Sample:
@@ -142,6 +145,7 @@ class Speed:
         if rate is not None:
             self._decode.learn((sample.busy or 1.0) - 1, rate.low, rate.high, rate.tokens)
         self.version += 1
+        self.answers += 1
         return sample
 
 

@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
         "--exact", action="store_true", help="without the roundings by which reading differs"
     )
     made.add_argument("--no-mmap", action="store_true", help="read the model into own memory")
+    made.add_argument("--mlock", action="store_true", help="never let the model leave memory")
     made.add_argument("--embedding", action="store_true", help="serve embeddings too")
     made.add_argument("--pooling", choices=POOLING, default="mean", help="of embeddings")
     made.add_argument("--parent", type=int, metavar="PID", help="die with this process")
@@ -110,8 +111,9 @@ def serve(options: argparse.Namespace) -> Any:
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         off = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.flash_attn_type = off
-    if options.no_mmap:
-        params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_NONE
+    if options.no_mmap or options.mlock:
+        mapped, locked = "" if options.no_mmap else "MMAP_", "MLOCK" if options.mlock else "NONE"
+        params.load_mode = getattr(xllamacpp.llama_load_mode, f"LLAMA_LOAD_MODE_{mapped}{locked}")
     if options.embedding:
         params.embedding = True
         kind = f"LLAMA_POOLING_TYPE_{options.pooling.upper()}"

@@ -19,6 +19,10 @@ class MemoryShortError(LocalFleetError):
     """The servers would leave too little memory free."""
 
 
+class MemoryLockError(LocalFleetError):
+    """The model is to be locked in memory, and that is not allowed."""
+
+
 class ServerBinaryError(LocalFleetError):
     """The llama-server binary can't be run."""
 

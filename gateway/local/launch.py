@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import os
 import platform
+import resource
 import signal
 import sys
 
@@ -54,10 +55,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parent", type=int, metavar="PID", help="die with this process")
     parser.add_argument("--cpus", metavar="0,1,2", help="run on these CPUs only")
     parser.add_argument("--memory-node", type=int, metavar="N", help="take memory from this node")
+    parser.add_argument("--mlock", action="store_true", help="lock as much as the limit allows")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
     if options.parent is not None:
         die_with_parent(options.parent)
+    if options.mlock:
+        hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
     try:
         if options.cpus is not None:
             os.sched_setaffinity(0, {int(cpu) for cpu in options.cpus.split(",")})

@@ -33,6 +33,7 @@ class ServerSpec:
     cpus: tuple[int, ...] | None = None  # None: any
     memory_node: int | None = None  # None: any
     no_mmap: bool = False
+    mlock: bool = False
     prompts_kept: int = 0  # bytes of evicted prompts
     embedding: bool = False
     host: str = "127.0.0.1"
@@ -48,6 +49,7 @@ def plan_servers(
     slots: int = SLOTS,
     context: int = CONTEXT,
     embedding: bool = False,
+    mlock: bool = False,
 ) -> tuple[ServerSpec, ...]:
     """One server per NUMA node, or `servers` of them spread over the nodes.
 
@@ -74,6 +76,7 @@ def plan_servers(
             cpus=home.fast_cpus if several or home.efficiency else None,
             memory_node=home.number if several and home.memory_allowed else None,
             no_mmap=several,
+            mlock=mlock,
             prompts_kept=min(PROMPTS_KEPT, left // count),
             embedding=embedding,
         )

@@ -10,6 +10,7 @@ from gateway.local.cache import cache_folder, logs_folder
 from gateway.local.demo_model import MODEL_NAME, ensure_demo_model
 from gateway.local.errors import MissingExtraError
 from gateway.local.gguf_file import Model, read_model
+from gateway.local.locking import check_lock, lock_limit
 from gateway.local.memory import check_memory
 from gateway.local.openmp import carried_openmp, system_has_openmp
 from gateway.local.plan import SLOTS, ServerSpec, plan_servers
@@ -36,13 +37,15 @@ def prepare(
     server_bin: Path | None = None,
     force_memory: bool = False,
     embedding: bool = False,
+    mlock: bool = False,
     cache: Path | None = None,
     topology: Topology | None = None,
 ) -> LocalPlan:
     """Plan the servers of this machine, for `model` or else the demo model.
 
     Raises a LocalFleetError that names the remedy: a missing extra, a file that is no model, too
-    little memory, a binary that can't be run; OSError when the cache folder can't be written.
+    little memory or none that may be locked, a binary that can't be run; OSError when the cache
+    folder can't be written.
     """
     cache = cache or cache_folder()
     topology = topology or read_topology()
@@ -50,8 +53,12 @@ def prepare(
     if binary is None:
         _check_embedded()
     chosen = read_model(model) if model else read_model(ensure_demo_model(cache), MODEL_NAME)
-    specs = plan_servers(topology, chosen, servers=servers, slots=slots, embedding=embedding)
+    specs = plan_servers(
+        topology, chosen, servers=servers, slots=slots, embedding=embedding, mlock=mlock
+    )
     check_memory(topology, chosen, [spec.memory_node for spec in specs], force=force_memory)
+    if mlock:
+        check_lock(chosen, lock_limit())
     return LocalPlan(chosen, model is None, specs, binary, logs_folder(cache))
 
 

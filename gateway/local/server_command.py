@@ -79,6 +79,8 @@ def server_command(
         launch += ["--cpus", ",".join(map(str, spec.cpus))]
     if spec.memory_node is not None:
         launch += ["--memory-node", str(spec.memory_node)]
+    if spec.mlock:
+        launch.append("--mlock")
     server = _embedded(spec, port) if binary is None else _llama_server(spec, port, binary)
     return [*launch, "--", *server]
 
@@ -112,6 +114,8 @@ def _embedded(spec: ServerSpec, port: int) -> list[str]:
         command += ["--ubatch", str(spec.micro_batch)]
     if spec.no_mmap:
         command.append("--no-mmap")
+    if spec.mlock:
+        command.append("--mlock")
     if spec.embedding:
         command.append("--embedding")
     return command
@@ -135,7 +139,11 @@ def _llama_server(spec: ServerSpec, port: int, binary: Binary) -> list[str]:
         [["--cors-origins", f"http://{spec.host}:{port}"]],
         [["--cache-ram", str(spec.prompts_kept // MIB)]],
     ]
-    if spec.no_mmap:
+    if spec.mlock and "--load-mode" in binary.flags:
+        wanted.append([["--load-mode", "mlock" if spec.no_mmap else "mmap+mlock"]])
+    elif spec.mlock:
+        wanted += [[["--mlock"]], [["--no-mmap"]] if spec.no_mmap else []]
+    elif spec.no_mmap:
         wanted.append([["--load-mode", "none"], ["--no-mmap"]])
     if spec.embedding:
         wanted += [[["--embeddings"], ["--embedding"]], [["--pooling", "mean"]]]

@@ -164,9 +164,8 @@ class EventLines:
 
 
 _ACCESS = (
-    b'{"timestamp":"%b","level":"%b","event":"request","id":%b,%b,"status":%d,"attempts":%d,'
-    b'"queue":%.4f,"ttft":%b,"duration":%.4f,"prompt_tokens":%d,"cached_tokens":%d,'
-    b'"completion_tokens":%d%b}\n'
+    b'{"timestamp":"%b","level":"%b","event":"request","id":%b,%b,"queue":%b,"ttft":%b,'
+    b'"duration":%.4f,"prompt_tokens":%d,"cached_tokens":%d,"completion_tokens":%d%b}\n'
 )
 
 
@@ -176,10 +175,17 @@ def access_line(event: RequestFinished, level: str) -> bytes:
         now().encode(),
         level.encode(),
         _quoted(event.id),
-        _kind(event.path, event.priority, event.model, event.node, event.stream, event.caller),
-        event.code,
-        event.attempts,
-        event.queue,
+        _kind(
+            event.path,
+            event.priority,
+            event.model,
+            event.node,
+            event.stream,
+            event.caller,
+            event.code,
+            event.attempts,
+        ),
+        b"%.4f" % event.queue if event.queue else b"0.0000",
         b"null" if event.ttft is None else b"%.4f" % event.ttft,
         event.duration,
         event.prompt_tokens,
@@ -197,15 +203,22 @@ def _kind(
     node: str | None,
     stream: bool,  # noqa: FBT001 - a part of a cache's key like the others
     caller: str,
+    code: int,
+    attempts: int,
 ) -> bytes:
     """What many requests have in common."""
-    return b'"path":%b,"class":"%b","model":%b,"node":%b,"stream":%b,"caller":%b' % (
+    return (
+        b'"path":%b,"class":"%b","model":%b,"node":%b,"stream":%b,"caller":%b,'
+        b'"status":%d,"attempts":%d'
+    ) % (
         _quoted(path),
         priority.label.encode(),
         _quoted(model),
         b"null" if node is None else _quoted(node),
         b"true" if stream else b"false",
         _quoted(caller),
+        code,
+        attempts,
     )
 
 

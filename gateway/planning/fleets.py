@@ -131,10 +131,14 @@ def read_speeds(path: Path) -> dict[str, Speeds]:
     """Speeds by node, from what `llama-gateway nodes --json` writes or a file like it.
 
     A list of nodes (or a mapping with the key `nodes`), each with `name`, `prefill_tps`,
-    `decode_tps` and, if known, `batch_cost` and `slots_total`; YAML or JSON. Raises FleetError and
-    OSError.
+    `decode_tps` and, if known, `batch_cost` and `slots_total`; YAML or JSON. Raises FleetError.
     """
-    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise FleetError(
+            f"{path}: can't be read: {error.strerror} (check the path and its rights)"
+        ) from None
     try:
         value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except json.JSONDecodeError as error:

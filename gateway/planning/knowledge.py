@@ -95,8 +95,14 @@ class Exact:
         coming: dict[int, float] = {}
         for node in self._seen.get(prompt.stream, set()) | self._seen.get(-prompt.head, set()):
             server = fleet.servers[node]
-            kept = (*server.cache.held, *server.cache.evicted)
-            if held := max(in_common(one, prompt) for one in kept):
+            # What a busy slot held is being written over.
+            idle = [
+                held
+                for held, job in zip(server.cache.held, server.slots, strict=True)
+                if job is None
+            ]
+            kept = (*idle, *server.cache.evicted)
+            if held := max((in_common(one, prompt) for one in kept), default=0):
                 cached[node] = held
             running = [one.whole for one in server.slots if one is not None]
             if will := max((in_common(one, prompt) for one in running), default=0):

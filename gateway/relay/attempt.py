@@ -10,6 +10,7 @@ from gateway.fleet.lease import Lease
 from gateway.relay import fields, sse
 from gateway.relay.continuation.seam import Seam
 from gateway.relay.dialects import Dialect, Part
+from gateway.relay.promised import check_plain, is_event_stream
 from gateway.relay.sse import EventGate
 from gateway.relay.verdict import as_body, message_of, status_of
 from gateway.relay.watch import Limits, Watch, limits_of
@@ -20,8 +21,8 @@ from gateway.transport.errors import Errored, Garbage, Stale, UpstreamError
 ERROR_BYTES = 256 * 1024
 """Of an error's body no more is read."""
 
-
-_JSON_BEGINS = (b"{", b"[")
+ENDING_BYTES = 4 * 1024
+"""Of a stream's end so much is looked at, and the whole of the event that reaches beyond it."""
 
 Write = Callable[[bytes], bool]
 """Sends bytes to the client, and tells whether it lags."""
@@ -33,8 +34,6 @@ class Attempt:
     __slots__ = (
         "_clock",
         "_connection",
-        "_ended",
-        "_failure",
         "_gate",
         "_held",
         "_limits",
@@ -47,16 +46,20 @@ class Attempt:
         "content",
         "dialect",
         "excused",
+        "failure",
         "headers",
         "keep",
         "lease",
+        "on_fail",
         "request",
+        "said_all",
         "seam",
         "sent",
         "status",
         "streams",
         "strip",
         "tail",
+        "unsaid",
     )
 
     def __init__(
@@ -76,10 +79,11 @@ class Attempt:
         self._watch = watch
         self._clock = clock
         self._connection: Connection | None = None
-        self._failure: UpstreamError | None = None
+        self.failure: UpstreamError | None = None
         """Set from outside, perhaps before there is a connection."""
         self._gate: EventGate | None = None
-        self._ended = False
+        self.said_all = False
+        """Whether the end of its stream has passed."""
         self._held: bytes | None = None
         """What the reader is to return next; empty: that the client lags."""
         self._write: Write | None = None
@@ -101,6 +105,10 @@ class Attempt:
         """Gets all that goes out after `content`, in case it must go on elsewhere."""
         self.strip: Callable[[bytes], bytes] | None = None
         """Takes out of a stream what only we have asked for."""
+        self.unsaid = 0
+        """Events that `strip` has taken out whole."""
+        self.on_fail: Callable[[], None] | None = None
+        """Called when it is failed from outside: who reads it may wait for something else."""
         self.seam: Seam | None = None
         """Where it goes on with what another attempt began."""
 
@@ -124,12 +132,19 @@ class Attempt:
     @property
     def events(self) -> int:
         """Events that have passed."""
-        return self._gate.events if self._gate is not None else 0
+        return self._gate.events - self.unsaid if self._gate is not None else 0
 
     @property
     def cut(self) -> bool:
         """Whether the stream ended within an event."""
         return self._gate is not None and self._gate.partial
+
+    @property
+    def ending(self) -> bytes:
+        """The last events of a stream, whole."""
+        last = self.tail[2]
+        data = last if len(last) > ENDING_BYTES else b"".join(self.tail)
+        return sse.last_events(data, ENDING_BYTES)
 
     @property
     def fields(self) -> bytes:
@@ -152,17 +167,19 @@ class Attempt:
         self.headers = connection.headers
         if self.status >= 300:
             self.content = await self._all(ERROR_BYTES)
-        elif self.lease.stream and _is_event_stream(self.headers):
+        elif self.lease.stream and is_event_stream(self.headers):
             self.lease.head_came(self._clock())
             self.streams = True
-            self._gate = EventGate(limits.event_bytes, comments=self._settings.heartbeat > 0)
+            self._gate = EventGate(
+                limits.event_bytes, self.dialect.usual, comments=self._settings.heartbeat > 0
+            )
             self.content = await self._first_content(limits.event_bytes)
         elif connection.complete:
             self.content = connection.take()
         else:
             self.content = await self._all(limits.response_bytes)
         if self.status < 300 and not self.streams:
-            _check_plain(self.headers, self.content)
+            check_plain(self.headers, self.content)
 
     async def read(self, write: Write | None = None) -> bytes | None:
         """The next bytes that may pass, empty at the end. Raises: UpstreamError.
@@ -182,8 +199,8 @@ class Attempt:
                 passed = self._passed(chunk)
                 if passed:
                     return passed
-            elif self._failure is not None:
-                raise self._failure
+            elif self.failure is not None:
+                raise self.failure
             elif connection.complete:
                 return b""
             else:
@@ -200,9 +217,9 @@ class Attempt:
         try:
             passed = self._passed(connection.take())
         except UpstreamError as error:
-            self._failure = error
+            self.failure = error
             return False
-        if self._ended or self._failure is not None:
+        if self.said_all or self.failure is not None:
             self._held = passed or None
             return False
         if passed and write(passed):
@@ -212,24 +229,48 @@ class Attempt:
 
     def _passed(self, chunk: bytes) -> bytes:
         """What of a piece of a stream goes out; possibly nothing yet. Raises: UpstreamError."""
-        gate, dialect = self._gate, self.dialect
+        gate = self._gate
         assert gate is not None
-        if self._ended:
+        if self.said_all:
             return b""
-        before, mark = gate.events, dialect.error_mark
-        passed = gate.feed(chunk)
-        if passed.find(dialect.end_mark) >= 0 or (mark and passed.find(mark) >= 0):
-            passed = self._to_the_end(passed)
-        if passed:
-            sse.check(passed, gate.events - before)
-        if self.strip is not None:
-            passed = self.strip(passed)
+        before = gate.events
+        passed = self._looked_at(self._fed(chunk), gate.unusual)
         if self.keep is not None and passed:
             self.keep(passed)
         if gate.events != before:
             self.lease.last_moved = self._clock()
             _, second, third = self.tail
             self.tail = (second, third, passed)
+        return passed
+
+    def _fed(self, chunk: bytes) -> bytes:
+        """The whole events that have come, as the client would have had them unasked."""
+        gate = self._gate
+        assert gate is not None
+        passed = gate.feed(chunk)
+        if self.strip is not None:
+            passed = self.strip(passed)
+            gate.unusual = gate.unusual_in(passed)
+        return passed
+
+    def _looked_at(self, passed: bytes, unusual: int) -> bytes:
+        """What of these events goes out; only the last so many bytes need a closer look.
+
+        Raises: UpstreamError.
+        """
+        dialect = self.dialect
+        if dialect.inner_end and passed.find(dialect.end_mark) >= 0:
+            unusual = len(passed)
+        if unusual:
+            at = len(passed) - unusual
+            seen = passed[at:] if at else passed
+            if seen == dialect.end:
+                self.said_all = True
+            else:
+                left = sse.checked(self._to_the_end(seen))
+                if len(left) != len(seen):
+                    passed = passed[:at] + left
+        sse.check_text(passed)
         return passed
 
     def _to_the_end(self, passed: bytes) -> bytes:
@@ -250,15 +291,17 @@ class Attempt:
                 break
             kept.append(event)
             if ends and dialect.is_end(event):
-                self._ended = True
+                self.said_all = True
                 break
         return b"".join(kept)
 
     def fail(self, error: UpstreamError) -> None:
         """End it from outside: whoever waits gets `error`."""
-        self._failure = error
+        self.failure = error
         if self._connection is not None:
             self._connection.fail(error)
+        if self.on_fail is not None:
+            self.on_fail()
 
     def end(self) -> None:
         """Leave the node. Its slot is free when its answer was complete, else when it says so."""
@@ -289,9 +332,9 @@ class Attempt:
         pool = self.lease.upstream.pool
         while True:
             connection = pool.idle() or await pool.connect(self.patience)
-            if self._failure is not None:
+            if self.failure is not None:
                 connection.close()
-                raise self._failure
+                raise self.failure
             self._connection = connection
             if not self.sent:
                 self.sent = self._clock()
@@ -318,8 +361,8 @@ class Attempt:
             chunk = await connection.read()
             if not chunk:
                 raise Garbage("The node's stream ended before it said anything")
-            passed = gate.feed(chunk)
-            held += passed
+            passed = self._fed(chunk)
+            held = held + passed if held else passed
             for event in sse.split(passed):
                 part = self.dialect.part(event)
                 if part is Part.OPENING:
@@ -327,10 +370,8 @@ class Attempt:
                 if part is Part.ERROR:
                     return self._refused(sse.payload(event))
                 self.lease.moved(self._clock())
-                held = self._to_the_end(held)
-                sse.check(held, 0)
-                if self.strip is not None:
-                    held = self.strip(held)
+                unusual = gate.unusual if held is passed else gate.unusual_in(held)
+                held = self._looked_at(held, unusual)
                 self.tail = (b"", b"", held)
                 return held
             if len(held) > most:
@@ -357,24 +398,3 @@ class Attempt:
             parts.append(part)
             size += len(part)
         return b"".join(parts)
-
-
-def _check_plain(headers: Headers, content: bytes) -> None:
-    """A plain answer that says it is JSON must begin like it. Raises: Garbage."""
-    if content[:1] in _JSON_BEGINS or content.lstrip()[:1] in _JSON_BEGINS:
-        return
-    for name, value in headers:
-        if name == b"content-type" and value.startswith(b"application/json"):
-            raise Garbage("The node's answer is not JSON")
-
-
-def _is_event_stream(headers: Headers) -> bool:
-    kind = encoding = b""
-    for name, value in headers:
-        if name == b"content-type":
-            kind = value
-        elif name == b"content-encoding":
-            encoding = value.lower()
-    if encoding not in {b"", b"identity"}:
-        raise Garbage("The node compressed its stream though it was asked not to")
-    return kind.startswith(b"text/event-stream")

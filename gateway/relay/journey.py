@@ -15,7 +15,7 @@ from gateway.fleet.lease import Lease
 from gateway.relay import assembly, edits, fields, verdict
 from gateway.relay.assembly import NotAssembled
 from gateway.relay.attempt import Attempt
-from gateway.relay.continuation import bodies, exact
+from gateway.relay.continuation import exact
 from gateway.relay.continuation.carrier import Carrier
 from gateway.relay.continuation.said import READERS, SoFar
 from gateway.relay.dialects import Dialect
@@ -23,6 +23,7 @@ from gateway.relay.live import Ended, Live, Moved
 from gateway.relay.reply import Lost, Reply, Rest, as_error, may_go_on
 from gateway.relay.routes import ROUTES
 from gateway.relay.settle import Settler
+from gateway.relay.values import object_of
 from gateway.relay.verdict import Verdict
 from gateway.relay.watch import Watch
 from gateway.scheduling.mirror import ALIVE
@@ -78,19 +79,6 @@ class Journey:
         """Of the attempt under way, where it tells its tokens' ids."""
 
     async def attempt(self) -> Reply:
-        """One attempt, and one more on a CPU node if a GPU node failed it.
-
-        That way can't multiply an outage of GPU nodes: it counts as no retry and waits for
-        nothing. Raises: AttemptFailed, GatewayError.
-        """
-        try:
-            return await self._attempt()
-        except AttemptFailed as failure:
-            if not (failure.again and self._may_cross()):
-                raise
-        return await self._attempt()
-
-    async def _attempt(self) -> Reply:
         """One attempt. Raises: AttemptFailed, GatewayError."""
         means, live = self._means, self._live
         request, record, clock = live.request, live.record, means.clock
@@ -133,6 +121,23 @@ class Journey:
             return Reply(attempt.status, attempt.fields, attempt.content, rest)
         return await self._assembled(rest, model)
 
+    async def again(self) -> Reply:
+        """One attempt, and one more `across`. Raises: AttemptFailed, GatewayError."""
+        try:
+            return await self.attempt()
+        except AttemptFailed as failure:
+            return await self.across(failure)
+
+    async def across(self, failure: AttemptFailed) -> Reply:
+        """One more attempt on a CPU node if a GPU node failed the one before.
+
+        That way can't multiply an outage of GPU nodes: it counts as no retry and waits for
+        nothing. Raises: AttemptFailed, that one where there is no such way; GatewayError.
+        """
+        if not (failure.again and self._may_cross()):
+            raise failure
+        return await self.attempt()
+
     def _may_cross(self) -> bool:
         """Whether it comes from a GPU node, for the first time, and some CPU node is in."""
         request, live, means = self._live.request, self._live, self._means
@@ -151,6 +156,8 @@ class Journey:
         body = request.bodies[model]
         if lease.stream and not request.stream:
             body = edits.applied(body, assembly.asked(request.path))
+        if self._live.prefill is not None and lease.stream:
+            body = self._live.prefill.begin(attempt, body)
         if lease.stream and self._means.settings.resume == "exact":
             body = self._with_ids(attempt, body)
         name = lease.node.serves(model) or model
@@ -174,7 +181,8 @@ class Journey:
 
     def _answered(self, attempt: Attempt) -> Reply:
         """The node answers in one piece: from here on nothing can be repeated."""
-        self._blame_the_others()
+        if self._erring:
+            self._blame_the_others()
         headers = attempt.fields
         if attempt.complete:
             content = attempt.content
@@ -204,10 +212,10 @@ class Journey:
         """The body that makes the node tell its tokens' ids, which don't go out."""
         path = self._live.request.path
         reader = READERS.get(path)
-        if reader is None or not exact.fits(path, bodies.fields_of(body)):
+        if reader is None or not exact.fits(path, object_of(body)):
             return body
         self._so_far = SoFar(reader, self._means.settings.limits.resume_bytes)
-        attempt.strip = exact.Stripper(path, self._so_far.know)
+        attempt.strip = exact.Stripper(path, self._so_far.know, attempt.strip)
         return edits.applied(body, exact.ASKED[path])
 
     async def _assembled(self, rest: Rest, model: str) -> Reply:
@@ -225,11 +233,13 @@ class Journey:
                     )
             content = collected.answer(live.request.path, live.request.bodies[model])
         except Lost as lost:
-            live.request.failed.add(attempt.lease.node.name)
+            live.request.failed |= {attempt.lease.node.name}
             again = may_go_on(lost.failure) and self._may_leave(lost.failure, attempt)
             raise AttemptFailed(lost.error, again=again) from lost
         except NotAssembled as failure:
-            live.request.failed.add(attempt.lease.node.name)
+            # A server of another make may still answer plainly.
+            live.request.assembled = False
+            live.request.failed |= {attempt.lease.node.name}
             raise AttemptFailed(errors.node_failed(f"{failure}".capitalize() + ".")) from failure
         finally:
             rest.close()
@@ -259,11 +269,11 @@ class Journey:
         if judged is Verdict.PASS:
             fleet.succeeded(node, now, lease.taken)
             return answer
-        request.failed.add(node.name)
+        request.failed |= {node.name}
         if judged is Verdict.OVERFLOW:
             raise self._overflow(content, lease)
         if judged is Verdict.REFUSED:
-            request.refused.add(node.name)
+            request.refused |= {node.name}
             if status == 501:
                 fleet.refuses(node, request.endpoint)
             elif status == 401 and node.spec.kind == "openai":
@@ -293,7 +303,7 @@ class Journey:
         request, node = self._live.request, lease.node
         tokens, context = verdict.overflow_sizes(content)
         context = context or node.context
-        error = errors.context_length_exceeded(tokens, context)
+        error = errors.context_length_exceeded(tokens, context, ROUTES[request.path].prompt)
         self._means.fleet.succeeded(node, self._means.clock(), lease.taken)
         if request.smallest_context or context is None:
             return error
@@ -308,7 +318,7 @@ class Journey:
         self._settler.tell(self._live, attempt, failure.outcome)
         if isinstance(failure, Ended):
             return failure.error
-        request.failed.add(node.name)
+        request.failed |= {node.name}
         if isinstance(failure, Moved):
             return AttemptFailed(failure.error, again=self._may_leave(failure, attempt))
         if isinstance(failure, Exhausted):

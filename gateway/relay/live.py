@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
 from gateway.relay.attempt import Attempt
+from gateway.relay.prefill import Prefill
 from gateway.request import Request
 from gateway.transport.errors import UpstreamError
 
@@ -40,6 +41,8 @@ class Live:
     record: RequestFinished
     attempt: Attempt | None = None
     ended_by: GatewayError | None = None
+    prefill: Prefill | None = None
+    """How far its prompt has been read, for a client that wants to know."""
 
     def end(self, error: GatewayError) -> None:
         """End it where it stands; its client gets `error`, as an event if the reply has begun."""

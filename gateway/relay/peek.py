@@ -44,6 +44,12 @@ class Peek(msgspec.Struct):
     tools: msgspec.Raw = NOTHING
     system: msgspec.Raw = NOTHING
     instructions: msgspec.Raw = NOTHING
+    grammar: msgspec.Raw = NOTHING
+    json_schema: msgspec.Raw = NOTHING
+    response_format: msgspec.Raw = NOTHING
+    text: msgspec.Raw = NOTHING
+    output_config: msgspec.Raw = NOTHING
+    output_format: msgspec.Raw = NOTHING
 
 
 _PEEK = msgspec.json.Decoder(Peek)
@@ -138,7 +144,7 @@ def count_tokens(raw: msgspec.Raw, bytes_per_token: float) -> int:
     if data.find(b"\\") >= 0:
         # An escaped character counts as one byte, since it is at most about one token.
         size -= 5 * data.count(b"\\u")
-    if not _may_hold_media(data):
+    if len(data) <= SHORTEST_PICTURE or not _may_hold_media(data):
         return int(size / bytes_per_token)
     found = find_media(data)
     return int((size - found.size) / bytes_per_token) + found.least

@@ -11,7 +11,7 @@ import msgspec
 
 from gateway import errors
 from gateway.config.listeners import LimitSettings
-from gateway.relay import assembly, edits, peek
+from gateway.relay import assembly, edits, grammar, peek
 from gateway.relay.fingerprint import fingerprint
 from gateway.relay.naming import Names
 from gateway.relay.routes import Route
@@ -61,13 +61,16 @@ def prepare(
 ) -> Request:
     """A request that can be sent to nodes. Raises: GatewayError."""
     route, limits, body = incoming.route, rules.limits, incoming.body
-    if peek.depth(body, limits.json_depth) > limits.json_depth:
+    levels = peek.depth(body, limits.json_depth)
+    if levels > limits.json_depth:
         raise errors.invalid_request(f"The body is nested deeper than {limits.json_depth} levels.")
+    if route.streams and grammar.is_bound(peeked):
+        grammar.check(peeked, levels, limits)
     model = _model(peeked.model, rules, incoming.caller, known_models)
     meanings = rules.names.meanings(model)
     vision = peek.may_link(body) and _checked_media(body, limits.media_hosts)
     bodies = {}
-    slots = 0
+    slots = 1 if route.occupies else 0
     for meaning in meanings:
         ruled = edits.ruled(body, meaning.rules) if meaning.rules else body
         seen = peeked if ruled is body else peek.peek(ruled)
@@ -78,10 +81,11 @@ def prepare(
             max_tokens=limits.max_tokens,
             n_probs=limits.n_probs,
         )
-        if rules.volatile.stripped:
+        if rules.volatile.strips:
             edit = (edit or {}) | rules.volatile.edit(ruled)
         bodies[meaning.name] = edits.applied(ruled, edit) if edit else ruled
-        slots = max(slots, _slots(route, seen, limits.n))
+        if route.streams:
+            slots = max(slots, _slots(route, seen, limits.n))
     raw = getattr(peeked, route.prompt) if route.prompt in _PROMPTS else peek.NOTHING
     tokens = peek.count_tokens(raw, BYTES_PER_TOKEN)
     # By place: told by name, so many values cost more than all the rest of this function.
@@ -89,7 +93,7 @@ def prepare(
         incoming.id,
         incoming.tag,
         route.path,
-        incoming.fields + b"x-request-id: %b\r\n" % incoming.tag.encode(),
+        incoming.fields + b"x-request-id: " + incoming.tag.encode() + b"\r\n",
         bodies,
         peeked.model,
         incoming.caller,
@@ -99,18 +103,18 @@ def prepare(
         route.endpoint,
         incoming.received,
     )
-    request.stream = bool(peeked.stream) and route.streams
-    if not request.stream:
-        request.assembled = assembly.fits(route.path, body, peeked.messages, slots)
     request.vision = vision
     request.slots = slots
     request.prompt_tokens = tokens
-    request.max_tokens = _max_tokens(peeked)
     request.native = route.native
     if incoming.patience is not None:
         request.deadline = incoming.received + incoming.patience
     request.writes = route.streams
     if route.streams:
+        request.stream = bool(peeked.stream)
+        if not request.stream:
+            request.assembled = assembly.fits(route.path, body, peeked.messages, slots)
+        request.max_tokens = _max_tokens(peeked)
         size = peek.measure(raw, peeked.tools, peeked.system, peeked.instructions)
         request.text, request.ids, request.media = size
         request.prompt = fingerprint(body, route, model, rules.volatile)
@@ -143,10 +147,6 @@ def _model(
 
 def _slots(route: Route, peeked: peek.Peek, limit: int) -> int:
     """Slots that the answer takes at once: one for each answer to each prompt."""
-    if not route.occupies:
-        return 0
-    if not route.streams:
-        return 1
     answers = max(edits.whole(peeked.n) or 1, edits.whole(peeked.n_cmpl) or 1, 1)
     if answers > limit:
         raise errors.invalid_request(f"'n' is {answers}, the most is {limit}.", "n")

@@ -42,8 +42,8 @@ class Relay:
             async for trial in retrying(self.means.settings.retries, may_retry, self._affordable):
                 with trial:
                     if trial.retry_state.attempt_number == 1:
-                        raise first
-                    return await journey.attempt()
+                        return await journey.across(first)
+                    return await journey.again()
         except AttemptFailed as failure:
             if failure.answer is not None:
                 return failure.answer

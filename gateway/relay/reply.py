@@ -37,8 +37,20 @@ class Rest:
     carrier: Carrier | None = None
     """Goes on elsewhere when the node fails; None: that can't be, or is not wanted."""
     over: bool = False
+    _carrying: bool = False
+    """Another node is being looked for."""
     _joined: Joined | None = None
     """Makes the events of a continuation those of the first stream."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether more is to come, so that a sign of life may stand before it."""
+        return self._carrying or not (self.over or self.attempt.said_all)
+
+    @property
+    def moved(self) -> float:
+        """When its node last said anything; monotonic."""
+        return self.attempt.lease.last_moved or 0.0
 
     async def next(self, write: Write | None = None) -> bytes | None:
         """The next bytes for the client, empty at the end.
@@ -87,7 +99,7 @@ class Rest:
                 return b""
             self.settler.broken(self.live, attempt, failure.outcome)
             raise failure
-        tail = b"".join(attempt.tail)
+        tail = attempt.ending
         whole = attempt.dialect.ends_once or self.live.request.slots < 2
         if attempt.dialect.finished(tail) and not attempt.cut and (whole or failure is None):
             # What may have broken was behind all that counts.
@@ -99,13 +111,16 @@ class Rest:
         self.settler.broken(self.live, attempt, outcome)
         error = as_error(failure)
         if self.carrier is not None and may_go_on(failure):
+            self._carrying = True
             try:
-                carried = await self.carrier.carry_on(attempt, write)
+                carried = await self.carrier.carry_on(attempt)
             except GatewayError as ended:
                 failure, error = Ended(ended), ended
             else:
                 if carried is not None:
                     return self._carried(carried) or await self.next(write)
+            finally:
+                self._carrying = False
         if self.live.request.stream:
             self._note(error.status, error.code)
             return self.dialect.error_event(error, self.live.request.tag)

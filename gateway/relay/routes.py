@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gateway.relay.dialects import CHAT, COMPLETIONS, MESSAGES, NATIVE, RESPONSES, Dialect
+from gateway.relay.peek import NOTHING, Peek
 from gateway.request import Endpoint
 
 
@@ -64,3 +65,14 @@ _WITHOUT_V1 = (
 ROUTES: dict[str, Route] = {route.path: route for route in _ROUTES}
 ROUTES.update({path.removeprefix("/v1"): ROUTES[path] for path in _WITHOUT_V1})
 """Every path that clients may ask for."""
+
+
+def is_editing(route: Route, peeked: Peek) -> bool:
+    """Whether this fills in the middle of a text, as editors ask at each pause of typing."""
+    if route.endpoint == "infill":
+        return True
+    suffix = peeked.suffix
+    return suffix is not NOTHING and route.prompt == "prompt" and bytes(suffix) not in _NO_SUFFIX
+
+
+_NO_SUFFIX = (b"null", b'""')

@@ -87,7 +87,7 @@ class Settler:
         now = self.clock()
         # Counting tokens, say, tells nothing of how fast slots come free.
         if attempt.lease.slots:
-            self.scheduler.completed(now)
+            self.scheduler.rate.completed(now)
         return now
 
     def _account(
@@ -188,7 +188,7 @@ def _cost(lease: Lease, usage: Usage, now: float) -> float:
 def _told(usage: Usage, seam: Seam | None) -> Told:
     """What the client's own question and the whole answer came to."""
     if seam is None:
-        return Told(usage.prompt, usage.cached, usage.completion)
+        return usage
     prompt = seam.prompt_tokens
     return Told(prompt, min(usage.cached, prompt), seam.kept_tokens + usage.completion)
 

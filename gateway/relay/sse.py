@@ -1,17 +1,15 @@
 """Server-sent events as bytes: only whole events pass, so that a cut never leaves half a one.
 
-Nothing is parsed here. A chunk that ends where an event ends and holds no comment, as nearly all
-do, costs three scans of its bytes.
+Nothing is parsed here. Pieces that hold only such events as nearly all are cost one look at their
+bytes (`usual`), however many they hold.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
-import msgspec
-
+from gateway.relay import values
 from gateway.transport.errors import Garbage
 
 HEARTBEAT = b":\n"
@@ -19,9 +17,24 @@ HEARTBEAT = b":\n"
 
 _COMMENTS = re.compile(rb"(?:\A|(?<=\n\n)|(?<=\n\r\n))(?::[^\n]*\n(?:\r?\n)*)+")
 _ONLY_COMMENTS = re.compile(rb"(?::[^\n]*\n(?:\r?\n)*)+\Z")
-_UNUSUAL = b":\r\n"
-"""First bytes of what is no event: a comment, a blank line."""
 _BOUNDARY = re.compile(rb"\n\r?\n")
+
+
+Usual = Callable[[bytes], re.Match[bytes] | None]
+"""Matches, from the beginning, all whole events that need no closer look; possibly none."""
+
+
+def usual(*, line: bytes = b"", first: bytes = b"") -> Usual:
+    """Finds events of one JSON object on one line, as far as a glance tells.
+
+    `line`: a pattern of what stands above it, line end included; `first`: one that what is
+    behind its first brace must agree with.
+    """
+    # Not possessive: up to Python 3.11.4 (Debian 12) such a match may end within an event.
+    return re.compile(rb"(?:%bdata: ?\{(?=[\"}])%b.*\}\n\n)*" % (line, first)).match
+
+
+ANY = usual()
 
 
 class EventGate:
@@ -30,40 +43,56 @@ class EventGate:
     `limit` is the largest event in bytes; `comments` False takes comments out altogether.
     """
 
-    __slots__ = ("_comment", "_limit", "_tail", "events")
+    __slots__ = ("_comment", "_limit", "_tail", "_usual", "events", "unusual")
 
-    def __init__(self, limit: int, *, comments: bool = True) -> None:
+    def __init__(self, limit: int, usual: Usual = ANY, *, comments: bool = True) -> None:
         self._limit = limit
+        self._usual = usual
         self._comment = HEARTBEAT if comments else b""
         self._tail = bytearray()
         self.events = 0
         """Events that have passed."""
+        self.unusual = 0
+        """How many bytes, at the end of what has just passed, are not of usual events."""
 
     @property
     def partial(self) -> bool:
         """Whether the beginning of an event is held back."""
         return bool(self._tail)
 
+    def unusual_in(self, events: bytes) -> int:
+        """How many bytes from the first unusual of these events on."""
+        found = self._usual(events)
+        return len(events) if found is None else len(events) - found.end()
+
     def feed(self, chunk: bytes) -> bytes:
         """What may pass of all that has come; possibly nothing.
 
         Raises: Garbage, when an event grows past the limit.
         """
-        if (
-            not self._tail
-            and chunk.endswith(b"\n\n")
-            and chunk.find(b"\n:") < 0
-            and chunk[0] not in _UNUSUAL
-        ):
-            if chunk.startswith(b"data:"):
-                # As nearly all do; a search for more bytes takes longer steps.
-                self.events += 1 + chunk.count(b"\n\ndata:")
-            else:
-                self.events += chunk.count(b"\n\n")
-            return chunk
-        return self._feed(chunk)
+        tail = self._tail
+        end = 0
+        if not tail or chunk.find(b"\n\n") >= 0:
+            if tail:
+                chunk = bytes(tail) + chunk
+                tail.clear()
+            found = self._usual(chunk)
+            if found is not None and (end := found.end()):
+                # Each of them has this once, at its end.
+                count = chunk.count(b"}\n\n", 0, end)
+                if chunk.count(b"data:", 0, end) != count:
+                    end = count = 0  # half of one may stand within another, or a text says so
+                self.events += count
+                if end == len(chunk):
+                    self.unusual = 0
+                    return chunk
+        rest = self._whole(chunk[end:] if end else chunk)
+        self.unusual = len(rest)
+        if len(rest) == len(chunk) - end and chunk.endswith(rest):
+            return chunk  # all of it, as nearly always: it need not be copied
+        return chunk[:end] + rest
 
-    def _feed(self, chunk: bytes) -> bytes:
+    def _whole(self, chunk: bytes) -> bytes:
         if not chunk:
             return b""
         tail = self._tail
@@ -92,33 +121,38 @@ class EventGate:
         return whole
 
 
-_SHAPES = frozenset({b"data: {", b"event: "})
-_NO_OBJECTS = frozenset({b"", b"[DONE]", b"null"})
-_OBJECT = msgspec.json.Decoder(dict[str, Any])
+_NO_OBJECTS = frozenset({b"[DONE]", b"null"})
 
 
-def check(events: bytes, count: int) -> None:
-    """See that these whole events, so many, are what a client can read. Raises: Garbage.
-
-    By their looks alone, where these are the usual ones: to read each would cost a fifth of all
-    that is done for it.
-    """
+def check_text(events: bytes) -> None:
+    """See that these are UTF-8. Raises: Garbage."""
     if not events.isascii():
         try:
             events.decode()
         except UnicodeDecodeError:
             raise Garbage("An event of the node's stream is not UTF-8") from None
-    usual = events.endswith(b"}\n\n") and events[:7] in _SHAPES
-    if usual and (count == 1 or events.count(b"}\n\n") == count):
-        return
+
+
+def checked(events: bytes) -> bytes:
+    """What of these whole events a client can read. Raises: Garbage.
+
+    What has no data is no event (HTML Standard, 9.2.6), but official clients fail on it.
+    """
+    check_text(events)
+    kept = []
     for event in split(events):
         data = payload(event)
+        if not data:
+            kept += [line for line in event.splitlines(keepends=True) if line.startswith(b":")]
+            continue
+        kept.append(event)
         if data in _NO_OBJECTS:
             continue
         try:
-            _OBJECT.decode(data)
-        except (msgspec.DecodeError, RecursionError):
+            values.object_of(data)
+        except values.NoJson:
             raise Garbage("An event of the node's stream is no JSON object") from None
+    return b"".join(kept)
 
 
 def split(data: bytes) -> Iterator[bytes]:
@@ -131,8 +165,23 @@ def split(data: bytes) -> Iterator[bytes]:
         yield data[start:]
 
 
+def edited(events: bytes, mark: bytes, edit: Callable[[bytes], bytes]) -> bytes:
+    """These whole events, each that has `mark` in it as `edit` makes it."""
+    if mark not in events:
+        return events
+    return b"".join(edit(event) if mark in event else event for event in split(events))
+
+
+def last_events(data: bytes, size: int) -> bytes:
+    """The whole events that the last `size` bytes of `data` are part of."""
+    start = data.rfind(b"\n\n", 0, max(0, len(data) - size)) + 2
+    return data[start:] if start > 1 else data
+
+
 def payload(event: bytes) -> bytes:
     """The data of an event, its lines joined; empty for comments and events without data."""
+    if event.startswith(b"data:") and event.find(b"\n") == len(event) - 2:
+        return event[5:-2].strip(b" \r")  # its only line, as nearly always
     return b"\n".join(
         line[5:].strip(b" \r") for line in event.split(b"\n") if line.startswith(b"data:")
     )
@@ -140,6 +189,8 @@ def payload(event: bytes) -> bytes:
 
 def event_name(event: bytes) -> bytes:
     """The value of the event's `event:` line, or nothing."""
+    if event.find(b"event:") < 0:
+        return b""
     for line in event.split(b"\n"):
         if line.startswith(b"event:"):
             return line[6:].strip(b" \r")

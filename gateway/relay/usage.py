@@ -11,9 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-_OBJECT = msgspec.json.Decoder(dict[str, Any])
+from gateway.relay.values import NoJson, object_of
+from gateway.scheduling.expectations import Told
 
 _BARE = re.compile(rb'"usage":\s*\{"prompt_tokens":(\d{1,9}),"total_tokens":\d{1,9}\}')
 """What an answer of embeddings says, and no other."""
@@ -29,7 +28,7 @@ MOST_TOKENS = 1 << 31
 
 
 @dataclass(slots=True)
-class Usage:
+class Usage(Told):
     """Tokens of one answer; `cached` is a part of `prompt`."""
 
     prompt: int = 0
@@ -93,8 +92,8 @@ def last_object(data: bytes, key: bytes) -> dict[str, Any] | None:
             break
         if data.count(b"{", start, end) == data.count(b"}", start, end):
             try:
-                return _OBJECT.decode(data[start:end])
-            except msgspec.DecodeError:
+                return object_of(data[start:end])
+            except NoJson:
                 return None
     return None
 

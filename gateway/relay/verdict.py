@@ -7,6 +7,7 @@ from email.utils import parsedate_to_datetime
 
 import msgspec
 
+from gateway.relay.values import UNREADABLE
 from gateway.request import Headers, Request
 
 
@@ -85,7 +86,7 @@ def as_body(content: bytes) -> bytes:
     """The data of an error event as the body of an error; as it is, if it has that form."""
     try:
         value = _ANY.decode(content)
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         value = {"message": "The node failed.", "type": "server_error", "code": 500}
     if isinstance(value, dict) and value.get("error"):
         return content
@@ -130,7 +131,7 @@ def status_of(content: bytes) -> int:
 def _error(content: bytes) -> _Error | None:
     try:
         body = _BODY.decode(content)
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         return None
     # On a stream of `/v1/messages` llama.cpp sends the fields of the error alone.
     return body.error or _Error(message=body.message, type=body.type, code=body.code)

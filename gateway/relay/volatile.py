@@ -74,11 +74,13 @@ class Volatile:
     Raises ValueError, in words for people, for a pattern that is no fit.
     """
 
-    __slots__ = ("left_out", "stripped")
+    __slots__ = ("left_out", "stripped", "strips")
 
     def __init__(self, volatile: Sequence[str] = (), strip: Sequence[str] = ()) -> None:
         self.left_out = Lines([*BUILT_IN, *volatile, *strip])
         self.stripped = Lines(strip)
+        self.strips = bool(strip)
+        """Whether `edit` may change anything."""
 
     def edit(self, body: bytes) -> dict[str, Any]:
         """New values of the body's fields, as `edits.applied` takes them; mostly none.

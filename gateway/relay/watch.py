@@ -66,6 +66,7 @@ class Watch:
         self._clock = clock
         self._watched: set[Watched] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._held_up = False
 
     def add(self, attempt: Watched) -> None:
         """Watch `attempt` from now on."""
@@ -84,7 +85,15 @@ class Watch:
             self._timer = None
 
     def _look(self) -> None:
-        self._timer = None
+        timer, self._timer = self._timer, None
+        # An event loop that was held up reads what the nodes have sent before its next look.
+        self._held_up = not self._held_up and timer is not None and _is_late(timer)
+        if not self._held_up:
+            self._judge()
+        if self._watched:
+            self._timer = asyncio.get_running_loop().call_later(EVERY, self._look)
+
+    def _judge(self) -> None:
         now = self._clock()
         for attempt in list(self._watched):
             if attempt.complete:
@@ -94,8 +103,10 @@ class Watch:
             if failure is not None and not _excused(attempt, failure, now):
                 self._watched.discard(attempt)
                 attempt.fail(failure)
-        if self._watched:
-            self._timer = asyncio.get_running_loop().call_later(EVERY, self._look)
+
+
+def _is_late(timer: asyncio.TimerHandle) -> bool:
+    return asyncio.get_running_loop().time() > timer.when() + EVERY
 
 
 def overdue(lease: Lease, limits: Limits, sent: float, now: float) -> Overdue | None:

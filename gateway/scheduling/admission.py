@@ -44,19 +44,20 @@ def bounds_of(settings: Settings, priority: Priority) -> Bounds:
 
 
 def predicted_wait(
-    rate: CompletionRate, ahead: int, by_work: float | None, now: float
+    rate: CompletionRate, slots: int, ahead: int, by_work: float | None, now: float
 ) -> float | None:
     """Seconds that one behind `ahead` others is likely to wait; None: nobody knows.
 
-    By the rate at which slots have come free, and `by_work`, by what is expected to run and wait:
-    the lower of both, since who is refused wrongly loses more than who waits in vain. With nobody
-    ahead it hangs on one or two answers' lengths, so that only half of it is believed.
+    By the rate at which slots have come free, once as many have as there are `slots`, and
+    `by_work`, by what is expected to run and wait: the lower of both, since who is refused wrongly
+    loses more than who waits in vain. With nobody ahead it hangs on one or two answers' lengths, so
+    that only half of it is believed.
     """
     if by_work is not None and not math.isfinite(by_work):
         by_work = None
     if not ahead:
         return None if by_work is None else by_work / 2
-    by_rate = rate.wait(ahead + 1, now)
+    by_rate = rate.wait(ahead + 1, now) if rate.seen >= slots else None
     if by_rate is None or by_work is None:
         return by_work if by_rate is None else by_rate
     return min(by_rate, by_work)

@@ -56,7 +56,7 @@ class Ask:
     failed: Collection[int] = ()
     """Indexes of rows that have failed it: used only when no other is alive."""
     doubts: Mapping[int, float] = field(default_factory=lambda: NOTHING)
-    """Seconds by which a row looks slower to this request, by index."""
+    """Seconds by which a row looks slower to this request, by index; negative: better."""
     key: object = None
     """What its prompt is looked up by again; for `Dispatcher.recall` alone."""
     affinity: int = 0
@@ -64,8 +64,8 @@ class Ask:
     deadline: float | None = None
     """When the answer is of no use any more."""
     # Kept by the line and the dispatcher.
-    work: float = 0.0
-    """Seconds that it is expected to keep its slots."""
+    work: tuple[float, float] = (0.0, 0.0)
+    """Tokens that are likely to be read and to be written for it."""
     age: tuple[float, int] = (0.0, 0)
     """The key of the order of age."""
     account: Account | None = None

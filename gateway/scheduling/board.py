@@ -49,7 +49,7 @@ class Row:
     `total`, `capacity` (what work may use now), `foreign` (others' load), `ours`, `busy` (both)
     and `free` are slots. `prefill` is prompt tokens/s; a token takes `token_base` seconds alone
     and `token_step` more for each neighbour. `reading_until`: prompts that are queued there are
-    read by then. `doubt`: seconds that the node is made to look slower.
+    read by then. `doubt`: seconds that the node is made to look slower; negative: faster.
     """
 
     index: int
@@ -105,8 +105,8 @@ class Pool:
     rows: tuple[Row, ...] = ()
     members: frozenset[int] = frozenset()
     """Their indexes."""
-    queued: list[float] = field(default_factory=lambda: [0.0] * 4)
-    """Expected seconds of work that waits for it, by class."""
+    queued: tuple[list[float], list[float]] = field(default_factory=lambda: ([0.0] * 4, [0.0] * 4))
+    """Tokens that are to be read and to be written for what waits for it, by class."""
     mask: Any = None
     """numpy's view of the rows that are not in it, made when needed."""
     room: Any = None
@@ -147,6 +147,8 @@ class Board:
     """Changes whenever another row comes to be among them, or one leaves."""
     placed: int = 0
     """Placements so far."""
+    moved: int = 0
+    """Rows that read or write twice as fast as they did, or half, since somebody took note."""
     freed: bool = False
     """Whether slots have come free since those who wait were last looked at."""
     kept: list[Row] = field(default_factory=list)
@@ -224,14 +226,18 @@ class Board:
 
     def set_speed(self, row: Row, prefill: float, token_base: float, token_step: float) -> None:
         """Tokens read per second, seconds a token alone, seconds more for each neighbour."""
+        before = row.prefill, row.token_base
         row.prefill = bounded(prefill, SLOWEST, FASTEST, UNMEASURED_PREFILL)
         row.token_base = bounded(token_base, 1 / FASTEST, 1 / SLOWEST, UNMEASURED_TOKEN)
         row.token_step = bounded(token_step, 0.0, 1 / SLOWEST, 0.0)
+        after = row.prefill, row.token_base
+        if any(not 0.5 <= new / old <= 2.0 for new, old in zip(after, before, strict=True)):
+            self.moved += 1
         self.settle(row)
 
     def set_doubt(self, row: Row, seconds: float) -> None:
-        """Seconds that a doubtful node is made to look slower."""
-        row.doubt = bounded(seconds, 0.0, LONGEST, 0.0)
+        """Seconds that a doubtful node is made to look slower; negative: faster."""
+        row.doubt = bounded(seconds, -LONGEST, LONGEST, 0.0)
         self.settle(row)
 
     def set_reserve(self, share: float) -> None:
@@ -258,7 +264,8 @@ class Board:
         step = row.token_step
         row.per_token = per_token = row.token_base + step * busy
         row.per_prompt = (1 + busy) / row.prefill
-        row.drag = step / (per_token - step) if row.writers and step else 0.0
+        # What needs no slot may write where nobody is busy.
+        row.drag = step / (per_token - step) if row.writers and step and busy else 0.0
         if not row.dirty:
             self.touch(row)
 

@@ -31,6 +31,9 @@ class Columns:
         self._numpy: ModuleType | None = None
         self._missing = False
         self._table: Any = None
+        """With columns to spare, and ..."""
+        self._used: Any = None
+        """... those of the board's rows."""
 
     @property
     def usable(self) -> bool:
@@ -52,7 +55,7 @@ class Columns:
         np = self._numpy
         assert np is not None
         self._renew(np)
-        free, per_prompt, per_token, drag, ends, running, reading, doubt, spare = self._table
+        free, per_prompt, per_token, drag, ends, running, reading, doubt, spare = self._used
         rows = self._board.rows
         zero = np.maximum
         total = cost(
@@ -83,7 +86,7 @@ class Columns:
 
     def _credit(self, np: Any, total: Any, ask: Ask) -> None:
         """Take off what reading would cost of the tokens that are cached."""
-        per_prompt = self._table[1]
+        per_prompt = self._used[1]
         most = max(0.0, ask.prompt - LEAST_READ)
         count = len(ask.cached)
         if count <= FEW // 4:
@@ -97,7 +100,7 @@ class Columns:
             total[indexes] -= tokens * per_prompt[indexes]
 
     def _outside(self, np: Any, pool: Pool) -> Any:
-        size = self._table.shape[1]
+        size = self._used.shape[1]
         if pool.mask is None or len(pool.mask) != size:
             pool.mask = np.ones(size, np.bool_)
             pool.mask[list(pool.members)] = False
@@ -108,9 +111,12 @@ class Columns:
         rows = board.rows
         if self._table is None or self._table.shape[1] < len(rows):
             self._table = np.zeros((_FIELDS, 2 * len(rows)))
+            self._used = None
             dirty = rows
         else:
             dirty = board.dirty
+        if self._used is None or self._used.shape[1] != len(rows):
+            self._used = self._table[:, : len(rows)]
         if not dirty:
             return
         values = [

@@ -15,7 +15,8 @@ from gateway.scheduling.mirror import Groups, Key, Mirror
 
 HOST_DOUBT = 1e5
 """Seconds by which the other nodes of a host look slower to a request that failed on one: so many
-that it goes to another host, however slow, that has room."""
+that it goes to another host, however slow, that has room. So does a node that needs a request on
+trial: this one has been tried enough."""
 
 Able = Sequence[tuple[str, Sequence[Node]]]
 """The nodes that can serve a request, for each name it stands for that some node serves."""
@@ -95,7 +96,7 @@ class Eligible:
         return frozenset(every - kept)
 
     def _failed(self, able: Able, request: Request) -> tuple[Collection[int], Mapping[int, float]]:
-        """Rows that have failed it, and doubts about their hosts' others."""
+        """Rows that have failed it, and doubts about their hosts' others and about trials."""
         failed = request.failed
         if not failed:
             return (), _NOBODY
@@ -106,7 +107,7 @@ class Eligible:
             for row in self.mirror.rows((node,)):
                 if node.name in failed:
                     rows.add(row.index)
-                elif node.spec.host in hosts:
+                elif node.spec.host in hosts or row.doubt < 0:
                     doubts[row.index] = HOST_DOUBT
         return frozenset(rows), doubts
 

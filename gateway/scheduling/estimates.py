@@ -45,10 +45,6 @@ MOST_TOKENS = float(1 << 20)
 """Of a prompt or an answer; more is a mistake and is bounded."""
 MOST_TEXT = 1e9
 """Bytes of a prompt; more teach nothing more."""
-LEFT_AT_LEAST = 0.5
-"""What is left of an answer is at least this share of what was expected of the whole."""
-LEFT_OF_DONE = 0.25
-"""And at least this share of what is there: lengths have heavy tails."""
 
 
 @dataclass(slots=True)
@@ -173,16 +169,6 @@ class Estimates:
             below = common.mean(USUAL_ANSWER)
             own.wrote(completion_tokens, ended, below)
             common.wrote(completion_tokens, ended, USUAL_ANSWER)
-
-
-def remaining(expected: float, done: float, limit: float = math.inf) -> float:
-    """Tokens still to come of an answer of which `done` are there.
-
-    `expected` was the estimate of the whole, `limit` its `max_tokens`. An answer that has outlived
-    its estimate goes on for some time yet: the longer it has become, the longer (mean excess).
-    """
-    left = max(expected - done, LEFT_AT_LEAST * expected, LEFT_OF_DONE * done)
-    return max(0.0, min(left, limit - done))
 
 
 def _learn_media(common: Learnt, tokens: float, guessed: float) -> None:

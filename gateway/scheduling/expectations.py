@@ -13,9 +13,10 @@ from gateway.scheduling.dispatch import Dispatcher
 from gateway.scheduling.eligible import Plan
 from gateway.scheduling.estimates import Estimates
 from gateway.scheduling.forecast import NO_ANSWER, Placement
+from gateway.scheduling.homes import Homes
 
 LONG = 1024
-"""Bytes of a prompt from which on it matters that the next turn finds what this one has left."""
+"""Bytes of a prompt from which on it matters that others find what it has left in a cache."""
 
 
 @dataclass(slots=True)
@@ -34,8 +35,10 @@ class Expectations:
     dispatcher: Dispatcher
     memory: Memory
     estimates: Estimates = field(default_factory=Estimates)
-    _unlearnt: set[int] = field(default_factory=set)
-    """First blocks of long prompts that have ended, and of which nothing was learnt yet."""
+    homes: Homes = field(default_factory=Homes)
+    behind: bool = False
+    """Whether long prompts have ended of which nothing was learnt yet: the next may go on with one,
+    and what a node remembers depends on the order in which requests end and begin there."""
 
     def __post_init__(self) -> None:
         self.dispatcher.recall = self.recall
@@ -70,6 +73,10 @@ class Expectations:
             plan.doubts,
         )
         ask.deadline = request.deadline
+        if request.session is not None and request.writes:
+            ask.doubts = self.homes.doubts(
+                request.session, request.model, ask, self.dispatcher.board
+            )
         prompt = request.prompt
         if prompt is not None:
             prompt.tokens = tokens
@@ -88,24 +95,16 @@ class Expectations:
 
     def placed(self, lease: Lease, request: Request) -> None:
         """It starts under this lease."""
+        row = lease.placement.row
         if request.prompt is not None:
-            self.memory.placed(lease.placement.row.index, request.prompt)
+            self.memory.placed(row.index, request.prompt)
+        if request.session is not None and request.writes:
+            self.homes.placed(request.session, request.model, row)
 
     def ending(self, request: Request) -> None:
         """Its answer is over; what it teaches comes a little later (`learn`)."""
-        prompt = request.prompt
-        if prompt is not None and prompt.size >= LONG and prompt.blocks:
-            self._unlearnt.add(prompt.blocks[0])
-
-    def is_behind(self, request: Request) -> bool:
-        """Whether an answer that this one may go on with is yet to be learnt of."""
-        prompt = request.prompt
-        return bool(
-            prompt is not None
-            and self._unlearnt
-            and prompt.blocks
-            and prompt.blocks[0] in self._unlearnt
-        )
+        if is_long(request):
+            self.behind = True
 
     def dropped(self, lease: Lease, request: Request, *, cost_nothing: bool) -> None:
         """It ended there without an answer; `cost_nothing`: nor is its caller to pay for it."""
@@ -131,8 +130,7 @@ class Expectations:
 
         `whole`: it ended by itself. `sizes`: whether later ones are to be guessed by it.
         """
-        if request.prompt is not None and self._unlearnt and request.prompt.blocks:
-            self._unlearnt.discard(request.prompt.blocks[0])
+        self.behind = False  # whoever learns learns of all that has ended
         placement: Placement | None = lease.placement
         if placement is None:
             return
@@ -165,6 +163,11 @@ class Expectations:
             self.memory.finished(
                 placement.row.index, request.prompt, told.prompt, told.cached, told.completion
             )
+
+
+def is_long(request: Request) -> bool:
+    """Whether it matters what nodes have cached of its prompt."""
+    return request.prompt is not None and request.prompt.size >= LONG
 
 
 def _slots(request: Request, plan: Plan) -> int:

@@ -11,7 +11,8 @@
      reads a prompt writes nothing
 - Σr seconds that the neighbours still have to run; d = s / (b + s·(k-1)) is the share by which one
      more sequence slows them down; nothing where nobody writes
-- D  seconds for doubt: a degraded node, one in its slow start, one that has failed lately
+- D  seconds for doubt: one that has failed lately; negative for one that needs a request on trial,
+     and for the one that its conversation went to last
 
 The first four terms are the newcomer's own time, the next two its price to those who run there, so
 the least T is what all of them together lose least by.
@@ -105,12 +106,14 @@ def seconds_after(row: Row, ask: Ask, wait: float) -> float:
     cached = max(ask.cached.get(index, 0.0), ask.coming.get(index, 0.0))
     uncached = max(LEAST_READ, ask.prompt - cached)
     neighbours = max(0, row.busy - ask.slots)
+    doubt = ask.doubts.get(index, 0.0)
     return cost(
         uncached,
         ask.completion,
         (1 + neighbours) / row.prefill,
         row.token_base + row.token_step * neighbours,
-        wait + row.doubt + ask.doubts.get(index, 0.0),
+        # That its conversation was there last is no reason to wait.
+        wait + row.doubt + max(0.0, doubt),
         0.0,
         0.0,
     )

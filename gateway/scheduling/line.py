@@ -60,7 +60,8 @@ class Line:
         self.count += 1
         self.slotless += not ask.slots
         self.wide += ask.slots > 1
-        ask.groups[0][0].queued[ask.priority] += ask.work
+        for queued, tokens in zip(ask.groups[0][0].queued, ask.work, strict=True):
+            queued[ask.priority] += tokens
         self._note(ask)
 
     def remove(self, ask: Ask) -> None:
@@ -76,8 +77,9 @@ class Line:
         self.count -= 1
         self.slotless -= not ask.slots
         self.wide -= ask.slots > 1
-        queued = ask.groups[0][0].queued
-        queued[ask.priority] = max(0.0, queued[ask.priority] - ask.work) if rank.count else 0.0
+        for queued, tokens in zip(ask.groups[0][0].queued, ask.work, strict=True):
+            left = queued[ask.priority] - tokens
+            queued[ask.priority] = max(0.0, left) if rank.count else 0.0
         self._forget(ask)
 
     def recalled(self, ask: Ask) -> None:
@@ -116,11 +118,12 @@ def warmest(ask: Ask) -> tuple[int, ...]:
     """The indexes of the rows that have most of its prompt cached, or will have."""
     cached = ask.cached
     if ask.coming:
-        coming = ask.coming
-        cached = {**coming, **{i: max(n, coming.get(i, 0.0)) for i, n in cached.items()}}
+        coming, cached = ask.coming, {**ask.coming, **cached}
+        for index, tokens in coming.items():
+            cached[index] = max(cached[index], tokens)
     if len(cached) <= WARMEST:
         return tuple(cached)
-    return tuple(heapq.nlargest(WARMEST, cached, key=cached.__getitem__))
+    return tuple(sorted(cached, key=cached.__getitem__, reverse=True)[:WARMEST])
 
 
 def _insert(lanes: dict[Shape, list[Ask]], shape: Shape, ask: Ask) -> None:

@@ -14,6 +14,7 @@ from gateway.fleet.states import State
 from gateway.request import Endpoint
 from gateway.scheduling.ask import Ask
 from gateway.scheduling.board import Board, Pool, Row
+from gateway.scheduling.forecast import NO_ANSWER
 
 ALIVE = frozenset({State.READY, State.DEGRADED, State.MUTE})
 """States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds."""
@@ -21,6 +22,11 @@ ALIVE = frozenset({State.READY, State.DEGRADED, State.MUTE})
 FAILURE_DOUBT = 5.0
 """Seconds that each failure in a row makes a node look slower: one that fails fast is always free,
 and would get everybody's next attempt until its circuit opens."""
+
+TRIAL_WORTH = 5.0
+"""Seconds by which a node looks faster once its ejection's time is over and it needs one request on
+trial: else it would get none while others are idle, and be missing when they are not. A request
+that would end later there by more than this goes elsewhere."""
 
 MOST_POOLS = 10_000
 
@@ -44,6 +50,8 @@ class Service:
     gpu: Pool
     groups: Groups
     """Where a request for it may go while no rule says otherwise."""
+    version: int = -1
+    """The catalogue's version then."""
     plan: Any = None
     """The plan of such a request, once one has come (`eligible.py`)."""
 
@@ -113,16 +121,18 @@ class Mirror:
             self._rows[node].gpu = gpu
         self.hybrid = any(node.spec.tier == "gpu" for node in nodes)
         for service in self._services.values():
-            service.offering = None
+            service.offering, service.version = None, -1
 
     def _refresh(self, node: Node, row: Row, now: float) -> None:
         """Tell the board what holds now."""
         total = node.slots_total
         foreign = node.foreign + node.leased - row.ours
         capacity = node.capacity(now)
+        doubt = FAILURE_DOUBT * node.circuit.failures
         if capacity and node.state is State.EJECTED:
             # One request on trial, beside whatever still runs.
             capacity = row.ours + foreign + 1 if row.ours + foreign < total else 0
+            doubt = -TRIAL_WORTH
         alive = is_alive(node)
         if (
             capacity != row.capacity
@@ -135,7 +145,6 @@ class Mirror:
         if self._speeds.get(row) != speed.version:
             self._speeds[row] = speed.version
             self.board.set_speed(row, speed.reading, speed.token_base, speed.token_step)
-        doubt = FAILURE_DOUBT * node.circuit.failures
         if doubt != row.doubt:
             self.board.set_doubt(row, doubt)
         self._note_memory(node, row, total)
@@ -164,12 +173,24 @@ class Mirror:
         return self._nodes[row.index]
 
     def measured(self, ask: Ask) -> bool:
-        """Whether one of the nodes that could serve it first has shown its speed."""
-        return any(
-            (node := self._nodes.get(row.index)) is not None and node.speed.prefill_tps is not None
-            for pool in ask.groups[0]
-            for row in pool.rows
-        )
+        """Whether one of the nodes that could serve it first has shown how fast it is.
+
+        In both, reading and writing, where it does, and with all its slots: the first answers of a
+        burst are its shortest.
+        """
+        writes = ask.completion > NO_ANSWER
+        for pool in ask.groups[0]:
+            for row in pool.rows:
+                node = self._nodes.get(row.index)
+                if node is not None and node.speed.answers >= max(1, row.total):
+                    speed = node.speed
+                    if speed.prefill_tps is not None and (not writes or speed.decode_tps):
+                        return True
+        return False
+
+    def slots(self, ask: Ask) -> int:
+        """Slots of the nodes that could serve it first."""
+        return sum(pool.slots(self.board) for pool in ask.groups[0])
 
     def rows(self, nodes: Iterable[Node]) -> tuple[Row, ...]:
         """The rows of these nodes, as far as they are in the inventory."""
@@ -178,9 +199,12 @@ class Mirror:
 
     def service(self, key: Key) -> Service:
         """The pools of the nodes that the catalogue has for this, brought up to date."""
-        model, endpoint, vision, native = key
-        offering = self.fleet.catalogue.offering(model, endpoint, vision=vision, native=native)
+        catalogue = self.fleet.catalogue
         service = self._services.get(key)
+        if service is not None and service.version == catalogue.version:
+            return service
+        model, endpoint, vision, native = key
+        offering = catalogue.offering(model, endpoint, vision=vision, native=native)
         if service is None:
             if len(self._services) >= MOST_POOLS:
                 self._services.clear()
@@ -188,6 +212,7 @@ class Mirror:
         if service.offering is not offering:
             service.offering = offering
             self._fill(service, self.rows(offering.nodes))
+        service.version = catalogue.version
         return service
 
     def _fill(self, service: Service, rows: tuple[Row, ...]) -> None:

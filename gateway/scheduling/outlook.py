@@ -44,17 +44,13 @@ class Outlook:
     @property
     def weight(self) -> float:
         """What a written token costs, in prompt tokens: by the fleet's measured speeds."""
-        if self.board.placed >= self._renewal:
-            self._renew()
+        self._keep_up()
         return self._weight
 
-    def work(self, ask: Ask) -> float:
-        """Seconds that `ask` is likely to keep its slots, on a node of middling speed."""
-        if self.board.placed >= self._renewal:
-            self._renew()
+    def work(self, ask: Ask) -> tuple[float, float]:
+        """Tokens that are likely to be read and written for `ask`."""
         cached = max(ask.cached.values(), default=0.0)
-        uncached = max(LEAST_READ, ask.prompt - cached)
-        return uncached * self._per_prompt + ask.completion * self._per_token
+        return max(LEAST_READ, ask.prompt - cached), ask.completion
 
     def ahead(self, ask: Ask) -> int:
         """About how many go before `ask`, which waits or comes now.
@@ -130,10 +126,20 @@ class Outlook:
         slots = pool.slots(self.board)
         if not slots:
             return math.inf
-        work = ahead * sum(ask.groups[0][0].queued) / max(1, self.line.count)
+        self._keep_up()
+        read, written = map(sum, ask.groups[0][0].queued)
+        queued = read * self._per_prompt + written * self._per_token
+        work = ahead * queued / max(1, self.line.count)
         return first + work * max(1, ask.slots) / slots
 
+    def _keep_up(self) -> None:
+        """Take the means again after some placements, or when enough rows have other speeds."""
+        board = self.board
+        if board.placed >= self._renewal or board.moved > len(board.by_name) // 8:
+            self._renew()
+
     def _renew(self) -> None:
+        self.board.moved = 0
         rows = [row for row in self.board.by_name.values() if row.alive]
         renewal = min(max(SOONEST_RENEWAL, len(rows) // 4), LATEST_RENEWAL)
         self._renewal = self.board.placed + renewal

@@ -19,10 +19,13 @@ class CompletionRate:
     """Completed requests per second over the last minute."""
 
     def __init__(self) -> None:
+        self.seen = 0
+        """All that were ever completed."""
         self._ends: deque[float] = deque(maxlen=1024)
 
     def completed(self, now: float) -> None:
         """A request has given its slot back."""
+        self.seen += 1
         self._ends.append(now)
 
     def per_second(self, now: float) -> float | None:

@@ -25,7 +25,7 @@ from gateway.scheduling.ask import Ask
 from gateway.scheduling.board import Board
 from gateway.scheduling.dispatch import Dispatcher
 from gateway.scheduling.eligible import Eligible, Plan
-from gateway.scheduling.expectations import Expectations
+from gateway.scheduling.expectations import Expectations, is_long
 from gateway.scheduling.forecast import Placement
 from gateway.scheduling.hybrid import Hybrid
 from gateway.scheduling.mirror import ALIVE, Mirror
@@ -34,10 +34,11 @@ from gateway.scheduling.rate import CompletionRate
 from gateway.scheduling.rules import rules_of
 from gateway.scheduling.taking import Granted, Taking
 from gateway.scheduling.ticket import Ticket, Waiting
+from gateway.scheduling.tickets import Tickets
 from gateway.scheduling.tiers import Tiers
 
 TICK = 0.5
-"""Seconds between two looks at what waits: at its limits, and at the board against the fleet."""
+"""Seconds between two looks at all that waits, and at the board against the fleet."""
 
 SOONEST = 0.001
 """Seconds; no timer is set to less."""
@@ -58,6 +59,8 @@ class Scheduler:
     rate: CompletionRate = field(default_factory=CompletionRate)
     memory: Memory = field(default_factory=Memory)
     closing: bool = False
+    catch_up: Callable[[], None] = field(default=lambda: None)
+    """Learns at once from all answers that have ended."""
     dispatcher: Dispatcher = field(init=False)
     mirror: Mirror = field(init=False)
     admission: Admission = field(init=False)
@@ -65,9 +68,11 @@ class Scheduler:
     hybrid: Hybrid = field(init=False)
     tiers: Tiers = field(init=False)
     _taking: Taking = field(init=False)
-    _tickets: dict[Ask, Ticket] = field(default_factory=dict)
+    _tickets: Tickets = field(default_factory=Tickets)
+    _look_by: float = 0.0
+    """When all that waits is looked at; until then, only what has fallen due."""
     _places: dict[str, Waiting] | None = None
-    """Where everything stands in line, since somebody has asked in this tick."""
+    """Where everything stands in line, since somebody has asked after the last look at it."""
     _version: int = 0
     """Of the mirror, when what waits was last planned for."""
     _matching: asyncio.Handle | None = None
@@ -113,6 +118,8 @@ class Scheduler:
         """The same without waiting: None where it would have to."""
         if self.closing:
             raise errors.shutting_down()
+        if self.expectations.behind and is_long(request):
+            self.catch_up()
         now = self.clock()
         if self.mirror.hybrid and request.slots and not request.failed:
             self.hybrid.arrived(request.priority, now)
@@ -158,7 +165,7 @@ class Scheduler:
         ]
 
     def place(self, request: Request) -> Waiting | None:
-        """Where a request stands in line, as of the last tick; None: it does not wait."""
+        """Where a request stands in line, as of the last look; None: it does not wait."""
         if self._places is None:
             self._places = {one.request.id: one for one in self.waiting()}
         return self._places.get(request.id)
@@ -184,7 +191,7 @@ class Scheduler:
 
     def refuse(self, request_id: str, error: errors.GatewayError) -> bool:
         """End the wait of one request, by its own id; whether it was waiting."""
-        ticket = self._ticket(request_id)
+        ticket = self._tickets.of_request(request_id)
         if ticket is None:
             return False
         self._refuse(ticket, error)
@@ -193,7 +200,7 @@ class Scheduler:
 
     def refuse_all(self, error: Callable[[], errors.GatewayError]) -> None:
         """End everything that waits with an error of its own."""
-        for ticket in list(self._tickets.values()):
+        for ticket in list(self._tickets):
             self._refuse(ticket, error())
 
     def close(self) -> None:
@@ -254,24 +261,21 @@ class Scheduler:
 
     def _remove(self, ticket: Ticket) -> None:
         """Take it out of the line, with what it has reserved."""
-        self._tickets.pop(ticket.ask, None)
+        self._tickets.pop(ticket.ask)
         self.dispatcher.withdraw(ticket.ask)
         self.tiers.dropped(ticket.plan)
 
     def _admitted(self, request: Request, ask: Ask, plan: Plan, now: float) -> float:
         """Until when it may wait. Raises: GatewayError."""
-        ahead = self.dispatcher.ahead(ask)
         predicted = None
         if plan.any_alive():
             measured = self.mirror.measured(ask)
             by_work = self.dispatcher.predicted_wait(ask, now) if measured else None
-            predicted = predicted_wait(self.rate, ahead, by_work, now)
+            ahead, slots = self.dispatcher.ahead(ask), self.mirror.slots(ask)
+            predicted = predicted_wait(self.rate, slots, ahead, by_work, now)
         return self.admission.admitted(
             request, len(self._tickets), predicted, self.rate.retry_after(1, now), now
         )
-
-    def _ticket(self, request_id: str) -> Ticket | None:
-        return next((one for one in self._tickets.values() if one.request.id == request_id), None)
 
     def _refuse(self, ticket: Ticket, error: errors.GatewayError) -> None:
         self._remove(ticket)
@@ -283,11 +287,8 @@ class Scheduler:
         if not self._tickets:
             return
         now = self.clock()
-        limits = [min(ticket.until, ticket.plan.open_at) for ticket in self._tickets.values()]
-        due = min(now + TICK, *limits)
-        wake = self.dispatcher.wake_at(now)
-        if wake is not None:
-            due = min(due, wake)
+        wake = self.dispatcher.wake_at(now) or math.inf
+        due = min(self._look_by, self._tickets.soonest(), wake)
         loop = asyncio.get_running_loop()
         when = loop.time() + max(SOONEST, due - now)
         if self._ticking is not None:
@@ -300,10 +301,14 @@ class Scheduler:
         if self._ticking is not None:
             self._ticking.cancel()
             self._ticking = None
-        self._places = None
-        self.mirror.renew()
         now = self.clock()
-        for ticket in list(self._tickets.values()):
+        looked = self._tickets.due(now)
+        if now >= self._look_by:
+            self._look_by = now + TICK
+            self._places = None
+            self.mirror.renew()
+            looked = list(self._tickets)
+        for ticket in looked:
             if not ticket.granted.done():
                 self._look_at(ticket, now)
         self._match()
@@ -317,7 +322,7 @@ class Scheduler:
             return
         if plan.same(ticket.plan) and not renew:
             self.tiers.dropped(ticket.plan)
-            ticket.plan = plan
+            self._tickets.planned(ticket, plan)
         else:
             self._renew(ticket, plan)
 
@@ -337,7 +342,9 @@ class Scheduler:
         for _ in range(MOST_MISSES):
             placement = self.dispatcher.arrive(ticket.ask, now)
             if placement is None:
-                self._tickets[ticket.ask] = ticket
+                if not self._tickets:
+                    self._look_by = now + TICK
+                self._tickets.add(ticket)
                 return
             granted = self._taking.granted(placement, ticket.request, ticket.plan, now)
             if granted is not None:
@@ -363,10 +370,12 @@ class Scheduler:
         if self._matching is not None:
             self._matching.cancel()
             self._matching = None
+        if self.expectations.behind and self._tickets:
+            self.catch_up()  # What has just ended is what the free slot has in its cache.
         now = self.clock()
         if self._version != self.mirror.version:
             self._version = self.mirror.version
-            for ticket in list(self._tickets.values()):
+            for ticket in list(self._tickets):
                 self._plan_anew(ticket, now, renew=True)
         for _ in range(MOST_MISSES):
             misses = 0
@@ -378,7 +387,7 @@ class Scheduler:
 
     def _grant(self, placement: Placement, now: float) -> bool:
         """Give a placement to who waits for it; False: it was of no use, and others may go."""
-        ticket = self._tickets.pop(placement.ask, None)
+        ticket = self._tickets.pop(placement.ask)
         if ticket is None or ticket.granted.done():
             self.dispatcher.cancelled(placement, now)
             return False

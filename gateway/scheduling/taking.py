@@ -92,7 +92,7 @@ class Taking:
         lease.on_end = self._ended
         if lease.trial:
             self.mirror.changed(node)
-        if request.prompt is not None:
+        if request.prompt is not None or request.session is not None:
             self.expectations.placed(lease, request)
         if plan.route is not None:
             self.tiers.granted(plan, placement.row, lease)

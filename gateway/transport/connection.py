@@ -272,6 +272,7 @@ class Connection(asyncio.Protocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
+        del self._parser  # it holds this object: only the collector would find out
         self.alive = False
         self.reusable = False
         if not self.served or self.complete:

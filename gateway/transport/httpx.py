@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import httpx
@@ -16,6 +15,7 @@ from gateway.transport.errors import (
     Stale,
     UpstreamError,
 )
+from gateway.transport.patience import Within
 from gateway.transport.pool import Pool
 
 _SKIPPED = frozenset({b"host", b"connection", b"transfer-encoding"})
@@ -71,7 +71,7 @@ class PoolTransport(httpx.AsyncBaseTransport):
                 connection = await self._pool.connect(limits.get("connect") or 60.0)
             try:
                 connection.send(data, body, bodyless=request.method == "HEAD")
-                async with asyncio.timeout(limits.get("read")):
+                async with Within(limits.get("read")):
                     await connection.head()
             except Stale:
                 connection.close()
@@ -95,7 +95,7 @@ class _Body(httpx.AsyncByteStream):
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while True:
             try:
-                async with asyncio.timeout(self._timeout):
+                async with Within(self._timeout):
                     data = await self._connection.read()
             except TimeoutError:
                 raise httpx.ReadTimeout("The node fell silent") from None

@@ -18,12 +18,16 @@ MOST_DIGITS = 9
 class KnownHead:
     """The bytes of a head, up to the digits of its Content-Length and behind them."""
 
-    __slots__ = ("_before", "_behind", "_start")
+    __slots__ = ("_before", "_begin", "_behind", "_size", "_start", "_whole")
 
-    def __init__(self, before: bytes, behind: bytes) -> None:
+    def __init__(self, before: bytes, digits: bytes, behind: bytes) -> None:
         self._before = before
         self._behind = behind
         self._start = len(before)
+        # As it came the first time: most of what repeats a head repeats the length, too.
+        self._whole = before + digits + behind
+        self._begin = len(self._whole)
+        self._size = self._begin + int(digits)
 
     @classmethod
     def of(cls, data: bytes) -> KnownHead | None:
@@ -38,10 +42,12 @@ class KnownHead:
             return None
         length = _LENGTH.search(data, 0, end)
         assert length is not None
-        return cls(data[: length.start(1)], data[length.end(1) : end])
+        return cls(data[: length.start(1)], length[1], data[length.end(1) : end])
 
     def body(self, data: bytes) -> bytes | None:
         """The body, if `data` is a whole message with this head and nothing else."""
+        if len(data) == self._size and data.startswith(self._whole):
+            return data[self._begin :]
         start = self._start
         if not data.startswith(self._before):
             return None

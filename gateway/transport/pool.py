@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from gateway.transport.connection import Connection
 from gateway.transport.errors import ConnectFailed, ConnectTimedOut, Exhausted
+from gateway.transport.patience import Within
 from gateway.transport.taskless import in_task
 
 IDLE_SECONDS = 4.0
@@ -70,7 +71,7 @@ class Pool:
         origin = self.origin
         await in_task()
         try:
-            async with asyncio.timeout(timeout):
+            async with Within(timeout):
                 _, connection = await self._loop.create_connection(
                     lambda: Connection(self._loop),
                     origin.host,

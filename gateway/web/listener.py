@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 
 from gateway.web.public.protocol import BoundedProtocol
+from gateway.web.stalls import Stalls
 
 BACKLOG = 4096
 
@@ -51,6 +52,7 @@ class Listener:
         self.scheme = "http" if certificate is None else "https"
         self.sock = sock
         self._protocol = protocol
+        self._stalls: Stalls | None = None
         config = uvicorn.Config(
             app,
             http=protocol,
@@ -77,8 +79,17 @@ class Listener:
         return f"{self.scheme}://{host}:{self.port}"
 
     def open(self) -> None:
-        """Accept connections from now on."""
+        """Accept connections from now on. Raises: OSError, where somebody else does so there.
+
+        Of two sockets that were bound at the same time only one can listen.
+        """
+        self.sock.listen(BACKLOG)
         self._task = asyncio.create_task(self._server.serve([self.sock]), name=self.url)
+        self._stalls = Stalls(self._connections, self._protocol.limits.send_timeout)
+
+    def _connections(self) -> list[BoundedProtocol]:
+        found = self._server.server_state.connections
+        return [connection for connection in found if isinstance(connection, BoundedProtocol)]
 
     async def retire(self) -> None:
         """Accept nothing more, and wait until every client has left.
@@ -89,9 +100,8 @@ class Listener:
         self._protocol.retiring = True
         for server in self._server.servers:
             server.close()
-        for connection in list(self._server.server_state.connections):
-            if isinstance(connection, BoundedProtocol):
-                connection.retire()
+        for connection in self._connections():
+            connection.retire()
         # uvicorn tells nobody when a connection ends.
         while self._server.server_state.connections:  # noqa: ASYNC110
             await asyncio.sleep(LOOK)
@@ -112,6 +122,9 @@ class Listener:
                     connection.transport.abort()
             await asyncio.wait([self._task], timeout=2.0)
             raise
+        finally:
+            if self._stalls is not None:
+                self._stalls.close()
 
 
 def resolved(host: str, port: int) -> list[tuple[str, int]]:

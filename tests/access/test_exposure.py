@@ -2,7 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.access.exposure import admin_refusal, is_loopback, public_refusal
+from gateway.access.exposure import (
+    admin_refusal,
+    is_loopback,
+    public_refusal,
+    shared_refusal,
+)
 
 
 @pytest.mark.parametrize(
@@ -45,3 +50,23 @@ def test_the_admin_listener_needs_a_key_anywhere_but_on_loopback() -> None:
     assert "--admin-key-file" in refusal
     assert admin_refusal("0.0.0.0", has_key=True) is None
     assert admin_refusal("::1", has_key=False) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "admin_host", "port", "admin_port", "refused"),
+    [
+        ("127.0.0.1", "127.0.0.1", 8000, 8000, True),
+        ("0.0.0.0", "127.0.0.1", 8000, 8000, True),
+        ("127.0.0.1", "::", 8000, 8000, True),
+        ("LOCALHOST", "localhost", 8000, 8000, True),
+        ("127.0.0.1", "127.0.0.1", 8000, 8001, False),
+        ("10.0.0.1", "127.0.0.1", 8000, 8000, False),
+        ("127.0.0.1", "127.0.0.1", 0, 0, False),
+    ],
+)
+def test_two_listeners_do_not_fit_on_one_address(
+    host: str, admin_host: str, port: int, admin_port: int, refused: bool
+) -> None:
+    refusal = shared_refusal(host, admin_host, port, admin_port)
+    assert (refusal is not None) == refused
+    assert refusal is None or "--admin-port" in refusal

@@ -32,7 +32,6 @@ SAME: list[tuple[str, dict[str, Any]]] = [
     ("/detokenize", {"tokens": "x"}),
     ("/apply-template", {}),
     ("/completion", {}),
-    ("/v1/messages", {"max_tokens": 3}),
 ]
 EMBED: list[tuple[str, dict[str, Any]]] = [
     ("/embedding", {"content": "hello there"}),
@@ -65,6 +64,16 @@ async def test_a_path_answers_as_the_server_does(
     assert ours.status_code == direct.status_code
     assert ours.headers["content-type"] == direct.headers["content-type"]
     assert settled(ours.json()) == settled(direct.json())
+
+
+async def test_what_it_refuses_on_anthropics_path_has_their_form(
+    site: Site, chat_node: httpx.AsyncClient
+) -> None:
+    direct = await chat_node.post("/v1/messages", json={"max_tokens": 3})
+    ours = await site.http.post("/v1/messages", json={"max_tokens": 3, "model": "demo"})
+    assert ours.status_code == direct.status_code >= 400
+    assert ours.json()["type"] == "error"
+    assert ours.json()["error"]["message"] == direct.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("path", "body"), EMBED)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.api import npm
-from tests.api.site import FIXED, HELLO, Site, a_site, busy, until_busy
+from tests.api.site import FIXED, HELLO, Site, a_site, broken_off, busy, until_busy
 from tests.gateways import until
 from tests.servers import running_demo_servers
 
@@ -104,8 +104,9 @@ async def test_an_abort_frees_the_slot(script: Path, tmp_path: Path, narrow_url:
     async with a_site(tmp_path, [narrow_url]) as site, running(script, site, "abort") as process:
         assert process.stdout is not None
         assert await asyncio.wait_for(process.stdout.readline(), LIMIT) == b"aborted\n"
-        await until_busy(narrow_url, 0, limit=2)
-        await site.until_idle(limit=3)
+        await until_busy(narrow_url, 0)
+        assert await broken_off(narrow_url)
+        await site.until_idle()
         [record] = site.records
         assert (record.code, record.reason) == (499, "client_closed")
         assert process.returncode is None

@@ -351,7 +351,7 @@ async def test_the_head_tells_of_the_request(openai: AsyncOpenAI) -> None:
     assert raw.headers["x-gateway-class"] == "batch"
     assert raw.headers["x-gateway-attempts"] == "1"
     assert raw.headers["x-gateway-node"] == "chat"
-    assert int(raw.headers["x-gateway-queue-ms"]) < 1000
+    assert int(raw.headers["x-gateway-queue-ms"]) < 30_000
     assert raw.parse()._request_id == "mine-1"
 
 

@@ -130,6 +130,7 @@ async def test_a_text_that_is_too_long_to_embed_is_told_the_same_way(
     with pytest.raises(package.BadRequestError) as caught:
         await openai.embeddings.create(model="demo-embed", input="river stone " * 512)
     assert told_of(caught.value)[1:] == ("context_length_exceeded",) * 2
+    assert caught.value.param == "input"
     assert site.gateway.fleet.nodes["embed"].failures == 0
 
 
@@ -186,7 +187,7 @@ async def test_keys_decide_who_may_ask_for_what(
 async def holding(narrow_url: str) -> AsyncIterator[None]:
     """After a test no stream of its own may still hold the only slot."""
     yield
-    await until_busy(narrow_url, 0, limit=10)
+    await until_busy(narrow_url, 0)
 
 
 @asynccontextmanager

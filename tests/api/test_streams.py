@@ -34,6 +34,8 @@ STREAMS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"input": "hello there", "max_output_tokens": 40, **FIXED, **UNCACHED}),
 ]
 
+ASKING = {"X-Gateway-Progress": "1"}
+
 # What the server makes anew for each answer; nothing else may differ.
 _CHANGING = re.compile(
     rb'"(?:id|item_id|response_id)":"[^"]*"'
@@ -46,8 +48,11 @@ def settled(data: bytes) -> bytes:
     return _CHANGING.sub(b"-", data)
 
 
-async def streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> bytes:
-    async with client.stream("POST", path, json=body | {"stream": True}) as answer:
+async def streamed(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], **headers: str
+) -> bytes:
+    body = body | {"stream": True}
+    async with client.stream("POST", path, json=body, headers=headers) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"] == "text/event-stream"
         return await answer.aread()
@@ -63,6 +68,33 @@ async def test_a_stream_is_the_servers_own(
     assert settled(ours) == settled(direct)
     await site.until_idle()
     assert [record.code for record in site.records] == [200]
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMS)
+async def test_who_asks_for_progress_gets_the_servers_own_stream_as_well(
+    site: Site, chat_node: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> None:
+    direct = await streamed(chat_node, path, body | {"model": "demo"})
+    ours = await streamed(site.http, path, body | {"model": "demo"}, **ASKING)
+    assert settled(ours) == settled(direct)
+
+
+async def test_a_long_prompt_tells_how_much_of_it_is_read(
+    tmp_path: Path, narrow_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.web.public.edge.PROGRESS_EVERY", 0.02)
+    body = {"messages": [{"role": "user", "content": "river stone " * 1200}], "max_tokens": 3}
+    async with a_site(tmp_path, [narrow_url]) as site:
+        ours = await streamed(site.http, "/v1/chat/completions", body | UNCACHED, **ASKING)
+    told = [tuple(map(int, one)) for one in _READ.findall(ours)]
+    assert told == sorted(told)
+    assert any(0 < processed < total for _, processed, total in told)
+    assert all(percent == 100 * processed // total for percent, processed, total in told)
+    assert all(total > 2400 for _, _, total in told)
+    assert ours.count(b'"role"') == 1
+
+
+_READ = re.compile(rb": prefill percent=(\d+) processed=(\d+) total=(\d+)\n")
 
 
 async def test_concurrent_streams_keep_to_themselves(site: Site) -> None:
@@ -95,4 +127,4 @@ async def test_heartbeats_come_while_a_stream_waits(tmp_path: Path, narrow_url: 
         events = rest.lstrip(b":\n")
         assert events.startswith(b'data: {"choices"')
         assert events.endswith(b"data: [DONE]\n\n")
-        await until_busy(narrow_url, 0, limit=10)
+        await until_busy(narrow_url, 0)

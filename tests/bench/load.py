@@ -162,6 +162,7 @@ class Load:
     length: int = 0
     crc: int = 0
     connection: type[Connection] = Connection
+    clock: Callable[[], float] = time.perf_counter
     connections: list[Connection] = field(default_factory=list, repr=False)
     outcome: Outcome = field(default_factory=Outcome)
     _unsent: int = 0
@@ -193,7 +194,7 @@ class Load:
         await self._answered(total, limit)
         for start in starts:
             start.cancel()
-        self.outcome.seconds = time.perf_counter() - begin
+        self.outcome.seconds = self.clock() - begin
         return self.outcome
 
     async def steady(self, rate: float, seconds: float, limit: float) -> Outcome:
@@ -206,15 +207,15 @@ class Load:
         begin = self._begin(total)
         self._idle = list(self.connections)
         for i in range(total):
-            await asyncio.sleep(begin + i / rate - time.perf_counter())
+            await asyncio.sleep(begin + i / rate - self.clock())
             while self._idle and self._idle[-1].closed:
                 self._idle.pop()
             if not self._idle:
-                self._idle.append(await self._connect())
-                self.connections += self._idle
+                self.connections.append(await self._connect())
+                self._idle.append(self.connections[-1])
             self._idle.pop().send(self.request)
         await self._answered(total, limit)
-        self.outcome.seconds = time.perf_counter() - begin
+        self.outcome.seconds = self.clock() - begin
         return self.outcome
 
     async def close(self) -> None:
@@ -232,7 +233,7 @@ class Load:
         self.outcome = Outcome()
         self._open = total
         self._done.clear()
-        return time.perf_counter()
+        return self.clock()
 
     async def _answered(self, total: int, limit: float) -> None:
         try:

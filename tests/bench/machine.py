@@ -23,7 +23,7 @@ def facts(targets: Sequence[str]) -> dict[str, str]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "uvloop": _installed("uvloop"),
-        "gateway": " ".join(filter(None, (_installed("llama-gateway"), _commit()))),
+        "gateway": " ".join(filter(None, (_installed("llama-gateway"), commit()))),
     }
     for name in targets:
         program = TARGETS[name].program()
@@ -49,7 +49,7 @@ def _installed(distribution: str) -> str:
         return "not installed"
 
 
-def _commit() -> str:
+def commit() -> str:
     """Commit of the tree, marked where files of the gateway differ from it."""
     commit = _said(["git", "rev-parse", "--short", "HEAD"])
     changed = _said(["git", "status", "--porcelain", "--", "gateway"])

@@ -12,6 +12,7 @@ from tests.bench import shapes
 from tests.bench.load import Address, ChatConnection, Load, StampedConnection
 from tests.bench.scenarios import chat, plain_load, stream_load
 from tests.bench.upstream import Script, Upstream
+from tests.virtual import in_virtual_time, now
 
 LIMIT = 10.0
 GOOD = shapes.answer(shapes.EMBEDDING)
@@ -200,14 +201,16 @@ async def test_an_answer_that_never_comes_is_an_error_at_the_limit() -> None:
 
 
 @pytest.mark.parametrize("connections", [1, 8])
+@in_virtual_time
 async def test_a_steady_rate_opens_a_connection_only_when_none_is_free(connections: int) -> None:
     async with (
         answering(lambda _: GOOD) as (address, served),
         loading(plain_load(address), connections) as load,
     ):
+        load.clock = now
         outcome = await load.steady(rate=200, seconds=0.25, limit=LIMIT)
         assert (outcome.completed, outcome.errors) == (50, 0)
-        assert outcome.seconds >= 0.24
+        assert outcome.seconds == pytest.approx(49 / 200)
         assert len(load.connections) == len(served)
         assert max(served) > 50 / max(2, connections)
 

@@ -106,7 +106,7 @@ class Client:
 
     def __init__(self, url: str, *, slow: bool = False) -> None:
         self._address = urlsplit(url)
-        self._slow = slow
+        self.slow = slow
         self._protocol: _Protocol | None = None
 
     async def __aenter__(self) -> Self:
@@ -192,7 +192,7 @@ class Client:
         sock = socket.socket()
         sock.setblocking(False)
         try:
-            if self._slow:
+            if self.slow:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_READS)
             await loop.sock_connect(sock, (self._address.hostname, self._address.port))
             _, protocol = await loop.create_connection(_Protocol, sock=sock)

@@ -10,7 +10,7 @@ from asyncio.subprocess import Process
 from pathlib import Path
 from typing import Any, Self
 
-PATIENCE = 60.0
+PATIENCE = 90.0
 """Seconds for an answer of the process."""
 
 

@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import time
+import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 COUNTED = ("Live", "Attempt", "Lease", "Turn", "_Exchange", "Journey", "Rest")
 """Types whose objects live no longer than a request."""
+TURNS = 40
+"""Of the event loop, within which the objects must be gone."""
+MOST_HOLDERS = 60
+"""Lines that are told of what keeps one of them alive."""
 
 
 class Shifted:
@@ -97,18 +102,23 @@ class Inside:
         while _counts(self._running) and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         gateway.bus.flush()
-        # What closes connections runs in the loop's next turns.
-        until = min(until, time.monotonic() + 2.0)
-        while (left := self.look())["objects"] and time.monotonic() < until:  # noqa: ASYNC110
+        # What closes connections runs in the loop's next turns: these are counted, since seconds
+        # are no measure where others have the core.
+        turns = 0
+        while (left := self.look())["objects"] and turns < TURNS:
             await asyncio.sleep(0.05)
+            turns += 1
         records = [
-            [r.id, r.code, r.reason, r.attempts, r.node, r.completion_tokens]
+            [r.id, r.code, r.reason, r.attempts, r.node, r.completion_tokens, r.duration]
             for r in self._finished
         ]
         outcomes: dict[str, int] = {}
         for attempt in self._attempts:
             outcomes[attempt.outcome] = outcomes.get(attempt.outcome, 0) + 1
-        return {**left, "records": records, "attempts": outcomes}
+        objects = _objects()
+        ours = {id(objects), *map(id, objects.values())}
+        held = [_holders(thing, ours) for found in objects.values() for thing in found]
+        return {**left, "held": held, "records": records, "attempts": outcomes}
 
     def look(self) -> dict[str, Any]:
         """Counters that are not zero, tasks, descriptors, memory, objects of requests."""
@@ -122,7 +132,7 @@ class Inside:
             ),
             "descriptors": len(list(Path("/proc/self/fd").iterdir())),
             "rss": _rss(),
-            "objects": _objects(),
+            "objects": {name: len(found) for name, found in _objects().items()},
             "troubles": self._troubles,
         }
 
@@ -152,13 +162,37 @@ def _rss() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _objects() -> dict[str, int]:
-    found: dict[str, int] = {}
+def _objects() -> dict[str, list[object]]:
+    found: dict[str, list[object]] = {}
     for thing in gc.get_objects():
         kind = type(thing)
         if kind.__name__ in COUNTED and kind.__module__.startswith("gateway."):
-            found[kind.__name__] = found.get(kind.__name__, 0) + 1
+            found.setdefault(kind.__name__, []).append(thing)
     return found
+
+
+def _holders(thing: object, ours: set[int], depth: int = 5) -> str:
+    """What keeps this alive, as words: each of what refers to it, with what refers to that.
+
+    `ours`: ids of what looks at it now.
+    """
+    lines: list[str] = []
+    seen = {id(thing), id(lines), *ours}
+
+    def tell(what: object, indent: int) -> None:
+        for holder in gc.get_referrers(what):
+            if id(holder) in seen or isinstance(holder, types.FrameType) or indent > depth:
+                continue
+            seen.add(id(holder))
+            lines.append("  " * indent + f"{type(holder).__qualname__} {_shown(holder)}")
+            tell(holder, indent + 1)
+
+    tell(thing, 1)
+    return "\n".join([_shown(thing), *lines[:MOST_HOLDERS]])
+
+
+def _shown(thing: object) -> str:
+    return " ".join(repr(thing).split())[:300]
 
 
 async def _serve(clock: Shifted) -> None:

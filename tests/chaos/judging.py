@@ -25,7 +25,8 @@ class Judged:
     """What came of a request, in a word, and what is wrong with it."""
 
     outcome: str
-    """`whole`, `left`, `broke`, `seam`, `corrupt` or `error <status>`, `event <code>`."""
+    """`whole`, `left`, `broke` (before anything came), `cut`, `seam`, `corrupt` or
+    `error <status>`, `event <code>`."""
     problem: str | None = None
     code: int = 0
     """What the gateway should have noted; 0: not known."""
@@ -48,7 +49,8 @@ def _judge(ask: Ask, got: Got) -> Judged:
             return Judged("left", problem)
         return Judged("left")
     if got.broke is not None or not got.complete:
-        return Judged("broke", f"the connection ended: {got.broke}")
+        outcome = "cut" if got.status else "broke"
+        return Judged(outcome, f"the connection ended: {got.broke}")
     if got.status != 200:
         return _error(ask, got)
     if ask.vector:

@@ -175,7 +175,8 @@ class Real:
 
 
 def _spawn_real(port: int) -> DemoServer:
-    return spawn_demo_server(slots=1, context=CONTEXT, alias=REAL, port=port)
+    # What a token's odds are must not depend on whether it was written or read.
+    return spawn_demo_server(slots=1, context=CONTEXT, alias=REAL, port=port, extra=("--exact",))
 
 
 async def references(url: str) -> list[Ask]:

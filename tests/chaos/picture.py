@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PANELS = (
-    ("resident memory, MB", ("rss_mb",)),
+    ("resident memory, MB", ("rss_mb", "text_mb")),
     ("descriptors", ("descriptors",)),
     ("delay of an event, ms", ("p50_ms", "p99_ms")),
 )

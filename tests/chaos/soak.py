@@ -78,6 +78,7 @@ class Tally:
     delays: Delays = field(default_factory=Delays)
     streams: int = 0
     tokens: int = 0
+    """Of the streams that have ended."""
     ended: int = 0
     short: int = 0
     left: int = 0
@@ -93,6 +94,8 @@ class StreamClient(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._rest = b""
         self._began = False
+        self.tokens = 0
+        """Of the stream that runs."""
         self.over = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -112,12 +115,14 @@ class StreamClient(asyncio.Protocol):
         if whole:
             for sent in shapes.stamps(whole):
                 tally.delays.note(now - sent)
-                tally.tokens += 1
+                self.tokens += 1
         if b'"error"' in whole:
             self._fail(whole[-300:])
         elif whole.endswith(b"data: [DONE]") and self._rest.endswith(b"0\r\n\r\n"):
             tally.ended += 1
             tally.streams -= 1
+            tally.tokens += self.tokens
+            self.tokens = 0
             self._began, self._rest = False, b""
             self._transport.write(self._request)
 
@@ -185,12 +190,18 @@ class Sample:
     rss: int
     descriptors: int
     streams: int
-    tokens: int
+    text: int
+    """Bytes of the answers that are under way, which the gateway keeps to go on with elsewhere."""
     p50: float
     p99: float
     """Milliseconds, of the events since the last sample."""
     waited: float
     """Seconds since then that the gateway was ready and others had its core."""
+
+    @property
+    def kept(self) -> int:
+        """Resident bytes beyond the text."""
+        return self.rss - self.text
 
 
 @dataclass(slots=True)
@@ -205,6 +216,7 @@ class Soak:
     """Without the gateway."""
     before: int = 0
     """Resident bytes before the first stream."""
+    tokens: int = 0
 
     async def run(self) -> int:
         options = self.options
@@ -234,12 +246,15 @@ class Soak:
         short = asyncio.create_task(short_requests(address, tally, options.short))
         await asyncio.sleep(5.0)
         self.before = process.memory_info().rss
-        async with streams(address, tally, options.streams, max(1.0, options.streams / 300)):
+        ramp = max(1.0, options.streams / 300)
+        async with streams(address, tally, options.streams, ramp) as clients:
             tally.delays = Delays()
             began = time.monotonic()
             waited = waited_seconds(process.pid)
-            while (seconds := time.monotonic() - began) < options.minutes * 60:
+            seconds = 0.0
+            while seconds < options.minutes * 60:
                 await asyncio.sleep(options.every)
+                seconds = time.monotonic() - began
                 delays, tally.delays = tally.delays, Delays()
                 self.all_delays.add(delays)
                 now_waited = waited_seconds(process.pid)
@@ -249,13 +264,14 @@ class Soak:
                         process.memory_info().rss,
                         process.num_fds(),
                         tally.streams,
-                        tally.tokens,
+                        TEXT * sum(client.tokens for client in clients),
                         delays.quantile(0.5),
                         delays.quantile(0.99),
                         now_waited - waited,
                     )
                 )
                 waited = now_waited
+                self.tokens = tally.tokens + sum(client.tokens for client in clients)
                 if short.done():
                     short.result()
         short.cancel()
@@ -263,26 +279,26 @@ class Soak:
 
     def _report(self) -> int:
         options, tally, samples = self.options, self.tally, self.samples
-        rss = flatness([(s.seconds, s.rss / 1e6) for s in samples])
+        rss = flatness([(s.seconds, s.kept / 1e6) for s in samples])
         descriptors = flatness([(s.seconds, s.descriptors) for s in samples])
         delay = flatness([(s.seconds, s.p99) for s in samples])
-        grown = samples[-1].rss - self.before
-        each = grown / options.streams
-        text = (tally.tokens / options.streams) * TEXT / max(1, 1 + tally.ended // options.streams)
-        seconds = options.minutes * 60
+        seconds, last = options.minutes * 60, samples[-1]
+        longest = max(samples, key=lambda s: s.text)
+        beyond = max(s.kept for s in samples) - self.before
         figures = {
             "minutes": options.minutes,
             "streams": options.streams,
-            "tokens": tally.tokens,
+            "tokens": self.tokens,
             "streams_ended": tally.ended,
             "short_requests": tally.short,
             "clients_that_left": tally.left,
             "failures": len(tally.failures),
             "rss_before_mb": round(self.before / 1e6, 1),
-            "rss_after_mb": round(samples[-1].rss / 1e6, 1),
-            "kb_per_stream": round(each / 1e3, 1),
-            "kb_of_text_per_stream": round(text / 1e3, 1),
-            "rss_mb_per_hour": round(rss.slope * 3600, 2),
+            "rss_after_mb": round(last.rss / 1e6, 1),
+            "most_kb_of_text_per_stream": round(longest.text / options.streams / 1e3, 1),
+            "kb_per_stream_then": round((longest.rss - self.before) / options.streams / 1e3, 1),
+            "most_kb_per_stream_beyond_text": round(beyond / options.streams / 1e3, 1),
+            "rss_mb_per_hour_beyond_it": round(rss.slope * 3600, 2),
             "descriptors_per_hour": round(descriptors.slope * 3600, 2),
             "p99_ms_per_hour": round(delay.slope * 3600, 2),
             "delay_p50_ms": self.all_delays.quantile(0.5),
@@ -291,7 +307,7 @@ class Soak:
             "others_had_its_core": round(sum(s.waited for s in samples) / seconds, 3),
         }
         print(json.dumps(figures, indent=2))
-        verdicts = {"memory": rss, "descriptors": descriptors, "delay": delay}
+        verdicts = {"memory beyond the text": rss, "descriptors": descriptors, "delay": delay}
         for what, seen in verdicts.items():
             print(f"{what}: {seen}")
         if options.out is not None:
@@ -318,6 +334,7 @@ def _row(sample: Sample) -> dict[str, float]:
     return {
         "seconds": sample.seconds,
         "rss_mb": sample.rss / 1e6,
+        "text_mb": sample.text / 1e6,
         "descriptors": sample.descriptors,
         "streams": sample.streams,
         "p50_ms": sample.p50,

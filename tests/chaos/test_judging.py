@@ -139,3 +139,8 @@ def test_growth_is_told_from_noise() -> None:
     assert flatness(warming).flat(share=0.02, least=0.5)
     spiked = [(t, 1000.0 if t == 590 else value) for t, value in noise]
     assert flatness(spiked).flat(share=0.02, least=0.5)
+
+
+def test_a_reply_that_is_cut_is_told_from_a_client_that_was_not_taken() -> None:
+    assert judge(ASK, Got(broke="closed")).outcome == "broke"
+    assert judge(ASK, Got(200, {}, bytearray(ROLE.encode()), broke="closed")).outcome == "cut"

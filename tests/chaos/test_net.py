@@ -16,7 +16,7 @@ import pytest
 
 from tests.chaos.house import GatewayProcess
 from tests.chaos.nodes import Emulator
-from tests.chaos.run import EMULATORS, Kit, run_seed
+from tests.chaos.run import CHECKS, EMULATORS, FEW, Kit, run_seed
 
 pytestmark = [
     pytest.mark.net,
@@ -38,16 +38,18 @@ class Network:
 
     def __init__(self, number: int) -> None:
         self.name = f"chaos{number}"
-        self.host = f"10.213.{number % 250}.2"
-        self._gate = f"10.213.{number % 250}.1"
+        # Of the block for trials of networks (RFC 2544), which nothing else uses.
+        block = f"198.18.{number >> 6 & 0xFF}"
+        self._gate = f"{block}.{(number & 0x3F) << 2 | 1}"
+        self.host = f"{block}.{(number & 0x3F) << 2 | 2}"
 
     def make(self) -> None:
         near, far = f"{self.name}a", f"{self.name}b"
         run("ip", "netns", "add", self.name)
         run("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", self.name)
-        run("ip", "addr", "add", f"{self._gate}/24", "dev", near)
+        run("ip", "addr", "add", f"{self._gate}/30", "dev", near)
         run("ip", "link", "set", near, "up")
-        run("ip", "-n", self.name, "addr", "add", f"{self.host}/24", "dev", far)
+        run("ip", "-n", self.name, "addr", "add", f"{self.host}/30", "dev", far)
         run("ip", "-n", self.name, "link", "set", far, "up")
         run("ip", "-n", self.name, "link", "set", "lo", "up")
         self._nft("add", "table", "inet", "chaos")
@@ -105,7 +107,7 @@ async def weather(network: Network, rng: random.Random, seconds: float) -> None:
         network.lose(0)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
 async def test_loss_and_partition_break_no_promise(
     tmp_path: Path, network: Network, seed: int
 ) -> None:
@@ -113,4 +115,5 @@ async def test_loss_and_partition_break_no_promise(
         group.create_task(weather(network, random.Random(seed), SECONDS))
         outcome = await run_seed(kit, seed, SECONDS, machine=True, keep=tmp_path)
         assert outcome.violations == []
-        assert outcome.outcomes["whole"] > 20
+        # More than are asked when the network is mended: how many depends on the machine.
+        assert outcome.outcomes["whole"] > FEW + CHECKS

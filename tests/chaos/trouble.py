@@ -19,6 +19,9 @@ from tests.chaos.house import GatewayProcess
 from tests.chaos.nodes import Emulator, Real
 from tests.chaos.schedule import Fault
 
+HEALING = 60.0
+"""Seconds within which the gateway must have done what it is told to when all is over."""
+
 
 @dataclass(slots=True)
 class Trouble:
@@ -52,9 +55,11 @@ class Trouble:
         self._full_disk().unlink(missing_ok=True)
         _write(self.folder / "gateway.yaml", self.settings)
         _write(self.folder / "nodes.yaml", {"nodes": self.inventory})
-        for name in self.nodes:
-            await self._admin(f"/admin/nodes/{name}/resume")
-        await self._admin("/admin/reload")
+        # A node that had left the inventory can be resumed when it has been read again.
+        for path in ("/admin/reload", *(f"/admin/nodes/{name}/resume" for name in self.nodes)):
+            async with asyncio.timeout(HEALING):
+                while not await self._admin(path):  # noqa: ASYNC110 - another process
+                    await asyncio.sleep(0.1)
         for error in done:
             if isinstance(error, BaseException):
                 raise error
@@ -174,12 +179,14 @@ class Trouble:
         file = drains_file(Options(nodes=self.folder / "nodes.yaml", state=state))
         return file.with_name(file.name + ".new")
 
-    async def _admin(self, path: str) -> None:
+    async def _admin(self, path: str) -> bool:
+        """Whether it was done."""
         with contextlib.suppress(httpx.HTTPError):
             async with httpx.AsyncClient(
                 base_url=self.admin, trust_env=False, verify=False, timeout=5
             ) as client:
-                await client.post(path)
+                return (await client.post(path)).is_success
+        return False
 
 
 def _write(path: Path, value: Any) -> None:

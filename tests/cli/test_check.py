@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.options import Options, StartError, read
 from tests.cli.running import Ran, run
 from tests.emulator import EmulatedNode
 
@@ -75,6 +76,14 @@ def test_what_serve_would_refuse_is_told(folder: Path) -> None:
     assert "--allow-anonymous" in ran.err
     assert "--admin-key-file" in ran.err
     assert len(json.loads(run("check", "--json").out)["warnings"]) == 2
+
+
+def test_two_listeners_on_one_address_are_told(folder: Path) -> None:
+    (folder / "config/gateway.yaml").write_text("listen: {port: 8001}\n")
+    assert "both listeners would stand on port 8001" in run("check").err
+    with pytest.raises(StartError, match="both listeners") as caught:
+        read(Options(Path("config/nodes.yaml"), Path("config/gateway.yaml")))
+    assert caught.value.status == 2
 
 
 async def probed(folder: Path, inventory: str, *arguments: str) -> Ran:

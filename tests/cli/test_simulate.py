@@ -100,7 +100,8 @@ def test_a_policy_that_does_not_exist_is_told_with_those_that_do() -> None:
     [
         (("--fleet", "many"), 2, "'many' is no fleet: write COUNTxSLOTS@DECODE:PREFILL"),
         (("--fleet", "1x1@1:1", "--generate", "rate=x"), 2, "--generate: 'rate=x': write a number"),
-        (("--fleet", "1x1@1:1", "--trace", "none.jsonl"), 1, "none.jsonl: No such file"),
+        (("--fleet", "1x1@1:1", "--trace", "none.jsonl"), 2, "none.jsonl: can't be read"),
+        (("--fleet", "1x1@1:1", "--trace", "."), 2, "can't be read: Is a directory"),
         (("--fleet", "1x1@1:1", "--speeds", "s.json"), 2, "--speeds is for an inventory"),
         (("--fleet", "1x1@1:1", "--plot", "p.txt"), 2, "must end in .png, .svg or .pdf"),
         (("--fleet", "1x1@1:1", "--plot", "no/p.png"), 2, "there is no folder no"),

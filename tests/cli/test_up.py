@@ -23,11 +23,14 @@ import pytest
 import yaml
 
 from gateway.cli import up
+from gateway.local.gguf_file import read_model
+from gateway.local.locking import not_locked
 from gateway.local.plan import SLOTS
 from gateway.local.ports import claim_free_port, port_of
+from gateway.local.prepare import prepare
 from gateway.local.server_command import server_environment
 from tests.cli.running import run, run_process
-from tests.servers import demo_model
+from tests.servers import demo_model, may_lock
 
 COMMAND = (sys.executable, "-m", "gateway", "up")
 START_LIMIT = 30.0  # seconds
@@ -203,6 +206,14 @@ class TestServing:
             assert await it.end(signal.SIGINT) == 0
             await all_gone(servers)
 
+    @pytest.mark.skipif(not may_lock(), reason="the limit of locked memory is too low here")
+    async def test_a_model_is_locked_in_memory(self, environment: dict[str, str]) -> None:
+        async with running(environment, "--mlock") as it:
+            await it.url()
+            model = read_model(demo_model())
+            assert [not_locked(model, server.pid) for server in it.servers()] == [None]
+            assert "is locked" not in "\n".join(it.lines)
+
     async def test_no_server_outlives_a_gateway_that_is_killed(
         self, environment: dict[str, str]
     ) -> None:
@@ -300,6 +311,22 @@ class TestRefusing:
         assert "not enough memory" in ran.err
         assert len(re.findall(r"\d+\.\d GiB", ran.err)) == 4
         assert "--force-memory" in ran.err
+
+    def test_a_model_that_may_not_be_locked_is_refused_with_the_remedy(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("gateway.local.prepare.lock_limit", lambda: 65536)
+        ran = run("up", "--mlock", "--model", str(demo_model()))
+        assert ran.status == 1
+        assert "may lock 0 MiB of memory here, and the model is 4 MiB" in ran.err
+        assert "--memlock=unlimited" in ran.err
+
+    def test_a_server_that_has_not_locked_its_model_is_told_of(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        plan = prepare(demo_model(), mlock=True, servers=2, cache=tmp_path)
+        up._tell_of_unlocked(plan, (os.getpid(), None))
+        assert capsys.readouterr().err.startswith("  local-0: only 0 MiB of 4 MiB is locked")
 
     def test_a_binary_that_is_not_there_is_told(self, tmp_path: Path) -> None:
         ran = run("up", "--server-bin", str(tmp_path / "llama-server"))

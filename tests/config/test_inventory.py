@@ -264,6 +264,30 @@ def test_a_wrong_value_is_told_with_its_key_and_nothing_secret(
     assert "sk-secret" not in str(problem)
 
 
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("node: []\nnodes: []", "did you mean nodes? Allowed: defaults, nodes"),
+        ("Defaults: {}\nnodes: []", "did you mean defaults? Allowed: defaults, nodes"),
+        ("slots: 2\nnodes: []", "allowed: defaults, nodes; it is a key of a node"),
+        ("zebra: 2\nnodes: []", "allowed: defaults, nodes"),
+    ],
+)
+def test_an_unknown_key_of_the_file_is_told_with_the_nearest(
+    nodes_problems: Problems, text: str, remedy: str
+) -> None:
+    (problem,) = nodes_problems(text)
+    assert (problem.line, problem.message, problem.remedy) == (1, "unknown key", remedy)
+
+
+@pytest.mark.parametrize(("key", "value", "meant"), [("tier", "CPU", "cpu"), ("Slots", 2, "slots")])
+def test_capital_letters_hide_no_near_word(
+    nodes_problems: Problems, key: str, value: object, meant: str
+) -> None:
+    (problem,) = nodes_problems(ONE.format(f"{key}: {value}"))
+    assert f"did you mean {meant}?" in problem.remedy
+
+
 def test_an_unknown_key_is_told_with_the_nearest_and_all_known(nodes_problems: Problems) -> None:
     (problem,) = nodes_problems(ONE.format("slot: 2"))
     assert problem.message == "unknown key"

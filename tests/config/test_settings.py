@@ -160,6 +160,8 @@ def test_what_later_versions_bring_is_told_apart(gateway_problems: Problems, key
         ("limits: {body_bytes: 2TiB}", "limits.body_bytes"),
         ("limits: {json_depth: 1000}", "limits.json_depth"),
         ("limits: {json_depth: true}", "limits.json_depth"),
+        ("limits: {grammar_bytes: 0}", "limits.grammar_bytes"),
+        ("limits: {grammar_depth: 1000}", "limits.grammar_depth"),
         ("limits: {n: 0}", "limits.n"),
         ("limits: {media_hosts: ['https://h']}", "limits.media_hosts[0]"),
         ("models: [a]", "models"),

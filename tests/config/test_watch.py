@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from gateway.config.watch import changes
 
 # Seconds; a poll of a minute in a test proves that the system told.
-LIMIT = 15.0
+LIMIT = 30.0
 
 pytestmark = pytest.mark.slow
 
@@ -139,12 +140,16 @@ async def test_only_the_files_that_changed_are_named(file: Path, tmp_path: Path)
 
 async def test_many_writes_in_a_row_are_few_changes(file: Path) -> None:
     async with watching(file) as watch:
-        for part in range(30):
+        pauses, wrote = 0, time.monotonic()
+        for part in range(120):
             with file.open("a") as growing:
                 growing.write(f"# {part}\n")
             await asyncio.sleep(0.01)
+            # A busy machine may make several changes of them.
+            pauses += time.monotonic() - wrote > 0.05
+            wrote = time.monotonic()
         assert await watch.next() == {file}
-        assert watch.seen.qsize() <= 3
+        assert watch.seen.qsize() <= 3 + pauses
 
 
 async def test_a_file_that_is_not_there_yet_is_seen_when_it_comes(file: Path) -> None:
@@ -156,7 +161,7 @@ async def test_a_file_that_is_not_there_yet_is_seen_when_it_comes(file: Path) ->
 
 
 async def test_it_stops_soon_when_told(file: Path) -> None:
-    async with asyncio.timeout(5), watching(file, poll=60.0) as watch:
+    async with asyncio.timeout(LIMIT), watching(file, poll=60.0) as watch:
         watch.stop.set()
 
 
@@ -172,7 +177,7 @@ async def test_cancelling_ends_it_and_leaves_the_stop_event_alone(file: Path) ->
     task = asyncio.create_task(watch.run(changes([file], stop=watch.stop, poll=60.0)))
     await stands(watch, file)
     task.cancel()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT):
         with pytest.raises(asyncio.CancelledError):
             await task
     assert not watch.stop.is_set()

@@ -18,6 +18,7 @@ from gateway.fleet.states import State
 from tests.elastic import machine
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
+from tests.virtual import in_virtual_time
 
 pytestmark = pytest.mark.slow
 
@@ -160,6 +161,7 @@ async def test_a_request_that_only_a_standby_node_serves_starts_it_and_waits(
     assert machines.orders() == ["start", "stop"]
 
 
+@in_virtual_time
 async def test_a_client_that_waits_shorter_than_the_start_is_told_when_to_come_back(
     tmp_path: Path, machines: Machines
 ) -> None:
@@ -181,7 +183,7 @@ async def test_a_start_hook_that_fails_is_told_and_not_tried_again_at_once(
     tmp_path: Path, machines: Machines
 ) -> None:
     nodes = [machines.node("spare")]
-    nodes[0]["start"] = [sys.executable, "-c", "import sys; sys.exit('no capacity in this zone')"]
+    nodes[0]["start"] = ["sh", "-c", "echo no capacity in this zone >&2; exit 1"]
     chosen = settings(backoff=60.0) | {"retries": {"wait_for_node": 2.0}}
     async with running_gateway(tmp_path, nodes, chosen, wait_ready=False) as running:
         await until_state(running, "spare", State.STANDBY)

@@ -56,6 +56,8 @@ INSERTIONS = {
     "fields": b"id: 7\nretry: 10\nunknown: x\n\n",
     "done": b"data: [DONE]\n\n",
     "nul": b"\0\0\0\n\n",
+    "half": b'data: {"choices":[{"index":0,"delta":{"content":"',
+    "no_blank_line": b'data: {"choices":[]}\n',
 }
 GARBAGE = b"\x16\x03\x01\x02\0 not HTTP at all \xff\xfe\0\r\n\r\n" * 8
 
@@ -112,7 +114,7 @@ class Fault:
 
     def error_body(self) -> bytes:
         if self.body is not None:
-            return self.body.encode()
+            return self.body.encode(errors="surrogateescape")
         status = self.status or 500
         kind, message = _ERRORS.get(status, ("server_error", f"Emulated {status}"))
         return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})

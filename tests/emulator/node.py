@@ -7,8 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from math import inf
+from socket import socket
 from typing import Any, Self
 
+from gateway.local.ports import claim_port, port_of
 from tests.emulator import control, vectors
 from tests.emulator.cache import PromptCache
 from tests.emulator.compute import Compute
@@ -21,6 +23,7 @@ from tests.emulator.generation import Engine
 from tests.emulator.prompts import DialectName, RefusedError, read_json, read_work
 from tests.emulator.reply import GoneError, Reply
 from tests.emulator.slots import SlotPool
+from tests.virtual import now
 
 _DIALECTS: dict[str, DialectName] = {
     "/v1/chat/completions": "chat",
@@ -68,6 +71,7 @@ class EmulatedNode:
         rerank: bool = False,
         infill: bool = False,
         endpoint_slots: bool = True,
+        progress: bool = True,
         embedding_size: int = 16,
         api_key: str | None = None,
         build: str = "b0-unknown",
@@ -77,7 +81,7 @@ class EmulatedNode:
         remember: int = 100,
         host: str = "127.0.0.1",
         port: int = 0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = now,
     ) -> None:
         self.slots = SlotPool(slots, None if cache_ram is None else PromptCache(cache_ram))
         compute = None
@@ -106,6 +110,7 @@ class EmulatedNode:
         self.rerank = rerank
         self.infill = infill
         self.endpoint_slots = endpoint_slots
+        self.progress = progress  # whether `return_progress` is understood
         self.embedding_size = embedding_size
         self.api_key = api_key
         self.build = build
@@ -126,6 +131,8 @@ class EmulatedNode:
         self._connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self._claim: socket | None = None
+        """Keeps a port of its own choice while nobody listens: no other connection is given it."""
 
     @property
     def url(self) -> str:
@@ -167,6 +174,8 @@ class EmulatedNode:
     async def __aexit__(self, *exc: object) -> None:
         await self.kill()
         await self.desk.close()
+        if self._claim is not None:
+            self._claim.close()
         if self.failures:
             raise ExceptionGroup("the emulator failed", self.failures)
 
@@ -174,11 +183,17 @@ class EmulatedNode:
         """Listens, on the same port as before."""
         if self._server is not None:
             return
+        if not self.port:
+            self._claim = claim_port(self.host)
+            self.port = port_of(self._claim)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: Connection(self), self.host, self.port, backlog=4096
+            lambda: Connection(self),
+            self.host,
+            self.port,
+            backlog=4096,
+            reuse_port=self._claim is not None,
         )
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def refuse(self) -> None:
         """Refuses new connections; those there are live on."""
@@ -206,7 +221,7 @@ class EmulatedNode:
         self.loading = loading
         await self.accept()
 
-    async def until(self, condition: Callable[[], bool], limit: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], limit: float = 30.0) -> None:
         """Waits until a condition holds; raises TimeoutError after `limit` seconds."""
         async with asyncio.timeout(limit):
             while not condition():  # noqa: ASYNC110  # any condition of a test, over many objects
@@ -324,6 +339,8 @@ class EmulatedNode:
         elif path in _RERANKS:
             await reply.plain(200, dump(await vectors.rerank(self.engine, body)))
         else:
+            if not self.progress:
+                body.pop("return_progress", None)
             if path == "/infill":
                 prefix, suffix = body.get("input_prefix", ""), body.get("input_suffix", "")
                 body = body | {"prompt": f"{prefix}{suffix}"}

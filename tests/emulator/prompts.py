@@ -92,7 +92,8 @@ def read_work(dialect: DialectName, body: dict[str, Any], slots: int) -> Work:
         timings_per_token=body.get("timings_per_token") is True,
         logprobs=bool(body.get("logprobs")),
         ignore_eos=body.get("ignore_eos") is True,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        # Anything else a real server overlooks.
+        stop=(stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (),
     )
 
 

@@ -1,18 +1,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from math import inf
 
 import pytest
 
 from tests.emulator.compute import Compute
+from tests.virtual import in_virtual_time, now
 
 
 def compute(prefill: float = inf, decode: float = inf, step: float = 0.0) -> Compute:
-    return Compute(
-        prefill_tps=prefill, decode_tps=decode, step=step, batch=100, clock=time.monotonic
-    )
+    return Compute(prefill_tps=prefill, decode_tps=decode, step=step, batch=100, clock=now)
 
 
 async def read(work: Compute, tokens: int) -> list[tuple[int, float]]:
@@ -25,12 +23,14 @@ async def write(work: Compute, tokens: int, width: int = 1) -> None:
             await writer.next()
 
 
+@in_virtual_time
 async def test_a_prompt_is_read_in_batches() -> None:
     work = compute(prefill=10_000)
     assert [done for done, _ in await read(work, 250)] == [0, 100, 200, 250]
     assert work.busy_seconds == pytest.approx(0.025)
 
 
+@in_virtual_time
 async def test_prompts_are_read_one_after_the_other() -> None:
     work = compute(prefill=10_000)
     first, second = await asyncio.gather(read(work, 300), read(work, 300))
@@ -39,6 +39,7 @@ async def test_prompts_are_read_one_after_the_other() -> None:
     assert work.busy_seconds == pytest.approx(0.06)
 
 
+@in_virtual_time
 async def test_each_more_slot_that_writes_adds_a_step() -> None:
     work = compute(decode=1000, step=0.002)
     await asyncio.gather(*(write(work, 10) for _ in range(3)))
@@ -48,6 +49,7 @@ async def test_each_more_slot_that_writes_adds_a_step() -> None:
     assert work.busy_seconds == pytest.approx(10 * (0.001 + 2 * 0.002))
 
 
+@in_virtual_time
 async def test_a_prompt_lets_its_neighbours_write_one_token_a_batch() -> None:
     work = compute(prefill=2000, decode=1000)
     written = 0
@@ -69,14 +71,16 @@ async def test_a_prompt_lets_its_neighbours_write_one_token_a_batch() -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
+@in_virtual_time
 async def test_it_takes_as_long_as_it_says() -> None:
     work = compute(prefill=5000, decode=200)
-    began = time.monotonic()
+    began = now()
     await asyncio.gather(read(work, 500), write(work, 20))
-    assert time.monotonic() - began >= work.busy_seconds - 0.005
+    assert now() - began == pytest.approx(work.busy_seconds)
     assert work.busy_seconds == pytest.approx(0.2)
 
 
+@in_virtual_time
 async def test_a_reader_that_leaves_lets_the_next_one_in() -> None:
     work = compute(prefill=1000)
     first = asyncio.create_task(read(work, 100_000))
@@ -90,6 +94,7 @@ async def test_a_reader_that_leaves_lets_the_next_one_in() -> None:
     work.close()
 
 
+@in_virtual_time
 async def test_a_writer_that_does_not_ask_takes_no_time() -> None:
     work = compute(decode=100)
     with work.writing(1) as writer:

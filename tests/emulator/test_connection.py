@@ -8,11 +8,13 @@ import pytest
 
 from tests.emulator import EmulatedNode
 from tests.emulator.wire import chat, post, wired
+from tests.virtual import in_virtual_time, now
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: node\r\n\r\n"
 PLAIN = post("/v1/completions", {"prompt": "a", "max_tokens": 1})
 
 
+@in_virtual_time
 async def test_a_connection_is_reused() -> None:
     async with EmulatedNode() as node, httpx.AsyncClient(base_url=node.url) as client:
         for _ in range(20):
@@ -21,6 +23,7 @@ async def test_a_connection_is_reused() -> None:
         assert [request.reused for request in node.seen][:2] == [False, True]
 
 
+@in_virtual_time
 async def test_a_connection_closes_after_its_last_request() -> None:
     async with EmulatedNode(keepalive_requests=3) as node, wired(node.url) as wire:
         for promise in (b"Keep-Alive: timeout=5, max=100", b"Keep-Alive:", b"Connection: close"):
@@ -30,15 +33,17 @@ async def test_a_connection_closes_after_its_last_request() -> None:
         assert await wire.rest() == b""
 
 
+@in_virtual_time
 async def test_an_idle_connection_closes() -> None:
     async with EmulatedNode(keepalive_seconds=0.1) as node, wired(node.url) as wire:
         await wire.send(HEALTH)
         await wire.until(b"}")
-        began = asyncio.get_running_loop().time()
+        began = now()
         assert await wire.rest() == b""
-        assert asyncio.get_running_loop().time() - began > 0.05
+        assert now() - began == pytest.approx(0.1)
 
 
+@in_virtual_time
 async def test_an_idle_limit_does_not_end_a_long_answer() -> None:
     async with (
         EmulatedNode(keepalive_seconds=0.05, decode_tps=20) as node,
@@ -49,6 +54,7 @@ async def test_an_idle_limit_does_not_end_a_long_answer() -> None:
 
 
 @pytest.mark.parametrize("close", [True, False])
+@in_virtual_time
 async def test_a_stream_ends_its_connection_unless_told_otherwise(close: bool) -> None:
     async with EmulatedNode(close_after_stream=close) as node, wired(node.url) as wire:
         await wire.send(post("/v1/chat/completions", chat(max_tokens=1)))
@@ -61,6 +67,7 @@ async def test_a_stream_ends_its_connection_unless_told_otherwise(close: bool) -
             assert b"200 OK" in await wire.head()
 
 
+@in_virtual_time
 async def test_pipelined_requests_are_answered_in_order() -> None:
     async with EmulatedNode() as node, wired(node.url) as wire:
         await wire.send(PLAIN + HEALTH + PLAIN)
@@ -69,12 +76,14 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert node.requests == 2
 
 
+@in_virtual_time
 async def test_what_is_no_http_is_a_bad_request() -> None:
     async with EmulatedNode() as node, wired(node.url) as wire:
         await wire.send(b"garbage\r\n\r\n")
         assert (await wire.rest()).startswith(b"HTTP/1.1 400 Bad Request\r\n")
 
 
+@in_virtual_time
 async def test_a_client_that_asks_to_continue_is_told_so() -> None:
     async with EmulatedNode() as node, wired(node.url) as wire:
         head, _, body = PLAIN.partition(b"\r\n\r\n")
@@ -84,6 +93,7 @@ async def test_a_client_that_asks_to_continue_is_told_so() -> None:
         assert b"200 OK" in await wire.head()
 
 
+@in_virtual_time
 async def test_a_body_may_come_in_chunks() -> None:
     async with EmulatedNode() as node, httpx.AsyncClient() as client:
 
@@ -95,6 +105,7 @@ async def test_a_body_may_come_in_chunks() -> None:
         assert reply.status_code == 200
 
 
+@in_virtual_time
 async def test_a_client_that_does_not_read_stops_the_answer() -> None:
     async with EmulatedNode(context=10**7) as node:
         with socket.create_connection((node.host, node.port)) as client:
@@ -110,6 +121,7 @@ async def test_a_client_that_does_not_read_stops_the_answer() -> None:
         await node.until(lambda: node.busy == 0)
 
 
+@in_virtual_time
 async def test_a_killed_node_resets_and_comes_back_on_its_port() -> None:
     async with EmulatedNode(answer_tokens=10**6, decode_tps=50) as node:
         async with wired(node.url) as wire:
@@ -128,6 +140,7 @@ async def test_a_killed_node_resets_and_comes_back_on_its_port() -> None:
             assert b"200 OK" in await wire.head()
 
 
+@in_virtual_time
 async def test_a_refusing_node_lets_its_connections_live() -> None:
     async with EmulatedNode() as node, wired(node.url) as wire:
         await wire.send(HEALTH)

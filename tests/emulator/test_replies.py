@@ -71,6 +71,12 @@ async def test_a_stop_string_ends_the_answer_before_itself() -> None:
     assert (reply.json()["stop_type"], reply.json()["stopping_word"]) == ("word", stop)
 
 
+async def test_a_stop_that_is_no_text_is_overlooked_as_a_real_server_does() -> None:
+    async with EmulatedNode() as node:
+        reply = await post(node, "/completion", {"prompt": "hello", "stop": 5, "n_predict": 3})
+    assert reply.json()["content"] == expected_text("hello", 3)
+
+
 async def test_a_chat_with_an_open_answer_is_continued_to_the_same_end() -> None:
     whole = expected_chat_text(HELLO, 10)
     so_far = expected_chat_text(HELLO, 4)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.emulator import EmulatedNode
 from tests.emulator.wire import Wire, chat, post, wired
+from tests.virtual import in_virtual_time, now
 
 CHAT = "/v1/chat/completions"
 
@@ -18,26 +19,30 @@ async def ask(stack: AsyncExitStack, node: EmulatedNode, text: str = "hello") ->
     return wire
 
 
+@in_virtual_time
 async def test_the_head_comes_at_once_and_the_first_event_after_the_prefill() -> None:
     async with EmulatedNode(prefill_tps=100) as node, wired(node.url) as wire:
         await wire.send(post(CHAT, chat("the " * 60, max_tokens=1)))  # some 70 tokens: 0.7 s
-        began = asyncio.get_running_loop().time()
+        began = now()
         assert b"text/event-stream" in await wire.head()
-        head = asyncio.get_running_loop().time() - began
+        head = now() - began
         await wire.until(b"\n\n")
-        event = asyncio.get_running_loop().time() - began
-    assert event - head > 0.3
+        event = now() - began
+    assert head == 0.0
+    assert event == pytest.approx(0.7, abs=0.1)
 
 
+@in_virtual_time
 async def test_tokens_are_paced() -> None:
     async with EmulatedNode(decode_tps=50) as node, httpx.AsyncClient() as client:
-        began = asyncio.get_running_loop().time()
+        began = now()
         reply = await client.post(node.url + CHAT, json=chat(stream=False, max_tokens=11))
-        took = asyncio.get_running_loop().time() - began
-    assert took > 10 / 50
-    assert reply.json()["timings"]["predicted_per_second"] <= 50
+        took = now() - began
+    assert took == pytest.approx(10 / 50)
+    assert reply.json()["timings"]["predicted_per_second"] == pytest.approx(50)
 
 
+@in_virtual_time
 async def test_a_full_node_withholds_the_head_until_a_slot_is_free() -> None:
     async with (
         EmulatedNode(slots=2, answer_tokens=10**6, decode_tps=100) as node,
@@ -54,6 +59,7 @@ async def test_a_full_node_withholds_the_head_until_a_slot_is_free() -> None:
         assert (node.busy, node.peak_busy, node.queued) == (2, 2, 0)
 
 
+@in_virtual_time
 async def test_slots_tell_that_they_are_busy() -> None:
     async with (
         EmulatedNode(slots=1, answer_tokens=10**6, decode_tps=100) as node,
@@ -70,6 +76,7 @@ async def test_slots_tell_that_they_are_busy() -> None:
         assert (full.status_code, full.json()["error"]["message"]) == (503, "no slot available")
 
 
+@in_virtual_time
 async def test_a_stream_s_slot_is_free_when_its_client_leaves_in_decode() -> None:
     async with EmulatedNode(answer_tokens=10**6, decode_tps=1) as node, wired(node.url) as wire:
         await wire.send(post(CHAT, chat()))
@@ -79,6 +86,7 @@ async def test_a_stream_s_slot_is_free_when_its_client_leaves_in_decode() -> Non
         await node.until(lambda: node.busy == 0, limit=0.8)  # less than a token takes
 
 
+@in_virtual_time
 async def test_a_stream_s_slot_stays_taken_until_its_prompt_is_read() -> None:
     async with EmulatedNode(prefill_tps=100) as node, wired(node.url) as wire:
         await wire.send(post(CHAT, chat("the " * 30)))
@@ -90,6 +98,7 @@ async def test_a_stream_s_slot_stays_taken_until_its_prompt_is_read() -> None:
         assert node.engine.tokens == 0
 
 
+@in_virtual_time
 async def test_a_stream_with_progress_is_given_up_within_a_batch() -> None:
     async with EmulatedNode(prefill_tps=100, batch=5) as node, wired(node.url) as wire:
         await wire.send(post(CHAT, chat("the " * 1000, return_progress=True)))  # 10 s
@@ -98,6 +107,7 @@ async def test_a_stream_with_progress_is_given_up_within_a_batch() -> None:
         await node.until(lambda: node.busy == 0, limit=2)
 
 
+@in_virtual_time
 async def test_a_plain_request_holds_its_slot_to_the_end() -> None:
     async with EmulatedNode(decode_tps=100) as node, wired(node.url) as wire:
         await wire.send(post(CHAT, chat(stream=False, max_tokens=30)))
@@ -107,6 +117,7 @@ async def test_a_plain_request_holds_its_slot_to_the_end() -> None:
         assert node.engine.tokens == 30
 
 
+@in_virtual_time
 async def test_a_queued_stream_whose_client_left_still_has_its_prompt_read() -> None:
     async with (
         EmulatedNode(slots=1, answer_tokens=10**6, decode_tps=100) as node,
@@ -125,6 +136,7 @@ async def test_a_queued_stream_whose_client_left_still_has_its_prompt_read() -> 
         assert node.engine.prompt_tokens == 2 * read
 
 
+@in_virtual_time
 async def test_a_prefill_can_hold_its_neighbours_up() -> None:
     async with (
         EmulatedNode(
@@ -143,6 +155,7 @@ async def test_a_prefill_can_hold_its_neighbours_up() -> None:
         await node.until(lambda: node.engine.tokens > written + 10)
 
 
+@in_virtual_time
 async def test_a_long_prefill_sends_comments() -> None:
     async with EmulatedNode(prefill_tps=100, ping_interval=0.05) as node, wired(node.url) as wire:
         await wire.send(post(CHAT, chat("the " * 30)))
@@ -150,6 +163,7 @@ async def test_a_long_prefill_sends_comments() -> None:
         assert await wire.until(b"\n\n\r\n") == b"3\r\n:\n\n\r\n"
 
 
+@in_virtual_time
 async def test_many_requests_at_once_never_take_more_than_the_slots() -> None:
     async with EmulatedNode(slots=4, decode_tps=2000) as node:
         limits = httpx.Limits(max_connections=40)

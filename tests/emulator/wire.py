@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-LIMIT = 5.0  # seconds any one wait may take
+LIMIT = 30.0  # seconds any one wait may take
 
 
 def post(path: str, body: dict[str, Any] | None = None, headers: str = "") -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from gateway.fleet.node import Node, Rules
 from gateway.fleet.states import State
 from gateway.request import Priority
 from gateway.transport.upstream import Upstream, connect
+from tests.virtual import now
 
 QUICK: dict[str, Any] = {
     "interval": 0.05,
@@ -109,12 +109,12 @@ class Running:
         """The states that a node has gone through."""
         return [change.new for change in self.changes if change.node == name]
 
-    async def until(self, condition: Callable[[], bool], limit: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], limit: float = 30.0) -> None:
         async with asyncio.timeout(limit):
             while not condition():  # noqa: ASYNC110 - any condition of a test
                 await asyncio.sleep(0.002)
 
-    async def until_state(self, name: str, state: State, limit: float = 5.0) -> None:
+    async def until_state(self, name: str, state: State, limit: float = 30.0) -> None:
         try:
             await self.until(lambda: self[name].state is state, limit)
         except TimeoutError:
@@ -131,7 +131,7 @@ async def a_fleet(
     *specs: NodeSpec,
     connect: Callable[[NodeSpec], Upstream] = connect,
     drains: Path | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = now,
     probed: bool = True,
     timeouts: dict[str, Any] | None = None,
     **health: Any,
@@ -158,7 +158,7 @@ async def a_fleet(
     await fleet.start(inventory(*specs))
     try:
         if probed:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 await fleet.probed.wait()
         yield running
     finally:

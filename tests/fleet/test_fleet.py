@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from gateway.config.inventory import NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.events import Bus, NodeChanged
+from gateway.fleet import departures
 from gateway.fleet.drains import Drains
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.lease import Lease
@@ -251,6 +252,32 @@ async def test_models_are_what_nodes_declare_or_have_said_down_or_not() -> None:
             await server.kill()
             await fleet.until_state("a", State.DOWN)
             assert fleet.fleet.catalogue.known("said")
+
+
+async def test_what_a_node_served_is_known_when_it_leaves_and_comes_back_while_it_is_down() -> None:
+    async with EmulatedNode(model="said") as server, a_fleet(a_spec(url=server.url)) as fleet:
+        await server.kill()
+        fleet.fleet.apply(inventory())
+        assert not fleet.fleet.catalogue.known("said")
+        fleet.fleet.apply(inventory(a_spec(url=server.url)))
+        await fleet.until_state("a", State.DOWN)
+        assert fleet.fleet.catalogue.known("said")
+        # Another server has said nothing.
+        fleet.fleet.apply(inventory(a_spec()))
+        assert not fleet.fleet.catalogue.known("said")
+
+
+async def test_of_nodes_that_left_only_so_many_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(departures, "MOST_SEEN", 2)
+    specs = [a_spec(name) for name in "abc"]
+    async with a_fleet(*specs) as fleet:
+        for name in "abc":
+            fleet[name].facts.models = (f"of {name}",)
+        fleet.fleet.apply(inventory())
+        fleet.fleet.apply(inventory(*specs))
+        assert fleet.fleet.catalogue.model_names() == ("of b", "of c")
 
 
 async def test_another_model_on_a_node_is_noticed() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import AsyncExitStack
 
 import httpx
@@ -12,19 +11,22 @@ import pytest
 from gateway.fleet.states import State
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_fleet, a_spec, inventory, take
+from tests.virtual import in_virtual_time, now
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 500}
 
 
+@in_virtual_time
 async def test_a_node_is_ready_once_it_is_known_what_it_is() -> None:
     async with EmulatedNode(slots=3) as server, a_fleet(a_spec(url=server.url)) as fleet:
         node = fleet["a"]
         assert node.state is State.READY
-        assert node.free(time.monotonic()) == 3
+        assert node.free(now()) == 3
         assert fleet.states("a") == ["starting", "ready"]
         assert fleet.capacity > 0
 
 
+@in_virtual_time
 async def test_all_nodes_are_probed_at_once_at_the_start() -> None:
     async with EmulatedNode() as server:
         specs = [a_spec(f"n{i}", server.url) for i in range(50)]
@@ -32,6 +34,7 @@ async def test_all_nodes_are_probed_at_once_at_the_start() -> None:
             assert all(node.state is State.READY for node in fleet.fleet.nodes.values())
 
 
+@in_virtual_time
 async def test_a_node_that_is_not_there_at_the_start_does_not_hold_the_others_up() -> None:
     async with (
         EmulatedNode() as server,
@@ -42,11 +45,12 @@ async def test_a_node_that_is_not_there_at_the_start_does_not_hold_the_others_up
         assert fleet.state("a") is State.READY
 
 
+@in_virtual_time
 async def test_a_killed_server_goes_down_and_is_ready_again_when_it_is_back() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         await server.kill()
         await fleet.until_state("a", State.DOWN)
-        assert fleet["a"].free(time.monotonic()) == 0
+        assert fleet["a"].free(now()) == 0
         told = fleet.capacity
         server.slots.slots.pop()  # it comes back with fewer slots
         await server.revive(loading=True)
@@ -58,11 +62,25 @@ async def test_a_killed_server_goes_down_and_is_ready_again_when_it_is_back() ->
         assert fleet.states("a") == ["starting", "ready", "down", "loading", "ready"]
 
 
+@in_virtual_time
+async def test_a_node_whose_model_nobody_names_is_down_until_the_inventory_does() -> None:
+    async with EmulatedNode() as server:
+        server.faults.set("status", path="/v1/models", status=404)
+        server.faults.set("status", path="/props", status=404)
+        async with a_fleet(a_spec(url=server.url)) as fleet:
+            assert fleet.state("a") is State.DOWN
+            assert "(model: ...)" in fleet["a"].reason
+            fleet.fleet.apply(inventory(a_spec(url=server.url, model="m")))
+            await fleet.until_state("a", State.READY)
+        server.faults.clear()
+
+
 async def server_is_asked_again(server: EmulatedNode) -> None:
     asked = server.control_requests
     await server.until(lambda: server.control_requests > asked + 4)
 
 
+@in_virtual_time
 async def test_one_failed_probe_changes_nothing() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         for _ in range(3):
@@ -73,12 +91,13 @@ async def test_one_failed_probe_changes_nothing() -> None:
 
 
 @pytest.mark.slow
+@in_virtual_time
 async def test_a_node_that_reads_a_prompt_is_mute_and_not_down() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         lease = take(fleet["a"])
         server.faults.set("mute")
         await fleet.until_state("a", State.MUTE)
-        assert fleet["a"].free(time.monotonic()) == 0
+        assert fleet["a"].free(now()) == 0
         assert "it reads a prompt" in fleet["a"].reason
         await asyncio.sleep(2)  # more than `fall` probes
         assert fleet.state("a") is State.MUTE
@@ -91,15 +110,16 @@ async def test_a_node_that_reads_a_prompt_is_mute_and_not_down() -> None:
 
 
 @pytest.mark.slow
+@in_virtual_time
 async def test_a_node_whose_streams_move_is_mute_until_they_stop() -> None:
     async with EmulatedNode() as server:
         spec = a_spec(url=server.url)
         async with a_fleet(spec, prefill_grace=0.01, timeouts={"silence": 0.6}) as fleet:
             lease = take(fleet["a"])
             server.faults.set("mute")
-            until = time.monotonic() + 2.5
-            while time.monotonic() < until:
-                lease.moved(time.monotonic())
+            until = now() + 2.5
+            while now() < until:
+                lease.moved(now())
                 await asyncio.sleep(0.02)
             assert fleet.state("a") is State.MUTE
             await fleet.until_state("a", State.DOWN)
@@ -108,6 +128,7 @@ async def test_a_node_whose_streams_move_is_mute_until_they_stop() -> None:
             server.faults.clear()
 
 
+@in_virtual_time
 async def test_a_silent_node_without_work_goes_down() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         server.faults.set("mute")
@@ -116,15 +137,17 @@ async def test_a_silent_node_without_work_goes_down() -> None:
         server.faults.clear()
 
 
+@in_virtual_time
 async def test_a_refused_connection_takes_a_node_down_though_a_stream_moved() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         lease = take(fleet["a"])
-        lease.moved(time.monotonic())
+        lease.moved(now())
         await server.kill()
         await fleet.until_state("a", State.DOWN)
         lease.give_back()
 
 
+@in_virtual_time
 async def test_a_wrong_key_takes_a_node_down_with_the_remedy() -> None:
     async with EmulatedNode(api_key="right") as server:
         async with a_fleet(a_spec(url=server.url, api_key="wrong")) as fleet:
@@ -134,6 +157,7 @@ async def test_a_wrong_key_takes_a_node_down_with_the_remedy() -> None:
             assert fleet.state("a") is State.READY
 
 
+@in_virtual_time
 async def test_a_disabled_node_is_listed_and_left_alone() -> None:
     async with (
         EmulatedNode() as server,
@@ -145,6 +169,7 @@ async def test_a_disabled_node_is_listed_and_left_alone() -> None:
         assert server.connections_opened == 0
 
 
+@in_virtual_time
 async def test_work_that_others_put_on_a_node_counts() -> None:
     async with (
         EmulatedNode(slots=2, decode_tps=20) as server,
@@ -155,14 +180,15 @@ async def test_work_that_others_put_on_a_node_counts() -> None:
         async with a_fleet(a_spec(url=server.url)) as fleet:
             node = fleet["a"]
             # Known before the node got anything.
-            assert (node.foreign, node.free(time.monotonic()), node.slots_busy) == (1, 1, 1)
+            assert (node.foreign, node.free(now()), node.slots_busy) == (1, 1, 1)
             told = fleet.capacity
             await others.aclose()
             await fleet.until(lambda: node.foreign == 0)
-            assert node.free(time.monotonic()) == 2
+            assert node.free(now()) == 2
             assert fleet.capacity > told
 
 
+@in_virtual_time
 async def test_our_own_work_is_not_taken_for_others() -> None:
     async with (
         EmulatedNode(slots=2, decode_tps=20) as server,
@@ -181,6 +207,7 @@ async def test_our_own_work_is_not_taken_for_others() -> None:
         assert node.foreign == 0
 
 
+@in_virtual_time
 async def test_drift_is_told_once_and_again_when_it_changes() -> None:
     async with (
         EmulatedNode(slots=2) as server,
@@ -195,27 +222,29 @@ async def test_drift_is_told_once_and_again_when_it_changes() -> None:
         assert [drift.differences for drift in fleet.drifts] == [said, ()]
 
 
+@in_virtual_time
 async def test_failures_open_the_circuit_and_time_alone_lets_a_trial_in() -> None:
     async with EmulatedNode() as server:
         spec = a_spec(url=server.url)
         async with a_fleet(spec, failures=3, interval=60, open=0.3) as fleet:
             node = fleet["a"]
             for _ in range(3):
-                fleet.fleet.failed(node, time.monotonic())
+                fleet.fleet.failed(node, now())
             assert node.state is State.EJECTED
             assert node.failures == 3
-            assert node.free(time.monotonic()) == 0
+            assert node.free(now()) == 0
             told = fleet.capacity
             await fleet.until(lambda: fleet.capacity > told)
-            assert node.free(time.monotonic()) == 1
+            assert node.free(now()) == 1
             trial = take(node)
             assert trial.trial
-            fleet.fleet.succeeded(node, time.monotonic(), began=trial.taken)
+            fleet.fleet.succeeded(node, now(), began=trial.taken)
             trial.give_back()
             assert fleet.states("a") == ["starting", "ready", "ejected", "ready"]
 
 
 @pytest.mark.slow
+@in_virtual_time
 async def test_a_failed_request_makes_the_next_probe_come_soon() -> None:
     async with (
         EmulatedNode() as server,
@@ -223,16 +252,17 @@ async def test_a_failed_request_makes_the_next_probe_come_soon() -> None:
     ):
         await asyncio.sleep(0.1)
         await server.kill()
-        fleet.fleet.failed(fleet["a"], time.monotonic())
+        fleet.fleet.failed(fleet["a"], now())
         await fleet.until_state("a", State.DOWN)
 
 
+@in_virtual_time
 async def test_an_operators_probe_closes_the_circuit_of_a_node_that_answers() -> None:
     async with (
         EmulatedNode() as server,
         a_fleet(a_spec(url=server.url), failures=1, open=60, open_max=60) as fleet,
     ):
-        fleet.fleet.failed(fleet["a"], time.monotonic())
+        fleet.fleet.failed(fleet["a"], now())
         assert fleet.state("a") is State.EJECTED
         assert (await fleet.fleet.probe("a")).up
         assert fleet.state("a") is State.READY
@@ -241,6 +271,7 @@ async def test_an_operators_probe_closes_the_circuit_of_a_node_that_answers() ->
 
 
 @pytest.mark.slow
+@in_virtual_time
 async def test_what_a_request_finds_out_is_believed_at_once() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), interval=60) as fleet:
         await server.kill()
@@ -260,6 +291,7 @@ async def test_what_a_request_finds_out_is_believed_at_once() -> None:
         assert fleet["a"].speed.decode_tps == 10
 
 
+@in_virtual_time
 async def test_a_node_that_has_left_can_still_be_told_of() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         node = fleet["a"]
@@ -267,8 +299,8 @@ async def test_a_node_that_has_left_can_still_be_told_of() -> None:
         fleet.fleet.apply(inventory())
         said = list(fleet.changes)
         for _ in range(9):
-            fleet.fleet.failed(node, time.monotonic())
+            fleet.fleet.failed(node, now())
         fleet.fleet.unreachable(node, "connection refused")
-        fleet.fleet.succeeded(node, time.monotonic())
+        fleet.fleet.succeeded(node, now())
         lease.give_back()
         assert fleet.changes == said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import socket
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from gateway.fleet.probing import Answer
 from gateway.transport.upstream import connect
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
+from tests.virtual import in_virtual_time, now
 
 
 @asynccontextmanager
@@ -27,18 +27,20 @@ async def node_at(url: str, *, timeout: float = 5.0, **keys: Any) -> AsyncIterat
     rules = Rules(HealthSettings(timeout=timeout), TimeoutSettings())
     upstream = connect(spec)
     try:
-        yield Node(spec, upstream, rules, time.monotonic, Circuit(rules.health, random.Random(7)))
+        yield Node(spec, upstream, rules, now, Circuit(rules.health, random.Random(7)))
     finally:
         await upstream.aclose()
 
 
+@in_virtual_time
 async def test_a_healthy_server_is_up() -> None:
     async with EmulatedNode() as server, node_at(server.url) as node:
         outcome = await check_alive(node)
     assert outcome.answer is Answer.UP
-    assert outcome.seconds < 5
+    assert outcome.seconds == 0.0  # though in virtual time nothing takes any
 
 
+@in_virtual_time
 async def test_a_path_prefix_is_kept() -> None:
     async with EmulatedNode() as server, node_at(f"{server.url}/some/where") as node:
         outcome = await check_alive(node)
@@ -46,6 +48,7 @@ async def test_a_path_prefix_is_kept() -> None:
     assert "/health answers 404" in outcome.detail
 
 
+@in_virtual_time
 async def test_a_server_that_loads_its_model_is_told_from_one_that_fails() -> None:
     async with EmulatedNode() as server, node_at(server.url) as node:
         server.loading = True
@@ -56,6 +59,7 @@ async def test_a_server_that_loads_its_model_is_told_from_one_that_fails() -> No
     assert (failed.answer, failed.detail) == (Answer.FAILED, "/health answers 503")
 
 
+@in_virtual_time
 async def test_a_closed_port_refuses() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
@@ -66,6 +70,7 @@ async def test_a_closed_port_refuses() -> None:
     assert url in outcome.detail
 
 
+@in_virtual_time
 async def test_a_server_that_does_not_answer_times_out() -> None:
     async with EmulatedNode() as server, node_at(server.url, timeout=0.2) as node:
         server.faults.set("mute")
@@ -73,7 +78,7 @@ async def test_a_server_that_does_not_answer_times_out() -> None:
         server.faults.clear()
     assert outcome.answer is Answer.TIMED_OUT
     assert outcome.detail == "no answer to /health within 0.2 s"
-    assert 0.2 <= outcome.seconds < 1
+    assert outcome.seconds == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +93,7 @@ async def test_a_server_that_does_not_answer_times_out() -> None:
         {"kind": "head_bomb"},
     ],
 )
+@in_virtual_time
 async def test_every_other_answer_is_a_failure(fault: dict[str, Any]) -> None:
     async with EmulatedNode() as server, node_at(server.url) as node:
         server.faults.set(path="control", **fault)
@@ -97,15 +103,17 @@ async def test_every_other_answer_is_a_failure(fault: dict[str, Any]) -> None:
     assert "/health" in outcome.detail
 
 
+@in_virtual_time
 async def test_an_answer_that_trickles_is_cut_at_the_limit() -> None:
     async with EmulatedNode() as server, node_at(server.url, timeout=0.2) as node:
         server.faults.set("trickle", path="control", seconds=0.05)
         outcome = await check_alive(node)
         server.faults.clear()
     assert outcome.answer is Answer.TIMED_OUT
-    assert outcome.seconds < 1
+    assert outcome.seconds == pytest.approx(0.2)
 
 
+@in_virtual_time
 async def test_an_endless_answer_is_cut_by_size() -> None:
     async with EmulatedNode() as server, node_at(server.url) as node:
         server.faults.next("status", path="/health", status=200, body="x" * (LARGEST_ANSWER + 1))
@@ -114,6 +122,7 @@ async def test_an_endless_answer_is_cut_by_size() -> None:
     assert "without end" in outcome.detail
 
 
+@in_virtual_time
 async def test_a_server_tells_what_it_is() -> None:
     async with (
         EmulatedNode(slots=3, context=2048, build="b42") as server,
@@ -124,6 +133,7 @@ async def test_a_server_tells_what_it_is() -> None:
     assert (facts.slots, facts.context, facts.models, facts.build) == (3, 2048, ("demo",), "b42")
 
 
+@in_virtual_time
 async def test_a_wrong_key_is_told_with_its_remedy() -> None:
     async with EmulatedNode(api_key="right") as server:
         async with node_at(server.url) as node:
@@ -136,18 +146,21 @@ async def test_a_wrong_key_is_told_with_its_remedy() -> None:
             assert (await discover(node)).up
 
 
+@in_virtual_time
 async def test_what_is_no_json_teaches_nothing() -> None:
     async with EmulatedNode() as server, node_at(server.url) as node:
         server.faults.set("status", path="control", status=200, body="<html>")
-        assert (await discover(node)).up
+        assert (await discover(node)).answer is Answer.NAMELESS
         assert await read_slots(node) is None
         server.faults.clear()
     assert node.facts.models == ()
 
 
+@in_virtual_time
 async def test_another_build_may_do_what_the_old_one_refused() -> None:
     async with EmulatedNode(build="b1") as server, node_at(server.url) as node:
         await discover(node)
+        node.probing.discovered = node.clock()
         node.facts.refused.add("rerank")
         await discover(node)
         assert node.facts.refused == {"rerank"}
@@ -156,6 +169,23 @@ async def test_another_build_may_do_what_the_old_one_refused() -> None:
         assert node.facts.refused == set()
 
 
+@pytest.mark.parametrize(("keys", "answer"), [({}, Answer.NAMELESS), ({"model": "m"}, Answer.UP)])
+@in_virtual_time
+async def test_an_old_server_that_names_no_model_needs_one_in_the_inventory(
+    keys: dict[str, Any], answer: Answer
+) -> None:
+    async with EmulatedNode() as server, node_at(server.url, **keys) as node:
+        server.faults.set("status", path="/v1/models", status=404)
+        body = '{"default_generation_settings": {"n_ctx": 2048}}'
+        server.faults.set("status", path="/props", status=200, body=body)
+        outcome = await discover(node)
+        server.faults.clear()
+    assert (outcome.answer, node.facts.context) == (answer, 2048)
+    if answer is Answer.NAMELESS:
+        assert outcome.detail.endswith("say in the inventory what it serves (model: ...)")
+
+
+@in_virtual_time
 async def test_busy_slots_are_read() -> None:
     async with EmulatedNode(slots=2, decode_tps=50) as server, node_at(server.url) as node:
         assert await read_slots(node) == 0
@@ -165,6 +195,7 @@ async def test_busy_slots_are_read() -> None:
             assert await read_slots(node) == 1
 
 
+@in_virtual_time
 async def test_a_server_without_slots_is_not_asked_again() -> None:
     async with EmulatedNode(endpoint_slots=False) as server, node_at(server.url) as node:
         assert node.tells_slots
@@ -172,6 +203,7 @@ async def test_a_server_without_slots_is_not_asked_again() -> None:
     assert not node.tells_slots
 
 
+@in_virtual_time
 async def test_no_process_has_no_busy_slot() -> None:
     async with EmulatedNode() as server, node_at(server.url) as node:
         await server.kill()
@@ -191,6 +223,7 @@ async def test_no_process_has_no_busy_slot() -> None:
         (500, {"model": "x", "api_key": "k"}, Answer.FAILED),
     ],
 )
+@in_virtual_time
 async def test_another_kind_of_server_is_judged_by_its_list_of_models(
     status: int, keys: dict[str, Any], answer: Answer
 ) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from gateway.fleet.reclaim import BLIND, blind_hold, let_go, longest_hold
 from gateway.fleet.states import State
 from tests.emulator import EmulatedNode
 from tests.fleet.build import Clock, Running, a_fleet, a_node, a_spec, inventory, take
+from tests.virtual import in_virtual_time, now
 
 
 def test_a_slot_that_the_node_shows_free_is_let_go() -> None:
@@ -97,15 +97,16 @@ async def streaming(fleet: Running, **keys: Any) -> AsyncIterator[Lease]:
     lease = take(fleet["a"], stream=True)
     client = lease.upstream.client
     async with client.stream("POST", "/v1/chat/completions", json=body | keys) as response:
-        lease.head_came(time.monotonic())
+        lease.head_came(now())
         if not keys:
             # Kept: an iterator that is dropped closes the connection.
             parts = response.aiter_bytes()
             await anext(parts)
-            lease.moved(time.monotonic())
+            lease.moved(now())
         yield lease
 
 
+@in_virtual_time
 async def test_a_cut_stream_gives_its_slot_back_when_the_node_shows_it_free() -> None:
     async with (
         EmulatedNode(slots=2, decode_tps=50) as server,
@@ -113,16 +114,17 @@ async def test_a_cut_stream_gives_its_slot_back_when_the_node_shows_it_free() ->
     ):
         async with streaming(fleet) as lease:
             pass
-        told, began = fleet.capacity, time.monotonic()
+        told, began = fleet.capacity, now()
         lease.abandon()
         assert fleet["a"].leased == 1
         await fleet.until(lambda: not lease.held)
         assert server.busy == 0
         assert fleet.capacity > told
-        assert time.monotonic() - began < 1.0
+        assert now() - began < 0.2
 
 
 @pytest.mark.slow
+@in_virtual_time
 async def test_a_slot_that_reads_a_prompt_to_its_end_is_held_as_long() -> None:
     async with (
         EmulatedNode(slots=1, prefill_tps=200, decode_tps=50) as server,
@@ -135,20 +137,21 @@ async def test_a_slot_that_reads_a_prompt_to_its_end_is_held_as_long() -> None:
         await asyncio.sleep(0.4)
         assert server.busy == 1
         assert lease.phase is Phase.RECLAIM
-        assert fleet["a"].free(time.monotonic()) == 0
+        assert fleet["a"].free(now()) == 0
         freed = 0.0
 
         def over() -> bool:
             nonlocal freed
             if not freed and server.busy == 0:
-                freed = time.monotonic()
+                freed = now()
             return not lease.held
 
         await fleet.until(over)
         assert freed
-        assert time.monotonic() - freed < 3.0
+        assert now() - freed < 1.5
 
 
+@in_virtual_time
 async def test_a_neighbour_that_goes_on_does_not_keep_the_slot() -> None:
     async with (
         EmulatedNode(slots=2, decode_tps=50) as server,
@@ -161,10 +164,11 @@ async def test_a_neighbour_that_goes_on_does_not_keep_the_slot() -> None:
             await fleet.until(lambda: not lease.held)
             assert server.busy == 1
             assert neighbour.held
-            assert fleet["a"].free(time.monotonic()) == 1
+            assert fleet["a"].free(now()) == 1
         neighbour.give_back()
 
 
+@in_virtual_time
 async def test_many_streams_cut_at_once_are_all_given_back() -> None:
     async with (
         EmulatedNode(slots=8, decode_tps=50) as server,
@@ -184,6 +188,7 @@ async def test_many_streams_cut_at_once_are_all_given_back() -> None:
         assert fleet["a"].foreign == 0
 
 
+@in_virtual_time
 async def test_a_node_that_is_gone_gives_everything_back_at_once() -> None:
     async with (
         EmulatedNode(slots=1) as server,
@@ -199,19 +204,21 @@ async def test_a_node_that_is_gone_gives_everything_back_at_once() -> None:
         await fleet.until(lambda: not lease.held)
 
 
+@in_virtual_time
 async def test_a_node_without_slots_gives_a_cut_stream_back_shortly() -> None:
     async with (
         EmulatedNode(slots=1, endpoint_slots=False) as server,
         a_fleet(a_spec(url=server.url)) as fleet,
     ):
         lease = take(fleet["a"])
-        lease.moved(time.monotonic())
-        began = time.monotonic()
+        lease.moved(now())
+        began = now()
         lease.abandon()
         await fleet.until(lambda: not lease.held)
-        assert BLIND <= time.monotonic() - began < 1.5
+        assert BLIND <= now() - began < 2 * BLIND
 
 
+@in_virtual_time
 async def test_a_slot_is_not_held_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     async with EmulatedNode(slots=1) as server:
         timeouts = {"silence": 0.3}
@@ -225,6 +232,7 @@ async def test_a_slot_is_not_held_for_ever(caplog: pytest.LogCaptureFixture) -> 
             server.faults.clear()
 
 
+@in_virtual_time
 async def test_abandoned_work_of_a_removed_node_is_waited_for() -> None:
     async with (
         EmulatedNode(slots=1, decode_tps=50) as server,

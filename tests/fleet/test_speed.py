@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import random
-import time
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from gateway.fleet.speed import UNMEASURED, Speed, weigh
 from gateway.fleet.timings import Seen
 from tests.emulator import EmulatedNode
 from tests.fleet.build import Running, a_fleet, a_node, a_spec, take
+from tests.virtual import in_virtual_time, now
 
 
 def timings(prompt: float = 100, tps: float = 50.0, predicted: float = 32) -> dict[str, object]:
@@ -282,6 +282,7 @@ def test_what_is_reckoned_with_stays_finite_and_positive(
 
 
 @pytest.mark.slow
+@in_virtual_time
 async def test_the_truth_is_found_of_a_node_whose_prompts_hold_its_writers_up() -> None:
     """First one client, then four at once; the plain ratios would be off by a half."""
     rng, prefill, decode, step = random.Random(3), 3000, 200, 0.001
@@ -304,7 +305,7 @@ async def test_the_truth_is_found_of_a_node_whose_prompts_hold_its_writers_up() 
         async with client.stream("POST", path, json=body, timeout=60) as response:
             async for line in response.aiter_lines():
                 if '"content":"' in line and lease.last_moved is None:
-                    lease.moved(time.monotonic())
+                    lease.moved(now())
                 if '"timings"' in line:
                     told = line.removeprefix("data: ")
         lease.give_back()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections import Counter
 from contextlib import suppress
 from typing import Any, Self
 
+from tests.virtual import now
+
 SOME_WORDS = ("one ", "two ", "three ", "four ", "five ", "six ", "seven ", "eight ")
+ROUND_TRIP = 0.001
+"""Seconds that a refusal takes: none comes in the instant in which the request was sent."""
 
 
 class Endpoint:
@@ -123,13 +126,14 @@ class Endpoint:
 
     async def _chat(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
         self.seen.append(body)
-        self.came_at.append(time.monotonic())
+        self.came_at.append(now())
         if body["model"] != self.model:
             message = f"The model `{body['model']}` does not exist."
             self._answer(writer, 404, _error(message, "model_not_found"))
             return
         if self.refuse and self._places.locked():
-            self.refused_at.append(time.monotonic())
+            await asyncio.sleep(ROUND_TRIP)
+            self.refused_at.append(now())
             more = {} if self.retry_after is None else {"Retry-After": self.retry_after}
             self._answer(writer, 429, _error("Rate limit reached", "rate_limit_exceeded"), more)
             return

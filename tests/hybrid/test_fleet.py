@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -18,6 +17,7 @@ import pytest
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.hybrid.endpoint import Endpoint
+from tests.virtual import in_virtual_time, now
 
 CHAT = "/v1/chat/completions"
 MODEL = "mistral-7b"
@@ -135,6 +135,7 @@ def tiers(answers: Sequence[Answer]) -> Counter[str | None]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("priority", ["urgent", "premium"])
+@in_virtual_time
 async def test_premium_goes_to_the_gpu_under_its_own_name_and_key(
     tmp_path: Path, priority: str, stream: bool
 ) -> None:
@@ -148,6 +149,7 @@ async def test_premium_goes_to_the_gpu_under_its_own_name_and_key(
 
 
 @pytest.mark.parametrize("priority", ["normal", "batch"])
+@in_virtual_time
 async def test_the_others_stay_on_the_cpu(tmp_path: Path, priority: str) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu()]) as site:
         answers = await site.asked(12, priority)
@@ -156,6 +158,7 @@ async def test_the_others_stay_on_the_cpu(tmp_path: Path, priority: str) -> None
         assert site.gpu.seen == []
 
 
+@in_virtual_time
 async def test_premium_falls_back_to_the_cpu_while_the_gpu_is_full(tmp_path: Path) -> None:
     gpu = Endpoint(token=0.1, tokens=8)
     settings = {"hybrid": {"wait": 0}}
@@ -168,6 +171,7 @@ async def test_premium_falls_back_to_the_cpu_while_the_gpu_is_full(tmp_path: Pat
         assert gpu.peak == 1
 
 
+@in_virtual_time
 async def test_a_model_that_only_the_gpu_serves_is_served_to_everybody(tmp_path: Path) -> None:
     settings = {"hybrid": {"spill": {"share": 0}}}
     cpu = a_cpu(model="other")
@@ -177,11 +181,13 @@ async def test_a_model_that_only_the_gpu_serves_is_served_to_everybody(tmp_path:
             assert (answer.status, answer.tier, answer.fallback) == (200, "gpu", None)
 
 
+@in_virtual_time
 async def test_a_fleet_without_cpu_nodes_serves_everybody(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), []) as site:
         assert tiers(await site.asked(6, "batch")) == {"gpu": 6}
 
 
+@in_virtual_time
 async def test_a_gpu_that_is_down_is_told_as_the_reason(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu()]) as site:
         await site.gpu.kill()
@@ -195,18 +201,19 @@ async def test_a_gpu_that_is_down_is_told_as_the_reason(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
 async def test_no_premium_request_fails_when_the_gpu_dies_under_load(
     tmp_path: Path, stream: bool
 ) -> None:
     """Plain answers, and streams that have no content yet: both may begin anew elsewhere."""
     gpu = Endpoint(first=0.25, tokens=4)
-    cpus = [a_cpu(slots=4), a_cpu(slots=4)]
+    cpus = [a_cpu(slots=4, decode_tps=40.0), a_cpu(slots=4, decode_tps=40.0)]
     async with a_site(tmp_path, gpu, cpus, slots=16) as site:
         answers: list[Answer] = []
-        stop = time.monotonic() + 3.0
+        stop = now() + 3.0
 
         async def client() -> None:
-            while time.monotonic() < stop:
+            while now() < stop:
                 answers.append(await site.ask("premium", stream=stream))
 
         clients = [asyncio.create_task(client()) for _ in range(32)]
@@ -226,6 +233,7 @@ async def test_no_premium_request_fails_when_the_gpu_dies_under_load(
 
 
 @pytest.mark.slow
+@in_virtual_time
 async def test_nor_when_several_gpu_nodes_die_at_once(tmp_path: Path) -> None:
     """More requests are cut at once than retries are allowed: the way to the CPU is none."""
     gpus = [Endpoint(first=0.3) for _ in range(3)]
@@ -262,6 +270,7 @@ SLOW = {"slots": 1, "decode_tps": 20.0}
 
 
 @pytest.mark.slow
+@in_virtual_time
 async def test_normal_spills_over_within_its_share_and_batch_never(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu(**SLOW)], settings=spill(share=0.25)) as site:
         answers = await site.asked(24)
@@ -273,6 +282,7 @@ async def test_normal_spills_over_within_its_share_and_batch_never(tmp_path: Pat
 
 
 @pytest.mark.slow
+@in_virtual_time
 async def test_what_was_spent_stays_spent_over_a_reload(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu(**SLOW)], settings=spill(share=0.25)) as site:
         answers = await site.asked(16)
@@ -287,6 +297,7 @@ async def test_what_was_spent_stays_spent_over_a_reload(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@in_virtual_time
 async def test_money_is_never_passed_by_more_than_one_request(tmp_path: Path) -> None:
     # 4 tokens at 1000 a million: 0.004 each; the budget is for two and a half of them.
     settings = spill(money_per_hour=0.01)
@@ -301,6 +312,7 @@ async def test_money_is_never_passed_by_more_than_one_request(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@in_virtual_time
 async def test_what_did_not_happen_is_not_charged(tmp_path: Path) -> None:
     gpu = Endpoint(places=0, refuse=True, retry_after="0")
     settings = spill(money_per_hour=0.01)
@@ -312,7 +324,7 @@ async def test_what_did_not_happen_is_not_charged(tmp_path: Path) -> None:
         assert all(answer.whole for answer in answers)
         assert tiers(answers) == {"cpu": 10}
         assert gpu.statuses[429] > 0
-        shown = site.running.gateway.scheduler.hybrid.view(time.monotonic())["spill"]
+        shown = site.running.gateway.scheduler.hybrid.view(now())["spill"]
         assert isinstance(shown, dict)
         assert (shown["paid"], shown["reserved"], shown["running"]) == (0.0, 0.0, 0)
 
@@ -320,6 +332,7 @@ async def test_what_did_not_happen_is_not_charged(tmp_path: Path) -> None:
 # Endpoints that tell little.
 
 
+@in_virtual_time
 async def test_an_endpoint_is_asked_for_nothing_but_its_models(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu()]) as site:
         await site.ask("premium")
@@ -328,6 +341,7 @@ async def test_an_endpoint_is_asked_for_nothing_but_its_models(tmp_path: Path) -
         assert (shown["state"], shown["slots_total"], shown["kind"]) == ("ready", 8, "openai")
 
 
+@in_virtual_time
 async def test_a_wrong_key_is_told_clearly_and_the_cpu_serves(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu()], key="wrong", model=None) as site:
         shown = await site.node()
@@ -338,6 +352,7 @@ async def test_a_wrong_key_is_told_clearly_and_the_cpu_serves(tmp_path: Path) ->
         assert (answer.status, answer.tier) == (200, "cpu")
 
 
+@in_virtual_time
 async def test_a_key_that_only_a_request_shows_to_be_wrong_is_told_too(tmp_path: Path) -> None:
     # Its list of models may be hidden from keys that are good for use: that alone proves nothing.
     async with a_site(tmp_path, Endpoint(), [a_cpu()], key="wrong") as site:
@@ -351,6 +366,7 @@ async def test_a_key_that_only_a_request_shows_to_be_wrong_is_told_too(tmp_path:
         assert site.gpu.paths[CHAT] == 1
 
 
+@in_virtual_time
 async def test_a_key_that_was_mended_is_used_at_once(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu()], key="wrong") as site:
         await site.ask("premium")
@@ -361,6 +377,7 @@ async def test_a_key_that_was_mended_is_used_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@in_virtual_time
 async def test_a_pause_that_the_endpoint_asks_for_is_kept(tmp_path: Path) -> None:
     gpu = Endpoint(places=1, refuse=True, retry_after="1", first=0.2)
     async with a_site(tmp_path, gpu, [a_cpu(slots=4)]) as site:
@@ -372,22 +389,23 @@ async def test_a_pause_that_the_endpoint_asks_for_is_kept(tmp_path: Path) -> Non
         late = [await site.ask("premium") for _ in range(3)]
         assert {answer.fallback for answer in late} == {"gpu_limited"}
         assert "refused work" in (await site.node())["reason"]
-        await until(lambda: not site.running.gateway.fleet.nodes["gpu"].paused(time.monotonic()))
+        await until(lambda: not site.running.gateway.fleet.nodes["gpu"].paused(now()))
         assert (await site.ask("premium")).tier == "gpu"
         assert [came for came in gpu.came_at if refused < came < refused + 0.9] == []
 
 
 @pytest.mark.slow
+@in_virtual_time
 async def test_the_limit_of_an_endpoint_is_found_and_no_premium_request_fails(
     tmp_path: Path,
 ) -> None:
     gpu = Endpoint(places=3, refuse=True, first=0.02, token=0.005)
-    async with a_site(tmp_path, gpu, [a_cpu(slots=4, decode_tps=400.0)]) as site:
+    async with a_site(tmp_path, gpu, [a_cpu(slots=4, decode_tps=80.0)]) as site:
         answers: list[Answer] = []
-        stop = time.monotonic() + 4.0
+        stop = now() + 4.0
 
         async def client() -> None:
-            while time.monotonic() < stop:
+            while now() < stop:
                 answers.append(await site.ask("premium"))
 
         await asyncio.gather(*(client() for _ in range(8)))
@@ -398,6 +416,7 @@ async def test_the_limit_of_an_endpoint_is_found_and_no_premium_request_fails(
         assert len(late) <= 4
 
 
+@in_virtual_time
 async def test_the_others_wait_for_cpu_nodes_that_are_out_as_for_any_fleet(tmp_path: Path) -> None:
     settings = {"retries": {"wait_for_node": 0.2}}
     async with a_site(tmp_path, Endpoint(), [a_cpu()], settings=settings) as site:
@@ -410,6 +429,7 @@ async def test_the_others_wait_for_cpu_nodes_that_are_out_as_for_any_fleet(tmp_p
 
 
 @pytest.mark.slow
+@in_virtual_time
 async def test_nothing_stays_reserved_whoever_leaves_and_whatever_dies(tmp_path: Path) -> None:
     gpu = Endpoint(first=0.05, token=0.02, tokens=8)
     settings = spill(share=1, money_per_hour=1)
@@ -434,7 +454,7 @@ async def test_nothing_stays_reserved_whoever_leaves_and_whatever_dies(tmp_path:
         await asyncio.gather(*clients)
 
         def shown() -> Any:
-            return site.running.gateway.scheduler.hybrid.view(time.monotonic())["spill"]
+            return site.running.gateway.scheduler.hybrid.view(now())["spill"]
 
         await until(lambda: shown()["running"] == 0)
         assert shown()["reserved"] == 0.0

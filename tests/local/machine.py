@@ -9,11 +9,11 @@ GIB_IN_KIB = 1 << 20
 
 EPYC = """processor\t: 0
 model name\t: AMD EPYC 9554 64-Core Processor
-flags\t\t: fpu sse2 lm avx f16c fma avx2 avx512f avx512vbmi avx512_vnni avx512_bf16
-"""
+flags\t\t: fpu sse2 lm avx f16c fma avx2 avx512f avx512dq avx512bw avx512vl avx512vbmi avx512_vnni avx512_bf16
+"""  # noqa: E501 - as the kernel writes it
 SAPPHIRE_RAPIDS = """processor\t: 0
 model name\t: Intel(R) Xeon(R) Platinum 8480+
-flags\t\t: fpu lm avx f16c fma avx2 avx_vnni avx512f avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8
+flags\t\t: fpu lm avx f16c fma avx2 avx_vnni avx512f avx512dq avx512bw avx512vl avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8
 """  # noqa: E501 - as the kernel writes it
 GRAVITON_3 = """processor\t: 0
 BogoMIPS\t: 2100.00

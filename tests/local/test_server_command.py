@@ -27,6 +27,7 @@ SPEC = ServerSpec(
     prompts_kept=3 << 30,
 )
 PINNED = replace(SPEC, cpus=(4, 5), memory_node=1, no_mmap=True, embedding=True)
+LOCKED = replace(PINNED, mlock=True)
 HELP = """\
 -h,    --help, --usage                  print usage and exit
 -m,    --model FNAME                    model path (env: LLAMA_ARG_MODEL)
@@ -74,11 +75,12 @@ def test_a_pinned_server_is_launched_on_its_node() -> None:
 
 
 def test_the_embedded_server_understands_its_command_line() -> None:
-    _, server = split(server_command(PINNED, 8081, parent=1))
+    _, server = split(server_command(LOCKED, 8081, parent=1))
     options = parser().parse_args(server[server.index("gateway.local.embedded") + 1 :])
     assert (options.model, options.alias, options.port) == (SPEC.model, "m", 8081)
     assert (options.slots, options.ctx, options.threads) == (2, 8192, 8)
     assert (options.cache_ram, options.no_mmap, options.embedding) == (3072, True, True)
+    assert options.mlock
 
 
 def test_a_binary_is_given_only_flags_that_it_has() -> None:
@@ -99,6 +101,24 @@ def test_of_two_names_of_a_flag_the_newer_is_taken() -> None:
     assert command[command.index("--load-mode") + 1] == "none"
     assert "--no-ui" in command
     assert not {"--no-mmap", "--no-webui"} & set(command)
+
+
+@pytest.mark.parametrize(
+    ("has", "no_mmap", "given"),
+    [
+        (("--load-mode", "--mlock", "--no-mmap"), True, "--load-mode mlock"),
+        (("--load-mode", "--mlock", "--no-mmap"), False, "--load-mode mmap+mlock"),
+        (("--mlock", "--no-mmap"), True, "--mlock --no-mmap"),
+        (("--mlock", "--no-mmap"), False, "--mlock"),
+    ],
+)
+def test_a_model_is_locked_by_the_flags_that_there_are(
+    has: tuple[str, ...], no_mmap: bool, given: str
+) -> None:
+    spec = replace(SPEC, mlock=True, no_mmap=no_mmap)
+    launch, server = split(server_command(spec, 8081, parent=1, binary=help_with(*has)))
+    assert "--mlock" in launch
+    assert " ".join(server).endswith(f" {given}")
 
 
 def test_a_prefill_is_cut_small_but_a_text_to_embed_is_not_cut() -> None:

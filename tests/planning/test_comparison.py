@@ -8,6 +8,7 @@ from gateway.planning.learnt import Learnt
 from gateway.planning.machine import Machine
 from gateway.planning.simulation import simulate
 from gateway.scheduling.policies import POLICIES
+from tests.counting import instructions
 from tests.planning.build import job, machine, trace
 
 FLEET = [Machine(f"fast{i}", 2, 600.0, 40.0) for i in range(4)] + [
@@ -113,10 +114,14 @@ def test_believed_caches_mostly_are_there() -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_nodes_are_simulated_in_time() -> None:
-    """576,000 requests shall take less than ten minutes of one core under each policy."""
-    fleet = [Machine(f"fast{i}", 2, 700.0, 48.0) for i in range(700)]
-    fleet += [Machine(f"slow{i}", 2, 240.0, 16.0) for i in range(300)]
-    trace = generate(Traffic(requests=6000, rate=160.0, answer=172.0, tenants=120), 1)
-    (ours,) = compare(trace, fleet, ["least_finish"])
-    assert ours.cpu_seconds / 6000 < 600 / 576_000
+def test_a_request_is_little_more_work_among_ten_times_the_nodes() -> None:
+    """So an hour of a thousand nodes is played in minutes: docs/simulation.md has the figures."""
+
+    def work(nodes: int) -> float:
+        fleet = [Machine(f"fast{i}", 2, 700.0, 48.0) for i in range(7 * nodes // 10)]
+        fleet += [Machine(f"slow{i}", 2, 240.0, 16.0) for i in range(3 * nodes // 10)]
+        traffic = Traffic(requests=1000, rate=0.16 * nodes, answer=172.0, tenants=120)
+        trace = generate(traffic, 1)
+        return instructions(lambda: simulate(trace, fleet, front("least_finish", fleet))) / 1000
+
+    assert work(1000) < 1.5 * work(100)

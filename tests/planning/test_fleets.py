@@ -121,6 +121,14 @@ def test_wrong_speeds_are_told_with_their_place(
         read_speeds(path)
 
 
+def test_speeds_that_are_not_there_are_told_with_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "none.json"
+    with pytest.raises(
+        FleetError, match=r"none\.json: can't be read: No such file.*check the path"
+    ):
+        read_speeds(path)
+
+
 def test_host_memory_is_counted_in_tokens() -> None:
     assert Setup(cache_ram=8192).cache_tokens == 65_536
     assert from_text("1x1@1:1", Setup(cache_ram=0))[0].cache_tokens == 0

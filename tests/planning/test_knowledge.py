@@ -37,6 +37,18 @@ def test_exact_knows_what_is_cached_and_what_will_be() -> None:
     assert noting.told[0].affinity == noting.told[1].affinity
 
 
+def test_what_a_busy_slot_held_is_not_to_be_had() -> None:
+    first = job(prompt=1000, output=100, stream=1, head=5, shared=400)
+    second = job(time=60.0, prompt=1200, output=500, stream=1, head=5, shared=400)
+    then = job(time=61.0, prompt=600, output=5, stream=2, head=5, shared=400)
+    noting = Noting()
+    machines = [machine(2)]
+    simulate(trace([first, second, then]), machines, GatewayFront(machines, knowledge=noting))
+    assert second.cached == 1099
+    assert (noting.told[2].cached, noting.told[2].coming) == ({}, {0: 400})
+    assert then.cached == 0
+
+
 def test_lengths_can_be_left_to_a_guess() -> None:
     known = Exact(lengths=False).of(job(output=900), Fleet([machine(1)], []))
     assert known.completion == 256

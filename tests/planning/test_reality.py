@@ -8,6 +8,7 @@ were measured just before and after, within `TOLERANCE`; a noisy machine gets se
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import statistics
@@ -50,7 +51,7 @@ class Answer:
     ids: list[int]
     timings: dict[str, float]
     at: list[float] = field(default_factory=list)
-    """When each token came; monotonic seconds."""
+    """When each token was made, by the server's clock; seconds from the first one."""
 
 
 async def ask(client: httpx.AsyncClient, url: str, prompt: list[int], output: int) -> Answer:
@@ -61,20 +62,24 @@ async def ask(client: httpx.AsyncClient, url: str, prompt: list[int], output: in
         "temperature": 0,
         "stream": True,
         "return_tokens": True,
+        "timings_per_token": True,
     }
     sent = time.monotonic()
     at: list[float] = []
     ids: list[int] = []
+    first = 0.0
     async with client.stream("POST", f"{url}/completion", json=body) as reply:
         async for line in reply.aiter_lines():
             if not line.startswith("data: "):
                 continue
             event = json.loads(line[6:])
-            at += [time.monotonic()] * len(event["tokens"])
+            if event["tokens"]:
+                at += [event["timings"]["predicted_ms"] / 1000] * len(event["tokens"])
+                first = first or time.monotonic() - sent
             ids += event["tokens"]
             if event["stop"]:
                 timings = event["timings"]
-                first, ended = at[0] - sent, time.monotonic() - sent
+                ended = time.monotonic() - sent
                 slot = event["id_slot"]
                 return Answer(first, ended, slot, timings["cache_n"], ids, timings, at)
     raise AssertionError("the stream has no end")
@@ -141,16 +146,16 @@ async def test_a_neighbour_writes_one_token_for_each_batch_that_is_read(
             if any(slot.get("next_token", [{}])[0].get("n_decoded", 0) > 50 for slot in slots):
                 break
             assert not writer.done()
-        sent = time.monotonic()
         reader = await ask(client, url, words(rng, 2500), 2)
         wrote = await writer
-    ended = sent + reader.first
-    began = ended - reader.timings["prompt_ms"] / 1000
-    # 2,500 tokens in batches of 511 beside the writer's one: five steps. A client that was kept
-    # from reading sees some earlier tokens late.
+    assert reader.timings["prompt_n"] == 2500
+    # In batches of 511 beside the writer's one: five steps, many times as long as its others. A
+    # busy machine may hold up two more.
     model = -(-2500 // (BATCH - 1))
-    assert model - 1 <= sum(began < at < ended for at in wrote.at) <= model + 15
-    assert wrote.at[-1] > ended
+    took = [after - before for before, after in itertools.pairwise(wrote.at)]
+    longest = sorted(took, reverse=True)
+    assert longest[model - 1] > 3 * longest[model + 2], longest[: model + 5]
+    assert took[-1] < longest[model - 1], "it had ended before the prompt was read"
 
 
 @dataclass
@@ -227,7 +232,7 @@ def as_trace(talks: list[list[Turn]]) -> Trace:
     return trace(jobs)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 async def test_a_small_trace_takes_as_long_as_on_a_real_server(client: httpx.AsyncClient) -> None:
     off: list[str] = []
     for attempt in range(ATTEMPTS):

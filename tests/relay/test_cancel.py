@@ -16,9 +16,10 @@ from tests.emulator import EmulatedNode, expected_chat_text
 from tests.emulator.wire import Wire, chat, post, wired
 from tests.gateways import until
 from tests.relay.house import DIALECTS, FIRST, MESSAGES, House, a_house
+from tests.virtual import in_virtual_time, now
 
 PATH = DIALECTS[0]
-SLOW_CLIENTS = 20
+SLOW_CLIENTS = 8
 
 
 def descriptors() -> int:
@@ -55,6 +56,7 @@ async def left(house: House, task: asyncio.Task[httpx.Response]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
 async def test_who_leaves_while_his_node_is_being_connected_to(
     tmp_path: Path, stream: bool
 ) -> None:
@@ -77,6 +79,7 @@ async def test_who_leaves_while_his_node_is_being_connected_to(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
 async def test_who_leaves_while_all_nodes_are_out(tmp_path: Path, stream: bool) -> None:
     one = EmulatedNode(slots=1)
     async with a_house(tmp_path, one) as house:
@@ -92,6 +95,7 @@ async def test_who_leaves_while_all_nodes_are_out(tmp_path: Path, stream: bool) 
         assert one.requests == 1
 
 
+@in_virtual_time
 async def test_who_leaves_between_two_attempts(tmp_path: Path) -> None:
     one, two = EmulatedNode(slots=1), EmulatedNode(slots=1)
     retries = {"backoff": 5.0, "backoff_max": 5.0}
@@ -130,6 +134,7 @@ async def slow_clients(house: House, count: int, **more: object) -> AsyncIterato
             done.set()
 
 
+@in_virtual_time
 async def test_slow_clients_cost_bounded_memory_and_hold_nobody_up(tmp_path: Path) -> None:
     one = EmulatedNode(slots=SLOW_CLIENTS + 1, context=1_000_000, answer_tokens=20_000)
     async with a_house(tmp_path, one) as house:
@@ -151,7 +156,7 @@ async def test_slow_clients_cost_bounded_memory_and_hold_nobody_up(tmp_path: Pat
             for _ in range(5):
                 began = loop.time()
                 assert (await house.ask(max_tokens=5)).status_code == 200
-                assert loop.time() - began < 1.0
+                assert loop.time() - began < 0.0001
         one.engine.answer_tokens = 10
         await until(lambda: one.busy == 0)
 
@@ -162,6 +167,7 @@ async def until_it_lags(house: House) -> None:
     await until(lambda: live.attempt is not None and live.attempt.lagging)
 
 
+@in_virtual_time
 async def test_a_slow_client_holds_no_slot_once_its_answer_is_here(tmp_path: Path) -> None:
     one = EmulatedNode(slots=1, context=1_000_000, decode_tps=4000, answer_tokens=100_000)
     async with a_house(tmp_path, one) as house:
@@ -185,6 +191,7 @@ async def test_a_slow_client_holds_no_slot_once_its_answer_is_here(tmp_path: Pat
         assert node.failures == 0
 
 
+@in_virtual_time
 async def test_a_node_that_trickles_is_told_from_one_that_is_dead(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=6)
     async with a_house(tmp_path, one, timeouts={"silence": 1.5}) as house:
@@ -200,14 +207,15 @@ async def test_a_node_that_trickles_is_told_from_one_that_is_dead(tmp_path: Path
         assert house.node("a").failures == 1
 
 
+@in_virtual_time
 async def test_bytes_that_never_make_an_event_are_no_sign_of_life(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=6)
     async with a_house(tmp_path, one, timeouts={"silence": 0.5}) as house:
         # 230 bytes an event, 12 s for each: the first content has its own limit.
         one.faults.next("trickle", size=1, seconds=0.05)
-        began = asyncio.get_running_loop().time()
+        began = now()
         reply = await house.ask(stream=True, headers={"X-Request-Timeout": "3"})
-        assert asyncio.get_running_loop().time() - began < 5.0
+        assert 3.0 <= now() - began < 3.5
         assert reply.status_code in {200, 504}
         assert "node_timeout" in reply.text
         await one.kill()

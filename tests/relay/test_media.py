@@ -129,7 +129,8 @@ def test_other_data_is_no_picture() -> None:
 def test_looking_takes_time_by_the_length_only(body: bytes) -> None:
     began = time.process_time()
     find_media(body)
-    assert time.process_time() - began < 3
+    # Half a second where it was written; hours if it took the square of the length.
+    assert time.process_time() - began < 20
 
 
 def test_a_jpeg_of_endless_segments_is_given_up() -> None:

@@ -170,7 +170,8 @@ def test_a_long_text_or_many_brackets_cost_no_time() -> None:
     began = time.process_time()
     assert depth(body, 128) == 3
     assert depth(b"[" + 2_000_000 * b"{}," + b"1]", 128) == 2
-    assert time.process_time() - began < 1.0
+    # 0.1 s where it was written; hours if it took the square of the length.
+    assert time.process_time() - began < 10
 
 
 def found(value: Any) -> tuple[list[str], bool]:

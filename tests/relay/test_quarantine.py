@@ -103,6 +103,20 @@ async def test_a_stream_that_takes_its_node_with_it_counts_as_well(tmp_path: Pat
             server.faults.set("reset", after_events=3)
         stream = await house.stream()
         assert (stream.status, len(stream.errors)) == (200, 1)
+        assert "2 nodes died" in stream.errors[0]["message"]
         assert len(house.attempts) == 2, "it went on elsewhere, and that node died too"
         assert (await house.ask(stream=True)).status_code == 502
+        assert len(house.attempts) == 2
+        assert (house.finished[0].code, house.finished[0].reason) == (502, "node_failed")
+
+
+async def test_so_does_a_plain_answer_that_is_put_together(tmp_path: Path) -> None:
+    servers = [EmulatedNode() for _ in range(3)]
+    async with a_house(tmp_path, *servers) as house:
+        for server in servers:
+            server.faults.set("reset", after_events=3)
+        refused = await house.ask()
+        assert refused.status_code == 502
+        assert "2 nodes died" in refused.json()["error"]["message"]
+        assert refused.headers["x-should-retry"] == "false"
         assert len(house.attempts) == 2

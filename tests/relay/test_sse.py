@@ -9,8 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.relay.sse import HEARTBEAT, EventGate, event_name, payload, split
+from gateway.relay.dialects import CHAT, COMPLETIONS, MESSAGES, NATIVE, RESPONSES, Dialect
+from gateway.relay.sse import (
+    HEARTBEAT,
+    EventGate,
+    check_text,
+    checked,
+    event_name,
+    last_events,
+    payload,
+    split,
+)
 from gateway.transport.errors import Garbage
+from tests.bench import shapes
 
 LIMIT = 1 << 20
 OPEN_COMMENT = re.compile(rb"(?:\A|(?<=\n))(?::\n)+\r?\n")
@@ -109,6 +120,65 @@ def test_comments_between_events_can_be_taken_out(
     assert parsed(passed) == parsed(stream)
 
 
+SPOKEN = (CHAT, COMPLETIONS, MESSAGES, RESPONSES, NATIVE)
+
+EVENTS = st.sampled_from(
+    [
+        b'data: {"choices":[{"delta":{"content":"data: [DONE]\\n\\n"}}]}\n\n',
+        b'data: {"choices":[],"usage":{"total_tokens":1}}\n\n',
+        b'event: content_block_delta\ndata: {"delta":{"text":"}"}}\n\n',
+        b'event: response.output_text.delta\ndata: {"delta":"a"}\n\n',
+        b'data: {"content":"\xc3\xa4","stop":false}\n\n',
+        b"data: {}\n\n",
+        b"data:{}\n\n",
+        # What needs a closer look.
+        b"data: [DONE]\n\n",
+        b'data: {"content":"","stop":true}\n\n',
+        b'data: {"error":{"message":"no"}}\n\n',
+        b'event: error\ndata: {"message":"no"}\n\n',
+        b"event: message_stop\ndata: {}\n\n",
+        b'event: response.completed\ndata: {"response":{}}\n\n',
+        b'data: {"a":\ndata: 1}\n\n',
+        b'data: {"a":1}\r\n\r\n',
+        b'data: {"a":1} \n\n',
+        b":\n\n",
+        b": reading\n",
+    ]
+)
+
+
+@given(st.data(), st.sampled_from(SPOKEN), st.lists(EVENTS, max_size=12))
+def test_a_glance_finds_what_a_closer_look_would(
+    data: st.DataObject, dialect: Dialect, made: list[bytes]
+) -> None:
+    stream = b"".join(made)
+    glancing = EventGate(LIMIT, dialect.usual)
+    looking = EventGate(LIMIT, lambda _: None)
+    out = b""
+    for chunk in data.draw(cut(stream)):
+        passed = glancing.feed(chunk)
+        assert passed == looking.feed(chunk)
+        assert looking.unusual == len(passed)
+        assert glancing.events == looking.events
+        assert glancing.partial is looking.partial
+        usual = passed[: len(passed) - glancing.unusual]
+        for event in split(usual):
+            assert payload(event).startswith(b"{"), "it is an object, by its looks"
+            assert payload(event).endswith(b"}")
+            assert not dialect.failed(event)
+            assert not dialect.is_end(event) or dialect.inner_end
+        out += passed
+    assert parsed(out) == parsed(stream)
+
+
+def test_of_a_whole_stream_in_one_piece_only_its_end_needs_a_closer_look() -> None:
+    gate = EventGate(LIMIT, CHAT.usual)
+    stream = shapes.stream_body(200)
+    assert gate.feed(stream) == stream
+    assert gate.events == len(list(split(stream)))
+    assert gate.unusual == len(CHAT.end)
+
+
 @given(st.data(), st.binary(max_size=400), st.integers(8, 64))
 def test_no_more_than_the_limit_is_held_back(
     data: st.DataObject, stream: bytes, limit: int
@@ -184,6 +254,21 @@ def test_splitting_loses_nothing(made: tuple[bytes, int]) -> None:
     assert b"".join(split(stream)) == stream
 
 
+@given(streams((b"\n",)), st.integers(1, 80))
+def test_the_last_events_are_whole(made: tuple[bytes, int], size: int) -> None:
+    stream, _ = made
+    last = last_events(stream, size)
+    assert stream.endswith(last)
+    assert len(last) >= min(size, len(stream))
+    before = stream[: len(stream) - len(last)]
+    assert not before or before.endswith(b"\n\n")
+
+
+def test_no_more_than_the_last_events_are_told() -> None:
+    events = [b"data: %d\n\n" % i for i in range(100)]
+    assert last_events(b"".join(events), 12) == b"".join(events[-2:])
+
+
 def test_an_events_data_is_its_lines_joined() -> None:
     assert payload(b"event: a\ndata: {\r\ndata:}\r\n\r\n") == b"{\n}"
     assert payload(b":\ndata: a\n\n") == b"a"
@@ -191,6 +276,71 @@ def test_an_events_data_is_its_lines_joined() -> None:
     assert payload(b"id: 7\n\n") == b""
 
 
+@given(st.lists(st.one_of(data_lines, other_lines), min_size=1, max_size=3), st.booleans())
+def test_an_events_data_is_what_its_data_lines_say(lines: list[bytes], crlf: bool) -> None:
+    end = b"\r\n" if crlf else b"\n"
+    said = [line[5:].strip(b" ") for line in lines if line.startswith(b"data:")]
+    assert payload(end.join(lines) + 2 * end) == b"\n".join(said)
+
+
 def test_an_events_name_is_told() -> None:
     assert event_name(b"data: event: no\nevent: error\r\n\r\n") == b"error"
     assert event_name(b"data: x\n\n") == b""
+
+
+EVENT = b'data: {"choices":[]}\n\n'
+NAMED = b'event: delta\ndata: {"delta":"data: {\\"}"}\n\n'
+READABLE = [
+    EVENT, EVENT * 3, NAMED, NAMED * 2, EVENT + b"data: [DONE]\n\n", b"data: null\n\n",
+    b'data:{"a": 1}\n\n', b'data: {\ndata: "a": 1}\n\n', b'id: 7\ndata: {"a": 1}\n\n',
+    b":\n" + EVENT + b":\n", b":\n", EVENT.replace(b"\n", b"\r\n"), b"data: {}\n\n",
+    b'data: {"text": "\xc3\xa9"}\n\n',
+]  # fmt: skip
+
+
+def looked_at(events: bytes) -> bytes:
+    """What goes out of them, where only what is unusual is looked at."""
+    gate = EventGate(LIMIT)
+    passed = gate.feed(events)
+    assert gate.events == len([event for event in split(events) if event != b":\n"])
+    check_text(passed)
+    at = len(passed) - gate.unusual
+    return passed[:at] + checked(passed[at:])
+
+
+@pytest.mark.parametrize("events", READABLE)
+def test_what_a_client_can_read_passes_as_it_is(events: bytes) -> None:
+    assert looked_at(events) == events
+    assert checked(events) == events
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        b"data: {oops}\n\n" + EVENT,
+        EVENT + b"data: {oops}\n\n",
+        b"data: 7\n\n",
+        b'data: {"text": "\xff"}\n\n',
+        b'data: {"text": "\xff"\n\n',
+        # Those of two streams, or two writers, in one.
+        b'data: {"choices":[{"te' + EVENT,
+        EVENT[:-1] + EVENT,
+        EVENT + b'data: {"choices":[{"te' + EVENT,
+        NAMED[:30] + NAMED,
+        b'data:{"a":' + EVENT,
+        b"data: {" + EVENT,
+    ],
+)
+def test_what_no_client_can_read_is_garbage(events: bytes) -> None:
+    with pytest.raises(Garbage):
+        looked_at(events)
+    with pytest.raises(Garbage):
+        checked(events)
+
+
+def test_events_without_data_are_left_out() -> None:
+    nothing = b"event: nothing\n\n"
+    assert looked_at(nothing) == b""
+    assert checked(nothing + EVENT + b":\n" + nothing + b"id: 7\nretry: 1\n\n:\n") == (
+        EVENT + b":\n" + b":\n"
+    )

@@ -13,6 +13,7 @@ import pytest
 from tests.emulator import EmulatedNode
 from tests.gateways import until
 from tests.relay.house import DIALECTS, House, a_house, saying
+from tests.virtual import in_virtual_time
 
 KINDS = [
     ("reset", {}),
@@ -81,6 +82,7 @@ def tasks() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
+@in_virtual_time
 async def test_after_a_storm_everything_has_come_back(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     servers = [

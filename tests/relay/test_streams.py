@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from gateway.relay.routes import ROUTES
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.gateways import until
 from tests.relay.house import DIALECTS, MESSAGES, Stream, a_house
+from tests.virtual import in_virtual_time
 
 AFTER = 12
 """Events: in every dialect some of them have content by then."""
@@ -51,6 +53,7 @@ def check_failed(path: str, reply: Stream, text: str | None = None) -> None:
 
 @pytest.mark.parametrize("path", DIALECTS)
 @pytest.mark.parametrize(("kind", "options"), BREAKS)
+@in_virtual_time
 async def test_what_breaks_after_its_first_content_ends_with_an_error_event(
     tmp_path: Path, path: str, kind: str, options: dict[str, Any]
 ) -> None:
@@ -76,6 +79,7 @@ async def test_what_breaks_after_its_first_content_ends_with_an_error_event(
 
 @pytest.mark.parametrize("path", DIALECTS)
 @pytest.mark.parametrize("kind", ["split", "merge", "crlf", "comments", "chunk_extensions"])
+@in_virtual_time
 async def test_a_stream_comes_out_as_it_went_in_however_it_is_cut(
     tmp_path: Path, path: str, kind: str
 ) -> None:
@@ -98,7 +102,51 @@ def masked(reply: Stream) -> list[bytes]:
     ]
 
 
+def check_readable(path: str, reply: Stream) -> None:
+    """What the strictest of clients can read, to the end."""
+    assert reply.status == 200
+    text = re.sub(r"(?m)^:.*\n", "", reply.body.decode())
+    *events, rest = text.split("\n\n")
+    assert rest == ""
+    for event in events:
+        fields = [line.partition(": ") for line in event.split("\n")]
+        names = [name for name, _, _ in fields]
+        assert names in (["data"], ["event", "data"])
+        data = fields[-1][2]
+        assert data in {"[DONE]", "null"} or isinstance(json.loads(data), dict)
+    if reply.errors:
+        check_failed(path, reply)
+    else:
+        assert ROUTES[path].dialect.finished(reply.body)
+
+
+PASSED_OVER = ["no_data", "empty", "comment", "line_comment", "fields", "nul"]
+SPOILT = ["not_json", "invalid_utf8", "huge", "half", "no_blank_line"]
+
+
+@pytest.mark.parametrize("path", [*DIALECTS, "/infill"])
+@pytest.mark.parametrize("what", [*PASSED_OVER, *SPOILT, "done", "null"])
+@in_virtual_time
+async def test_what_a_node_says_in_between_spoils_no_stream(
+    tmp_path: Path, path: str, what: str
+) -> None:
+    # At a pace, so that the first of it is out when that comes.
+    one = EmulatedNode(answer_tokens=20, decode_tps=100.0, infill=True)
+    async with a_house(tmp_path, one, resume="off") as house:
+        whole = await house.stream(path)
+        for after in (0, AFTER):
+            one.faults.next("insert", after_events=after, what=what, size=2 << 20)
+            reply = await house.stream(path)
+            check_readable(path, reply)
+            if after and what in SPOILT:
+                assert reply.errors
+            elif what not in {"done", "null"}:
+                # As long as nothing had gone out it was tried again.
+                assert masked(reply) == masked(whole)
+
+
 @pytest.mark.parametrize("path", DIALECTS)
+@in_virtual_time
 async def test_a_node_that_tells_no_end_is_found_out(tmp_path: Path, path: str) -> None:
     one = EmulatedNode(answer_tokens=8)
     async with a_house(tmp_path, one) as house:
@@ -107,6 +155,7 @@ async def test_a_node_that_tells_no_end_is_found_out(tmp_path: Path, path: str) 
 
 
 @pytest.mark.parametrize("path", DIALECTS)
+@in_virtual_time
 async def test_the_end_is_told_once_and_nothing_follows_it(tmp_path: Path, path: str) -> None:
     one = EmulatedNode(answer_tokens=8)
     async with a_house(tmp_path, one) as house:
@@ -121,6 +170,7 @@ async def test_the_end_is_told_once_and_nothing_follows_it(tmp_path: Path, path:
         assert [record.code for record in house.finished] == 4 * [200]
 
 
+@in_virtual_time
 async def test_text_that_looks_like_an_end_is_none(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=8)
     fake = b'data: {"choices":[{"delta":{"content":"data: [DONE]"}}]}\n\n'
@@ -133,6 +183,7 @@ async def test_text_that_looks_like_an_end_is_none(tmp_path: Path) -> None:
         check_failed(DIALECTS[0], await house.stream())
 
 
+@in_virtual_time
 async def test_comments_can_be_switched_off(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=8, prefill_tps=60, ping_interval=0.02)
     async with a_house(tmp_path, one, heartbeat="off") as house:
@@ -142,6 +193,7 @@ async def test_comments_can_be_switched_off(tmp_path: Path) -> None:
         assert not re.search(rb"(?:\A|\n):", reply.body)
 
 
+@in_virtual_time
 async def test_a_nodes_signs_of_life_pass_in_our_form(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=8, prefill_tps=60, ping_interval=0.02)
     async with a_house(tmp_path, one) as house:
@@ -150,6 +202,7 @@ async def test_a_nodes_signs_of_life_pass_in_our_form(tmp_path: Path) -> None:
         assert not re.search(rb"(?:\A|\n):[^\n]*\n\r?\n", reply.body)
 
 
+@in_virtual_time
 async def test_several_prompts_begin_with_null_and_end_one_by_one(tmp_path: Path) -> None:
     one = EmulatedNode(slots=2, answer_tokens=8)
     async with a_house(tmp_path, one) as house:
@@ -160,6 +213,7 @@ async def test_several_prompts_begin_with_null_and_end_one_by_one(tmp_path: Path
 
 
 @pytest.mark.parametrize("path", DIALECTS)
+@in_virtual_time
 async def test_after_a_sign_of_life_a_nodes_refusal_is_an_event_and_its_code_is_kept(
     tmp_path: Path, path: str
 ) -> None:
@@ -182,6 +236,7 @@ async def test_after_a_sign_of_life_a_nodes_refusal_is_an_event_and_its_code_is_
         assert one.requests == 2
 
 
+@in_virtual_time
 async def test_the_end_of_one_prompts_answer_is_not_the_end_of_all(tmp_path: Path) -> None:
     one = EmulatedNode(slots=2, answer_tokens=8)
     async with a_house(tmp_path, one) as house:
@@ -193,6 +248,7 @@ async def test_the_end_of_one_prompts_answer_is_not_the_end_of_all(tmp_path: Pat
 
 
 @pytest.mark.parametrize("path", DIALECTS)
+@in_virtual_time
 async def test_what_breaks_behind_the_end_is_no_failure(tmp_path: Path, path: str) -> None:
     one = EmulatedNode(answer_tokens=8)
     async with a_house(tmp_path, one) as house:
@@ -207,6 +263,7 @@ async def test_what_breaks_behind_the_end_is_no_failure(tmp_path: Path, path: st
         assert house.node("a").failures == 0
 
 
+@in_virtual_time
 async def test_a_client_that_leaves_frees_the_node(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=1000, decode_tps=50)
     async with a_house(tmp_path, one) as house:
@@ -222,6 +279,7 @@ async def test_a_client_that_leaves_frees_the_node(tmp_path: Path) -> None:
         assert house.outcomes == [("a", "client_closed")]
 
 
+@in_virtual_time
 async def test_a_client_that_reads_slowly_loses_nothing(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=3000, context=8192)
     async with a_house(tmp_path, one) as house:
@@ -234,3 +292,18 @@ async def test_a_client_that_reads_slowly_loses_nothing(tmp_path: Path) -> None:
         stream = Stream(200, reply.headers, data)
         assert stream.text == expected_chat_text(MESSAGES, 3000)
         assert stream.errors == []
+
+
+@pytest.mark.parametrize("path", [*DIALECTS, "/v1/embeddings"])
+@in_virtual_time
+async def test_an_error_that_is_no_text_is_an_error_all_the_same(tmp_path: Path, path: str) -> None:
+    one, two = EmulatedNode(embeddings=True), EmulatedNode(embeddings=True)
+    bad = '{"error": {"message": "\udcff\udcfe"}}'
+    async with a_house(tmp_path, one, two, nodes=({"speed_hint": 100.0},)) as house:
+        one.faults.next("status", status=500, body=bad)
+        assert (await house.ask(path, input="x", stream=True)).status_code == 200
+        for status in (400, 500):
+            for node in (one, two):
+                node.faults.clear()
+                node.faults.set("status", status=status, body=bad)
+            assert (await house.ask(path, input="x", stream=True)).status_code == status

@@ -17,6 +17,7 @@ from gateway.relay.verdict import (
     status_of,
 )
 from tests.emulator import EmulatedNode
+from tests.gateways import until
 from tests.relay.house import DIALECTS, FIRST, a_house, saying
 from tests.scheduling.build import a_request
 
@@ -64,6 +65,26 @@ async def test_what_a_node_does_not_do_it_is_not_asked_again(tmp_path: Path) -> 
             reply = await house.ask("/v1/embeddings", input="a")
             assert reply.status_code == 200
         assert (one.requests, two.requests) == (1, 3)
+
+
+@pytest.mark.parametrize("how", ["restart", "probe"])
+async def test_what_a_node_has_learnt_to_do_it_is_asked(tmp_path: Path, how: str) -> None:
+    """Started anew with another option, it looks the same as before."""
+    async with a_house(tmp_path, node := EmulatedNode()) as house:
+        reply = await house.ask("/v1/embeddings", input="a")
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (502, "node_failed")
+        assert house.node("a").facts.refused == {"embeddings"}
+        node.embeddings = True
+        if how == "restart":
+            await node.kill()
+            await until(lambda: house.node("a").state.value == "down")
+            await node.revive()
+        else:
+            admin = f"{house.running.admin_url}/admin/nodes/a/probe"
+            assert (await house.running.client.post(admin)).status_code == 200
+        await until(lambda: not house.node("a").facts.refused)
+        reply = await house.ask("/v1/embeddings", input="a")
+        assert reply.status_code == 200
 
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])

@@ -88,3 +88,9 @@ async def asked(scheduler: Scheduler, request: Request) -> asyncio.Task[tuple[Le
     task = asyncio.create_task(scheduler.lease(request))
     await settled()
     return task
+
+
+def look(scheduler: Scheduler) -> None:
+    """Have it look at all that waits, as it does every half second."""
+    scheduler._look_by = 0.0
+    scheduler._tick()

@@ -108,13 +108,13 @@ def test_of_two_predictions_the_lower_is_believed() -> None:
     for moment in range(11):
         rate.completed(float(moment))
     # Eleven in ten seconds: four more take less than four.
-    assert predicted_wait(rate, 3, None, 10.0) == pytest.approx(4 / 1.1)
-    assert predicted_wait(rate, 3, 2.0, 10.0) == 2.0
-    assert predicted_wait(rate, 3, 9.0, 10.0) == pytest.approx(4 / 1.1)
-    assert predicted_wait(CompletionRate(), 3, 9.0, 10.0) == 9.0
-    assert predicted_wait(CompletionRate(), 3, None, 10.0) is None
+    assert predicted_wait(rate, 1, 3, None, 10.0) == pytest.approx(4 / 1.1)
+    assert predicted_wait(rate, 1, 3, 2.0, 10.0) == 2.0
+    assert predicted_wait(rate, 1, 3, 9.0, 10.0) == pytest.approx(4 / 1.1)
+    assert predicted_wait(CompletionRate(), 1, 3, 9.0, 10.0) == 9.0
+    assert predicted_wait(CompletionRate(), 1, 3, None, 10.0) is None
 
 
 def test_with_nobody_ahead_half_of_one_answers_length_is_believed() -> None:
-    assert predicted_wait(CompletionRate(), 0, 8.0, 0.0) == 4.0
-    assert predicted_wait(CompletionRate(), 0, None, 0.0) is None
+    assert predicted_wait(CompletionRate(), 1, 0, 8.0, 0.0) == 4.0
+    assert predicted_wait(CompletionRate(), 1, 0, None, 0.0) is None

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gateway.scheduling.board import Board
+from gateway.scheduling.board import LONGEST, Board
 from tests.scheduling.rows import Desk
 
 
@@ -46,6 +46,14 @@ def test_a_removed_row_leaves_its_pools_and_its_index_is_used_again() -> None:
     assert new.free == 1
 
 
+def test_what_writes_without_a_slot_slows_nobody_down() -> None:
+    desk = Desk((2,))
+    desk.arrive(slots=0, completion=5.0)
+    [row] = desk.rows
+    desk.board.set_speed(row, 100.0, 0.1, 0.1)
+    assert (row.writers, row.busy, row.drag) == (1, 0, 0.0)
+
+
 def test_removing_a_row_twice_does_nothing() -> None:
     board = Board()
     row = board.add("a")
@@ -63,6 +71,7 @@ def test_nonsense_in_speeds_and_slots_is_bounded(nonsense: float) -> None:
     desk.board.set_slots(row, nonsense, nonsense, nonsense)
     desk.board.set_reserve(nonsense)
     desk.arrive()
-    for value in (row.prefill, row.token_base, row.per_prompt, row.per_token, row.doubt):
+    assert abs(row.doubt) <= LONGEST
+    for value in (row.prefill, row.token_base, row.per_prompt, row.per_token):
         assert math.isfinite(value)
         assert value >= 0.0

@@ -270,20 +270,19 @@ def test_a_newcomer_does_not_wait_for_all_that_another_caller_has_in_line() -> N
     assert ahead(desk.ask(caller="greedy", priority=Priority.URGENT)) == 0
 
 
-def test_what_has_been_measured_counts_soon_in_what_is_expected() -> None:
+def test_what_has_been_measured_counts_at_once_for_all_that_waits() -> None:
     desk = Desk((2, 2))
     for row in desk.rows:
         desk.board.set_speed(row, 100.0, 0.1, 0.0)
     desk.fill()
-    slow = desk.arrive(caller="a")[0]
+    for _ in range(50):
+        desk.arrive()
+    guessed = desk.dispatcher.predicted_wait(desk.ask(), 0.0)
+    running = desk.dispatcher._outlook._first(desk.pool, 0.0)
     for row in desk.rows:
         desk.board.set_speed(row, 1000.0, 0.01, 0.0)
-    for number in range(8):
-        desk.arrive(float(number), caller="b")
-        desk.finish(desk.running[0], float(number))
-    assert desk.dispatcher.waiting
-    quick = desk.arrive(8.0, caller="c")[0]
-    assert quick.work == pytest.approx(slow.work / 10)
+    measured = desk.dispatcher.predicted_wait(desk.ask(), 0.0)
+    assert measured - running == pytest.approx((guessed - running) / 10)
 
 
 def test_no_start_is_expected_while_every_node_is_out() -> None:

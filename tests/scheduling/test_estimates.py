@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.scheduling.estimates import MOST_TOKENS, USUAL_ANSWER, Estimates, remaining
+from gateway.scheduling.estimates import MOST_TOKENS, USUAL_ANSWER, Estimates
 
 HUGE = 32_768
 
@@ -172,18 +172,3 @@ def test_whatever_it_is_told_its_estimates_are_sane(told: list[tuple[Any, ...]])
             assert 0 <= size <= MOST_TOKENS
         assert 0 < prompt_of(estimates, 1000) < 10_000
         assert 0 <= answer_of(estimates, 100) <= 100
-
-
-def test_what_is_left_shrinks_and_then_grows_again() -> None:
-    assert remaining(100, 0) == 100
-    assert remaining(100, 30) == 70
-    assert remaining(100, 100) == 50
-    assert remaining(100, 1000) == 250
-    assert remaining(100, 1000, limit=1010) == 10
-    assert remaining(100, 100, limit=100) == 0
-
-
-@given(st.floats(0, 1e9), st.floats(0, 1e9), st.floats(0, 1e9))
-def test_what_is_left_is_within_the_limit(expected: float, done: float, limit: float) -> None:
-    assert 0 <= remaining(expected, done, limit) <= max(0, limit - done)
-    assert 0 <= remaining(expected, done) < math.inf

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+
 import pytest
 
 from gateway.fleet.lease import Lease
@@ -39,6 +42,13 @@ def talk(*blocks: int, size: int = 4000) -> Request:
     return a_request(prompt=prompt, text=size, max_tokens=100)
 
 
+def believed(scheduler: Scheduler, lease: Lease) -> float:
+    """Tokens that its node was believed to have cached of it."""
+    row = scheduler.dispatcher.board.by_name[lease.node.name]
+    cached: float = lease.placement.ask.cached.get(row.index, 0.0)
+    return cached
+
+
 def test_lengths_are_learnt_from_what_nodes_tell(nodes: list[Node]) -> None:
     scheduler = a_scheduler(*nodes)
     for _ in range(30):
@@ -68,24 +78,43 @@ def test_an_answer_without_figures_leaves_nothing_to_count_on(nodes: list[Node])
     assert scheduler.memory.cached(Prompt((1, 2, 3), 1000.0)) == {}
 
 
-def test_until_a_long_answer_is_learnt_of_its_like_is_behind(nodes: list[Node]) -> None:
+def test_what_has_ended_is_learnt_of_before_a_long_prompt_is_placed(nodes: list[Node]) -> None:
     scheduler = a_scheduler(*nodes)
     learning, first = scheduler.expectations, talk(1, 2, 3)
     lease = leased(scheduler, first)
+    scheduler.catch_up = lambda: learning.learn(
+        lease, first, Told(1000.0, 0.0, 5.0), 5.0, whole=True
+    )
     lease.give_back()
-    assert not learning.is_behind(talk(1, 2, 3, 4))
     learning.ending(first)
-    assert learning.is_behind(talk(1, 2, 3, 4))
-    assert not learning.is_behind(talk(7, 8))
-    assert not learning.is_behind(a_request())
-    learning.learn(lease, first, Told(1000.0, 0.0, 5.0), 5.0, whole=True)
-    assert not learning.is_behind(talk(1, 2, 3, 4))
+    leased(scheduler, talk(7, size=LONG - 1)).give_back()
+    assert learning.behind
+    assert believed(scheduler, leased(scheduler, talk(1, 2, 3, 4))) > 900
+    assert not learning.behind
+
+
+async def test_what_has_ended_is_learnt_of_before_its_slot_is_given_to_who_waits() -> None:
+    only = node(slots=1)
+    moments = itertools.count()
+    scheduler = a_scheduler(only, clock=lambda: float(next(moments)))
+    learning, first = scheduler.expectations, talk(1, 2, 3)
+    lease = leased(scheduler, first)
+    scheduler.catch_up = lambda: learning.learn(
+        lease, first, Told(1000.0, 0.0, 5.0), 5.0, whole=True
+    )
+    waiting = asyncio.create_task(scheduler.lease(talk(1, 2, 3, 4)))
+    await asyncio.sleep(0)
+    lease.give_back()
+    learning.ending(first)
+    async with asyncio.timeout(5.0):
+        granted, _ = await waiting
+    assert believed(scheduler, granted) > 900
 
 
 def test_short_prompts_are_not_waited_for(nodes: list[Node]) -> None:
     scheduler = a_scheduler(*nodes)
     scheduler.expectations.ending(talk(1, size=LONG - 1))
-    assert not scheduler.expectations.is_behind(talk(1))
+    assert not scheduler.expectations.behind
 
 
 def test_what_ends_on_a_node_that_has_left_is_forgotten(nodes: list[Node]) -> None:
@@ -99,7 +128,7 @@ def test_what_ends_on_a_node_that_has_left_is_forgotten(nodes: list[Node]) -> No
     scheduler.expectations.ending(request)
     scheduler.expectations.learn(lease, request, Told(1000.0, 0.0, 5.0), 5.0, whole=True)
     assert scheduler.memory.cached(Prompt((1, 2, 3), 1000.0)) == {}
-    assert not scheduler.expectations.is_behind(talk(1))
+    assert not scheduler.expectations.behind
 
 
 def test_a_wide_request_takes_what_an_endpoint_without_slots_has_now() -> None:

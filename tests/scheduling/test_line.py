@@ -30,7 +30,7 @@ def test_a_request_leaves_no_trace() -> None:
     assert not line.warm_at(0)
     assert not line.ranks[Priority.NORMAL].lanes
     assert not line.ranks[Priority.NORMAL].shares.order
-    assert sum(desk.pool.queued) == 0.0
+    assert [sum(tokens) for tokens in desk.pool.queued] == [0.0, 0.0]
 
 
 def test_the_warmest_nodes_are_those_that_have_or_will_have_most() -> None:

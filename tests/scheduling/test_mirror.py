@@ -84,6 +84,62 @@ async def test_of_an_ejected_node_one_request_is_tried_beside_what_runs() -> Non
     agrees(scheduler)
 
 
+def half_open(one: Node) -> Node:
+    """Its ejection's time is over."""
+    for _ in range(one.rules.health.failures):
+        one.circuit.failed(one.clock())
+    one.state, one.circuit.open_until = State.EJECTED, one.clock() - 1.0
+    return one
+
+
+@pytest.mark.parametrize("nodes", [3, 100])
+async def test_the_first_request_after_an_ejection_is_the_trial_though_others_are_idle(
+    nodes: int,
+) -> None:
+    one = half_open(node(slots=3))
+    scheduler = a_scheduler(one, *(node(f"b{n}") for n in range(nodes)))
+    trial, _ = await scheduler.lease(a_request())
+    assert (trial.node, trial.trial) == (one, True)
+    assert row_of(scheduler).doubt > 0
+    other, _ = await scheduler.lease(a_request())
+    assert other.node is not one
+    scheduler.fleet.succeeded(one, one.clock(), trial.taken)
+    trial.give_back()
+    assert (one.state, row_of(scheduler).doubt) == (State.READY, 0)
+
+
+async def test_a_trial_that_proves_nothing_is_followed_by_the_next() -> None:
+    one = half_open(node(slots=3))
+    scheduler = a_scheduler(one, node("b"))
+    for _ in range(3):
+        trial, _ = await scheduler.lease(a_request())
+        assert (trial.node, trial.trial) == (one, True)
+        trial.give_back()
+
+
+async def test_a_request_that_has_failed_is_no_trial_while_another_node_has_room() -> None:
+    one = half_open(node())
+    scheduler = a_scheduler(one, node("b"), node("c", slots=1))
+    again, _ = await scheduler.lease(a_request(failed={"b"}))
+    assert again.node.name == "c"
+    last, _ = await scheduler.lease(a_request(failed={"b"}))
+    assert (last.node, last.trial) == (one, True)
+
+
+async def test_a_request_is_no_trial_where_it_would_end_much_later() -> None:
+    slow, fast = half_open(node()), node("b")
+    scheduler = a_scheduler(slow, fast)
+    for one, ms in ((slow, 1000.0), (fast, 10.0)):
+        timings = {"prompt_n": 100, "prompt_ms": 100, "predicted_n": 100, "predicted_ms": 100 * ms}
+        for _ in range(20):
+            scheduler.fleet.learn(one, timings)
+        scheduler.mirror.changed(one)
+    lease, _ = await scheduler.lease(a_request(max_tokens=20))
+    assert lease.node is fast
+    short, _ = await scheduler.lease(a_request(max_tokens=2))
+    assert (short.node, short.trial) == (slow, True)
+
+
 def test_failures_in_a_row_are_doubted() -> None:
     one = node()
     scheduler = a_scheduler(one)

@@ -20,7 +20,7 @@ from gateway.scheduling.expectations import Told
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.ticket import Ticket
 from tests.fleet.build import Clock
-from tests.scheduling.build import a_request, a_scheduler, node, settled
+from tests.scheduling.build import a_request, a_scheduler, look, node, settled
 
 SLOTS = {"a": 1, "b": 2, "c": 4}
 POLICIES = ["least_finish", "least_loaded", "round_robin", "prefix_hash"]
@@ -139,7 +139,7 @@ class World:
 
     def time_passes(self, number: int) -> None:
         self.clock.passes(number / 4)
-        self.scheduler._tick()
+        look(self.scheduler)
 
     # What always holds.
 
@@ -149,7 +149,7 @@ class World:
             assert one.leased == sum(lease.slots for _, lease in self.running if lease.node is one)
             assert one.leased <= one.slots_total
             assert board.by_name[name].free == one.free(now), name
-        tickets = self.scheduler._tickets.values()
+        tickets = self.scheduler._tickets
         assert {ticket.request.id for ticket in tickets} == set(self.tasks)
         assert self.scheduler.dispatcher.waiting == len(self.tasks)
         for ticket in tickets:
@@ -200,7 +200,7 @@ async def run(events: list[tuple[str, int]], seed: int) -> None:
         while world.running:
             world.finish(3)
         clock.passes(0.3)
-        scheduler._tick()
+        look(scheduler)
     assert not world.tasks
     assert [one.leased for one in nodes.values()] == [0, 0, 0]
     for row in scheduler.dispatcher.board.by_name.values():

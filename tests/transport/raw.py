@@ -57,7 +57,7 @@ class RawServer:
         fields = {"host": "127.0.0.1", "port": self.port, "prefix": b"", "fields": b"host: n\r\n"}
         return Origin(**{**fields, **more})  # type: ignore[arg-type]
 
-    async def until(self, condition: Callable[[], bool], limit: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], limit: float = 30.0) -> None:
         async with asyncio.timeout(limit):
             while not condition():  # noqa: ASYNC110 - any condition of a test
                 await asyncio.sleep(0.002)

@@ -19,7 +19,7 @@ from tests.transport.raw import Peer, RawServer, always, once, raw_server
 ASK = b"GET /x HTTP/1.1\r\nhost: n\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-LIMIT = 5.0
+LIMIT = 30.0
 
 
 async def connected(server: RawServer) -> Connection:
@@ -552,10 +552,22 @@ async def test_a_sink_takes_what_comes_until_it_wants_the_reader_woken() -> None
             taken.append(connection.take())
             return b"".join(taken) != b"ab" and not connection.complete
 
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(LIMIT):
             while b"".join(taken) != b"ab":
                 await connection.arrival(sink)
             while not connection.complete:
                 await connection.arrival(sink)
         assert b"".join(taken) == b"abc"
         connection.close()
+
+
+async def test_a_connection_that_has_ended_is_gone_without_the_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            await asked(OK)
+        await asyncio.sleep(0)
+        assert not [one for one in gc.get_objects() if type(one) is Connection]
+    finally:
+        gc.enable()

@@ -37,6 +37,12 @@ def test_the_body_of_each_message_with_this_head_is_found(
     assert known(message(first, head)).body(message(second, head)) == second
 
 
+def test_a_body_as_long_as_the_first_is_another_body() -> None:
+    head = known(message(b"first"))
+    assert head.body(message(b"other")) == b"other"
+    assert head.body(message(b"other").replace(b": 5", b": 4")) is None
+
+
 @given(st.data())
 def test_another_byte_in_the_head_is_another_head(data: st.DataObject) -> None:
     whole = message(b"x" * 10)

@@ -16,7 +16,7 @@ from tests.transport.raw import Peer, RawServer, always, raw_server
 
 ASK = b"GET /health HTTP/1.1\r\nhost: n\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
-LIMIT = 5.0
+LIMIT = 30.0
 
 
 class Clock:

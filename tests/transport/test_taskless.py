@@ -60,7 +60,7 @@ async def from_a_callback(work: Callable[[], object]) -> None:
 
 
 async def settled(tasks: set[asyncio.Task[None]]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while tasks:
             await asyncio.wait(set(tasks))
             await asyncio.sleep(0)
@@ -102,9 +102,9 @@ async def test_any_other_wait_makes_a_task_of_it(
     wait: Callable[[], Coroutine[Any, Any, Any]],
 ) -> None:
     tasks: set[asyncio.Task[None]] = set()
-    witness = Witness(wait, lambda: asyncio.wait_for(asyncio.sleep(0), 5))
+    witness = Witness(wait, lambda: asyncio.wait_for(asyncio.sleep(0), 30))
     await from_a_callback(lambda: Taskless(tasks).run(witness()))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while len(witness.steps) < 3:  # noqa: ASYNC110 - a list tells nobody
             await asyncio.sleep(0.001)
     first, second, third = witness.steps

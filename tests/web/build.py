@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from gateway.web.public.edge import Edge, Snapshot
 from gateway.web.public.protocol import bounded
 from gateway.web.public.site import public_site
 from tests.fleet.build import Running, a_fleet
+from tests.virtual import now
 
 ADMIN = "http://127.0.0.1:8001"
 CHAT = "/v1/chat/completions"
@@ -53,8 +53,8 @@ class House:
     site: ASGIApp
     public: httpx.AsyncClient
     admin: httpx.AsyncClient
-    clock: Callable[[], float] = time.monotonic
-    started: float = field(default_factory=time.monotonic)
+    clock: Callable[[], float] = now
+    started: float = field(default_factory=now)
     version: str = "1.2.3"
     inventory_error: str | None = None
     settings_error: str | None = None
@@ -74,7 +74,7 @@ class House:
     async def reload(self) -> Reloaded:
         raise AssertionError("a house has no files")
 
-    async def until(self, condition: Callable[[], bool], limit: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], limit: float = 30.0) -> None:
         await self.running.until(condition, limit)
 
     async def chat(self, text: str = "Hello", **body: Any) -> httpx.Response:
@@ -95,7 +95,7 @@ async def a_house(
     **fleet: Any,
 ) -> AsyncIterator[House]:
     """`fleet` is for `tests.fleet.build.a_fleet`; only a house that is `serving` relays."""
-    chosen, bus, clock = Settings(**settings or {}), Bus(), time.monotonic
+    chosen, bus, clock = Settings(**settings or {}), Bus(), now
     async with a_fleet(*specs, **fleet) as running:
         scheduler = Scheduler(running.fleet, chosen, clock, random.Random(7))
         registry = Registry()

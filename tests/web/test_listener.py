@@ -8,10 +8,13 @@ import httpx
 import pytest
 import trustme
 
+from gateway.addresses import open_listeners
 from gateway.config.listeners import LimitSettings
+from gateway.options import StartError
 from gateway.web.listener import Listener, bind
 from gateway.web.public.protocol import bounded
 from tests.emulator.wire import Wire
+from tests.virtual import in_virtual_time, now
 from tests.web.public.asking import HELLO, answer, public, request
 
 
@@ -69,7 +72,7 @@ async def test_plain_http_on_a_tls_port_is_closed_and_harms_nobody(
         port = int(gate.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request())
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30.0):
             await reader.read()
         writer.close()
         async with httpx.AsyncClient(verify=trusting(authority), trust_env=False) as client:
@@ -81,6 +84,18 @@ async def test_a_port_that_is_taken_is_told() -> None:
         sock.listen()
         with pytest.raises(OSError, match="in use"):
             bind("127.0.0.1", sock.getsockname()[1])
+
+
+async def test_of_two_that_were_bound_at_the_same_time_the_later_is_told() -> None:
+    protocol = bounded(LimitSettings())
+    first = Listener(_nothing, bind("127.0.0.1", 0), protocol=protocol, keep_alive=0.5)
+    sock = bind("127.0.0.1", first.port)
+    second = Listener(_nothing, sock, protocol=protocol, keep_alive=0.5)
+    told = rf"127\.0\.0\.1:{first.port} can't be listened on: .*--admin-port"
+    with pytest.raises(StartError, match=told):
+        open_listeners(first, second)
+    await first.close()
+    await second.close()
 
 
 async def test_every_address_is_of_both_families() -> None:
@@ -102,8 +117,9 @@ async def test_a_listener_tells_its_url(host: str, url: str) -> None:
     await listener.close()
 
 
+@in_virtual_time
 async def test_an_idle_connection_is_closed_in_time(tmp_path: Path) -> None:
-    async with public(tmp_path, {"listen": {"keep_alive": 0.5}}) as gate:
+    async with public(tmp_path, {"listen": {"keep_alive": 1}}) as gate:
         reader, writer = await asyncio.open_connection(
             "127.0.0.1", int(gate.url.rpartition(":")[2])
         )
@@ -112,9 +128,11 @@ async def test_an_idle_connection_is_closed_in_time(tmp_path: Path) -> None:
             await wire.send(request({**HELLO, "max_tokens": 1}))
             assert (await answer(wire)).status == 200
             await asyncio.sleep(0.1)
+        began = now()
         assert await wire.rest() == b""
+        assert now() - began == pytest.approx(0.9)
         await wire.leave()
 
 
-async def _nothing(*_: object) -> None:
+async def _nothing(scope: object, receive: object, send: object) -> None:
     raise AssertionError

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from gateway.relay.assembly.events import NotAssembled, Value
+from gateway.relay.assembly.events import NotAssembled
+from gateway.relay.values import Value
 
 # llama.cpp's order: JSON has none, but who reads an answer does.
 _HEAD = ("choices", "created", "model", "system_fingerprint", "object", "usage", "id", "timings")
@@ -30,12 +31,25 @@ def _answer(
         for choice in event.get("choices") or ():
             parts.setdefault(_whole_number(choice.get("index")), []).append(choice)
         found |= event
-    if not parts or "usage" not in found:
-        raise NotAssembled("the node's stream has no answer or does not count its tokens")
+    if not parts:
+        raise NotAssembled("the node's stream has no answer")
+    if not found.get("usage") and (counts := _counted(found.get("timings"))) is not None:
+        found["usage"] = counts
     found["object"] = kind
     found["choices"] = [choice_of(index, parts[index]) for index in sorted(parts)]
     ordered = {name: found.pop(name) for name in _HEAD if name in found}
     return ordered | found
+
+
+def _counted(timings: object) -> Value | None:
+    """`usage` by the figures of a server that has none in its streams, as older builds."""
+    told = timings if isinstance(timings, dict) else {}
+    figures = [told.get(name) for name in ("prompt_n", "cache_n", "predicted_n")]
+    fresh, cached, written = (n if isinstance(n, int) and n > 0 else 0 for n in figures)
+    if not written:
+        return None
+    prompt = fresh + cached
+    return {"completion_tokens": written, "prompt_tokens": prompt, "total_tokens": prompt + written}
 
 
 def _message_choice(index: int, parts: list[Value]) -> Value:

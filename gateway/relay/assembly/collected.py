@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from gateway.relay.assembly.events import read_events
 from gateway.relay.assembly.forms import FORMS
-
-_FIELDS = msgspec.json.Decoder(dict[str, Any])
+from gateway.relay.values import object_of
 
 
 class Collected:
@@ -35,4 +32,4 @@ class Collected:
     def answer(self, path: str, body: bytes) -> bytes:
         """The whole answer to a request of this body, as JSON. Raises: NotAssembled."""
         events = read_events(b"".join(self._parts))
-        return msgspec.json.encode(FORMS[path].whole(events, _FIELDS.decode(body)))
+        return msgspec.json.encode(FORMS[path].whole(events, object_of(body)))

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-
-import msgspec
 
 from gateway.relay import sse
-
-Value = dict[str, Any]
-"""A JSON object."""
-
-_OBJECT = msgspec.json.Decoder(dict[str, Any])
+from gateway.relay.values import NoJson, Value, object_of
 
 
 class NotAssembled(Exception):  # noqa: N818 - says what became of it, not what went wrong
@@ -29,8 +22,8 @@ def read_events(stream: bytes) -> Iterator[Value]:
         if not data or data == b"[DONE]":
             continue
         try:
-            value = _OBJECT.decode(data)
-        except (msgspec.DecodeError, RecursionError):
+            value = object_of(data)
+        except NoJson:
             raise NotAssembled("an event of the node's stream is no JSON object") from None
         if value.get("error"):
             raise NotAssembled("the node's stream ended with an error")

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from gateway.relay.assembly import chat, messages, native, responses
-from gateway.relay.assembly.events import Value
+from gateway.relay.values import UNREADABLE, NoJson, Value, object_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,11 @@ def fits(path: str, body: bytes, messages: msgspec.Raw, slots: int) -> bool:
 
 
 _LAST = msgspec.json.Decoder(list[msgspec.Raw])
-_ROLE = msgspec.json.Decoder(dict[str, Any])
 
 
 def _continues(messages: bytes) -> bool:
     try:
-        last = _ROLE.decode(_LAST.decode(messages)[-1])
-    except (msgspec.DecodeError, IndexError, RecursionError):
+        last = object_of(_LAST.decode(messages)[-1])
+    except (*UNREADABLE, NoJson, IndexError):
         return True  # whatever it is, the node knows better
     return last.get("role") == "assistant"

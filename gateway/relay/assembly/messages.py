@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
-
-from gateway.relay.assembly.events import NotAssembled, Value
+from gateway.relay.assembly.events import NotAssembled
+from gateway.relay.values import NoJson, Value, any_of
 
 _ADDED = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}
 """Deltas that add to a field of their block."""
@@ -52,6 +51,6 @@ def _add(blocks: dict[int, Value], inputs: dict[int, str], index: int, delta: Va
 def _input(text: str) -> object:
     """A tool's arguments, which llama.cpp reads as JSON and leaves empty where they are none."""
     try:
-        return msgspec.json.decode(text.encode()) if text else {}
-    except (msgspec.DecodeError, RecursionError):
+        return any_of(text.encode()) if text else {}
+    except NoJson:
         return {}

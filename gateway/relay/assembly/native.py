@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gateway.relay.assembly.events import NotAssembled, Value
+from gateway.relay.assembly.events import NotAssembled
+from gateway.relay.values import Value
 
 
 def answer(events: Iterable[Value], asked: Value) -> Value:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
 import msgspec
 
 from gateway.fleet.lease import Lease
-from gateway.relay.continuation.said import Value
+from gateway.relay.values import NoJson, Value, object_of
 from gateway.transport.connection import Connection
 from gateway.transport.errors import Errored, Garbage, Overdue, Stale
+from gateway.transport.patience import Within
 
 LIMIT = 10.0
 """Seconds for one question. None of them takes a slot, or the time of a token."""
 
 ANSWER_BYTES = 64 * 1024 * 1024
 """A prompt's tokens with their pieces are some 40 bytes each."""
-
-_OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
 class Questions:
@@ -41,15 +37,15 @@ class Questions:
         head = b"%s %s%s HTTP/1.1\r\n%scontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
         data = head % (method, origin.prefix, path.encode(), origin.fields, len(body))
         try:
-            async with asyncio.timeout(LIMIT):
+            async with Within(LIMIT):
                 status, answer = await self._exchange(data, body)
         except TimeoutError:
             raise Overdue("first_byte", f"{path} was not answered for {LIMIT:.0f} s") from None
         if status != 200:
             raise Errored(f"The node answered {path} with status {status}")
         try:
-            return _OBJECT.decode(answer)
-        except (msgspec.DecodeError, RecursionError):
+            return object_of(answer)
+        except NoJson:
             raise Garbage(f"The node's answer to {path} is no JSON object") from None
 
     async def _exchange(self, data: bytes, body: bytes) -> tuple[int, bytes]:

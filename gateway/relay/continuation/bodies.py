@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
-from gateway.relay.continuation.said import Value
-
-_FIELDS = msgspec.json.Decoder(dict[str, Any])
+from gateway.relay.values import Value
 
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
-
-
-def fields_of(body: bytes) -> Value:
-    """The body as a value; it was read once already, so it is an object."""
-    return _FIELDS.decode(body)
 
 
 def tokens_left(body: Value, said: int) -> int | None:

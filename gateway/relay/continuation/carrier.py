@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from gateway import errors
 from gateway.errors import GatewayError
 from gateway.events import StreamResumed
 from gateway.fleet.facts import Facts
 from gateway.fleet.lease import Lease
 from gateway.relay import assembly
 from gateway.relay.attempt import Attempt
-from gateway.relay.continuation import bodies, bounds
+from gateway.relay.continuation import bounds
 from gateway.relay.continuation.asking import Questions
 from gateway.relay.continuation.joined import Joined
 from gateway.relay.continuation.onward import Onward, Unsound, Wish, onward
-from gateway.relay.continuation.said import Said, SoFar, Value
+from gateway.relay.continuation.said import Said, SoFar
 from gateway.relay.continuation.seam import Mismatch
 from gateway.relay.live import Live
 from gateway.relay.routes import ROUTES
+from gateway.relay.values import Value, object_of
 from gateway.relay.verdict import is_overflow
 from gateway.request import Request
-from gateway.transport.errors import ConnectFailed, Errored, Reset, UpstreamError
+from gateway.transport.errors import ConnectFailed, Errored, Overdue, Reset, UpstreamError
 from gateway.transport.taskless import in_task
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 MOST = 2
 """Continuations of one answer."""
-
-Write = Callable[[bytes], bool]
 
 
 @dataclass(slots=True)
@@ -60,7 +58,7 @@ class Refused(UpstreamError):  # noqa: N818 - beside `Errored`
 class Carrier:
     """Of one request. It keeps what went out, and begins at most `MOST` continuations."""
 
-    __slots__ = ("_kind", "_left", "_live", "_means", "_model", "_tried", "so_far")
+    __slots__ = ("_kind", "_left", "_live", "_means", "_model", "_refusal", "_tried", "so_far")
 
     def __init__(self, means: Means, live: Live, so_far: SoFar, model: str, first: Attempt) -> None:
         self._means = means
@@ -70,37 +68,33 @@ class Carrier:
         self._left = MOST
         self._tried: set[str] = set()
         """Nodes that have failed this answer."""
+        self._refusal: GatewayError | None = None
         self.so_far = so_far
 
-    async def carry_on(self, failed: Attempt, write: Write | None) -> Carried | None:
-        """Another node's continuation; None: there is none. Raises: GatewayError, when ended.
+    async def carry_on(self, failed: Attempt) -> Carried | None:
+        """Another node's continuation; None: there is none.
 
-        `write` gets heartbeats meanwhile.
+        Raises: GatewayError, when it is ended or refused.
         """
         await in_task()
         node = failed.lease.node.name
         self._tried.add(node)
-        pulse = Pulse(self._means.settings.heartbeat, self._beat, write)
-        try:
-            carried, why = await self._carried()
-        finally:
-            pulse.stop()
+        carried, why = await self._carried()
         goes_on = carried.attempt.lease.node.name if carried and carried.attempt else None
         if carried is None or goes_on:
             said = self.so_far.said()
             self._means.bus.publish(
                 StreamResumed(self._live.request.tag, node, goes_on, said.tokens, why)
             )
+        if self._refusal is not None:
+            raise self._refusal
         return carried
-
-    def _beat(self) -> bytes:
-        return ROUTES[self._live.request.path].dialect.heartbeat()
 
     async def _carried(self) -> tuple[Carried | None, str | None]:
         """The continuation, or why there is none. Raises: GatewayError, when ended."""
         live = self._live
         said = self.so_far.said()
-        body = bodies.fields_of(live.request.bodies[self._model])
+        body = object_of(live.request.bodies[self._model])
         if not live.request.stream:
             body |= assembly.asked(live.request.path)
         why = bounds.why_not(body, said)
@@ -108,7 +102,8 @@ class Carrier:
         while why is None and self._left:
             if live.ended_by is not None:
                 raise live.ended_by
-            if self._kills():
+            self._refusal = self._quarantined()
+            if self._refusal is not None:
                 return None, "nodes died on this very request"
             request = self._request(said)
             try:
@@ -135,13 +130,11 @@ class Carrier:
                 self._tried.add(lease.node.name)
         return None, why or "it has failed too often"
 
-    def _kills(self) -> bool:
-        """Whether so many nodes have died on it that it goes to no other."""
+    def _quarantined(self) -> GatewayError | None:
+        """Why it goes to no other node, where so many have died on it."""
         means = self._means
-        refusal = means.settler.quarantine.refusal(
-            self._live.request, means.clock(), means.settings.retries.quarantine
-        )
-        return refusal is not None
+        seconds = means.settings.retries.quarantine
+        return means.settler.quarantine.refusal(self._live.request, means.clock(), seconds)
 
     def _failed(self, lease: Lease) -> None:
         self._left -= 1
@@ -213,6 +206,8 @@ class Carrier:
         except UpstreamError as failure:
             outcome = failure.outcome
             self._blame(attempt, failure)
+            if _out_of_time(failure):
+                raise errors.node_timeout(f"{failure}.") from failure
             raise
         finally:
             if outcome:
@@ -259,6 +254,8 @@ class Carrier:
     def _blame(self, attempt: Attempt, failure: UpstreamError) -> None:
         if isinstance(failure, Refused) or failure.outcome in {"cancelled", "moved", "exhausted"}:
             return
+        if _out_of_time(failure) and self._live.request.deadline is not None:
+            return  # its client would not wait longer
         node, fleet = attempt.lease.node, self._means.fleet
         fleet.failed(node, self._means.clock(), attempt.lease.taken)
         if failure.outcome == Reset.outcome:
@@ -269,26 +266,5 @@ class Carrier:
             fleet.unreachable(node, str(failure))
 
 
-class Pulse:
-    """Writes what `beat` gives, every `interval` seconds; never, where that is 0."""
-
-    __slots__ = ("_beat", "_handle", "_interval", "_loop", "_write")
-
-    def __init__(self, interval: float, beat: Callable[[], bytes], write: Write | None) -> None:
-        self._interval = interval
-        self._beat = beat
-        self._write = write
-        self._loop = asyncio.get_running_loop()
-        self._handle: asyncio.TimerHandle | None = None
-        if interval and write is not None:
-            self._handle = self._loop.call_later(interval, self._go_on)
-
-    def stop(self) -> None:
-        """There is something to say again."""
-        if self._handle is not None:
-            self._handle.cancel()
-
-    def _go_on(self) -> None:
-        assert self._write is not None
-        self._write(self._beat())
-        self._handle = self._loop.call_later(self._interval, self._go_on)
+def _out_of_time(failure: UpstreamError) -> bool:
+    return isinstance(failure, Overdue) and failure.limit == "total"

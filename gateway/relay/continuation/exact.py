@@ -7,13 +7,13 @@ as it would have been without; each event is read and written anew, which is the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import msgspec
 
 from gateway.relay import sse
 from gateway.relay.continuation import bounds
-from gateway.relay.continuation.said import Said, Value
+from gateway.relay.continuation.said import Said
+from gateway.relay.values import NoJson, Value, object_of
 from gateway.transport.errors import Garbage
 
 ASKED: dict[str, Value] = {
@@ -23,7 +23,6 @@ ASKED: dict[str, Value] = {
 """What makes each path tell its tokens' ids. `/completion` does so unasked."""
 
 _MARK = b'"logprobs"'
-_OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
 def fits(path: str, body: Value) -> bool:
@@ -34,30 +33,35 @@ def fits(path: str, body: Value) -> bool:
 class Stripper:
     """Takes the probabilities out of events, and hands the ids in them to `know`."""
 
-    __slots__ = ("_bare", "_know")
+    __slots__ = ("_bare", "_before", "_know")
 
-    def __init__(self, path: str, know: Callable[[Iterable[int]], None]) -> None:
+    def __init__(
+        self,
+        path: str,
+        know: Callable[[Iterable[int]], None],
+        before: Callable[[bytes], bytes] | None = None,
+    ) -> None:
+        """`before` takes out something else, before this."""
         self._know = know
+        self._before = before
         self._bare = path == "/v1/completions"
         """Whether the field stays, as null."""
 
     def __call__(self, events: bytes) -> bytes:
         """The events as the client would have had them. Raises: Garbage."""
-        if _MARK not in events:
-            return events
-        return b"".join(
-            self._stripped(event) if _MARK in event else event for event in sse.split(events)
-        )
+        if self._before is not None:
+            events = self._before(events)
+        return sse.edited(events, _MARK, self._stripped)
 
     def _stripped(self, event: bytes) -> bytes:
         try:
-            value = _OBJECT.decode(sse.payload(event))
+            value = object_of(sse.payload(event))
             for choice in value["choices"]:
                 told = choice.pop("logprobs", None)
                 if told is not None:
                     self._know([token["id"] for token in told["content"]])
                 if self._bare:
                     choice["logprobs"] = None
-        except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
+        except (NoJson, KeyError, TypeError):
             raise Garbage("An event of the node's stream can't be read") from None
         return b"data: " + msgspec.json.encode(value) + b"\n\n"

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from gateway.relay import sse
 from gateway.relay.continuation.joining import Joiner
+from gateway.relay.values import NoJson, object_of
 from gateway.relay.verdict import message_of
 from gateway.transport.errors import Errored, Garbage
-
-_OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
 class Joined:
@@ -30,10 +25,10 @@ class Joined:
             if not data or data == b"[DONE]":
                 continue
             try:
-                value = _OBJECT.decode(data)
+                value = object_of(data)
                 if value.get("error") or sse.event_name(event) == b"error":
                     raise Errored(message_of(data) or "The node failed in the middle of it")
                 out.append(self.joiner.feed(value))
-            except (msgspec.DecodeError, RecursionError, TypeError, AttributeError):
+            except (NoJson, TypeError, AttributeError):
                 raise Garbage("An event of the node's stream can't be read") from None
         return b"".join(out)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from gateway.relay.continuation.said import Said, Value
+from gateway.relay.continuation.said import Said
 from gateway.relay.continuation.seam import Again, Mismatch, Seam
+from gateway.relay.values import Value
 
-_OF_THE_ANSWER = ("id", "created", "model", "system_fingerprint")
+OF_THE_ANSWER = ("id", "created", "model", "system_fingerprint")
 """What every chunk of one answer repeats."""
 
 
@@ -45,7 +46,7 @@ class Joiner:
     def _usage(self, told: Value) -> Value:
         """OpenAI's usage of the whole answer: the prompt is the client's own."""
         seam = self._seam
-        completion = seam.kept_tokens + _number(told.get("completion_tokens"))
+        completion = seam.kept_tokens + number(told.get("completion_tokens"))
         usage = told | {
             "prompt_tokens": seam.prompt_tokens,
             "completion_tokens": completion,
@@ -53,7 +54,7 @@ class Joiner:
         }
         details = told.get("prompt_tokens_details")
         if isinstance(details, dict):
-            cached = min(_number(details.get("cached_tokens")), seam.prompt_tokens)
+            cached = min(number(details.get("cached_tokens")), seam.prompt_tokens)
             usage["prompt_tokens_details"] = details | {"cached_tokens": cached}
         return usage
 
@@ -68,10 +69,10 @@ class Joiner:
         }
 
 
-class _Chunks(Joiner):
+class Chunks(Joiner):
     """OpenAI's chunks."""
 
-    def feed(self, value: Value) -> bytes:
+    def feed(self, value: Value) -> bytes:  # noqa: D102 - the base's
         choices = []
         for choice in value.get("choices") or ():
             new = self._choice(choice)
@@ -84,21 +85,21 @@ class _Chunks(Joiner):
         joined = value | self._identity() | {"choices": choices}
         if value.get("usage"):
             joined["usage"] = self._usage(value["usage"])
-        return _data(joined)
+        return data(joined)
 
-    def ending(self, reason: str, *, usage: bool) -> bytes:
+    def ending(self, reason: str, *, usage: bool) -> bytes:  # noqa: D102 - the base's
         head = self._said.head | {"choices": []}
         head = {name: value for name, value in head.items() if name not in {"usage", "timings"}}
         end = b""
         if self._said.reason is None:
-            end = _data(head | {"choices": [self._last_choice(reason)]})
+            end = data(head | {"choices": [self._last_choice(reason)]})
         if usage and not self._said.counted:
-            end += _data(head | {"usage": self._whole_usage()})
+            end += data(head | {"usage": self._whole_usage()})
         return end
 
     def _identity(self) -> Value:
         head = self._said.head
-        return {name: head[name] for name in _OF_THE_ANSWER if name in head}
+        return {name: head[name] for name in OF_THE_ANSWER if name in head}
 
     def _choice(self, choice: Value) -> Value | None:
         """What of a choice is sent on; None: nothing of it is new."""
@@ -108,7 +109,7 @@ class _Chunks(Joiner):
         raise NotImplementedError
 
 
-class Chat(_Chunks):
+class Chat(Chunks):
     """A chat's stream, carried on by a chat with a message begun."""
 
     def _choice(self, choice: Value) -> Value | None:
@@ -129,7 +130,7 @@ class Chat(_Chunks):
         return {"finish_reason": reason, "index": 0, "delta": {}}
 
 
-class Completions(_Chunks):
+class Completions(Chunks):
     """A completion's stream, carried on by a completion."""
 
     def _choice(self, choice: Value) -> Value | None:
@@ -154,18 +155,18 @@ class Native(Joiner):
         seam = self._seam
         joined = value | {
             "content": text,
-            "tokens_predicted": seam.kept_tokens + _number(value.get("tokens_predicted")),
+            "tokens_predicted": seam.kept_tokens + number(value.get("tokens_predicted")),
             "tokens_evaluated": seam.prompt_tokens,
         }
         prompt = value.get("prompt")
         if isinstance(prompt, str):
             joined["prompt"] = prompt.removesuffix(seam.kept)
-        return _data(joined)
+        return data(joined)
 
     def ending(self, reason: str, *, usage: bool) -> bytes:  # noqa: D102 - the base's
         seam = self._seam
         stop = "limit" if reason == "length" else "eos"
-        return _data(
+        return data(
             {
                 "index": 0,
                 "content": "",
@@ -207,117 +208,16 @@ class Messages(Joiner):
         elif kind == "message_delta":
             self._check_end()
             usage = value.get("usage") or {}
-            output = self._seam.kept_tokens + _number(usage.get("output_tokens"))
+            output = self._seam.kept_tokens + number(usage.get("output_tokens"))
             joined["usage"] = usage | {"output_tokens": output}
-        return _event(joined)
+        return event(joined)
 
     def ending(self, reason: str, *, usage: bool) -> bytes:  # noqa: D102 - the base's
-        end = b""
-        if self._said.opened:
-            end += _event({"type": "content_block_stop", "index": self._said.block})
+        end = blocks_ended(self._said.open)
         if self._said.reason is None:
             stop = "max_tokens" if reason == "length" else "end_turn"
-            end += _event(
-                {
-                    "type": "message_delta",
-                    "delta": {"stop_reason": stop, "stop_sequence": None},
-                    "usage": {"output_tokens": self._seam.said_tokens},
-                }
-            )
-        return end + _event({"type": "message_stop"})
-
-
-class _FromNative(_Chunks):
-    """Chunks made of the events of llama.cpp's own completion."""
-
-    def __init__(self, said: Said, seam: Seam) -> None:
-        super().__init__(said, seam)
-        head = said.head
-        self._head = {name: head[name] for name in (*_OF_THE_ANSWER, "object") if name in head}
-        self._shape = {**self._head, "choices": []}
-        self.usage = False
-        """Whether the client asked for `usage`."""
-
-    def feed(self, value: Value) -> bytes:
-        new = self._new(value.get("content"))
-        events = self._text(new) if new else b""
-        if value.get("stop"):
-            self._check_end()
-            reason = "length" if value.get("stop_type") == "limit" else "stop"
-            events += self._end(reason, value)
-        return events
-
-    def _text(self, text: str) -> bytes:
-        return _data(self._shape | {"choices": [self._text_choice(text)]})
-
-    def _text_choice(self, text: str) -> Value:
-        raise NotImplementedError
-
-    def _end(self, reason: str, told: Value) -> bytes:
-        last = self._shape | {"choices": [self._last_choice(reason)]}
-        if not self.usage:
-            return _data(last | {"timings": told.get("timings")})
-        counted = self._usage({"completion_tokens": told.get("tokens_predicted")})
-        return _data(last) + _data(self._shape | {"usage": counted, "timings": told.get("timings")})
-
-
-class ChatFromNative(_FromNative):
-    """A chat's stream, carried on by a completion of the rendered prompt.
-
-    `closing`: what ends the reasoning that is under way; None: it is the answer's text.
-    """
-
-    def __init__(self, said: Said, seam: Seam, closing: str | None = None) -> None:
-        super().__init__(said, seam)
-        self._closing = closing
-        self._held = ""
-
-    def _text(self, text: str) -> bytes:
-        if self._closing is None:
-            return super()._text(text)
-        self._held += text
-        thought, closed, answer = self._held.partition(self._closing)
-        if not closed:
-            # What may be the beginning of the closing mark waits.
-            keep = _overlap(thought, self._closing)
-            thought, self._held = thought[: len(thought) - keep], thought[len(thought) - keep :]
-            return self._thought(thought)
-        self._closing, self._held = None, ""
-        answer = answer.lstrip()
-        return self._thought(thought.rstrip()) + (super()._text(answer) if answer else b"")
-
-    def _thought(self, text: str) -> bytes:
-        if not text:
-            return b""
-        choice = {"finish_reason": None, "index": 0, "delta": {"reasoning_content": text}}
-        return _data(self._shape | {"choices": [choice]})
-
-    def _end(self, reason: str, told: Value) -> bytes:
-        return self._thought(self._held) + super()._end(reason, told)
-
-    def _text_choice(self, text: str) -> Value:
-        return {"finish_reason": None, "index": 0, "delta": {"content": text}}
-
-    def _last_choice(self, reason: str) -> Value:
-        return {"finish_reason": reason, "index": 0, "delta": {}}
-
-
-class CompletionsFromNative(_FromNative):
-    """A completion's stream, carried on by llama.cpp's own, which takes and tells ids."""
-
-    def _text_choice(self, text: str) -> Value:
-        return {"text": text, "index": 0, "logprobs": None, "finish_reason": None}
-
-    def _last_choice(self, reason: str) -> Value:
-        return {"text": "", "index": 0, "logprobs": None, "finish_reason": reason}
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Characters at the end of `text` that may be the beginning of `mark`."""
-    for size in range(min(len(text), len(mark) - 1), 0, -1):
-        if mark.startswith(text[-size:]):
-            return size
-    return 0
+            end += message_ended(stop, None, self._seam.said_tokens)
+        return end + event({"type": "message_stop"})
 
 
 JOINERS: dict[str, type[Joiner]] = {
@@ -329,13 +229,38 @@ JOINERS: dict[str, type[Joiner]] = {
 """Of each path that can be carried on by itself, who joins its events."""
 
 
-def _data(value: Value) -> bytes:
+def blocks_ended(blocks: dict[int, str]) -> bytes:
+    """The ends of these content blocks, as llama.cpp writes them: all of them at the end."""
+    end = b""
+    for index, kind in sorted(blocks.items()):
+        if kind == "thinking":
+            end += block_delta(index, "signature", "")
+        end += event({"type": "content_block_stop", "index": index})
+    return end
+
+
+def block_delta(index: int, kind: str, text: str) -> bytes:
+    """More of a content block."""
+    delta = {"type": f"{kind}_delta", kind: text}
+    return event({"type": "content_block_delta", "index": index, "delta": delta})
+
+
+def message_ended(stop: str, word: str | None, tokens: int) -> bytes:
+    """Why a message ended, and its length."""
+    delta = {"stop_reason": stop, "stop_sequence": word}
+    return event({"type": "message_delta", "delta": delta, "usage": {"output_tokens": tokens}})
+
+
+def data(value: Value) -> bytes:
+    """An event of OpenAI's."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def _event(value: Value) -> bytes:
-    return b"event: " + str(value.get("type")).encode() + b"\n" + _data(value)
+def event(value: Value) -> bytes:
+    """An event of Anthropic's."""
+    return b"event: " + str(value.get("type")).encode() + b"\n" + data(value)
 
 
-def _number(value: object) -> int:
+def number(value: object) -> int:
+    """A count; 0: it is none."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from gateway.relay.continuation import bodies, joining
-from gateway.relay.continuation.bounds import is_greedy
-from gateway.relay.continuation.joining import ChatFromNative, CompletionsFromNative, Joiner
-from gateway.relay.continuation.said import Said, Value
+from gateway.relay.continuation.anthropic import as_chat
+from gateway.relay.continuation.bounds import has_stops, is_greedy
+from gateway.relay.continuation.from_native import (
+    ChatFromNative,
+    CompletionsFromNative,
+    MessagesFromNative,
+)
+from gateway.relay.continuation.joining import Joiner
+from gateway.relay.continuation.said import Said
 from gateway.relay.continuation.seam import Ask, Seam, find_seam, pieces_of
+from gateway.relay.continuation.thought import Closing, form_of
+from gateway.relay.values import Value
+from gateway.transport.errors import Errored
 
 NATIVE = "/completion"
-
-_CLOSING = re.compile(r"\s*(<[^<>\s]{1,40}>|\[[^\[\]\s]{1,40}\])")
-"""A mark that ends reasoning, as a template writes it behind a thought."""
-_OPENING = re.compile(r"<([^<>/\s]{1,40})>\s*$")
-"""A mark that begins it, as a template leaves it open at the end of a prompt."""
 
 
 class Unsound(Exception):  # noqa: N818 - not an error: the stream just ends
@@ -46,7 +48,7 @@ class Wish:
     step_back: bool = True
     """Whether text may be written again: not once that has come out differently."""
     raw: bool = False
-    """Whether a chat goes on as a completion of the rendered prompt, its template refusing else."""
+    """Whether a chat goes on as a completion of the rendered prompt, its node not doing else."""
 
 
 async def onward(ask: Ask, wish: Wish) -> Onward:
@@ -56,19 +58,51 @@ async def onward(ask: Ask, wish: Wish) -> Onward:
         return found
     if said.thought:
         return await _behind_a_thought(ask, wish)
+    begun = "messages" in body and bool(said.text) and not wish.raw
+    if begun and not await _prefills(ask):
+        _go_round(wish)
     prompt = await _prompt(ask, wish)
     if prompt is None:
+        if wish.raw:
+            raise Unsound("its template refuses a message that is begun")
         return await _by_text_alone(ask, wish)
-    seam = await find_seam(ask, prompt, said, greedy=wish.step_back and is_greedy(body))
+    greedy, stops = wish.step_back and is_greedy(body), has_stops(body)
+    seam = await find_seam(ask, prompt, said, greedy=greedy, stops=stops)
     left = bodies.tokens_left(body, seam.kept_tokens)
     if (ended := _ended(wish, seam, left)) is not None:
         return ended
     if wish.raw:
+        if wish.path == "/v1/messages":
+            _check_prompt(said, seam.prompt_tokens)
         joiner = _from_native(wish, seam)
         return Onward(seam, joiner, NATIVE, bodies.native(body, prompt + seam.kept, left))
     joiner = joining.JOINERS[wish.path](said, seam)
     asked = bodies.chat if "messages" in body else bodies.completion
     return Onward(seam, joiner, wish.path, asked(body, seam.kept, left))
+
+
+async def _prefills(ask: Ask) -> bool:
+    """Whether this node goes on with a last message of the assistant's.
+
+    Else it begins another one behind it: where that is switched off, or its template is not used.
+    """
+    asked = [{"role": "user", "content": "."}, {"role": "assistant", "content": _BEGUN}]
+    try:
+        return (await _rendered(ask, {"messages": asked})).endswith(_BEGUN)
+    except Errored:
+        return True  # its template takes none; what it makes of the real one will be seen
+
+
+_BEGUN = "begun"
+_WRITTEN = frozenset({"/v1/chat/completions", "/v1/messages"})
+"""Paths of messages whose events can be written from those of a completion."""
+
+
+def _go_round(wish: Wish) -> None:
+    """Let a chat go on as a completion. Raises: Unsound, where that can't be."""
+    if wish.path not in _WRITTEN or wish.body.get("tools"):
+        raise Unsound("its node does not go on with a message that is begun")
+    wish.raw = True
 
 
 async def _by_ids(ask: Ask, wish: Wish) -> Onward | None:
@@ -97,49 +131,51 @@ async def _by_ids(ask: Ask, wish: Wish) -> Onward | None:
 async def _behind_a_thought(ask: Ask, wish: Wish) -> Onward:
     """Reasoning is under way, or over: only the template knows how it is written."""
     said, body = wish.said, wish.body
-    if wish.path != "/v1/chat/completions" or body.get("tools"):
+    chat = body if wish.path == "/v1/chat/completions" else as_chat(body)
+    if chat is None or body.get("tools"):
         raise Unsound("its reasoning can't be written back")
-    prompt = await _rendered(ask, body)
-    written, closing = await _written_back(ask, body, said, prompt)
+    prompt = await _rendered(ask, chat)
     before = len(await pieces_of(ask, prompt))
-    total = len(await pieces_of(ask, written)) - before
-    seam = Seam(written.removeprefix(prompt), "", before, total, total)
-    left = bodies.tokens_left(body, total)
+    if wish.path == "/v1/messages":
+        _check_prompt(said, before)
+
+    async def render(messages: list[Value]) -> str:
+        return await _rendered(ask, chat | {"messages": messages})
+
+    form = await form_of(render, chat["messages"], prompt)
+    over = bool(said.text)
+    if form is None or (form.closing is None and not over):
+        raise Unsound("its template does not show how reasoning is written")
+    fixed = form.over(said.thought) if over else form.before
+    around = len(await pieces_of(ask, fixed))
+    if not over:
+        running = Said(content=said.reasoning, tokens=said.tokens)
+    else:
+        tokens = len(said.content)
+        if said.tokens > len(said.reasoning) + tokens:
+            # Some of its pieces are several tokens.
+            tokens = len(await pieces_of(ask, fixed + said.text)) - around
+        running = Said(content=said.content, tokens=tokens)
+    greedy, stops = wish.step_back and is_greedy(body), has_stops(body)
+    seam = await find_seam(ask, fixed, running, greedy=greedy, stops=stops)
+    written = fixed + seam.kept
+    more = around - before
+    seam = replace(
+        seam,
+        kept=written.removeprefix(prompt),
+        prompt_tokens=before,
+        said_tokens=more + seam.said_tokens,
+        kept_tokens=more + seam.kept_tokens,
+    )
+    left = bodies.tokens_left(body, seam.kept_tokens)
     if (ended := _ended(wish, seam, left)) is not None:
         return ended
-    joiner = _from_native(wish, seam, None if said.text else closing)
-    return Onward(seam, joiner, NATIVE, bodies.native(body, written, left))
-
-
-async def _written_back(ask: Ask, body: Value, said: Said, prompt: str) -> tuple[str, str]:
-    """The prompt with the thought and the answer so far behind it, and what closes a thought."""
-    thought, text = said.thought, said.text
-    last = {"role": "assistant", "reasoning_content": thought, "content": text}
-    full = await _rendered(ask, body | {"messages": [*body["messages"], last]})
-    place = full.rfind(thought.strip())
-    if place >= _shared(full, prompt):
-        end = place + len(thought.strip())
-        closing = _CLOSING.match(full, end)
-        answer = full.find(text, closing.end()) if closing is not None and text else -1
-        if closing is not None and answer >= 0:
-            return full[: answer + len(text)], closing[1]
-        if closing is not None and not text:
-            return full[:end] + thought[len(thought.rstrip()) :], closing[1]
-    opening = _OPENING.search(prompt)
-    if opening is None:
-        raise Unsound("its template does not show how reasoning is written")
-    closing_mark = f"</{opening[1]}>"
-    if text:
-        return f"{prompt}{thought}\n{closing_mark}\n\n{text}", closing_mark
-    return prompt + thought, closing_mark
-
-
-def _shared(one: str, other: str) -> int:
-    """Characters that both begin with."""
-    for place, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return place
-    return min(len(one), len(other))
+    asked = bodies.native(body, written, left)
+    if form.closing is not None:
+        # Where the mark is a control token, nothing of it would be told.
+        asked["preserved_tokens"] = [form.closing.mark]
+    joiner = _from_native(wish, seam, None if over else form.closing)
+    return Onward(seam, joiner, NATIVE, asked)
 
 
 async def _by_text_alone(ask: Ask, wish: Wish) -> Onward:
@@ -147,9 +183,7 @@ async def _by_text_alone(ask: Ask, wish: Wish) -> Onward:
     said, body = wish.said, wish.body
     if "messages" not in body:
         raise Unsound("the prompt is not one text")
-    told = said.head.get("usage") or {}
-    names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
-    before = sum(told[name] for name in names if isinstance(told.get(name), int))
+    before = _told_prompt(said)
     answer = await ask("/tokenize", {"content": said.text, "add_special": False})
     count = len(answer.get("tokens") or ())
     seam = Seam(said.text, "", before, count, count)
@@ -158,6 +192,19 @@ async def _by_text_alone(ask: Ask, wish: Wish) -> Onward:
         return ended
     joiner = joining.JOINERS[wish.path](said, seam)
     return Onward(seam, joiner, wish.path, bodies.chat(body, said.text, left))
+
+
+def _told_prompt(said: Said) -> int:
+    """Tokens of the prompt, as Anthropic's first event tells them."""
+    told = said.head.get("usage") or {}
+    names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    return sum(told[name] for name in names if isinstance(told.get(name), int))
+
+
+def _check_prompt(said: Said, rendered: int) -> None:
+    """Whether a prompt of so many tokens is what its first node had read. Raises: Unsound."""
+    if rendered != _told_prompt(said):
+        raise Unsound("its prompt can't be rendered again")
 
 
 def _ended(wish: Wish, seam: Seam, left: int | None) -> Onward | None:
@@ -169,16 +216,15 @@ def _ended(wish: Wish, seam: Seam, left: int | None) -> Onward | None:
     return Onward(seam, joiner, ending=joiner.ending(reason, usage=_wants_usage(wish.body)))
 
 
-def _from_native(wish: Wish, seam: Seam, closing: str | None = None) -> Joiner:
-    joiner: ChatFromNative | CompletionsFromNative
-    if wish.path == "/v1/chat/completions" and not wish.body.get("tools"):
-        joiner = ChatFromNative(wish.said, seam, closing)
-    elif wish.path == "/v1/completions":
-        joiner = CompletionsFromNative(wish.said, seam)
-    else:
+def _from_native(wish: Wish, seam: Seam, closing: Closing | None = None) -> Joiner:
+    usage = _wants_usage(wish.body)
+    if wish.path == "/v1/completions":
+        return CompletionsFromNative(wish.said, seam, usage=usage)
+    if wish.path not in _WRITTEN or wish.body.get("tools"):
         raise Unsound("its template refuses a message that is begun")
-    joiner.usage = _wants_usage(wish.body)
-    return joiner
+    if wish.path == "/v1/messages":
+        return MessagesFromNative(wish.said, seam, closing)
+    return ChatFromNative(wish.said, seam, closing, usage=usage)
 
 
 def _wants_usage(body: Value) -> bool:
@@ -193,7 +239,7 @@ async def _prompt(ask: Ask, wish: Wish) -> str | None:
         prompt = wish.body.get("prompt")
         return prompt if isinstance(prompt, str) else None
     if wish.path == "/v1/messages":
-        body = plain_messages(wish.body)
+        body = as_chat(wish.body)
     return None if body is None else await _rendered(ask, body)
 
 
@@ -203,38 +249,6 @@ async def _rendered(ask: Ask, body: Value) -> str:
 
 
 _RENDERED = ("messages", "tools", "chat_template_kwargs", "reasoning_format")
-
-
-def plain_messages(body: Value) -> Value | None:
-    """Anthropic's messages as a chat's, where they are text alone; None: they are not."""
-    if body.get("tools") or body.get("thinking"):
-        return None
-    messages: list[Any] = []
-    system = body.get("system")
-    if system:
-        messages.append({"role": "system", "content": system})
-    messages += body.get("messages") or ()
-    chat = []
-    for message in messages:
-        text = _text_of(message.get("content")) if isinstance(message, dict) else None
-        if text is None:
-            return None
-        chat.append({"role": message.get("role"), "content": text})
-    return {"messages": chat}
-
-
-def _text_of(content: object) -> str | None:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        return None
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            return None
-        texts.append(str(part.get("text") or ""))
-    # llama.cpp gives several parts to the template as parts: what it makes of them is its own.
-    return texts[0] if len(texts) == 1 else None
 
 
 async def ids_of(ask: Ask, text: str) -> list[int]:

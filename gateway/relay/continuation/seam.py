@@ -40,10 +40,13 @@ class Seam:
     """Tokens of `kept`."""
 
 
-async def find_seam(ask: Ask, prompt: str, said: Said, *, greedy: bool) -> Seam:
+async def find_seam(
+    ask: Ask, prompt: str, said: Said, *, greedy: bool, stops: bool = False
+) -> Seam:
     """The seam behind this rendered prompt and what was said. Raises: UpstreamError.
 
     `prompt` is what the node's template makes of the request, up to the answer's beginning.
+    `stops`: it ends at certain words, so that of the last token perhaps only a part was sent.
     """
     text = said.text
     before = len(await pieces_of(ask, prompt))
@@ -54,10 +57,14 @@ async def find_seam(ask: Ask, prompt: str, said: Said, *, greedy: bool) -> Seam:
     if not greedy:
         return Seam(text, "", before, total, total)
     for back in places_to_step_back(said.content, whole)[:MOST_STEPS]:
+        if stops and not back:
+            continue
         kept = text[: len(text) - back] if back else text
         pieces = whole if not back else await pieces_of(ask, prompt + kept)
         earlier = sent_before(said.content, back)
-        if agrees(pieces, said.content[max(0, earlier - AGREEING) : earlier]):
+        first = max(0, earlier - AGREEING)
+        packed = first == 0 and said.tokens > len(said.content)
+        if agrees(pieces, said.content[first:earlier], packed=packed):
             again = len(said.content) - earlier
             return Seam(kept, text[len(kept) :], before, total, total - again)
     return Seam(text, "", before, total, total)
@@ -101,15 +108,17 @@ def sent_before(sent: Sequence[str], back: int) -> int:
     return end
 
 
-def agrees(pieces: Sequence[str], sent: Sequence[str]) -> bool:
+def agrees(pieces: Sequence[str], sent: Sequence[str], *, packed: bool = False) -> bool:
     """Whether the text tokenizes at its end as it was sent.
 
-    The oldest piece may be many tokens in one: its end must be a token's end.
+    `packed`: the oldest piece is many tokens in one, whose end must be a token's end.
     """
+    left = len(sent)
     for written, told in zip(reversed(sent), reversed(pieces), strict=False):
+        left -= 1
         if written == told:
             continue
-        return len(written) > len(told) and written.endswith(told)
+        return packed and not left and len(written) > len(told) and written.endswith(told)
     return True
 
 

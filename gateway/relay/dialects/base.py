@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 
 from gateway.errors import GatewayError
-from gateway.relay import sse
+from gateway.relay import sse, values
 from gateway.transport.errors import Garbage
 
-_JSON = msgspec.json.Decoder()
 _DONE = re.compile(rb"\ndata: ?\[DONE\]")
 
 
@@ -37,6 +36,10 @@ class Dialect:
     """What ends a stream behind its last event."""
     end_mark = b"data: [DONE]"
     """What the last event has, and hardly any other."""
+    inner_end = False
+    """Whether the `end_mark` stands within an object, where `usual` does not see it."""
+    usual = staticmethod(sse.usual(first=rb'(?!"error":)'))
+    """Finds events that neither end the stream nor are the node's error event."""
     error_mark = b'data: {"error":'
     """What a node's own error event has. The client gets one of ours, or a continuation."""
 
@@ -64,7 +67,10 @@ class Dialect:
         if data == b"null":
             # llama.cpp begins a stream of several prompts with it.
             return Part.OPENING
-        value = decoded(data)
+        try:
+            value = values.any_of(data)
+        except values.NoJson:
+            raise Garbage("An event of the node's stream is not JSON") from None
         if not isinstance(value, dict):
             raise Garbage("An event of the node's stream is not a JSON object")
         if value.get("error"):
@@ -103,11 +109,3 @@ def error_fields(error: GatewayError) -> dict[str, Any]:
         "code": error.code,
         **error.details,
     }
-
-
-def decoded(data: bytes) -> Any:
-    """The JSON value of an event's data. Raises: Garbage."""
-    try:
-        return _JSON.decode(data)
-    except (msgspec.DecodeError, RecursionError):
-        raise Garbage("An event of the node's stream is not JSON") from None

@@ -31,6 +31,7 @@ class Messages(Dialect):
     pings = True
     end_mark = b"event: message_stop"
     error_mark = b"event: error\n"
+    usual = staticmethod(sse.usual(line=rb"event: (?!error\n|message_stop).*\n"))
 
     def error_body(self, error: GatewayError, tag: str) -> bytes:
         kind = _TYPES.get(error.status)

@@ -14,6 +14,7 @@ class Native(Dialect):
     name = "native"
     ends_once = False
     end_mark = b'"stop":true'
+    inner_end = True
 
     def is_content(self, value: dict[str, Any]) -> bool:
         return bool(value.get("content") or value.get("tokens") or value.get("stop"))

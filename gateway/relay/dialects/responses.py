@@ -28,6 +28,12 @@ class Responses(Dialect):
 
     name = "responses"
     end_mark = b"event: response.completed"
+    usual = staticmethod(
+        sse.usual(
+            line=rb"event: (?!error\n|response\.(?:completed|incomplete|failed)\n).*\n",
+            first=rb'(?!"error":)',
+        )
+    )
 
     def error_event(self, error: GatewayError, tag: str) -> bytes:
         """The API's own error event, with the `error` object that official clients raise on."""

@@ -57,7 +57,7 @@ class Status:
             {
                 "version": control.version,
                 "started_at": started.isoformat(timespec="seconds").replace("+00:00", "Z"),
-                "uptime_seconds": round(uptime, 3),
+                "uptime": round(uptime, 3),
                 "ready": error is None,
                 "reason": None if error is None else error.code,
                 "in_flight": len(self.registry),

@@ -8,8 +8,6 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from gateway import errors
 from gateway.access.callers import address_of, priority_of
 from gateway.access.keys import KeyRing
@@ -20,19 +18,21 @@ from gateway.events import Bus, RequestFinished
 from gateway.fleet.fleet import Fleet
 from gateway.relay.live import Live, Registry
 from gateway.relay.naming import Names
-from gateway.relay.peek import NOTHING, Peek, peek
+from gateway.relay.peek import peek
+from gateway.relay.prefill import Prefill
 from gateway.relay.prepare import Incoming, Rules, prepare
 from gateway.relay.relay import Relay
 from gateway.relay.reply import Reply, Rest
-from gateway.relay.routes import Route
+from gateway.relay.routes import Route, is_editing
 from gateway.relay.volatile import Volatile
-from gateway.scheduling.expectations import Expectations
 from gateway.scheduling.latest import Latest
 from gateway.transport.errors import UpstreamError
+from gateway.web.public import nodes_error
 from gateway.web.public.body import Buffered, read_body, take_body
 from gateway.web.public.heads import (
     STREAM_LINES,
     error_fields,
+    first_fields,
     lines_of,
     own_fields,
     progress_line,
@@ -96,11 +96,6 @@ class Edge:
     _prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(4)}")
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    @property
-    def learning(self) -> Expectations:
-        """What is learnt of requests, perhaps with some delay."""
-        return self.relay.means.scheduler.expectations
-
     def serve(self, route: Route, turn: Turn) -> Awaitable[None]:
         """Serve one request to a routed path; cancelled when its client leaves."""
         return _Exchange(self, route, turn).serve()
@@ -114,8 +109,8 @@ class _Exchange:
     """One request and its reply."""
 
     __slots__ = (
-        "_body_size", "_edge", "_editing", "_live", "_reply", "_route", "_snapshot", "_turn",
-        "received", "record", "request_id",
+        "_body_size", "_edge", "_editing", "_heartbeat", "_live", "_reply", "_route", "_shown",
+        "_snapshot", "_turn", "received", "record", "request_id",
     )  # fmt: skip
 
     def __init__(self, edge: Edge, route: Route, turn: Turn) -> None:
@@ -127,10 +122,15 @@ class _Exchange:
         self._editing: str | None = None
         """The editor session that waits for this, and for nothing before it."""
         self._reply: Reply | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._shown = 0.0
+        """When it is known to have shown its client a sign of life."""
         self._body_size = 0
         self.received = edge.clock()
         self.request_id = edge.next_id()
-        self.record = RequestFinished(tag_of(turn.headers) or self.request_id, route.path)
+        memory, headers = turn.memory, turn.headers
+        tag = memory.tag if headers is memory.headers else tag_of(headers)
+        self.record = RequestFinished(tag or self.request_id, route.path)
 
     async def serve(self) -> None:
         """Read, relay, send."""
@@ -146,14 +146,8 @@ class _Exchange:
             edge.registry.add(live)
             if self._editing is not None:
                 self._replace(self._editing, live)
-            heartbeat = self._heartbeat(live, preamble)
-            if heartbeat is not None:
-                try:
-                    self._reply = await edge.relay(live)
-                finally:
-                    heartbeat.stop()
-            else:
-                self._reply = await edge.relay(live)
+            self._heartbeat = self._begun_heartbeat(live, preamble)
+            self._reply = await edge.relay(live)
             if self._reply.rest is None:
                 self._pass_on_whole(self._reply)
             else:
@@ -184,6 +178,7 @@ class _Exchange:
                 loopback=snapshot.loopback,
             )
             memory.headers, memory.version, memory.preamble = turn.headers, snapshot, preamble
+            memory.tag = tag_of(turn.headers)
         self.record.caller = preamble.caller.id
         if self._edge.refusing:
             raise errors.shutting_down()
@@ -219,14 +214,12 @@ class _Exchange:
         request = prepare(
             incoming, peeked, record.priority, self._snapshot.rules, catalogue.model_names
         )
-        if request.prompt is not None and edge.learning.is_behind(request):
-            edge.bus.flush()
         record.stream = request.stream
         for name in request.candidates:
             if catalogue.known(name):
                 record.model = request.model
                 break
-        if _is_editing(self._route, peeked) and self._snapshot.settings.queue.latest_wins:
+        if is_editing(self._route, peeked) and self._snapshot.settings.queue.latest_wins:
             self._editing = request.session or self._whereabouts(request.party, request.model)
         return Live(request, record)
 
@@ -245,41 +238,54 @@ class _Exchange:
                 earlier.end(error)
 
     def _pass_on_whole(self, reply: Reply) -> None:
-        record, turn = self.record, self._turn
+        record, turn, dialect = self.record, self._turn, self._route.dialect
+        fields, content = reply.fields, reply.content
         if reply.status >= 400:
             record.code = reply.status
             record.reason = record.reason or "node_error"
+            content = nodes_error.body_of(reply, dialect, record.id)
+            fields = nodes_error.fields_of(reply, content)
         if not turn.response_started:
-            turn.reply(reply.status, reply.fields + self._own_fields(), reply.content)
+            turn.reply(reply.status, fields + self._own_fields(), content)
         elif not record.stream:
-            turn.end(reply.content)
+            turn.end(content)
         elif reply.status >= 400:
-            turn.end(self._route.dialect.error_event(_as_error(reply), record.id))
+            turn.end(dialect.error_event(nodes_error.as_error(reply), record.id))
         else:
             raise errors.node_failed("The node did not stream its answer.")
 
     async def _pass_on(self, reply: Reply, rest: Rest) -> None:
         record, turn = self.record, self._turn
-        if turn.response_started and record.stream and not rest.attempt.streams:
+        streams = rest.attempt.streams
+        if turn.response_started and record.stream and not streams:
             raise errors.node_failed("The node did not stream its answer.")
+        if self._heartbeat is not None and not (streams and self._snapshot.settings.heartbeat):
+            self._heartbeat.stop()
         if turn.response_started:
             turn.write(reply.content)
         else:
             fields = reply.fields + self._own_fields()
-            if rest.attempt.streams:
+            if streams:
                 fields += b"x-accel-buffering: no\r\n"
             turn.begin(reply.status, fields, reply.content)
         try:
-            await turn.drained()
+            await self._taken(rest)
             while (chunk := await rest.next(turn.write)) != b"":
                 if chunk is None or turn.write(chunk):
-                    await turn.drained()
+                    await self._taken(rest)
         except UpstreamError:
             # Half of a plain answer is out: it must not look like a whole one.
             record.code, record.reason = 502, "node_failed"
             turn.abort()
             return
         turn.end()
+
+    async def _taken(self, rest: Rest) -> None:
+        """Wait until the client has taken most of what it has, unless the request is to end."""
+        turn, attempt = self._turn, rest.attempt
+        if turn.lags and attempt.failure is None:
+            attempt.on_fail = turn.hurry
+            await turn.drained()
 
     def refuse(self, error: GatewayError) -> None:
         """End with an error: a reply of its own, or an event if the stream has begun."""
@@ -298,6 +304,9 @@ class _Exchange:
     def close(self) -> None:
         """Tell what became of it and let go of everything."""
         edge, record = self._edge, self.record
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+            self._heartbeat = None  # which holds on to this
         edge.buffered.release(self._body_size)
         if self._reply is not None and self._reply.rest is not None:
             self._reply.rest.close()
@@ -308,74 +317,75 @@ class _Exchange:
         record.duration = edge.clock() - self.received
         edge.bus.publish_soon(record)
 
-    def _own_fields(self) -> bytes:
-        fields = own_fields(
-            self.record,
-            anthropic=self._route.dialect.name == "messages",
-            expose_node=self._snapshot.expose_node,
-        )
+    def _own_fields(self, *, known: bool = True) -> bytes:
+        """The gateway's lines of a head; not `known`: how the request will fare."""
+        anthropic = self._route.dialect.name == "messages"
+        if known:
+            fields = own_fields(
+                self.record, anthropic=anthropic, expose_node=self._snapshot.expose_node
+            )
+        else:
+            fields = first_fields(self.record, anthropic=anthropic)
         cors = self._snapshot.settings.cors
         return (
             fields if cors is None else fields + lines_of(allowed_origin(cors, self._turn.headers))
         )
 
-    def _heartbeat(self, live: Live, preamble: Preamble) -> Heartbeat | None:
+    def _begun_heartbeat(self, live: Live, preamble: Preamble) -> Heartbeat | None:
         """What shows its client that the request is not forgotten."""
         settings = self._snapshot.settings
         if not live.request.stream:
             if settings.heartbeat and settings.heartbeat_plain:
                 return Heartbeat(settings.heartbeat, self._pad)
         elif preamble.progress:
+            live.prefill = Prefill()
             return Heartbeat(PROGRESS_EVERY, self._tell_progress)
         elif settings.heartbeat:
             return Heartbeat(settings.heartbeat, self._beat)
         return None
 
-    async def _pad(self) -> None:
+    def _pad(self) -> float:
         """White space, which JSON may begin with."""
-        if self._turn.response_started:
-            self._turn.write(b" ")
-        else:
-            fields = b"content-type: application/json; charset=utf-8\r\n"
-            self._turn.begin(200, fields + self._own_fields(), b" ")
-        await self._turn.drained()
+        self._show(b" ", b"content-type: application/json; charset=utf-8\r\n")
+        return self._snapshot.settings.heartbeat
 
-    async def _tell_progress(self) -> None:
+    def _tell_progress(self) -> float:
         """A heartbeat that says how far the request has come."""
-        assert self._live is not None
-        place = self._edge.relay.means.scheduler.place(self._live.request)
-        dialect = self._route.dialect
-        if place is None:
-            await self._beat()
-        elif dialect.pings:
-            await self._beat(progress_line(place) + dialect.heartbeat())
+        live, edge, dialect = self._live, self._edge, self._route.dialect
+        if self._reply is not None:
+            return self._beat()
+        assert live is not None
+        assert live.prefill is not None
+        place = edge.relay.means.scheduler.place(live.request)
+        reading = live.prefill.reading(edge.clock()) if place is None else None
+        line = progress_line(place, reading)
+        beat = dialect.heartbeat() if dialect.pings or not line else b""
+        self._show(line + beat, STREAM_LINES)
+        return PROGRESS_EVERY
+
+    def _beat(self) -> float:
+        """A sign of life, if there was none for so long; seconds until it is time again."""
+        rest = None if self._reply is None else self._reply.rest
+        interval, now = self._snapshot.settings.heartbeat, self._edge.clock()
+        if rest is not None:
+            left = max(self._shown, rest.moved) + interval - now
+            if left > interval * IN_TIME:
+                return left
+        if rest is None or rest.waits:
+            self._show(self._route.dialect.heartbeat(), STREAM_LINES)
+        return interval
+
+    def _show(self, beat: bytes, lines: bytes) -> None:
+        """Send a sign of life, and before the first of a reply its head with these lines."""
+        turn = self._turn
+        self._shown = self._edge.clock()
+        if turn.disconnected or turn.lags:
+            return  # it has enough that it has not taken
+        if turn.response_started:
+            turn.write(beat)
         else:
-            await self._beat(progress_line(place))
-
-    async def _beat(self, beat: bytes = b"") -> None:
-        beat = beat or self._route.dialect.heartbeat()
-        if self._turn.response_started:
-            self._turn.write(beat)
-        else:
-            self._turn.begin(200, STREAM_LINES + self._own_fields(), beat)
-        await self._turn.drained()
+            turn.begin(200, lines + self._own_fields(known=False), beat)
 
 
-def _is_editing(route: Route, peeked: Peek) -> bool:
-    """Whether this fills in the middle of a text, as editors ask at each pause of typing."""
-    if route.endpoint == "infill":
-        return True
-    suffix = peeked.suffix
-    return suffix is not NOTHING and route.prompt == "prompt" and bytes(suffix) not in _NO_SUFFIX
-
-
-_NO_SUFFIX = (b"null", b'""')
-
-
-def _as_error(reply: Reply) -> GatewayError:
-    """A node's own error after a heartbeat has committed status 200."""
-    try:
-        message = str(msgspec.json.decode(reply.content)["error"]["message"])
-    except (msgspec.DecodeError, KeyError, TypeError, RecursionError):
-        message = f"The node answered with status {reply.status}."
-    return GatewayError(reply.status, "node_error", message)
+IN_TIME = 0.01
+"""Part of its interval by which a sign of life may come before its time."""

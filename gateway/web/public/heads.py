@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import secrets
+from functools import lru_cache
 
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
+from gateway.relay.dialects.base import Dialect
+from gateway.relay.prefill import Reading
 from gateway.request import Headers, Priority
 from gateway.scheduling.ticket import Waiting
 
@@ -38,23 +42,52 @@ def tag_of(headers: Headers) -> str | None:
 def own_fields(record: RequestFinished, *, anthropic: bool, expose_node: bool) -> bytes:
     """The lines that every routed reply has, as far as they are known by now."""
     tag = record.id.encode()
-    if record.attempts == 1 and not record.queue:
-        lines = b"x-request-id: %b\r\n%b" % (tag, _AT_ONCE[record.priority])
-    else:
-        lines = (
-            b"x-request-id: %b\r\nx-gateway-class: %b\r\n"
-            b"x-gateway-attempts: %d\r\nx-gateway-queue-ms: %d\r\n"
-            % (tag, _LABELS[record.priority], record.attempts, record.queue * 1000)
-        )
+    lines = b"x-request-id: " + tag + b"\r\n"
     if anthropic:
-        lines += b"request-id: %b\r\n" % tag
-    if record.tier is not None:
-        lines += _TIERS[record.tier]
-    if record.fallback is not None:
-        lines += b"x-gateway-fallback: %b\r\n" % record.fallback.encode()
-    if expose_node and record.node is not None:
-        lines += b"x-gateway-node: %b\r\n" % record.node.encode()
+        lines += b"request-id: " + tag + b"\r\n"
+    fate = _fate if record.queue or record.attempts != 1 else _usual_fate
+    return lines + fate(
+        record.priority,
+        record.attempts,
+        record.queue,
+        record.tier,
+        record.fallback,
+        record.node if expose_node else None,
+    )
+
+
+def _fate(
+    priority: Priority,
+    attempts: int,
+    queue: float,
+    tier: str | None,
+    fallback: str | None,
+    node: str | None,
+) -> bytes:
+    """How it fared, in the lines of a head."""
+    lines = b"x-gateway-class: %b\r\nx-gateway-attempts: %d\r\nx-gateway-queue-ms: %d\r\n" % (
+        _LABELS[priority],
+        attempts,
+        queue * 1000,
+    )
+    if tier is not None:
+        lines += _TIERS[tier]
+    if fallback is not None:
+        lines += b"x-gateway-fallback: %b\r\n" % fallback.encode()
+    if node is not None:
+        lines += b"x-gateway-node: %b\r\n" % node.encode()
     return lines
+
+
+_usual_fate = lru_cache(maxsize=4096)(_fate)
+"""Of a request that one node answered at once, as nearly all are."""
+
+
+def first_fields(record: RequestFinished, *, anthropic: bool) -> bytes:
+    """The lines of a head that goes out while it is open how the request will fare."""
+    tag = record.id.encode()
+    lines = b"x-request-id: %b\r\nx-gateway-class: %b\r\n" % (tag, _LABELS[record.priority])
+    return lines + b"request-id: %b\r\n" % tag if anthropic else lines
 
 
 def lines_of(headers: Headers) -> bytes:
@@ -64,11 +97,6 @@ def lines_of(headers: Headers) -> bytes:
 
 _TIERS = {"cpu": b"x-gateway-tier: cpu\r\n", "gpu": b"x-gateway-tier: gpu\r\n"}
 _LABELS = [priority.label.encode() for priority in Priority]
-_AT_ONCE = [
-    b"x-gateway-class: %b\r\nx-gateway-attempts: 1\r\nx-gateway-queue-ms: 0\r\n" % label
-    for label in _LABELS
-]
-"""What most replies say."""
 
 
 def error_fields(error: GatewayError) -> Headers:
@@ -88,12 +116,35 @@ def error_fields(error: GatewayError) -> Headers:
     return found
 
 
-def progress_line(place: Waiting) -> bytes:
-    """Where a request stands in line, as a comment of its stream."""
-    line = b": queued position=%d" % place.position
-    if place.expected is not None:
-        line += b" expected_start=%.1f" % place.expected
-    return line + b"\n"
+def refusal(error: GatewayError, dialect: Dialect) -> tuple[bytes, bytes]:
+    """The head's lines and the body of a reply to what never became a request."""
+    tag = f"req_{secrets.token_hex(8)}"
+    body = dialect.error_body(error, tag)
+    fields = [
+        *error_fields(error),
+        (b"content-length", b"%d" % len(body)),
+        (b"x-request-id", tag.encode()),
+    ]
+    if dialect.name == "messages":
+        fields.append((b"request-id", tag.encode()))
+    return lines_of(fields), body
+
+
+def progress_line(place: Waiting | None, reading: Reading | None) -> bytes:
+    """Where a request stands in line, or how far its prompt is read, as a comment of its stream.
+
+    Empty where there is nothing to tell.
+    """
+    if place is not None:
+        line = b": queued position=%d" % place.position
+        if place.expected is not None:
+            line += b" expected_start=%.1f" % place.expected
+        return line + b"\n"
+    if reading is None:
+        return b""
+    if reading.tokens is None:
+        return b": prefill percent=%d estimated=1\n" % reading.percent
+    return b": prefill percent=%d processed=%d total=%d\n" % (reading.percent, *reading.tokens)
 
 
 STREAM_LINES = b"content-type: text/event-stream\r\nx-accel-buffering: no\r\n"

@@ -42,6 +42,8 @@ class Memory:
     version: object = None
     """The settings that it was understood by."""
     preamble: Preamble | None = None
+    tag: str | None = None
+    """Its `X-Request-ID`, if it has a sane one."""
 
 
 def understood(

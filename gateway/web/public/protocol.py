@@ -23,7 +23,8 @@ from gateway.errors import GatewayError
 from gateway.relay.dialects import CHAT
 from gateway.relay.routes import ROUTES, Route
 from gateway.transport.known_head import KnownHead
-from gateway.web.public.turn import Line, Turn
+from gateway.web.public.heads import refusal
+from gateway.web.public.turn import STATUS_LINES, Line, Turn
 
 Serve = Callable[[Route, Turn], Awaitable[None]]
 
@@ -53,6 +54,7 @@ class BoundedProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.url = b""
         self._in_head = True
         self._in_body = False
         self._head_bytes = 0
@@ -99,6 +101,9 @@ class BoundedProtocol(HttpToolsProtocol):
             # uvicorn tells only the last of several pipelined requests.
             running.disconnected = not running.response_complete
             running.message_event.set()
+        # They hold this object as it holds them, and the collector rarely looks.
+        self._line = self._running = self.cycle = None  # type: ignore[assignment]
+        self.pipeline.clear()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -150,8 +155,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def _repeats(self, body: bytes) -> None:
         """Serve a whole request whose head is known."""
         assert self._line is not None
-        turn = Turn(self._line, *self._known_as, len(body), body=body, keep_alive=not self.retiring)
-        self.cycle = self._running = cast("RequestResponseCycle", turn)
+        keep_alive = not self.retiring
+        turn: Any = Turn(self._line, *self._known_as, len(body), body=body, keep_alive=keep_alive)
+        self.cycle = self._running = turn
         self._in_head = False
         turn.start()
 
@@ -265,7 +271,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
+        if self.flow.read_paused:
+            self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         else:
@@ -366,17 +373,10 @@ class BoundedProtocol(HttpToolsProtocol):
             if running.response_started:
                 self.transport.close()
                 return
-        body = CHAT.error_body(error, "")
-        lines = [
-            f"HTTP/1.1 {error.status} {error.code}",
-            "content-type: application/json",
-            f"content-length: {len(body)}",
-            f"x-gateway-reason: {error.code}",
-            "connection: close",
-        ]
-        if error.retry_after is not None:
-            lines.append(f"retry-after: {error.retry_after:.0f}")
-        self.transport.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+        route = self.routes.get(self.url)
+        fields, body = refusal(error, route.dialect if route is not None else CHAT)
+        head = STATUS_LINES[error.status] + fields + b"connection: close\r\n\r\n"
+        self.transport.write(head + body)
         self._linger()
 
     def _linger(self) -> None:

@@ -23,7 +23,7 @@ from gateway.web.public.preamble import Memory
 
 log = structlog.get_logger()
 
-_STATUS_LINES = {
+STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
 
@@ -58,6 +58,7 @@ class Turn(Taskless):
 
     __slots__ = (
         "_chunked",
+        "_draining",
         "_expects_continue",
         "_flow",
         "_http_10",
@@ -89,7 +90,7 @@ class Turn(Taskless):
         expects_continue: bool = False,
     ) -> None:
         """`body`: all of it, if it is here already."""
-        super().__init__(line.tasks)
+        Taskless.__init__(self, line.tasks)  # `super()` makes an object for it
         self.headers = headers
         """All but the body's length."""
         self.length = length
@@ -101,6 +102,7 @@ class Turn(Taskless):
         self._http_10 = http_10
         self._expects_continue = expects_continue
         self._chunked = False
+        self._draining: asyncio.Future[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._spoilt: GatewayError | None = None
         # What uvicorn's protocol reads and sets.
@@ -194,8 +196,9 @@ class Turn(Taskless):
         if self.disconnected:
             raise ClientClosed
         data, self.body = bytes(self.body), bytearray() if self.more_body else b""
-        # Who has stopped reading does not see the client leave.
-        self._flow.resume_reading()
+        if self._flow.read_paused:
+            # Who has stopped reading does not see the client leave.
+            self._flow.resume_reading()
         return data
 
     def reply(self, status: int, fields: bytes, content: bytes) -> None:
@@ -204,7 +207,7 @@ class Turn(Taskless):
             return
         self.response_started = True
         head = b"%b%bcontent-length: %d\r\n%b" % (
-            _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status,
+            STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status,
             fields,
             len(content),
             _LAST_LINE if self.keep_alive else _CLOSING,
@@ -227,7 +230,7 @@ class Turn(Taskless):
         self._transport.write(
             b"".join(
                 (
-                    _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status,
+                    STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status,
                     fields,
                     _LAST_LINE if self.keep_alive else _CLOSING,
                     *(self._framed(first) if first else ()),
@@ -245,10 +248,25 @@ class Turn(Taskless):
             self._transport.write(data)
         return self._flow.write_paused
 
+    @property
+    def lags(self) -> bool:
+        """Whether much of what was written has not been taken by the client."""
+        return self._flow.write_paused
+
     async def drained(self) -> None:
-        """Wait until the client has taken most of what was written."""
+        """Wait until the client has taken most of what was written, or `hurry` is called."""
         if self._flow.write_paused:
-            await self._flow.drain()
+            self._draining = asyncio.ensure_future(self._flow.drain())
+            try:
+                await asyncio.wait((self._draining,))
+            finally:
+                self._draining.cancel()
+                self._draining = None
+
+    def hurry(self) -> None:
+        """What waits for the client to take more goes on at once."""
+        if self._draining is not None:
+            self._draining.cancel()
 
     def end(self, last: bytes = b"") -> None:
         """The rest of it, and its end."""

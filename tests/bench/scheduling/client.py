@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -37,6 +38,7 @@ class _Exchange(asyncio.Protocol):
     """One connection for one request."""
 
     done: asyncio.Future[str]
+    clock: Callable[[], float]
     body: bytearray = field(default_factory=bytearray)
     first: float = 0.0
     transport: asyncio.Transport | None = None
@@ -55,7 +57,7 @@ class _Exchange(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self.body += body
         if not self.first and TOKEN in self.body:
-            self.first = time.monotonic()
+            self.first = self.clock()
 
     def on_message_complete(self) -> None:
         status = self.parser.get_status_code()
@@ -70,11 +72,16 @@ class _Exchange(asyncio.Protocol):
             self.done.set_result(problem)
 
 
-async def ask(address: Address, body: dict[str, Any], limit: float) -> Answer:
+async def ask(
+    address: Address,
+    body: dict[str, Any],
+    limit: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Answer:
     """Send a chat request and read its answer to the end, for `limit` seconds at most."""
     loop = asyncio.get_running_loop()
-    exchange = _Exchange(loop.create_future())
-    answer = Answer(sent=time.monotonic())
+    exchange = _Exchange(loop.create_future(), clock)
+    answer = Answer(sent=clock())
     try:
         async with asyncio.timeout(limit):
             transport, _ = await loop.create_connection(lambda: exchange, *address)
@@ -85,7 +92,7 @@ async def ask(address: Address, body: dict[str, Any], limit: float) -> Answer:
     except OSError as error:
         answer.problem = str(error)
     finally:
-        answer.done = time.monotonic()
+        answer.done = clock()
         if exchange.transport is not None:
             exchange.transport.abort()
     answer.first = exchange.first

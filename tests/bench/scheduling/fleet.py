@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -48,7 +49,9 @@ def answer_tokens(prompt: str) -> int:
 
 
 @asynccontextmanager
-async def nodes(fleet: Sequence[Speed], scale: float) -> AsyncIterator[list[EmulatedNode]]:
+async def nodes(
+    fleet: Sequence[Speed], scale: float, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[list[EmulatedNode]]:
     """The nodes of a fleet, `scale` times as fast, in this process."""
     async with AsyncExitStack() as stack:
         started = []
@@ -67,6 +70,7 @@ async def nodes(fleet: Sequence[Speed], scale: float) -> AsyncIterator[list[Emul
                 prefill_stalls=True,
                 cache_ram=HOST_MEMORY,
                 remember=1,
+                clock=clock,
             )
             started.append(await stack.enter_async_context(node))
         yield started

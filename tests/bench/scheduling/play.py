@@ -49,10 +49,11 @@ class Player:
     """Whether `max_tokens` is what comes back."""
     check: Check
     limit: float = 600.0
+    clock: Callable[[], float] = time.monotonic
 
     async def play(self, trace: Trace) -> list[Record]:
         """Play all of it. A session ends with the first request that fails."""
-        begin = time.monotonic()
+        begin = self.clock()
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._session(trace, which, begin))
@@ -64,11 +65,12 @@ class Player:
         session = trace.sessions[which]
         messages = [{"role": "system", "content": trace.systems[session.tenant]}]
         records: list[Record] = []
-        await asyncio.sleep(begin + session.at / self.scale - time.monotonic())
+        await asyncio.sleep(begin + session.at / self.scale - self.clock())
         for number, turn in enumerate(session.turns):
             await asyncio.sleep(turn.think / self.scale)
             messages.append({"role": "user", "content": turn.question})
-            answer = await ask(self.address, self._body(messages, turn), self.limit / self.scale)
+            limit = self.limit / self.scale
+            answer = await ask(self.address, self._body(messages, turn), limit, self.clock)
             problem = answer.problem or self.check(messages, turn, answer)
             records.append(
                 Record(

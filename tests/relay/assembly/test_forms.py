@@ -123,12 +123,24 @@ def test_several_answers_keep_to_their_index() -> None:
 
 @pytest.mark.parametrize(
     "events",
-    [(), (OPENING, COUNTS), (OPENING, chunk({}, "stop")), (OPENING, chunk({"content": "a"}))],
-    ids=["nothing", "no reason", "no usage", "cut short"],
+    [(), (OPENING, COUNTS), (OPENING, chunk({"content": "a"}))],
+    ids=["nothing", "no reason", "cut short"],
 )
 def test_half_a_chat_makes_no_answer(events: tuple[dict[str, Any], ...]) -> None:
     with pytest.raises(NotAssembled):
         chat(*events)
+
+
+def test_tokens_that_a_stream_does_not_count_are_those_of_its_timings() -> None:
+    timings = {"cache_n": 4, "prompt_n": 10, "predicted_n": 2}
+    whole = chat(OPENING, chunk({"content": "a"}), chunk({}, "stop", timings=timings))
+    assert whole["usage"] == {"completion_tokens": 2, "prompt_tokens": 14, "total_tokens": 16}
+
+
+def test_an_answer_of_a_server_that_counts_nothing_is_one_all_the_same() -> None:
+    whole = chat(OPENING, chunk({"content": "a"}), chunk({}, "stop"))
+    assert whole["choices"][0]["message"]["content"] == "a"
+    assert "usage" not in whole
 
 
 def test_a_completion_is_put_together() -> None:
@@ -219,5 +231,9 @@ def test_a_response_is_what_its_last_event_holds() -> None:
     ]
     whole = FORMS["/v1/responses"].whole
     assert whole(events, {}) == {"completed_at": 7, **response}
+    # Only a plain answer says of a thought that it is over.
+    thought, text = {"type": "reasoning", "id": "rs"}, {"type": "message", "status": "completed"}
+    response["output"] = [thought, text]
+    assert whole(events, {})["output"] == [{**thought, "status": "completed"}, text]
     with pytest.raises(NotAssembled):
         whole(events[:1], {})

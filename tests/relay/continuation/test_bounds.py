@@ -19,6 +19,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
         {},
         {"n": 1, "logprobs": False, "top_logprobs": 0, "grammar": "", "stop": ["x"]},
         {"response_format": {"type": "text"}},
+        {"output_config": {"effort": "low"}},
         {"tools": [{}], "tool_choice": "auto"},
         {"tools": [{}], "tool_choice": {"type": "auto"}},
     ],
@@ -40,6 +41,8 @@ def test_what_may_go_on(more: dict[str, Any]) -> None:
         {"grammar": "root ::= x"},
         {"json_schema": {"type": "object"}},
         {"response_format": {"type": "json_schema"}},
+        {"output_format": {"type": "json_schema"}},
+        {"output_config": {"format": {"type": "json_schema"}}},
         {"tools": [{}], "tool_choice": "required"},
         {"tools": [{}], "tool_choice": {"type": "function"}},
     ],
@@ -53,6 +56,27 @@ def test_what_begins_in_the_middle_of_a_message_or_of_ids_may_not() -> None:
     assert why_not({"prompt": [1, 2]}, Said())
     assert why_not({"prompt": [1, 2]}, Said(ids=[3])) is None
     assert why_not(CHAT, Said(unsound="a tool call has begun")) == "a tool call has begun"
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"thinking_budget_tokens": 0},
+        {"reasoning_budget_tokens": 20},
+    ],
+)
+def test_a_thought_of_limited_length_may_not_but_what_it_led_to_may(limit: dict[str, Any]) -> None:
+    assert why_not(CHAT | limit, Said(reasoning=["so"]))
+    assert why_not(CHAT | limit, Said(reasoning=["so"], content=["a"])) is None
+    assert why_not(CHAT | limit, Said()) is None
+
+
+@pytest.mark.parametrize(
+    "body", [{"thinking": {"type": "adaptive"}}, {"thinking_budget_tokens": -1}]
+)
+def test_a_thought_as_long_as_it_likes_may(body: dict[str, Any]) -> None:
+    assert why_not(CHAT | body, Said(reasoning=["so"])) is None
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,16 @@ import pytest
 
 from gateway.relay import sse
 from gateway.relay.continuation.exact import Stripper
-from gateway.relay.continuation.joined import Joined
-from gateway.relay.continuation.joining import (
-    Chat,
+from gateway.relay.continuation.from_native import (
     ChatFromNative,
-    Completions,
     CompletionsFromNative,
-    Messages,
-    Native,
+    MessagesFromNative,
 )
+from gateway.relay.continuation.joined import Joined
+from gateway.relay.continuation.joining import Chat, Completions, Messages, Native
 from gateway.relay.continuation.said import READERS, Said, SoFar
 from gateway.relay.continuation.seam import Mismatch, Seam
+from gateway.relay.continuation.thought import Closing
 from gateway.transport.errors import Errored, Garbage
 
 HEAD = {"id": "first", "created": 1, "model": "m", "object": "chat.completion.chunk"}
@@ -77,7 +76,7 @@ def test_a_native_stream_counts_on() -> None:
 
 @pytest.mark.parametrize(("opened", "index"), [(True, 0), (False, 1)])
 def test_messages_go_on_in_the_open_block_or_in_the_next(opened: bool, index: int) -> None:
-    said = Said(tokens=2, block=0, opened=opened)
+    said = Said(tokens=2, block=0, open={0: "text"} if opened else {})
     joiner = Messages(said, SEAM)
     assert joiner.feed({"type": "message_start", "message": {}}) == b""
     started = joiner.feed({"type": "content_block_start", "index": 0, "content_block": {}})
@@ -91,21 +90,20 @@ def test_messages_go_on_in_the_open_block_or_in_the_next(opened: bool, index: in
 
 
 def test_reasoning_goes_on_up_to_its_closing_mark() -> None:
-    joiner = ChatFromNative(Said(head=HEAD), SEAM, "</think>")
+    joiner = ChatFromNative(Said(head=HEAD), SEAM, Closing("</think>"))
     texts = ["so", " it", " is", "\n</", "thi", "nk>", "\n\n", "Yes", " it <", "is"]
     deltas: list[Any] = []
     for text in texts:
         deltas += [v["choices"][0]["delta"] for v in values(joiner.feed({"content": text}))]
     thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
     answer = "".join(delta.get("content", "") for delta in deltas)
-    assert thought.rstrip() == "so it is"
-    assert answer.lstrip() == "Yes it <is"
+    assert (thought, answer) == ("so it is\n", "Yes it <is")
     last = values(joiner.feed({"content": "", "stop": True, "stop_type": "eos"}))
     assert last[-1]["choices"][0]["finish_reason"] == "stop"
 
 
 def test_reasoning_that_never_ends_is_told_to_its_end() -> None:
-    joiner = ChatFromNative(Said(head=HEAD), SEAM, "</think>")
+    joiner = ChatFromNative(Said(head=HEAD), SEAM, Closing("</think>"))
     out = joiner.feed({"content": "so </th"})
     out += joiner.feed({"content": "", "stop": True, "stop_type": "limit"})
     deltas = [value["choices"][0] for value in values(out)]
@@ -114,8 +112,8 @@ def test_reasoning_that_never_ends_is_told_to_its_end() -> None:
 
 
 def test_chunks_made_of_native_events_count_where_the_client_wants_it() -> None:
-    joiner = CompletionsFromNative(Said(head=HEAD | {"object": "text_completion"}), SEAM)
-    joiner.usage = True
+    said = Said(head=HEAD | {"object": "text_completion"})
+    joiner = CompletionsFromNative(said, SEAM, usage=True)
     out = joiner.feed({"content": " x"})
     out += joiner.feed({"content": "", "stop": True, "stop_type": "limit", "tokens_predicted": 3})
     first, end, usage = values(out)
@@ -125,13 +123,84 @@ def test_chunks_made_of_native_events_count_where_the_client_wants_it() -> None:
     assert {value["id"] for value in (first, end, usage)} == {"first"}
 
 
+@pytest.mark.parametrize("behind", ["\n", "\n\n", "\n\n\n", " ", " \n", ""])
+def test_only_the_white_space_that_the_template_writes_is_no_part_of_an_answer(behind: str) -> None:
+    joiner = ChatFromNative(Said(head=HEAD), SEAM, Closing("</think>", "\n\n"))
+    out = b"".join(joiner.feed({"content": text}) for text in ["so</think>", *behind, "Yes"])
+    answer = "".join(v["choices"][0]["delta"].get("content", "") for v in values(out))
+    assert answer == (behind.removeprefix("\n\n") if behind != "\n" else "") + "Yes"
+
+
+def shown(events: bytes) -> list[Any]:
+    """Of each of Anthropic's events what tells it from others."""
+    found: list[Any] = []
+    for value in values(events):
+        kind = value["type"].removeprefix("content_block_")
+        if kind == "start":
+            found.append((kind, value["index"], value["content_block"]["type"]))
+        elif kind == "delta":
+            found.append((value["index"], *value["delta"].values()))
+        elif kind == "stop":
+            found.append((kind, value["index"]))
+        else:
+            found.append(kind)
+    return found
+
+
+def test_a_thought_of_anthropics_goes_on_in_its_block_and_the_answer_in_the_next() -> None:
+    said = Said(reasoning=["so"], tokens=1, block=0, open={0: "thinking"})
+    joiner = MessagesFromNative(said, SEAM, Closing("</think>"))
+    out = b"".join(joiner.feed({"content": text}) for text in [" it", "</", "think>", "\n", "Yes"])
+    out += joiner.feed(
+        {"content": "", "stop": True, "stop_type": "word", "stopping_word": "x",
+         "tokens_predicted": 6}
+    )  # fmt: skip
+    assert shown(out) == [
+        (0, "thinking_delta", " it"),
+        ("start", 1, "text"),
+        (1, "text_delta", "Yes"),
+        (0, "signature_delta", ""),
+        ("stop", 0),
+        ("stop", 1),
+        "message_delta",
+        "message_stop",
+    ]
+    end = values(out)[-2]
+    assert end["delta"] == {"stop_reason": "end_turn", "stop_sequence": "x"}
+    assert end["usage"] == {"output_tokens": 8}
+
+
+OPEN_BLOCKS: list[tuple[dict[int, str], int, list[Any]]] = [
+    ({}, 0, [("start", 0, "text"), (0, "text_delta", "a"), ("stop", 0)]),
+    ({0: "text"}, 1, [(0, "text_delta", "a"), ("stop", 0)]),
+    ({0: "signed", 1: "text"}, 2, [(1, "text_delta", "a"), ("stop", 0), ("stop", 1)]),
+    ({1: "text"}, 2, [(1, "text_delta", "a"), ("stop", 1)]),
+]
+
+
+@pytest.mark.parametrize(("blocks", "tokens", "expected"), OPEN_BLOCKS)
+def test_every_block_is_ended_once(
+    blocks: dict[int, str], tokens: int, expected: list[Any]
+) -> None:
+    said = Said(tokens=tokens, block=max(blocks, default=0), open=blocks)
+    joiner = MessagesFromNative(said, SEAM)
+    out = joiner.feed({"content": "a", "stop": True, "stop_type": "limit"})
+    assert shown(out) == [*expected, "message_delta", "message_stop"]
+    assert values(out)[-2]["delta"]["stop_reason"] == "max_tokens"
+    ended = shown(Messages(said, SEAM).ending("length", usage=False))
+    assert ended == [e for e in expected if e[0] == "stop" and e[1] in blocks] + [
+        "message_delta",
+        "message_stop",
+    ]
+
+
 @pytest.mark.parametrize(
     ("joiner", "said"),
     [
         (Chat, Said(head=HEAD)),
         (Completions, Said(head=HEAD)),
         (Native, Said()),
-        (Messages, Said(opened=True, tokens=2)),
+        (Messages, Said(open={0: "text"}, tokens=2)),
     ],
 )
 def test_an_answer_that_lacks_nothing_else_is_ended(joiner: Any, said: Said) -> None:
@@ -142,7 +211,7 @@ def test_an_answer_that_lacks_nothing_else_is_ended(joiner: Any, said: Said) -> 
         assert text.rstrip().endswith('{"type":"message_stop"}')
     elif joiner is not Native:
         assert values(out)[-1]["usage"]["completion_tokens"] == 2
-    said.reason, said.counted, said.opened = "stop", True, False
+    said.reason, said.counted, said.open = "stop", True, {}
     if joiner is not Native:
         assert '"usage"' not in joiner(said, SEAM).ending("stop", usage=True).decode()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ CHAT = {"messages": MESSAGES, "max_tokens": 200, "temperature": 0, "stream": Tru
 class Template:
     """A node whose template writes reasoning in tags; a token is a character."""
 
-    def __init__(self, *, shows: bool = True, opens: bool = False) -> None:
+    def __init__(self, *, shows: bool = True, opens: bool = False, prefills: bool = True) -> None:
         self.shows = shows
         """Whether it renders reasoning that it is given."""
         self.opens = opens
         """Whether its prompt ends with an open tag."""
+        self.prefills = prefills
+        """Whether it goes on with a message of the assistant's, instead of with the next."""
 
     async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == "/apply-template":
@@ -51,9 +54,18 @@ class Template:
             text += f"[{message['role']}]"
             text += f"<think>\n{thought}\n</think>\n\n" if thought else ""
             text += message["content"] + "[end]"
-        if messages[-1]["role"] == "assistant":
-            return text
+        if messages[-1]["role"] == "assistant" and self.prefills:
+            return text.removesuffix("[end]")
         return text + "[assistant]" + ("<think>\n" if self.opens else "")
+
+
+class Words(Template):
+    """A token is a word."""
+
+    async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == "/tokenize":
+            return {"tokens": [{"piece": p} for p in re.findall(r"\S+ ?|\s", body["content"])]}
+        return await super().ask(path, body)
 
 
 async def way(template: Template, said: Said, **more: Any) -> Onward:
@@ -73,7 +85,7 @@ async def test_a_thought_goes_on_where_the_template_shows_how_it_is_written(*, o
 
 
 async def test_what_comes_after_a_thought_goes_on_behind_both() -> None:
-    said = Said(reasoning=["so it"], content=["be", "cause"], tokens=7, head={"id": "x"})
+    said = Said(reasoning=["so it"], content=list("because"), tokens=8, head={"id": "x"})
     found = await way(Template(), said)
     assert found.body is not None
     prompt = "[user]why[end][assistant]<think>\nso it\n</think>\n\nbecause"
@@ -102,6 +114,87 @@ async def test_a_template_that_refuses_a_begun_message_is_gone_round() -> None:
     assert "messages" not in found.body
 
 
+async def test_a_node_that_would_begin_the_next_message_is_gone_round() -> None:
+    said = Said(content=list("because"), tokens=7, head={"id": "x"})
+    found = await way(Template(prefills=False), said)
+    assert found.path == "/completion"
+    assert found.body is not None
+    assert found.body["prompt"] == "[user]why[end][assistant]because"
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        wish = Wish(path, CHAT | {"tools": [{"type": "function"}]}, said)
+        with pytest.raises(Unsound):
+            await onward(Template(prefills=False).ask, wish)
+        assert (await onward(Template().ask, wish)).path == wish.path
+    nothing = Said(head={"id": "x"})
+    assert (await way(Template(prefills=False), nothing)).path == "/v1/chat/completions"
+
+
+def message(said: Said, prompt_tokens: int = 25, **more: Any) -> Wish:
+    """The same chat in Anthropic's form."""
+    said.head = {"id": "x", "usage": {"input_tokens": prompt_tokens}}
+    return Wish("/v1/messages", CHAT | more, said)
+
+
+async def test_a_message_is_gone_round_as_well() -> None:
+    said = Said(content=list("because"), tokens=7, open={0: "text"})
+    found = await onward(Template(prefills=False).ask, message(said))
+    assert found.path == "/completion"
+    assert found.body is not None
+    assert found.body["prompt"] == "[user]why[end][assistant]because"
+    assert found.body["n_predict"] == 193
+    out = found.joiner.feed({"content": " it"})
+    assert b'"index":0,"delta":{"type":"text_delta","text":" it"}' in out
+    with pytest.raises(Unsound):  # its first node made something else of it
+        await onward(Template(prefills=False).ask, message(said, 26))
+
+
+@pytest.mark.parametrize("thinking", [None, {"type": "adaptive"}])
+async def test_a_thought_of_a_message_goes_on(thinking: Any) -> None:
+    said = Said(reasoning=list("so it"), tokens=5, open={0: "thinking"})
+    found = await onward(Template().ask, message(said, thinking=thinking))
+    assert found.path == "/completion"
+    assert found.body is not None
+    assert found.body["prompt"] == "[user]why[end][assistant]<think>\nso it"
+    assert not {"messages", "thinking"} & found.body.keys()
+    assert found.body["preserved_tokens"] == ["</think>"]
+    out = found.joiner.feed({"content": " is\n</think>\n\nbecause"})
+    assert out.count(b"content_block_start") == 2, "its name and its type"
+    assert b'"index":0,"delta":{"type":"thinking_delta","thinking":" is\\n"}' in out
+    assert b'"index":1,"delta":{"type":"text_delta","text":"because"}' in out
+    with pytest.raises(Unsound):
+        await onward(Template().ask, message(said, 26))
+    with pytest.raises(Unsound):
+        await onward(Template().ask, message(said, tools=[{"name": "f"}]))
+
+
+async def test_what_a_thought_of_a_message_led_to_goes_on() -> None:
+    said = Said(reasoning=["so it\n"], content=list("because"), tokens=13)
+    said.open, said.block = {0: "thinking", 1: "text"}, 1
+    earlier = [
+        {"type": "thinking", "thinking": "hm", "signature": ""},
+        {"type": "text", "text": "no"},
+    ]
+    history = [*MESSAGES, {"role": "assistant", "content": earlier}, *MESSAGES]
+    prompt = "[user]why[end][assistant]<think>\nhm\n</think>\n\nno[end][user]why[end][assistant]"
+    found = await onward(Template().ask, message(said, len(prompt), messages=history))
+    assert found.body is not None
+    assert found.body["prompt"] == f"{prompt}<think>\nso it\n</think>\n\nbecause"
+    assert b'"index":1,"delta":{"type":"text_delta","text":" <b>"}' in found.joiner.feed(
+        {"content": " <b>"}
+    )
+
+
+async def test_a_thought_is_stepped_back_into_where_it_reads_otherwise() -> None:
+    said = Said(reasoning=["so ", "i", "t"], tokens=3, head={"id": "x"})
+    found = await way(Words(), said)
+    assert found.body is not None
+    assert found.body["prompt"].endswith("<think>\nso ")
+    assert (found.seam.again, found.seam.said_tokens - found.seam.kept_tokens) == ("it", 2)
+    found = await way(Words(), said, step_back=False)
+    assert found.body is not None
+    assert found.body["prompt"].endswith("<think>\nso it")
+
+
 async def test_ids_are_gone_on_from_where_they_make_the_text() -> None:
     said = Said(content=["be"], tokens=2, ids=[ord("b"), ord("e")], head={"id": "x"})
     found = await way(Template(), said)
@@ -124,7 +217,7 @@ async def test_messages_with_pictures_go_on_by_their_own_dialect() -> None:
     picture = [{"type": "image", "source": {"type": "base64", "data": "eA=="}}]
     body = CHAT | {"messages": [{"role": "user", "content": picture}]}
     head = {"usage": {"input_tokens": 9, "cache_read_input_tokens": 3}}
-    said = Said(content=["be"], tokens=2, head=head, opened=True)
+    said = Said(content=["be"], tokens=2, head=head, open={0: "text"})
     found = await onward(Template().ask, Wish("/v1/messages", body, said))
     assert (found.path, found.seam.prompt_tokens) == ("/v1/messages", 12)
     assert found.body is not None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.relay.continuation.said import RAW_MOST, READERS, SoFar
+from gateway.relay.continuation.said import PIECES_MOST, RAW_KEPT, RAW_MOST, READERS, SoFar
 
 MIB = 1 << 20
 
@@ -49,6 +51,32 @@ def test_the_text_is_what_went_out_however_long_it_was(
     # More may go out afterwards, and be asked for again.
     so_far.add(chunk(path, " more"))
     assert so_far.said().text == "".join(texts) + " more"
+
+
+def test_a_long_answer_is_kept_in_little_more_than_half_its_bytes() -> None:
+    words = (Path(__file__).parents[3] / "docs/operations.md").read_text().split(" ") * 10
+    texts = [f" {word}" for word in words]
+    text = "".join(texts)
+    so_far = SoFar(READERS["/v1/chat/completions"], MIB)
+    tracemalloc.start()
+    for piece in texts:
+        so_far.add(chunk("/v1/chat/completions", piece))
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(text) > 100_000
+    assert kept < 0.65 * len(text) + 2 * RAW_KEPT + 20_000
+    assert so_far.said().text == text
+    assert so_far.said().text == text
+
+
+def test_little_is_kept_unread_of_a_stream_that_comes_token_by_token() -> None:
+    so_far = SoFar(READERS["/v1/chat/completions"], MIB)
+    event = chunk("/v1/chat/completions", " word")
+    for told in range(1, 1000):
+        so_far.add(event)
+        assert so_far._size <= 2 * RAW_KEPT + PIECES_MOST * len(event)
+        assert len(so_far._raw) <= PIECES_MOST
+        assert so_far._size >= min(RAW_KEPT, told * len(event)) - len(event)
 
 
 def test_no_more_is_kept_than_is_allowed() -> None:
@@ -101,3 +129,21 @@ def test_a_tool_call_that_has_begun_is_noticed() -> None:
     call = {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0}]}}]}
     so_far.add(b"data: " + json.dumps(call).encode() + b"\n\n")
     assert so_far.said().unsound == "a tool call has begun"
+
+
+def test_which_blocks_are_open_is_known() -> None:
+    """llama.cpp ends all of a message's blocks at its end."""
+
+    def told(**value: Any) -> bytes:
+        return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+    so_far = SoFar(READERS["/v1/messages"], MIB)
+    so_far.add(told(type="content_block_start", index=0, content_block={"type": "thinking"}))
+    so_far.add(told(type="content_block_start", index=1, content_block={"type": "text"}))
+    assert so_far.said().open == {0: "thinking", 1: "text"}
+    signature = {"type": "signature_delta", "signature": ""}
+    so_far.add(told(type="content_block_delta", index=0, delta=signature))
+    assert so_far.said().open == {0: "signed", 1: "text"}
+    so_far.add(told(type="content_block_stop", index=0))
+    said = so_far.said()
+    assert (said.open, said.block, said.opened, said.unsound) == ({1: "text"}, 1, True, None)

@@ -49,6 +49,22 @@ async def test_a_sampled_text_goes_on_from_exactly_what_was_sent() -> None:
     assert (seam.kept, seam.again, seam.kept_tokens) == (" of the sea", "", 4)
 
 
+async def test_a_token_of_which_a_part_was_sent_is_stepped_back_over() -> None:
+    async def letters(_: str, body: dict[str, Any]) -> dict[str, Any]:
+        pieces = re.findall(r" of| the| se|a|.", body["content"])
+        return {"tokens": [{"id": 1, "piece": piece} for piece in pieces]}
+
+    # " sea" was one token, and its end could have begun a stop sequence; likewise all of " sky".
+    seam = await find_seam(letters, "", said_in(" of", " the", " sea"), greedy=True)
+    assert (seam.kept, seam.again) == (" of the", " sea")
+    for stops, again in ((False, ""), (True, " ")):
+        said = said_in(" of", " the", " ")
+        seam = await find_seam(letters, "", said, greedy=True, stops=stops)
+        assert seam.again == again
+    said = said_in(" of", " the")
+    assert (await find_seam(letters, "", said, greedy=False, stops=True)).again == ""
+
+
 async def test_where_no_place_agrees_it_goes_on_at_the_end() -> None:
     seam = await find_seam(words, "", said_in(*"abcdefghijklm"), greedy=True)
     assert (seam.kept + seam.again) == "abcdefghijklm"
@@ -69,7 +85,9 @@ def test_places_are_ends_of_tokens_on_both_sides(sent: list[str], width: int) ->
 
 def test_pieces_agree_from_their_end_the_oldest_perhaps_several_in_one() -> None:
     assert agrees([" a", " b", " c"], [" b", " c"])
-    assert agrees([" a", " b", " c"], [" a b", " c"])
+    assert agrees([" a", " b", " c"], [" a b", " c"], packed=True)
+    assert not agrees([" a", " b", " c"], [" a b", " c"])
+    assert not agrees([" a", "b", "c"], [" a", "bc"], packed=True)
     assert not agrees([" a", " bc"], [" b", "c"])
     assert not agrees([" a", " x"], [" a", " y"])
 

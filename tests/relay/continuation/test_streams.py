@@ -19,6 +19,7 @@ from tests.emulator import EmulatedNode
 from tests.gateways import until
 from tests.relay.house import BODIES, FIRST, House, Stream, a_house
 from tests.relay.test_streams import AFTER, BREAKS, check_failed
+from tests.virtual import in_virtual_time
 
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/completion"]
 TOKENS = 40
@@ -102,6 +103,7 @@ def asked_of(path: str, tokens: int = TOKENS) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("kind", "options"), BREAKS)
+@in_virtual_time
 async def test_what_breaks_goes_on_elsewhere(
     tmp_path: Path, path: str, kind: str, options: dict[str, Any]
 ) -> None:
@@ -136,6 +138,7 @@ async def metrics_of(house: House) -> str:
 
 
 @pytest.mark.parametrize("path", PATHS)
+@in_virtual_time
 async def test_wherever_it_is_cut_it_is_the_same(tmp_path: Path, path: str) -> None:
     one, two = nodes(answer_tokens=12)
     async with a_house(
@@ -153,6 +156,7 @@ async def test_wherever_it_is_cut_it_is_the_same(tmp_path: Path, path: str) -> N
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("field", ["max_tokens", "stop"])
+@in_virtual_time
 async def test_a_limit_and_a_stop_hold_across_the_seam(
     tmp_path: Path, path: str, field: str
 ) -> None:
@@ -171,6 +175,7 @@ async def test_a_limit_and_a_stop_hold_across_the_seam(
         assert len(text_of(whole).split()) < TOKENS
 
 
+@in_virtual_time
 async def test_a_third_node_takes_over_from_the_second_and_nobody_from_the_third(
     tmp_path: Path,
 ) -> None:
@@ -203,6 +208,7 @@ UNSOUND: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("body", UNSOUND)
+@in_virtual_time
 async def test_what_cannot_go_on_soundly_ends_with_an_error_event(
     tmp_path: Path, body: dict[str, Any]
 ) -> None:
@@ -216,6 +222,26 @@ async def test_what_cannot_go_on_soundly_ends_with_an_error_event(
         assert all(event.node is None and event.why for event in events)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@in_virtual_time
+async def test_a_node_that_refuses_a_message_begun_writes_it_all_the_same(
+    tmp_path: Path, path: str
+) -> None:
+    one, two = nodes()
+    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+        events = resumed(house)
+        asked = options_of(path)
+        whole = await house.stream(path, **asked)
+        one.faults.next("reset", after_events=AFTER)
+        two.faults.next("status", status=400)
+        reply = await house.stream(path, **asked)
+        check_whole(path, reply, whole)
+        assert usage_of(reply) == usage_of(whole)
+        assert [event.node for event in events] == ["b"]
+        assert [seen.path for seen in two.seen if seen.path in PATHS] == [path, "/completion"]
+
+
+@in_virtual_time
 async def test_it_can_be_switched_off(tmp_path: Path) -> None:
     one, two = nodes()
     async with a_house(tmp_path, one, two, nodes=FIRST, resume="off") as house:
@@ -224,6 +250,7 @@ async def test_it_can_be_switched_off(tmp_path: Path) -> None:
         assert two.requests == 0
 
 
+@in_virtual_time
 async def test_a_longer_answer_than_is_kept_does_not_go_on(tmp_path: Path) -> None:
     one, two = nodes(answer_tokens=2000)
     async with a_house(tmp_path, one, two, nodes=FIRST, limits={"resume_bytes": 1000}) as house:
@@ -233,6 +260,7 @@ async def test_a_longer_answer_than_is_kept_does_not_go_on(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("other", [{"build": "b1-other"}, {"model": "other"}])
+@in_virtual_time
 async def test_it_goes_on_on_no_node_of_another_kind(tmp_path: Path, other: dict[str, Any]) -> None:
     one, two = *nodes(1), *nodes(1, **other)
     named: tuple[dict[str, Any], ...] = (
@@ -245,6 +273,7 @@ async def test_it_goes_on_on_no_node_of_another_kind(tmp_path: Path, other: dict
         assert two.requests == 0
 
 
+@in_virtual_time
 async def test_a_node_that_was_started_anew_with_another_model_is_found_out(
     tmp_path: Path,
 ) -> None:
@@ -261,6 +290,7 @@ async def test_a_node_that_was_started_anew_with_another_model_is_found_out(
         assert house.node("b").failures == 0
 
 
+@in_virtual_time
 async def test_heartbeats_go_on_while_it_waits_for_a_node(tmp_path: Path) -> None:
     one, two = nodes()
     async with a_house(tmp_path, one, two, nodes=FIRST, heartbeat="50ms") as house:
@@ -276,6 +306,23 @@ async def test_heartbeats_go_on_while_it_waits_for_a_node(tmp_path: Path) -> Non
         check_whole("/v1/chat/completions", reply, whole)
 
 
+@in_virtual_time
+async def test_heartbeats_go_on_from_the_silence_to_the_continuation(tmp_path: Path) -> None:
+    one, two = nodes()
+    every, silence = 0.1, 0.6
+    async with a_house(
+        tmp_path, one, two, nodes=FIRST, heartbeat=every, timeouts={"silence": silence}
+    ) as house:
+        whole = await house.stream(**GREEDY)
+        one.faults.next("hang", after_events=AFTER)
+        two.faults.next("hang", path="/apply-template", seconds=3 * every)
+        reply = await house.stream(**GREEDY)
+        assert ("a", "silence_timeout") in house.outcomes
+        assert reply.body.count(b":\n") >= (silence + 3 * every) / every - 3
+        check_whole("/v1/chat/completions", reply, whole)
+
+
+@in_virtual_time
 async def test_a_client_that_leaves_while_it_goes_on_frees_everything(tmp_path: Path) -> None:
     one, two = nodes(slots=1)
     async with a_house(tmp_path, one, two, nodes=FIRST) as house:
@@ -293,6 +340,21 @@ async def test_a_client_that_leaves_while_it_goes_on_frees_everything(tmp_path: 
         assert house.node("b").failures == 0
 
 
+@in_virtual_time
+async def test_a_client_that_will_not_wait_longer_blames_no_node(tmp_path: Path) -> None:
+    one, two = nodes()
+    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+        two.faults.next("hang")
+        one.faults.next("reset", after_events=AFTER)
+        reply = await house.stream(headers={"X-Request-Timeout": "1"}, **GREEDY)
+        assert reply.errors[0]["code"] == "node_timeout"
+        assert house.outcomes == [("a", "reset"), ("b", "total_timeout")]
+        assert house.node("b").failures == 0
+        assert house.finished[-1].code == 504
+        two.faults.clear()
+
+
+@in_virtual_time
 async def test_one_that_is_cancelled_does_not_go_on(tmp_path: Path) -> None:
     one, two = nodes(decode_tps=100, answer_tokens=400)
     async with a_house(tmp_path, one, two, nodes=FIRST) as house:
@@ -305,6 +367,7 @@ async def test_one_that_is_cancelled_does_not_go_on(tmp_path: Path) -> None:
         assert two.requests == 0
 
 
+@in_virtual_time
 async def test_what_a_drained_node_still_runs_goes_on_elsewhere(tmp_path: Path) -> None:
     one, two = nodes(decode_tps=200)
     asked = asked_of("/v1/chat/completions", 100)
@@ -327,6 +390,7 @@ async def test_what_a_drained_node_still_runs_goes_on_elsewhere(tmp_path: Path) 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("kind", "options"), BREAKS)
+@in_virtual_time
 async def test_a_plain_answer_goes_on_as_well(
     tmp_path: Path, path: str, kind: str, options: dict[str, Any]
 ) -> None:
@@ -350,6 +414,7 @@ async def test_a_plain_answer_goes_on_as_well(
         assert record.completion_tokens == TOKENS
 
 
+@in_virtual_time
 async def test_a_plain_answer_that_cannot_go_on_begins_anew(tmp_path: Path) -> None:
     one, two = nodes()
     async with a_house(tmp_path, one, two, nodes=FIRST) as house:
@@ -366,6 +431,7 @@ INSERTED = ["nul", "no_data", "empty", "comment", "line_comment", "fields", "nul
 
 
 @pytest.mark.parametrize("what", INSERTED)
+@in_virtual_time
 async def test_what_says_nothing_is_no_obstacle(tmp_path: Path, what: str) -> None:
     one, two = nodes()
     async with a_house(tmp_path, one, two, nodes=FIRST) as house:
@@ -383,6 +449,7 @@ async def test_what_says_nothing_is_no_obstacle(tmp_path: Path, what: str) -> No
     [("not_json", {}), ("invalid_utf8", {}), ("huge", {"size": 2 << 20})],
 )
 @pytest.mark.parametrize("path", PATHS)
+@in_virtual_time
 async def test_what_nobody_can_read_goes_to_nobody(
     tmp_path: Path, path: str, what: str, options: dict[str, Any]
 ) -> None:
@@ -403,6 +470,7 @@ async def test_what_nobody_can_read_goes_to_nobody(
             assert reply.status == 502, "nothing had gone out"
 
 
+@in_virtual_time
 async def test_what_stands_between_two_ends_goes_to_nobody(tmp_path: Path) -> None:
     one, two = nodes()
     async with a_house(tmp_path, one, two, nodes=FIRST) as house:

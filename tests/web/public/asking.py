@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,13 @@ async def answer(wire: Wire) -> Answer:
     """The next reply of a connection."""
     head = (await wire.head()).decode("latin-1")
     line, *rest = head.strip().split("\r\n")
+    status = HTTPStatus(int(line.split()[1]))
+    assert line == f"HTTP/1.1 {status.value} {status.phrase}"
     raw = [(name.lower(), value.strip()) for name, _, value in (x.partition(":") for x in rest)]
     headers = dict(raw)
     assert len(headers) == len(raw), f"a field twice: {raw}"
+    preflight = "access-control-allow-methods" in headers
+    assert preflight or headers["x-request-id"], "every reply has an id"
     if headers.get("transfer-encoding") == "chunked":
         data = b""
         while not data.endswith(b"0\r\n\r\n"):
@@ -54,7 +59,7 @@ async def answer(wire: Wire) -> Answer:
             body = await wire.reader.readexactly(int(headers["content-length"]))
     else:
         body = await wire.rest()
-    return Answer(int(line.split()[1]), headers, body, raw)
+    return Answer(status.value, headers, body, raw)
 
 
 def request(

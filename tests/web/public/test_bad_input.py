@@ -271,6 +271,23 @@ async def test_a_url_that_is_too_long_is_431(gate: Public) -> None:
     assert told(found) == (431, "headers_too_large")
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", CHAT])
+async def test_what_never_became_a_request_is_told_in_the_form_of_its_path(
+    gate: Public, path: str
+) -> None:
+    async with wired(gate.url) as wire:
+        await wire.send(f"POST {path} HTTP/1.1\r\nX: ".encode() + b"y" * 20_000 + b"\r\n\r\n")
+        found = await answer(wire)
+    body = json.loads(found.body)
+    assert found.status == 431
+    if path == CHAT:
+        assert body["error"]["code"] == "headers_too_large"
+        assert "request-id" not in found.headers
+    else:
+        assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+        assert body["request_id"] == found.headers["request-id"] == found.headers["x-request-id"]
+
+
 # Slowness.
 
 

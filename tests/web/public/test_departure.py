@@ -17,6 +17,7 @@ from gateway.fleet.states import State
 from tests.emulator import EmulatedNode
 from tests.emulator.wire import Wire, wired
 from tests.gateways import until
+from tests.virtual import in_virtual_time
 from tests.web.public.asking import HELLO, Public, answer, public, request
 
 QUICK = {"health": {"interval": 0.2}, "heartbeat": "off"}
@@ -187,6 +188,7 @@ async def test_many_who_leave_at_any_moment_leave_nothing_behind(tmp_path: Path)
         assert the_node(gate).failures == 0
 
 
+@in_virtual_time
 async def test_a_reader_that_lags_stops_its_node_and_nobody_else(tmp_path: Path) -> None:
     node = EmulatedNode(slots=2, context=1_000_000, answer_tokens=LONG)
     settings = {**QUICK, "timeouts": {"silence": 0.5}}
@@ -221,6 +223,7 @@ async def test_a_reader_that_lags_stops_its_node_and_nobody_else(tmp_path: Path)
         node.engine.answer_tokens = 10
 
 
+@in_virtual_time
 async def test_a_reader_that_lags_and_leaves_is_noticed(tmp_path: Path) -> None:
     node = EmulatedNode(slots=1, context=1_000_000, answer_tokens=LONG)
     async with public(tmp_path, QUICK, node) as gate:

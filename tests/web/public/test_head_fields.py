@@ -208,7 +208,7 @@ async def test_a_reply_tells_how_it_came_about(gate: Public) -> None:
     found = await gate.ask(request(SHORT, "X-Priority: batch"))
     assert found.headers["x-gateway-class"] == "batch"
     assert found.headers["x-gateway-attempts"] == "1"
-    assert int(found.headers["x-gateway-queue-ms"]) < 1000
+    assert int(found.headers["x-gateway-queue-ms"]) < 30_000
     assert found.headers["x-gateway-node"] == "node-0"
 
 

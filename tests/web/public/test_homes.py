@@ -17,6 +17,7 @@ from gateway.relay.routes import ROUTES
 from gateway.relay.volatile import Volatile
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
+from tests.virtual import in_virtual_time
 
 CHAT = "/v1/chat/completions"
 CALM: dict[str, Any] = {"health": {"interval": 30}, "heartbeat": "off"}
@@ -61,6 +62,7 @@ class Talk:
         return reply.headers["x-gateway-node"], cached
 
 
+@in_virtual_time
 async def test_every_turn_goes_to_the_node_of_the_first(tmp_path: Path) -> None:
     async with a_site(tmp_path, a_node(), a_node(), a_node(), a_node()) as site:
         talks = [Talk(site, f"subject {number}") for number in range(8)]
@@ -72,7 +74,29 @@ async def test_every_turn_goes_to_the_node_of_the_first(tmp_path: Path) -> None:
             assert all(cached > 200 for _, cached in found)
 
 
+@in_virtual_time
+async def test_a_conversation_that_a_header_names_keeps_its_node(tmp_path: Path) -> None:
+    """Whatever its prompts say: nothing in them tells that they belong together."""
+
+    async def ask(site: Running, name: str, text: str) -> str:
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8}
+        reply = await site.client.post(CHAT, json=body, headers={"X-OpenWebUI-Chat-Id": name})
+        assert reply.status_code == 200
+        return reply.headers["x-gateway-node"]
+
+    nodes = [EmulatedNode(slots=2, prefill_tps=1000.0, decode_tps=50.0) for _ in range(4)]
+    async with a_site(tmp_path, *nodes) as site:
+        names = [f"chat-{number}" for number in range(6)]
+        found = await asyncio.gather(*(ask(site, name, f"first {name}") for name in names))
+        homes = dict(zip(names, found, strict=True))
+        assert len(set(found)) > 1
+        for turn in range(3):
+            for name, home in homes.items():
+                assert await ask(site, name, f"{turn} {name}") == home
+
+
 @pytest.mark.parametrize("turns", [1, 3])
+@in_virtual_time
 async def test_it_comes_home_though_another_node_is_freer(tmp_path: Path, turns: int) -> None:
     nodes = [a_node(prefill_tps=500.0), a_node(prefill_tps=500.0)]
     async with a_site(tmp_path, *nodes) as site:
@@ -84,6 +108,7 @@ async def test_it_comes_home_though_another_node_is_freer(tmp_path: Path, turns:
         (other,) = {"node-0", "node-1"} - {home}
         # Others' work has to go to this node, whose other slot stays free.
         site.gateway.fleet.drain(other)
+        there.faults.next("hang", after_events=2)
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1200}
         work = asyncio.create_task(site.client.post(CHAT, json=body))
         await until(lambda: there.busy == 1)
@@ -91,9 +116,11 @@ async def test_it_comes_home_though_another_node_is_freer(tmp_path: Path, turns:
         found, cached = await talk.turn()
         assert (found, cached > 200) == (home, True)
         assert not work.done()
+        there.faults.release()
         assert (await work).status_code == 200
 
 
+@in_virtual_time
 async def test_a_line_that_changes_with_each_request_is_overlooked(tmp_path: Path) -> None:
     async with a_site(tmp_path, a_node(), a_node(), a_node()) as site:
         homes = set()
@@ -107,6 +134,7 @@ async def test_a_line_that_changes_with_each_request_is_overlooked(tmp_path: Pat
         assert len(homes) == 1
 
 
+@in_virtual_time
 async def test_where_the_settings_name_it_it_is_taken_out_and_the_cache_is_of_use(
     tmp_path: Path,
 ) -> None:
@@ -130,6 +158,7 @@ async def test_where_the_settings_name_it_it_is_taken_out_and_the_cache_is_of_us
         assert all(b"billing" not in request.body for request in node.seen)
 
 
+@in_virtual_time
 async def test_a_node_that_was_restarted_has_forgotten(tmp_path: Path) -> None:
     nodes = [a_node(), a_node()]
     quick = {"health": {"interval": 0.1, "fall": 1, "slow_start": 0}}

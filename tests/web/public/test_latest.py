@@ -13,6 +13,7 @@ import pytest
 from tests.emulator import EmulatedNode
 from tests.emulator.wire import Wire, wired
 from tests.gateways import until
+from tests.virtual import in_virtual_time
 from tests.web.public.asking import Answer, Public, answer, public, request
 
 INFILL: dict[str, Any] = {"input_prefix": "def f(", "input_suffix": "):", "n_predict": 200}
@@ -49,6 +50,7 @@ async def begun(wire: Wire) -> None:
 @pytest.mark.parametrize(
     ("path", "body"), [("/infill", INFILL), ("/v1/completions", MIDDLE), ("/completions", MIDDLE)]
 )
+@in_virtual_time
 async def test_a_stream_ends_with_an_error_when_its_session_asks_anew(
     tmp_path: Path, path: str, body: Mapping[str, Any]
 ) -> None:
@@ -69,6 +71,7 @@ async def test_a_stream_ends_with_an_error_when_its_session_asks_anew(
         assert len(gate.running.gateway.edge.latest) == 0
 
 
+@in_virtual_time
 async def test_one_that_waits_is_refused_and_takes_no_slot(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK, slow(slots=1)) as gate:
         async with wired(gate.url) as running, wired(gate.url) as last:
@@ -82,6 +85,7 @@ async def test_one_that_waits_is_refused_and_takes_no_slot(tmp_path: Path) -> No
         assert gate.node.requests == 1
 
 
+@in_virtual_time
 async def test_a_plain_one_ends_with_a_status(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK, slow()) as gate:
         body = {**INFILL, "n_predict": 20}
@@ -92,6 +96,7 @@ async def test_a_plain_one_ends_with_a_status(tmp_path: Path) -> None:
         assert (await second).status == 200
 
 
+@in_virtual_time
 async def test_without_a_session_the_address_and_the_model_stand_for_it(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK, slow()) as gate:
         first = asyncio.create_task(gate.ask(asks("/infill", INFILL, stream=False)))
@@ -111,6 +116,7 @@ async def test_without_a_session_the_address_and_the_model_stand_for_it(tmp_path
         ("/v1/chat/completions", {"messages": [], "suffix": "x"}, "editor"),
     ],
 )
+@in_virtual_time
 async def test_other_sessions_and_other_requests_replace_nothing(
     tmp_path: Path, path: str, body: Mapping[str, Any], session: str
 ) -> None:
@@ -124,6 +130,7 @@ async def test_other_sessions_and_other_requests_replace_nothing(
         assert (await first).status == 200
 
 
+@in_virtual_time
 async def test_the_settings_can_switch_it_off(tmp_path: Path) -> None:
     settings = {**QUICK, "queue": {"latest_wins": False}}
     async with public(tmp_path, settings, slow()) as gate:
@@ -134,6 +141,7 @@ async def test_the_settings_can_switch_it_off(tmp_path: Path) -> None:
         assert [one.status for one in found] == [200, 200, 200]
 
 
+@in_virtual_time
 async def test_one_that_is_over_is_left_alone(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK, slow()) as gate:
         for _ in range(3):

@@ -1,0 +1,104 @@
+"""What a request binds its answer by: a grammar, or schemas that the node makes one of.
+
+llama.cpp reads them by recursion and in more than linear time. With the demo model a grammar of
+50,000 parentheses ends the server, a schema of 4,000 levels keeps it busy for more than 40 s, and
+250 KB of alternatives for 7 s. So they are measured before any node sees them.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from gateway import errors
+from gateway.config.listeners import LimitSettings
+from gateway.relay.peek import NOTHING, Peek, depth
+from gateway.relay.values import UNREADABLE
+
+_SCHEMAS = ("json_schema", "response_format", "text", "output_config", "output_format")
+_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
+_TEXT = msgspec.json.Decoder(str)
+
+_OPAQUE = re.compile(
+    rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|\[[^\]\\]*+(?:\\.[^\]\\]*+)*+(?:\]|\\?\Z)|#[^\n]*',
+    re.DOTALL,
+)
+"""Of a grammar in GBNF: texts, sets of characters, comments. One that has no end ends with it."""
+_NO_PARENTHESES = bytes(set(range(256)) - set(b"()"))
+
+
+def is_bound(peeked: Peek) -> bool:
+    """Whether the body has any of these fields."""
+    return not (
+        peeked.tools
+        is peeked.grammar
+        is peeked.json_schema
+        is peeked.response_format
+        is peeked.text
+        is peeked.output_config
+        is peeked.output_format
+        is NOTHING
+    )
+
+
+def check(peeked: Peek, levels: int, limits: LimitSettings) -> None:
+    """See that none is larger or deeper than it may. Raises: GatewayError 400.
+
+    `levels`: how deeply the whole body is nested; 0: not worth counting.
+    """
+    most = limits.grammar_bytes
+    if len(peeked.tools) > most and any(len(tool) > most for tool in _items(peeked.tools)):
+        raise _too_large("tools", most)
+    for name in ("grammar", *_SCHEMAS):
+        if len(getattr(peeked, name)) > most:
+            raise _too_large(name, most)
+    deepest = limits.grammar_depth
+    if peeked.grammar is not NOTHING and nesting(_text(peeked.grammar), deepest) > deepest:
+        raise _too_deep("grammar", deepest)
+    if 0 < levels <= deepest:
+        return
+    for name in ("tools", *_SCHEMAS):
+        if depth(bytes(getattr(peeked, name)), deepest) > deepest:
+            raise _too_deep(name, deepest)
+
+
+def nesting(grammar: bytes, limit: int) -> int:
+    """How deeply parentheses of a grammar are nested, as far as it may matter."""
+    if grammar.count(b"(") <= limit:
+        return 0
+    parentheses = _OPAQUE.sub(b"", grammar).translate(None, _NO_PARENTHESES)
+    levels, too_many = 0, b"(" * (limit + 1)
+    while parentheses and levels <= limit:
+        if too_many in parentheses:
+            return limit + 1
+        outer = parentheses.replace(b"()", b"")  # without the innermost ones
+        if len(outer) == len(parentheses):
+            return levels + outer.count(b"(")  # some have no end
+        parentheses = outer
+        levels += 1
+    return levels
+
+
+def _items(raw: msgspec.Raw) -> list[msgspec.Raw]:
+    try:
+        return _ITEMS.decode(raw)
+    except UNREADABLE:
+        return [raw]
+
+
+def _text(raw: msgspec.Raw) -> bytes:
+    try:
+        return _TEXT.decode(raw).encode()
+    except UNREADABLE:
+        return b""  # null, or what the node refuses
+
+
+def _too_large(name: str, most: int) -> errors.GatewayError:
+    message = f"'{name}' holds a grammar or schema of more than {most} bytes."
+    return errors.invalid_request(message, name)
+
+
+def _too_deep(name: str, most: int) -> errors.GatewayError:
+    message = f"'{name}' holds a grammar or schema nested deeper than {most} levels."
+    return errors.invalid_request(message, name)

@@ -1,0 +1,80 @@
+"""The running gateway in virtual time: what it believes of the nodes when it places a request."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gateway.fleet.lease import Lease
+from gateway.request import Request
+from gateway.scheduling.expectations import Expectations, Told
+from tests.bench.scheduling import capacity
+from tests.bench.scheduling.fleet import FLEET, nodes
+from tests.bench.scheduling.play import Player, Record, as_emulated
+from tests.bench.scheduling.trace import Shape, make
+from tests.gateways import running_gateway
+from tests.virtual import VirtualLoop
+
+SEED = "2"
+SHAPE = Shape(sessions=16)
+NEAR = 100.0
+"""Tokens by which a belief may be off: less than the shortest turn is worth."""
+
+
+@dataclass(slots=True)
+class Belief:
+    """Tokens of a prompt that a node was believed to have cached, and what it had."""
+
+    believed: float
+    found: float
+
+
+async def _played(folder: Path, loop: VirtualLoop) -> list[Record]:
+    rate = 1.5 * capacity.session_rate(make(SEED, 1.0, SHAPE), FLEET)
+    async with nodes(FLEET, 1.0, loop.time) as fleet:
+        urls = [node.url for node in fleet]
+        async with running_gateway(folder, urls, clock=loop.time, rng=random.Random(1)) as site:
+            assert site.gateway.public is not None
+            address = site.gateway.public.host, site.gateway.public.port
+            player = Player(address, 1.0, known=True, check=as_emulated, clock=loop.time)
+            return await player.play(make(SEED, rate, SHAPE))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_nodes_have_cached_what_they_are_believed_to_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above capacity conversations wait for busy nodes, and go as soon as an answer has ended."""
+    beliefs: list[Belief] = []
+    learn = Expectations.learn
+
+    def noting(
+        self: Expectations,
+        lease: Lease,
+        request: Request,
+        told: Told | None,
+        seen: float,
+        **keys: bool,
+    ) -> None:
+        assert told is not None
+        placement = lease.placement
+        believed = placement.ask.cached.get(placement.row.index, 0.0)
+        beliefs.append(Belief(believed, told.cached))
+        learn(self, lease, request, told, seen, **keys)
+
+    monkeypatch.setattr(Expectations, "learn", noting)
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, VirtualLoop)
+        records = runner.run(_played(tmp_path, loop))
+    assert [record.problem for record in records if record.problem] == []
+    assert len(beliefs) == len(records) == 64
+    assert [one for one in beliefs if abs(one.believed - one.found) > NEAR] == []
+    # It is about caches only where most prompts are found in one, and under load where some wait.
+    assert sum(one.found > NEAR for one in beliefs) > 32
+    assert sum(record.ttft > 1.0 for record in records) > 16

@@ -1,0 +1,115 @@
+"""docs/reference/http.md tells every path, field and metric that there is, and no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from gateway.events import AttemptEnded, Bus, HookEnded, RequestFinished
+from gateway.observe.metrics import Metrics, NodeSample, Snapshot
+from gateway.relay.routes import ROUTES
+from gateway.web.admin import app as admin
+from tests.fleet.build import a_spec
+from tests.web.build import a_house
+
+PAGE = (Path(__file__).parents[1] / "docs/reference/http.md").read_text()
+PREFIX = "llama_gateway_"
+# What dashboards and alerts of operators rely on by name; more may be added, none may go.
+PROMISED = {
+    "requests_total": {"class", "model", "code"},
+    "request_duration_seconds": set(),
+    "time_to_first_token_seconds": set(),
+    "queue_seconds": set(),
+    "queue_depth": {"class"},
+    "overhead_seconds": set(),
+    "tokens_total": {"model", "kind"},
+    "attempts_total": {"node", "outcome"},
+    "resumed_streams_total": set(),
+    "node_state": {"node", "state"},
+    "node_slots_total": {"node"},
+    "node_slots_busy": {"node"},
+    "node_decode_tokens_per_second": {"node"},
+    "node_prefill_tokens_per_second": {"node"},
+    "cost_total": {"tier"},
+}
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the table that follows a heading, without its first two lines."""
+    section = re.split(rf"^#+ {re.escape(heading)}$", PAGE, flags=re.MULTILINE)[1]
+    lines = re.split(r"^#+ ", section, flags=re.MULTILINE)[0].splitlines()
+    table = [line for line in lines if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+
+
+def words(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def metrics_told() -> dict[str, tuple[str, set[str]]]:
+    told = {}
+    for name, kind, labels in rows("Metrics"):
+        outside = re.sub(r"\(.*?\)", "", labels)
+        for metric in words(name):
+            told[metric.removeprefix(PREFIX)] = (kind.split(":")[0].split(",")[0], words(outside))
+    return {name: (kind, set(labels)) for name, (kind, labels) in told.items()}
+
+
+def metrics_made() -> dict[str, tuple[str, set[str]]]:
+    """Each family of a page on which every family has a sample."""
+    bus = Bus()
+    node = NodeSample("a", "ready", 2, 1, decode_tps=10.0, prefill_tps=100.0)
+    metrics = Metrics(bus, lambda: Snapshot([node], retry_budget=1.0))
+    bus.publish(RequestFinished("r1", "/v1/completions", tier="cpu"))
+    bus.publish(AttemptEnded("r1", "a", "ok", 1.0))
+    bus.publish(HookEnded("a", "start", "ok", 1.0, ""))
+    page = metrics.render().decode()
+    kinds = dict(re.findall(rf"^# TYPE {PREFIX}(\w+) (\w+)$", page, re.MULTILINE))
+    made = {}
+    for name, kind in kinds.items():
+        sample = re.search(rf"^{PREFIX}{name}(?:_count)?(?:{{(.*)}})? \S+$", page, re.MULTILINE)
+        assert sample is not None, f"no sample of {name}: give this test an event that makes one"
+        made[name] = (kind, set(re.findall(r'(\w+)="', sample[1] or "")))
+    return made
+
+
+def test_every_metric_is_told_with_its_kind_and_labels() -> None:
+    assert metrics_told() == metrics_made()
+
+
+def test_the_promised_metrics_are_there() -> None:
+    made = {name: labels for name, (_, labels) in metrics_made().items()}
+    assert {name: made.get(name) for name in PROMISED} == PROMISED
+
+
+def paths_told(heading: str) -> set[tuple[str, str]]:
+    """Method and path; a cell that lists several names the method of the first for all."""
+    told = set()
+    for path, *_ in rows(heading):
+        method = ""
+        for word in words(path):
+            *methods, where = word.split(" ")
+            method = methods[0] if methods else method
+            told.add((method, where))
+    return told
+
+
+def test_every_path_of_the_admin_listener_is_told() -> None:
+    source = Path(admin.__file__).read_text()
+    served = re.findall(r'\("(GET|POST|DELETE)", "([^"]+)"', source)
+    assert len(served) > 10
+    assert paths_told("Admin listener") == {
+        (method, path.replace(":path}", "}")) for method, path in served
+    }
+
+
+def test_every_routed_path_is_told() -> None:
+    told = {path for method, path in paths_told("Paths") if method == "POST"}
+    assert told == {path for path in ROUTES if f"/v1{path}" not in ROUTES}
+
+
+async def test_every_field_of_the_status_is_told() -> None:
+    async with a_house(a_spec("a", "http://127.0.0.1:9")) as house:
+        status = (await house.admin.get("/admin/status")).json()
+    told = [word for row in rows("The status") for word in words(row[0])]
+    assert sorted(told) == sorted(status)
