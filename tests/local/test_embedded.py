@@ -18,7 +18,6 @@ from gateway.local.gguf_file import read_model
 from gateway.local.locking import not_locked
 from gateway.local.server_command import server_environment
 from tests.servers import (
-    DemoServer,
     demo_model,
     demo_servers,
     may_lock,
