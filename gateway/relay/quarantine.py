@@ -65,7 +65,7 @@ class Quarantine:
         mark = _mark(request)
         suspect = self._suspects.setdefault(mark, Suspect())
         self._suspects.move_to_end(mark)
-        if suspect.nodes and began <= suspect.last:
+        if suspect.nodes and began < suspect.last:
             return
         suspect.nodes.add(node)
         suspect.last = now

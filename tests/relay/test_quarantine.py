@@ -9,6 +9,7 @@ from gateway.request import Request
 from tests.emulator import EmulatedNode
 from tests.relay.house import a_house
 from tests.scheduling.build import a_request
+from tests.virtual import in_virtual_time
 
 LONG = 600.0
 
@@ -53,6 +54,13 @@ def test_nodes_that_are_lost_together_count_as_one() -> None:
     assert quarantine.refusal(asking("x"), 9.0, LONG) is None
 
 
+def test_one_that_got_it_in_the_instant_of_the_other_s_loss_counts() -> None:
+    quarantine = Quarantine()
+    quarantine.died(asking("x"), "a", 5.0, 9.0)
+    quarantine.died(asking("x"), "b", 9.0, 9.0)
+    assert quarantine.refusal(asking("x"), 9.0, LONG) is not None
+
+
 def test_an_answer_clears_a_request_of_suspicion() -> None:
     quarantine = Quarantine()
     quarantine.died(asking("x"), "a", 0.0, 1.0)
@@ -76,6 +84,7 @@ def test_the_oldest_suspect_is_forgotten_first() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@in_virtual_time
 async def test_a_request_that_kills_takes_two_nodes_with_it_and_no_third(
     tmp_path: Path, *, stream: bool
 ) -> None:
@@ -96,6 +105,7 @@ async def test_a_request_that_kills_takes_two_nodes_with_it_and_no_third(
         assert (await house.ask(stream=stream)).status_code == 502
 
 
+@in_virtual_time
 async def test_a_stream_that_takes_its_node_with_it_counts_as_well(tmp_path: Path) -> None:
     servers = [EmulatedNode() for _ in range(3)]
     async with a_house(tmp_path, *servers) as house:
@@ -110,6 +120,7 @@ async def test_a_stream_that_takes_its_node_with_it_counts_as_well(tmp_path: Pat
         assert (house.finished[0].code, house.finished[0].reason) == (502, "node_failed")
 
 
+@in_virtual_time
 async def test_so_does_a_plain_answer_that_is_put_together(tmp_path: Path) -> None:
     servers = [EmulatedNode() for _ in range(3)]
     async with a_house(tmp_path, *servers) as house:
