@@ -21,6 +21,7 @@ from gateway.events import (
     NodeDrift,
     SettingsChanged,
 )
+from gateway.observe import sink
 from gateway.observe.event_lines import subscribe
 from gateway.observe.logs import VALUE_CHARACTERS, Format, Logs, set_up
 from tests.observe.test_metrics import finished
@@ -49,6 +50,12 @@ class Written:
 
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing waits for the last lines, however long a slow machine takes to write them."""
+    monkeypatch.setattr(sink, "CLOSE_SECONDS", 30.0)
 
 
 @pytest.fixture
@@ -235,7 +242,7 @@ async def test_a_task_that_nobody_awaited_does_not_quote_what_it_read(written: W
 
     task = asyncio.create_task(work())
     asyncio.get_running_loop().call_soon(handle, SECRET.encode())
-    await asyncio.wait([task], timeout=5)
+    await asyncio.wait([task], timeout=30)
     del task
     text = written.text()
     assert "never retrieved" in text

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,12 @@ import pytest
 
 from gateway.observe import sink as sink_module
 from gateway.observe.sink import WAITING_BYTES, Sink
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing waits for the last lines, however long a slow machine takes to write them."""
+    monkeypatch.setattr(sink_module, "CLOSE_SECONDS", 30.0)
 
 
 @contextmanager
@@ -60,19 +67,24 @@ def test_a_reader_that_does_not_read_costs_lines_and_no_time() -> None:
     with pipe() as (reader, writer):
         sink = Sink(writer, lambda lines: b"lost %d\n" % lines)
         line = b"x" * 1023 + b"\n"
-        count = 3 * WAITING_BYTES // len(line)
+        count = 4 * WAITING_BYTES // len(line)
         for _ in range(count):
             sink.write(line)  # would never return if it waited
+        # So many wait, and before, its thread may have taken as many to be written.
         assert sink.dropped > count // 3
         # When it reads again it is told what it has missed.
         got = bytearray()
+
+        def told() -> int:
+            return sum(map(int, re.findall(rb"lost (\d+)\n", got)))
+
         end = time.monotonic() + 30
-        while b"lost" not in got:
+        while b"lost" not in got or told() < sink.dropped:
             assert time.monotonic() < end
             got += os.read(reader, 1 << 20)
             sink.write(b"again\n")
-        assert b"lost %d\n" % sink.dropped in got
-        assert len(got) < 2 * WAITING_BYTES
+        assert told() == sink.dropped
+        assert len(got) < 3 * WAITING_BYTES
         sink.close()
 
 
@@ -114,10 +126,9 @@ def test_a_closed_descriptor_at_the_start_drops_every_line() -> None:
 def test_closing_the_given_descriptor_later_can_t_send_lines_into_another_file() -> None:
     with pipe() as (reader, writer):
         sink = Sink(writer)
-        os.close(writer)
         other_reader, other_writer = os.pipe()
+        os.dup2(other_writer, writer)  # which closes what was there
         try:
-            assert writer in {other_reader, other_writer}
             sink.write(b"for the log\n")
             assert os.read(reader, 100) == b"for the log\n"
             sink.close()
@@ -176,11 +187,11 @@ def test_a_process_whose_log_nobody_reads_still_ends() -> None:
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ended\n"
-        assert process.wait(10) == 0
+        assert process.wait(30) == 0
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
-        process.wait(5)
+        process.wait(30)
         for stream in (process.stdout, process.stderr):
             assert stream is not None
             stream.close()

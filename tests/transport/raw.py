@@ -6,8 +6,8 @@ import asyncio
 import socket
 import ssl
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from gateway.transport.pool import Origin
@@ -96,6 +96,14 @@ async def raw_server(script: Script, tls: ssl.SSLContext | None = None) -> Async
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     assert not told.failures, told.failures
+
+
+@contextmanager
+def nobody_listens() -> Iterator[int]:
+    """A port that refuses connections, and that nobody else is given meanwhile."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
 
 
 def once(reply: bytes) -> Script:

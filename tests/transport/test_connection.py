@@ -306,6 +306,7 @@ async def test_a_server_that_speaks_first_is_not_listened_to() -> None:
 # Reuse.
 
 
+@pytest.mark.usefixtures("however_slow")
 async def test_a_reused_connection_that_is_closed_before_a_byte_is_stale() -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
@@ -322,6 +323,7 @@ async def test_a_reused_connection_that_is_closed_before_a_byte_is_stale() -> No
             await connection.head()
 
 
+@pytest.mark.usefixtures("however_slow")
 async def test_a_reused_connection_that_broke_while_idle_is_stale() -> None:
     async with raw_server(once(OK)) as server:
         connection = await connected(server)
@@ -534,19 +536,25 @@ def test_a_reply_that_is_spoilt_is_an_answer_or_an_error(
 
 
 async def test_a_sink_takes_what_comes_until_it_wants_the_reader_woken() -> None:
+    taken: list[bytes] = []
+    read, woken = asyncio.Event(), asyncio.Event()
+
     async def script(peer: Peer) -> None:
         await peer.request()
         await peer.say(CHUNKED)
-        for piece in (b"1\r\na\r\n", b"1\r\nb\r\n", b"1\r\nc\r\n"):
-            await peer.say(piece)
-            await asyncio.sleep(0.01)
+        await read.wait()
+        await peer.say(b"1\r\na\r\n")
+        await server.until(lambda: taken == [b"a"])
+        await peer.say(b"1\r\nb\r\n")
+        await woken.wait()
+        await peer.say(b"1\r\nc\r\n")
         await peer.say(b"0\r\n\r\n")
 
     async with raw_server(script) as server:
         connection = await connected(server)
         connection.send(ASK)
         await connection.head()
-        taken: list[bytes] = []
+        read.set()
 
         def sink() -> bool:
             taken.append(connection.take())
@@ -555,6 +563,7 @@ async def test_a_sink_takes_what_comes_until_it_wants_the_reader_woken() -> None
         async with asyncio.timeout(LIMIT):
             while b"".join(taken) != b"ab":
                 await connection.arrival(sink)
+            woken.set()
             while not connection.complete:
                 await connection.arrival(sink)
         assert b"".join(taken) == b"abc"
@@ -567,7 +576,8 @@ async def test_a_connection_that_has_ended_is_gone_without_the_collector() -> No
     try:
         for _ in range(3):
             await asked(OK)
-        await asyncio.sleep(0)
-        assert not [one for one in gc.get_objects() if type(one) is Connection]
+        async with asyncio.timeout(LIMIT):
+            while any(type(one) is Connection for one in gc.get_objects()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
     finally:
         gc.enable()

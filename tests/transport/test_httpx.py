@@ -19,13 +19,14 @@ from gateway.transport.errors import (
 from gateway.transport.httpx import PoolTransport
 from gateway.transport.pool import Origin, Pool
 from tests.emulator import EmulatedNode
-from tests.transport.raw import Peer, Script, always, once, raw_server
+from tests.transport.raw import Peer, Script, always, nobody_listens, once, raw_server
 
+LIMIT = 30.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 5\r\n\r\nhello"
 
 
 @asynccontextmanager
-async def client_of(origin: Origin, timeout: float = 5.0) -> AsyncIterator[httpx.AsyncClient]:
+async def client_of(origin: Origin, timeout: float = LIMIT) -> AsyncIterator[httpx.AsyncClient]:
     pool = Pool(origin)
     async with httpx.AsyncClient(
         transport=PoolTransport(pool), base_url=f"http://{origin.host}", timeout=timeout
@@ -97,6 +98,7 @@ async def test_head_is_asked_without_waiting_for_a_body() -> None:
             assert (await client.get("/health")).json() == {"status": "ok"}
 
 
+@pytest.mark.usefixtures("however_slow")
 async def test_stale_connections_are_not_noticed() -> None:
     async with EmulatedNode() as node:
         origin = Origin("127.0.0.1", node.port, b"", b"host: n\r\n")
@@ -132,7 +134,8 @@ async def halfway(peer: Peer) -> None:
 async def test_what_goes_wrong_is_told_in_httpxs_words(
     script: Script, kind: type[httpx.TransportError]
 ) -> None:
-    async with raw_server(script) as server, client_of(server.origin(), 0.2) as client:
+    limit = 0.2 if kind is httpx.ReadTimeout else LIMIT
+    async with raw_server(script) as server, client_of(server.origin(), limit) as client:
         with pytest.raises(httpx.TransportError) as raised:
             await client.get("/x")
         assert type(raised.value) is kind
@@ -141,11 +144,10 @@ async def test_what_goes_wrong_is_told_in_httpxs_words(
 
 
 async def test_a_refused_connection_is_told_in_httpxs_words() -> None:
-    async with raw_server(silent) as server:
-        origin = server.origin()
-    async with client_of(origin) as client:
-        with pytest.raises(httpx.ConnectError, match="The connection failed"):
-            await client.get("/x")
+    with nobody_listens() as port:
+        async with client_of(Origin("127.0.0.1", port, b"", b"")) as client:
+            with pytest.raises(httpx.ConnectError, match="The connection failed"):
+                await client.get("/x")
 
 
 async def test_a_connect_timeout_is_told_in_httpxs_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from gateway.transport.connection import Connection
 from gateway.transport.errors import ConnectFailed, ConnectTimedOut, Exhausted, Stale
 from gateway.transport.pool import IDLE_SECONDS, Origin, Pool
 from tests.emulator import EmulatedNode
-from tests.transport.raw import Peer, RawServer, always, raw_server
+from tests.transport.raw import Peer, RawServer, always, nobody_listens, raw_server
 
 ASK = b"GET /health HTTP/1.1\r\nhost: n\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -20,15 +20,15 @@ LIMIT = 30.0
 
 
 class Clock:
-    """The loop's clock, as the pool sees it, with seconds put on top."""
+    """The loop's clock, as the pool sees it: it stands still until a test puts it forward."""
 
     def __init__(self, pool: Pool) -> None:
         self._loop = pool._loop
-        self.ahead = 0.0
+        self.now = self._loop.time()
         pool._loop = self  # type: ignore[assignment]
 
     def time(self) -> float:
-        return self._loop.time() + self.ahead
+        return self.now
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loop, name)
@@ -103,10 +103,10 @@ async def test_what_was_idle_for_too_long_is_closed_and_forgotten() -> None:
         pool = pool_of(server)
         clock = Clock(pool)
         await ask(pool)
-        clock.ahead = IDLE_SECONDS - 0.5
+        clock.now += IDLE_SECONDS - 0.5
         await ask(pool)
         assert server.opened == 1
-        clock.ahead += IDLE_SECONDS
+        clock.now += IDLE_SECONDS
         assert pool.idle() is None
         await server.until(lambda: server.open == 0)
         pool.close()
@@ -129,15 +129,18 @@ async def test_the_pool_gives_up_idle_connections_before_the_server_does() -> No
 
 
 async def test_a_connection_that_the_node_closed_while_idle_is_not_used() -> None:
-    async with EmulatedNode(keepalive_seconds=0.05) as node:
+    async with EmulatedNode() as node:
         pool = pool_of(node)
         await ask(pool)
+        for connection in node._connections:
+            connection.close()
         await node.until(lambda: node.connections == 0)
         await ask(pool)
         assert node.connections_opened == 2
         pool.close()
 
 
+@pytest.mark.usefixtures("however_slow")
 async def test_connections_that_break_in_the_instant_of_their_reuse_are_not_noticed() -> None:
     async with EmulatedNode() as node:
         pool = pool_of(node)
@@ -193,10 +196,10 @@ async def test_a_closed_pool_closes_what_is_idle_and_leaves_what_is_used() -> No
 
 
 async def test_a_refused_connection_is_told() -> None:
-    async with raw_server(always(OK)) as server:
-        pool = pool_of(server)
-    with pytest.raises(ConnectFailed, match="The connection failed"):
-        await pool.connect(LIMIT)
+    with nobody_listens() as port:
+        pool = Pool(Origin("127.0.0.1", port, b"", b""))
+        with pytest.raises(ConnectFailed, match="The connection failed"):
+            await pool.connect(LIMIT)
 
 
 async def test_an_unknown_name_is_told() -> None:

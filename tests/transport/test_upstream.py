@@ -15,6 +15,7 @@ from gateway.transport.errors import ConnectFailed, ConnectTimedOut
 from gateway.transport.upstream import Upstream, connect, origin
 from tests.transport.raw import Peer, always, raw_server
 
+LIMIT = 30.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 
 
@@ -149,7 +150,7 @@ async def test_a_certificate_of_another_name_is_refused(
         upstream = connect(spec(f"https://127.0.0.1:{server.port}", tls=tls))
         secured.append(upstream)
         with pytest.raises(ConnectFailed, match="certificate"):
-            await upstream.pool.connect(5.0)
+            await upstream.pool.connect(LIMIT)
 
 
 async def test_a_certificate_that_nobody_vouches_for_is_refused(
@@ -159,7 +160,7 @@ async def test_a_certificate_that_nobody_vouches_for_is_refused(
         upstream = connect(spec(f"https://127.0.0.1:{server.port}"))
         secured.append(upstream)
         with pytest.raises(ConnectFailed, match="certificate"):
-            await upstream.pool.connect(5.0)
+            await upstream.pool.connect(LIMIT)
         with pytest.raises(httpx.ConnectError):
             await upstream.client.get("/health")
         await server.until(lambda: server.open == 0)
@@ -202,7 +203,7 @@ async def test_a_plain_server_behind_an_https_url_is_told(secured: list[Upstream
         upstream = connect(spec(f"https://127.0.0.1:{server.port}", tls={"verify": False}))
         secured.append(upstream)
         with pytest.raises(ConnectFailed):
-            await upstream.pool.connect(5.0)
+            await upstream.pool.connect(LIMIT)
 
 
 async def test_a_handshake_that_takes_too_long_is_told_and_given_up(
