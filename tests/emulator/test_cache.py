@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.emulator import EmulatedNode
 from tests.emulator.cache import PromptCache, Tokens, common_prefix, pack, reusable
 from tests.emulator.wire import chat
+from tests.virtual import in_virtual_time
 
 CHAT = "/v1/chat/completions"
 ids = st.lists(st.integers(0, 3), max_size=40)
@@ -120,6 +121,7 @@ def test_a_slot_that_would_lose_more_than_half_is_saved_first() -> None:
     assert server.ask(first)[1] == 199
 
 
+@in_virtual_time
 async def test_a_conversation_goes_on_where_it_was_cached() -> None:
     turns = [{"role": "user", "content": "the " * 200}]
     async with (
@@ -140,6 +142,7 @@ async def test_a_conversation_goes_on_where_it_was_cached() -> None:
     assert f"prompt_tokens_cached_total {cached}\n" in metrics
 
 
+@in_virtual_time
 async def test_what_is_cached_takes_no_time() -> None:
     async with (
         EmulatedNode(cache_ram=0, prefill_tps=400, prefill_stalls=True) as node,
@@ -153,6 +156,7 @@ async def test_what_is_cached_takes_no_time() -> None:
     assert warm["prompt_ms"] < 250
 
 
+@in_virtual_time
 async def test_a_node_that_was_killed_has_forgotten() -> None:
     async with (
         EmulatedNode(cache_ram=1000) as node,

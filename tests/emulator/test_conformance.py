@@ -233,7 +233,7 @@ async def cached_beside(url: str) -> float:
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         for system in (one, other):
             await client.post("/v1/chat/completions", json=body(system, 5) | {"stream": False})
-        async with client.stream("POST", "/v1/chat/completions", json=body(one, 3000)) as busy:
+        async with client.stream("POST", "/v1/chat/completions", json=body(one, LONG)) as busy:
             begun = cast("AsyncGenerator[bytes, None]", busy.aiter_raw())
             await anext(begun)  # its prompt has been read, its slot is taken
             plain = body(one, 5) | {"stream": False}
@@ -243,6 +243,10 @@ async def cached_beside(url: str) -> float:
             await begun.aclose()
     timings = reply["timings"]
     return float(timings["cache_n"] / (timings["cache_n"] + timings["prompt_n"]))
+
+
+LONG = 30_000
+"""Tokens that take any server longer than the other request."""
 
 
 @pytest.mark.parametrize("memory", [True, False])

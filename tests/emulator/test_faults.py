@@ -12,6 +12,7 @@ import pytest
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.emulator.faults import ACTS, GARBAGE, INSERTIONS, WHOLE, FaultBoard
 from tests.emulator.wire import Wire, chat, events, post, text_of, unchunk, wired
+from tests.virtual import in_virtual_time
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -55,6 +56,7 @@ def test_an_unknown_fault_is_told_with_those_there_are() -> None:
         board.next("insert", what="nonsense")
 
 
+@in_virtual_time
 async def test_faults_meet_the_next_requests_and_no_more() -> None:
     async with EmulatedNode() as node, httpx.AsyncClient() as client:
         node.faults.next("status", 2, status=500)
@@ -65,6 +67,7 @@ async def test_faults_meet_the_next_requests_and_no_more() -> None:
         assert node.faults.fired == 3
 
 
+@in_virtual_time
 async def test_a_standing_fault_stays_until_cleared_and_spares_the_probes() -> None:
     async with EmulatedNode() as node, httpx.AsyncClient(base_url=node.url) as client:
         node.faults.set("status", status=502, body="<html>bad</html>")
@@ -75,6 +78,7 @@ async def test_a_standing_fault_stays_until_cleared_and_spares_the_probes() -> N
         assert (await client.post(CHAT, json=chat())).status_code == 200
 
 
+@in_virtual_time
 async def test_a_fault_may_be_bound_to_a_path() -> None:
     async with EmulatedNode() as node, httpx.AsyncClient(base_url=node.url) as client:
         node.faults.set("status", status=500, path="/slots")
@@ -86,6 +90,7 @@ async def test_a_fault_may_be_bound_to_a_path() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 413, 422, 500, 501, 503, 504])
+@in_virtual_time
 async def test_any_status_has_an_error_body(status: int) -> None:
     async with EmulatedNode() as node, httpx.AsyncClient() as client:
         node.faults.next("status", status=status)
@@ -94,6 +99,7 @@ async def test_any_status_has_an_error_body(status: int) -> None:
         assert node.peak_busy == 0
 
 
+@in_virtual_time
 async def test_a_loading_node_says_so_on_every_path() -> None:
     async with EmulatedNode() as node, httpx.AsyncClient(base_url=node.url) as client:
         node.faults.set("loading")
@@ -102,6 +108,7 @@ async def test_a_loading_node_says_so_on_every_path() -> None:
 
 
 @pytest.mark.parametrize("request_bytes", [ASK, PLAIN])
+@in_virtual_time
 async def test_a_reset_may_come_before_the_head(request_bytes: bytes) -> None:
     async with EmulatedNode() as node, wired(node.url) as wire:
         node.faults.next("reset")
@@ -109,6 +116,7 @@ async def test_a_reset_may_come_before_the_head(request_bytes: bytes) -> None:
         await node.until(lambda: node.busy == 0)
 
 
+@in_virtual_time
 async def test_a_reset_may_come_after_some_events() -> None:
     async with EmulatedNode() as node, wired(node.url) as wire:
         node.faults.next("reset", after_events=3)
@@ -117,6 +125,7 @@ async def test_a_reset_may_come_after_some_events() -> None:
         assert text_of(events(seen)) == expected_chat_text(HELLO, 2)
 
 
+@in_virtual_time
 async def test_a_reset_may_come_in_the_middle_of_a_plain_body() -> None:
     async with EmulatedNode() as node, wired(node.url) as wire:
         node.faults.next("reset", after_events=1)
@@ -126,6 +135,7 @@ async def test_a_reset_may_come_in_the_middle_of_a_plain_body() -> None:
 
 
 @pytest.mark.parametrize("after", [None, 0, 3, EVENTS])
+@in_virtual_time
 async def test_a_close_leaves_the_body_unfinished(after: int | None) -> None:
     async with EmulatedNode() as node:
         node.faults.next("close", after_events=after)
@@ -135,6 +145,7 @@ async def test_a_close_leaves_the_body_unfinished(after: int | None) -> None:
         assert not seen.endswith(b"\r\n0\r\n\r\n")
 
 
+@in_virtual_time
 async def test_a_chunk_may_be_cut_in_half() -> None:
     async with EmulatedNode() as node:
         node.faults.next("cut", after_events=2)
@@ -147,6 +158,7 @@ async def test_a_chunk_may_be_cut_in_half() -> None:
             json.loads(data.removeprefix(b"data: "))
 
 
+@in_virtual_time
 async def test_a_body_may_end_properly_without_the_answer_s_end() -> None:
     async with EmulatedNode() as node:
         node.faults.next("end", after_events=3)
@@ -154,6 +166,7 @@ async def test_a_body_may_end_properly_without_the_answer_s_end() -> None:
 
 
 @pytest.mark.parametrize("request_bytes", [ASK, PLAIN])
+@in_virtual_time
 async def test_a_hang_before_the_head_holds_a_slot_until_the_client_leaves(
     request_bytes: bytes,
 ) -> None:
@@ -168,6 +181,7 @@ async def test_a_hang_before_the_head_holds_a_slot_until_the_client_leaves(
 
 
 @pytest.mark.parametrize("after", [0, 3])
+@in_virtual_time
 async def test_a_hang_in_a_stream_goes_on_when_released(after: int) -> None:
     async with EmulatedNode() as node, wired(node.url) as wire:
         node.faults.next("hang", after_events=after)
@@ -180,6 +194,7 @@ async def test_a_hang_in_a_stream_goes_on_when_released(after: int) -> None:
         assert text_of(events(unchunk(seen + await wire.rest()))) == expected_chat_text(HELLO, 4)
 
 
+@in_virtual_time
 async def test_a_hang_may_have_its_time() -> None:
     async with EmulatedNode() as node:
         node.faults.next("hang", after_events=2, seconds=0.1)
@@ -188,6 +203,7 @@ async def test_a_hang_may_have_its_time() -> None:
         assert asyncio.get_running_loop().time() - began > 0.09
 
 
+@in_virtual_time
 async def test_a_mute_node_works_on() -> None:
     async with EmulatedNode() as node, httpx.AsyncClient(base_url=node.url) as client:
         node.faults.set("mute")
@@ -199,6 +215,7 @@ async def test_a_mute_node_works_on() -> None:
         assert (await client.get("/health")).status_code == 200
 
 
+@in_virtual_time
 async def test_a_stale_connection_is_reset_when_it_is_reused() -> None:
     async with EmulatedNode() as node, wired(node.url) as wire:
         node.faults.set("stale")
@@ -211,6 +228,7 @@ async def test_a_stale_connection_is_reset_when_it_is_reused() -> None:
         assert b"200 OK" in await bytes_of(node)
 
 
+@in_virtual_time
 async def test_an_error_reply_may_be_cut_too() -> None:
     async with EmulatedNode() as node:
         node.faults.next("close", after_events=1)
@@ -220,12 +238,14 @@ async def test_an_error_reply_may_be_cut_too() -> None:
             json.loads(body)
 
 
+@in_virtual_time
 async def test_garbage_may_come_in_place_of_http() -> None:
     async with EmulatedNode() as node:
         node.faults.next("garbage")
         assert await bytes_of(node) == GARBAGE
 
 
+@in_virtual_time
 async def test_garbage_may_break_the_chunks() -> None:
     async with EmulatedNode() as node:
         node.faults.next("garbage_body", after_events=2)
@@ -235,6 +255,7 @@ async def test_garbage_may_break_the_chunks() -> None:
             unchunk(seen.partition(b"\r\n\r\n")[2])
 
 
+@in_virtual_time
 async def test_garbage_may_fill_a_plain_body() -> None:
     async with EmulatedNode() as node, httpx.AsyncClient() as client:
         node.faults.next("garbage_body", after_events=2)
@@ -245,6 +266,7 @@ async def test_garbage_may_fill_a_plain_body() -> None:
 
 
 @pytest.mark.parametrize("what", INSERTIONS)
+@in_virtual_time
 async def test_odd_events_may_stand_between_the_others(what: str) -> None:
     async with EmulatedNode() as node:
         node.faults.next("insert", what=what, after_events=3)
@@ -254,6 +276,7 @@ async def test_odd_events_may_stand_between_the_others(what: str) -> None:
             assert text_of(events(body)) == expected_chat_text(HELLO, 4)
 
 
+@in_virtual_time
 async def test_an_enormous_event_may_come() -> None:
     async with EmulatedNode() as node:
         node.faults.next("insert", what="huge", size=3_000_000, after_events=1)
@@ -262,6 +285,7 @@ async def test_an_enormous_event_may_come() -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/completion"])
+@in_virtual_time
 async def test_an_error_may_be_told_in_the_stream(path: str) -> None:
     body: dict[str, Any] = {"prompt": "hello"} if path == "/completion" else {"messages": HELLO}
     async with EmulatedNode() as node:
@@ -274,6 +298,7 @@ async def test_an_error_may_be_told_in_the_stream(path: str) -> None:
         assert last.startswith(b'data: {"error":{"code":500')
 
 
+@in_virtual_time
 async def test_lines_may_end_with_crlf() -> None:
     async with EmulatedNode() as node:
         node.faults.next("crlf")
@@ -282,12 +307,14 @@ async def test_lines_may_end_with_crlf() -> None:
         assert body.replace(b"\r\n", b"").count(b"\n") == 0
 
 
+@in_virtual_time
 async def test_comments_may_follow_events() -> None:
     async with EmulatedNode() as node:
         node.faults.next("comments")
         assert (await body_of(node)).count(b"\n\n:\n\n") == EVENTS
 
 
+@in_virtual_time
 async def test_an_event_may_come_in_many_segments() -> None:
     async with EmulatedNode() as node, wired(node.url) as wire:
         node.faults.next("split", size=5)
@@ -300,6 +327,7 @@ async def test_an_event_may_come_in_many_segments() -> None:
         assert text_of(events(unchunk(b"".join(pieces)))) == expected_chat_text(HELLO, 4)
 
 
+@in_virtual_time
 async def test_many_events_may_come_in_one_segment() -> None:
     async with EmulatedNode(decode_tps=100) as node, wired(node.url) as wire:
         node.faults.next("merge", count=EVENTS)
@@ -309,6 +337,7 @@ async def test_many_events_may_come_in_one_segment() -> None:
 
 
 @pytest.mark.parametrize(("kind", "times"), [("double_done", 2), ("no_done", 0)])
+@in_virtual_time
 async def test_done_may_come_twice_or_never(kind: str, times: int) -> None:
     async with EmulatedNode() as node:
         node.faults.next(kind)
@@ -317,6 +346,7 @@ async def test_done_may_come_twice_or_never(kind: str, times: int) -> None:
         assert text_of(events(body)) == expected_chat_text(HELLO, 4)
 
 
+@in_virtual_time
 async def test_no_done_leaves_out_the_last_event_of_any_dialect() -> None:
     async with EmulatedNode() as node:
         node.faults.set("no_done")
@@ -326,6 +356,7 @@ async def test_no_done_leaves_out_the_last_event_of_any_dialect() -> None:
 
 
 @pytest.mark.parametrize("kind", ["slow_head", "trickle"])
+@in_virtual_time
 async def test_a_head_may_come_byte_by_byte(kind: str) -> None:
     async with EmulatedNode() as node, wired(node.url) as wire:
         node.faults.next(kind, seconds=0.002)
@@ -333,6 +364,7 @@ async def test_a_head_may_come_byte_by_byte(kind: str) -> None:
         assert all([len(await wire.some()) < 20 for _ in range(10)])
 
 
+@in_virtual_time
 async def test_a_head_may_be_absurd() -> None:
     async with EmulatedNode() as node:
         node.faults.next("head_bomb", count=5000)
@@ -342,6 +374,7 @@ async def test_a_head_may_be_absurd() -> None:
         assert len((await bytes_of(node, request)).partition(b"\r\n\r\n")[0]) > 1 << 20
 
 
+@in_virtual_time
 async def test_interim_answers_may_come_first() -> None:
     async with EmulatedNode() as node, httpx.AsyncClient() as client:
         node.faults.next("interim", count=3, headers={"Link": "<a>"})
@@ -352,6 +385,7 @@ async def test_interim_answers_may_come_first() -> None:
         assert (await client.post(node.url + CHAT, json=chat())).status_code == 200
 
 
+@in_virtual_time
 async def test_a_plain_body_may_be_cut_in_half() -> None:
     async with EmulatedNode() as node:
         node.faults.next("cut")
@@ -360,6 +394,7 @@ async def test_a_plain_body_may_be_cut_in_half() -> None:
 
 
 @pytest.mark.parametrize("delta", [10, -10])
+@in_virtual_time
 async def test_a_content_length_may_be_wrong(delta: int) -> None:
     async with EmulatedNode() as node:
         node.faults.next("wrong_length", delta=delta)
@@ -369,6 +404,7 @@ async def test_a_content_length_may_be_wrong(delta: int) -> None:
         assert json.loads(body)
 
 
+@in_virtual_time
 async def test_chunks_may_have_extensions_and_a_trailer() -> None:
     async with EmulatedNode() as node, httpx.AsyncClient() as client:
         node.faults.set("chunk_extensions")
@@ -382,6 +418,7 @@ async def test_chunks_may_have_extensions_and_a_trailer() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("kind", [*ACTS, *WHOLE])
+@in_virtual_time
 async def test_every_fault_leaves_the_node_as_healthy_as_before(kind: str, stream: bool) -> None:
     options: dict[str, Any] = {"status": 500} if kind == "status" else {}
     request = post(CHAT, chat(stream=stream, max_tokens=3), "Connection: close\r\n")
@@ -396,6 +433,7 @@ async def test_every_fault_leaves_the_node_as_healthy_as_before(kind: str, strea
         assert (node.busy, node.failures, node.faults.fired) == (0, [], 3)
 
 
+@in_virtual_time
 async def test_nobody_else_is_given_the_port_of_a_node_that_is_down() -> None:
     async with EmulatedNode() as node:
         await node.kill()

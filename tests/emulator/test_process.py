@@ -12,6 +12,7 @@ import pytest
 from tests.emulator import expected_text
 
 PROMPT = {"prompt": "hello", "max_tokens": 3}
+LIMIT = 30.0
 
 
 @contextmanager
@@ -30,7 +31,7 @@ def emulator(*options: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
 def test_a_process_takes_orders_even_while_it_refuses() -> None:
     with (
         emulator("--slots", "3", "--model", "m") as (process, url, orders),
-        httpx.Client() as client,
+        httpx.Client(timeout=LIMIT) as client,
     ):
         assert client.get(url + "/props").json()["total_slots"] == 3
 
@@ -58,4 +59,4 @@ def test_a_process_takes_orders_even_while_it_refuses() -> None:
         assert (stats["requests"], stats["faults_fired"], stats["failures"]) == (2, 1, [])
 
         process.send_signal(signal.SIGTERM)
-        assert process.wait(5) == 0
+        assert process.wait(LIMIT) == 0

@@ -13,6 +13,7 @@ from tests.emulator import (
     expected_text,
 )
 from tests.emulator.wire import chat, events, stream_bytes, text_of
+from tests.virtual import in_virtual_time
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -27,6 +28,7 @@ async def get(node: EmulatedNode, path: str, **headers: str) -> httpx.Response:
         return await client.get(path, headers=headers)
 
 
+@in_virtual_time
 async def test_a_chat_stream_begins_with_a_role_and_ends_with_done() -> None:
     async with EmulatedNode() as node:
         body = await stream_bytes(node.url, "/v1/chat/completions", chat(max_tokens=5))
@@ -39,6 +41,7 @@ async def test_a_chat_stream_begins_with_a_role_and_ends_with_done() -> None:
     assert done == "[DONE]"
 
 
+@in_virtual_time
 async def test_usage_comes_in_a_chunk_of_its_own_when_asked_for() -> None:
     async with EmulatedNode() as node:
         asked = chat(max_tokens=2, stream_options={"include_usage": True})
@@ -49,6 +52,7 @@ async def test_usage_comes_in_a_chunk_of_its_own_when_asked_for() -> None:
     assert usage["usage"]["completion_tokens"] == usage["timings"]["predicted_n"] == 2
 
 
+@in_virtual_time
 async def test_the_model_ends_by_itself_unless_cut_or_told_to_ignore_its_end() -> None:
     async with EmulatedNode(answer_tokens=7, context=64) as node:
         for more, tokens, reason in (
@@ -62,6 +66,7 @@ async def test_the_model_ends_by_itself_unless_cut_or_told_to_ignore_its_end() -
             assert choice["finish_reason"] == reason
 
 
+@in_virtual_time
 async def test_a_stop_string_ends_the_answer_before_itself() -> None:
     words = expected_text("hello", 6)
     stop = words.split()[3]
@@ -71,12 +76,14 @@ async def test_a_stop_string_ends_the_answer_before_itself() -> None:
     assert (reply.json()["stop_type"], reply.json()["stopping_word"]) == ("word", stop)
 
 
+@in_virtual_time
 async def test_a_stop_that_is_no_text_is_overlooked_as_a_real_server_does() -> None:
     async with EmulatedNode() as node:
         reply = await post(node, "/completion", {"prompt": "hello", "stop": 5, "n_predict": 3})
     assert reply.json()["content"] == expected_text("hello", 3)
 
 
+@in_virtual_time
 async def test_a_chat_with_an_open_answer_is_continued_to_the_same_end() -> None:
     whole = expected_chat_text(HELLO, 10)
     so_far = expected_chat_text(HELLO, 4)
@@ -92,6 +99,7 @@ async def test_a_chat_with_an_open_answer_is_continued_to_the_same_end() -> None
     assert so_far + by_ids.json()["content"] == whole
 
 
+@in_virtual_time
 async def test_several_answers_take_several_slots() -> None:
     async with EmulatedNode(slots=2) as node:
         body = {"messages": HELLO, "max_tokens": 2, "n": 2}
@@ -105,6 +113,7 @@ async def test_several_answers_take_several_slots() -> None:
     assert [choice["text"] for choice in texts] == [expected_text(p, 2) for p in "abc"]
 
 
+@in_virtual_time
 async def test_a_native_stream_has_no_done() -> None:
     async with EmulatedNode() as node:
         asked = {"prompt": "hello", "n_predict": 3, "stream": True}
@@ -113,6 +122,7 @@ async def test_a_native_stream_has_no_done() -> None:
     assert last["stop"] is True
 
 
+@in_virtual_time
 async def test_progress_is_told_while_the_prompt_is_read() -> None:
     async with EmulatedNode(batch=16) as node:
         asked = chat("the " * 40, return_progress=True, max_tokens=1)
@@ -137,6 +147,7 @@ async def test_progress_is_told_while_the_prompt_is_read() -> None:
         ("/v1/nothing", {}, 404, "not_found_error"),
     ],
 )
+@in_virtual_time
 async def test_errors_have_the_server_s_form_and_close(
     path: str, body: dict[str, Any], status: int, kind: str
 ) -> None:
@@ -147,6 +158,7 @@ async def test_errors_have_the_server_s_form_and_close(
     assert reply.headers["connection"] == "close"
 
 
+@in_virtual_time
 async def test_bad_json_is_a_bad_request() -> None:
     async with EmulatedNode() as node, httpx.AsyncClient(base_url=node.url) as client:
         for bad in (b'{"messages":', b"", b'"\xff\xfe"'):
@@ -155,6 +167,7 @@ async def test_bad_json_is_a_bad_request() -> None:
             assert "parse_error" in reply.json()["error"]["message"]
 
 
+@in_virtual_time
 async def test_a_prompt_that_does_not_fit_is_told_as_plain_json() -> None:
     async with EmulatedNode(context=64) as node:
         reply = await post(node, "/v1/chat/completions", chat("the " * 100))
@@ -163,6 +176,7 @@ async def test_a_prompt_that_does_not_fit_is_told_as_plain_json() -> None:
     assert error["n_prompt_tokens"] > error["n_ctx"] == 64
 
 
+@in_virtual_time
 async def test_embeddings_and_scores_depend_on_the_text_alone() -> None:
     async with EmulatedNode(embeddings=True, rerank=True, context=32) as node:
         vectors = (await post(node, "/v1/embeddings", {"input": ["a", "b"]})).json()["data"]
@@ -179,6 +193,7 @@ async def test_embeddings_and_scores_depend_on_the_text_alone() -> None:
     assert too_long.status_code == 500
 
 
+@in_virtual_time
 async def test_the_node_tells_what_it_is() -> None:
     async with EmulatedNode(slots=3, context=512, model="m") as node:
         props = (await get(node, "/props")).json()
@@ -191,6 +206,7 @@ async def test_the_node_tells_what_it_is() -> None:
     assert (models["data"][0]["id"], models["data"][0]["meta"]["n_ctx"]) == ("m", 512)
 
 
+@in_virtual_time
 async def test_a_key_is_asked_for_everywhere_but_for_health() -> None:
     async with EmulatedNode(api_key="k") as node:
         assert (await get(node, "/health")).status_code == 200
@@ -199,6 +215,7 @@ async def test_a_key_is_asked_for_everywhere_but_for_health() -> None:
         assert (await post(node, "/v1/completions", {"prompt": "a"})).status_code == 401
 
 
+@in_virtual_time
 async def test_a_loading_node_says_503_on_every_path() -> None:
     async with EmulatedNode() as node:
         node.loading = True
@@ -209,6 +226,7 @@ async def test_a_loading_node_says_503_on_every_path() -> None:
         assert (await get(node, "/health")).status_code == 200
 
 
+@in_virtual_time
 async def test_the_last_requests_are_remembered() -> None:
     async with EmulatedNode(remember=2) as node:
         for i in range(3):

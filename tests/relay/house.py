@@ -122,7 +122,7 @@ class House:
         ) as reply:
             return Stream(reply.status_code, reply.headers, await reply.aread())
 
-    async def rests(self, limit: float = 10.0) -> None:
+    async def rests(self, limit: float = 30.0) -> None:
         """Wait until nothing is left of all that was asked."""
         gateway = self.running.gateway
         await until(lambda: len(gateway.registry) == 0, limit)

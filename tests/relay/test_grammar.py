@@ -15,6 +15,7 @@ from gateway.relay import grammar
 from gateway.relay.peek import depth, peek
 from tests.emulator import EmulatedNode
 from tests.relay.house import BODIES, a_house
+from tests.virtual import in_virtual_time
 
 NO_TEXTS: tuple[Any, ...] = (None, "", 3, [], {})
 LIMITS = LimitSettings(grammar_bytes=2000, grammar_depth=12)
@@ -132,6 +133,7 @@ SCHEMA = {"description": "x" * 140_000}
 
 
 @pytest.mark.parametrize("path", [*BODIES, "/infill"])
+@in_virtual_time
 async def test_no_node_sees_what_is_refused(tmp_path: Path, path: str) -> None:
     async with a_house(tmp_path, EmulatedNode(infill=True)) as house:
         for more in ({"grammar": DEEP}, {"json_schema": SCHEMA}, {"tools": [tool(SCHEMA)]}):
@@ -147,6 +149,7 @@ async def test_no_node_sees_what_is_refused(tmp_path: Path, path: str) -> None:
         assert fine.status_code == 200
 
 
+@in_virtual_time
 async def test_the_limits_are_the_operators(tmp_path: Path) -> None:
     limits = {"grammar_bytes": "1MiB", "grammar_depth": 120}
     async with a_house(tmp_path, EmulatedNode(), limits=limits) as house:
@@ -154,6 +157,7 @@ async def test_the_limits_are_the_operators(tmp_path: Path) -> None:
         assert reply.status_code == 200
 
 
+@in_virtual_time
 async def test_what_generates_nothing_is_not_looked_at(tmp_path: Path) -> None:
     async with a_house(tmp_path, EmulatedNode()) as house:
         reply = await house.ask("/tokenize", content="x", grammar=DEEP, text=SCHEMA)

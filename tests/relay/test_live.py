@@ -13,6 +13,7 @@ from gateway.fleet.lease import Phase
 from tests.emulator import EmulatedNode
 from tests.gateways import until
 from tests.relay.house import House, a_house
+from tests.virtual import in_virtual_time
 
 GONE = errors.no_node("The node is being drained.", 3.0)
 
@@ -29,6 +30,7 @@ def phase(house: House, wanted: Phase) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
 async def test_one_that_waits(tmp_path: Path, stream: bool) -> None:
     one = EmulatedNode()
     async with a_house(tmp_path, one) as house:
@@ -44,6 +46,7 @@ async def test_one_that_waits(tmp_path: Path, stream: bool) -> None:
         assert one.requests == 0
 
 
+@in_virtual_time
 async def test_one_that_is_read(tmp_path: Path) -> None:
     one = EmulatedNode(prefill_tps=20)
     async with a_house(tmp_path, one) as house:
@@ -58,6 +61,7 @@ async def test_one_that_is_read(tmp_path: Path) -> None:
         assert house.node("a").leased == 1
 
 
+@in_virtual_time
 async def test_one_whose_plain_answer_is_written(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=50, answer_tokens=40)
     async with a_house(tmp_path, one) as house:
@@ -69,6 +73,7 @@ async def test_one_whose_plain_answer_is_written(tmp_path: Path) -> None:
         assert one.requests == 1, "it must not be tried again"
 
 
+@in_virtual_time
 async def test_one_that_streams(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=50, answer_tokens=1000)
     async with a_house(tmp_path, one) as house:
@@ -85,6 +90,7 @@ async def test_one_that_streams(tmp_path: Path) -> None:
         assert house.node("a").failures == 0
 
 
+@in_virtual_time
 async def test_one_that_waits_to_be_tried_again(tmp_path: Path) -> None:
     one = EmulatedNode()
     retries = {"backoff": 5.0, "backoff_max": 5.0}
@@ -98,6 +104,7 @@ async def test_one_that_waits_to_be_tried_again(tmp_path: Path) -> None:
         assert len(house.attempts) == 1
 
 
+@in_virtual_time
 async def test_a_request_is_found_by_its_id_and_by_its_clients(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=50, answer_tokens=1000)
     async with a_house(tmp_path, one) as house:

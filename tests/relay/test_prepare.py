@@ -18,6 +18,7 @@ from gateway.relay.routes import ROUTES
 from gateway.request import Caller, Priority, Request
 from tests.emulator import EmulatedNode
 from tests.relay.house import a_house
+from tests.virtual import in_virtual_time
 
 ANYONE = Caller("c", "c", Priority.URGENT)
 PNG = "data:image/png;base64,QUFB"
@@ -224,6 +225,7 @@ def test_an_operator_may_allow_hosts() -> None:
 # At the node.
 
 
+@in_virtual_time
 async def test_a_node_gets_the_very_bytes_of_the_client(tmp_path: Path) -> None:
     body = (
         b'{ "messages":[ {"role":"user", "content":"\\u00e9 \xc3\xa9 \\/ "} ],\n'
@@ -242,6 +244,7 @@ async def test_a_node_gets_the_very_bytes_of_the_client(tmp_path: Path) -> None:
         assert b"id_slot" not in one.seen[-1].body
 
 
+@in_virtual_time
 async def test_a_node_hears_its_own_name_for_the_model(tmp_path: Path) -> None:
     one = EmulatedNode()
     nodes = ({"model": {"public": "inner"}},)
@@ -256,6 +259,7 @@ async def test_a_node_hears_its_own_name_for_the_model(tmp_path: Path) -> None:
         assert "model" not in json.loads(one.seen[-1].body)
 
 
+@in_virtual_time
 async def test_a_node_never_hears_of_a_remote_picture(tmp_path: Path) -> None:
     blind, seeing = EmulatedNode(), EmulatedNode()
     nodes: tuple[dict[str, Any], ...] = ({}, {"endpoints": ["chat", "vision"]})

@@ -9,14 +9,16 @@ import pytest
 from tests.emulator import EmulatedNode
 from tests.gateways import until
 from tests.relay.house import DIALECTS, MESSAGES, a_house
+from tests.virtual import in_virtual_time
 
 
 @pytest.mark.parametrize("path", DIALECTS)
 @pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
 async def test_tokens_are_those_that_the_node_tells(
     tmp_path: Path, path: str, stream: bool
 ) -> None:
-    one = EmulatedNode(answer_tokens=9)
+    one = EmulatedNode(answer_tokens=9, decode_tps=100)
     async with a_house(tmp_path, one) as house:
         reply = await house.ask(path, stream=stream)
         assert reply.status_code == 200
@@ -25,11 +27,12 @@ async def test_tokens_are_those_that_the_node_tells(
         assert record.completion_tokens == 9
         assert record.prompt_tokens == one.engine.prompt_tokens
         assert (record.code, record.reason, record.attempts) == (200, None, 1)
-        assert record.duration > 0
+        assert record.duration == pytest.approx(0.09)
         assert (record.ttft is not None) is stream
         assert house.outcomes == [("a", "ok")]
 
 
+@in_virtual_time
 async def test_usage_that_a_client_asks_for_changes_nothing(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=9)
     async with a_house(tmp_path, one) as house:
@@ -38,6 +41,7 @@ async def test_usage_that_a_client_asks_for_changes_nothing(tmp_path: Path) -> N
         assert house.finished[0].completion_tokens == 9
 
 
+@in_virtual_time
 async def test_a_node_is_as_fast_as_it_shows(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=200, prefill_tps=400, answer_tokens=30)
     async with a_house(tmp_path, one) as house:
@@ -57,6 +61,7 @@ async def test_a_node_is_as_fast_as_it_shows(tmp_path: Path) -> None:
         "7",
     ],
 )
+@in_virtual_time
 async def test_a_node_that_lies_about_its_speed_teaches_nothing(
     tmp_path: Path, timings: str
 ) -> None:
@@ -71,6 +76,7 @@ async def test_a_node_that_lies_about_its_speed_teaches_nothing(
         assert house.finished[0].completion_tokens <= 1 << 31
 
 
+@in_virtual_time
 async def test_what_was_cut_short_is_counted_by_its_events(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=100, answer_tokens=1000)
     async with a_house(tmp_path, one) as house:
@@ -88,6 +94,7 @@ async def test_what_was_cut_short_is_counted_by_its_events(tmp_path: Path) -> No
         assert record.prompt_tokens > 0
 
 
+@in_virtual_time
 async def test_a_request_costs_its_share_of_the_node_or_its_tokens(tmp_path: Path) -> None:
     one, two = EmulatedNode(slots=2, decode_tps=100, answer_tokens=20), EmulatedNode()
     nodes = (
@@ -103,6 +110,7 @@ async def test_a_request_costs_its_share_of_the_node_or_its_tokens(tmp_path: Pat
         assert bought.cost == bought.prompt_tokens + 2 * bought.completion_tokens
 
 
+@in_virtual_time
 async def test_counting_tokens_says_nothing_of_how_fast_slots_come_free(tmp_path: Path) -> None:
     one = EmulatedNode()
     async with a_house(tmp_path, one) as house:

@@ -20,10 +20,12 @@ from tests.emulator import EmulatedNode
 from tests.gateways import until
 from tests.relay.house import DIALECTS, FIRST, a_house, saying
 from tests.scheduling.build import a_request
+from tests.virtual import in_virtual_time
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
 @pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
 async def test_an_error_of_the_clients_own_passes_through_once(
     tmp_path: Path, status: int, stream: bool
 ) -> None:
@@ -41,6 +43,7 @@ async def test_an_error_of_the_clients_own_passes_through_once(
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 405, 501])
+@in_virtual_time
 async def test_a_node_that_can_not_serve_it_sends_it_to_another(
     tmp_path: Path, status: int
 ) -> None:
@@ -58,6 +61,7 @@ async def test_a_node_that_can_not_serve_it_sends_it_to_another(
         assert one.requests + two.requests <= 2, "a node was asked twice"
 
 
+@in_virtual_time
 async def test_what_a_node_does_not_do_it_is_not_asked_again(tmp_path: Path) -> None:
     one, two = EmulatedNode(), EmulatedNode(embeddings=True)
     async with a_house(tmp_path, one, two, nodes=FIRST) as house:
@@ -68,6 +72,7 @@ async def test_what_a_node_does_not_do_it_is_not_asked_again(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("how", ["restart", "probe"])
+@in_virtual_time
 async def test_what_a_node_has_learnt_to_do_it_is_asked(tmp_path: Path, how: str) -> None:
     """Started anew with another option, it looks the same as before."""
     async with a_house(tmp_path, node := EmulatedNode()) as house:
@@ -89,6 +94,7 @@ async def test_what_a_node_has_learnt_to_do_it_is_asked(tmp_path: Path, how: str
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
 @pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
 async def test_a_node_that_has_no_time_is_left_for_another(
     tmp_path: Path, status: int, stream: bool
 ) -> None:
@@ -101,6 +107,7 @@ async def test_a_node_that_has_no_time_is_left_for_another(
         assert house.node("a").failures == (0 if status == 429 else 1)
 
 
+@in_virtual_time
 async def test_when_all_have_no_time_it_is_502(tmp_path: Path) -> None:
     one, two = EmulatedNode(), EmulatedNode()
     async with a_house(tmp_path, one, two) as house:
@@ -112,6 +119,7 @@ async def test_when_all_have_no_time_it_is_502(tmp_path: Path) -> None:
         assert reply.headers["x-gateway-attempts"] == "3"
 
 
+@in_virtual_time
 async def test_an_error_that_two_nodes_agree_on_is_the_requests_own(tmp_path: Path) -> None:
     nodes = [EmulatedNode() for _ in range(3)]
     async with a_house(tmp_path, *nodes) as house:
@@ -124,6 +132,7 @@ async def test_an_error_that_two_nodes_agree_on_is_the_requests_own(tmp_path: Pa
         assert [house.node(name).failures for name in "abc"] == [0, 0, 0]
 
 
+@in_virtual_time
 async def test_an_error_that_only_one_node_has_is_its_fault(tmp_path: Path) -> None:
     one, two = EmulatedNode(), EmulatedNode()
     async with a_house(tmp_path, one, two, nodes=FIRST) as house:
@@ -133,6 +142,7 @@ async def test_an_error_that_only_one_node_has_is_its_fault(tmp_path: Path) -> N
         assert [house.node(name).failures for name in "ab"] == [1, 0]
 
 
+@in_virtual_time
 async def test_the_only_nodes_error_passes_through(tmp_path: Path) -> None:
     one = EmulatedNode()
     async with a_house(tmp_path, one) as house:
@@ -141,6 +151,7 @@ async def test_the_only_nodes_error_passes_through(tmp_path: Path) -> None:
         assert (reply.status_code, one.requests) == (500, 1)
 
 
+@in_virtual_time
 async def test_a_node_that_fails_at_once_does_not_draw_all_work(tmp_path: Path) -> None:
     """It is always free: without waiting for the other, it would be asked twice and not blamed."""
     broken, slow = EmulatedNode(slots=1), EmulatedNode(slots=1, decode_tps=100)
@@ -159,6 +170,7 @@ WORDS = " ".join(150 * ["a"])
 
 @pytest.mark.parametrize("path", DIALECTS)
 @pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
 async def test_a_prompt_that_is_too_long_goes_to_a_larger_node_once(
     tmp_path: Path, path: str, stream: bool
 ) -> None:
@@ -171,6 +183,7 @@ async def test_a_prompt_that_is_too_long_goes_to_a_larger_node_once(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
 async def test_a_prompt_that_is_too_long_for_all_is_400_with_the_context(
     tmp_path: Path, stream: bool
 ) -> None:
@@ -189,6 +202,7 @@ async def test_a_prompt_that_is_too_long_for_all_is_400_with_the_context(
         assert [house.node(name).failures for name in "ab"] == [0, 0]
 
 
+@in_virtual_time
 async def test_embeddings_say_it_with_a_500(tmp_path: Path) -> None:
     small = EmulatedNode(embeddings=True, context=120)
     large = EmulatedNode(embeddings=True, context=4096)
@@ -209,6 +223,7 @@ async def test_embeddings_say_it_with_a_500(tmp_path: Path) -> None:
         )
 
 
+@in_virtual_time
 async def test_a_huge_error_is_cut_and_still_an_error(tmp_path: Path) -> None:
     one = EmulatedNode()
     async with a_house(tmp_path, one) as house:
@@ -273,6 +288,7 @@ def test_an_error_event_becomes_an_error_body() -> None:
     assert message_of(as_body(b"{oops"))
 
 
+@in_virtual_time
 async def test_a_nodes_error_in_a_stream_is_a_reply_of_its_own(tmp_path: Path) -> None:
     one = EmulatedNode()
     async with a_house(tmp_path, one) as house:

@@ -37,6 +37,7 @@ def trusting(authority: trustme.CA) -> ssl.SSLContext:
     return context
 
 
+@in_virtual_time
 async def test_the_public_listener_may_speak_tls(
     tmp_path: Path, authority: trustme.CA, tls: dict[str, str]
 ) -> None:
@@ -65,6 +66,7 @@ async def test_the_public_listener_may_speak_tls(
         await gate.node.until(lambda: not connections)
 
 
+@in_virtual_time
 async def test_plain_http_on_a_tls_port_is_closed_and_harms_nobody(
     tmp_path: Path, authority: trustme.CA, tls: dict[str, str]
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.gateways import running_gateway
 from tests.transport.raw import Peer, Script, raw_server
+from tests.virtual import in_virtual_time
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
 CONTROL: dict[bytes, Any] = {
@@ -53,6 +54,7 @@ def chunk(text: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("timings", [None, TIMINGS], ids=["nothing counted", "timings alone"])
+@in_virtual_time
 async def test_an_answer_without_usage_is_put_together(
     tmp_path: Path, timings: dict[str, Any] | None
 ) -> None:
@@ -72,6 +74,7 @@ async def test_an_answer_without_usage_is_put_together(
         )
 
 
+@in_virtual_time
 async def test_what_can_not_be_put_together_is_asked_for_plainly(tmp_path: Path) -> None:
     asked: list[dict[str, Any]] = []
     async with (

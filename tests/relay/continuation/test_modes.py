@@ -21,6 +21,7 @@ from tests.relay.continuation.test_streams import (
 )
 from tests.relay.house import FIRST, a_house
 from tests.relay.test_streams import AFTER
+from tests.virtual import in_virtual_time
 
 MESSAGES = [{"role": "user", "content": "why"}]
 CHAT = {"messages": MESSAGES, "max_tokens": 200, "temperature": 0, "stream": True}
@@ -225,6 +226,7 @@ async def test_messages_with_pictures_go_on_by_their_own_dialect() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
+@in_virtual_time
 async def test_the_client_sees_nothing_of_the_ids_that_were_asked_for(
     tmp_path: Path, path: str
 ) -> None:
@@ -244,6 +246,7 @@ async def test_the_client_sees_nothing_of_the_ids_that_were_asked_for(
         assert b'"logprobs":{' not in plain.content
 
 
+@in_virtual_time
 async def test_probabilities_that_the_client_asked_for_stay(tmp_path: Path) -> None:
     (one,) = nodes(1)
     async with a_house(tmp_path, one, resume="exact") as house:

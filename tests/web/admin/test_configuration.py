@@ -9,9 +9,11 @@ from gateway.access.keys import new_key
 from gateway.app import Gateway
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
+from tests.virtual import in_virtual_time
 from tests.web.build import a_house, error_of
 
 
+@in_virtual_time
 async def test_the_settings_in_force_are_told_with_secrets_masked() -> None:
     key = new_key("team")
     settings = {
@@ -37,6 +39,7 @@ async def unwatched(gateway: Gateway) -> None:
     await asyncio.gather(*watching, return_exceptions=True)
 
 
+@in_virtual_time
 async def test_a_reload_tells_what_has_changed_and_what_needs_a_restart(tmp_path: Path) -> None:
     async with (
         EmulatedNode() as one,
@@ -69,6 +72,7 @@ async def test_a_reload_tells_what_has_changed_and_what_needs_a_restart(tmp_path
     assert [node["name"] for node in nodes] == ["node-0", "fresh"]
 
 
+@in_virtual_time
 async def test_an_invalid_file_is_422_with_every_problem_and_changes_nothing(
     tmp_path: Path,
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
+from tests.virtual import in_virtual_time
 from tests.web.build import House, a_house, error_of
 
 SECRET = "the launch code is 7391"
@@ -53,6 +54,7 @@ async def end(*tasks: asyncio.Task[httpx.Response]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@in_virtual_time
 async def test_what_runs_and_what_waits_is_told_without_its_text() -> None:
     async with a_slow_house(models={"alias": {"use": "demo"}}) as (house, node):
         first = await start(house, node, stream=True, headers={"x-request-id": "one"})
@@ -83,6 +85,7 @@ async def test_what_runs_and_what_waits_is_told_without_its_text() -> None:
     assert 0 < waiting["queue_seconds"] <= waiting["seconds"] < 30
 
 
+@in_virtual_time
 async def test_a_waiting_request_can_be_cancelled() -> None:
     async with a_slow_house() as (house, node):
         first = await start(house, node)
@@ -101,6 +104,7 @@ async def test_a_waiting_request_can_be_cancelled() -> None:
     assert "retry-after" in refused.headers
 
 
+@in_virtual_time
 async def test_a_running_request_can_be_cancelled() -> None:
     async with a_slow_house() as (house, node):
         task = await start(house, node)
@@ -113,6 +117,7 @@ async def test_a_running_request_can_be_cancelled() -> None:
     assert (event.code, event.reason) == (503, "cancelled")
 
 
+@in_virtual_time
 async def test_a_stream_that_is_cancelled_ends_with_its_error_event_and_frees_its_slot() -> None:
     async with a_slow_house() as (house, node):
         task = await start(house, node, stream=True)
@@ -127,6 +132,7 @@ async def test_a_stream_that_is_cancelled_ends_with_its_error_event_and_frees_it
 
 
 @pytest.mark.parametrize("tag", ["mine", "a/b:c"])
+@in_virtual_time
 async def test_a_request_is_found_by_its_x_request_id_too(tag: str) -> None:
     async with a_slow_house() as (house, node):
         task = await start(house, node, headers={"x-request-id": tag})
@@ -135,6 +141,7 @@ async def test_a_request_is_found_by_its_x_request_id_too(tag: str) -> None:
         assert (await asyncio.wait_for(task, 30)).status_code == 503
 
 
+@in_virtual_time
 async def test_an_x_request_id_that_two_have_ends_neither() -> None:
     async with a_slow_house() as (house, node):
         first = await start(house, node, headers={"x-request-id": "same"})
@@ -145,6 +152,7 @@ async def test_an_x_request_id_that_two_have_ends_neither() -> None:
         await end(first, second)
 
 
+@in_virtual_time
 async def test_an_unknown_request_is_404_and_nothing_but_delete_is_for_one() -> None:
     async with a_house() as house:
         answer = await cancel(house, "nobody")
@@ -153,6 +161,7 @@ async def test_an_unknown_request_is_404_and_nothing_but_delete_is_for_one() -> 
         assert (other.status_code, other.headers["allow"]) == (405, "DELETE")
 
 
+@in_virtual_time
 async def test_what_is_cancelled_twice_is_cancelled() -> None:
     async with a_slow_house() as (house, node):
         task = await start(house, node)

@@ -152,5 +152,8 @@ async def public(
         log = (folder / "gateway.log").read_text()
         assert "Traceback" not in log, log
         assert '"level":"error"' not in log.replace(" ", ""), log
-    left = asyncio.all_tasks() - before - {asyncio.current_task()}
-    assert not left, left
+
+    def left() -> set[asyncio.Task[Any]]:
+        return asyncio.all_tasks() - before - {asyncio.current_task()}
+
+    await until(lambda: not left(), seen=left)

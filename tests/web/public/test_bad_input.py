@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,18 +11,19 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.emulator.wire import Wire, wired
+from gateway.web.public import protocol
+from tests.emulator.wire import wired
 from tests.web.public.asking import CHAT, HELLO, Answer, Public, answer, public, request
 
 SMALL = {
     "limits": {
         "body_bytes": 200_000,
         "header_bytes": 8192,
-        "header_timeout": 0.3,
-        "body_timeout": 0.3,
         "buffered_bytes": 1_000_000,
     }
 }
+PATIENT = 60.0
+"""Seconds for which a refused client is read from: a machine that stands still must not cut it."""
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -31,8 +31,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
-    async with public(tmp_path_factory.mktemp("gate"), SMALL) as found:
-        yield found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(protocol, "LINGER_SECONDS", PATIENT)
+        async with public(tmp_path_factory.mktemp("gate"), SMALL) as found:
+            yield found
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -288,69 +290,6 @@ async def test_what_never_became_a_request_is_told_in_the_form_of_its_path(
         assert body["request_id"] == found.headers["request-id"] == found.headers["x-request-id"]
 
 
-# Slowness.
-
-
-@pytest.mark.parametrize("start", [b"P", b"POST /v1/chat", request()[:60], b"\r\n\r\n"])
-async def test_half_a_head_and_then_silence_is_408(gate: Public, start: bytes) -> None:
-    async with wired(gate.url) as wire:
-        await wire.send(start)
-        found = await answer(wire)
-        assert told(found) == (408, "request_timeout")
-        assert await wire.rest() == b""
-
-
-async def test_a_connection_that_says_nothing_is_closed(gate: Public) -> None:
-    async with wired(gate.url) as wire:
-        assert await wire.rest() == b""
-
-
-async def test_a_head_a_byte_at_a_time_is_408(gate: Public) -> None:
-    async with wired(gate.url) as wire:
-        trickling = asyncio.create_task(_trickle(wire, request() * 100))
-        assert told(await answer(wire)) == (408, "request_timeout")
-        trickling.cancel()
-        await asyncio.gather(trickling, return_exceptions=True)
-
-
-async def test_half_a_head_on_a_used_connection_is_408(gate: Public) -> None:
-    async with wired(gate.url) as wire:
-        await wire.send(request({**HELLO, "max_tokens": 1}))
-        assert (await answer(wire)).status == 200
-        await wire.send(b"POST /v1")
-        assert told(await answer(wire)) == (408, "request_timeout")
-
-
-async def test_line_ends_between_requests_do_not_keep_a_connection(gate: Public) -> None:
-    async with wired(gate.url) as wire:
-        await wire.send(request({**HELLO, "max_tokens": 1}))
-        assert (await answer(wire)).status == 200
-        await wire.send(b"\r\n")
-        assert told(await answer(wire)) == (408, "request_timeout")
-
-
-async def test_half_a_body_and_then_silence_is_408(gate: Public) -> None:
-    async with wired(gate.url) as wire:
-        await wire.send(request(b'{"messages": ', length=5000))
-        assert told(await answer(wire)) == (408, "request_timeout")
-    assert (await gate.last()).code == 408
-
-
-async def test_a_body_a_byte_at_a_time_is_408(gate: Public) -> None:
-    async with wired(gate.url) as wire:
-        await wire.send(request(b"{", length=5000))
-        trickling = asyncio.create_task(_trickle(wire, b" " * 4000))
-        assert told(await answer(wire)) == (408, "request_timeout")
-        trickling.cancel()
-        await asyncio.gather(trickling, return_exceptions=True)
-
-
-async def _trickle(wire: Wire, data: bytes) -> None:
-    for byte in data:
-        await wire.send(bytes([byte]))
-        await asyncio.sleep(0.02)
-
-
 async def test_a_body_that_comes_in_pieces_is_put_together(gate: Public) -> None:
     data = request({**HELLO, "max_tokens": 3, "padding": "x" * 150_000})
     async with wired(gate.url) as wire:
@@ -565,55 +504,17 @@ async def test_connections_beyond_the_limit_are_429(tmp_path: Path) -> None:
 
 
 async def test_a_storm_of_nonsense_leaves_nothing_behind(gate: Public) -> None:
-    kinds = [
-        b"garbage\r\n\r\n",
-        request(b"{"),
-        request(b"{", length=500),
-        request()[:40],
-        request() + request()[:-3],
-        b"",
-    ]
+    unfinished = [request(b"{", length=500), request()[:40], b""]
+    finished = [b"garbage\r\n\r\n", request(b"{"), request() + request()[:-3]]
+    kinds = [*finished, *unfinished]
 
     async def one(number: int) -> None:
         async with wired(gate.url) as wire:
-            await wire.send(kinds[number % len(kinds)])
-            if number % 3:
+            data = kinds[number % len(kinds)]
+            await wire.send(data)
+            if number % 4 and data not in unfinished:
                 await wire.some()
 
     await asyncio.gather(*(one(number) for number in range(120)))
-    connections = gate.running.gateway.public._server.server_state.connections  # type: ignore[union-attr]
-    await gate.node.until(lambda: not connections)
-
-
-async def test_requests_that_are_spoilt_are_answered_or_ended(gate: Public) -> None:
-    rng = random.Random(20)
-    whole = [
-        request({**HELLO, "max_tokens": 1}, "X-Request-ID: a", "Content-Type: application/json"),
-        request({**HELLO, "max_tokens": 1, "stream": True}, "Connection: keep-alive, X-A"),
-        f"POST {CHAT} HTTP/1.1\r\nHost: g\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{{}}\r\n"
-        "0\r\n\r\n".encode(),
-        request(b"", method="GET", path="/v1/models?x=%20#y"),
-    ]
-
-    async def one(number: int) -> None:
-        data = bytearray(whole[number % len(whole)])
-        for _ in range(rng.randint(1, 5)):
-            place = rng.randrange(len(data))
-            what = rng.choice(b'\0\r\n :;,/%{}[]"0159azAZ\x7f\x80\xff')
-            if rng.random() < 0.5:
-                data[place] = what
-            else:
-                data.insert(place, what)
-        async with wired(gate.url) as wire:
-            middle = rng.randrange(len(data))
-            await wire.send(bytes(data[:middle]))
-            await asyncio.sleep(0)
-            with suppress(ConnectionError):
-                await wire.send(bytes(data[middle:]))
-                told = await wire.some()
-                assert not told or told.startswith(b"HTTP/1.1 ")
-
-    for start in range(0, 200, 50):
-        await asyncio.gather(*(one(number) for number in range(start, start + 50)))
     connections = gate.running.gateway.public._server.server_state.connections  # type: ignore[union-attr]
     await gate.node.until(lambda: not connections)

@@ -86,6 +86,7 @@ async def test_who_leaves_before_the_nodes_head_leaves_no_connection(
         await until(lambda: the_node(gate).leased == 0)
 
 
+@in_virtual_time
 async def test_who_leaves_in_prefill_frees_the_slot_when_the_prompt_has_been_read(
     tmp_path: Path,
 ) -> None:
@@ -132,6 +133,7 @@ async def test_a_plain_request_that_is_left_frees_its_slot_at_once(tmp_path: Pat
         await until(lambda: the_node(gate).leased == 0)
 
 
+@in_virtual_time
 async def test_what_can_only_be_answered_plainly_holds_its_slot_until_the_node_is_done(
     tmp_path: Path,
 ) -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from tests.emulator import EmulatedNode
 from tests.emulator.wire import Wire, unchunk, wired
 from tests.gateways import running_gateway, until
+from tests.virtual import in_virtual_time
 from tests.web.public.asking import CHAT, HELLO, Public, answer, public, request
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BEATING = {"heartbeat": 0.1, "health": {"interval": 0.2}, "retries": {"backoff": 0.01}}
 BODIES: dict[str, dict[str, Any]] = {
@@ -27,19 +24,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "/completion": {"prompt": "hello"},
 }
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
-    async with public(tmp_path_factory.mktemp("gate"), BEATING) as found:
-        yield found
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def gate(house: Public) -> AsyncIterator[Public]:
-    house.forget()
-    yield house
-    await house.is_well()
 
 
 def stream(path: str = CHAT, **more: Any) -> bytes:
@@ -64,60 +48,66 @@ async def body_of(wire: Wire) -> bytes:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_stream_that_waits_gives_signs_of_life(gate: Public, path: str) -> None:
-    beat = PING if path == "/v1/messages" else b":\n"
-    gate.node.faults.next("hang", after_events=0)
-    async with wired(gate.url) as wire:
-        await wire.send(stream(path, max_tokens=3))
-        head = await wire.head()
-        assert head.startswith(b"HTTP/1.1 200 ")
-        assert b"content-type: text/event-stream" in head
-        assert b"x-accel-buffering: no" in head
-        assert b"x-request-id: req_" in head
-        assert (b"request-id: req_" in head.replace(b"x-request-id", b"")) == (
-            path == "/v1/messages"
-        )
-        assert b"x-gateway-class: normal" in head
-        # Other nodes may be tried yet, and so nothing is said of them.
-        for unknown in (b"attempts", b"queue-ms", b"node", b"tier"):
-            assert b"x-gateway-" + unknown not in head
-        for _ in range(3):
-            assert await chunk(wire) == beat
-        gate.node.faults.release()
-        body = await body_of(wire)
-    assert body.startswith(beat) or b"data: " in body[:200]
-    rest = body.replace(beat, b"") if path == "/v1/messages" else body.lstrip(b":\n")
-    assert b"event: ping" not in rest
-    assert rest.startswith((b"data: {", b"event: "))
-    assert rest.endswith(b"\n\n")
-    record = await gate.last()
-    assert (record.code, record.stream) == (200, True)
-    assert record.ttft is not None
-    assert record.ttft > 0.3, "a sign of life is no content"
+@in_virtual_time
+async def test_a_stream_that_waits_gives_signs_of_life(tmp_path: Path, path: str) -> None:
+    async with public(tmp_path, BEATING) as gate:
+        beat = PING if path == "/v1/messages" else b":\n"
+        gate.node.faults.next("hang", after_events=0)
+        async with wired(gate.url) as wire:
+            await wire.send(stream(path, max_tokens=3))
+            head = await wire.head()
+            assert head.startswith(b"HTTP/1.1 200 ")
+            assert b"content-type: text/event-stream" in head
+            assert b"x-accel-buffering: no" in head
+            assert b"x-request-id: req_" in head
+            assert (b"request-id: req_" in head.replace(b"x-request-id", b"")) == (
+                path == "/v1/messages"
+            )
+            assert b"x-gateway-class: normal" in head
+            # Other nodes may be tried yet, and so nothing is said of them.
+            for unknown in (b"attempts", b"queue-ms", b"node", b"tier"):
+                assert b"x-gateway-" + unknown not in head
+            for _ in range(3):
+                assert await chunk(wire) == beat
+            gate.node.faults.release()
+            body = await body_of(wire)
+        assert body.startswith(beat) or b"data: " in body[:200]
+        rest = body.replace(beat, b"") if path == "/v1/messages" else body.lstrip(b":\n")
+        assert b"event: ping" not in rest
+        assert rest.startswith((b"data: {", b"event: "))
+        assert rest.endswith(b"\n\n")
+        record = await gate.last()
+        assert (record.code, record.stream) == (200, True)
+        assert record.ttft is not None
+        assert record.ttft == pytest.approx(0.3), "a sign of life is no content"
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_stream_that_falls_silent_gets_them_too(gate: Public, path: str) -> None:
-    beat = PING if path == "/v1/messages" else b":\n"
-    gate.node.faults.next("hang", after_events=5)
-    async with wired(gate.url) as wire:
-        await wire.send(stream(path))
-        await wire.head()
-        while (said := await chunk(wire)) != beat:
-            assert b"\n:" not in said
-        for _ in range(2):
-            assert await chunk(wire) == beat
-        gate.node.faults.release()
-        # None behind an event that has followed too soon, and none behind the end.
-        rest = await body_of(wire)
-    assert b"\n" + beat not in rest.removeprefix(beat)
+@in_virtual_time
+async def test_a_stream_that_falls_silent_gets_them_too(tmp_path: Path, path: str) -> None:
+    async with public(tmp_path, BEATING) as gate:
+        beat = PING if path == "/v1/messages" else b":\n"
+        gate.node.faults.next("hang", after_events=5)
+        async with wired(gate.url) as wire:
+            await wire.send(stream(path))
+            await wire.head()
+            while (said := await chunk(wire)) != beat:
+                assert b"\n:" not in said
+            for _ in range(2):
+                assert await chunk(wire) == beat
+            gate.node.faults.release()
+            # None behind an event that has followed too soon, and none behind the end.
+            rest = await body_of(wire)
+        assert b"\n" + beat not in rest.removeprefix(beat)
 
 
-async def test_plain_requests_get_none(gate: Public) -> None:
-    gate.node.faults.next("hang", seconds=0.4)
-    found = await gate.chat(max_tokens=1)
-    assert found.status == 200
-    assert json.loads(found.body)["choices"]
+@in_virtual_time
+async def test_plain_requests_get_none(tmp_path: Path) -> None:
+    async with public(tmp_path, BEATING) as gate:
+        gate.node.faults.next("hang", seconds=0.4)
+        found = await gate.chat(max_tokens=1)
+        assert found.status == 200
+        assert json.loads(found.body)["choices"]
 
 
 async def failing(gate: Public, path: str, kind: str, **fault: Any) -> bytes:
@@ -137,31 +127,35 @@ async def failing(gate: Public, path: str, kind: str, **fault: Any) -> bytes:
 
 
 @pytest.mark.parametrize("path", BODIES)
+@in_virtual_time
 async def test_a_nodes_own_400_is_an_event_then_and_keeps_its_code_in_the_record(
-    gate: Public, path: str
+    tmp_path: Path, path: str
 ) -> None:
-    body = await failing(gate, path, "status", status=400)
-    beat = PING if path == "/v1/messages" else b":\n"
-    rest = body
-    while rest.startswith(beat):
-        rest = rest.removeprefix(beat)
-    told(path, rest, "Bad request")
-    record = await gate.last()
-    assert record.code == 400
+    async with public(tmp_path, BEATING) as gate:
+        body = await failing(gate, path, "status", status=400)
+        beat = PING if path == "/v1/messages" else b":\n"
+        rest = body
+        while rest.startswith(beat):
+            rest = rest.removeprefix(beat)
+        told(path, rest, "Bad request")
+        record = await gate.last()
+        assert record.code == 400
 
 
 @pytest.mark.parametrize("path", BODIES)
+@in_virtual_time
 async def test_a_502_is_an_event_then_and_keeps_its_code_in_the_record(
-    gate: Public, path: str
+    tmp_path: Path, path: str
 ) -> None:
-    body = await failing(gate, path, "status", status=404)
-    beat = PING if path == "/v1/messages" else b":\n"
-    rest = body
-    while rest.startswith(beat):
-        rest = rest.removeprefix(beat)
-    told(path, rest, "No node serves")
-    record = await gate.last()
-    assert (record.code, record.reason) == (502, "node_failed")
+    async with public(tmp_path, BEATING) as gate:
+        body = await failing(gate, path, "status", status=404)
+        beat = PING if path == "/v1/messages" else b":\n"
+        rest = body
+        while rest.startswith(beat):
+            rest = rest.removeprefix(beat)
+        told(path, rest, "No node serves")
+        record = await gate.last()
+        assert (record.code, record.reason) == (502, "node_failed")
 
 
 def told(path: str, data: bytes, message: str) -> None:
@@ -181,6 +175,7 @@ def told(path: str, data: bytes, message: str) -> None:
         assert value["type"] == "error"
 
 
+@in_virtual_time
 async def test_a_wait_that_was_too_long_is_an_event_then(tmp_path: Path) -> None:
     settings = {**BEATING, "queue": {"max_wait": 0.3}}
     async with public(tmp_path, settings, EmulatedNode(slots=1)) as other:
@@ -195,21 +190,26 @@ async def test_a_wait_that_was_too_long_is_an_event_then(tmp_path: Path) -> None
             assert [(one.code, one.reason) for one in other.told()] == [(503, "queue_timeout")]
 
 
-async def test_a_failure_before_the_first_sign_of_life_has_its_own_status(gate: Public) -> None:
-    gate.node.faults.next("status", status=400)
-    found = await gate.ask(stream())
-    assert found.status == 400
-    assert json.loads(found.body)["error"]["message"] == "Bad request"
+@in_virtual_time
+async def test_a_failure_before_the_first_sign_of_life_has_its_own_status(tmp_path: Path) -> None:
+    async with public(tmp_path, BEATING) as gate:
+        gate.node.faults.next("status", status=400)
+        found = await gate.ask(stream())
+        assert found.status == 400
+        assert json.loads(found.body)["error"]["message"] == "Bad request"
 
 
+@in_virtual_time
 async def test_an_answer_that_is_no_stream_is_an_error_once_one_was_promised(
-    gate: Public,
+    tmp_path: Path,
 ) -> None:
-    body = await failing(gate, CHAT, "status", status=200, body='{"choices": []}')
-    told(CHAT, body.lstrip(b":\n"), "did not stream")
-    assert (await gate.last()).code == 502
+    async with public(tmp_path, BEATING) as gate:
+        body = await failing(gate, CHAT, "status", status=200, body='{"choices": []}')
+        told(CHAT, body.lstrip(b":\n"), "did not stream")
+        assert (await gate.last()).code == 502
 
 
+@in_virtual_time
 async def test_signs_of_life_can_be_switched_off(tmp_path: Path) -> None:
     async with public(tmp_path, {"heartbeat": "off"}) as other:
         other.node.faults.next("hang", after_events=0)
@@ -222,14 +222,17 @@ async def test_signs_of_life_can_be_switched_off(tmp_path: Path) -> None:
             assert found.body.startswith(b"data: {")
 
 
-async def test_the_nodes_own_comments_are_brought_to_one_form(gate: Public) -> None:
-    gate.node.faults.next("comments")
-    found = await gate.ask(stream(max_tokens=3))
-    assert found.body.count(b":\n") >= 3
-    assert b":\n\n" not in found.body
-    assert b"\n\n:\ndata: " in found.body
+@in_virtual_time
+async def test_the_nodes_own_comments_are_brought_to_one_form(tmp_path: Path) -> None:
+    async with public(tmp_path, BEATING) as gate:
+        gate.node.faults.next("comments")
+        found = await gate.ask(stream(max_tokens=3))
+        assert found.body.count(b":\n") >= 3
+        assert b":\n\n" not in found.body
+        assert b"\n\n:\ndata: " in found.body
 
 
+@in_virtual_time
 async def test_the_nodes_own_comments_are_left_out_where_signs_of_life_are_off(
     tmp_path: Path,
 ) -> None:
@@ -240,16 +243,19 @@ async def test_the_nodes_own_comments_are_left_out_where_signs_of_life_are_off(
         assert b"\n:" not in found.body
 
 
-async def test_who_leaves_after_signs_of_life_is_noticed(gate: Public) -> None:
-    gate.node.faults.next("hang", after_events=0)
-    async with wired(gate.url) as wire:
-        await wire.send(stream())
-        await wire.head()
-        assert await chunk(wire) == b":\n"
-    record = await gate.last()
-    assert (record.code, record.ttft) == (499, None)
+@in_virtual_time
+async def test_who_leaves_after_signs_of_life_is_noticed(tmp_path: Path) -> None:
+    async with public(tmp_path, BEATING) as gate:
+        gate.node.faults.next("hang", after_events=0)
+        async with wired(gate.url) as wire:
+            await wire.send(stream())
+            await wire.head()
+            assert await chunk(wire) == b":\n"
+        record = await gate.last()
+        assert (record.code, record.ttft) == (499, None)
 
 
+@in_virtual_time
 async def test_signs_of_life_go_on_while_another_node_is_tried(tmp_path: Path) -> None:
     async with (
         EmulatedNode() as one,

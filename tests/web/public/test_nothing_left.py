@@ -73,7 +73,7 @@ async def test_of_a_connection_that_was_served(tmp_path: Path, data: bytes, left
         await until(lambda: not gate.running.gateway.registry)
         gate.running.gateway.bus.flush()
         gate.ended.clear()
-        await until(lambda: not left(), limit=5.0, seen=left)
+        await until(lambda: not left(), seen=left)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -92,7 +92,7 @@ async def test_of_clients_that_leave_while_they_wait_and_while_they_read(
         await until(lambda: not gate.running.gateway.registry)
         gate.running.gateway.bus.flush()
         gate.ended.clear()
-        await until(lambda: not left(), limit=5.0, seen=left)
+        await until(lambda: not left(), seen=left)
 
 
 async def test_of_a_connection_that_served_many(tmp_path: Path, left: Left) -> None:
@@ -105,4 +105,4 @@ async def test_of_a_connection_that_served_many(tmp_path: Path, left: Left) -> N
                 assert number % 2 == 0 or json.loads(found.body)["choices"]
         await asyncio.sleep(0)
     gate.ended.clear()
-    await until(lambda: not left(), limit=5.0, seen=left)
+    await until(lambda: not left(), seen=left)

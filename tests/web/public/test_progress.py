@@ -13,6 +13,7 @@ import pytest
 from tests.emulator import EmulatedNode
 from tests.emulator.wire import unchunk, wired
 from tests.gateways import until
+from tests.virtual import in_virtual_time
 from tests.web.public.asking import CHAT, HELLO, public, request
 
 LINE = re.compile(rb": queued position=(\d+) expected_start=(\d+\.\d)\n")
@@ -32,6 +33,7 @@ def events_of(data: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("path", PATHS)
+@in_virtual_time
 async def test_who_waits_is_told_its_place(tmp_path: Path, path: str) -> None:
     async with public(tmp_path, OFF, slow()) as gate:
         first = asyncio.create_task(gate.chat(max_tokens=30))
@@ -63,6 +65,7 @@ async def test_who_waits_is_told_its_place(tmp_path: Path, path: str) -> None:
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
+@in_virtual_time
 async def test_nobody_else_is(tmp_path: Path) -> None:
     async with public(tmp_path, {**OFF, "heartbeat": 0.3}, slow()) as gate:
         first = asyncio.create_task(gate.chat(max_tokens=25))
@@ -115,6 +118,7 @@ def without_marks(body: bytes) -> bytes:
 
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("path", TELLING)
+@in_virtual_time
 async def test_who_is_read_is_told_how_much_of_it(tmp_path: Path, path: str) -> None:
     async with public(tmp_path, OFF, reading()) as gate:
         plain, found = await asyncio.gather(
@@ -136,6 +140,7 @@ async def test_who_is_read_is_told_how_much_of_it(tmp_path: Path, path: str) -> 
 
 
 @pytest.mark.usefixtures("often")
+@in_virtual_time
 async def test_who_asked_the_node_itself_gets_its_events(tmp_path: Path) -> None:
     async with public(tmp_path, OFF, reading()) as gate:
         found = await gate.ask(request(a_long(CHAT, return_progress=True), ASKING))
@@ -145,6 +150,7 @@ async def test_who_asked_the_node_itself_gets_its_events(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("path", LONGS)
+@in_virtual_time
 async def test_progress_that_is_not_asked_for_edits_nothing(tmp_path: Path, path: str) -> None:
     async with public(tmp_path, OFF, EmulatedNode(infill=True)) as gate:
         await gate.ask(request(a_long(path), path=path))
@@ -153,6 +159,7 @@ async def test_progress_that_is_not_asked_for_edits_nothing(tmp_path: Path, path
 
 
 @pytest.mark.usefixtures("often")
+@in_virtual_time
 async def test_it_goes_together_with_what_else_is_taken_out(tmp_path: Path) -> None:
     async with public(tmp_path, {**OFF, "resume": "exact"}, reading()) as gate:
         plain = await gate.ask(request(a_long(CHAT)))
@@ -165,6 +172,7 @@ async def test_it_goes_together_with_what_else_is_taken_out(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("often")
+@in_virtual_time
 async def test_where_a_node_does_not_tell_it_is_reckoned_once_its_speed_is_known(
     tmp_path: Path,
 ) -> None:
@@ -185,6 +193,7 @@ async def test_where_a_node_does_not_tell_it_is_reckoned_once_its_speed_is_known
 
 
 @pytest.mark.usefixtures("often")
+@in_virtual_time
 async def test_a_node_that_never_heard_of_progress_is_not_spoilt(tmp_path: Path) -> None:
     async with public(tmp_path, OFF, reading(progress=False)) as gate:
         found = await gate.ask(request(a_long(CHAT), ASKING))
@@ -194,6 +203,7 @@ async def test_a_node_that_never_heard_of_progress_is_not_spoilt(tmp_path: Path)
         assert b"prefill" not in found.body
 
 
+@in_virtual_time
 async def test_events_of_progress_count_as_no_tokens(tmp_path: Path) -> None:
     async with public(tmp_path, OFF, reading(decode_tps=20.0)) as gate:
         async with wired(gate.url) as wire:
@@ -205,6 +215,7 @@ async def test_events_of_progress_count_as_no_tokens(tmp_path: Path) -> None:
         assert ended.completion_tokens <= gate.node.engine.tokens + 1
 
 
+@in_virtual_time
 async def test_a_plain_answer_is_as_ever(tmp_path: Path) -> None:
     async with public(tmp_path, OFF, slow()) as gate:
         found = await asyncio.gather(*(gate.chat(ASKING, max_tokens=9) for _ in range(2)))

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from gateway.transport import connection
 from tests.emulator import EmulatedNode
 from tests.emulator.wire import wired
 from tests.gateways import running_gateway, until
+from tests.transport.raw import Peer
 from tests.web.public.asking import CHAT, HELLO, answer, public, request
 
 CALM = {"health": {"interval": 60, "discover_interval": 60}, "heartbeat": "off"}
@@ -50,8 +52,9 @@ async def test_the_limit_of_requests_on_one_connection_is_not_noticed(tmp_path: 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_connections_that_break_in_the_instant_of_their_reuse_are_no_attempts(
-    tmp_path: Path, stream: bool
+    tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connection, "STALE_SECONDS", 60.0)  # though this machine stood still
     node = EmulatedNode(slots=4, close_after_stream=False)
     async with public(tmp_path, CALM, node) as gate:
         await asyncio.gather(*(gate.chat(max_tokens=1) for _ in range(4)))
@@ -80,6 +83,7 @@ async def test_a_path_prefix_of_the_node_is_kept(tmp_path: Path) -> None:
 
     async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """What a reverse proxy does with a prefix: takes it off."""
+        peer = Peer(reader, writer)
         upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", node.port)
 
         async def back() -> None:
@@ -89,9 +93,12 @@ async def test_a_path_prefix_of_the_node_is_kept(tmp_path: Path) -> None:
 
         returning = asyncio.create_task(back())
         try:
-            while data := await reader.read(65536):
+            while True:
+                data = await peer.request()
                 heard.append(data.split(b"\r\n", 1)[0])
                 upstream_writer.write(data.replace(b" /llama/", b" /", 1))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
         finally:
             upstream_writer.close()
             returning.cancel()

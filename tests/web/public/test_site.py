@@ -156,7 +156,7 @@ async def test_until_the_first_probes_are_done_it_is_503(path: str) -> None:
             assert (response.status_code, error_of(response)["code"]) == (503, "starting")
             assert int(response.headers["retry-after"]) > 0
             node.faults.clear()
-            await asyncio.wait_for(house.fleet.probed.wait(), 10)
+            await asyncio.wait_for(house.fleet.probed.wait(), 30)
             assert (await house.public.get(path)).status_code == 200
 
 
