@@ -11,10 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,12 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from gateway.local.ports import claim_port, port_of
 from tests.bench.load import Address
 
 HOST = "127.0.0.1"
-START_LIMIT = 30.0
-STOP_LIMIT = 10.0
-BELOW_EPHEMERAL = 20_000, 32_000
+START_LIMIT = 90.0
+STOP_LIMIT = 30.0
+PATIENCE = 5.0
+"""Seconds for one answer of a target that starts."""
 CONNECTIONS = 8192
 """Connections each proxy is told to take; a stream takes two."""
 
@@ -76,19 +76,6 @@ class Running:
 def find(binary: str) -> str | None:
     """A binary on PATH or where Debian puts daemons."""
     return shutil.which(binary, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
-
-
-def free_port() -> int:
-    """A port that nobody has, and that no outgoing connection will take before it is used."""
-    while True:
-        port = random.randrange(*BELOW_EPHEMERAL)
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-            return port
 
 
 def nginx(
@@ -156,7 +143,7 @@ defaults
   mode http
   option http-no-delay
 {defaults}
-  timeout connect 5s
+  timeout connect 1m
   timeout client 1h
   timeout server 1h
 frontend public
@@ -190,7 +177,7 @@ def _gateway(binary: str, plan: Plan) -> list[str]:
     settings.write_text(json.dumps({"queue": {"max": 10000}}))
     return [
         *(binary, "serve", "--nodes", str(nodes), "--config", str(settings)),
-        *("--host", HOST, "--port", str(plan.port), "--admin-port", str(free_port())),
+        *("--host", HOST, "--port", str(plan.port), "--admin-port", "0"),
     ]
 
 
@@ -238,14 +225,22 @@ async def running(
     program = target.program()
     if program is None:
         raise TargetError(f"{target.name} is not installed ({target.remedy})")
-    plan = Plan(folder, free_port(), upstreams)
-    command = target.command(program, plan)
-    if not command:
-        yield Running((HOST, upstreams[0]), None)
-        return
-    log_file = folder / f"{target.name}.log"
+    # Nobody else gets the port before the target has it: it sets SO_REUSEADDR, as all servers do.
+    with claim_port(HOST) as claim:
+        plan = Plan(folder, port_of(claim), upstreams)
+        command = target.command(program, plan)
+        if not command:
+            yield Running((HOST, upstreams[0]), None)
+            return
+        async with _run(target, plan, command, core) as proxy:
+            yield proxy
+
+
+@asynccontextmanager
+async def _run(target: Target, plan: Plan, command: list[str], core: int) -> AsyncIterator[Running]:
+    log_file = plan.folder / f"{target.name}.log"
     with log_file.open("ab") as log:
-        process = _start(command, log, folder, core)
+        process = _start(command, log, plan.folder, core)
         try:
             await _until_ready(target, process, plan, log_file)
             yield Running(plan.address, process.pid)
@@ -287,9 +282,9 @@ def _epitaph(target: Target, status: int, log: Path) -> str:
 
 
 async def _status(address: Address, path: str) -> int:
-    """Status of a GET; 0 where nobody answers within a second."""
+    """Status of a GET; 0 where nobody answers."""
     try:
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(PATIENCE):
             reader, writer = await asyncio.open_connection(*address)
             try:
                 host = f"{address[0]}:{address[1]}"

@@ -12,6 +12,7 @@ from tests.bench.dataplane import main
 from tests.bench.report import BEGIN, END
 
 ROOT = Path(__file__).parents[2]
+LIMIT = 500.0
 
 two_cores = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="one core for the proxy, one for the load"
@@ -24,12 +25,13 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=LIMIT,
         check=False,
     )
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * LIMIT)
 @two_cores
 def test_a_quick_run_without_a_proxy_is_valid_in_every_scenario(tmp_path: Path) -> None:
     page, file = tmp_path / "page.md", tmp_path / "bench.json"
@@ -48,7 +50,8 @@ def test_a_quick_run_without_a_proxy_is_valid_in_every_scenario(tmp_path: Path) 
     ]
     assert not any(sample["errors"] for sample in told["samples"])
     assert samples["plain-c32"]["figures"]["upstream_connections"] == 0
-    assert 0 < samples["streams-20"]["figures"]["p50_ms"] < 1000
+    delays = samples["streams-20"]["figures"]
+    assert 0 < delays["p50_ms"] <= delays["p99_ms"] <= delays["max_ms"]
     assert page.read_text().startswith(BEGIN)
     assert "tests.bench.dataplane --quick --targets direct" in page.read_text()
     assert done.stdout.strip() in page.read_text().partition(END)[0]

@@ -14,7 +14,7 @@ from tests.bench.scenarios import chat, plain_load, stream_load
 from tests.bench.upstream import Script, Upstream
 from tests.virtual import in_virtual_time, now
 
-LIMIT = 10.0
+LIMIT = 50.0
 GOOD = shapes.answer(shapes.EMBEDDING)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tests.bench.scheduling.fleet import SLOTS
-from tests.bench.targets import HOST, TARGETS, Plan, Target, free_port, haproxy, nginx
+from tests.bench.targets import HOST, TARGETS, Plan, Target, haproxy, nginx
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def _gateway(**settings: object) -> Callable[[str, Plan], list[str]]:
         config.write_text(json.dumps(settings))
         return [
             *(binary, "serve", "--nodes", str(nodes), "--config", str(config)),
-            *("--host", HOST, "--port", str(plan.port), "--admin-port", str(free_port())),
+            *("--host", HOST, "--port", str(plan.port), "--admin-port", "0"),
         ]
 
     return command

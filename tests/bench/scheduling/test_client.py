@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gateway.local.ports import claim_port, port_of
 from tests.bench.load import Address
 from tests.bench.scheduling import trace
 from tests.bench.scheduling.client import ask
@@ -9,6 +10,7 @@ from tests.bench.scheduling.fleet import FAST, SLOW, nodes
 from tests.bench.scheduling.play import Player, as_emulated
 from tests.bench.scheduling.trace import Shape
 from tests.emulator import EmulatedNode, expected_chat_text
+from tests.virtual import in_virtual_time, now
 
 TALK = [{"role": "user", "content": "hello there"}]
 BODY: dict[str, Any] = {
@@ -23,9 +25,10 @@ def address(node: EmulatedNode) -> Address:
     return node.host, node.port
 
 
+@in_virtual_time
 async def test_an_answer_is_read_with_its_times_and_its_usage() -> None:
     async with EmulatedNode(prefill_tps=200, decode_tps=50) as node:
-        answer = await ask(address(node), BODY, 5)
+        answer = await ask(address(node), BODY, 5, now)
     assert answer.problem == ""
     assert answer.text == expected_chat_text(TALK, 5)
     assert (answer.finish, answer.completion_tokens) == ("length", 5)
@@ -34,31 +37,34 @@ async def test_an_answer_is_read_with_its_times_and_its_usage() -> None:
     assert answer.done - answer.first > 4 / 50 * 0.9
 
 
+@in_virtual_time
 async def test_signs_of_progress_are_no_first_token() -> None:
     async with EmulatedNode(prefill_tps=100, batch=2) as node:
-        answer = await ask(address(node), BODY | {"return_progress": True}, 5)
+        answer = await ask(address(node), BODY | {"return_progress": True}, 5, now)
     assert answer.first - answer.sent > answer.prompt_tokens / 100 * 0.9
 
 
+@in_virtual_time
 async def test_what_goes_wrong_is_told() -> None:
     async with EmulatedNode() as node:
         node.faults.next("status", status=503)
-        assert (await ask(address(node), BODY, 5)).problem.startswith("status 503")
+        assert (await ask(address(node), BODY, 5, now)).problem.startswith("status 503")
         node.faults.next("cut", after_events=2)
-        assert "connection lost" in (await ask(address(node), BODY, 5)).problem
+        assert "connection lost" in (await ask(address(node), BODY, 5, now)).problem
         node.faults.next("hang")
-        assert (await ask(address(node), BODY, 0.05)).problem == "no end after 0 s"
+        assert (await ask(address(node), BODY, 0.05, now)).problem == "no end after 0 s"
         plain = BODY | {"stream_options": None}
-        assert (await ask(address(node), plain, 5)).problem == "a stream without usage"
-        gone = address(node)
-    assert "Connect" in (await ask(gone, BODY, 5)).problem
+        assert (await ask(address(node), plain, 5, now)).problem == "a stream without usage"
+    with claim_port(node.host) as nobody:
+        assert "Connect" in (await ask((node.host, port_of(nobody)), BODY, 5, now)).problem
 
 
+@in_virtual_time
 async def test_a_trace_is_played_to_its_end_and_conversations_meet_their_cache() -> None:
     shape = Shape(sessions=3, turns=2, tenants=1, system_tokens=200)
     small = trace.make("1", 5.0, shape)
-    async with nodes([FAST], 40) as [node]:
-        player = Player(address(node), 40, known=False, check=as_emulated)
+    async with nodes([FAST], 40, now) as [node]:
+        player = Player(address(node), 40, known=False, check=as_emulated, clock=now)
         records = await player.play(small)
     assert [(r.session, r.turn) for r in records] == [(s, t) for s in range(3) for t in range(2)]
     assert not any(record.problem for record in records)
@@ -68,18 +74,20 @@ async def test_a_trace_is_played_to_its_end_and_conversations_meet_their_cache()
     assert all(0 < record.ttft < record.took for record in records)
 
 
+@in_virtual_time
 async def test_a_session_ends_with_the_request_that_failed() -> None:
     shape = Shape(sessions=1, turns=2, tenants=1, system_tokens=10)
-    async with nodes([SLOW], 40) as [node]:
+    async with nodes([SLOW], 40, now) as [node]:
         node.faults.next("status", status=500)
-        player = Player(address(node), 40, known=True, check=as_emulated)
+        player = Player(address(node), 40, known=True, check=as_emulated, clock=now)
         [record] = await player.play(trace.make("1", 1.0, shape))
     assert record.problem.startswith("status 500")
 
 
+@in_virtual_time
 async def test_an_answer_that_is_not_the_model_s_is_told() -> None:
     async with EmulatedNode() as node:
-        answer = await ask(address(node), BODY, 5)
+        answer = await ask(address(node), BODY, 5, now)
     [turn] = trace.make("1", 1.0, Shape(sessions=1, turns=1)).sessions[0].turns
     assert as_emulated(TALK, turn, answer) == f"5 tokens, not {turn.answer_tokens}"
     answer.completion_tokens = turn.answer_tokens
