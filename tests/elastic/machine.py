@@ -6,6 +6,7 @@ a line for each order.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 10.0
+LIMIT = 50.0
 
 
 def _start(folder: Path, port: str, options: list[str]) -> None:
@@ -32,14 +33,16 @@ def _start(folder: Path, port: str, options: list[str]) -> None:
 def _hold(port: str, options: list[str]) -> None:
     """The emulated node ends with its parent, and its parent is this process, not the hook."""
     command = [sys.executable, "-m", "tests.emulator", "--port", port, *options]
-    subprocess.run(command, cwd=ROOT, check=False, timeout=120)
+    subprocess.run(command, cwd=ROOT, check=False, timeout=300)
 
 
 def end(folder: Path, port: str) -> None:
     """Switch it off, and wait until nobody listens there any more."""
     pid = folder / f"{port}.pid"
     if pid.exists():
-        os.kill(int(pid.read_text()), signal.SIGTERM)
+        # Both at once: a node that has only just begun might not learn of its parent's end.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(int(pid.read_text()), signal.SIGTERM)
         pid.unlink()
     until = time.monotonic() + LIMIT
     while time.monotonic() < until:

@@ -1,0 +1,132 @@
+"""Machines that a cloud switches on and off when it is called: `POST /start/NAME`, `/stop/NAME`.
+
+They are emulated nodes in this process, so that all of it can run in virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from socket import socket
+from typing import Any, Self
+
+from gateway.local.ports import claim_port, port_of
+from tests.elastic.site import MODEL
+from tests.emulator import EmulatedNode
+
+HOST = "127.0.0.1"
+BOOT = 0.7
+"""Seconds from an order to a server that listens."""
+
+
+@dataclass(slots=True)
+class Machine:
+    """One that is off until it is switched on. What it is told is noted in `orders`."""
+
+    name: str
+    options: dict[str, Any]
+    claim: socket
+    """Keeps its port while it is off."""
+    orders: list[str] = field(default_factory=list)
+    answers: dict[str, tuple[float, int, str]] = field(default_factory=dict)
+    """For `start` or `stop`: seconds, status and body of an answer, with which nothing is done."""
+    _node: EmulatedNode | None = None
+    _booting: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{port_of(self.claim)}"
+
+    async def obey(self, order: str) -> tuple[int, str]:
+        """Status and body of the answer."""
+        self.orders.append(order)
+        if order in self.answers:
+            seconds, status, body = self.answers[order]
+            await asyncio.sleep(seconds)
+            return status, body
+        if order == "start":
+            self._booting = asyncio.create_task(self._boot())
+        else:
+            await self.end()
+        return 200, "as you like"
+
+    async def _boot(self) -> None:
+        await asyncio.sleep(BOOT)
+        port = port_of(self.claim)
+        self._node = await EmulatedNode(port=port, model=MODEL, **self.options).__aenter__()
+
+    async def end(self) -> None:
+        """Switch it off, whatever it does."""
+        if self._booting is not None:
+            self._booting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._booting
+        if self._node is not None:
+            await self._node.__aexit__()
+            self._node = None
+
+
+class Cloud:
+    """An asynchronous context manager. Machines are made before or after."""
+
+    def __init__(self) -> None:
+        self.machines: dict[str, Machine] = {}
+        self._claim = claim_port(HOST)
+        self._server: asyncio.Server | None = None
+        self._calls: set[asyncio.Task[None]] = set()
+
+    def machine(self, name: str, **options: Any) -> Machine:
+        """One more; `options` are those of the emulated node."""
+        made = self.machines[name] = Machine(name, options, claim_port(HOST))
+        return made
+
+    def node(self, name: str, **keys: Any) -> dict[str, Any]:
+        """The line of the inventory for a machine; `keys` are more of it."""
+        hook = f"http://{HOST}:{port_of(self._claim)}"
+        return {
+            "name": name,
+            "url": self.machines[name].url,
+            "standby": True,
+            "model": MODEL,
+            "slots": 2,
+            "start": {"url": f"{hook}/start/{name}"},
+            "stop": {"url": f"{hook}/stop/{name}"},
+            **keys,
+        }
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(
+            self._called, HOST, port_of(self._claim), reuse_port=True
+        )
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        for machine in self.machines.values():
+            await machine.end()
+            machine.claim.close()
+        self._claim.close()
+
+    async def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        call = asyncio.current_task()
+        assert call is not None
+        self._calls.add(call)
+        try:
+            # Python 3.11 prints what is cancelled in here as an error.
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                head = await reader.readuntil(b"\r\n\r\n")
+                _, order, name = head.split()[1].decode().split("/")
+                status, body = await self.machines[name].obey(order)
+                writer.write(
+                    f"HTTP/1.1 {status} Whatever\r\nContent-Length: {len(body)}\r\n"
+                    f"Connection: close\r\n\r\n{body}".encode()
+                )
+                await writer.drain()
+        finally:
+            writer.close()
+            self._calls.discard(call)

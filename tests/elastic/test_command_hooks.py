@@ -1,0 +1,107 @@
+"""Standby nodes that commands switch on and off: real processes, in real time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+import pytest
+
+from gateway.fleet.states import State
+from gateway.local.ports import claim_port, port_of
+from tests.elastic import machine
+from tests.elastic.site import LIMIT, MODEL, ask, settings, until_state
+from tests.gateways import running_gateway, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@dataclass
+class Machines:
+    """Machines that are off until somebody switches them on."""
+
+    folder: Path
+    claims: list[socket] = field(default_factory=list)
+    """Keep their ports while they are off."""
+
+    def node(self, name: str) -> dict[str, Any]:
+        """A line of the inventory for one more."""
+        self.claims.append(claim_port("127.0.0.1"))
+        port = port_of(self.claims[-1])
+        command = [sys.executable, str(Path(machine.__file__))]
+        return {
+            "name": name,
+            "url": f"http://127.0.0.1:{port}",
+            "standby": True,
+            "model": MODEL,
+            "slots": 2,
+            "start": [*command, "start", str(self.folder), str(port)],
+            "stop": [*command, "stop", str(self.folder), str(port)],
+        }
+
+    def orders(self) -> list[str]:
+        """What the hooks were told, in order."""
+        log = self.folder / "orders"
+        return [line.split()[0] for line in log.read_text().splitlines()] if log.exists() else []
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    folder = tmp_path / "machines"
+    folder.mkdir()
+    made = Machines(folder)
+    yield made
+    for claim in made.claims:
+        machine.end(folder, str(port_of(claim)))
+        claim.close()
+
+
+async def test_a_request_that_only_a_standby_node_serves_starts_it_and_waits(
+    tmp_path: Path, machines: Machines
+) -> None:
+    nodes = [machines.node("spare")]
+    async with running_gateway(tmp_path, nodes, settings(), wait_ready=False) as running:
+        await until_state(running, "spare", State.STANDBY)
+        assert (await running.client.get("/ready")).status_code == 200
+        answer = await ask(running)
+        assert answer.status_code == 200
+        assert answer.headers["x-gateway-node"] == "spare"
+        await until_state(running, "spare", State.STANDBY)
+    assert machines.orders() == ["start", "stop"]
+
+
+async def test_a_stop_hook_that_fails_is_tried_again_and_the_node_counts_as_running(
+    tmp_path: Path, machines: Machines
+) -> None:
+    spare = machines.node("spare")
+    flag = machines.folder / "may-stop"
+    code = (
+        "import pathlib, subprocess, sys\n"
+        "pathlib.Path(sys.argv[1]).stat()\n"
+        "subprocess.run(sys.argv[2:], check=True)"
+    )
+    spare["stop"] = [sys.executable, "-c", code, str(flag), *spare["stop"]]
+    async with running_gateway(tmp_path, [spare], settings(), wait_ready=False) as running:
+        await until_state(running, "spare", State.STANDBY)
+        assert (await ask(running)).status_code == 200
+        node = running.gateway.fleet.nodes["spare"]
+        await until(lambda: "its stop hook failed" in node.reason, LIMIT)
+        assert node.state is State.DRAINING
+        flag.touch()
+        await until_state(running, "spare", State.STANDBY)
+    assert machines.orders() == ["start", "stop"]
+
+
+async def test_hooks_and_limits_are_reloaded(tmp_path: Path, machines: Machines) -> None:
+    nodes = [machines.node("spare")]
+    async with running_gateway(tmp_path, nodes, settings(), wait_ready=False) as running:
+        await until_state(running, "spare", State.STANDBY)
+        running.write_settings(settings(min=1))
+        await until_state(running, "spare", State.READY)
+        running.write_settings(settings())
+        await until_state(running, "spare", State.STANDBY)
+    assert machines.orders() == ["start", "stop"]
