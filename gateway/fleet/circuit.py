@@ -18,6 +18,8 @@ LEAST_SHARE = 0.1
 """Where a slow start begins (as Envoy's `min_weight_percent`)."""
 RAMP_STEP = 1.0
 """Seconds between two looks at a node in slow start."""
+SOONEST = 0.001
+"""Seconds to the next look at least: rounding must not make it now, again and again."""
 
 
 class CircuitPhase(enum.Enum):
@@ -144,6 +146,7 @@ class Circuit:
         """When time alone may change what it lets through; infinity: never."""
         if self.open_until is not None:
             return self.open_until if now < self.open_until else math.inf
-        if self._ramp is not None:
-            return min(now + RAMP_STEP, max(now, self._ramp + self.rules.slow_start))
-        return math.inf
+        if self._ramp is None or self.share(now) >= 1.0:
+            return math.inf
+        left = self._ramp + self.rules.slow_start - now
+        return now + min(RAMP_STEP, max(SOONEST, left))

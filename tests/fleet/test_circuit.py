@@ -159,6 +159,15 @@ def test_it_starts_slowly_after_it_closed() -> None:
     assert circuit.next_change(now + 31) == float("inf")
 
 
+def test_a_slow_start_ends_though_nobody_asks_what_is_allowed() -> None:
+    circuit = opened()
+    now = end_of_open(circuit)
+    circuit.succeeded(now, began=now)
+    assert circuit.next_change(now + 29.5) == now + 30
+    assert circuit.next_change(now + 30) == float("inf")
+    assert circuit.steady
+
+
 def test_a_node_that_never_failed_has_no_slow_start() -> None:
     assert a_circuit().allowed(8, 0.0) == 8
 
@@ -202,6 +211,6 @@ def test_whatever_happens_one_trial_at_most_and_bounded_openings(
             assert not circuit.wants_trial(now)
         elif what == "end":
             circuit.end_trial(out)
+        assert circuit.next_change(now) > now
         assert 0 < circuit.share(now) <= 1
         assert 1 <= circuit.allowed(4, now) <= 4
-        assert circuit.next_change(now) > now or circuit.next_change(now) == now

@@ -270,6 +270,29 @@ async def test_an_operators_probe_closes_the_circuit_of_a_node_that_answers() ->
         assert not (await fleet.fleet.probe("a")).up
 
 
+@in_virtual_time
+async def test_a_node_drained_in_its_slow_start_is_left_in_peace_when_that_has_ended() -> None:
+    asked = 0
+
+    def clock() -> float:
+        nonlocal asked
+        asked += 1
+        return now()
+
+    async with (
+        EmulatedNode() as server,
+        a_fleet(
+            a_spec(url=server.url), failures=1, interval=60, slow_start=5, clock=clock
+        ) as fleet,
+    ):
+        fleet.fleet.failed(fleet["a"], now())
+        await fleet.fleet.probe("a")
+        fleet.fleet.drain("a")
+        before = asked
+        await asyncio.sleep(20)
+        assert asked - before < 100
+
+
 @pytest.mark.slow
 @in_virtual_time
 async def test_what_a_request_finds_out_is_believed_at_once() -> None:
