@@ -10,7 +10,7 @@ from asyncio.subprocess import Process
 from pathlib import Path
 from typing import Any, Self
 
-PATIENCE = 90.0
+PATIENCE = 180.0
 """Seconds for an answer of the process."""
 
 
@@ -36,7 +36,7 @@ class GatewayProcess:
         if process.stdin is not None:
             process.stdin.close()
         try:
-            await asyncio.wait_for(process.wait(), 10)
+            await asyncio.wait_for(process.wait(), PATIENCE)
         except TimeoutError:
             process.kill()
             await process.wait()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 COUNTED = ("Live", "Attempt", "Lease", "Turn", "_Exchange", "Journey", "Rest")
 """Types whose objects live no longer than a request."""
+FEW_TURNS = 4
 TURNS = 40
 """Of the event loop, within which the objects must be gone."""
 MOST_HOLDERS = 60
@@ -65,7 +66,7 @@ class Inside:
             case "close":
                 await self._stack.aclose()
                 self._running = None
-                return self.look()
+                return await self._closed(**order)
             case "look":
                 return self.look()
             case "jump":
@@ -119,6 +120,16 @@ class Inside:
         ours = {id(objects), *map(id, objects.values())}
         held = [_holders(thing, ours) for found in objects.values() for thing in found]
         return {**left, "held": held, "records": records, "attempts": outcomes}
+
+    async def _closed(self, descriptors: int) -> dict[str, Any]:
+        """What is left when nothing runs: within some turns, no more than so many descriptors."""
+        left = self.look()
+        for turn in range(TURNS):
+            if turn > FEW_TURNS and not left["tasks"] and left["descriptors"] <= descriptors:
+                break
+            await asyncio.sleep(0.05)
+            left = self.look()
+        return left
 
     def look(self) -> dict[str, Any]:
         """Counters that are not zero, tasks, descriptors, memory, objects of requests."""

@@ -5,35 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
+from socket import socket
 from typing import Any, Protocol, Self
-from urllib.parse import urlsplit
 
 import httpx
 
+from gateway.local.ports import claim_port, port_of
 from tests.chaos.asks import EMULATED, REAL, Ask, real_bodies
 from tests.chaos.reading import read_plain
 from tests.chaos.wire import Wire
 from tests.servers import DemoServer, spawn_demo_server, stop_demo_server, wait_for_demo_server
 
-START_LIMIT = 60.0
+START_LIMIT = 120.0
+HEALING = 60.0
+"""Seconds within which a node that nothing is wrong with must obey."""
 CONTEXT = 2048
-
-
-def free_port() -> int:
-    """A port that no outgoing connection is given while its node is down: below those."""
-    while True:
-        port = random.randrange(12_000, 30_000)
-        with socket.socket() as sock:
-            try:
-                sock.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
+LOOPBACK = "127.0.0.1"
 
 
 class Node(Protocol):
@@ -65,14 +55,16 @@ class Emulator:
         self.name = name
         self._host = host
         self._within = within
-        self._process = self._spawn(free_port())
+        # Nobody else gets the port while the node is down.
+        self._claim = claim_port(LOOPBACK)
+        self._process = self._spawn(port_of(self._claim))
         self.url = self.own_url = ""
         self._desk = ""
         self.leaving = asyncio.Lock()
         """Held by what takes its listener or its process away, until it is back."""
 
     @classmethod
-    async def start(cls, name: str, host: str = "127.0.0.1", within: tuple[str, ...] = ()) -> Self:
+    async def start(cls, name: str, host: str = LOOPBACK, within: tuple[str, ...] = ()) -> Self:
         """`within` is a command that runs another one, in a network of its own, say."""
         made = cls(name, host, within)
         await made._listens()
@@ -98,10 +90,10 @@ class Emulator:
         self.url, self._desk = (line.decode().strip() for line in lines)
         self.own_url = self.url
 
-    async def order(self, do: str, **options: Any) -> None:
-        """An order for its desk; forgotten where it is stopped or gone."""
+    async def order(self, do: str, *, limit: float = 1.0, **options: Any) -> None:
+        """An order for its desk; forgotten where it is stopped or gone for `limit` seconds."""
         with contextlib.suppress(httpx.HTTPError):
-            async with httpx.AsyncClient(trust_env=False, verify=False, timeout=1.0) as client:
+            async with httpx.AsyncClient(trust_env=False, verify=False, timeout=limit) as client:
                 await client.post(f"{self._desk}/__faults", json={"do": do, **options})
 
     async def die(self) -> None:
@@ -111,18 +103,22 @@ class Emulator:
     async def come_back(self) -> None:
         if self._process.poll() is None:
             return
-        self.close()
-        self._process = self._spawn(urlsplit(self.url).port or 0)
+        self._end()
+        self._process = self._spawn(port_of(self._claim))
         await self._listens()
 
     async def heal(self) -> None:
         await self.come_back()
         os.kill(self.pid, signal.SIGCONT)
-        await self.order("clear")
-        await self.order("loading", on=False)
-        await self.order("revive")
+        await self.order("clear", limit=HEALING)
+        await self.order("loading", limit=HEALING, on=False)
+        await self.order("revive", limit=HEALING)
 
     def close(self) -> None:
+        self._end()
+        self._claim.close()
+
+    def _end(self) -> None:
         self._process.kill()
         self._process.wait()
         if self._process.stdout is not None:
@@ -132,23 +128,23 @@ class Emulator:
 class Real:
     """A real llama.cpp server with one slot, behind a wire."""
 
-    def __init__(self, name: str, server: DemoServer, wire: Wire, port: int) -> None:
+    def __init__(self, name: str, server: DemoServer, wire: Wire, claim: socket) -> None:
         self.name = name
         self.wire = wire
         self.url = wire.url
-        self.own_url = f"http://127.0.0.1:{port}"
+        self.own_url = f"http://{LOOPBACK}:{port_of(claim)}"
         self.leaving = asyncio.Lock()
         """Held by what ends or stops the process, until it is back."""
         self._server = server
-        self._port = port
+        self._claim = claim
 
     @classmethod
     async def start(cls, name: str) -> Self:
-        server = _spawn_real(free_port())
-        url = await asyncio.to_thread(wait_for_demo_server, server)
-        port = urlsplit(url).port or 0
-        wire = await Wire(("127.0.0.1", port)).__aenter__()
-        return cls(name, server, wire, port)
+        claim = claim_port(LOOPBACK)
+        server = _spawn_real(port_of(claim))
+        await asyncio.to_thread(wait_for_demo_server, server, START_LIMIT)
+        wire = await Wire((LOOPBACK, port_of(claim))).__aenter__()
+        return cls(name, server, wire, claim)
 
     @property
     def pid(self) -> int:
@@ -161,7 +157,7 @@ class Real:
         if self._server.process.poll() is None:
             return
         stop_demo_server(self._server)
-        self._server = _spawn_real(self._port)
+        self._server = _spawn_real(port_of(self._claim))
         await asyncio.to_thread(wait_for_demo_server, self._server, START_LIMIT)
 
     async def heal(self) -> None:
@@ -172,6 +168,7 @@ class Real:
     async def aclose(self) -> None:
         await self.wire.__aexit__()
         stop_demo_server(self._server)
+        self._claim.close()
 
 
 def _spawn_real(port: int) -> DemoServer:
@@ -182,7 +179,9 @@ def _spawn_real(port: int) -> DemoServer:
 async def references(url: str) -> list[Ask]:
     """What the server itself answers to all that it will be asked, uninterrupted."""
     asks = []
-    async with httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=60) as client:
+    async with httpx.AsyncClient(
+        base_url=url, trust_env=False, verify=False, timeout=300
+    ) as client:
         for path, body, tokens in real_bodies():
             answer = await client.post(path, json=body)
             read = read_plain(path, answer.content)
@@ -193,7 +192,7 @@ async def references(url: str) -> list[Ask]:
 async def busy(url: str) -> int | None:
     """Slots that a node itself shows busy; None where it doesn't answer."""
     try:
-        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=5) as client:
+        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=30) as client:
             slots = (await client.get(f"{url}/slots")).json()
     except (httpx.HTTPError, ValueError):
         return None
