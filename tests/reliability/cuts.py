@@ -34,8 +34,8 @@ FRAGMENTS = ("a", "s", "ing", "er", "e", " s", " w", "t")
 """Tokens that tokenize otherwise when they are read again."""
 PATHS = ("/v1/chat/completions", "/v1/completions")
 SETTINGS: dict[str, Any] = {
-    "health": {"interval": 0.5, "failures": 1_000_000, "slow_start": 0.0},
-    "timeouts": {"silence": 10, "first_byte": 20},
+    "health": {"interval": 0.5, "timeout": 60, "failures": 1_000_000, "slow_start": 0.0},
+    "timeouts": {"connect": 60, "silence": 120, "first_byte": 120},
 }
 
 
@@ -104,7 +104,7 @@ async def run(
     async with (
         start_demo_servers(2, slots=1, extra=() if rounding else ("--exact",)) as urls,
         cutters(urls, plan) as proxies,
-        httpx.AsyncClient(base_url=urls[0], timeout=60, trust_env=False) as server,
+        httpx.AsyncClient(base_url=urls[0], timeout=300, trust_env=False) as server,
     ):
         with tempfile.TemporaryDirectory() as folder:
             async with running_gateway(

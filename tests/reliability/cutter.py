@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+METHODS = (b"GET ", b"POST ")
+
 
 @dataclass(slots=True)
 class Plan:
@@ -71,8 +73,9 @@ class Cutter:
 
         async def forth() -> None:
             while data := await reader.read(65536):
-                asked.clear()
-                asked.extend(data[:64])
+                if data.startswith(METHODS):  # and is no further piece of a request
+                    asked.clear()
+                    asked.extend(data[:64])
                 back.write(data)
                 await back.drain()
 

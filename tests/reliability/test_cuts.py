@@ -6,7 +6,7 @@ import pytest
 
 from tests.reliability.cuts import Outcome, run
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STREAMS = 40
 

@@ -14,7 +14,7 @@ from tests.reliability.cuts import SETTINGS
 from tests.reliability.cutter import Plan, cutters
 from tests.servers import start_demo_servers
 
-pytestmark = [pytest.mark.real, pytest.mark.slow]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TALK = {"messages": [{"role": "user", "content": "Hello there"}]}
 ASKED: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from tests.reliability.cuts import SETTINGS
 from tests.reliability.cutter import Plan, cutters
 from tests.servers import start_demo_servers
 
-pytestmark = [pytest.mark.real, pytest.mark.slow]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ASKED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"stream_options": {"include_usage": True}},
