@@ -17,9 +17,12 @@ from gateway.app import Gateway
 from gateway.fleet.states import State
 from gateway.observe.logs import set_up
 from gateway.options import Options, read
-from tests.virtual import now
+from tests.virtual import VirtualLoop, now
 
-START_LIMIT = 40.0
+START_LIMIT = 60.0
+PATIENT = {"timeout": 30.0}
+"""Of health, in real time unless a test says otherwise: a machine that stands still for some
+seconds takes no node away."""
 
 
 @dataclass(slots=True)
@@ -40,7 +43,7 @@ class Running:
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         """Replace the settings likewise."""
-        _write(self.settings_file, dict(settings))
+        _write(self.settings_file, _patient(settings))
 
 
 @contextlib.asynccontextmanager
@@ -65,7 +68,7 @@ async def running_gateway(
     ]
     nodes_file, settings_file = folder / "nodes.yaml", folder / "gateway.yaml"
     _write(nodes_file, {"nodes": specs})
-    _write(settings_file, dict(settings or {}))
+    _write(settings_file, _patient(settings or {}))
     chosen = Options(
         nodes=nodes_file,
         config=settings_file,
@@ -89,7 +92,7 @@ async def running_gateway(
                     lambda: [f"{n.name}: {n.reason}" for n in gateway.fleet.nodes.values()],
                 )
             async with httpx.AsyncClient(
-                base_url=gateway.public.url, timeout=60.0, trust_env=False
+                base_url=gateway.public.url, timeout=120.0, trust_env=False
             ) as client:
                 yield Running(
                     gateway,
@@ -111,6 +114,12 @@ async def until(
                 await asyncio.sleep(0.005)
     except TimeoutError:
         raise AssertionError(f"not within {limit} s {seen()}") from None
+
+
+def _patient(settings: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(asyncio.get_running_loop(), VirtualLoop):
+        return dict(settings)
+    return {**settings, "health": {**PATIENT, **settings.get("health", {})}}
 
 
 def _write(path: Path, value: Any) -> None:

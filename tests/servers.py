@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
 START_LIMIT = 60.0  # seconds until a server must answer
-STOP_LIMIT = 10.0
+STOP_LIMIT = 60.0
 LOG_SHOWN = 4000  # characters
 LOCKED = 4 << 20  # bytes that a server of the small demo model must be allowed to lock
 
