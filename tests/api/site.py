@@ -77,7 +77,7 @@ class Site:
             and not gateway.edge.buffered.held
         )
 
-    async def until_idle(self, limit: float = 30.0) -> None:
+    async def until_idle(self, limit: float = 60.0) -> None:
         """Wait until nothing is counted any more."""
         await until(lambda: self.idle, limit)
 
@@ -97,19 +97,19 @@ async def a_site(
 
 async def busy(url: str) -> int:
     """Slots that a server itself shows busy."""
-    async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         slots = (await client.get(f"{url}/slots")).json()
     return sum(slot["is_processing"] for slot in slots)
 
 
 async def broken_off(url: str) -> bool:
     """Whether the answer of each slot that was used had more to come when it ended."""
-    async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         slots = (await client.get(f"{url}/slots")).json()
     return all(token["has_next_token"] for slot in slots for token in slot["next_token"])
 
 
-async def until_busy(url: str, wanted: int, limit: float = 30.0) -> None:
+async def until_busy(url: str, wanted: int, limit: float = 60.0) -> None:
     """Wait until a server shows that many busy slots."""
     async with asyncio.timeout(limit):
         while await busy(url) != wanted:  # noqa: ASYNC110 - another process, seen by asking

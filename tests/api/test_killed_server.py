@@ -24,7 +24,7 @@ from tests.servers import demo_model
 pytestmark = [
     pytest.mark.real,
     pytest.mark.slow,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
@@ -161,7 +161,7 @@ async def test_a_killed_server_costs_no_answer(tmp_path: Path) -> None:
 
 async def kill_one(site: Site, fleet: LocalFleet, crowd: Crowd, killed: set[str]) -> None:
     """Kill one more server at its worst moment and see it return."""
-    await until(lambda: torn(site, killed) is not None)
+    await until(lambda: torn(site, killed) is not None, limit=120)
     name = torn(site, killed)
     assert name is not None
     killed.add(name)
@@ -173,21 +173,22 @@ async def kill_one(site: Site, fleet: LocalFleet, crowd: Crowd, killed: set[str]
     assert untouched
     node = site.gateway.fleet.nodes[name]
     await until(lambda: node.state is not State.READY)
-    await until(lambda: all(seen.over for seen in untouched), limit=60)
+    await until(lambda: all(seen.over for seen in untouched), limit=120)
     assert all(seen.complete for seen in untouched)
-    await until(lambda: node.state is State.READY and node.leased > 0, limit=60)
+    await until(lambda: node.state is State.READY and node.leased > 0, limit=120)
     assert fleet.pids[index] not in {None, pid}
 
 
 async def test_the_only_server_is_waited_for_though_all_it_ran_failed_at_once(
     tmp_path: Path,
 ) -> None:
-    # More slots than failures that open a circuit.
+    # More slots than failures that open a circuit, which stays open beyond the end of this test.
+    health = SETTINGS["health"] | {"open": 3600.0, "open_max": 3600.0}
     async with (
         the_fleet(tmp_path, 1, slots=8) as fleet,
-        a_site(tmp_path, fleet.inventory(), SETTINGS) as site,
+        a_site(tmp_path, fleet.inventory(), {"health": health}) as site,
     ):
-        body = {"messages": HELLO, "max_tokens": 600}
+        body = {"messages": HELLO, "max_tokens": 1500}
         async with asyncio.TaskGroup() as group:
             asked = [
                 group.create_task(site.http.post("/v1/chat/completions", json=body))
@@ -199,9 +200,6 @@ async def test_the_only_server_is_waited_for_though_all_it_ran_failed_at_once(
             os.kill(pid, signal.SIGKILL)
         answers = [task.result() for task in asked]
         assert [answer.status_code for answer in answers] == [200] * 12
-        assert all(_tokens(answer.json()) == 600 for answer in answers)
+        assert all(_tokens(answer.json()) == 1500 for answer in answers)
         again = [int(answer.headers["x-gateway-attempts"]) > 1 for answer in answers]
-        health = site.gateway.settings.health
-        assert sum(again) > health.failures
-        # Nobody waited for the circuit.
-        assert max(record.duration for record in site.records) < health.open
+        assert sum(again) > site.gateway.settings.health.failures

@@ -22,11 +22,10 @@ from tests.servers import running_demo_servers
 pytestmark = [
     pytest.mark.real,
     pytest.mark.slow,
-    pytest.mark.timeout(180),
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
-LIMIT = 30.0  # seconds for one script
+LIMIT = 120.0  # seconds for one script
 
 
 @pytest.fixture(scope="module")
