@@ -28,7 +28,7 @@ def test_a_bare_python_tells_a_machine_that_nothing_is_installed_on(tmp_path: Pa
     told = subprocess.run(
         [sys.executable, "-I", "-S", "-c",
          RUN, str(tmp_path), str(machine)],
-        capture_output=True, check=True, text=True, timeout=30,
+        capture_output=True, check=True, text=True, timeout=120,
     )  # fmt: skip
     found = json.loads(told.stdout)
     assert (found["sockets"], found["cores"]) == (2, 8)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from gateway.local.demo_vocabulary import WORDS
 from gateway.local.gguf_file import read_model
 from gateway.local.locking import not_locked
 from gateway.local.server_command import server_environment
+from tests.local.asking import LIMIT, get, post
+from tests.processes import gone, wait_until_gone
 from tests.servers import (
     demo_model,
     demo_servers,
@@ -50,24 +51,24 @@ def url() -> Iterator[str]:
 
 def chat(url: str, content: str, **more: Any) -> dict[str, Any]:
     body = {"messages": [{"role": "user", "content": content}], "temperature": 0} | more
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30)
+    answer = post(f"{url}/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     choice: dict[str, Any] = answer.json()["choices"][0]
     return choice
 
 
 def test_what_the_gateway_reads_of_a_node_is_switched_on(url: str) -> None:
-    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
-    props = httpx.get(f"{url}/props").json()
+    assert get(f"{url}/health").json() == {"status": "ok"}
+    props = get(f"{url}/props").json()
     assert props["total_slots"] == 2
     assert props["default_generation_settings"]["n_ctx"] == 4096
-    assert len(httpx.get(f"{url}/slots").json()) == 2
-    assert "llamacpp:prompt_tokens_total" in httpx.get(f"{url}/metrics").text
-    assert [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]] == ["demo"]
+    assert len(get(f"{url}/slots").json()) == 2
+    assert "llamacpp:prompt_tokens_total" in get(f"{url}/metrics").text
+    assert [model["id"] for model in get(f"{url}/v1/models").json()["data"]] == ["demo"]
 
 
 def test_no_web_page_may_call_it(url: str) -> None:
-    answer = httpx.get(f"{url}/slots", headers={"Origin": "http://evil.example"})
+    answer = get(f"{url}/slots", headers={"Origin": "http://evil.example"})
     assert answer.headers.get("Access-Control-Allow-Origin", "") == ""
 
 
@@ -106,7 +107,7 @@ def test_it_calls_a_tool_and_answers_with_words_afterwards(url: str, choice: str
     result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
     messages = [{"role": "user", "content": "Weather?"}, asked["message"], result]
     body = {"messages": messages, "tools": [TOOL], "max_tokens": 20, "temperature": 0}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30).json()
+    answer = post(f"{url}/v1/chat/completions", json=body).json()
     assert answer["choices"][0]["finish_reason"] == "length"
     assert len(answer["choices"][0]["message"]["content"].split()) > 10
 
@@ -120,15 +121,15 @@ def test_a_json_schema_is_followed(url: str) -> None:
 
 def test_any_text_is_read_and_given_back(url: str) -> None:
     text = "Grüße, 日本 \U0001f600\n\ttab  two spaces <b>&</b>"
-    tokens = httpx.post(f"{url}/tokenize", json={"content": text}).json()["tokens"]
-    assert httpx.post(f"{url}/detokenize", json={"tokens": tokens}).json()["content"] == text
+    tokens = post(f"{url}/tokenize", json={"content": text}).json()["tokens"]
+    assert post(f"{url}/detokenize", json={"tokens": tokens}).json()["content"] == text
 
 
 def test_one_for_embeddings_serves_them() -> None:
     with demo_servers(1, embedding=True) as (url,):
         body = {"input": ["the river", "the river", "a lamp"], "model": "demo"}
-        data = httpx.post(f"{url}/v1/embeddings", json=body).json()["data"]
-        long = httpx.post(f"{url}/v1/embeddings", json={"input": "sea " * 2000, "model": "demo"})
+        data = post(f"{url}/v1/embeddings", json=body).json()["data"]
+        long = post(f"{url}/v1/embeddings", json={"input": "sea " * 2000, "model": "demo"})
     assert long.json()["usage"]["prompt_tokens"] > 2000
     one, same, other = (item["embedding"] for item in data)
     assert len(one) == 128
@@ -168,11 +169,11 @@ def test_sigterm_ends_it_at_once_though_a_stream_runs() -> None:
     with running_demo_servers(1, context=16_384) as (server,):
         body = {"prompt": "on", "n_predict": 16_000, "stream": True}
         url = f"{server.url}/completion"
-        with httpx.stream("POST", url, json=body, timeout=30) as answer:
+        with httpx.stream("POST", url, json=body, timeout=LIMIT) as answer:
             next(answer.iter_lines())
             server.process.terminate()
-            # By itself the server ends its streams first: some 30 s.
-            assert server.process.wait(10) == -signal.SIGTERM
+            # By itself the server ends its streams first, some 30 s, and then with status 0.
+            assert server.process.wait(60) == -signal.SIGTERM
 
 
 def test_it_dies_when_its_parent_is_killed() -> None:
@@ -189,12 +190,12 @@ def test_it_dies_when_its_parent_is_killed() -> None:
         env=server_environment(),
     )
     assert parent.stdout is not None
-    server = psutil.Process(int(parent.stdout.readline()))
+    server = int(parent.stdout.readline())
+    assert not gone(server)
     parent.kill()
-    parent.wait(10)
+    parent.wait(60)
     parent.stdout.close()
-    psutil.wait_procs([server], timeout=10)
-    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+    wait_until_gone([server])
 
 
 def run_embedded(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -203,7 +204,7 @@ def run_embedded(*arguments: str) -> subprocess.CompletedProcess[str]:
         command,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
         env=server_environment(),
     )

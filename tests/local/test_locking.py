@@ -100,7 +100,7 @@ def test_the_real_limits_of_a_process_are_read() -> None:
     command = [sys.executable, "-c", code]
     if os.geteuid() == 0:
         command = ["setpriv", "--bounding-set=-ipc_lock", *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "8192\n"
 
 
@@ -112,7 +112,7 @@ def test_launch_lets_a_server_lock_what_the_hard_limit_allows() -> None:
         [*("prlimit", f"--memlock=4096:{hard}"), *launch, sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=True,
     )
     assert done.stdout == f"({hard}, {hard})\n"

@@ -3,7 +3,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 
 from gateway.local import openmp
@@ -11,6 +10,7 @@ from gateway.local.errors import MissingExtraError
 from gateway.local.openmp import LIBRARY, carried_openmp, openmp_folder
 from gateway.local.prepare import prepare
 from gateway.local.server_command import server_environment
+from tests.local.asking import post
 from tests.servers import running_demo_servers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the wheel brings its own there")
@@ -79,7 +79,5 @@ def test_a_server_runs_on_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         mapped = Path(f"/proc/{server.pid}/maps").read_text()
         runtimes = {line.split()[-1] for line in mapped.splitlines() if "libgomp" in line}
         assert runtimes == {str(carried_openmp())}
-        answer = httpx.post(
-            f"{server.url}/completion", json={"prompt": "on", "n_predict": 5}, trust_env=False
-        )
+        answer = post(f"{server.url}/completion", json={"prompt": "on", "n_predict": 5})
         assert answer.json()["tokens_predicted"] == 5

@@ -63,7 +63,7 @@ def test_without_the_extra_the_remedy_is_told(
 async def test_what_is_prepared_for_this_machine_can_be_started(tmp_path: Path) -> None:
     plan = prepare(servers=2, cache=tmp_path)
     fleet = LocalFleet(plan.specs, plan.log_folder, binary=plan.binary, base_port=0)
-    async with fleet, httpx.AsyncClient() as client:
+    async with fleet, httpx.AsyncClient(timeout=60) as client:
         for url in fleet.urls:
             props = (await client.get(f"{url}/props")).json()
             assert props["default_generation_settings"]["n_ctx"] == 4096

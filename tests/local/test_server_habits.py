@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import BinaryIO, Self
 from urllib.parse import urlsplit
 
-import httpx
 import pytest
 
+from tests.local.asking import LIMIT, get, post
 from tests.servers import demo_servers
 
 pytestmark = pytest.mark.real
@@ -35,7 +35,7 @@ class Connection:
         parts = urlsplit(url)
         assert parts.hostname
         assert parts.port
-        self._socket = socket.create_connection((parts.hostname, parts.port), timeout=30)
+        self._socket = socket.create_connection((parts.hostname, parts.port), timeout=LIMIT)
         self.file: BinaryIO = self._socket.makefile("rb")
 
     def __enter__(self) -> Self:
@@ -69,12 +69,12 @@ class Connection:
         except TimeoutError:
             return True
         finally:
-            self._socket.settimeout(30)
+            self._socket.settimeout(LIMIT)
         return False
 
 
 def busy(url: str) -> bool:
-    return any(slot["is_processing"] for slot in httpx.get(f"{url}/slots").json())
+    return any(slot["is_processing"] for slot in get(f"{url}/slots").json())
 
 
 def wait_until_free(url: str) -> None:
@@ -85,7 +85,7 @@ def wait_until_free(url: str) -> None:
 def broken_off(url: str) -> bool:
     """Whether the last answer had more to come; waits until its slot is free."""
     wait_until_free(url)
-    [slot] = httpx.get(f"{url}/slots").json()
+    [slot] = get(f"{url}/slots").json()
     return bool(slot["next_token"][0]["has_next_token"])
 
 
@@ -139,7 +139,7 @@ def test_the_head_comes_at_once_with_a_free_slot_and_is_withheld_without(url: st
 
 
 def test_a_prompt_that_is_too_long_is_told_with_both_numbers(url: str) -> None:
-    answer = httpx.post(f"{url}/completion", json={"prompt": "x" * 20_000, "stream": True})
+    answer = post(f"{url}/completion", json={"prompt": "x" * 20_000, "stream": True})
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["type"] == "exceed_context_size_error"
@@ -149,10 +149,10 @@ def test_a_prompt_that_is_too_long_is_told_with_both_numbers(url: str) -> None:
 
 def test_a_text_that_is_too_long_to_embed_is_a_500() -> None:
     with demo_servers(1, embedding=True, context=1024) as (url,):
-        answer = httpx.post(f"{url}/v1/embeddings", json={"input": "x" * 3000})
+        answer = post(f"{url}/v1/embeddings", json={"input": "x" * 3000})
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "server_error"
 
 
 def test_settings_cannot_be_changed_from_outside(url: str) -> None:
-    assert httpx.post(f"{url}/props", json={}).status_code == 501
+    assert post(f"{url}/props", json={}).status_code == 501
