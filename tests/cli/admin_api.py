@@ -107,5 +107,5 @@ def admin_api() -> Iterator[AdminApi]:
         yield api
     finally:
         server.shutdown()
-        thread.join(5)
+        thread.join()
         server.server_close()

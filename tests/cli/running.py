@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 from gateway.cli import main
+
+LIMIT = 120.0  # seconds for a process
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,33 @@ def run_process(
         env={**os.environ, **(environment or {})},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=LIMIT,
         check=False,
     )
     return Ran(ended.returncode, ended.stdout, ended.stderr)
+
+
+def run_on_terminal(*arguments: str, **environment: str) -> tuple[int, str]:
+    """Exit status of a process of its own whose stderr is a terminal, and all that it showed."""
+    ours, theirs = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gateway", *arguments],
+            env={**os.environ, "TERM": "xterm-256color", **environment},
+            stderr=theirs,
+            stdout=subprocess.DEVNULL,
+        )
+        os.close(theirs)
+        shown = read_until(ours)
+        return process.wait(LIMIT), shown.decode(errors="replace")
+    finally:
+        os.close(ours)
+
+
+def read_until(terminal: int, mark: bytes | None = None) -> bytes:
+    """What is shown on a terminal until `mark` was, or until its other side is closed."""
+    read = b""
+    with contextlib.suppress(OSError):  # Linux: how a terminal whose other side is closed ends
+        while (mark is None or mark not in read) and (part := os.read(terminal, 65536)):
+            read += part
+    return read

@@ -88,6 +88,9 @@ def test_two_listeners_on_one_address_are_told(folder: Path) -> None:
 
 async def probed(folder: Path, inventory: str, *arguments: str) -> Ran:
     (folder / "config/nodes.yaml").write_text(inventory)
+    settings = folder / "config/gateway.yaml"
+    if not settings.exists():
+        settings.write_text("health: {timeout: 60}\n")
     return await asyncio.to_thread(run, "check", "--probe", *arguments)
 
 
@@ -147,6 +150,6 @@ async def test_a_node_that_hangs_is_given_up_after_the_health_timeout(folder: Pa
     port = server.sockets[0].getsockname()[1]
     ran = await probed(folder, f"nodes: [{{name: a, url: 'http://127.0.0.1:{port}'}}]\n")
     server.close()
-    await asyncio.wait_for(server.wait_closed(), 5)
+    await asyncio.wait_for(server.wait_closed(), 60)
     assert ran.status == 1
     assert "timed out" in ran.out

@@ -1,16 +1,12 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from gateway.planning.comparison import known_policies
-from tests.cli.running import run
+from tests.cli.running import run, run_on_terminal
 
 SMALL = ("--fleet", "2x2@40:600,1x2@16:250", "--generate", "rate=0.5,requests=200")
 
@@ -140,24 +136,12 @@ def test_it_teaches_by_example() -> None:
 
 
 def test_a_terminal_shows_the_progress() -> None:
-    main, terminal = pty.openpty()
-    try:
-        ended = subprocess.run(
-            [
-                *(sys.executable, "-m", "gateway", "simulate", "--policy", "nginx"),
-                *("--fleet", "20x2@40:600", "--generate", "rate=3,requests=5000"),
-            ],
-            env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"},
-            stderr=terminal,
-            stdout=subprocess.DEVNULL,
-            timeout=60,
-            check=False,
-        )
-        said = os.read(main, 100_000).decode(errors="replace")
-    finally:
-        os.close(terminal)
-        os.close(main)
-    assert ended.returncode == 0
+    status, said = run_on_terminal(
+        *("simulate", "--policy", "nginx"),
+        *("--fleet", "20x2@40:600", "--generate", "rate=3,requests=5000"),
+        COLUMNS="100",
+    )
+    assert status == 0
     assert "nginx" in said
     assert "%" in said
 

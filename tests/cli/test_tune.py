@@ -15,9 +15,10 @@ import yaml
 
 from gateway.local.embedded import BATCH, MICRO_BATCH
 from tests.cli.running import run
+from tests.processes import wait_until_gone
 from tests.servers import demo_model
 
-LIMIT = 90.0  # seconds for a command that measures
+LIMIT = 200.0  # seconds for a command that measures
 QUICK = ("--prompt", "64", "--answer", "16", "--context", "512", "--max-slots", "2", "--force")
 
 
@@ -48,7 +49,7 @@ def tuned(environment: dict[str, str], *arguments: str) -> subprocess.CompletedP
 @pytest.fixture
 def busy() -> Iterator[list[int]]:
     """Work that every CPU has."""
-    code = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+    code = "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end: pass"
     workers = [subprocess.Popen([sys.executable, "-c", code]) for _ in os.sched_getaffinity(0)]
     try:
         yield [worker.pid for worker in workers]
@@ -60,18 +61,17 @@ def busy() -> Iterator[list[int]]:
 
 @pytest.mark.real
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_a_short_search_writes_what_it_found_and_goes_on_later(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     host_vars, picture = tmp_path / "tuned.yml", tmp_path / "tuned.svg"
     ran = tuned(
-        environment, *QUICK, "--minutes", "0.3", "--json",
+        environment, *QUICK, "--minutes", "0.6", "--json",
         "--write", str(host_vars), "--plot", str(picture),
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert "results mean little" in ran.stderr
-    assert "at most 0.3 minutes" in ran.stderr
+    assert "at most 0.6 minutes" in ran.stderr
     found = json.loads(ran.stdout)
     assert found["ended"] in {"time", "complete"}
     assert found["measurements"] >= 1
@@ -94,7 +94,6 @@ def test_a_short_search_writes_what_it_found_and_goes_on_later(
 
 @pytest.mark.real
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_keeps_what_was_measured_and_ends_the_servers(
     environment: dict[str, str], tmp_path: Path, number: signal.Signals, status: int
@@ -125,7 +124,7 @@ def test_a_signal_keeps_what_was_measured_and_ends_the_servers(
     assert "Traceback" not in err
     assert not target.exists()
     assert kept.read_text().endswith("}\n")
-    assert psutil.wait_procs(servers, timeout=10)[1] == []
+    wait_until_gone(server.pid for server in servers)
 
 
 @pytest.mark.slow
