@@ -24,17 +24,20 @@ from gateway.fleet.states import State
 from gateway.transport.upstream import Upstream, connect
 from tests.emulator import EmulatedNode
 from tests.fleet.build import NoUpstream, a_fleet, a_spec, inventory, take
+from tests.virtual import in_virtual_time, now
 
 
 def is_closed(upstream: Upstream) -> bool:
     return upstream.client.is_closed
 
 
+@in_virtual_time
 async def test_an_empty_inventory_is_probed_at_once() -> None:
     async with a_fleet() as fleet:
         assert fleet.fleet.catalogue.model_names() == ()
 
 
+@in_virtual_time
 async def test_a_new_node_is_told_and_becomes_ready() -> None:
     async with EmulatedNode() as server, a_fleet() as fleet:
         change = fleet.fleet.apply(inventory(a_spec(url=server.url)))
@@ -43,6 +46,7 @@ async def test_a_new_node_is_told_and_becomes_ready() -> None:
         assert fleet.states("a") == ["starting", "ready"]
 
 
+@in_virtual_time
 async def test_the_same_inventory_again_changes_nothing() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         node, upstream = fleet["a"], fleet["a"].upstream
@@ -53,6 +57,7 @@ async def test_the_same_inventory_again_changes_nothing() -> None:
         assert fleet.states("a") == ["starting", "ready"]
 
 
+@in_virtual_time
 async def test_labels_and_limits_change_without_a_new_start() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         node, upstream = fleet["a"], fleet["a"].upstream
@@ -63,24 +68,26 @@ async def test_labels_and_limits_change_without_a_new_start() -> None:
         )
         assert change.changed == ["a"]
         assert (fleet["a"], node.upstream) == (node, upstream)
-        assert (node.slots_total, node.free(time.monotonic())) == (5, 4)
+        assert (node.slots_total, node.free(now())) == (5, 4)
         assert node.speed.relative == 3
         assert fleet.capacity > told
         assert node.state is State.READY
         lease.give_back()
-        assert node.free(time.monotonic()) == 5
+        assert node.free(now()) == 5
 
 
+@in_virtual_time
 async def test_fewer_slots_than_run_give_nothing_out() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url, slots=3)) as fleet:
         leases = [take(fleet["a"]) for _ in range(3)]
         fleet.fleet.apply(inventory(a_spec(url=server.url, slots=1)))
-        assert fleet["a"].free(time.monotonic()) == 0
+        assert fleet["a"].free(now()) == 0
         for lease in leases:
             lease.give_back()
-        assert fleet["a"].free(time.monotonic()) == 1
+        assert fleet["a"].free(now()) == 1
 
 
+@in_virtual_time
 async def test_a_removed_node_ends_what_it_runs_and_is_closed() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         node = fleet["a"]
@@ -88,12 +95,13 @@ async def test_a_removed_node_ends_what_it_runs_and_is_closed() -> None:
         assert fleet.fleet.apply(inventory()).removed == ["a"]
         assert fleet.states("a") == ["starting", "ready", None]
         assert "a" not in fleet.fleet.nodes
-        assert node.free(time.monotonic()) == 0
+        assert node.free(now()) == 0
         assert (await lease.upstream.client.get("/health")).status_code == 200
         lease.give_back()
         await fleet.until(lambda: is_closed(node.upstream))
 
 
+@in_virtual_time
 async def test_a_removed_name_that_comes_back_meanwhile_goes_on_where_it_was() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         node = fleet["a"]
@@ -104,12 +112,13 @@ async def test_a_removed_name_that_comes_back_meanwhile_goes_on_where_it_was() -
         assert node.leased == 1
         lease.give_back()
         await fleet.until_state("a", State.READY)
-        assert node.free(time.monotonic()) == 2
+        assert node.free(now()) == 2
         assert not is_closed(node.upstream)
         assert fleet.states("a")[:3] == ["starting", "ready", None]
         assert fleet.states("a")[-1] == "ready"
 
 
+@in_virtual_time
 async def test_another_url_is_another_server_and_work_ends_on_the_old_one() -> None:
     async with (
         EmulatedNode() as one,
@@ -121,7 +130,7 @@ async def test_another_url_is_another_server_and_work_ends_on_the_old_one() -> N
         assert fleet.fleet.apply(inventory(a_spec(url=two.url))).changed == ["a"]
         assert fleet["a"] is not old
         await fleet.until_state("a", State.READY)
-        assert fleet["a"].free(time.monotonic()) == 3
+        assert fleet["a"].free(now()) == 3
         assert fleet.states("a") == ["starting", "ready", "starting", "ready"]
         assert lease.upstream is old.upstream
         assert not is_closed(old.upstream)
@@ -135,6 +144,7 @@ async def test_another_url_is_another_server_and_work_ends_on_the_old_one() -> N
         assert not is_closed(old.upstream)
 
 
+@in_virtual_time
 async def test_another_key_opens_new_ways_to_the_same_server() -> None:
     async with (
         EmulatedNode(api_key="right") as server,
@@ -156,6 +166,7 @@ async def test_another_key_opens_new_ways_to_the_same_server() -> None:
         newer.give_back()
 
 
+@in_virtual_time
 async def test_a_corrected_key_is_tried_at_once() -> None:
     async with (
         EmulatedNode(api_key="right") as server,
@@ -166,6 +177,7 @@ async def test_a_corrected_key_is_tried_at_once() -> None:
         await fleet.until_state("a", State.READY)
 
 
+@in_virtual_time
 async def test_a_node_can_be_disabled_and_enabled() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), interval=60) as fleet:
         fleet.fleet.apply(inventory(a_spec(url=server.url, enabled=False)))
@@ -178,6 +190,7 @@ async def test_a_node_can_be_disabled_and_enabled() -> None:
         assert fleet.states("a") == ["starting", "ready", "standby", "starting", "ready"]
 
 
+@in_virtual_time
 async def test_an_inventory_that_cannot_be_connected_changes_nothing() -> None:
     opened: list[NoUpstream] = []
 
@@ -198,6 +211,7 @@ async def test_an_inventory_that_cannot_be_connected_changes_nothing() -> None:
         await fleet.until(lambda: opened[-1].closed)
 
 
+@in_virtual_time
 async def test_the_nodes_stand_in_the_inventorys_order() -> None:
     specs = [a_spec(name, enabled=False) for name in "cab"]
     async with a_fleet(*specs) as fleet:
@@ -206,6 +220,7 @@ async def test_the_nodes_stand_in_the_inventorys_order() -> None:
         assert list(fleet.fleet.nodes) == ["b", "a", "c"]
 
 
+@in_virtual_time
 async def test_a_drained_node_gets_nothing_and_lasts_over_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "drains.json"
     async with EmulatedNode() as server:
@@ -213,18 +228,19 @@ async def test_a_drained_node_gets_nothing_and_lasts_over_a_restart(tmp_path: Pa
         async with a_fleet(spec, drains=path) as fleet:
             fleet.fleet.drain("a")
             assert fleet.state("a") is State.DRAINING
-            assert fleet["a"].free(time.monotonic()) == 0
+            assert fleet["a"].free(now()) == 0
         async with a_fleet(spec, drains=path) as fleet:
             assert fleet.state("a") is State.DRAINING
             told = fleet.capacity
             fleet.fleet.resume("a")
             assert fleet.state("a") is State.READY
-            assert fleet["a"].free(time.monotonic()) == 2
+            assert fleet["a"].free(now()) == 2
             assert fleet.capacity > told
         async with a_fleet(spec, drains=path) as fleet:
             assert fleet.state("a") is State.READY
 
 
+@in_virtual_time
 async def test_unknown_names_are_a_key_error() -> None:
     async with a_fleet() as fleet:
         with pytest.raises(KeyError):
@@ -235,6 +251,7 @@ async def test_unknown_names_are_a_key_error() -> None:
             await fleet.fleet.probe("nobody")
 
 
+@in_virtual_time
 async def test_models_are_what_nodes_declare_or_have_said_down_or_not() -> None:
     async with EmulatedNode(model="said") as server:
         specs = [
@@ -254,6 +271,7 @@ async def test_models_are_what_nodes_declare_or_have_said_down_or_not() -> None:
             assert fleet.fleet.catalogue.known("said")
 
 
+@in_virtual_time
 async def test_what_a_node_served_is_known_when_it_leaves_and_comes_back_while_it_is_down() -> None:
     async with EmulatedNode(model="said") as server, a_fleet(a_spec(url=server.url)) as fleet:
         await server.kill()
@@ -267,6 +285,7 @@ async def test_what_a_node_served_is_known_when_it_leaves_and_comes_back_while_i
         assert not fleet.fleet.catalogue.known("said")
 
 
+@in_virtual_time
 async def test_of_nodes_that_left_only_so_many_are_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -280,6 +299,7 @@ async def test_of_nodes_that_left_only_so_many_are_remembered(
         assert fleet.fleet.catalogue.model_names() == ("of b", "of c")
 
 
+@in_virtual_time
 async def test_another_model_on_a_node_is_noticed() -> None:
     async with EmulatedNode(model="old") as server, a_fleet(a_spec(url=server.url)) as fleet:
         assert fleet.fleet.catalogue.model_names() == ("old",)
@@ -287,6 +307,7 @@ async def test_another_model_on_a_node_is_noticed() -> None:
         await fleet.until(lambda: fleet.fleet.catalogue.model_names() == ("new",))
 
 
+@in_virtual_time
 async def test_a_node_that_has_not_spoken_yet_may_serve_anything() -> None:
     async with EmulatedNode() as server:
         server.loading = True
@@ -298,6 +319,7 @@ async def test_a_node_that_has_not_spoken_yet_may_serve_anything() -> None:
             assert not fleet.fleet.catalogue.undecided()
 
 
+@in_virtual_time
 async def test_changed_settings_are_in_force_at_once() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), interval=3600) as fleet:
         await server.kill()
@@ -308,6 +330,7 @@ async def test_changed_settings_are_in_force_at_once() -> None:
         assert fleet["a"].circuit.rules is health
 
 
+@in_virtual_time
 async def test_a_closed_fleet_leaves_no_task_and_no_connection() -> None:
     async with EmulatedNode() as server:
         before = asyncio.all_tasks()

@@ -18,7 +18,7 @@ from gateway.relay.volatile import Volatile
 from tests.servers import running_demo_servers, spawn_demo_server, stop_demo_server
 from tests.servers import wait_for_demo_server as wait_for
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 CHAT = "/v1/chat/completions"
 WORDS = ("the", "of", "and", "to", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are")
