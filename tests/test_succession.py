@@ -141,7 +141,7 @@ def test_a_module_is_started_again_as_a_module(monkeypatch: pytest.MonkeyPatch) 
 async def test_a_successor_that_says_it_is_ready_has_taken_over(listening: socket.socket) -> None:
     command = (sys.executable, "-c", TELLS_READY)
     process = await start_successor(command, {"public": listening}, fixed=False)
-    assert await asyncio.to_thread(process.wait, 10) == 0
+    assert await asyncio.to_thread(process.wait, 60) == 0
 
 
 async def test_a_successor_that_ends_before_it_is_ready_takes_nothing_over(
@@ -159,7 +159,7 @@ async def test_a_successor_that_hangs_is_ended(
     monkeypatch.setattr("gateway.succession.READY_WITHIN", 0.2)
     with pytest.raises(SuccessionFailed, match="not ready within"):
         await start_successor(
-            (sys.executable, "-c", "import time; time.sleep(60)"),
+            (sys.executable, "-c", "import time; time.sleep(600)"),
             {"public": listening},
             fixed=False,
         )

@@ -16,7 +16,7 @@ from tests.virtual import in_virtual_time, now
 @pytest.fixture
 def heard() -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-        sock.settimeout(5.0)
+        sock.settimeout(60.0)
         yield sock
 
 
