@@ -20,7 +20,7 @@ from gateway.scheduling.scheduler import Scheduler
 from tests.counting import instructions
 from tests.fleet.build import Clock, take
 from tests.scheduling.build import a_request, a_scheduler, asked, look, node, settled
-from tests.virtual import in_virtual_time, now
+from tests.virtual import VirtualLoop, in_virtual_time, now
 
 
 def refusal(task: asyncio.Task[Any]) -> GatewayError:
@@ -599,7 +599,8 @@ async def run(script: list[tuple[str, int, Any]]) -> None:
 def test_whatever_happens_no_node_gets_more_than_its_slots_and_all_come_back(
     script: list[tuple[str, int, Any]],
 ) -> None:
-    asyncio.run(run(script))
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(run(script))
 
 
 async def test_a_prompt_that_was_read_sooner_than_predicted_brings_the_end_forward() -> None:
