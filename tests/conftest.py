@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # A proxy would sit between a test and its server on loopback; the gateway's own variables would
 # override what a test sets up.
@@ -21,5 +21,5 @@ def pytest_configure() -> None:
 
 
 # How long one example takes says more about the machine's other work than about the code.
-settings.register_profile("house", deadline=None)
+settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("house")
