@@ -41,7 +41,8 @@ def read_model(path: Path, name: str | None = None) -> Model:
         try:
             size += part.stat().st_size
         except OSError as error:
-            raise ModelFileError(f"{part}: {_why(error)} (of {len(parts)} files)") from error
+            of = f" (of {len(parts)} files)" if len(parts) > 1 else ""
+            raise ModelFileError(f"{part}: {_why(error)}{of}") from error
     match = PART.match(path.name)
     return Model(
         path=parts[0].absolute(),
