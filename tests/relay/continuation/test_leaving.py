@@ -145,7 +145,7 @@ async def a_pair(folder: Path) -> AsyncIterator[tuple[Site, list[str], Plan]]:
 
 @pytest.mark.real
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_real_slots_are_free_when_the_client_has_left(tmp_path: Path) -> None:
     async with a_pair(tmp_path) as (site, urls, plan):
         resumed: list[StreamResumed] = []
@@ -153,30 +153,37 @@ async def test_real_slots_are_free_when_the_client_has_left(tmp_path: Path) -> N
 
         def going_on() -> asyncio.Task[Any]:
             plan.arm(20)
-            # Each another one: what two nodes have died on goes to no third.
-            messages = [{"role": "user", "content": f"{LONG} {plan.cuts}"}]
+            # Each another one, from its beginning: no server has it in its cache, and what two
+            # nodes have died on goes to no third.
+            messages = [{"role": "user", "content": f"{plan.cuts} {LONG}"}]
             body = {"messages": messages, "max_tokens": 8000, "stream": True, "ignore_eos": True}
             return asyncio.create_task(site.http.post(PATH, json=body))
 
         # While the next server reads: it reads on, and what it does counts until it is done.
-        asked = going_on()
-        first = await holder(site)
-        second = urls[1 - first]
-        await until(lambda: plan.cuts == 1, 50)
-        await until_busy(second, 1)
-        assert not resumed
-        await leave(asked)
-        while await busy(second):
-            if not site.leased[f"node-{1 - first}"]:
-                assert not await busy(second), "it was given back too soon"
-        await site.until_idle()
+        read = True
+        while read:
+            asked = going_on()
+            first = await holder(site)
+            second = urls[1 - first]
+            await cut(plan, asked)
+            await until_busy(second, 1)
+            # This process may have stood still for longer than it takes to read.
+            read = bool(resumed)
+            await leave(asked)
+            while await busy(second):
+                if not site.leased[f"node-{1 - first}"]:
+                    assert not await busy(second), "it was given back too soon"
+            await site.until_idle()
+            resumed.clear()
 
         # While it writes: at once.
         asked = going_on()
-        await until(lambda: plan.cuts == 2, 50)
+        first = await holder(site)
+        await cut(plan, asked)
         await until(lambda: bool(resumed), 50)
-        assert resumed[0].node is not None
-        assert sum([await busy(url) for url in urls]) == 1
+        assert resumed[0].node == f"node-{1 - first}"
+        await until_busy(urls[first], 0)
+        assert await busy(urls[1 - first]) == 1
         await leave(asked)
         for url in urls:
             await until_busy(url, 0)
@@ -188,14 +195,14 @@ async def test_real_slots_are_free_when_the_client_has_left(tmp_path: Path) -> N
             parts = other.aiter_bytes()
             await anext(parts)
             asked = going_on()
-            await until(lambda: plan.cuts == 3, 50)
+            await cut(plan, asked)
             await until(lambda: len(site.gateway.scheduler.waiting()) == 1)
             await leave(asked)
             await until(lambda: not site.gateway.scheduler.waiting())
             await anext(parts)
-            assert len(site.gateway.registry) == 1
-            assert [record.code for record in site.records] == [499] * 3
-        assert all(node.failures <= 3 for node in site.gateway.fleet.nodes.values())
+            await until(lambda: len(site.gateway.registry) == 1)
+            assert [record.code for record in site.records] == [499] * plan.cuts
+        assert sum(node.failures for node in site.gateway.fleet.nodes.values()) == plan.cuts
 
 
 LONG = "river stone " * 1500
@@ -209,6 +216,12 @@ async def holder(site: Site) -> int:
     """Which node the only request runs on."""
     await until(lambda: any(site.leased.values()))
     return int(next(name for name, held in site.leased.items() if held).removeprefix("node-"))
+
+
+async def cut(plan: Plan, asked: asyncio.Task[Any]) -> None:
+    """Wait until the request's stream has been broken off."""
+    await until(lambda: plan.after is None or asked.done(), 50)
+    assert not asked.done()
 
 
 async def leave(asked: asyncio.Task[Any]) -> None:
