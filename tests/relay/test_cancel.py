@@ -134,6 +134,7 @@ async def slow_clients(house: House, count: int, **more: object) -> AsyncIterato
             done.set()
 
 
+@pytest.mark.timeout(300)
 @in_virtual_time
 async def test_slow_clients_cost_bounded_memory_and_hold_nobody_up(tmp_path: Path) -> None:
     one = EmulatedNode(slots=SLOW_CLIENTS + 1, context=1_000_000, answer_tokens=20_000)
@@ -167,6 +168,7 @@ async def until_it_lags(house: House) -> None:
     await until(lambda: live.attempt is not None and live.attempt.lagging)
 
 
+@pytest.mark.timeout(300)
 @in_virtual_time
 async def test_a_slow_client_holds_no_slot_once_its_answer_is_here(tmp_path: Path) -> None:
     one = EmulatedNode(slots=1, context=1_000_000, decode_tps=4000, answer_tokens=100_000)

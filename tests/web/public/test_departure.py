@@ -190,6 +190,7 @@ async def test_many_who_leave_at_any_moment_leave_nothing_behind(tmp_path: Path)
         assert the_node(gate).failures == 0
 
 
+@pytest.mark.timeout(300)
 @in_virtual_time
 async def test_a_reader_that_lags_stops_its_node_and_nobody_else(tmp_path: Path) -> None:
     node = EmulatedNode(slots=2, context=1_000_000, answer_tokens=LONG)

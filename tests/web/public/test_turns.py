@@ -102,6 +102,7 @@ async def ended(tasks: list[asyncio.Task[Any]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @in_virtual_time
 async def test_urgent_requests_hardly_notice_a_fleet_that_is_overloaded(tmp_path: Path) -> None:
     rng = random.Random(3)
@@ -211,6 +212,7 @@ def key_of(key: NewKey, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @in_virtual_time
 async def test_two_callers_get_the_same_though_one_sends_ten_times_as_much(
     tmp_path: Path,
@@ -224,6 +226,7 @@ async def test_two_callers_get_the_same_though_one_sends_ten_times_as_much(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @in_virtual_time
 async def test_people_behind_a_trusted_key_get_the_same(tmp_path: Path) -> None:
     key = new_key()
