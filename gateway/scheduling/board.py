@@ -112,16 +112,28 @@ class Pool:
     room: Any = None
     """The room for one slot here (`room.py`), as it was found with `opened`."""
     opened: int = -1
-    _slots: tuple[int, int] = (-1, 0)
+    _slots: tuple[int, int, int] = (-1, 0, 0)
 
     def __post_init__(self) -> None:
         self.set(self.rows)
 
     def slots(self, board: Board) -> int:
         """Slots of the rows that are alive."""
+        return self._counted(board)[1]
+
+    def unreserved(self, board: Board) -> int:
+        """Those of them that are for what leaves the reserve alone: at least one of each row."""
+        return self._counted(board)[2]
+
+    def _counted(self, board: Board) -> tuple[int, int, int]:
         if self._slots[0] != board.version:
-            self._slots = board.version, sum([row.total for row in self.rows if row.alive])
-        return self._slots[1]
+            alive = [row for row in self.rows if row.alive]
+            self._slots = (
+                board.version,
+                sum([row.total for row in alive]),
+                sum([max(min(1, row.total), row.total - row.spare) for row in alive]),
+            )
+        return self._slots
 
     def set(self, rows: Iterable[Row]) -> None:
         """These rows and no others, in this order."""
@@ -129,7 +141,7 @@ class Pool:
         self.members = frozenset(row.index for row in self.rows)
         self.mask = None
         self.opened = -1
-        self._slots = (-1, 0)
+        self._slots = (-1, 0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -243,6 +255,7 @@ class Board:
     def set_reserve(self, share: float) -> None:
         """Share (0..1) of each node's slots that `batch` leaves free."""
         self.reserve = bounded(share, 0.0, 1.0, 0.0)
+        self.version += 1
         for row in self.rows:
             row.spare = int(self.reserve * row.total)
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from gateway.request import Priority
 from gateway.scheduling import forecast
 from gateway.scheduling.fairness import LEAST_WEIGHT, MOST_WEIGHT
 from gateway.scheduling.finish import LEAST_READ
 
 if TYPE_CHECKING:
     from gateway.scheduling.ask import Ask
-    from gateway.scheduling.board import Board, Pool
+    from gateway.scheduling.board import Board, Pool, Row
     from gateway.scheduling.line import Line
 
 SOONEST_RENEWAL, LATEST_RENEWAL = 8, 256
@@ -81,11 +82,11 @@ class Outlook:
     def wait_of(self, ask: Ask, now: float) -> float:
         """Seconds until `ask` has its slots; for one that does not wait yet: if it came now."""
         pool = self._pool(ask)
-        return self._after(self.ahead(ask), ask, pool, self._first(pool, now))
+        return self._after(self.ahead(ask), ask, pool, self._first(ask, pool, now))
 
     def places(self, now: float) -> Iterator[tuple[Ask, float]]:
         """All that waits in the order in which it is likely to go, and `wait_of` it."""
-        first: dict[Pool, float] = {}
+        first: dict[tuple[Pool, bool], float] = {}
         place = 0
         for rank in self.line.ranks:
             turns = deque(
@@ -99,9 +100,10 @@ class Outlook:
                     continue
                 turns.append(own)
                 pool = self._pool(ask)
-                if pool not in first:
-                    first[pool] = self._first(pool, now)
-                yield ask, self._after(place, ask, pool, first[pool])
+                kind = pool, _spares(ask)
+                if kind not in first:
+                    first[kind] = self._first(ask, pool, now)
+                yield ask, self._after(place, ask, pool, first[kind])
                 place += 1
 
     def _pool(self, ask: Ask) -> Pool:
@@ -112,18 +114,20 @@ class Outlook:
                     return pool
         return ask.groups[0][0]
 
-    def _first(self, pool: Pool, now: float) -> float:
-        """Seconds until the next slot comes free."""
+    def _first(self, ask: Ask, pool: Pool, now: float) -> float:
+        """Seconds until the next slot comes free to such as `ask`."""
+        spares = _spares(ask)
         waits = [
             wait
             for row in pool.rows[:FEW]
-            if row.running and (wait := forecast.release(row, 1, now)) is not None
+            if row.running
+            and (wait := forecast.release(row, _short(row) if spares else 1, now)) is not None
         ]
         return min(waits) * min(1.0, FEW / len(pool.rows)) if waits else 0.0
 
     def _after(self, ahead: int, ask: Ask, pool: Pool, first: float) -> float:
         """Seconds until so many others have begun, and one slot more is free; inf: no telling."""
-        slots = pool.slots(self.board)
+        slots = (pool.unreserved if _spares(ask) else pool.slots)(self.board)
         if not slots:
             return math.inf
         self._keep_up()
@@ -151,3 +155,13 @@ class Outlook:
         ) / len(rows)
         weight = self._per_token / self._per_prompt
         self._weight = min(max(weight, LEAST_WEIGHT), MOST_WEIGHT)
+
+
+def _spares(ask: Ask) -> bool:
+    """Whether it leaves the reserve of each node free (`room.py`)."""
+    return ask.priority is Priority.BATCH
+
+
+def _short(row: Row) -> int:
+    """Slots that must come free on a row before it may take what leaves its reserve alone."""
+    return max(1, min(row.ours, row.spare + 1 - row.free))

@@ -278,11 +278,26 @@ def test_what_has_been_measured_counts_at_once_for_all_that_waits() -> None:
     for _ in range(50):
         desk.arrive()
     guessed = desk.dispatcher.predicted_wait(desk.ask(), 0.0)
-    running = desk.dispatcher._outlook._first(desk.pool, 0.0)
+    running = desk.dispatcher._outlook._first(desk.ask(), desk.pool, 0.0)
     for row in desk.rows:
         desk.board.set_speed(row, 1000.0, 0.01, 0.0)
     measured = desk.dispatcher.predicted_wait(desk.ask(), 0.0)
     assert measured - running == pytest.approx((guessed - running) / 10)
+
+
+def test_batch_is_told_of_the_wait_that_the_reserve_makes() -> None:
+    desk = Desk((4,), LineRules(reserve=0.5))
+    for row in desk.rows:
+        desk.board.set_speed(row, 1000.0, 0.1, 0.0)
+    for tokens in (100.0, 200.0, 300.0, 400.0):
+        desk.arrive(prompt=1.0, completion=tokens, priority=Priority.URGENT)
+    urgent = desk.dispatcher.predicted_wait(desk.ask(priority=Priority.URGENT), 0.0)
+    batch = desk.dispatcher.predicted_wait(desk.ask(priority=Priority.BATCH), 0.0)
+    assert urgent == pytest.approx(10.0, rel=0.05)
+    assert batch == pytest.approx(30.0, rel=0.05)
+    desk.dispatcher.set_rules(LineRules())
+    batch = desk.dispatcher.predicted_wait(desk.ask(priority=Priority.BATCH), 0.0)
+    assert batch == pytest.approx(urgent)
 
 
 def test_no_start_is_expected_while_every_node_is_out() -> None:
