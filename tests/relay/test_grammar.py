@@ -118,7 +118,8 @@ def test_no_grammar_takes_long_to_measure(unit: bytes) -> None:
     text = unit * (LimitSettings().grammar_bytes // len(unit))
     began = time.process_time()
     grammar.nesting(text, 64)
-    assert time.process_time() - began < 0.5
+    # 20 ms where it was written; half a minute if it took the square of the length.
+    assert time.process_time() - began < 5
 
 
 def test_what_has_neither_is_not_looked_at() -> None:

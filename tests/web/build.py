@@ -37,6 +37,8 @@ from tests.virtual import now
 
 ADMIN = "http://127.0.0.1:8001"
 CHAT = "/v1/chat/completions"
+PROBE_LIMIT = 30.0
+"""Seconds: a node that shares a slow machine with its gateway is not down."""
 
 
 @dataclass
@@ -96,7 +98,7 @@ async def a_house(
 ) -> AsyncIterator[House]:
     """`fleet` is for `tests.fleet.build.a_fleet`; only a house that is `serving` relays."""
     chosen, bus, clock = Settings(**settings or {}), Bus(), now
-    async with a_fleet(*specs, **fleet) as running:
+    async with a_fleet(*specs, **{"timeout": PROBE_LIMIT, **fleet}) as running:
         scheduler = Scheduler(running.fleet, chosen, clock, random.Random(7))
         registry = Registry()
         relay = Relay(Means(scheduler, running.fleet, chosen, bus, Watch(clock), clock))

@@ -9,12 +9,14 @@ import pytest
 
 from tests.emulator import EmulatedNode
 from tests.relay.house import DIALECTS, a_house
+from tests.virtual import in_virtual_time
 
 SAID = '{"error":{"code":400,"message":"No such thing","type":"invalid_request_error"}}'
 ANTHROPICS = '{"type":"error","error":{"type":"invalid_request_error","message":"No such thing"}}'
 
 
 @pytest.mark.parametrize("path", [path for path in DIALECTS if path != "/v1/messages"])
+@in_virtual_time
 async def test_it_passes_as_it_is(tmp_path: Path, path: str) -> None:
     async with a_house(tmp_path, node := EmulatedNode()) as house:
         node.faults.next("status", status=400, body=SAID)
@@ -28,6 +30,7 @@ async def test_it_passes_as_it_is(tmp_path: Path, path: str) -> None:
     [(400, "invalid_request"), (413, "request_too_large"), (422, "invalid_request"),
      (500, "node_error")],
 )  # fmt: skip
+@in_virtual_time
 async def test_the_head_has_the_contracts_word(tmp_path: Path, status: int, word: str) -> None:
     async with a_house(tmp_path, node := EmulatedNode()) as house:
         node.faults.next("status", status=status, body=SAID)
@@ -41,6 +44,7 @@ async def test_the_head_has_the_contracts_word(tmp_path: Path, status: int, word
     ("status", "kind"),
     [(400, "invalid_request_error"), (413, "request_too_large"), (500, "api_error")],
 )
+@in_virtual_time
 async def test_anthropics_clients_get_it_in_their_form(
     tmp_path: Path, path: str, stream: bool, status: int, kind: str
 ) -> None:
@@ -56,6 +60,7 @@ async def test_anthropics_clients_get_it_in_their_form(
         }
 
 
+@in_virtual_time
 async def test_what_is_in_their_form_passes_as_it_is(tmp_path: Path) -> None:
     async with a_house(tmp_path, node := EmulatedNode()) as house:
         node.faults.next("status", status=400, body=ANTHROPICS)
@@ -64,6 +69,7 @@ async def test_what_is_in_their_form_passes_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("body", ["<html>no</html>", "", "[]", '{"error":7}', '"no"'])
+@in_virtual_time
 async def test_what_is_no_json_is_told_by_its_status(tmp_path: Path, body: str) -> None:
     async with a_house(tmp_path, node := EmulatedNode()) as house:
         node.faults.next("status", status=400, body=body)
