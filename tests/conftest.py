@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from hypothesis import HealthCheck, settings
 
@@ -15,6 +16,10 @@ _KEPT = {"LLAMA_GATEWAY_CACHE"}
 
 
 def pytest_configure() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell lets what it starts in the background ignore Ctrl-C, and so would the processes
+        # that tests interrupt.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in list(os.environ):
         if name.lower() in _FOREIGN or (name.startswith(_OURS) and name not in _KEPT):
             del os.environ[name]
