@@ -26,5 +26,9 @@ def pytest_configure() -> None:
 
 
 # How long one example takes says more about the machine's other work than about the code.
-settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+_ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A commit passes or fails by what it changes, so each run tries the same examples; new ones are
+# looked for on purpose: make test ARGS=--hypothesis-profile=explore
+settings.register_profile("house", _ANY_SPEED, derandomize=True)
+settings.register_profile("explore", _ANY_SPEED, max_examples=1000)
 settings.load_profile("house")

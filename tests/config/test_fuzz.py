@@ -81,7 +81,10 @@ def loaded(load: Callable[..., Any], file: Path, text: str) -> Any:
     return None
 
 
-fuzzed = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzzed = settings(
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 
 @fuzzed
