@@ -87,3 +87,8 @@ class Ask:
             self.completion = bounded(self.completion, 1.0, MOST_TOKENS, USUAL_COMPLETION)
         if not 0 <= self.slots <= MOST_SLOTS:
             self.slots = int(bounded(self.slots, 0, MOST_SLOTS, 1))
+
+    @property
+    def spares(self) -> bool:
+        """Whether it leaves the reserve of each node free."""
+        return self.priority is Priority.BATCH

@@ -111,7 +111,7 @@ class Line:
 
 def shape_of(ask: Ask) -> Shape:
     """What the rows that have room for it depend on."""
-    return ask.groups, ask.slots, ask.priority is Priority.BATCH
+    return ask.groups, ask.slots, ask.spares
 
 
 def warmest(ask: Ask) -> tuple[int, ...]:

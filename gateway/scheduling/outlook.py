@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from gateway.request import Priority
 from gateway.scheduling import forecast
 from gateway.scheduling.fairness import LEAST_WEIGHT, MOST_WEIGHT
 from gateway.scheduling.finish import LEAST_READ
@@ -100,7 +99,7 @@ class Outlook:
                     continue
                 turns.append(own)
                 pool = self._pool(ask)
-                kind = pool, _spares(ask)
+                kind = pool, ask.spares
                 if kind not in first:
                     first[kind] = self._first(ask, pool, now)
                 yield ask, self._after(place, ask, pool, first[kind])
@@ -116,18 +115,17 @@ class Outlook:
 
     def _first(self, ask: Ask, pool: Pool, now: float) -> float:
         """Seconds until the next slot comes free to such as `ask`."""
-        spares = _spares(ask)
         waits = [
             wait
             for row in pool.rows[:FEW]
             if row.running
-            and (wait := forecast.release(row, _short(row) if spares else 1, now)) is not None
+            and (wait := forecast.release(row, _short(row) if ask.spares else 1, now)) is not None
         ]
         return min(waits) * min(1.0, FEW / len(pool.rows)) if waits else 0.0
 
     def _after(self, ahead: int, ask: Ask, pool: Pool, first: float) -> float:
         """Seconds until so many others have begun, and one slot more is free; inf: no telling."""
-        slots = (pool.unreserved if _spares(ask) else pool.slots)(self.board)
+        slots = (pool.unreserved if ask.spares else pool.slots)(self.board)
         if not slots:
             return math.inf
         self._keep_up()
@@ -155,11 +153,6 @@ class Outlook:
         ) / len(rows)
         weight = self._per_token / self._per_prompt
         self._weight = min(max(weight, LEAST_WEIGHT), MOST_WEIGHT)
-
-
-def _spares(ask: Ask) -> bool:
-    """Whether it leaves the reserve of each node free (`room.py`)."""
-    return ask.priority is Priority.BATCH
 
 
 def _short(row: Row) -> int:

@@ -6,8 +6,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gateway.request import Priority
-
 if TYPE_CHECKING:
     from gateway.scheduling.ask import Ask, Shape
     from gateway.scheduling.board import Board, Pool, Row
@@ -74,7 +72,7 @@ def _with_room(board: Board, pool: Pool, ask: Ask) -> list[Row]:
             ]
     else:
         rows = [row for row in pool.rows if row.free >= slots]
-    if board.reserve and ask.priority is Priority.BATCH:
+    if board.reserve and ask.spares:
         # A node that is idle is no use to anybody: there even a wide one fits, or one beside a
         # reserve of all slots.
         rows = [row for row in rows if row.free - slots >= row.spare or not row.busy]

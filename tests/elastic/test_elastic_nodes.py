@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from gateway.fleet.states import State
 from tests.elastic.cloud import Cloud
 from tests.elastic.site import MODEL, ask, metrics, order, settings, shown, until_state
 from tests.emulator import EmulatedNode
-from tests.gateways import running_gateway, until
+from tests.gateways import Running, running_gateway, until
 from tests.virtual import in_virtual_time, now
 
 
@@ -51,6 +53,14 @@ async def test_a_burst_starts_standby_nodes_and_afterwards_they_are_stopped(
             assert 'llama_gateway_hooks_total{node="spare-1",hook="start",outcome="ok"} 1' in page
 
 
+@asynccontextmanager
+async def one_standby(folder: Path, cloud: Cloud, chosen: dict[str, Any]) -> AsyncIterator[Running]:
+    """A gateway whose only node, `spare`, stands by."""
+    async with running_gateway(folder, [cloud.node("spare")], chosen, wait_ready=False) as running:
+        await until_state(running, "spare", State.STANDBY)
+        yield running
+
+
 @in_virtual_time
 async def test_a_client_that_waits_shorter_than_the_start_is_told_when_to_come_back(
     tmp_path: Path,
@@ -58,10 +68,7 @@ async def test_a_client_that_waits_shorter_than_the_start_is_told_when_to_come_b
     async with Cloud() as cloud:
         cloud.machine("spare").answers["start"] = (20.0, 200, "")
         chosen = settings() | {"queue": {"max_wait": 1.0}}
-        async with running_gateway(
-            tmp_path, [cloud.node("spare")], chosen, wait_ready=False
-        ) as running:
-            await until_state(running, "spare", State.STANDBY)
+        async with one_standby(tmp_path, cloud, chosen) as running:
             answer = await ask(running)
             assert answer.status_code == 503
             assert answer.headers["x-gateway-reason"] == "starting"
@@ -79,10 +86,7 @@ async def test_a_start_hook_that_fails_is_told_and_not_tried_again_at_once(
         spare = cloud.machine("spare")
         spare.answers["start"] = (0.1, 503, "no capacity in this zone")
         chosen = settings(backoff=60.0) | {"retries": {"wait_for_node": 2.0}}
-        async with running_gateway(
-            tmp_path, [cloud.node("spare")], chosen, wait_ready=False
-        ) as running:
-            await until_state(running, "spare", State.STANDBY)
+        async with one_standby(tmp_path, cloud, chosen) as running:
             answer = await ask(running)
             assert answer.status_code == 503
             assert answer.headers["x-gateway-reason"] == "no_node"
