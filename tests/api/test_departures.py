@@ -105,19 +105,30 @@ async def test_what_can_only_be_answered_plainly_holds_its_slot_until_the_server
     assert the_node(narrow).failures == 0
 
 
+async def left_in_prefill(site: Site, url: str) -> int:
+    """Leave while the prompt is read; how often the server was seen busy while we held its slot."""
+    messages = [{"role": "user", "content": "river stone " * 4000}]
+    body = LONG | {"messages": messages, "cache_prompt": False}
+    before = len(site.records)
+    asked = asyncio.create_task(site.http.post(PATH, json=body))
+    await until(lambda: len(site.gateway.registry) > 0)
+    await until_busy(url, 1)
+    asked.cancel()
+    await until(lambda: len(site.records) > before)
+    seen = await held_while_busy(site, url)
+    assert site.records[-1].code == 499
+    return seen if site.records[-1].ttft is None else 0
+
+
 @pytest.mark.slow
 async def test_a_stream_that_is_left_in_prefill_holds_its_slot_until_the_prompt_is_read(
     narrow: Site, narrow_url: str
 ) -> None:
-    messages = [{"role": "user", "content": "river stone " * 4000}]
-    body = LONG | {"messages": messages, "cache_prompt": False}
-    asked = asyncio.create_task(narrow.http.post(PATH, json=body))
-    await until_busy(narrow_url, 1)
-    assert len(narrow.gateway.registry) == 1
-    asked.cancel()
-    await until(lambda: narrow.records)
-    assert narrow.records[0].ttft is None
-    assert await held_while_busy(narrow, narrow_url) > 0
+    # The server lets go after the batch it is at, which can be over before this process, standing
+    # still on a busy machine, has looked. Then it proves nothing, and is tried again.
+    async with asyncio.timeout(240):
+        while not await left_in_prefill(narrow, narrow_url):
+            pass
     assert (await narrow.http.post(PATH, json=SHORT)).status_code == 200
 
 
