@@ -127,15 +127,22 @@ def test_a_slot_is_free_soon_after_its_stream_is_left(url: str) -> None:
     assert broken_off(url)
 
 
-def test_the_head_comes_at_once_with_a_free_slot_and_is_withheld_without(url: str) -> None:
+def withheld(url: str) -> bool:
+    """Whether a second head was withheld while the first request had the slot, and came then."""
     with Connection(url) as first, Connection(url) as second:
         first.send("/completion", LONG)
         assert first.head()[0] == 200
         second.send("/completion", LONG | {"n_predict": 3})
-        assert second.silent_for(0.3)
+        silent = second.silent_for(0.3)
         first.__exit__()
         assert second.head()[0] == 200
     wait_until_free(url)
+    return silent
+
+
+def test_the_head_comes_at_once_with_a_free_slot_and_is_withheld_without(url: str) -> None:
+    # On a busy machine this process can stand still until the first answer has come to its end.
+    assert any(withheld(url) for _ in range(10))
 
 
 def test_a_prompt_that_is_too_long_is_told_with_both_numbers(url: str) -> None:
