@@ -51,9 +51,28 @@ def test_a_quick_run_answers_every_request(front: str, tmp_path: Path) -> None:
     assert done.stdout.strip() in page.read_text().partition(MARKS[1])[0]
 
 
+@pytest.mark.slow
+def test_a_quick_run_in_virtual_time_answers_every_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, file = tmp_path / "page.md", tmp_path / "bench.json"
+    assert main(["--virtual", "--quick", "--json", str(file), "--markdown", str(page)]) == 0
+    played = json.loads(file.read_text())["played"]
+    assert [one["front"] for one in played] == ["gateway", "gateway-unknown", "least_conn"]
+    for one in played:
+        assert [record["problem"] for record in one["records"]] == [""] * 16
+    ours, _, theirs = (sum(record["cached"] for record in one["records"]) for one in played)
+    assert ours > theirs > 0
+    told = capsys.readouterr().out
+    assert "| gateway, lengths unknown |" in told
+    assert told.strip() in page.read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (["--virtual", "--only", "nginx"], "with --virtual the fronts are given"),
+        (["--virtual", "--real"], "not allowed with argument"),
         (["--only", "ngnix"], "unknown: ngnix (there are gateway, gateway-unknown, nginx, haproxy"),
         (["--loads", "heavy"], "unknown: heavy (there are light, capacity, above)"),
         (["--seeds", "0"], "not a positive whole number: 0"),

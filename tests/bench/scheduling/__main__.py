@@ -4,6 +4,7 @@
     python -m tests.bench.scheduling --only gateway,nginx --loads capacity --seeds 2
     python -m tests.bench.scheduling --markdown docs/scheduling-results.md --json bench.json
     python -m tests.bench.scheduling --real                        two real llama.cpp servers
+    python -m tests.bench.scheduling --virtual --loads capacity    30 seeds, no noise, no peers
 
 Exit status: 0 measured, whatever the figures; 1 a request failed or a front did not start;
 2 usage error, a front that was asked for and isn't installed among them.
@@ -28,8 +29,8 @@ from rich.console import Console
 from tests.bench import machine
 from tests.bench.arguments import one_of, positive
 from tests.bench.report import write_between_markers
-from tests.bench.scheduling import real, report
-from tests.bench.scheduling.fronts import FRONTS, USUAL, Front
+from tests.bench.scheduling import real, report, virtual
+from tests.bench.scheduling.fronts import FRONTS, OURS, USUAL, Front
 from tests.bench.scheduling.results import LOADS, Results
 from tests.bench.scheduling.rounds import WARM_UP, Rounds
 from tests.bench.scheduling.trace import Shape
@@ -45,17 +46,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     options = _parse(words)
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
-    fronts = _installed(options.only, real.USUAL if options.real else USUAL, progress)
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        progress.print("the benchmark needs two cores: one for the fronts, one for the load")
-    if not fronts or len(cores) < 2:
+    if options.virtual:
+        fronts = [FRONTS[name] for name in OURS]
+    else:
+        fronts = _installed(options.only, real.USUAL if options.real else USUAL, progress)
+        if len(os.sched_getaffinity(0)) < 2:
+            progress.print("the benchmark needs two cores: one for the fronts, one for the load")
+            return 2
+    if not fronts:
         return 2
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-bench-"))
     command = shlex.join(["python", "-m", "tests.bench.scheduling", *words])
     facts = machine.facts(sorted({front.target.name for front in fronts}))
     try:
-        if options.real:
+        if options.virtual:
+            outcome = _virtual(options, folder, progress, command, facts)
+        elif options.real:
             outcome = real.measure(fronts, options.seeds or 1, folder, progress, command, facts)
         else:
             outcome = _emulated(fronts, options, folder, progress, command, facts)
@@ -72,6 +78,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_between_markers(options.markdown, outcome.page, outcome.marks)
     shutil.rmtree(folder)
     return 0
+
+
+def _virtual(
+    options: argparse.Namespace,
+    folder: Path,
+    progress: Console,
+    command: str,
+    facts: dict[str, str],
+) -> report.Outcome:
+    """Play in one process, whose clock does not wait."""
+    plan = virtual.Plan(
+        loads=options.loads or (("capacity",) if options.quick else tuple(LOADS)),
+        seeds=options.seeds or (1 if options.quick else virtual.SEEDS),
+        scale=options.scale or 1.0,
+        folder=folder,
+        shape=QUICK if options.quick else Shape(),
+        warm_up=QUICK if options.quick else WARM_UP,
+    )
+    return virtual.measure(plan, progress, command, facts)
 
 
 def _emulated(
@@ -126,14 +151,27 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--only", type=one_of(list(FRONTS)), help=f"fronts, of {','.join(FRONTS)}")
     add("--loads", type=one_of(list(LOADS)), help=f"of {','.join(LOADS)}; default: all")
-    add("--seeds", type=positive, help=f"default {SEEDS}, with --quick or --real 1")
-    add("--scale", type=_factor, help=f"times as fast as life, default {SCALE:g}")
+    seeds = f"default {SEEDS}, with --quick or --real 1, with --virtual {virtual.SEEDS}"
+    add("--seeds", type=positive, help=seeds)
+    scale = f"times as fast as life, default {SCALE:g}, with --virtual 1"
+    add("--scale", type=_factor, help=scale)
     add("--quick", action="store_true", help="a small trace at capacity, to check the harness")
     add("--one-by-one", action="store_true", help="play the fronts one after the other")
-    add("--real", action="store_true", help="two real llama.cpp servers with the demo model")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--real", action="store_true", help="two real llama.cpp servers with the demo model"
+    )
+    where.add_argument(
+        "--virtual",
+        action="store_true",
+        help="in virtual time: the gateway and a stand-in for nginx, exact and quick",
+    )
     add("--json", type=Path, help="write requests, figures and verdicts to this file")
     add("--markdown", type=Path, help="write the tables between the markers of this page")
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    if options.virtual and (options.only or options.one_by_one):
+        parser.error("with --virtual the fronts are given: leave --only and --one-by-one away")
+    return options
 
 
 def _factor(text: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ UNKNOWN = 4096
 
 Check = Callable[[list[dict[str, Any]], Turn, Answer], str]
 """What is wrong with an answer; empty when nothing is."""
+
+Asking = Callable[[Address, dict[str, Any], float, Callable[[], float]], Awaitable[Answer]]
+"""Sends one request to an address, within so many seconds by that clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class Player:
     check: Check
     limit: float = 600.0
     clock: Callable[[], float] = time.monotonic
+    asking: Asking = ask
 
     async def play(self, trace: Trace) -> list[Record]:
         """Play all of it. A session ends with the first request that fails."""
@@ -70,7 +74,7 @@ class Player:
             await asyncio.sleep(turn.think / self.scale)
             messages.append({"role": "user", "content": turn.question})
             limit = self.limit / self.scale
-            answer = await ask(self.address, self._body(messages, turn), limit, self.clock)
+            answer = await self.asking(self.address, self._body(messages, turn), limit, self.clock)
             problem = answer.problem or self.check(messages, turn, answer)
             records.append(
                 Record(
