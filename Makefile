@@ -83,7 +83,7 @@ format: $(STAMP) ## format the code and mend what lint can mend by itself
 bench: $(STAMP) ## the data plane beside nginx, HAProxy and none (two cores; the peers must be installed)
 	@$(BIN)/python -m tests.bench.dataplane $(ARGS)
 
-bench-scheduling: $(STAMP) ## how soon requests are answered, beside nginx and HAProxy (a quarter of an hour, two cores)
+bench-scheduling: $(STAMP) ## how soon requests are answered, beside nginx and HAProxy (40 minutes, two cores; ARGS="--scale 4": ten)
 	@$(BIN)/python -m tests.bench.scheduling $(ARGS)
 
 wheel: $(STAMP) ## build the wheel of this checkout in dist/ (the playbooks do it by themselves)

@@ -2,6 +2,7 @@
 
     python -m tests.bench.scheduling --quick                       half a minute; means little
     python -m tests.bench.scheduling --only gateway,nginx --loads capacity --seeds 2
+    python -m tests.bench.scheduling --scale 4                     ten minutes instead of forty
     python -m tests.bench.scheduling --markdown docs/scheduling-results.md --json bench.json
     python -m tests.bench.scheduling --real                        two real llama.cpp servers
     python -m tests.bench.scheduling --virtual --loads capacity    30 seeds, no noise, no peers
@@ -36,7 +37,7 @@ from tests.bench.scheduling.rounds import WARM_UP, Rounds
 from tests.bench.scheduling.trace import Shape
 from tests.bench.targets import TargetError
 
-SCALE, QUICK_SCALE = 4.0, 8.0
+SCALE, QUICK_SCALE = 1.0, 8.0
 SEEDS = 5
 QUICK = Shape(sessions=8, turns=2, tenants=3)
 
@@ -91,7 +92,7 @@ def _virtual(
     plan = virtual.Plan(
         loads=options.loads or (("capacity",) if options.quick else tuple(LOADS)),
         seeds=options.seeds or (1 if options.quick else virtual.SEEDS),
-        scale=options.scale or 1.0,
+        scale=options.scale or SCALE,
         folder=folder,
         shape=QUICK if options.quick else Shape(),
         warm_up=QUICK if options.quick else WARM_UP,
@@ -153,7 +154,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     add("--loads", type=one_of(list(LOADS)), help=f"of {','.join(LOADS)}; default: all")
     seeds = f"default {SEEDS}, with --quick or --real 1, with --virtual {virtual.SEEDS}"
     add("--seeds", type=positive, help=seeds)
-    scale = f"times as fast as life, default {SCALE:g}, with --virtual 1"
+    scale = f"times as fast as life, default {SCALE:g}, with --quick {QUICK_SCALE:g}"
     add("--scale", type=_factor, help=scale)
     add("--quick", action="store_true", help="a small trace at capacity, to check the harness")
     add("--one-by-one", action="store_true", help="play the fronts one after the other")
