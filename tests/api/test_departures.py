@@ -135,11 +135,15 @@ async def test_a_stream_that_is_left_in_prefill_holds_its_slot_until_the_prompt_
 async def test_a_client_that_gives_up_gets_its_own_error_and_frees_the_slot(
     narrow: Site, narrow_url: str
 ) -> None:
-    # It has asked before it gives up, however slow this machine is.
+    # It has asked before it gives up, however slow this machine is; and it says that it will wait
+    # longer than it does, else the gateway could be the first to give up.
     limits = httpx.Timeout(60.0, read=0.3)
+    patient = {"X-Stainless-Read-Timeout": "600"}
     async with narrow.openai(timeout=limits, max_retries=0) as client:
         with pytest.raises(package.APITimeoutError):
-            await client.chat.completions.create(model="demo", messages=HELLO, max_tokens=15_000)
+            await client.chat.completions.create(
+                model="demo", messages=HELLO, max_tokens=15_000, extra_headers=patient
+            )
     await until(lambda: narrow.records)
     await narrow.until_idle()
     assert [record.code for record in narrow.records] == [499]

@@ -26,8 +26,9 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 5\r\n\r\nh
 
 
 @asynccontextmanager
-async def client_of(origin: Origin, timeout: float = LIMIT) -> AsyncIterator[httpx.AsyncClient]:
+async def client_of(origin: Origin, read: float = LIMIT) -> AsyncIterator[httpx.AsyncClient]:
     pool = Pool(origin)
+    timeout = httpx.Timeout(LIMIT, read=read)
     async with httpx.AsyncClient(
         transport=PoolTransport(pool), base_url=f"http://{origin.host}", timeout=timeout
     ) as client:
