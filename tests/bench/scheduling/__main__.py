@@ -33,7 +33,7 @@ from tests.bench.report import write_between_markers
 from tests.bench.scheduling import real, report, virtual
 from tests.bench.scheduling.fronts import FRONTS, OURS, USUAL, Front
 from tests.bench.scheduling.results import LOADS, Results
-from tests.bench.scheduling.rounds import WARM_UP, Rounds
+from tests.bench.scheduling.rounds import WARM_UP, Plan, Rounds
 from tests.bench.scheduling.trace import Shape
 from tests.bench.targets import TargetError
 
@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = machine.facts(sorted({front.target.name for front in fronts}))
     try:
         if options.virtual:
-            outcome = _virtual(options, folder, progress, command, facts)
+            plan = _plan(options, folder, seeds=virtual.SEEDS)
+            outcome = virtual.measure(plan, progress, command, facts)
         elif options.real:
             outcome = real.measure(fronts, options.seeds or 1, folder, progress, command, facts)
         else:
@@ -81,23 +82,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _virtual(
-    options: argparse.Namespace,
-    folder: Path,
-    progress: Console,
-    command: str,
-    facts: dict[str, str],
-) -> report.Outcome:
-    """Play in one process, whose clock does not wait."""
-    plan = virtual.Plan(
-        loads=options.loads or (("capacity",) if options.quick else tuple(LOADS)),
-        seeds=options.seeds or (1 if options.quick else virtual.SEEDS),
-        scale=options.scale or SCALE,
+def _plan(
+    options: argparse.Namespace, folder: Path, *, seeds: int = SEEDS, quick_scale: float = SCALE
+) -> Plan:
+    """What to play; `seeds` and `quick_scale` are what holds where nothing was said."""
+    quick = options.quick
+    return Plan(
+        loads=options.loads or (("capacity",) if quick else tuple(LOADS)),
+        seeds=options.seeds or (1 if quick else seeds),
+        scale=options.scale or (quick_scale if quick else SCALE),
         folder=folder,
-        shape=QUICK if options.quick else Shape(),
-        warm_up=QUICK if options.quick else WARM_UP,
+        shape=QUICK if quick else Shape(),
+        warm_up=QUICK if quick else WARM_UP,
     )
-    return virtual.measure(plan, progress, command, facts)
 
 
 def _emulated(
@@ -110,18 +107,8 @@ def _emulated(
 ) -> report.Outcome:
     """Play on emulated nodes, with this process on the second core."""
     cores = sorted(os.sched_getaffinity(0))
-    rounds = Rounds(
-        fronts=fronts,
-        loads=options.loads or (("capacity",) if options.quick else tuple(LOADS)),
-        seeds=options.seeds or (1 if options.quick else SEEDS),
-        scale=options.scale or (QUICK_SCALE if options.quick else SCALE),
-        core=cores[0],
-        folder=folder,
-        progress=progress,
-        shape=QUICK if options.quick else Shape(),
-        warm_up=QUICK if options.quick else WARM_UP,
-        one_by_one=options.one_by_one,
-    )
+    plan = _plan(options, folder, quick_scale=QUICK_SCALE)
+    rounds = Rounds(plan, fronts, cores[0], progress, options.one_by_one)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     os.sched_setaffinity(0, {cores[1]})
@@ -131,7 +118,7 @@ def _emulated(
     finally:
         os.sched_setaffinity(0, cores)
     rates = {load: sum(found) / len(found) for load, found in rounds.rates.items()}
-    setting = report.Setting(command, facts, rounds.scale, rounds.seeds, rates)
+    setting = report.Setting(command, facts, plan.scale, plan.seeds, rates)
     return report.outcome(results, setting)
 
 
@@ -154,8 +141,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     add("--loads", type=one_of(list(LOADS)), help=f"of {','.join(LOADS)}; default: all")
     seeds = f"default {SEEDS}, with --quick or --real 1, with --virtual {virtual.SEEDS}"
     add("--seeds", type=positive, help=seeds)
-    scale = f"times as fast as life, default {SCALE:g}, with --quick {QUICK_SCALE:g}"
-    add("--scale", type=_factor, help=scale)
+    scale = f"default {SCALE:g}, with --quick {QUICK_SCALE:g} unless --virtual"
+    add("--scale", type=_factor, help=f"times as fast as life, {scale}")
     add("--quick", action="store_true", help="a small trace at capacity, to check the harness")
     add("--one-by-one", action="store_true", help="play the fronts one after the other")
     where = parser.add_mutually_exclusive_group()

@@ -8,9 +8,7 @@ times are those of this machine. A small trace of its own: three tenants, six se
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,8 +19,8 @@ from tests.bench.report import number
 from tests.bench.scheduling.client import Answer
 from tests.bench.scheduling.fronts import FRONTS, Front
 from tests.bench.scheduling.play import Player
-from tests.bench.scheduling.report import Outcome, table
-from tests.bench.scheduling.results import FIGURES, Played, Results
+from tests.bench.scheduling.report import Outcome, brief, figures
+from tests.bench.scheduling.results import FIGURES, Figure, Played, Results
 from tests.bench.scheduling.trace import Shape, Turn, make
 from tests.bench.targets import running
 from tests.servers import demo_servers
@@ -59,12 +57,7 @@ def measure(
             played.append(one)
     results = Results(played)
     tables = _tables(results, [front.name for front in fronts])
-    told = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    page = f"```console\n$ {command}\n```\n\n{told}\n- seeds: {seeds}\n\n{tables}"
-    as_json = json.dumps(
-        {"command": command, "machine": facts, "played": [asdict(one) for one in played]}
-    )
-    return Outcome(tables, page, as_json, MARKS, any(one.problems for one in played))
+    return brief(played, tables, seeds, command, facts, MARKS)
 
 
 def _played(front: Front, seed: int, folder: Path) -> Played:
@@ -90,15 +83,14 @@ def _as_asked(messages: list[dict[str, Any]], turn: Turn, answer: Answer) -> str
 
 
 def _tables(results: Results, fronts: Sequence[str]) -> str:
-    rows = []
-    for front in fronts:
-        row = [FRONTS[front].title]
-        for figure in FIGURES:
-            value = results.value(front, LOAD, figure)
-            shown = "-" if value is None else number(value)
-            row.append(f"{value:.0%}" if figure.name == "cached" and value else shown)
-        rows.append(row)
-    parts = [table([LOAD, *(figure.title for figure in FIGURES)], rows)]
+    def cell(front: str, figure: Figure) -> str:
+        value = results.value(front, LOAD, figure)
+        if value is None:
+            return "-"
+        return f"{value:.0%}" if figure.name == "cached" and value else number(value)
+
+    titles = {front: FRONTS[front].title for front in fronts}
+    parts = [figures(LOAD, titles, cell)]
     parts += [
         f"{one.front}, seed {one.seed}: {len(one.problems)} failed, the first: {one.problems[0]}"
         for one in results.played

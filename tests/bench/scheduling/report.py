@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from tests.bench.report import number
@@ -43,6 +43,40 @@ def outcome(results: Results, setting: Setting) -> Outcome:
     return Outcome(told, page(told, setting), as_json(results, setting), MARKS, failed)
 
 
+def brief(
+    played: Sequence[Played],
+    tables: str,
+    seeds: int,
+    command: str,
+    facts: dict[str, str],
+    marks: tuple[str, str],
+) -> Outcome:
+    """The same of a run that has no verdicts: tables, how they came about, and every request."""
+    text = _page(command, facts | {"seeds": str(seeds)}, tables)
+    as_json = json.dumps(
+        {"command": command, "machine": facts, "played": [asdict(one) for one in played]}
+    )
+    return Outcome(tables, text, as_json, marks, any(one.problems for one in played))
+
+
+def figures(head: str, titles: Mapping[str, str], cell: Callable[[str, Figure], str]) -> str:
+    """A row for each front of `titles`, a column for each figure."""
+    rows = [
+        [title, *(cell(front, figure) for figure in FIGURES)] for front, title in titles.items()
+    ]
+    return table([head, *(figure.title for figure in FIGURES)], rows)
+
+
+def failures(results: Results) -> list[str]:
+    """The runs in which requests failed: one list of them, or nothing."""
+    lines = [
+        f"- {p.front}, {p.load}, seed {p.seed}: {len(p.problems)}, the first: {p.problems[0]}"
+        for p in results.played
+        if p.problems
+    ]
+    return ["\n".join(["Failed, and counted in no figure:", "", *lines])] if lines else []
+
+
 def tables(results: Results) -> str:
     """The figures of each load, the verdicts, and how busy the cores were."""
     parts = [_figures(results, load) for load in results.loads()]
@@ -53,26 +87,16 @@ def tables(results: Results) -> str:
         ]
         parts.append(table(["target", "measured", "must", "aim", "kept"], rows))
     parts.append(_cores(results))
-    if failed := [played for played in results.played if played.problems]:
-        lines = ["Failed, and counted in no figure:", ""]
-        lines += [f"- {_where(p)}: {len(p.problems)}, the first: {p.problems[0]}" for p in failed]
-        parts.append("\n".join(lines))
+    parts += failures(results)
     return "\n\n".join(parts) + "\n"
 
 
 def _figures(results: Results, load: str) -> str:
-    rows = []
-    for front in results.fronts():
-        cells = [_cell(results, front, load, figure) for figure in FIGURES]
-        rows.append([FRONTS[front].title, *cells])
     share = LOADS.get(load)
     head = f"load: {load}" + (f", {share:g} x capacity" if share else "")
-    return "\n\n".join(
-        filter(
-            None,
-            (table([head, *(figure.title for figure in FIGURES)], rows), _bounds(results, load)),
-        )
-    )
+    titles = {front: FRONTS[front].title for front in results.fronts()}
+    found = figures(head, titles, lambda front, figure: _cell(results, front, load, figure))
+    return "\n\n".join(filter(None, (found, _bounds(results, load))))
 
 
 def _cell(results: Results, front: str, load: str, figure: Figure) -> str:
@@ -120,10 +144,6 @@ def _cores(results: Results) -> str:
     return table([*head, *(FRONTS[front].title for front in results.fronts())], rows)
 
 
-def _where(played: Played) -> str:
-    return f"{played.front}, {played.load}, seed {played.seed}"
-
-
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
@@ -137,8 +157,12 @@ def page(report: str, setting: Setting) -> str:
         "scale": f"{setting.scale:g} seconds of the fleet's time in one of the clock's",
         "sessions a second": ", ".join(f"{k} {v:.2f}" for k, v in setting.rates.items()),
     }
+    return _page(setting.command, facts, report)
+
+
+def _page(command: str, facts: Mapping[str, str], tables: str) -> str:
     told = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    return f"```console\n$ {setting.command}\n```\n\n{told}\n\n{report}"
+    return f"```console\n$ {command}\n```\n\n{told}\n\n{tables}"
 
 
 def as_json(results: Results, setting: Setting) -> str:

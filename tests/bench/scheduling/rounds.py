@@ -35,29 +35,42 @@ PAUSE = 5.0
 """Seconds of the fleet's time between the warm-up's last answer and the trace."""
 
 
-@dataclass(slots=True)
-class Rounds:
-    """What is played."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is played, whatever the clock."""
 
-    fronts: Sequence[Front]
     loads: Sequence[str]
     seeds: int
     scale: float
-    core: int
     folder: Path
-    progress: Console
-    shape: Shape = field(default_factory=Shape)
-    warm_up: Shape = WARM_UP
-    one_by_one: bool = False
+    shape: Shape
+    warm_up: Shape
     fleet: Sequence[Speed] = FLEET
+
+    def traces(self, load: str, seed: int) -> tuple[Trace, Trace, float]:
+        """The warm-up, the trace that is measured, and its sessions a second."""
+        full = capacity.session_rate(make(f"{seed}", 1.0, self.shape), self.fleet)
+        rate = full * LOADS[load]
+        return make(f"warm-up {seed}", full, self.warm_up), make(f"{seed}", rate, self.shape), rate
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Plays a plan against fronts that are processes."""
+
+    plan: Plan
+    fronts: Sequence[Front]
+    core: int
+    progress: Console
+    one_by_one: bool = False
     rates: dict[str, list[float]] = field(default_factory=dict)
     """Sessions a second of each load and seed, filled while it runs."""
 
     async def play(self) -> list[Played]:
         """Play everything; one result for each load, seed and front."""
         played = []
-        for seed in range(1, self.seeds + 1):
-            for load in self.loads:
+        for seed in range(1, self.plan.seeds + 1):
+            for load in self.plan.loads:
                 turn = seed % len(self.fronts)
                 order = [*self.fronts[turn:], *self.fronts[:turn]]
                 groups = [[front] for front in order] if self.one_by_one else [order]
@@ -69,19 +82,17 @@ class Rounds:
     async def _group(self, fronts: Sequence[Front], load: str, seed: int) -> list[Played]:
         """Some fronts side by side."""
         began = time.monotonic()
-        full = capacity.session_rate(make(f"{seed}", 1.0, self.shape), self.fleet)
-        rate = full * LOADS[load]
+        plan = self.plan
+        warm_up, trace, rate = plan.traces(load, seed)
         self.rates.setdefault(load, []).append(rate)
-        trace = make(f"{seed}", rate, self.shape)
-        warm_up = make(f"warm-up {seed}", full, self.warm_up)
         async with AsyncExitStack() as stack:
             runs = [await self._started(stack, front, load, seed) for front in fronts]
             players = [
-                Player(run.address, self.scale, front.known, as_emulated)
+                Player(run.address, plan.scale, front.known, as_emulated)
                 for run, front in zip(runs, fronts, strict=True)
             ]
             await asyncio.gather(*(player.play(warm_up) for player in players))
-            await asyncio.sleep(PAUSE / self.scale)
+            await asyncio.sleep(PAUSE / plan.scale)
             wall, load_cpu = time.perf_counter(), time.process_time()
             waited = waited_seconds(os.getpid())
             cpu = [cpu_seconds(run.pid) if run.pid else 0.0 for run in runs]
@@ -93,7 +104,7 @@ class Rounds:
                     load=load,
                     seed=seed,
                     records=found,
-                    bounds=bounds(trace, found, self.fleet),
+                    bounds=bounds(trace, found, plan.fleet),
                     front_busy=(cpu_seconds(run.pid) - before) / wall if run.pid else 0.0,
                     load_busy=(time.process_time() - load_cpu) / wall,
                     disturbed=(waited_seconds(os.getpid()) - waited) / wall / (len(runs) + 1),
@@ -105,8 +116,8 @@ class Rounds:
 
     async def _started(self, stack: AsyncExitStack, front: Front, load: str, seed: int) -> Running:
         """A front with a fleet of its own."""
-        fleet = await stack.enter_async_context(nodes(self.fleet, self.scale))
-        folder = self.folder / f"{front.name}-{load}-{seed}"
+        fleet = await stack.enter_async_context(nodes(self.plan.fleet, self.plan.scale))
+        folder = self.plan.folder / f"{front.name}-{load}-{seed}"
         folder.mkdir()
         ports = tuple(node.port for node in fleet)
         return await stack.enter_async_context(running(front.target, folder, ports, self.core))

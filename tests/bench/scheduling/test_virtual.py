@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +13,10 @@ from gateway.request import Request
 from gateway.scheduling.expectations import Expectations, Told
 from tests.bench.scheduling import capacity
 from tests.bench.scheduling.fleet import FLEET, nodes
-from tests.bench.scheduling.play import Player, Record, as_emulated
+from tests.bench.scheduling.play import Record
 from tests.bench.scheduling.trace import Shape, make
-from tests.gateways import running_gateway
-from tests.virtual import VirtualLoop
+from tests.bench.scheduling.virtual import behind_gateway
+from tests.virtual import VirtualLoop, now
 
 SEED = "2"
 SHAPE = Shape(sessions=16)
@@ -33,15 +32,13 @@ class Belief:
     found: float
 
 
-async def _played(folder: Path, loop: VirtualLoop) -> list[Record]:
+async def _played(folder: Path) -> list[Record]:
     rate = 1.5 * capacity.session_rate(make(SEED, 1.0, SHAPE), FLEET)
-    async with nodes(FLEET, 1.0, loop.time) as fleet:
-        urls = [node.url for node in fleet]
-        async with running_gateway(folder, urls, clock=loop.time, rng=random.Random(1)) as site:
-            assert site.gateway.public is not None
-            address = site.gateway.public.host, site.gateway.public.port
-            player = Player(address, 1.0, known=True, check=as_emulated, clock=loop.time)
-            return await player.play(make(SEED, rate, SHAPE))
+    async with (
+        nodes(FLEET, 1.0, now) as fleet,
+        behind_gateway(folder, fleet, 1.0, 1, known=True) as player,
+    ):
+        return await player.play(make(SEED, rate, SHAPE))
 
 
 @pytest.mark.slow
@@ -69,9 +66,7 @@ def test_nodes_have_cached_what_they_are_believed_to_have(
 
     monkeypatch.setattr(Expectations, "learn", noting)
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        loop = runner.get_loop()
-        assert isinstance(loop, VirtualLoop)
-        records = runner.run(_played(tmp_path, loop))
+        records = runner.run(_played(tmp_path))
     assert [record.problem for record in records if record.problem] == []
     assert len(beliefs) == len(records) == 64
     assert [one for one in beliefs if abs(one.believed - one.found) > NEAR] == []

@@ -9,29 +9,26 @@ comparing two versions of the scheduler, and for more seeds than there is time f
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.bench.load import Address
-from tests.bench.scheduling import capacity
 from tests.bench.scheduling.client import Answer, ask
-from tests.bench.scheduling.fleet import FLEET, nodes
+from tests.bench.scheduling.fleet import nodes
 from tests.bench.scheduling.fronts import FRONTS, OURS
 from tests.bench.scheduling.play import Player, as_emulated
-from tests.bench.scheduling.report import Outcome, table
-from tests.bench.scheduling.results import FIGURES, LOADS, Played, Results
-from tests.bench.scheduling.rounds import PAUSE, WARM_UP, bounds
-from tests.bench.scheduling.trace import Shape, make
+from tests.bench.scheduling.report import Outcome, brief, failures, figures
+from tests.bench.scheduling.results import FIGURES, Figure, Played, Results
+from tests.bench.scheduling.rounds import PAUSE, Plan, bounds
 from tests.bench.targets import HOST
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
-from tests.virtual import VirtualLoop
+from tests.virtual import VirtualLoop, now
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -68,18 +65,6 @@ class LeastConn:
             self._busy[node] -= 1
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is played."""
-
-    loads: Sequence[str]
-    seeds: int
-    scale: float
-    folder: Path
-    shape: Shape = field(default_factory=Shape)
-    warm_up: Shape = WARM_UP
-
-
 def measure(plan: Plan, progress: Console, command: str, facts: dict[str, str]) -> Outcome:
     """Play every load, seed and front, one after the other."""
     played = []
@@ -92,87 +77,60 @@ def measure(plan: Plan, progress: Console, command: str, facts: dict[str, str]) 
             seconds = time.monotonic() - began
             progress.print(f"seed {seed}, {load}: mean completion {means}  [{seconds:.0f} s]")
     results = Results(played)
-    tables = "\n\n".join(_table(results, load) for load in plan.loads) + "\n"
-    told = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    page = f"```console\n$ {command}\n```\n\n{told}\n- seeds: {plan.seeds}\n\n{tables}"
-    as_json = json.dumps(
-        {"command": command, "machine": facts, "played": [asdict(one) for one in played]}
-    )
-    return Outcome(tables, page, as_json, MARKS, any(one.problems for one in played))
+    parts = [*(_table(results, load) for load in plan.loads), *failures(results)]
+    return brief(played, "\n\n".join(parts) + "\n", plan.seeds, command, facts, MARKS)
 
 
 def _played(plan: Plan, front: str, load: str, seed: int) -> Played:
     folder = plan.folder / f"{front}-{load}-{seed}"
     folder.mkdir()
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        loop = runner.get_loop()
-        assert isinstance(loop, VirtualLoop)
-        return runner.run(_asked(plan, front, load, seed, folder, loop))
+        return runner.run(_asked(plan, front, load, seed, folder))
 
 
-async def _asked(
-    plan: Plan, front: str, load: str, seed: int, folder: Path, loop: VirtualLoop
-) -> Played:
-    full = capacity.session_rate(make(f"{seed}", 1.0, plan.shape), FLEET)
-    trace = make(f"{seed}", full * LOADS[load], plan.shape)
-    async with (
-        nodes(FLEET, plan.scale, loop.time) as fleet,
-        _player(plan, front, seed, folder, fleet, loop) as player,
-    ):
-        await player.play(make(f"warm-up {seed}", full, plan.warm_up))
+async def _asked(plan: Plan, front: str, load: str, seed: int, folder: Path) -> Played:
+    warm_up, trace, _ = plan.traces(load, seed)
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(nodes(plan.fleet, plan.scale, now))
+        if front == STAND_IN:
+            player = _beside(fleet, plan.scale)
+        else:
+            known = FRONTS[front].known
+            behind = behind_gateway(folder, fleet, plan.scale, seed, known=known)
+            player = await stack.enter_async_context(behind)
+        await player.play(warm_up)
         await asyncio.sleep(PAUSE / plan.scale)
         records = await player.play(trace)
-    return Played(front, load, seed, records, bounds(trace, records, FLEET))
+    return Played(front, load, seed, records, bounds(trace, records, plan.fleet))
+
+
+def _beside(fleet: Sequence[EmulatedNode], scale: float) -> Player:
+    addresses = [(HOST, node.port) for node in fleet]
+    asking = LeastConn(addresses)
+    return Player(addresses[0], scale, known=False, check=as_emulated, clock=now, asking=asking)
 
 
 @asynccontextmanager
-async def _player(
-    plan: Plan,
-    front: str,
-    seed: int,
-    folder: Path,
-    fleet: Sequence[EmulatedNode],
-    loop: VirtualLoop,
+async def behind_gateway(
+    folder: Path, fleet: Sequence[EmulatedNode], scale: float, seed: int, *, known: bool
 ) -> AsyncIterator[Player]:
-    if front == STAND_IN:
-        addresses = [(HOST, node.port) for node in fleet]
-        yield Player(
-            addresses[0],
-            plan.scale,
-            known=False,
-            check=as_emulated,
-            clock=loop.time,
-            asking=LeastConn(addresses),
-        )
-        return
+    """A player in front of a running gateway over these nodes, in virtual time."""
     urls = [node.url for node in fleet]
-    rng = random.Random(seed)
-    async with running_gateway(folder, urls, clock=loop.time, rng=rng) as site:
+    async with running_gateway(folder, urls, rng=random.Random(seed)) as site:
         assert site.gateway.public is not None
         address = site.gateway.public.host, site.gateway.public.port
-        known = FRONTS[front].known
-        yield Player(address, plan.scale, known=known, check=as_emulated, clock=loop.time)
+        yield Player(address, scale, known=known, check=as_emulated, clock=now)
 
 
 def _table(results: Results, load: str) -> str:
-    rows = []
-    for front in results.fronts():
-        row = [FRONTS[front].title if front in FRONTS else "`least_conn`, in this process"]
-        for figure in FIGURES:
-            value = results.value(front, load, figure)
-            if value is None:
-                row.append("-")
-                continue
-            ratio = results.ratio(front, STAND_IN, load, figure)
-            shown = f"{value:.1%}" if figure.name == "cached" else f"{value:.2f}"
-            row.append(f"{shown} ({ratio:.3f})" if ratio and front != STAND_IN else shown)
-        rows.append(row)
-    head = f"virtual time, load: {load}"
-    parts = [table([head, *(figure.title for figure in FIGURES)], rows)]
-    parts += [
-        f"{one.front}, {load}, seed {one.seed}: {len(one.problems)} failed, the first: "
-        f"{one.problems[0]}"
-        for one in results.played
-        if one.load == load and one.problems
-    ]
-    return "\n\n".join(parts)
+    def cell(front: str, figure: Figure) -> str:
+        value = results.value(front, load, figure)
+        if value is None:
+            return "-"
+        ratio = results.ratio(front, STAND_IN, load, figure)
+        shown = f"{value:.1%}" if figure.name == "cached" else f"{value:.2f}"
+        return f"{shown} ({ratio:.3f})" if ratio and front != STAND_IN else shown
+
+    titles = {front: FRONTS[front].title for front in OURS}
+    titles[STAND_IN] = "`least_conn`, in this process"
+    return figures(f"virtual time, load: {load}", titles, cell)
