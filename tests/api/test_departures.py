@@ -111,7 +111,7 @@ async def left_in_prefill(site: Site, url: str) -> int:
     body = LONG | {"messages": messages, "cache_prompt": False}
     before = len(site.records)
     asked = asyncio.create_task(site.http.post(PATH, json=body))
-    await until(lambda: len(site.gateway.registry) > 0)
+    await until(lambda: len(site.gateway.registry) == 1)
     await until_busy(url, 1)
     asked.cancel()
     await until(lambda: len(site.records) > before)
