@@ -6,6 +6,7 @@ before anything that needs an extra is imported.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from dataclasses import dataclass
@@ -16,10 +17,29 @@ from gateway.local.errors import ModelFileError
 
 MAGIC = b"GGUF"
 KEYS_READ = 4096  # key-value pairs; real files have some fifty
+TENSORS_READ = 1 << 17  # the largest mixtures of experts have some thousands
+DIMENSIONS = 8  # of a tensor; ggml has four
 STRING_BYTES = 1 << 24
+ALIGNMENT = 32  # bytes, where the file names no other
 STRING, ARRAY = 8, 9  # value types, as the GGUF specification numbers them
 WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 INTEGERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 10: "<Q", 11: "<q"}
+BLOCKS = {
+    kind: (elements, size)
+    for elements, sizes in {
+        1: {0: 4, 1: 2, 24: 1, 25: 2, 26: 4, 27: 8, 28: 8, 30: 2},
+        32: {2: 18, 3: 20, 6: 22, 7: 24, 8: 34, 9: 40, 20: 18, 39: 17},
+        256: {10: 84, 11: 110, 12: 144, 13: 176, 14: 210, 15: 292, 16: 66, 17: 74, 18: 98}
+        | {19: 50, 21: 110, 22: 82, 23: 136, 29: 56, 34: 54, 35: 66},
+    }.items()
+    for kind, size in sizes.items()
+}
+"""Elements and bytes of a block of each tensor type, by ggml's numbers (`GGML_QUANT_SIZES`)."""
+WRONG_FILES = (
+    (re.compile(rb"\s*(<|\{)"), "it is a web page or an error message, not a model"),
+    (re.compile(rb"version https://git-lfs"), "it is a Git LFS pointer, not the model itself"),
+    (re.compile(rb"(?!GGUF)"), "it does not begin with GGUF"),
+)
 PART = re.compile(r"^(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf$")
 
 
@@ -33,22 +53,29 @@ class Model:
     trained_context: int | None  # tokens; None where the file doesn't say
 
 
+@dataclass(frozen=True, slots=True)
+class _Head:
+    trained_context: int | None
+    least_size: int  # bytes that the file has if all its tensors are there
+
+
 def read_model(path: Path, name: str | None = None) -> Model:
     """Read the model at `path`. Raises ModelFileError with the file and the remedy."""
     parts = model_parts(path)
-    size = 0
-    for part in parts:
-        try:
-            size += part.stat().st_size
-        except OSError as error:
-            of = f" (of {len(parts)} files)" if len(parts) > 1 else ""
-            raise ModelFileError(f"{part}: {_why(error)}{of}") from error
+    sizes = [_size(part, len(parts)) for part in parts]
+    heads = [_head(part) for part in parts]
+    for part, size, head in zip(parts, sizes, heads, strict=True):
+        if size < head.least_size:
+            raise ModelFileError(
+                f"{part}: cut short: {size:,} of at least {head.least_size:,} bytes are there; "
+                "download it again, or go on with it (curl -C - does)"
+            )
     match = PART.match(path.name)
     return Model(
         path=parts[0].absolute(),
         name=name or (match["stem"] if match else path.stem),
-        size=size,
-        trained_context=_trained_context(parts[0]),
+        size=sum(sizes),
+        trained_context=heads[0].trained_context,
     )
 
 
@@ -64,10 +91,18 @@ def model_parts(path: Path) -> list[Path]:
     ]
 
 
-def _trained_context(path: Path) -> int | None:
+def _size(part: Path, parts: int) -> int:
+    try:
+        return part.stat().st_size
+    except OSError as error:
+        of = f" (of {parts} files)" if parts > 1 else ""
+        raise ModelFileError(f"{part}: {_why(error)}{of}") from error
+
+
+def _head(path: Path) -> _Head:
     try:
         with path.open("rb") as file:
-            return _find_context(file)
+            return _read_head(file)
     except OSError as error:
         raise ModelFileError(f"{path}: {_why(error)}") from error
     except (struct.error, KeyError, ValueError) as error:
@@ -77,23 +112,45 @@ def _trained_context(path: Path) -> int | None:
         ) from error
 
 
-def _find_context(file: BinaryIO) -> int | None:
-    if file.read(4) != MAGIC:
-        raise ValueError("it does not begin with GGUF")
-    version, _tensors, pairs = struct.unpack("<IQQ", _exactly(file, 20))
+def _read_head(file: BinaryIO) -> _Head:
+    first = file.read(32)
+    for looks, means in WRONG_FILES:
+        if looks.match(first):
+            raise ValueError(means)
+    file.seek(len(MAGIC))
+    version, tensors, pairs = struct.unpack("<IQQ", _exactly(file, 20))
     if not 2 <= version <= 0xFFFF:
         raise ValueError(f"version {version} is not read here")
-    architecture = None
-    for _ in range(min(pairs, KEYS_READ)):
+    if pairs > KEYS_READ or tensors > TENSORS_READ:
+        raise ValueError(f"{pairs} keys and {tensors} tensors")
+    numbers: dict[str, int] = {}
+    architecture = ""
+    for _ in range(pairs):
         key = _string(file)
         kind = _unpack(file, "<I")
         if key == "general.architecture" and kind == STRING:
             architecture = _string(file)
-        elif architecture and key == f"{architecture}.context_length" and kind in INTEGERS:
-            return _unpack(file, INTEGERS[kind])
+        elif kind in INTEGERS:
+            numbers[key] = _unpack(file, INTEGERS[kind])
         else:
             _skip(file, kind)
-    return None
+    data = max((_tensor_end(file) for _ in range(tensors)), default=0)
+    alignment = max(1, numbers.get("general.alignment", ALIGNMENT))
+    before = -file.tell() % alignment + file.tell()
+    return _Head(numbers.get(f"{architecture}.context_length"), before + data if data else 0)
+
+
+def _tensor_end(file: BinaryIO) -> int:
+    """Return where the next tensor ends in the data; of an unknown type, where it begins."""
+    _string(file)
+    count = _unpack(file, "<I")
+    if count > DIMENSIONS:
+        raise ValueError(f"a tensor of {count} dimensions")
+    shape = struct.unpack(f"<{count}Q", _exactly(file, 8 * count))
+    kind, offset = struct.unpack("<IQ", _exactly(file, 12))
+    elements, size = BLOCKS.get(kind, (1, 0))
+    end: int = offset + math.prod(shape) // elements * size
+    return end
 
 
 def _skip(file: BinaryIO, kind: int) -> None:
@@ -102,7 +159,7 @@ def _skip(file: BinaryIO, kind: int) -> None:
     elif kind == ARRAY:
         inner, count = struct.unpack("<IQ", _exactly(file, 12))
         if inner in WIDTHS:
-            file.seek(WIDTHS[inner] * count, 1)
+            file.seek(WIDTHS[inner] * count, 1)  # beyond the end: the next read finds nothing
         elif inner == STRING:
             for _ in range(count):
                 _exactly(file, _length(file))

@@ -26,11 +26,13 @@ import yaml
 from gateway.cli import up
 from gateway.local.gguf_file import read_model
 from gateway.local.locking import not_locked
-from gateway.local.plan import SLOTS
+from gateway.local.memory import memory_needed
+from gateway.local.plan import CONTEXT, SLOTS
 from gateway.local.ports import BASE_PORT, claim_free_port, port_of
 from gateway.local.prepare import prepare
 from gateway.local.server_command import server_environment
 from tests.cli.running import read_until, run, run_process
+from tests.local.small_models import SMALL, write_hollow
 from tests.processes import wait_until_gone
 from tests.servers import demo_model, may_lock
 
@@ -177,6 +179,25 @@ class TestServing:
             assert await it.end() == 0
             await all_gone(servers)
         assert left_behind(environment) == []
+
+    async def test_a_small_model_is_served_under_the_name_of_its_file(
+        self, environment: dict[str, str], settings: Path, tmp_path: Path
+    ) -> None:
+        model = write_hollow(SMALL, tmp_path)
+        async with running(environment, "--model", model, "--config", settings) as it:
+            url = await it.url()
+            assert "random" not in "\n".join(it.lines)
+            async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
+                (listed,) = (await client.get(f"{url}/v1/models")).json()["data"]
+                assert (listed["id"], listed["meta"]["n_ctx"]) == (model.stem, CONTEXT)
+                body = {"model": model.stem, "messages": [{"role": "user", "content": "Hi"}]}
+                answer = await client.post(
+                    f"{url}/v1/chat/completions", json={**body, "max_tokens": 2}
+                )
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["model"] == model.stem
+            (server,) = it.servers()
+            assert server.memory_info().rss < 1.1 * memory_needed(SMALL.size, 1)
 
     async def test_a_killed_server_comes_back(
         self, environment: dict[str, str], settings: Path

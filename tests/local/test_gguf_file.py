@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import gguf
@@ -9,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.local.errors import ModelFileError
-from gateway.local.gguf_file import model_parts, read_model
+from gateway.local.gguf_file import BLOCKS, model_parts, read_model
+
+PADDING = 16  # bytes behind the last tensor that `write_gguf` writes
 
 
 def write_gguf(path: Path, *, context: int | None = 4096) -> Path:
@@ -41,13 +44,12 @@ def test_a_file_that_does_not_say_its_context(tmp_path: Path) -> None:
 
 
 def test_all_parts_of_a_split_model_count_whichever_is_named(tmp_path: Path) -> None:
-    first = write_gguf(tmp_path / "big-00001-of-00003.gguf")
-    for part in (2, 3):
-        (tmp_path / f"big-0000{part}-of-00003.gguf").write_bytes(bytes(1000))
-    model = read_model(tmp_path / "big-00002-of-00003.gguf")
+    parts = [write_gguf(tmp_path / f"big-0000{part}-of-00003.gguf") for part in (1, 2, 3)]
+    first = parts[0]
+    model = read_model(parts[1])
     assert model.path == first
     assert model.name == "big"
-    assert model.size == first.stat().st_size + 2000
+    assert model.size == 3 * first.stat().st_size
     assert len(model_parts(first)) == 3
 
 
@@ -78,15 +80,52 @@ def test_other_files_are_refused_with_a_remedy(
 
 
 @given(cut=st.floats(0, 1, exclude_max=True))
-def test_a_model_cut_short_before_its_context_is_refused(
+def test_a_model_cut_short_anywhere_is_refused(
     tmp_path_factory: pytest.TempPathFactory, cut: float
 ) -> None:
-    folder = tmp_path_factory.mktemp("gguf")
-    whole = write_gguf(folder / "m.gguf").read_bytes()
-    told = whole.index(b"llama.context_length") + len("llama.context_length") + 8
-    path = folder / "cut.gguf"
-    path.write_bytes(whole[: int(told * cut)])
+    path = write_gguf(tmp_path_factory.mktemp("gguf") / "m.gguf")
+    os.truncate(path, int((path.stat().st_size - PADDING) * cut))
     with pytest.raises(ModelFileError, match="cut short"):
         read_model(path)
-    path.write_bytes(whole[:told])
-    assert read_model(path).trained_context == 4096
+
+
+def test_a_model_without_its_last_weights_is_told_how_much_is_there(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    needed = path.stat().st_size - PADDING
+    os.truncate(path, needed)
+    assert read_model(path).size == needed
+    os.truncate(path, needed - 1)
+    with pytest.raises(ModelFileError) as refused:
+        read_model(path)
+    assert f"cut short: {needed - 1:,} of at least {needed:,} bytes" in str(refused.value)
+    assert "curl -C -" in str(refused.value)
+
+
+def test_a_part_cut_short_is_named(tmp_path: Path) -> None:
+    parts = [write_gguf(tmp_path / f"big-0000{part}-of-00002.gguf") for part in (1, 2)]
+    os.truncate(parts[1], parts[1].stat().st_size - 20)
+    with pytest.raises(ModelFileError, match=r"big-00002-of-00002\.gguf: cut short"):
+        read_model(parts[0])
+
+
+@pytest.mark.parametrize(
+    ("held", "told"),
+    [
+        ("<!DOCTYPE html><html>404</html>", "web page"),
+        ('{"error": "Repository not found"}', "error message"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer"),
+        ("PK\3\4", "does not begin with GGUF"),
+    ],
+)
+def test_what_a_download_left_in_place_of_a_model_is_told(
+    tmp_path: Path, held: str, told: str
+) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_text(held)
+    with pytest.raises(ModelFileError, match=told):
+        read_model(path)
+
+
+def test_the_sizes_of_blocks_are_those_of_ggml() -> None:
+    known = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    assert {kind: known[kind] for kind in BLOCKS} == BLOCKS
