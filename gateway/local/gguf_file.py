@@ -105,7 +105,7 @@ def _head(path: Path) -> _Head:
             return _read_head(file)
     except OSError as error:
         raise ModelFileError(f"{path}: {_why(error)}") from error
-    except (struct.error, KeyError, ValueError) as error:
+    except (struct.error, KeyError, OverflowError, ValueError) as error:
         raise ModelFileError(
             f"{path}: not a GGUF model, or cut short: {error}; download it again, or convert "
             "it with llama.cpp's convert_hf_to_gguf.py"
