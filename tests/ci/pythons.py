@@ -6,12 +6,19 @@ Prints a line each, newest last: its version as 3.12 and the path of its program
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-SUPPORTED = ((3, 11), (3, 12), (3, 13), (3, 14))
+CLASSIFIER = re.compile(r'"Programming Language :: Python :: (\d+)\.(\d+)"')
+SUPPORTED = [
+    (int(major), int(minor))
+    for major, minor in CLASSIFIER.findall(
+        Path(__file__).parents[2].joinpath("pyproject.toml").read_text()
+    )
+]
 LIMIT = 20.0
 """Seconds for a Python to tell its version; a shim of a version manager may have none to start."""
 ASKED = "import ensurepip, sys, venv; print(*sys.version_info[:2]); print(sys.executable)"
