@@ -1,0 +1,65 @@
+"""Finds the Pythons of this machine that the gateway supports: python -m tests.ci.pythons.
+
+Prints a line each, newest last: its version as 3.12 and the path of its program.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+CLASSIFIER = re.compile(r'"Programming Language :: Python :: (\d+)\.(\d+)"')
+SUPPORTED = [
+    (int(major), int(minor))
+    for major, minor in CLASSIFIER.findall(
+        Path(__file__).parents[2].joinpath("pyproject.toml").read_text()
+    )
+]
+LIMIT = 20.0
+"""Seconds for a Python to tell its version; a shim of a version manager may have none to start."""
+ASKED = "import ensurepip, sys, venv; print(*sys.version_info[:2]); print(sys.executable)"
+
+
+def candidates(path: str, home: Path) -> Iterator[Path]:
+    """Yield programs that may be Pythons: those on PATH, then those that pyenv keeps beside it."""
+    folders = [Path(folder) for folder in path.split(os.pathsep) if folder]
+    folders += sorted((home / ".pyenv" / "versions").glob("*/bin"))
+    for folder in folders:
+        yield folder / "python3"
+        yield from (folder / f"python3.{minor}" for _, minor in SUPPORTED)
+
+
+def answer(program: Path) -> tuple[tuple[int, int], Path] | None:
+    """Return the version of a Python that can make environments, and its path; else None."""
+    if not os.access(program, os.X_OK):
+        return None
+    try:
+        done = subprocess.run(
+            [program, "-c", ASKED], capture_output=True, text=True, timeout=LIMIT, check=True
+        )
+        version, executable = done.stdout.splitlines()
+        major, minor = version.split()
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return (int(major), int(minor)), Path(executable)
+
+
+def supported(programs: Iterable[Path]) -> dict[tuple[int, int], Path]:
+    """Return the first program found of each supported version."""
+    found: dict[tuple[int, int], Path] = {}
+    for program in dict.fromkeys(programs):
+        told = answer(program)
+        if told is not None and told[0] in SUPPORTED:
+            found.setdefault(*told)
+    return dict(sorted(found.items()))
+
+
+if __name__ == "__main__":
+    for (major, minor), program in supported(
+        candidates(os.environ.get("PATH", ""), Path.home())
+    ).items():
+        sys.stdout.write(f"{major}.{minor} {program}\n")

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.ci.pythons import SUPPORTED, candidates, supported
+
+
+def program(path: Path, *lines: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(("#!/bin/sh", *lines)))
+    path.chmod(0o755)
+    return path
+
+
+def test_the_python_that_runs_this_is_supported() -> None:
+    assert list(supported([Path(sys.executable)])) == [sys.version_info[:2]]
+
+
+def test_each_version_is_found_once_and_what_does_not_start_is_left_out(tmp_path: Path) -> None:
+    first = program(tmp_path / "a" / "python3.13", "echo 3 13", 'echo "$0"')
+    second = program(tmp_path / "b" / "python3", "echo 3 13", 'echo "$0"')
+    shim = program(tmp_path / "b" / "python3.12", "echo 'no such version' >&2", "exit 127")
+    old = program(tmp_path / "b" / "python3.9", "echo 3 9", 'echo "$0"')
+    found = supported([tmp_path / "none", first, shim, old, second])
+    assert found == {(3, 13): first}
+
+
+def test_pythons_of_pyenv_are_looked_for_beside_those_on_the_path(tmp_path: Path) -> None:
+    kept = tmp_path / ".pyenv" / "versions" / "3.12.9" / "bin"
+    kept.mkdir(parents=True)
+    found = list(candidates("/usr/bin::/bin", tmp_path))
+    assert found[0] == Path("/usr/bin/python3")
+    assert kept / "python3.12" in found
+    assert len(found) == 3 * (1 + len(SUPPORTED))

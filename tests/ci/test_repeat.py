@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ci import repeat
+from tests.ci.repeat import Run, change, files_of, judge, read, report
+
+TEST = "tests/relay/test_sse.py::test_one[a]"
+OTHER = "tests/cli/test_keys.py::test_two"
+
+
+def git(folder: Path, *words: str, when: int = 1_700_000_000) -> None:
+    named = ["-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "init.defaultBranch=main"]
+    stamp = dict.fromkeys(("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"), f"{when} +0000")
+    subprocess.run(["git", *named, *words], cwd=folder, check=True, env=os.environ | stamp)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    git(tmp_path, "init", "-q")
+    for name in ("old.py", "moved.py", "edited.py"):
+        (tmp_path / name).write_text(f"print('{name}')\n" * 9)
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "Before")
+    git(tmp_path, "mv", "moved.py", "here.py")
+    (tmp_path / "edited.py").write_text("print('other')\n")
+    git(tmp_path, "commit", "-q", "-a", "-m", "Change", when=1_700_000_000 + 5 * 3600)
+    return tmp_path
+
+
+def test_a_test_that_fails_twice_fails_the_gate() -> None:
+    verdict = judge({TEST: False}, set())
+    assert verdict.failed == [TEST]
+    assert not verdict.passed
+
+
+def test_a_flaky_test_far_from_the_change_passes() -> None:
+    verdict = judge({TEST: True}, {"gateway/cli/keys.py", "README.md"})
+    assert verdict.flaky == [TEST]
+    assert verdict.passed
+
+
+@pytest.mark.parametrize("touched", ["tests/relay/test_sse.py", "gateway/relay/sse.py"])
+def test_a_flaky_test_near_the_change_fails_the_gate(touched: str) -> None:
+    verdict = judge({TEST: True, OTHER: True}, {touched})
+    assert verdict.touched == [TEST]
+    assert not verdict.passed
+
+
+def test_more_than_three_flaky_tests_fail_the_gate() -> None:
+    names = [f"tests/test_none.py::test_{number}" for number in range(4)]
+    assert judge(dict.fromkeys(names[:3], True), set()).passed
+    assert not judge(dict.fromkeys(names, True), set()).passed
+
+
+def test_a_test_stands_for_the_modules_that_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_x.py").write_text(
+        "import gateway.app\nfrom gateway.fleet import node\nfrom os import path\n"
+    )
+    found = files_of("tests/test_x.py::test_it", tmp_path)
+    assert {"gateway/x.py", "gateway/app.py", "gateway/fleet/node.py"} <= found
+    assert not any("os" in name.split("/") for name in found)
+
+
+def test_the_change_is_what_came_within_some_hours(repository: Path) -> None:
+    assert change(None, repository) == {"edited.py"}
+    (repository / "new.py").write_text("")
+    assert change("HEAD", repository) == {"new.py"}
+
+
+def test_without_an_older_commit_every_file_counts(repository: Path) -> None:
+    git(repository, "commit", "-q", "--amend", "-m", "Change", when=1_700_000_001)
+    assert change(None, repository) == {"old.py", "here.py", "edited.py"}
+
+
+def test_the_report_shows_how_a_flaky_test_failed_and_where_it_belongs() -> None:
+    run = Run(1, {TEST: "assert 1 == 2"})
+    told = report(judge({TEST: True}, set()), run, "")
+    assert f"FLAKY {TEST}" in told
+    assert "assert 1 == 2" in told
+    assert "add it to docs/flaky.md" in told
+    listed = "| `tests/relay/test_sse.py::test_one` | a race |"
+    assert "docs/flaky.md knows it" in report(judge({TEST: True}, set()), run, listed)
+
+
+@pytest.mark.slow
+def test_what_fails_at_first_and_passes_alone_is_flaky(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plugin, the repetition and the verdict together, on tests that were made for it."""
+    (tmp_path / "test_made.py").write_text(
+        "import pathlib, pytest\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert 'bad' == 'good'\n"
+        "def test_stumbles():\n"
+        "    mark = pathlib.Path('mark')\n"
+        "    seen = mark.exists()\n"
+        "    mark.touch()\n"
+        "    assert seen, 'the first time'\n"
+        "@pytest.fixture\n"
+        "def broken(): raise OSError('no disk')\n"
+        "def test_without_its_fixture(broken): pass\n"
+    )
+    failures = tmp_path / "failures.json"
+    plugin = ["-p", "tests.ci.failures", "--failures", str(failures)]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", *plugin, "test_made.py"]
+    root = str(Path(repeat.__file__).resolve().parents[2])
+    monkeypatch.setenv("PYTHONPATH", root)
+    assert subprocess.run(command, cwd=tmp_path, check=False, capture_output=True).returncode == 1
+
+    run = read(failures)
+    names = {test.split("::")[1]: text for test, text in run.failed.items()}
+    assert set(names) == {"test_bad", "test_stumbles", "test_without_its_fixture"}
+    assert "the first time" in names["test_stumbles"]
+    assert "no disk" in names["test_without_its_fixture"]
+
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "Before")
+    monkeypatch.setattr(repeat, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["repeat", str(failures), "--since", "HEAD"])
+    monkeypatch.setattr(repeat, "change", lambda since: set())
+    assert repeat.main() == 1
+    told = capsys.readouterr().out
+    assert "== FLAKY test_made.py::test_stumbles" in told
+    assert "== FAILED twice: test_made.py::test_bad" in told
+    assert "2 failed twice, 1 flaky" in told
+
+
+@pytest.mark.parametrize("text", [None, "{", '{"status": 2, "failed": {}}'])
+def test_a_run_that_did_not_end_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    failures = tmp_path / "failures.json"
+    if text is not None:
+        failures.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["repeat", str(failures)])
+    assert repeat.main() == 1
+
+
+def test_so_many_failures_are_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = tmp_path / "failures.json"
+    failed = {f"tests/test_none.py::test_{number}": "" for number in range(11)}
+    failures.write_text(json.dumps({"status": 1, "failed": failed}))
+    monkeypatch.setattr(sys, "argv", ["repeat", str(failures)])
+    assert repeat.main() == 1
+    assert "none is repeated" in capsys.readouterr().out

@@ -1,0 +1,197 @@
+"""Puts small faults into the gateway, one at a time, and counts those that the tests find.
+
+    make test ARGS="--cov=gateway/relay --cov-context=test --cov-report= --junitxml=runs.xml"
+    python -m tests.mutants gateway/relay --coverage .coverage --runs runs.xml --json mutants.json
+
+Each mutant runs the tests that reach its line, the quickest first, until one fails. A test that
+takes longer than `--longest` is left out. The same seed gives the same mutants of the same code, so
+two test suites can be held against each other: `--tests FILE` names the tests that may run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+
+from coverage import CoverageData
+from rich.progress import Progress
+
+from tests.mutants.mutation import Mutant, sample
+
+ROOT = Path(__file__).resolve().parents[2]
+MEMORY = 16 << 30
+"""Bytes of address space for a run: a fault may ask for all there is."""
+TEST_LIMIT = 60
+"""Seconds for one test: a fault may make it wait for ever."""
+RUN_LIMIT = 3
+"""A run may take so many times what its tests took before, and half a minute."""
+
+
+def durations(runs: Path) -> dict[str, float]:
+    """Return how long each test took, in seconds, by its name as coverage knows it."""
+    found: dict[str, float] = {}
+    for case in ET.parse(runs).getroot().iter("testcase"):
+        found[_key(f"{case.get('classname')}.{case.get('name')}")] = float(case.get("time") or 0)
+    return found
+
+
+def _key(test: str) -> str:
+    """Make the same word of a node id and of a name in JUnit's form."""
+    return test.replace(".py::", ".").replace("::", ".").replace("/", ".")
+
+
+class Reach:
+    """Which tests reach which lines, and how long they take."""
+
+    def __init__(self, coverage: Path, runs: Path, allowed: set[str] | None) -> None:
+        self._data = CoverageData(str(coverage))
+        self._data.read()
+        self._files = {Path(name).as_posix(): name for name in self._data.measured_files()}
+        self._seconds = durations(runs)
+        self._allowed = allowed
+
+    def tests(self, mutant: Mutant, longest: float, most: float) -> tuple[list[str], float]:
+        """Return the tests that reach a mutant, the quickest first, and their seconds in all."""
+        name = next((n for p, n in self._files.items() if p.endswith(f"/{mutant.path}")), None)
+        if name is None:
+            return [], 0.0
+        contexts = self._data.contexts_by_lineno(name).get(mutant.line, [])
+        reaching = {context.rsplit("|", 1)[0] for context in contexts} - {""}
+        if self._allowed is not None:
+            reaching &= self._allowed
+        timed = sorted((self._seconds.get(_key(test), longest), test) for test in reaching)
+        chosen: list[str] = []
+        total = 0.0
+        for seconds, test in timed:
+            if seconds > longest or total + seconds > most:
+                break
+            chosen.append(test)
+            total += seconds
+        return chosen, total
+
+
+@contextmanager
+def checkouts(count: int) -> Iterator[SimpleQueue[Path]]:
+    """Make copies of the tracked files, for as many runs side by side."""
+    names = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split("\0")
+    free: SimpleQueue[Path] = SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        for number in range(count):
+            copy = Path(folder, str(number))
+            for name in filter(None, names):
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, copy / name)
+            free.put(copy)
+        yield free
+
+
+def verdict(mutant: Mutant, tests: Sequence[str], seconds: float, free: SimpleQueue[Path]) -> str:
+    """Run the tests against a mutant. Return how it was found, or "alive"."""
+    if not tests:
+        return "not reached"
+    checkout = free.get()
+    original = (checkout / mutant.path).read_bytes()
+    chosen = checkout / "chosen-tests"
+    try:
+        chosen.write_text("\n".join(tests))
+        (checkout / mutant.path).write_bytes(mutant.source(checkout))
+        return _run(checkout, chosen, RUN_LIMIT * seconds + 30)
+    finally:
+        (checkout / mutant.path).write_bytes(original)
+        free.put(checkout)
+
+
+def _run(checkout: Path, chosen: Path, limit: float) -> str:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    command += ["--tb=no", f"--timeout={TEST_LIMIT}", f"@{chosen}"]
+    environment = os.environ | {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
+    with subprocess.Popen(
+        command,
+        cwd=checkout,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),  # noqa: PLW1509
+    ) as process:
+        try:
+            told, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return "killed: no end"
+    if process.returncode == 0:
+        return "alive"
+    failed = [line for line in told.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return f"killed: {failed[0]}" if failed else f"killed: pytest ended with {process.returncode}"
+
+
+def main() -> int:
+    """Make the mutants, run the tests, tell the count."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folders", nargs="+", help="what to put faults into: gateway/relay …")
+    parser.add_argument("--coverage", type=Path, required=True, help="with contexts of tests")
+    parser.add_argument("--runs", type=Path, required=True, help="pytest's --junitxml, for times")
+    parser.add_argument("--tests", type=Path, help="node ids that may run, a line each")
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--longest", type=float, default=5.0, help="seconds of one test")
+    parser.add_argument("--most", type=float, default=60.0, help="seconds of a mutant's tests")
+    parser.add_argument("--json", type=Path, help="write what came of each mutant")
+    options = parser.parse_args()
+    allowed = set(options.tests.read_text().splitlines()) if options.tests else None
+    reach = Reach(options.coverage, options.runs, allowed)
+    drawn = sample(ROOT, options.folders, options.count, options.seed)
+    found: dict[str, str] = {}
+    with (
+        Progress() as progress,
+        checkouts(options.jobs) as free,
+        ThreadPoolExecutor(options.jobs) as pool,
+    ):
+        bar = progress.add_task("mutants", total=len(drawn))
+
+        def one(mutant: Mutant) -> None:
+            tests, seconds = reach.tests(mutant, options.longest, options.most)
+            how = found[str(mutant)] = verdict(mutant, tests, seconds, free)
+            line = f"{how}: {mutant}"
+            progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            progress.advance(bar)
+
+        list(pool.map(one, drawn))
+    tell(found, options.json)
+    return 0
+
+
+def tell(found: Mapping[str, str], path: Path | None) -> None:
+    """Print the counts; write what came of each mutant where that is asked for."""
+    counts = Counter(how.split(":", maxsplit=1)[0] for how in found.values())
+    print(", ".join(f"{count} {how}" for how, count in counts.most_common()))
+    if path is not None:
+        path.write_text(json.dumps(dict(sorted(found.items())), indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Small faults put into source code: where one can be made, and the source with it."""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SWAPPED: dict[type[ast.AST], str] = {
+    ast.Lt: "<=",
+    ast.LtE: "<",
+    ast.Gt: ">=",
+    ast.GtE: ">",
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+    ast.In: "not in",
+    ast.NotIn: "in",
+    ast.Add: "-",
+    ast.Sub: "+",
+    ast.Mult: "/",
+    ast.Div: "*",
+    ast.FloorDiv: "*",
+    ast.Mod: "+",
+    ast.BitAnd: "|",
+    ast.BitOr: "&",
+}
+"""An operator and what takes its place."""
+QUIET = {"_log", "log", "logger"}
+"""Calls on these only log: a fault there is none that a user would notice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One fault: a piece of a file's source, and what stands there instead."""
+
+    path: Path
+    begin: int
+    end: int
+    """Offsets into the source, in bytes."""
+    line: int
+    """The line on which the piece begins, from 1."""
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.old!r} -> {self.new!r}"
+
+    def source(self, root: Path) -> bytes:
+        """Return the file's source with the fault in it."""
+        data = (root / self.path).read_bytes()
+        assert data[self.begin : self.end].decode() == self.old
+        return data[: self.begin] + self.new.encode() + data[self.end :]
+
+
+def sample(root: Path, folders: Sequence[str], count: int, seed: int) -> list[Mutant]:
+    """Draw `count` mutants of the modules below these folders; the same seed, the same mutants."""
+    paths = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
+    every = [mutant for path in paths for mutant in mutants(path.relative_to(root), root)]
+    drawn = random.Random(seed).sample(every, min(count, len(every)))
+    return sorted(drawn, key=lambda mutant: (mutant.path, mutant.begin))
+
+
+def mutants(path: Path, root: Path) -> Iterator[Mutant]:
+    """Yield every fault that can be made in one module."""
+    data = (root / path).read_bytes()
+    starts = [0]
+    for line in data.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def piece(node: ast.AST, new: str) -> Mutant:
+        assert isinstance(node, ast.expr | ast.stmt)
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        begin = starts[node.lineno - 1] + node.col_offset
+        end = starts[node.end_lineno - 1] + node.end_col_offset
+        return Mutant(path, begin, end, node.lineno, data[begin:end].decode(), new)
+
+    for node in _executed(ast.parse(data)):
+        for target, new in _faults(node):
+            yield piece(target, new)
+
+
+def _executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """Walk through what runs: neither annotations nor what only logs or only type checkers see."""
+    for name, value in ast.iter_fields(tree):
+        if name in {"annotation", "returns", "type_params", "decorator_list"}:
+            continue
+        for node in value if isinstance(value, list) else [value]:
+            if not isinstance(node, ast.AST) or _only_logs(node):
+                continue
+            if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+                continue
+            if isinstance(node, ast.JoinedStr | ast.Assert):
+                continue
+            yield node
+            yield from _executed(node)
+
+
+def _only_logs(node: ast.AST) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(call, ast.Call) and any(
+        isinstance(part, ast.Name | ast.Attribute)
+        and (part.id if isinstance(part, ast.Name) else part.attr) in QUIET
+        for part in ast.walk(call.func)
+    )
+
+
+def _faults(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:  # noqa: PLR0912 - one table
+    """Yield the pieces of a node that can be replaced, with their replacements."""
+    match node:
+        case ast.Compare(left=left, ops=[operator], comparators=[right]) if (
+            type(operator) in SWAPPED
+        ):
+            swapped = SWAPPED[type(operator)]
+            yield node, f"({ast.unparse(left)}) {swapped} ({ast.unparse(right)})"
+        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in SWAPPED:
+            yield node, f"(({ast.unparse(left)}) {SWAPPED[type(operator)]} ({ast.unparse(right)}))"
+        case ast.BoolOp(op=operator, values=values):
+            other = " or " if isinstance(operator, ast.And) else " and "
+            yield node, "(" + other.join(f"({ast.unparse(value)})" for value in values) + ")"
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield node, f"({ast.unparse(operand)})"
+        case ast.Constant(value=bool(value)):
+            yield node, str(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield node, repr(value + 1)
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
+            yield test, f"(not ({ast.unparse(test)}))"
+        case ast.Return(value=ast.expr() as value) if not _is_none(value):
+            yield value, "None"
+        case ast.Break():
+            yield node, "continue"
+        case ast.Continue() | ast.Raise():
+            yield node, "pass"
+        case ast.Expr(value=ast.Call() | ast.Await()) | ast.AugAssign():
+            yield node, "pass"
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+            yield node, "pass"
+        case _:
+            return
+
+
+def _is_none(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is None

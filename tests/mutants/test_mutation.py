@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.mutation import mutants, sample
+
+
+def made(tmp_path: Path, source: str) -> set[str]:
+    """The source with each fault in it."""
+    (tmp_path / "m.py").write_text(source)
+    return {one.source(tmp_path).decode() for one in mutants(Path("m.py"), tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("source", "faulty"),
+    [
+        ("a < b", "(a) <= (b)"),
+        ("a and b", "((a) or (b))"),
+        ("not a", "(a)"),
+        ("x = True", "x = False"),
+        ("x = 2", "x = 3"),
+        ("a.b = c", "pass"),
+        ("a.b()", "pass"),
+        ("é = a + b", "é = ((a) - (b))"),
+        ("if a:\n    b", "if (not (a)):\n    b"),
+        ("def f():\n    return a", "def f():\n    return None"),
+        ("while a:\n    break", "while a:\n    continue"),
+    ],
+)
+def test_a_fault_takes_the_place_of_one_piece(tmp_path: Path, source: str, faulty: str) -> None:
+    found = made(tmp_path, source)
+    assert faulty in found
+    for one in found:
+        compile(one, "m.py", "exec")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(a: 'x' = None) -> 'b': ...",
+        "if TYPE_CHECKING:\n    a()",
+        "log.info('text')",
+        "assert a",
+        "f'{a + b}'",
+        "'text'",
+    ],
+)
+def test_there_is_no_fault_in_what_no_user_notices(tmp_path: Path, source: str) -> None:
+    assert made(tmp_path, source) == set()
+
+
+def test_the_same_seed_draws_the_same_faults(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "m.py").write_text("x = [1, 2, 3, 4, 5, 6, 7, 8]")
+    first = sample(tmp_path, ["p"], 4, 1)
+    assert first == sample(tmp_path, ["p"], 4, 1)
+    assert first != sample(tmp_path, ["p"], 4, 2)
+    assert len(first) == 4
