@@ -20,7 +20,7 @@ ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help install dev run test test-fast test-net chaos soak check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy test-numa docs docs-serve clean
+.PHONY: help install dev run test test-fast test-net test-wheel chaos soak check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy test-numa docs docs-serve clean
 
 help: ## show this list
 	@printf 'llama-gateway: make targets\n\n'
@@ -69,6 +69,9 @@ test-fast: $(VENV)/.test ## only the tests that take no time and no server
 
 test-net: $(VENV)/.test ## tests with packet loss, partitions, lost descriptors and jumping clocks (root; ip, nft)
 	@$(BIN)/python -m pytest -m net tests/chaos $(ARGS)
+
+test-wheel: $(VENV)/.test ## install the wheel by pipx and by uv in an empty home, and ask what it serves (package index)
+	@$(BIN)/python -m pytest -m net tests/test_wheel.py $(ARGS)
 
 chaos: $(VENV)/.test ## seeded faults under load, run after run: ARGS="--runs 500 --seconds 15 --resume FILE"
 	@$(BIN)/python -m tests.chaos $(ARGS)

@@ -126,9 +126,10 @@ class Pip:
         if not self.installing:
             return f"[{self.got}/{len(self.todo)}] getting {self.getting or 'the list'}"
         there = installed()
-        names = [name for name in self.installing if there.get(name) != self.todo.get(name)]
-        done = len(self.installing) - len(names)
-        return f"[{done}/{len(self.installing)}] installing {names[0] if names else ''}"
+        left = [name for name in self.installing if there.get(name) != self.todo.get(name)]
+        done = len(self.installing) - len(left)
+        now = f"installing {left[0]}" if left else "finishing"
+        return f"[{done}/{len(self.installing)}] {now}"
 
 
 def _followed(command: list[str], todo: dict[str, str], progress: Progress) -> bool:
