@@ -24,7 +24,7 @@ def facts(targets: Sequence[str]) -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "load": f"{os.getloadavg()[0]:.2f} (one minute, before the run)",
         "kernel": platform.release(),
-        "python": f"{platform.python_version()}: {python_build.described()}",
+        "python": f"{platform.python_version()}, {python_build.described()}",
         "uvloop": _installed("uvloop"),
         "gateway": " ".join(filter(None, (_installed("llama-gateway"), commit()))),
     }

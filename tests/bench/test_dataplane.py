@@ -56,7 +56,7 @@ def test_a_quick_run_without_a_proxy_is_valid_in_every_scenario(tmp_path: Path) 
     assert 0 < delays["p50_ms"] <= delays["p99_ms"] <= delays["max_ms"]
     assert page.read_text().startswith(BEGIN)
     assert "tests.bench.dataplane --quick --targets direct" in page.read_text()
-    build = f"python: {platform.python_version()}: {python_build.described()}"
+    build = f"python: {platform.python_version()}, {python_build.described()}"
     assert f"- {build}\n" in page.read_text()
     assert f"{build}\n" in done.stderr
     assert build.endswith(told["machine"]["python"])
