@@ -43,7 +43,6 @@ $(BIN)/python:
 	@python=$$(PYTHON='$(PYTHON)' setup/find-python); \
 	echo "Making $(VENV) with $$("$$python" --version) ($$python)"; \
 	"$$python" -m venv --clear $(VENV)
-	@$(BIN)/python setup/python_build.py
 
 # Each of these sets holds the ones before it, so that one run of pip installs what is missing.
 HELD_BY_local := build local
@@ -56,6 +55,7 @@ $(VENV)/.build: $(BIN)/python requirements/build.txt
 
 $(VENV)/.local $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(BIN)/python requirements/%.txt requirements/build.txt pyproject.toml
 	@$(BIN)/python setup/install.py $* --checkout
+	@$(BIN)/python setup/python_build.py
 	@touch $(HELD_BY_$*:%=$(VENV)/.%)
 
 run: $(VENV)/.local ## serve real llama.cpp servers of this machine on http://127.0.0.1:8000/v1
@@ -133,7 +133,7 @@ COMPILE := CUSTOM_COMPILE_COMMAND='make pins' $(BIN)/pip-compile --quiet --upgra
 
 pins: $(VENV)/.dev ## renew requirements/*.txt from pyproject.toml (Python 3.11)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and \
-	  "make pins: needs a .venv of Python 3.11, the oldest supported one")'
+	  "make pins: needs a .venv of Python 3.11, the oldest supported one: make PYTHON=python3.11 pins")'
 	@$(COMPILE) --extra local --extra test --extra dev --extra docs --all-build-deps -o requirements/dev.txt pyproject.toml
 	@$(COMPILE) -c requirements/dev.txt -o requirements/runtime.txt pyproject.toml
 	@$(COMPILE) -c requirements/dev.txt --extra local -o requirements/local.txt pyproject.toml

@@ -60,7 +60,7 @@ def test_the_installed_command_starts_a_server_and_serves_it(
 ) -> None:
     home = Path(bare["HOME"])
     python = Path(sys.base_prefix, "bin", f"python{platform.python_version().rpartition('.')[0]}")
-    command = [tools / words[0], *words[1:], "--python", python, f"{wheel}[local]"]
+    command = [str(tools / words[0]), *words[1:], "--python", str(python), f"{wheel}[local]"]
     subprocess.run(command, env=bare, cwd=home, check=True, timeout=LIMIT)
     program = home / ".local/bin/llama-gateway"
 

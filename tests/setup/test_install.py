@@ -61,7 +61,7 @@ def test_a_set_is_installed_once_and_a_failing_pip_is_told_with_its_words(tmp_pa
     }
 
     def install() -> subprocess.CompletedProcess[str]:
-        command = [tmp_path / "venv/bin/python", tmp_path / "setup/install.py", "local"]
+        command = [str(tmp_path / "venv/bin/python"), str(tmp_path / "setup/install.py"), "local"]
         return subprocess.run(
             command, env=without_index, capture_output=True, text=True, timeout=LIMIT, check=False
         )
