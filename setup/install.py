@@ -27,7 +27,9 @@ COLLECTING = re.compile(r"^Collecting ([\w.-]+)==(\S+)")
 INSTALLING = re.compile(r"^Installing collected packages: (.+)")
 IGNORING = re.compile(r"^Ignoring ([\w.-]+):")  # a pin for another system
 RETRYING = re.compile(r"^WARNING: Retrying")  # the index does not answer: that takes a minute
-ROUTINE = re.compile(r"Collecting|Requirement already|Ignoring|Looking in|WARNING: Location|\s")
+ROUTINE = re.compile(
+    r"Collecting|Requirement already|Ignoring|Looking in|WARNING: Location|\s+(Using|Downloading) "
+)
 KEPT_LINES = 200
 A_LINE_EVERY = 10.0  # seconds, where there is no terminal
 LOOK_EVERY = 0.2  # seconds

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -75,10 +76,12 @@ def test_a_set_is_installed_once_and_a_failing_pip_is_told_with_its_words(tmp_pa
     again = install()
     assert (again.returncode, again.stdout) == (0, "")
 
-    (pins / "local.txt").write_text(a_wheel(tmp_path, "four").replace("sha256:", "sha256:0"))
+    wrong_hash = re.sub(r"sha256:\w+", f"sha256:{'0' * 64}", a_wheel(tmp_path, "four"))
+    (pins / "local.txt").write_text(wrong_hash)
     wrong = install()
     assert wrong.returncode == 1
     assert "four" in wrong.stdout
+    assert f"Expected sha256 {'0' * 64}" in wrong.stdout
     assert "pip failed with status" in wrong.stdout
     assert "Remedy: " in wrong.stdout
 
