@@ -4,11 +4,14 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules
+# Two sets at once would meet in one environment.
+.NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+# The Python that .venv is made of; empty: the system's, or else the newest supported one on PATH.
+PYTHON ?=
 # How many test processes run side by side.
 TEST_PROCESSES ?= 2
 # More arguments for the command of a target: make test ARGS="-k queue", make run ARGS="--servers 2".
@@ -17,83 +20,89 @@ ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help install run test test-fast test-net chaos soak check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy test-numa docs docs-serve clean
+.PHONY: help install dev run test test-fast test-net test-wheel chaos soak check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy test-numa docs docs-serve clean
 
 help: ## show this list
 	@printf 'llama-gateway: make targets\n\n'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@printf '\nARGS="..." adds arguments to the command of run, the tests, chaos, soak and the benches.\n'
 
-install: $(STAMP) ## set up .venv with everything pinned (fast when nothing changed)
+install: $(VENV)/.local ## set up .venv with what `make run` needs (fast when nothing changed)
 	@echo 'Ready: $(BIN)/llama-gateway'
 
-# The newest supported Python on PATH makes the environment; an existing one of the right age is kept.
+dev: $(VENV)/.dev ## set up .venv with everything for working on it: tests, checks, documentation
+	@echo 'Ready: $(BIN)/llama-gateway, and what the other targets need'
+
+# An environment that is there is kept, unless PYTHON names another than its own.
+ifneq ($(PYTHON),)
+ifneq ($(shell PYTHON='$(PYTHON)' setup/find-python 2>/dev/null),$(realpath $(BIN)/python))
+.PHONY: $(BIN)/python
+endif
+endif
 $(BIN)/python:
-	@python=; \
-	for name in python3.13 python3.12 python3.11 python3; do \
-	  if command -v "$$name" >/dev/null && \
-	     "$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
-	    python=$$name; \
-	    if "$$name" -c 'import ensurepip, venv' 2>/dev/null; then break; fi; \
-	  fi; \
-	done; \
-	if [ -z "$$python" ]; then \
-	  echo "make: no Python 3.11 or newer found. Remedy: apt-get install python3 python3-venv" >&2; exit 1; \
-	fi; \
-	if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
-	  echo "make: $$python has no venv module. Remedy: apt-get install python3-venv" >&2; exit 1; \
-	fi; \
-	echo "Making $(VENV) with $$("$$python" --version)"; \
+	@python=$$(PYTHON='$(PYTHON)' setup/find-python); \
+	echo "Making $(VENV) with $$("$$python" --version) ($$python)"; \
 	"$$python" -m venv --clear $(VENV)
 
-$(STAMP): $(BIN)/python requirements/dev.txt pyproject.toml
-	@echo 'Installing the pinned dependencies (a minute or two the first time)'
-	@$(BIN)/python -m pip install -qq --require-hashes -r requirements/dev.txt
-	@$(BIN)/python -m pip install -qq --no-build-isolation --no-deps -e .
+# Each of these sets holds the ones before it, so that one run of pip installs what is missing.
+HELD_BY_local := build local
+HELD_BY_test := build local test
+HELD_BY_dev := build local test dev
+
+$(VENV)/.build: $(BIN)/python requirements/build.txt
+	@$(BIN)/python setup/install.py build
 	@touch $@
 
-run: $(STAMP) ## serve real llama.cpp servers of this machine on http://127.0.0.1:8000/v1
+$(VENV)/.local $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(BIN)/python requirements/%.txt requirements/build.txt pyproject.toml
+	@$(BIN)/python setup/install.py $* --checkout
+	@$(BIN)/python setup/python_build.py
+	@touch $(HELD_BY_$*:%=$(VENV)/.%)
+
+run: $(VENV)/.local ## serve real llama.cpp servers of this machine on http://127.0.0.1:8000/v1
 	@$(BIN)/llama-gateway up $(ARGS)
 
-test: $(STAMP) ## pass every test that needs no root and no Debian package
+test: $(VENV)/.test ## pass every test that needs no root and no Debian package
 	@$(BIN)/python -m pytest -m 'not net' -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
-test-fast: $(STAMP) ## only the tests that take no time and no server
+test-fast: $(VENV)/.test ## only the tests that take no time and no server
 	@$(BIN)/python -m pytest -m 'not net and not slow and not real' $(ARGS)
 
-test-net: $(STAMP) ## tests with packet loss, partitions, lost descriptors and jumping clocks (root; ip, nft)
+test-net: $(VENV)/.test ## tests with packet loss, partitions, lost descriptors and jumping clocks (root; ip, nft)
 	@$(BIN)/python -m pytest -m net tests/chaos $(ARGS)
 
-chaos: $(STAMP) ## seeded faults under load, run after run: ARGS="--runs 500 --seconds 15 --resume FILE"
+test-wheel: $(VENV)/.test ## install the wheel by pipx and by uv in an empty home, and ask what it serves (package index)
+	@$(BIN)/python -m pytest -m net tests/test_wheel.py $(ARGS)
+
+chaos: $(VENV)/.test ## seeded faults under load, run after run: ARGS="--runs 500 --seconds 15 --resume FILE"
 	@$(BIN)/python -m tests.chaos $(ARGS)
 
-soak: $(STAMP) ## an hour of streams; memory must be flat: ARGS="--minutes 60 --streams 2000 --plot soak.png"
+soak: $(VENV)/.test ## an hour of streams; memory must be flat: ARGS="--minutes 60 --streams 2000 --plot soak.png"
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)
 
-check: $(STAMP) ## format, lint, types and import direction
+check: $(VENV)/.dev ## format, lint, types and import direction
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 
-format: $(STAMP) ## format the code and mend what lint can mend by itself
+format: $(VENV)/.dev ## format the code and mend what lint can mend by itself
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## the data plane beside nginx, HAProxy and none (two cores; the peers must be installed)
+bench: $(VENV)/.test ## the data plane beside nginx, HAProxy and none (two cores; the peers must be installed)
 	@$(BIN)/python -m tests.bench.dataplane $(ARGS)
 
-bench-scheduling: $(STAMP) ## how soon requests are answered, beside nginx and HAProxy (40 minutes, two cores; ARGS="--scale 4": ten)
+bench-scheduling: $(VENV)/.test ## how soon requests are answered, beside nginx and HAProxy (40 minutes, two cores; ARGS="--scale 4": ten)
 	@$(BIN)/python -m tests.bench.scheduling $(ARGS)
 
-wheel: $(STAMP) ## build the wheel of this checkout in dist/ (the playbooks do it by themselves)
+wheel: $(VENV)/.build ## build the wheel of this checkout in dist/ (the playbooks do it by themselves)
 	@rm -f dist/llama_gateway-*.whl
 	@$(BIN)/python -m pip wheel -qq --no-deps --no-build-isolation -w dist .
 	@ls dist/llama_gateway-*.whl
 
 # WHEELS_FOR="--python-version 3.12 --platform manylinux2014_aarch64": for hosts that differ from this machine.
 WHEELS_FOR ?=
-wheelhouse: $(STAMP) ## pack all pinned wheels in dist/wheelhouse.tar, for hosts without a package index
+wheelhouse: $(BIN)/python ## pack all pinned wheels in dist/wheelhouse.tar, for hosts without a package index
 	@mkdir -p dist/wheelhouse
 	@$(BIN)/python -m pip download -qq --require-hashes --only-binary=:all: $(WHEELS_FOR) \
 	  -r requirements/local.txt -d dist/wheelhouse
@@ -101,7 +110,7 @@ wheelhouse: $(STAMP) ## pack all pinned wheels in dist/wheelhouse.tar, for hosts
 	@ls dist/wheelhouse.tar
 
 ANSIBLE := $(VENV)/ansible
-$(ANSIBLE)/.installed: deploy/ansible/requirements.txt $(STAMP)
+$(ANSIBLE)/.installed: deploy/ansible/requirements.txt $(BIN)/python
 	@echo 'Installing Ansible, pinned, in $(ANSIBLE)'
 	@$(BIN)/python -m venv --clear $(ANSIBLE)
 	@$(ANSIBLE)/bin/python -m pip install -qq --require-hashes -r $<
@@ -114,7 +123,7 @@ check-deploy: $(ANSIBLE)/.installed ## lint the playbooks by the production prof
 	@cd deploy/ansible && PATH="$(abspath $(ANSIBLE))/bin:$$PATH" ansible-lint -q --nocolor --offline
 	@cd deploy/ansible && PATH="$(abspath $(ANSIBLE))/bin:$$PATH" yamllint --strict .
 
-test-deploy: $(ANSIBLE)/.installed ## bring up real hosts (systemd-nspawn, as root) and run the playbooks over them
+test-deploy: $(VENV)/.test $(ANSIBLE)/.installed ## bring up real hosts (systemd-nspawn, as root) and run the playbooks over them
 	@DEPLOY_TEST_ANSIBLE=$(ANSIBLE)/bin $(BIN)/python -m pytest tests/deploy -m net $(ARGS)
 
 # Run with the oldest supported Python: what it needs is a superset of what newer ones need.
@@ -122,22 +131,23 @@ COMPILE := CUSTOM_COMPILE_COMMAND='make pins' $(BIN)/pip-compile --quiet --upgra
   --generate-hashes --annotation-style=line --no-emit-index-url --no-emit-trusted-host --no-emit-find-links \
   --no-emit-options
 
-pins: $(STAMP) ## renew requirements/*.txt from pyproject.toml (Python 3.11)
+pins: $(VENV)/.dev ## renew requirements/*.txt from pyproject.toml (Python 3.11)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and \
-	  "make pins: needs a .venv of Python 3.11, the oldest supported one")'
-	@$(COMPILE) --extra local --extra dev --extra docs --all-build-deps -o requirements/dev.txt pyproject.toml
+	  "make pins: needs a .venv of Python 3.11, the oldest supported one: make PYTHON=python3.11 pins")'
+	@$(COMPILE) --extra local --extra test --extra dev --extra docs --all-build-deps -o requirements/dev.txt pyproject.toml
 	@$(COMPILE) -c requirements/dev.txt -o requirements/runtime.txt pyproject.toml
 	@$(COMPILE) -c requirements/dev.txt --extra local -o requirements/local.txt pyproject.toml
+	@$(COMPILE) -c requirements/dev.txt --extra local --extra test -o requirements/test.txt pyproject.toml
 	@$(COMPILE) -c requirements/dev.txt --only-build-deps --all-build-deps -o requirements/build.txt pyproject.toml
 	@$(COMPILE) -o deploy/ansible/requirements.txt deploy/ansible/requirements.in
 
-test-numa: $(ANSIBLE)/.installed ## run on an emulated machine with two NUMA nodes (as root; qemu-system-x86, mmdebstrap)
+test-numa: $(VENV)/.test $(ANSIBLE)/.installed ## run on an emulated machine with two NUMA nodes (as root; qemu-system-x86, mmdebstrap)
 	@DEPLOY_TEST_ANSIBLE=$(ANSIBLE)/bin $(BIN)/python -m pytest tests/numa -m net $(ARGS)
 
-docs: $(STAMP) ## build the documentation into site/
+docs: $(VENV)/.dev ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-docs-serve: $(STAMP) ## serve the documentation on http://127.0.0.1:8100 while you write
+docs-serve: $(VENV)/.dev ## serve the documentation on http://127.0.0.1:8100 while you write
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8100
 
 clean: ## remove .venv and everything that was made

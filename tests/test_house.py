@@ -134,7 +134,12 @@ def test_every_pin_has_a_version_and_hashes_and_no_address(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "extras"),
-    [("runtime", ()), ("local", ("local",)), ("dev", ("local", "dev", "docs"))],
+    [
+        ("runtime", ()),
+        ("local", ("local",)),
+        ("test", ("local", "test")),
+        ("dev", ("local", "test", "dev", "docs")),
+    ],
 )
 def test_every_declared_dependency_is_pinned(name: str, extras: tuple[str, ...]) -> None:
     missing = declared(*extras) - set(pinned(ROOT / "requirements" / f"{name}.txt"))
@@ -148,13 +153,22 @@ def test_the_pins_agree_with_each_other() -> None:
             assert pin.split()[0] == everything[name].split()[0], f"{shown(path)}: {name}"
 
 
+@pytest.mark.parametrize(
+    ("less", "more"), [("runtime", "local"), ("local", "test"), ("test", "dev"), ("build", "dev")]
+)
+def test_a_set_of_pins_holds_the_lighter_one(less: str, more: str) -> None:
+    held = pinned(ROOT / "requirements" / f"{more}.txt")
+    assert set(pinned(ROOT / "requirements" / f"{less}.txt")) - set(held) == set()
+
+
 def test_every_dependency_of_the_gateway_earns_a_line() -> None:
     rows = re.findall(
         r"^\| `([^`]+)`", (ROOT / "docs" / "dependencies.md").read_text(), re.MULTILINE
     )
     explained = {canonicalize_name(row) for row in rows}
     assert declared("local") - explained == set(), "explain it in docs/dependencies.md"
-    assert explained - declared("local", "dev", "docs") - {"hatchling"} == set(), "no longer used"
+    used = declared("local", "test", "dev", "docs") | {"hatchling"}
+    assert explained - used == set(), "no longer used"
 
 
 def test_the_changelog_has_a_place_for_what_comes_next() -> None:

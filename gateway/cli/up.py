@@ -15,6 +15,7 @@ from gateway.cli.options import examples
 from gateway.cli.terminal import CommandFailed, note
 
 if TYPE_CHECKING:
+    from gateway.app import Gateway
     from gateway.config.settings import Settings
     from gateway.local.prepare import LocalPlan
     from gateway.options import Options
@@ -186,13 +187,12 @@ async def _serve(plan: LocalPlan, given: Options) -> int:
         given.nodes.write_text(_inventory(fleet.inventory()))
         inventory = await asyncio.to_thread(load_inventory, given.nodes)
         logs = ended_with_us.enter_context(set_up(settings.logging.level, settings.logging.format))
-        return await serve(
-            given,
-            settings,
-            inventory,
-            logs,
-            lambda gateway: _invite(gateway.public.url if gateway.public else "", settings),
-        )
+
+        def invite(gateway: Gateway) -> None:
+            inviting = asyncio.create_task(_invite(gateway, settings))
+            ended_with_us.callback(inviting.cancel)
+
+        return await serve(given, settings, inventory, logs, invite)
 
 
 def _tell_of_unlocked(plan: LocalPlan, pids: tuple[int | None, ...]) -> None:
@@ -203,7 +203,16 @@ def _tell_of_unlocked(plan: LocalPlan, pids: tuple[int | None, ...]) -> None:
             note(f"  {spec.name}: {told}")
 
 
-def _invite(url: str, settings: Settings) -> None:
+async def _invite(gateway: Gateway, settings: Settings) -> None:
+    """Tell the URL once the nodes are known: a request that comes earlier is answered 503."""
+    import asyncio
+    import contextlib
+
+    from gateway.app import FIRST_PROBES
+
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(gateway.fleet.probed.wait(), FIRST_PROBES)
+    url = gateway.public.url if gateway.public else ""
     key = " -H 'Authorization: Bearer YOUR-KEY'" if settings.keys else ""
     note(f"Serving an OpenAI-compatible API at {url}/v1 (Ctrl-C ends it). Try:")
     note(

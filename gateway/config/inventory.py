@@ -38,6 +38,10 @@ _EITHER = (
     ("cost_per_hour", "cost_per_million_tokens"),
     ("api_key_env", "api_key_file"),
 )
+_WITHOUT_FILE = (
+    "name yours with --nodes, or write `nodes: [{name: first, url: 'http://HOST:8080'}]` into it; "
+    "`llama-gateway up` needs none: it starts servers on this machine"
+)
 # What tells one node from the others can't be a default.
 _OWN = ("name", "url")
 
@@ -67,6 +71,8 @@ def load_inventory(path: Path, env: Mapping[str, str] | None = None) -> Inventor
     Raises ConfigError with every problem of the file. Reads the disk: call it in a thread.
     """
     env = os.environ if env is None else env
+    if not os.path.lexists(path):
+        raise ConfigError([Problem(path, 0, "", "there is no such file", _WITHOUT_FILE)])
     source = read_yaml(path, env)
     problems = list(source.problems)
     defaults, entries = _parts(source, problems)

@@ -60,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [target.name for target in targets]
     rounds = options.rounds or (1 if options.quick else 5)
     command = shlex.join(["python", "-m", "tests.bench.dataplane", *words])
-    setting = report.Setting(command, machine.facts(names), sizes, rounds)
+    facts = machine.facts(names)
+    machine.head(facts, progress)
+    setting = report.Setting(command, facts, sizes, rounds)
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-bench-"))
     run = Run(scenarios, targets, sizes, rounds, cores[0], folder, progress, perf=options.perf)
     results = _measure(run, cores)

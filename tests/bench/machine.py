@@ -10,6 +10,9 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from rich.console import Console
+
+from setup import python_build
 from tests.bench.targets import TARGETS
 
 
@@ -21,7 +24,7 @@ def facts(targets: Sequence[str]) -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "load": f"{os.getloadavg()[0]:.2f} (one minute, before the run)",
         "kernel": platform.release(),
-        "python": platform.python_version(),
+        "python": f"{platform.python_version()}, {python_build.described()}",
         "uvloop": _installed("uvloop"),
         "gateway": " ".join(filter(None, (_installed("llama-gateway"), commit()))),
     }
@@ -31,6 +34,14 @@ def facts(targets: Sequence[str]) -> dict[str, str]:
             continue
         known[name] = _said([program, *TARGETS[name].version]).splitlines()[0]
     return known
+
+
+def head(known: dict[str, str], progress: Console) -> None:
+    """Print the facts ahead of a run, and warn of a Python that makes the gateway look slow."""
+    for name, value in known.items():
+        progress.print(f"{name}: {value}")
+    if warning := python_build.warning():
+        progress.print(warning, style="yellow")
 
 
 def cpu_model(cpuinfo: str) -> str:

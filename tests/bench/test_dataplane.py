@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from setup import python_build
 from tests.bench.dataplane import main
 from tests.bench.report import BEGIN, END
 
@@ -54,6 +56,10 @@ def test_a_quick_run_without_a_proxy_is_valid_in_every_scenario(tmp_path: Path) 
     assert 0 < delays["p50_ms"] <= delays["p99_ms"] <= delays["max_ms"]
     assert page.read_text().startswith(BEGIN)
     assert "tests.bench.dataplane --quick --targets direct" in page.read_text()
+    build = f"python: {platform.python_version()}, {python_build.described()}"
+    assert f"- {build}\n" in page.read_text()
+    assert f"{build}\n" in done.stderr
+    assert build.endswith(told["machine"]["python"])
     assert done.stdout.strip() in page.read_text().partition(END)[0]
 
 

@@ -69,6 +69,18 @@ def test_a_named_file_that_is_not_there_is_an_error(folder: Path, flag: str) -> 
     assert "Traceback" not in ran.err
 
 
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_a_folder_without_an_inventory_is_told_how_to_come_by_one(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = run(command)
+    assert ran.status == 2
+    assert "config/nodes.yaml: there is no such file" in ran.err
+    assert "--nodes" in ran.err
+    assert "llama-gateway up" in ran.err
+
+
 def test_what_serve_would_refuse_is_told(folder: Path) -> None:
     (folder / "config/gateway.yaml").write_text("listen: {host: 0.0.0.0}\nadmin: {host: '::'}\n")
     ran = run("check")

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ import pytest
 import yaml
 
 from gateway.cli import up
+from gateway.config.settings import Settings
 from gateway.local.gguf_file import read_model
 from gateway.local.locking import not_locked
 from gateway.local.memory import memory_needed
@@ -379,6 +381,21 @@ class TestRefusing:
         ran = run_process(["up", "--host", "0.0.0.0"])
         assert ran.status == 2
         assert "--allow-anonymous" in ran.err
+
+
+async def test_the_url_is_told_once_the_nodes_are_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    probed = asyncio.Event()
+    public = SimpleNamespace(url="http://127.0.0.1:8000")
+    gateway: Any = SimpleNamespace(fleet=SimpleNamespace(probed=probed), public=public)
+    inviting = asyncio.create_task(up._invite(gateway, Settings()))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert capsys.readouterr().err == ""
+    probed.set()
+    await inviting
+    assert "API at http://127.0.0.1:8000/v1" in capsys.readouterr().err
 
 
 def test_the_slots_of_a_server_are_those_of_the_plan() -> None:

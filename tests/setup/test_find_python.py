@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[2] / "setup/find-python"
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Path:
+    return folder(tmp_path / "system")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return folder(tmp_path / "path")
+
+
+def folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def python(folder: Path, name: str, version: tuple[int, int], *, venv: bool = True) -> Path:
+    """A program that answers as a Python of that version would."""
+    change = f"sys.version_info = {(*version, 0, 'final', 0)}; sys.executable = sys.argv[1]"
+    if not venv:
+        change += "; sys.modules['ensurepip'] = None"
+    program = folder / name
+    program.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -c "import sys; {change}; exec(sys.argv[2])" "$0" "$2"\n'
+    )
+    program.chmod(0o755)
+    return program
+
+
+def find(system: Path, path: Path, name: str = "") -> subprocess.CompletedProcess[str]:
+    bare = {
+        "PATH": f"{path}:{folder_of_tools(path)}",
+        "SYSTEM_PYTHONS": str(system),
+        "PYTHON": name,
+    }
+    return subprocess.run([PROGRAM], env=bare, capture_output=True, text=True, check=False)
+
+
+def folder_of_tools(path: Path) -> Path:
+    """The shell and nothing else: this machine has Pythons of its own on PATH."""
+    tools = path.with_name("tools")
+    if not tools.exists():
+        tools.mkdir()
+        for name in ("bash", "env", "sh"):
+            target = next(
+                found
+                for part in os.environ["PATH"].split(":")
+                if (found := Path(part, name)).exists()
+            )
+            (tools / name).symlink_to(target)
+    return tools
+
+
+def test_the_system_s_python_is_preferred_to_a_newer_one_on_path(system: Path, path: Path) -> None:
+    ours = python(system, "python3", (3, 11))
+    python(path, "python3.14", (3, 14))
+    assert find(system, path).stdout == f"{ours}\n"
+
+
+def test_without_the_system_s_the_newest_supported_one_on_path_is_taken(
+    system: Path, path: Path
+) -> None:
+    python(system, "python3", (3, 11), venv=False)
+    python(path, "python3", (3, 15))
+    python(path, "python3.12", (3, 12))
+    newest = python(path, "python3.13", (3, 13))
+    assert find(system, path).stdout == f"{newest}\n"
+
+
+def test_another_of_the_system_s_serves_where_its_python3_is_too_new(
+    system: Path, path: Path
+) -> None:
+    python(system, "python3", (3, 15))
+    older = python(system, "python3.14", (3, 14))
+    assert find(system, path).stdout == f"{older}\n"
+
+
+def test_a_python_that_is_named_is_taken(system: Path, path: Path) -> None:
+    python(system, "python3", (3, 13))
+    named = python(path, "mine", (3, 12))
+    assert find(system, path, "mine").stdout == f"{named}\n"
+    assert find(system, path, str(named)).stdout == f"{named}\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "venv", "told"),
+    [
+        ((3, 10), True, "is Python 3.10; supported are 3.11 to 3.14"),
+        ((3, 15), True, "is Python 3.15; supported are 3.11 to 3.14"),
+        ((3, 12), False, "has no venv module (apt-get install python3.12-venv)"),
+        (None, True, "there is no such program"),
+    ],
+)
+def test_a_named_python_that_will_not_do_is_refused_with_the_reason(
+    version: tuple[int, int] | None, venv: bool, told: str, system: Path, path: Path
+) -> None:
+    python(system, "python3", (3, 13))
+    if version:
+        python(path, "mine", version, venv=venv)
+    done = find(system, path, "mine")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert told in done.stderr
+    assert "Remedy: " in done.stderr
+
+
+def test_where_none_will_do_each_is_told_with_its_reason_and_the_remedy(
+    system: Path, path: Path
+) -> None:
+    python(system, "python3", (3, 11), venv=False)
+    python(path, "python3", (3, 9))
+    done = find(system, path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"{system}/python3 has no venv module" in done.stderr
+    assert f"{path}/python3 is Python 3.9" in done.stderr
+    assert "apt-get install python3 python3-venv" in done.stderr

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from setup.install import Pip
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 120.0
+
+
+def test_how_far_pip_is_is_read_off_its_words() -> None:
+    pip = Pip({"numpy": "2.4.6", "pykdtree": "1.4.3", "absent-here": "1"})
+    assert str(pip) == "[0/3] getting the list"
+    pip.read("Ignoring absent_here: markers 'sys_platform == \"win32\"' don't match")
+    pip.read("Collecting numpy==2.4.6 (from -r requirements/local.txt (line 12))")
+    pip.read("  Using cached numpy-2.4.6-cp311-cp311-manylinux_2_27_x86_64.whl (16.9 MB)")
+    assert str(pip) == "[1/2] getting numpy 2.4.6"
+
+
+def test_while_pip_installs_the_folder_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = Pip({"numpy": "2.4.6", "typing-extensions": "4.16.0"})
+    pip.read("Installing collected packages: typing_extensions, numpy")
+    monkeypatch.setattr("setup.install.installed", lambda: {"typing-extensions": "4.16.0"})
+    assert str(pip) == "[1/2] installing numpy"
+
+
+def a_wheel(folder: Path, name: str) -> str:
+    """A package with nothing in it, and its pin."""
+    file = folder / f"{name}-1.0-py3-none-any.whl"
+    home = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(file, "w") as wheel:
+        wheel.writestr(f"{home}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(f"{home}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{home}/RECORD", "")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    return f"{name}==1.0 \\\n    --hash=sha256:{digest}\n"
+
+
+@pytest.mark.slow
+def test_a_set_is_installed_once_and_a_failing_pip_is_told_with_its_words(tmp_path: Path) -> None:
+    (tmp_path / "setup").mkdir()
+    shutil.copy(ROOT / "setup/install.py", tmp_path / "setup")
+    pins = tmp_path / "requirements"
+    pins.mkdir()
+    (pins / "local.txt").write_text(a_wheel(tmp_path, "one") + a_wheel(tmp_path, "two_more"))
+    (pins / "build.txt").write_text(a_wheel(tmp_path, "three"))
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=LIMIT)
+    without_index = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PIP_")},
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+    }
+
+    def install() -> subprocess.CompletedProcess[str]:
+        command = [str(tmp_path / "venv/bin/python"), str(tmp_path / "setup/install.py"), "local"]
+        return subprocess.run(
+            command, env=without_index, capture_output=True, text=True, timeout=LIMIT, check=False
+        )
+
+    first = install()
+    assert first.returncode == 0, first.stdout
+    assert first.stdout.splitlines()[0] == "Getting 3 packages of requirements/local.txt"
+    assert first.stdout.splitlines()[-1].startswith(
+        "Installed 3 packages of requirements/local.txt"
+    )
+    again = install()
+    assert (again.returncode, again.stdout) == (0, "")
+
+    wrong_hash = re.sub(r"sha256:\w+", f"sha256:{'0' * 64}", a_wheel(tmp_path, "four"))
+    (pins / "local.txt").write_text(wrong_hash)
+    wrong = install()
+    assert wrong.returncode == 1
+    assert "four" in wrong.stdout
+    assert f"Expected sha256 {'0' * 64}" in wrong.stdout
+    assert "pip failed with status" in wrong.stdout
+    assert "Remedy: " in wrong.stdout
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout whose installing only writes down what was asked for."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    shutil.copytree(ROOT / "setup", tmp_path / "setup")
+    (tmp_path / "setup/install.py").write_text(
+        "import sys\nwith open('asked', 'a') as file:\n    print(sys.argv[1], file=file)\n"
+    )
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
+    return tmp_path
+
+
+def make(checkout: Path, *words: str) -> str:
+    usual = {name: value for name, value in os.environ.items() if "MAKE" not in name}
+    usual.pop("PYTHON", None)
+    done = subprocess.run(
+        ["make", "--no-print-directory", *words],
+        cwd=checkout, env=usual, capture_output=True, text=True, timeout=LIMIT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def asked(checkout: Path) -> list[str]:
+    file = checkout / "asked"
+    found = file.read_text().split() if file.exists() else []
+    file.unlink(missing_ok=True)
+    return found
+
+
+def test_each_target_installs_its_set_once(checkout: Path) -> None:
+    for stamp, name in ((".build", "build"), (".local", "local"), (".test", "test")):
+        make(checkout, f".venv/{stamp}")
+        assert asked(checkout) == [name]
+        make(checkout, f".venv/{stamp}")
+        assert asked(checkout) == []
+
+
+def test_what_has_the_heavier_set_needs_no_lighter_one(checkout: Path) -> None:
+    make(checkout, "dev")
+    assert asked(checkout) == ["dev"]
+    make(checkout, "install", ".venv/.build", ".venv/.test")
+    assert asked(checkout) == []
+
+
+def test_a_pin_that_changes_is_installed(checkout: Path) -> None:
+    make(checkout, "dev")
+    asked(checkout)
+    later = (checkout / ".venv/.dev").stat().st_mtime + 10
+    os.utime(checkout / "requirements/local.txt", (later, later))
+    make(checkout, "install")
+    assert asked(checkout) == ["local"]
+
+
+def test_another_python_makes_the_environment_anew(checkout: Path) -> None:
+    make(checkout, "install")
+    asked(checkout)
+    ours = os.path.realpath(sys.executable)
+    assert "venv --clear" not in make(checkout, "-n", "install", f"PYTHON={ours}")
+    other = checkout / "other"
+    other.write_text(f"#!/bin/sh\necho {other}\n")
+    other.chmod(0o755)
+    assert "venv --clear" in make(checkout, "-n", "install", f"PYTHON={other}")

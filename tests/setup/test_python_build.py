@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+
+from setup import python_build
+from setup.python_build import described, optimised, warning
+
+DEBIAN = {  # 3.13.5 of Debian 13
+    "CONFIG_ARGS": "'--enable-shared' '--prefix=/usr' '--enable-ipv6' 'CC=x86_64-linux-gnu-gcc'",
+    "PY_CFLAGS": "-fno-strict-overflow -Wsign-compare -DNDEBUG -g -O2 -Wall",
+    "PY_CORE_CFLAGS": "-g -O2 -Wall -fstack-protector -I../Include/internal",
+    "PGO_PROF_GEN_FLAG": "-fprofile-generate",
+    "PGO_PROF_USE_FLAG": "",
+}
+PLAIN = DEBIAN | {  # ./configure --prefix=… && make
+    "CONFIG_ARGS": "'--prefix=/opt/it' 'LDFLAGS=-L/opt/it/lib -Wl,-rpath,/opt/it/lib'",
+    "PY_CORE_CFLAGS": "-g -fwrapv -O3 -Wall -I./Include/internal -I/opt/it/include",
+    "PGO_PROF_USE_FLAG": "-fprofile-use -fprofile-correction",
+}
+ASKED_FOR = PLAIN | {"CONFIG_ARGS": "'--enable-optimizations' '--with-lto' '--prefix=/usr/local'"}
+BY_HAND = PLAIN | {"PY_CORE_CFLAGS": "-O3 -fprofile-use -fprofile-correction"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "verdict"),
+    [
+        (DEBIAN, True),
+        (PLAIN, False),
+        (ASKED_FOR, True),
+        (BY_HAND, True),
+        ({}, None),
+        ({"CONFIG_ARGS": "'--prefix=/usr'"}, None),
+    ],
+    ids=["debian", "plain", "asked-for", "by-hand", "nothing-known", "no-flags-known"],
+)
+def test_what_a_build_records_tells_whether_it_is_optimised(
+    variables: dict[str, str], verdict: bool | None
+) -> None:
+    assert optimised(variables) is verdict
+
+
+def test_a_build_is_described_by_verdict_compiler_switches_and_flags_without_a_path() -> None:
+    told = described(ASKED_FOR)
+    assert told.startswith("optimised, ")
+    assert told.endswith(" --enable-optimizations --with-lto -fno-strict-overflow -O2")
+    assert described(PLAIN).startswith("NOT optimised, ")
+    assert described({}).startswith("optimisation unknown, ")
+    assert "/" not in described(PLAIN) + told
+
+
+@pytest.mark.parametrize(("verdict", "told"), [(False, True), (True, False), (None, False)])
+def test_only_a_build_that_is_known_to_be_slow_is_warned_of(
+    verdict: bool | None, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(python_build, "optimised", lambda: verdict)
+    assert ("15-20 %" in warning()) is told
+    assert ("apt-get install python3" in warning()) is told
