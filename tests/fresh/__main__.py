@@ -70,19 +70,20 @@ def _options() -> argparse.ArgumentParser:
         + ", ".join(f"{system.suite} ({system.title})" for system in SYSTEMS.values())
         + f",\nor all of them: all. Usual: {' '.join(USUAL)}.",
     )
-    parser.add_argument(
-        "systems", nargs="*", metavar="SYSTEM", choices=["all", *SYSTEMS], default=[*USUAL]
-    )
+    parser.add_argument("systems", nargs="*", metavar="SYSTEM", type=_system, default=[*USUAL])
     parser.add_argument("--only", choices=[*COMMANDS], help="one of the two commands")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     return parser
 
 
+def _system(text: str) -> str:
+    if text != "all" and text not in SYSTEMS:
+        raise argparse.ArgumentTypeError(f"unknown: {text} (there are all, {', '.join(SYSTEMS)})")
+    return text
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0 when all went well, 1 when not, 2 when it can't be tried here."""
-    # SIGTERM ends it as Ctrl-C does, and Ctrl-C does even where a shell has it ignored.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     given = _options().parse_args(arguments)
     chosen = [*SYSTEMS] if "all" in given.systems else list(dict.fromkeys(given.systems))
     commands = [given.only] if given.only else [*COMMANDS]
@@ -189,4 +190,7 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    # SIGTERM ends it as Ctrl-C does, and Ctrl-C does even where a shell has it ignored.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

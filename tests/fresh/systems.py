@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ def registry_settings() -> dict[str, str]:
     }
     found["NODE_EXTRA_CA_CERTS"] = str(AUTHORITIES)
     done = subprocess.run(
-        ["python3", "-m", "pip", "config", "list"],
+        [sys.executable, "-m", "pip", "config", "list"],
         capture_output=True,
         text=True,
         check=False,
