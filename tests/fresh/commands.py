@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import time
@@ -20,6 +21,7 @@ PORTS = (8000, 8001)  # of the gateway, unless it is told others
 ANY_PORTS = "ARGS=--port 0 --admin-port 0"
 SERVED = re.compile(r"OpenAI-compatible API at (http://\S+)/v1")
 COUNTED = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed)\b")
+ENDED = re.compile(r" in \d+\.\d+s\b")
 SHARE = re.compile(r"\[ *\d+%\]")
 CHAT = {
     "model": "demo",
@@ -61,7 +63,7 @@ def make_run(root: Path, log: Path, environment: Mapping[str, str], tell: Tell) 
     command = ["make", "run"]
     if not all(_is_free(port) for port in PORTS):
         command.append(ANY_PORTS)
-    ran = Ran(" ".join(command))
+    ran = Ran(shlex.join(command))
     begun = time.monotonic()
     with started(root, command, log, environment) as process:
         try:
@@ -100,7 +102,8 @@ def make_test(root: Path, log: Path, environment: Mapping[str, str], tell: Tell)
 def counts(output: str) -> dict[str, int]:
     """How many tests ended in which way, by pytest's last line."""
     for line in reversed(output.splitlines()):
-        if found := COUNTED.findall(line):
+        if ENDED.search(line):
+            found = COUNTED.findall(line)
             return {what.rstrip("s") if what == "errors" else what: int(n) for n, what in found}
     return {}
 
