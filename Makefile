@@ -20,7 +20,7 @@ ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help install dev run test test-fast test-net test-wheel chaos soak check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy test-numa docs docs-serve clean
+.PHONY: help install dev run test test-fast test-fresh test-net test-wheel chaos soak check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy test-numa docs docs-serve clean
 
 help: ## show this list
 	@printf 'llama-gateway: make targets\n\n'
@@ -65,7 +65,10 @@ test: $(VENV)/.test ## pass every test that needs no root and no Debian package
 	@$(BIN)/python -m pytest -m 'not net' -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
 test-fast: $(VENV)/.test ## only the tests that take no time and no server
-	@$(BIN)/python -m pytest -m 'not net and not slow and not real' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not net and not slow and not real' -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
+
+test-fresh: $(VENV)/.test ## the README's two commands on bare Debian 12, 13 and testing (root; mmdebstrap); ARGS="noble resolute": Ubuntu
+	@$(BIN)/python -m tests.fresh $(ARGS)
 
 test-net: $(VENV)/.test ## tests with packet loss, partitions, lost descriptors and jumping clocks (root; ip, nft)
 	@$(BIN)/python -m pytest -m net tests/chaos $(ARGS)

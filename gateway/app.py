@@ -48,7 +48,7 @@ from gateway.web.public.protocol import bounded
 from gateway.web.public.site import cors, public_site
 
 FIRST_PROBES = 10.0
-"""Seconds that a successor may take to learn of its nodes."""
+"""Seconds in which nodes are learnt of before it is said that they are served."""
 
 LAST_WORDS = 5.0
 """Seconds for clients to read how their request ended, once the grace is over."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvloop
 
-from gateway.app import Gateway
+from gateway.app import FIRST_PROBES, Gateway
 from gateway.config.inventory import Inventory
 from gateway.config.settings import Settings
 from gateway.observe.logs import Logs, set_up
@@ -44,11 +44,14 @@ async def serve(
     settings: Settings,
     inventory: Inventory,
     logs: Logs,
-    on_ready: Callable[[Gateway], None] = lambda _: None,
+    on_ready: Callable[[Gateway], None] | None = None,
     *,
     inheritance: Inheritance | None = None,
 ) -> int:
-    """Serve until a signal ends it; the exit status. Raises: StartError."""
+    """Serve until a signal ends it; the exit status. Raises: StartError.
+
+    `on_ready` is called once every node has been probed, or after `FIRST_PROBES` seconds.
+    """
     gateway = Gateway(options, settings, logs, inheritance)
     loop = asyncio.get_running_loop()
     signals = {
@@ -61,9 +64,22 @@ async def serve(
         loop.add_signal_handler(number, handler)
     try:
         async with gateway.running(inventory):
-            on_ready(gateway)
+            if on_ready is not None and await _nodes_known(gateway):
+                on_ready(gateway)
             await gateway.stopping.wait()
             return await gateway.shut_down()
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
+
+
+async def _nodes_known(gateway: Gateway) -> bool:
+    """Wait for the first probes, for `FIRST_PROBES` seconds; False: the end has come before."""
+    events = (gateway.fleet.probed, gateway.stopping)
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=FIRST_PROBES, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    return not gateway.stopping.is_set()

@@ -79,7 +79,9 @@ def peek(body: bytes) -> Peek:
         detail = "it is empty" if not body.strip() else str(error)
         raise errors.invalid_json(detail) from None
     except RecursionError:
-        raise errors.invalid_json("it is nested too deeply") from None
+        # How deep is too deep differs between Pythons, but not the answer: `prepare` refuses what
+        # is nested less deeply than any of them minds.
+        raise errors.invalid_request("The body is nested too deeply.") from None
 
 
 def count_prompts(raw: msgspec.Raw) -> int:

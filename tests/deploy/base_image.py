@@ -31,6 +31,11 @@ LAID_READY = (
 VERSION = 5  # raise it when what is done below changes
 LIMIT = 600.0  # seconds to make it; 100 s were seen
 AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
+CONTAINED = (
+    *("setpriv", "--pdeathsig", "KILL"),
+    *("unshare", "--mount", "--pid", "--kill-child"),
+)
+"""What a command's words go behind: no process and no mount of it outlives it, or this process."""
 
 
 def cache_folder() -> Path:
@@ -58,9 +63,19 @@ def base_image(cache: Path) -> Path:
 
 
 def debian(
-    cache: Path, name: str, made_of: object, packages: Sequence[str], hooks: Sequence[str]
+    cache: Path,
+    name: str,
+    made_of: object,
+    packages: Sequence[str],
+    hooks: Sequence[str],
+    *,
+    suite: str = RELEASE,
+    options: Sequence[str] = (),
 ) -> Path:
-    """The folder of a Debian, made anew when what it is `made_of` has changed."""
+    """The folder of a Debian, made anew when what it is `made_of` has changed.
+
+    `suite` and `options` are mmdebstrap's.
+    """
     base = cache / f"{name}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:10]}"
     if base.is_dir():
         return base
@@ -70,11 +85,14 @@ def debian(
     draft = base.with_suffix(".draft")
     subprocess.run(
         [
+            *CONTAINED,
+            *("--mount-proc", "--"),
             *("mmdebstrap", "--quiet", "--variant=minbase", "--skip=cleanup/apt"),
             "--dpkgopt=force-unsafe-io",
             f"--include={','.join(packages)}",
             *(f"--customize-hook={hook}" for hook in hooks),
-            *(RELEASE, str(draft)),
+            *options,
+            *(suite, str(draft)),
         ],
         check=True,
         timeout=LIMIT,

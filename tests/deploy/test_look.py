@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import http.server
 import importlib.util
+import os
 import pwd
 import threading
 from pathlib import Path
@@ -178,8 +179,9 @@ def test_space_on_one_disk_is_added_up(look: ModuleType, tmp_path: Path) -> None
 def test_a_model_that_is_sent_needs_room_where_ansible_puts_it_first(
     look: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home = pwd.getpwnam("root").pw_dir
-    monkeypatch.delenv("SUDO_USER", raising=False)
+    me = pwd.getpwuid(os.getuid())
+    home = me.pw_dir
+    monkeypatch.setenv("SUDO_USER", me.pw_name)
     spec = {"model": {"path": "/proc/models/m.gguf", "urls": []}}  # another file system
     model = {"missing": 7, "bytes": 7}
     assert [one["path"] for one in look.disks(spec, model)] == [home, "/proc/models"]

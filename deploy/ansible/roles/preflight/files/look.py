@@ -264,6 +264,7 @@ def size_of(url: str) -> tuple[int | None, str]:
                 whole = answer.headers.get("Content-Range", "").rpartition("/")[2]
                 length = whole or answer.headers.get("Content-Length", "")
         except urllib.error.HTTPError as error:
+            error.close()
             why = f"status {error.code}"
             if error.code not in REFUSES_HEAD:
                 break

@@ -1,0 +1,208 @@
+"""README's two commands, as a newcomer types them, and what came of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.fresh.inside import PLACE, interrupt, left_behind, started
+
+PORTS = (8000, 8001)  # of the gateway, unless it is told others
+ANY_PORTS = "ARGS=--port 0 --admin-port 0"
+SERVED = re.compile(r"OpenAI-compatible API at (http://\S+)/v1")
+COUNTED = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed)\b")
+ENDED = re.compile(r" in \d+\.\d+s\b")
+SHARE = re.compile(r"\[ *\d+%\]")
+CHAT = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 32,
+}
+RUN_LIMIT = 1800.0  # seconds until it serves; a minute is usual
+ANSWER_LIMIT = 120.0
+END_LIMIT = 60.0  # from Ctrl-C on
+TEST_LIMIT = 7200.0  # a quarter of an hour is usual
+LOOK = 0.2  # seconds between two looks
+TELL = 60.0  # seconds between two words of how far it is
+# What make itself says after Ctrl-C: its command has ended well, or with the status of SIGINT.
+INTERRUPTED = frozenset({0, 2, 130})
+
+Tell = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Ran:
+    """What came of a command. `problem` is empty when all went well."""
+
+    command: str
+    problem: str = ""
+    seconds: float = 0.0
+    """Until `make run` served; until `make test` ended."""
+    mib: int = 0
+    """What .venv takes on the disk afterwards."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Tests, by how they ended."""
+
+
+class _WentWrongError(Exception):
+    """Why a command has failed."""
+
+
+def make_run(root: Path, log: Path, environment: Mapping[str, str], tell: Tell) -> Ran:
+    """`make run` until it has answered a chat, and Ctrl-C."""
+    command = ["make", "run"]
+    if not all(_is_free(port) for port in PORTS):
+        command.append(ANY_PORTS)
+    ran = Ran(shlex.join(command))
+    begun = time.monotonic()
+    with started(root, command, log, environment) as process:
+        try:
+            url = _served(process, log, tell)
+            ran.seconds = time.monotonic() - begun
+            _try_out(url)
+            interrupt(process)
+            _waited(process, log, END_LIMIT, tell, what="its end after Ctrl-C")
+            _judge_end(process.returncode, log.read_text(errors="replace"))
+        except _WentWrongError as problem:
+            ran.problem = str(problem)
+    ran.mib = _mib(root)
+    return ran
+
+
+def make_test(root: Path, log: Path, environment: Mapping[str, str], tell: Tell) -> Ran:
+    """`make test`, to its end."""
+    ran = Ran("make test")
+    begun = time.monotonic()
+    with started(root, ["make", "test"], log, environment) as process:
+        try:
+            _waited(process, log, TEST_LIMIT, tell)
+        except _WentWrongError as problem:
+            ran.problem = str(problem)
+        status = process.returncode
+    ran.seconds = time.monotonic() - begun
+    ran.counts = counts(log.read_text(errors="replace"))
+    if not ran.problem and status != 0:
+        ran.problem = f"it ended with status {status}"
+    if not ran.problem and not ran.counts.get("passed"):
+        ran.problem = "no test has passed"
+    ran.mib = _mib(root)
+    return ran
+
+
+def counts(output: str) -> dict[str, int]:
+    """How many tests ended in which way, by pytest's last line."""
+    for line in reversed(output.splitlines()):
+        if ENDED.search(line):
+            found = COUNTED.findall(line)
+            return {what.rstrip("s") if what == "errors" else what: int(n) for n, what in found}
+    return {}
+
+
+def _waited(
+    process: subprocess.Popen[bytes],
+    log: Path,
+    limit: float,
+    tell: Tell,
+    *,
+    until: re.Pattern[str] | None = None,
+    what: str = "it",
+) -> re.Match[str] | None:
+    """Wait for what `until` looks for in the log, or for the end."""
+    begun = told = time.monotonic()
+    while True:
+        ended = process.poll() is not None
+        text = log.read_text(errors="replace") if until or time.monotonic() - told >= TELL else ""
+        if until and (found := until.search(text)):
+            return found
+        if ended:
+            return None
+        now = time.monotonic()
+        if now - begun >= limit:
+            raise _WentWrongError(f"{what} takes longer than {limit:.0f} s")
+        if now - told >= TELL:
+            told = now
+            tell(f"{now - begun:.0f} s: {_how_far(text)}")
+        time.sleep(LOOK)
+
+
+def _how_far(text: str) -> str:
+    if shares := SHARE.findall(text):
+        return f"tests {shares[-1]}"
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1][:100] if lines else "nothing said yet"
+
+
+def _served(process: subprocess.Popen[bytes], log: Path, tell: Tell) -> str:
+    found = _waited(process, log, RUN_LIMIT, tell, until=SERVED)
+    if found is None:
+        raise _WentWrongError(f"it ended with status {process.returncode}")
+    return found[1]
+
+
+def _try_out(url: str) -> None:
+    """Ask a gateway how it is, for its models, and for a chat."""
+    _asked(f"{url}/health")
+    _asked(f"{url}/v1/models")
+    answer = _asked(f"{url}/v1/chat/completions", CHAT)
+    try:
+        said = json.loads(answer)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError):
+        said = None
+    if not isinstance(said, str) or not said:
+        raise _WentWrongError(f"its answer to a chat has no text: {answer[:300]!r}")
+
+
+def _asked(url: str, body: object = None) -> bytes:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    # A proxy of this machine has no part in what is on it.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=ANSWER_LIMIT) as answer:
+            content: bytes = answer.read()
+            return content
+    except urllib.error.HTTPError as error:
+        with error:
+            told = error.read(300)
+        raise _WentWrongError(f"{url} answers {error.code}: {told!r}") from None
+    except OSError as error:
+        raise _WentWrongError(f"{url} does not answer: {error}") from None
+
+
+def _judge_end(status: int, output: str) -> None:
+    if "Traceback (most recent call last)" in output:
+        raise _WentWrongError("it ends with a traceback")
+    if left := left_behind(output):
+        raise _WentWrongError(f"after Ctrl-C these processes live on: {'; '.join(left)}")
+    if status not in INTERRUPTED:
+        raise _WentWrongError(f"after Ctrl-C it ended with status {status}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _mib(root: Path) -> int:
+    """MiB of disk that .venv takes."""
+    seen: dict[tuple[int, int], int] = {}
+    for folder, _, files in os.walk(root / PLACE.lstrip("/") / ".venv"):
+        for name in (".", *files):
+            told = os.lstat(Path(folder) / name)
+            seen[told.st_dev, told.st_ino] = told.st_blocks * 512
+    return sum(seen.values()) >> 20

@@ -1,0 +1,80 @@
+"""Commands in the root of a bare system, and what is left when they have ended: nothing.
+
+They see this machine's network, devices and processors, but not its files and processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tests.deploy.base_image import CONTAINED
+from tests.fresh.systems import NEWCOMER
+
+PLACE = "/home/" + NEWCOMER + "/llama-gateway"
+LEFT = "LEFT BEHIND: "
+STOP_LIMIT = 20.0
+# The mounts end with the namespace.
+_ENTER = """
+root=$1 user=$2 place=$3; shift 3
+mount --rbind /dev "$root/dev"
+mount --rbind /sys "$root/sys"
+mount -t proc proc "$root/proc"
+mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
+exec /usr/sbin/chroot "$root" sh -c '
+  user=$1 place=$2; shift 2
+  cd "$place"
+  setpriv --reuid="$user" --regid="$user" --init-groups "$@"
+  status=$?
+  for one in /proc/[0-9]*; do
+    if [ "$one" != /proc/1 ] && read -r stat 2>/dev/null <"$one/stat"; then
+      case $stat in *") Z "*) ;; *) echo "LEFT BEHIND: $stat" ;; esac
+    fi
+  done
+  exit "$status"
+' sh "$user" "$place" "$@"
+"""
+
+
+@contextlib.contextmanager
+def started(
+    root: Path, command: list[str], output: Path, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command in `PLACE` as a plain user; with the block it ends, and all that it started."""
+    variables = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": str(Path(PLACE).parent),
+        "USER": NEWCOMER,
+        "LANG": "C.UTF-8",
+        "TERM": "dumb",
+        **environment,
+    }
+    told = [str(root), NEWCOMER, PLACE, *command]
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [*CONTAINED, "--", "sh", "-euc", _ENTER, "sh", *told],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=variables,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(STOP_LIMIT)
+
+
+def interrupt(process: subprocess.Popen[bytes]) -> None:
+    """What Ctrl-C does in a terminal: each process of the group gets SIGINT."""
+    os.killpg(process.pid, signal.SIGINT)
+
+
+def left_behind(output: str) -> list[str]:
+    """The processes that a command had not ended when it ended itself."""
+    return [line.removeprefix(LEFT) for line in output.splitlines() if line.startswith(LEFT)]
