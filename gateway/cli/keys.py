@@ -85,6 +85,10 @@ def hash_(
             "llama-gateway keys create --id team-a --name 'Team A' --max-class premium",
             "a key that may ask for the class premium",
         ),
+        (
+            "llama-gateway keys create --id vip --class premium",
+            "a key whose requests are premium without saying so",
+        ),
         ("llama-gateway keys create --model mistral-7b", "a key for one model"),
         (
             "llama-gateway keys create --id chat --trust-user-headers",
@@ -97,9 +101,18 @@ def create(
     name: Annotated[
         str | None, typer.Option("--name", help="Who uses it; logs and metrics show it.")
     ] = None,
+    usual_class: Annotated[
+        Class | None,
+        typer.Option(
+            "--class",
+            show_default="normal",
+            help="The class of its requests that name none.",
+        ),
+    ] = None,
     max_class: Annotated[
-        Class, typer.Option("--max-class", help="The highest class it gets.")
-    ] = Class.NORMAL,
+        Class | None,
+        typer.Option("--max-class", show_default="its --class", help="The highest class it gets."),
+    ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option("--model", help="A model it may use; repeat it for more. Default: all."),
@@ -117,7 +130,13 @@ def create(
 
     The key is shown this once and is kept nowhere.
     """
-    rights: dict[str, str | bool | list[str]] = {"max_class": max_class.value}
+    best = max_class or usual_class or Class.NORMAL
+    classes = list(Class)
+    if usual_class is not None and classes.index(usual_class) < classes.index(best):
+        raise typer.BadParameter(f"is below --class {usual_class.value}", param_hint="--max-class")
+    rights: dict[str, str | bool | list[str]] = {"max_class": best.value}
+    if usual_class is not None:
+        rights = {"class": usual_class.value, **rights}
     if name:
         rights = {"name": name, **rights}
     if model:

@@ -164,8 +164,9 @@ def _parts(annotation: Any) -> Iterable[Any]:
 
 
 def _type(field: FieldInfo) -> str:
-    if get_origin(field.annotation) is Literal:
-        return ", ".join(f"`{value}`" for value in get_args(field.annotation))
+    for part in (field.annotation, *_parts(field.annotation)):
+        if get_origin(part) is Literal:
+            return ", ".join(f"`{value}`" for value in get_args(part))
     kind = _kind(field)
     if kind is None:
         return "mapping"
