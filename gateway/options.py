@@ -89,6 +89,15 @@ def read_key(path: Path) -> str:
 
 def drains_file(options: Options) -> Path:
     """Where the drained nodes of this inventory are kept over a restart."""
+    return _state_file(options, "drains")
+
+
+def last_seen_file(options: Options) -> Path:
+    """Where is kept over a restart what the nodes of this inventory said last."""
+    return _state_file(options, "seen")
+
+
+def _state_file(options: Options, what: str) -> Path:
     folder = options.state
     if folder is None and (systemd := os.environ.get("STATE_DIRECTORY", "").partition(":")[0]):
         folder = Path(systemd)
@@ -96,7 +105,7 @@ def drains_file(options: Options) -> Path:
         base = os.environ.get("XDG_STATE_HOME")
         folder = (Path(base) if base else Path.home() / ".local" / "state") / "llama-gateway"
     which = hashlib.sha256(str(options.nodes.absolute()).encode()).hexdigest()[:12]
-    return folder / f"drains-{which}.json"
+    return folder / f"{what}-{which}.json"
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
