@@ -17,7 +17,7 @@ from gateway.access.exposure import is_loopback
 from gateway.addresses import bind_listeners, open_listeners
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.live import needs_restart
-from gateway.config.problems import ConfigError
+from gateway.config.problems import ConfigError, Problem
 from gateway.config.settings import Settings, load_settings
 from gateway.config.watch import changes
 from gateway.events import Bus, InventoryChanged, SettingsChanged
@@ -323,8 +323,19 @@ class Gateway:
     async def reload(self) -> Reloaded:
         """Read both files again. Raises: ConfigError; then what was invalid has not changed."""
         async with self._reloading:
-            changed = await self._reload_settings()
-            return Reloaded(await self._reload_inventory(), changed)
+            problems: list[Problem] = []
+            change = changed = None
+            try:
+                changed = await self._reload_settings()
+            except ConfigError as error:
+                problems += error.problems
+            try:
+                change = await self._reload_inventory()
+            except ConfigError as error:
+                problems += error.problems
+            if change is None or changed is None:
+                raise ConfigError(problems)
+            return Reloaded(change, changed)
 
     async def _watch_files(self, inventory: Inventory) -> None:
         paths = [path for path in (self.options.nodes, self.options.config) if path is not None]

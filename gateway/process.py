@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import structlog
 import uvloop
 
 from gateway.app import Gateway
@@ -19,7 +20,7 @@ from gateway.succession import Inheritance, inherit
 
 
 def run(options: Options) -> int:
-    """Serve until a signal ends it; the exit status. Raises: StartError, ConfigError."""
+    """Serve until a signal ends it; the exit status. Raises: StartError."""
     inheritance = inherit()
     options = inheritance.over(options)
     settings, inventory = read(options)
@@ -49,6 +50,8 @@ async def serve(
     inheritance: Inheritance | None = None,
 ) -> int:
     """Serve until a signal ends it; the exit status. Raises: StartError."""
+    for problem in inventory.warnings:
+        structlog.get_logger().warning("inventory", warning=str(problem))
     gateway = Gateway(options, settings, logs, inheritance)
     loop = asyncio.get_running_loop()
     signals = {

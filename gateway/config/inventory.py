@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from gateway.config.fields import ConfigModel, wrong
 from gateway.config.node import (
@@ -49,6 +49,13 @@ class Inventory(ConfigModel):
         tuple[NodeSpec, ...],
         Field(description="The nodes. `[]` is allowed: a fleet may be filled later."),
     ]
+
+    _warnings: tuple[Problem, ...] = PrivateAttr(())
+
+    @property
+    def warnings(self) -> tuple[Problem, ...]:
+        """What is valid and looks like a slip."""
+        return self._warnings
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Inventory:
@@ -93,7 +100,28 @@ def load_inventory(path: Path, env: Mapping[str, str] | None = None) -> Inventor
     problems += repeated(source, entries, "name", "the node")
     if problems:
         raise ConfigError(told_once(problems))
-    return Inventory(nodes=tuple(nodes))
+    inventory = Inventory(nodes=tuple(nodes))
+    inventory._warnings = tuple(_same_servers(path, entries, nodes))  # noqa: SLF001 - its maker
+    return inventory
+
+
+def _same_servers(
+    path: Path, entries: tuple[Entry, ...], nodes: list[NodeSpec]
+) -> Iterator[Problem]:
+    """Tell of nodes at one address; an endpoint may be several by its keys and models."""
+    first: dict[tuple[object, ...], str] = {}
+    for number, (entry, spec) in enumerate(zip(entries, nodes, strict=True)):
+        models = repr(spec.models) if spec.kind == "openai" else ""
+        other = first.setdefault((spec.url, spec.api_key, models), spec.name)
+        if spec.enabled and other != spec.name:
+            line = entry.tree.entries["url"].line if isinstance(entry.tree, Table) else entry.line
+            yield Problem(
+                path,
+                line,
+                f"nodes[{number}].url",
+                f"the nodes {other} and {spec.name} are one server, whose slots count twice",
+                "correct one url, or remove one node",
+            )
 
 
 def _text(value: str) -> Entry:

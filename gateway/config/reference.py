@@ -23,8 +23,8 @@ _HEAD = """\
 <!-- Written by `python -m gateway.config.reference`. Change the models, not this page. -->
 
 Two YAML files. `config/nodes.yaml` says which nodes there are; `config/gateway.yaml` says how the
-gateway behaves, and may be missing. `llama-gateway check` reads both and tells every mistake with
-its file, line, key and remedy:
+gateway behaves, and may be missing. `llama-gateway check` (with the flags of `serve`) tells whether
+`serve` would start with them, and every mistake with its file, line, key and remedy:
 
 ```text
 config/nodes.yaml:9: nodes[1].slot: unknown key (did you mean slots? ...)

@@ -108,7 +108,7 @@ class Fleet:
         result.
         """
         plan = self._plan(inventory)
-        change = InventoryChanged()
+        change = InventoryChanged(warnings=[str(one) for one in inventory.warnings])
         before, self.nodes = self.nodes, {}
         for spec, known, upstream in plan:
             old = before.get(spec.name)

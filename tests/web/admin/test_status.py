@@ -22,7 +22,11 @@ async def test_status_tells_the_gateway_on_one_page() -> None:
     async with (
         EmulatedNode(slots=2) as node,
         a_house(
-            *(a_spec("a", node.url), a_spec("b", DEAD, model="b"), a_spec("c", DEAD, model="c")),
+            *(
+                a_spec("a", node.url),
+                a_spec("b", DEAD, model="demo"),
+                a_spec("c", DEAD, model="demo"),
+            ),
             serving=True,
         ) as house,
     ):
