@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -40,6 +40,7 @@ _EITHER = (
 )
 # What tells one node from the others can't be a default.
 _OWN = ("name", "url")
+_ITEM = "- {name: epyc-a, url: http://10.0.0.11:8080}"
 
 
 class Inventory(ConfigModel):
@@ -128,6 +129,10 @@ def _text(value: str) -> Entry:
     return Entry(Scalar(value), 0, "")
 
 
+class _Tell(Protocol):
+    def __call__(self, entry: Entry, message: str, remedy: str, key: str | None = None) -> None: ...
+
+
 def _parts(source: Source, problems: list[Problem]) -> tuple[Table, tuple[Entry, ...]]:
     """Take the file's two keys apart: the defaults and the nodes."""
     root = source.root
@@ -137,36 +142,47 @@ def _parts(source: Source, problems: list[Problem]) -> tuple[Table, tuple[Entry,
         problems.append(Problem(source.file, entry.line, name, message, remedy))
 
     if not isinstance(root.tree, Table):
-        empty = isinstance(root.tree, Scalar) and root.tree.value is None
-        tell(root, "the file is empty" if empty else "must be a mapping", "write nodes: []")
+        if isinstance(root.tree, Items):
+            tell(root, "must be a mapping, not a list", "write the line nodes: before it")
+        elif root.tree == Scalar(None):
+            tell(root, "the file is empty", "write nodes: []")
+        else:
+            tell(root, "must be a mapping", f"write nodes: and below it {_ITEM}")
         return table({}), ()
-    known = root.tree.entries
-    for key, entry in known.items():
+    for key, entry in root.tree.entries.items():
         if key not in {"defaults", "nodes"}:
             remedy = unknown_key(key, ("defaults", "nodes"))
             if key in keys_of(NodeSpec):
-                remedy += "; it is a key of a node"
+                remedy = "it is a key of a node: indent it as far as that node's name"
             tell(entry, "unknown key", remedy)
+    return _defaults(root.tree, tell), _entries(root, root.tree, tell)
 
-    defaults = table({})
-    if (given := known.get("defaults")) is not None:
-        if isinstance(given.tree, Table):
-            for key in _OWN:
-                if key in given.tree.entries:
-                    tell(given.tree.entries[key], "can't be a default", "each node has its own")
-            own = {key: one for key, one in given.tree.entries.items() if key not in _OWN}
-            defaults = table(own)
-        elif given.tree != Scalar(None):
-            tell(given, "must be a mapping", "of keys that every node shall have")
 
-    nodes = known.get("nodes")
+def _defaults(root: Table, tell: _Tell) -> Table:
+    given = root.entries.get("defaults")
+    if given is None or given.tree == Scalar(None):
+        return table({})
+    if not isinstance(given.tree, Table):
+        tell(given, "must be a mapping", "of keys that every node shall have")
+        return table({})
+    for key in _OWN:
+        if key in given.tree.entries:
+            tell(given.tree.entries[key], "can't be a default", "each node has its own")
+    return table({key: one for key, one in given.tree.entries.items() if key not in _OWN})
+
+
+def _entries(root: Entry, tree: Table, tell: _Tell) -> tuple[Entry, ...]:
+    nodes = tree.entries.get("nodes")
     if nodes is None or nodes.tree == Scalar(None):
         tell(nodes or root, "is missing", "list the nodes, or write nodes: []", "nodes")
-        return defaults, ()
+        return ()
     if not isinstance(nodes.tree, Items):
-        tell(nodes, "must be a list", "one item, - name: ..., for each node")
-        return defaults, ()
-    return defaults, nodes.tree.entries
+        tell(nodes, "must be a list", f"one item for each node: {_ITEM}")
+        return ()
+    for entry in nodes.tree.entries:
+        if not isinstance(entry.tree, Table):
+            tell(entry, "must be a mapping", f"write {_ITEM}")
+    return nodes.tree.entries
 
 
 def _with_defaults(defaults: Table, entry: Entry) -> Entry:

@@ -290,3 +290,24 @@ def test_settings_are_frozen() -> None:
 def test_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_settings(tmp_path / "gateway.yaml", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "listen: {port: 80800}",
+            "1: listen.port: must be less than or equal to 65535 (it is 80800)",
+        ),
+        (
+            "port: 80800",
+            "1: port: unknown key (it is a key of listen and of admin: indent it below)",
+        ),
+        ("- listen", "1: must be a mapping (write keys with values, such as queue: {max: 100})"),
+    ],
+)
+def test_a_common_slip_is_told_with_what_to_write(
+    gateway_problems: Problems, text: str, told: str
+) -> None:
+    (problem,) = gateway_problems(text)
+    assert str(problem).endswith(told)
