@@ -57,6 +57,8 @@ _COLUMNS = (
     "TOKENS/S",
     "CACHED",
     "BUSY",
+    "LOAD",
+    "QUEUE",
     "CPU",
 )
 
@@ -233,6 +235,8 @@ def simulate(
         put_json(_as_dict(machines, requests, reports))
     else:
         put_table(_COLUMNS, map(_row, reports), state=0)
+        if overloaded := [report for report in reports if report.overloaded]:
+            print(_overload(overloaded))
     if plot is not None:
         _draw(plot, reports, machines, requests)
 
@@ -349,8 +353,26 @@ def _row(report: Report) -> list[object]:
         f"{report.tokens_per_second:.0f}",
         f"{report.cached_share:.0%}",
         f"{report.utilisation:.0%}",
+        None if report.load is None else f"{report.load:.0%}",
+        str(report.longest_queue),
         f"{report.cpu_seconds:.1f}",
     ]
+
+
+def _overload(reports: list[Report]) -> str:
+    """Words for policies under which the fleet can't do what comes."""
+    from gateway.planning.report import LONGEST_WAIT
+
+    told = "\n".join(
+        f"  {one.policy}: {one.load:.0%} of what it can do; up to {one.longest_queue:,} waited; "
+        f"{one.too_late:,} of {one.requests:,} requests waited longer than {LONGEST_WAIT:.0f} s"
+        for one in reports
+    )
+    return f"""
+OVERLOAD: more work comes than this fleet can do, and the queue grows as long as it comes.
+{told}
+Here everybody waits; the gateway would refuse those after queue.max_wait (503 queue_timeout).
+So the waits above tell how long the traffic lasts. Remedy: more nodes or slots, or less traffic."""
 
 
 def _as_dict(machines: list[Machine], requests: Trace, reports: list[Report]) -> dict[str, Any]:
