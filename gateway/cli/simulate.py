@@ -118,7 +118,12 @@ def simulate(
     batch: Annotated[
         int,
         typer.Option(
-            "--batch", min=32, max=65536, help="Tokens of a step.", rich_help_panel=_FLEET
+            "--batch",
+            min=32,
+            max=65536,
+            metavar="TOKENS",
+            help="Tokens of a step.",
+            rich_help_panel=_FLEET,
         ),
     ] = 512,
     cache_ram: Annotated[
@@ -172,7 +177,9 @@ def simulate(
     ] = "rate=1,requests=5000",
     seed: Annotated[
         int,
-        typer.Option("--seed", help="Same seed, same traffic.", rich_help_panel=_TRAFFIC),
+        typer.Option(
+            "--seed", metavar="N", help="Same seed, same traffic.", rich_help_panel=_TRAFFIC
+        ),
     ] = 1,
     policy: Annotated[
         list[str] | None,
