@@ -213,6 +213,7 @@ def simulate(
     """
     from gateway.planning.comparison import UnknownPolicyError, compare, known_policies
     from gateway.planning.fleets import FleetError, Setup
+    from gateway.planning.report import overload
     from gateway.planning.simulation import StuckError
 
     names = list(dict.fromkeys(policy or known_policies()))
@@ -242,8 +243,8 @@ def simulate(
         put_json(_as_dict(machines, requests, reports))
     else:
         put_table(_COLUMNS, map(_row, reports), state=0)
-        if overloaded := [report for report in reports if report.overloaded]:
-            print(_overload(overloaded))
+        if told := overload(reports):
+            print(f"\n{told}")
     if plot is not None:
         _draw(plot, reports, machines, requests)
 
@@ -364,22 +365,6 @@ def _row(report: Report) -> list[object]:
         str(report.longest_queue),
         f"{report.cpu_seconds:.1f}",
     ]
-
-
-def _overload(reports: list[Report]) -> str:
-    """Words for policies under which the fleet can't do what comes."""
-    from gateway.planning.report import LONGEST_WAIT
-
-    told = "\n".join(
-        f"  {one.policy}: {one.load:.0%} of what it can do; up to {one.longest_queue:,} waited; "
-        f"{one.too_late:,} of {one.requests:,} requests waited longer than {LONGEST_WAIT:.0f} s"
-        for one in reports
-    )
-    return f"""
-OVERLOAD: more work comes than this fleet can do, and the queue grows as long as it comes.
-{told}
-Here everybody waits; the gateway would refuse those after queue.max_wait (503 queue_timeout).
-So the waits above tell how long the traffic lasts. Remedy: more nodes or slots, or less traffic."""
 
 
 def _as_dict(machines: list[Machine], requests: Trace, reports: list[Report]) -> dict[str, Any]:

@@ -133,6 +133,23 @@ def report(policy: str, outcome: Outcome, bound: float = 0.0, cpu_seconds: float
     )
 
 
+def overload(reports: Sequence[Report]) -> str:
+    """Words for the policies under which the fleet can't do what comes; empty: there is none."""
+    told = "\n".join(
+        f"  {one.policy}: {one.load:.0%} of what it can do; up to {one.longest_queue:,} waited; "
+        f"{one.too_late:,} of {one.requests:,} requests waited longer than {LONGEST_WAIT:.0f} s"
+        for one in reports
+        if one.overloaded
+    )
+    if not told:
+        return ""
+    return f"""\
+OVERLOAD: more work comes than this fleet can do, and the queue grows as long as it comes.
+{told}
+Here everybody waits; the gateway would refuse those after queue.max_wait (503 queue_timeout).
+So the waits above tell how long the traffic lasts. Remedy: more nodes or slots, or less traffic."""
+
+
 def _utilisation(outcome: Outcome, slots: int) -> float:
     """Until the last arrival; of what came all at once, until the end."""
     last = max((job.arrived for job in outcome.jobs), default=0.0)
