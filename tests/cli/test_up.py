@@ -261,6 +261,21 @@ class TestServing:
                     return
             # Somebody else on this machine was quicker.
 
+    async def test_its_servers_stand_where_they_are_told_to_and_pass_over_what_is_taken(
+        self, environment: dict[str, str]
+    ) -> None:
+        with claim_free_port("127.0.0.1", 20_000) as claim:
+            port = port_of(claim)
+            arguments = ("--servers", "2", "--server-port", str(port))
+            async with running(environment, *arguments) as it:
+                told = await it.said("the servers are on")
+                first, second = map(int, re.findall(r"\d+", told.partition("servers are on")[2]))
+                assert port < first < second < port + 1000
+                assert told.startswith(f"Not every port from {port} on was to be had")
+                for name, taken in (("local-0", first), ("local-1", second)):
+                    assert f"  {name}: started on http://127.0.0.1:{taken}" in it.lines
+                assert await it.end() == 0
+
     async def test_a_terminal_shows_a_live_list(self, environment: dict[str, str]) -> None:
         ours, theirs = pty.openpty()
         process = await asyncio.create_subprocess_exec(
