@@ -112,9 +112,11 @@ def _same_servers(
     """Tell of nodes at one address; an endpoint may be several by its keys and models."""
     first: dict[tuple[object, ...], str] = {}
     for number, (entry, spec) in enumerate(zip(entries, nodes, strict=True)):
+        if not spec.enabled:
+            continue
         models = repr(spec.models) if spec.kind == "openai" else ""
         other = first.setdefault((spec.url, spec.api_key, models), spec.name)
-        if spec.enabled and other != spec.name:
+        if other != spec.name:
             line = entry.tree.entries["url"].line if isinstance(entry.tree, Table) else entry.line
             yield Problem(
                 path,

@@ -60,8 +60,9 @@ class Facts:
     def forget_remembered(self) -> None:
         """It answers: what it said to an earlier process must not fill in what it leaves out."""
         if self.remembered:
+            nothing = Facts()
             for one in fields(self):
-                setattr(self, one.name, getattr(Facts(), one.name))
+                setattr(self, one.name, getattr(nothing, one.name))
 
     def read_props(self, props: object) -> None:
         """Take in the answer to `/props`; what it does not say stays as it was."""

@@ -126,8 +126,8 @@ def test_serve_tells_the_problems_of_both_files_and_of_the_listeners(folder: Pat
 def test_two_nodes_of_one_server_are_a_warning(folder: Path) -> None:
     nodes = (
         "nodes:\n"
-        "  - {name: a, url: 'http://127.0.0.1:1'}\n"
         "  - {name: off, url: 'http://127.0.0.1:1', enabled: false}\n"
+        "  - {name: a, url: 'http://127.0.0.1:1'}\n"
         "  - name: b\n"
         "    url: http://127.0.0.1:1/\n"
         "  - {name: m1, url: 'http://127.0.0.1:2', kind: openai, model: m1}\n"
