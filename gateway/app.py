@@ -17,17 +17,18 @@ from gateway.access.exposure import is_loopback
 from gateway.addresses import bind_listeners, open_listeners
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.live import needs_restart
-from gateway.config.problems import ConfigError
+from gateway.config.problems import ConfigError, Problem
 from gateway.config.settings import Settings, load_settings
 from gateway.config.watch import changes
 from gateway.events import Bus, InventoryChanged, SettingsChanged
 from gateway.fleet.drains import Drains
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.last_seen import LastSeen
 from gateway.observe.event_lines import subscribe
 from gateway.observe.logs import Logs
 from gateway.observe.metrics import Metrics
 from gateway.open_files import raise_open_files
-from gateway.options import Options, drains_file, read_key
+from gateway.options import Options, drains_file, last_seen_file, read_key
 from gateway.relay.journey import Means
 from gateway.relay.live import Registry
 from gateway.relay.relay import Relay
@@ -96,6 +97,7 @@ class Gateway:
             clock=self.clock,
             rng=rng,
             drains=Drains(drains_file(options)),
+            last_seen=LastSeen(last_seen_file(options)),
         )
         self.scheduler = Scheduler(self.fleet, settings, self.clock, rng, catch_up=self.bus.flush)
         self.standby = Standby(self.fleet, self.scheduler, settings, self.bus, self.clock)
@@ -164,6 +166,8 @@ class Gateway:
             )
             self._notifier.tell("READY=1", f"STATUS=serving on {self.public.url}")
             self._inheritance.tell_ready()
+            # Only now: until then the predecessor writes.
+            self._own(self.fleet.last_seen.keep_saved(), "save what nodes said")
             yield
         finally:
             await self._end()
@@ -196,6 +200,7 @@ class Gateway:
                 log.error("no successor", why=str(error))  # noqa: TRY400 - the message says it all
                 return
             self.standby.release()
+            self.fleet.last_seen.release()
             self._notifier.tell(f"MAINPID={self._successor.pid}")
             self.stopping.set()
 
@@ -255,6 +260,7 @@ class Gateway:
         self.watch.close()
         self.scheduler.close()
         await self.fleet.aclose()
+        self.fleet.last_seen.save()
         self.bus.flush()
         log.info("ended")
 
@@ -317,8 +323,19 @@ class Gateway:
     async def reload(self) -> Reloaded:
         """Read both files again. Raises: ConfigError; then what was invalid has not changed."""
         async with self._reloading:
-            changed = await self._reload_settings()
-            return Reloaded(await self._reload_inventory(), changed)
+            problems: list[Problem] = []
+            change = changed = None
+            try:
+                changed = await self._reload_settings()
+            except ConfigError as error:
+                problems += error.problems
+            try:
+                change = await self._reload_inventory()
+            except ConfigError as error:
+                problems += error.problems
+            if change is None or changed is None:
+                raise ConfigError(problems)
+            return Reloaded(change, changed)
 
     async def _watch_files(self, inventory: Inventory) -> None:
         paths = [path for path in (self.options.nodes, self.options.config) if path is not None]

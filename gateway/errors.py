@@ -6,9 +6,15 @@ expects (`gateway.relay.dialects`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Self
+
 RETRY_AFTER_UNTIL_NOT_RETRIED = 60.0
 """Seconds. Official SDKs repeat 429 and 5xx by themselves; a longer wait is not worth repeating."""
 
+
+UNHEARD_RETRY_AFTER = 5.0
+"""Seconds to advise while a node has not said what it serves; about one interval of the probes."""
 
 LONGEST_ECHO = 200
 """Characters of what a client sent that an error repeats."""
@@ -32,6 +38,7 @@ class GatewayError(Exception):
         retryable: bool = True,
         details: dict[str, int] | None = None,
         allow: str | None = None,
+        with_names: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -42,6 +49,12 @@ class GatewayError(Exception):
         self.retryable = retryable and (retry_after or 0.0) <= RETRY_AFTER_UNTIL_NOT_RETRIED
         self.details = details or {}
         self.allow = allow
+        self._with_names = with_names
+
+    def name_nodes(self) -> Self:
+        """Tell nodes by name and reason: only where clients may know them."""
+        self.message = self._with_names or self.message
+        return self
 
     @property
     def type(self) -> str:
@@ -174,6 +187,28 @@ def queue_timeout(message: str, retry_after: float) -> GatewayError:
 def no_node(message: str, retry_after: float) -> GatewayError:
     """503: every node that could serve it is out."""
     return GatewayError(503, "no_node", message, retry_after=retry_after)
+
+
+def unheard(model: str | None, silent: Sequence[tuple[str, str, str]], nodes: int) -> GatewayError:
+    """503: no node is known to serve this name, but `silent` ones have never said what they serve.
+
+    `silent`: name, state and reason of each; `nodes`: how many there are in all.
+    """
+    what = "any model" if model is None else f"the model '{_echoed(model)}'"
+    begin = f"No node has said that it serves {what}"
+    count = f"{len(silent)} of {nodes} node{'' if nodes == 1 else 's'}"
+    states = ", ".join(sorted({state for _, state, _ in silent}))
+    named = "; ".join(f"'{name}' is {state} ({reason})" for name, state, reason in silent[:3])
+    more = f"; and {len(silent) - 3} more" if len(silent) > 3 else ""
+    remedy = "'llama-gateway nodes' on the gateway's machine"
+    return GatewayError(
+        503,
+        "no_node",
+        f"{begin}, but {count} never said what it serves ({states}). {remedy} tells more.",
+        retry_after=UNHEARD_RETRY_AFTER,
+        with_names=f"{begin}, but {count} never said what it serves: {named}{more}. "
+        f"{remedy} shows all.",
+    )
 
 
 def starting(message: str, retry_after: float = 2.0) -> GatewayError:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
+import ssl
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway.access.exposure import admin_refusal, public_refusal, shared_refusal
+from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
+from gateway.config.problems import ConfigError, Problem
 from gateway.config.settings import Settings, load_settings
+from gateway.transport.upstream import origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,34 +56,110 @@ class StartError(Exception):
         self.status = status
 
 
+class Refusal(NamedTuple):
+    """Why a gateway may not start though its files are valid."""
+
+    key: str
+    """Of the settings or the inventory."""
+    message: str
+    """With the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """Both files, and all that would keep a gateway from starting with them."""
+
+    settings: Settings | None
+    """None: the file has problems. So for the inventory."""
+    inventory: Inventory | None
+    problems: tuple[Problem, ...]
+    """Of both files."""
+    refusals: tuple[Refusal, ...]
+
+
+def examine(options: Options) -> Examined:
+    """Look for everything that is wrong; nothing is started and nothing is sent."""
+    problems: list[Problem] = []
+    refused: list[Refusal] = []
+    settings = inventory = None
+    try:
+        settings = options.over(load_settings(options.config))
+        refused += _refusals(settings)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        inventory = load_inventory(options.nodes)
+        refused += _unusable_tls(inventory)
+    except ConfigError as error:
+        problems += error.problems
+    return Examined(settings, inventory, tuple(problems), tuple(refused))
+
+
 def read(options: Options) -> tuple[Settings, Inventory]:
-    """Both files, checked. Raises: ConfigError, StartError."""
-    settings = options.over(load_settings(options.config))
-    if refused := refusals(settings):
-        raise StartError("\n".join(refused), status=2)
-    return settings, load_inventory(options.nodes)
+    """Both files, checked. Raises: StartError, with all that is wrong."""
+    found = examine(options)
+    told = [str(ConfigError(found.problems))] if found.problems else []
+    told += [refusal.message for refusal in found.refusals]
+    if told or found.settings is None or found.inventory is None:
+        raise StartError("\n".join(told), status=2)
+    return found.settings, found.inventory
 
 
-def refusals(settings: Settings) -> list[str]:
-    """Why the listeners may not stand where these settings want them, with the remedies."""
+def _refusals(settings: Settings) -> Iterator[Refusal]:
+    """Why the listeners may not stand where these settings want them."""
     listen, admin = settings.listen, settings.admin
-    found = (
-        public_refusal(
-            listen.host, keys=len(settings.keys), allow_anonymous=settings.allow_anonymous
+    for key, host in (("listen.host", listen.host), ("admin.host", admin.host)):
+        if not is_host(host.strip("[]")):
+            yield Refusal(key, f"{key}: {host!r} is no address; write one, or a host's name")
+    for key, refusal in (
+        (
+            "listen.host",
+            public_refusal(
+                listen.host, keys=len(settings.keys), allow_anonymous=settings.allow_anonymous
+            ),
         ),
-        admin_refusal(admin.host, has_key=admin.key_file is not None),
-        shared_refusal(listen.host, admin.host, listen.port, admin.port),
-    )
-    return [refusal for refusal in found if refusal is not None]
+        ("admin.host", admin_refusal(admin.host, has_key=admin.key_file is not None)),
+        ("listen.port", shared_refusal(listen.host, admin.host, listen.port, admin.port)),
+    ):
+        if refusal is not None:
+            yield Refusal(key, refusal)
+    if admin.key_file is not None:
+        try:
+            read_key(admin.key_file)
+        except StartError as error:
+            yield Refusal("admin.key_file", str(error))
+    if listen.tls is not None:
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(listen.tls.cert, listen.tls.key)
+        except OSError as error:
+            yield Refusal(
+                "listen.tls",
+                f"listen.tls: {listen.tls.cert} and {listen.tls.key} can't be used ({error}): name "
+                "PEM files of a certificate chain and of the key that belongs to it",
+            )
+
+
+def _unusable_tls(inventory: Inventory) -> Iterator[Refusal]:
+    for number, spec in enumerate(inventory.nodes):
+        try:
+            origin(spec)
+        except OSError as error:
+            yield Refusal(
+                f"nodes[{number}].tls",
+                f"the TLS files of the node '{spec.name}' can't be used ({error}): name PEM files "
+                "in its tls (ca, cert, key)",
+            )
 
 
 def read_key(path: Path) -> str:
     """The admin key in this file. Raises: StartError."""
     try:
         key = path.read_text().strip()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not a text"
         raise StartError(
-            f"{path}: the admin key can't be read: {error.strerror}; make the file, or name "
+            f"{path}: the admin key can't be read: {why}; make the file, or name "
             "another with --admin-key-file (admin.key_file)",
             status=2,
         ) from None
@@ -89,6 +170,15 @@ def read_key(path: Path) -> str:
 
 def drains_file(options: Options) -> Path:
     """Where the drained nodes of this inventory are kept over a restart."""
+    return _state_file(options, "drains")
+
+
+def last_seen_file(options: Options) -> Path:
+    """Where is kept over a restart what the nodes of this inventory said last."""
+    return _state_file(options, "seen")
+
+
+def _state_file(options: Options, what: str) -> Path:
     folder = options.state
     if folder is None and (systemd := os.environ.get("STATE_DIRECTORY", "").partition(":")[0]):
         folder = Path(systemd)
@@ -96,7 +186,7 @@ def drains_file(options: Options) -> Path:
         base = os.environ.get("XDG_STATE_HOME")
         folder = (Path(base) if base else Path.home() / ".local" / "state") / "llama-gateway"
     which = hashlib.sha256(str(options.nodes.absolute()).encode()).hexdigest()[:12]
-    return folder / f"drains-{which}.json"
+    return folder / f"{what}-{which}.json"
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import structlog
 import uvloop
 
 from gateway.app import FIRST_PROBES, Gateway
@@ -19,7 +20,7 @@ from gateway.succession import Inheritance, inherit
 
 
 def run(options: Options) -> int:
-    """Serve until a signal ends it; the exit status. Raises: StartError, ConfigError."""
+    """Serve until a signal ends it; the exit status. Raises: StartError."""
     inheritance = inherit()
     options = inheritance.over(options)
     settings, inventory = read(options)
@@ -52,6 +53,8 @@ async def serve(
 
     `on_ready` is called once every node has been probed, or after `FIRST_PROBES` seconds.
     """
+    for problem in inventory.warnings:
+        structlog.get_logger().warning("inventory", warning=str(problem))
     gateway = Gateway(options, settings, logs, inheritance)
     loop = asyncio.get_running_loop()
     signals = {

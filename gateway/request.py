@@ -53,6 +53,8 @@ class Caller:
     anonymous: bool = False
     names_users: bool = False
     """Whether it is trusted to name its end users by header."""
+    usual: Priority = Priority.NORMAL
+    """The class of a request that names none."""
 
     def may_use(self, model: str) -> bool:
         """Whether this caller may use the public model name."""

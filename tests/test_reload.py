@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from gateway.app import Gateway
+from gateway.config.problems import ConfigError
 from gateway.events import InventoryChanged, SettingsChanged
 from gateway.observe.logs import set_up
 from gateway.options import Options, read
@@ -86,3 +87,20 @@ async def test_without_an_edit_nothing_is_told(given: Options) -> None:
         write_settings(given, "queue: {max: 9}")
         await until(lambda: gateway.settings.queue.max == 9)
     assert [type(change) for change in changes] == [SettingsChanged]
+
+
+async def test_a_reload_that_was_asked_for_tells_the_problems_of_both_files(given: Options) -> None:
+    async with started(given, lambda: None) as gateway:
+        replace(given.nodes, "nodes: 3\n")
+        write_settings(given, "queue: {max: many}")
+        with pytest.raises(ConfigError) as caught:
+            await gateway.reload()
+    assert [problem.key for problem in caught.value.problems] == ["queue.max", "nodes"]
+
+
+async def test_two_nodes_of_one_server_are_warned_of(given: Options) -> None:
+    log = given.nodes.parent / "log"
+    async with started(given, lambda: None):
+        one = {"name": "one", "url": DEAD}
+        replace(given.nodes, yaml.safe_dump({"nodes": [one, {**one, "name": "other"}]}))
+        await until(lambda: "the nodes one and other are one server" in log.read_text())

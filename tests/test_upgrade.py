@@ -20,7 +20,9 @@ import httpx
 import pytest
 import yaml
 
+from gateway.fleet.last_seen import LastSeen
 from tests.emulator import EmulatedNode
+from tests.fleet.build import a_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -207,7 +209,7 @@ async def test_a_successor_that_can_not_start_leaves_everything_as_it_was(tmp_pa
         await line.until("listening", 2)
 
 
-async def test_a_drain_lasts_over_a_succession(tmp_path: Path) -> None:
+async def test_drains_and_what_nodes_said_last_over_a_succession(tmp_path: Path) -> None:
     async with (
         EmulatedNode() as node,
         serving(tmp_path, node) as line,
@@ -221,6 +223,9 @@ async def test_a_drain_lasts_over_a_succession(tmp_path: Path) -> None:
             base_url=line.admin_url, trust_env=False, timeout=LIMIT
         ) as again:
             assert (await again.get("/admin/nodes/one")).json()["state"] == "draining"
+    files = sorted((tmp_path / "state" / "llama-gateway").iterdir())
+    assert [file.name.partition("-")[0] for file in files] == ["drains", "seen"]
+    assert LastSeen(files[1]).of(a_spec("one", node.url)).models == ("demo",)
 
 
 async def test_sockets_of_systemd_are_listened_on_and_passed_on(tmp_path: Path) -> None:

@@ -90,25 +90,26 @@ def address_of(
 def priority_of(
     asked_for: str | None, body_priority: str | None, service_tier: str | None, caller: Caller
 ) -> Priority:
-    """The class of a request: what it asks for, capped by what its caller may have.
+    """The class of a request: what it asks for, else its caller's; capped by the caller's best.
 
     `asked_for` is what `X-Priority` says, `body_priority` the body's `priority` where that is a
-    string.
+    string. An unknown word in the body may be meant for somebody else and is ignored.
 
-    Raises: errors.GatewayError (400) for a class there is not.
+    Raises: errors.GatewayError (400) for an unknown class in `X-Priority`.
     """
-    word, where = asked_for, "X-Priority"
-    if word is None:
-        word, where = body_priority, "priority"
-    if word is not None:
-        asked = Priority.parse(word)
+    asked = None
+    if asked_for is not None:
+        asked = Priority.parse(asked_for)
         if asked is None:
             known = ", ".join(priority.label for priority in Priority)
             raise errors.invalid_request(
-                f"There is no class {word[:32]!r} (in {where}); the classes are {known}.", where
+                f"There is no class {asked_for[:32]!r} (in X-Priority); the classes are {known}.",
+                "X-Priority",
             )
-    else:
-        asked = _TIERS.get(service_tier or "", Priority.NORMAL)
+    elif body_priority is not None:
+        asked = Priority.parse(body_priority)
+    if asked is None:
+        asked = _TIERS.get(service_tier or "", caller.usual)
     return max(asked, caller.best)
 
 

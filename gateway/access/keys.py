@@ -42,8 +42,12 @@ class KeySpec(Protocol):
         """What people call its holder."""
 
     @property
-    def max_class(self) -> str:
-        """The highest class it gets, by name."""
+    def class_(self) -> str | None:
+        """The class of its requests that name none; None: normal."""
+
+    @property
+    def max_class(self) -> str | None:
+        """The highest class it gets, by name; None: `class_`."""
 
     @property
     def models(self) -> Iterable[str] | None:
@@ -148,14 +152,21 @@ def _digest(secret: str) -> bytes:
 
 
 def _caller(spec: KeySpec) -> Caller:
-    best = Priority.parse(spec.max_class)
-    if best is None:
-        raise ValueError(f"key '{spec.id}': there is no class '{spec.max_class}'")
+    usual = _class(spec, spec.class_ or Priority.NORMAL.label)
+    best = _class(spec, spec.max_class) if spec.max_class else usual
     models = None if spec.models is None else frozenset(spec.models)
     return Caller(
         id=spec.id,
         name=spec.name or spec.id,
         best=best,
+        usual=usual,
         models=models,
         names_users=spec.trust_user_headers,
     )
+
+
+def _class(spec: KeySpec, name: str) -> Priority:
+    priority = Priority.parse(name)
+    if priority is None:
+        raise ValueError(f"key '{spec.id}': there is no class '{name}'")
+    return priority

@@ -9,17 +9,18 @@ import typer
 
 from gateway import __version__
 from gateway.cli import check, keys, nodes, serve, simulate, topology, tune, up
-from gateway.cli.options import prose
+from gateway.cli.help import Command, Group, UsageError, usage
 from gateway.cli.terminal import CommandFailed, complain
 
 app = typer.Typer(
     name="llama-gateway",
+    cls=Group,
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=(
-        "Every command explains itself: [bold]llama-gateway nodes --help[/]. "
+        "Every command explains itself: llama-gateway nodes --help\n"
         "Exit status: 0 done, 1 it could not do it, 2 wrong usage or configuration."
     ),
 )
@@ -32,7 +33,7 @@ for command, examples in (
     (topology.topology, topology.EXAMPLES),
     (tune.tune, tune.EXAMPLES),
 ):
-    app.command(help=prose(command.__doc__), epilog=examples)(command)
+    app.command(cls=Command, epilog=examples)(command)
 app.add_typer(keys.app, name="keys")
 
 
@@ -57,14 +58,26 @@ def _root(
 
 def main() -> NoReturn:
     """Run the command that the arguments ask for, and end the process with its status."""
+    status = 0
     try:
-        app(prog_name="llama-gateway")
+        ended = app(prog_name="llama-gateway", standalone_mode=False)
+        status = ended if isinstance(ended, int) else 0
+    except UsageError as error:
+        status = 2
+        told = usage(error)
+        if told is None:
+            print(error.format_message(), file=sys.stderr)
+        else:
+            complain(told)
+    except typer.Abort:
+        complain("aborted")
+        status = 1
     except CommandFailed as error:
         complain(str(error))
-        sys.exit(error.status)
+        status = error.status
     except OSError as error:
         complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-        sys.exit(1)
+        status = 1
     except Exception as error:
         # Late: pydantic comes with it, and would double the time of --help and of each completion.
         from gateway.config.problems import ConfigError
@@ -72,5 +85,5 @@ def main() -> NoReturn:
         if not isinstance(error, ConfigError):
             raise
         complain(str(error))
-        sys.exit(2)
-    sys.exit(0)
+        status = 2
+    sys.exit(status)

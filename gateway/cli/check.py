@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,62 +16,68 @@ if TYPE_CHECKING:
     from gateway.config.inventory import Inventory
     from gateway.config.problems import Problem
     from gateway.config.settings import Settings
+    from gateway.options import Refusal
 
 EXAMPLES = examples(
     ("llama-gateway check", "both files; nothing is started, nothing is sent"),
+    ("llama-gateway check --host 0.0.0.0", "would serve start with this flag?"),
     ("llama-gateway check --probe", "and ask every node what it is"),
     ("llama-gateway check --nodes new.yaml && mv new.yaml config/nodes.yaml", "before a change"),
 )
-
-T = TypeVar("T")
 
 
 def check(
     nodes: options.NodesFile = options.DEFAULT_NODES,
     config: options.ConfigFile = None,
+    host: options.Host = None,
+    port: options.Port = None,
+    admin_host: options.AdminHost = None,
+    admin_port: options.AdminPort = None,
+    admin_key_file: options.AdminKeyFile = None,
+    allow_anonymous: options.AllowAnonymous = False,
     probe: Annotated[bool, typer.Option("--probe", help="Ask every node as well.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Validate the inventory and the settings; every problem has its file, line and remedy.
+    """Tell whether serve would start with these files and flags, and what is wrong if not.
 
-    Exit status 2 for a problem in a file, 1 for a node that does not answer or would be refused.
+    Give it the flags that serve gets. Every problem of both files has its line and its remedy.
+    Exit status 2 where serve would refuse to start, 1 for a node that does not answer.
     """
-    from gateway.config.inventory import load_inventory
     from gateway.config.problems import ConfigError
-    from gateway.config.settings import load_settings
-    from gateway.options import refusals
+    from gateway.options import Options, examine
 
-    settings_path = options.settings_file(config)
-    problems: list[Problem] = []
-    inventory = _loaded(lambda: load_inventory(nodes), problems)
-    settings = _loaded(lambda: load_settings(settings_path), problems)
-    if inventory is None or settings is None:
+    given = Options(
+        nodes=nodes,
+        config=options.settings_file(config),
+        host=host,
+        port=port,
+        admin_host=admin_host,
+        admin_port=admin_port,
+        admin_key_file=admin_key_file,
+        allow_anonymous=allow_anonymous,
+    )
+    found = examine(given)
+    if found.problems or found.refusals or found.settings is None or found.inventory is None:
         if as_json:
-            put_json({"valid": False, "problems": [_problem(problem) for problem in problems]})
+            problems = [_problem(one) for one in found.problems]
+            put_json({"valid": False, "problems": [*problems, *map(_refusal, found.refusals)]})
         else:
-            complain(str(ConfigError(problems)))
+            if found.problems:
+                complain(str(ConfigError(found.problems)))
+            for refusal in found.refusals:
+                complain(refusal.message)
         raise typer.Exit(2)
-    warnings = refusals(settings)  # unless a flag says otherwise
-    asked = _ask(inventory, settings) if probe else None
+    warnings = [str(warning) for warning in found.inventory.warnings]
+    asked = _ask(found.inventory, found.settings) if probe else None
     if as_json:
         answer: dict[str, Any] = {"valid": True, "problems": [], "warnings": warnings}
         if asked is not None:
             answer["nodes"] = [one.as_dict() for one in asked]
         put_json(answer)
     else:
-        _report(nodes, inventory, settings_path, warnings, asked)
+        _report(nodes, found.inventory, given.config, warnings, asked)
     if asked is not None and any(one.wanted and not one.up for one in asked):
         raise typer.Exit(1)
-
-
-def _loaded(load: Callable[[], T], problems: list[Problem]) -> T | None:
-    from gateway.config.problems import ConfigError
-
-    try:
-        return load()
-    except ConfigError as error:
-        problems += error.problems
-        return None
 
 
 def _problem(problem: Problem) -> dict[str, object]:
@@ -82,6 +87,16 @@ def _problem(problem: Problem) -> dict[str, object]:
         "key": problem.key,
         "message": problem.message,
         "remedy": problem.remedy,
+    }
+
+
+def _refusal(refusal: Refusal) -> dict[str, object]:
+    return {
+        "file": None,
+        "line": 0,
+        "key": refusal.key,
+        "message": refusal.message,
+        "remedy": "",
     }
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gateway.cli.help import Command, Group
 from gateway.cli.options import Json, examples
 from gateway.cli.terminal import CommandFailed, put_json
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from gateway.access.keys import NewKey
 
 app = typer.Typer(
+    cls=Group,
+    rich_markup_mode=None,
     no_args_is_help=True,
     help="API keys of the public listener; the settings keep their SHA-256 alone.",
 )
@@ -34,6 +37,9 @@ class Class(enum.StrEnum):
     BATCH = "batch"
 
 
+_CLASSES = "|".join(Class)
+
+
 def _checked_id(value: str | None) -> str | None:
     if value is not None and not _ID.fullmatch(value):
         raise typer.BadParameter("1 to 64 letters, digits or '-', no underscore")
@@ -44,6 +50,7 @@ Id = Annotated[
     str | None,
     typer.Option(
         "--id",
+        metavar="ID",
         callback=_checked_id,
         show_default="random",
         help="The key's public part, which logs show.",
@@ -53,6 +60,7 @@ Id = Annotated[
 
 @app.command(
     "hash",
+    cls=Command,
     epilog=examples(
         ("llama-gateway keys hash", "a new key, and the lines for config/gateway.yaml"),
         ("llama-gateway keys hash --read < key.txt", "the lines for a key that exists already"),
@@ -80,10 +88,15 @@ def hash_(
 
 @app.command(
     "create",
+    cls=Command,
     epilog=examples(
         (
             "llama-gateway keys create --id team-a --name 'Team A' --max-class premium",
             "a key that may ask for the class premium",
+        ),
+        (
+            "llama-gateway keys create --id vip --class premium",
+            "a key whose requests are premium without saying so",
         ),
         ("llama-gateway keys create --model mistral-7b", "a key for one model"),
         (
@@ -95,14 +108,32 @@ def hash_(
 def create(
     key_id: Id = None,
     name: Annotated[
-        str | None, typer.Option("--name", help="Who uses it; logs and metrics show it.")
+        str | None,
+        typer.Option("--name", metavar="NAME", help="Who uses it; logs and metrics show it."),
+    ] = None,
+    usual_class: Annotated[
+        Class | None,
+        typer.Option(
+            "--class",
+            metavar=_CLASSES,
+            show_default="normal",
+            help="The class of its requests that name none.",
+        ),
     ] = None,
     max_class: Annotated[
-        Class, typer.Option("--max-class", help="The highest class it gets.")
-    ] = Class.NORMAL,
+        Class | None,
+        typer.Option(
+            "--max-class",
+            metavar=_CLASSES,
+            show_default="its --class",
+            help="The highest class it gets.",
+        ),
+    ] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", help="A model it may use; repeat it for more. Default: all."),
+        typer.Option(
+            "--model", metavar="NAME", help="A model it may use; repeat it for more. Default: all."
+        ),
     ] = None,
     trust_user_headers: Annotated[
         bool,
@@ -117,7 +148,13 @@ def create(
 
     The key is shown this once and is kept nowhere.
     """
-    rights: dict[str, str | bool | list[str]] = {"max_class": max_class.value}
+    best = max_class or usual_class or Class.NORMAL
+    classes = list(Class)
+    if usual_class is not None and classes.index(usual_class) < classes.index(best):
+        raise typer.BadParameter(f"is below --class {usual_class.value}", param_hint="--max-class")
+    rights: dict[str, str | bool | list[str]] = {"max_class": best.value}
+    if usual_class is not None:
+        rights = {"class": usual_class.value, **rights}
     if name:
         rights = {"name": name, **rights}
     if model:

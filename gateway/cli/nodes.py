@@ -56,7 +56,9 @@ class Action(enum.StrEnum):
 
 
 def nodes(
-    action: Annotated[Action, typer.Argument(help="What to do.")] = Action.LIST,
+    action: Annotated[
+        Action, typer.Argument(metavar="|".join(Action), help="What to do.")
+    ] = Action.LIST,
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="The node; for all but list.")
     ] = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated
 
@@ -54,6 +53,7 @@ Port = Annotated[
         envvar="LLAMA_GATEWAY_PORT",
         min=0,
         max=65535,
+        metavar="PORT",
         show_default="8000",
         help="Port of the public listener; 0 takes a free one.",
         rich_help_panel=_LISTENER,
@@ -77,6 +77,7 @@ AdminPort = Annotated[
         envvar="LLAMA_GATEWAY_ADMIN_PORT",
         min=0,
         max=65535,
+        metavar="PORT",
         show_default="8001",
         help="Port of the admin listener; 0 takes a free one.",
         rich_help_panel=_ADMIN,
@@ -120,13 +121,6 @@ def settings_file(named: Path | None) -> Path | None:
     return DEFAULT_CONFIG if DEFAULT_CONFIG.is_file() else None
 
 
-def prose(doc: str | None) -> str:
-    """A docstring as help: its paragraphs without the line breaks of the source."""
-    paragraphs = cleandoc(doc or "").split("\n\n")
-    return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
-
-
 def examples(*lines: tuple[str, str]) -> str:
     """The end of a command's help: what to type, and what it does."""
-    shown = "\n".join(f"  {typed}\n    [dim]{meaning}[/]" for typed, meaning in lines)
-    return f"[bold]Examples[/]\n{shown}"
+    return "\n".join(("Examples:", *(f"  {typed}\n    {meaning}" for typed, meaning in lines)))

@@ -31,7 +31,7 @@ def serve(
     """Run the gateway over the nodes of the inventory, in the foreground.
 
     Both files are read again when they change and on SIGHUP. SIGTERM ends it: what runs may finish
-    within [bold]shutdown.grace[/]; a second one ends it at once. SIGUSR2 starts the same command
+    within `shutdown.grace`; a second one ends it at once. SIGUSR2 starts the same command
     anew, perhaps of a newer version, which takes over without a refused connection.
     """
     from gateway.options import Options, StartError

@@ -57,6 +57,8 @@ _COLUMNS = (
     "TOKENS/S",
     "CACHED",
     "BUSY",
+    "LOAD",
+    "QUEUE",
     "CPU",
 )
 
@@ -116,7 +118,12 @@ def simulate(
     batch: Annotated[
         int,
         typer.Option(
-            "--batch", min=32, max=65536, help="Tokens of a step.", rich_help_panel=_FLEET
+            "--batch",
+            min=32,
+            max=65536,
+            metavar="TOKENS",
+            help="Tokens of a step.",
+            rich_help_panel=_FLEET,
         ),
     ] = 512,
     cache_ram: Annotated[
@@ -170,7 +177,9 @@ def simulate(
     ] = "rate=1,requests=5000",
     seed: Annotated[
         int,
-        typer.Option("--seed", help="Same seed, same traffic.", rich_help_panel=_TRAFFIC),
+        typer.Option(
+            "--seed", metavar="N", help="Same seed, same traffic.", rich_help_panel=_TRAFFIC
+        ),
     ] = 1,
     policy: Annotated[
         list[str] | None,
@@ -204,6 +213,7 @@ def simulate(
     """
     from gateway.planning.comparison import UnknownPolicyError, compare, known_policies
     from gateway.planning.fleets import FleetError, Setup
+    from gateway.planning.report import overload
     from gateway.planning.simulation import StuckError
 
     names = list(dict.fromkeys(policy or known_policies()))
@@ -233,6 +243,8 @@ def simulate(
         put_json(_as_dict(machines, requests, reports))
     else:
         put_table(_COLUMNS, map(_row, reports), state=0)
+        if told := overload(reports):
+            print(f"\n{told}")
     if plot is not None:
         _draw(plot, reports, machines, requests)
 
@@ -349,6 +361,8 @@ def _row(report: Report) -> list[object]:
         f"{report.tokens_per_second:.0f}",
         f"{report.cached_share:.0%}",
         f"{report.utilisation:.0%}",
+        None if report.load is None else f"{report.load:.0%}",
+        str(report.longest_queue),
         f"{report.cpu_seconds:.1f}",
     ]
 

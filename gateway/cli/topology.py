@@ -24,7 +24,9 @@ EXAMPLES = examples(
 def topology(
     root: Annotated[
         Path,
-        typer.Option("--root", help="Folder that holds the machine's `sys` and `proc`."),
+        typer.Option(
+            "--root", metavar="FOLDER", help="Folder that holds the machine's `sys` and `proc`."
+        ),
     ] = Path("/"),
     as_json: options.Json = False,
 ) -> None:

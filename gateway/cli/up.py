@@ -15,7 +15,6 @@ from gateway.cli.options import examples
 from gateway.cli.terminal import CommandFailed, note
 
 if TYPE_CHECKING:
-    from gateway.app import Gateway
     from gateway.config.settings import Settings
     from gateway.local.prepare import LocalPlan
     from gateway.options import Options
@@ -24,6 +23,7 @@ EXAMPLES = examples(
     ("llama-gateway up", "a tiny demo model: everything works, its words mean nothing"),
     ("llama-gateway up --model mistral-7b.gguf", "a real model, one server per NUMA node"),
     ("llama-gateway up --model m.gguf --servers 2 --slots 4", "two servers of four slots each"),
+    ("llama-gateway up --server-port 9081", "its servers on ports 9081, 9082, ..."),
 )
 
 _SERVERS = "Servers"
@@ -61,6 +61,19 @@ Slots = Annotated[
         rich_help_panel=_SERVERS,
     ),
 ]
+ServerPort = Annotated[
+    int | None,
+    typer.Option(
+        "--server-port",
+        min=0,
+        max=65535,
+        metavar="PORT",
+        show_default="8081",
+        help="Port of the first server, and the next ones of the others; those that are taken are "
+        "passed over. 0 takes free ones.",
+        rich_help_panel=_SERVERS,
+    ),
+]
 ServerBin = Annotated[
     Path | None,
     typer.Option(
@@ -94,6 +107,7 @@ def up(
     model: Model = None,
     servers: Servers = None,
     slots: Slots = 2,
+    server_port: ServerPort = None,
     server_bin: ServerBin = None,
     force_memory: ForceMemory = False,
     mlock: Mlock = False,
@@ -139,7 +153,7 @@ def up(
                 admin_key_file=admin_key_file,
                 state=Path(folder),
             )
-            status = start(_serve(plan, given))
+            status = start(_serve(plan, given, server_port))
     except LocalFleetError as error:
         raise CommandFailed(str(error)) from None
     except StartError as error:
@@ -151,13 +165,14 @@ def up(
     raise typer.Exit(status)
 
 
-async def _serve(plan: LocalPlan, given: Options) -> int:
+async def _serve(plan: LocalPlan, given: Options, server_port: int | None) -> int:
     """Start the servers and the gateway over them; the exit status."""
     import asyncio
 
     from gateway.addresses import addresses_held
     from gateway.cli.starting import Starting
     from gateway.config.inventory import load_inventory
+    from gateway.local.ports import BASE_PORT
     from gateway.local.supervisor import LocalFleet
     from gateway.observe.logs import set_up
     from gateway.options import read
@@ -177,22 +192,36 @@ async def _serve(plan: LocalPlan, given: Options) -> int:
     note(f"Starting {servers}; logs are in {plan.log_folder}")
     starting = Starting([spec.name for spec in plan.specs])
     async with AsyncExitStack() as ended_with_us:
+        base = BASE_PORT if server_port is None else server_port
         fleet = LocalFleet(
-            plan.specs, plan.log_folder, binary=plan.binary, on_progress=starting.step
+            plan.specs,
+            plan.log_folder,
+            binary=plan.binary,
+            on_progress=starting.step,
+            base_port=base,
         )
         # A port that somebody has is told now too, and no server takes one of ours.
         with addresses_held(settings), starting:
             await ended_with_us.enter_async_context(fleet)
+        _tell_of_taken(base, fleet.urls)
         _tell_of_unlocked(plan, fleet.pids)
         given.nodes.write_text(_inventory(fleet.inventory()))
         inventory = await asyncio.to_thread(load_inventory, given.nodes)
         logs = ended_with_us.enter_context(set_up(settings.logging.level, settings.logging.format))
+        return await serve(
+            given,
+            settings,
+            inventory,
+            logs,
+            lambda gateway: _invite(gateway.public.url if gateway.public else "", settings),
+        )
 
-        def invite(gateway: Gateway) -> None:
-            inviting = asyncio.create_task(_invite(gateway, settings))
-            ended_with_us.callback(inviting.cancel)
 
-        return await serve(given, settings, inventory, logs, invite)
+def _tell_of_taken(base: int, urls: tuple[str, ...]) -> None:
+    """Say where the servers are, if not on the ports that they should have."""
+    if base and list(urls) != [f"http://127.0.0.1:{base + index}" for index in range(len(urls))]:
+        ports = ", ".join(url.rpartition(":")[2] for url in urls)
+        note(f"Not every port from {base} on was to be had: the servers are on {ports}.")
 
 
 def _tell_of_unlocked(plan: LocalPlan, pids: tuple[int | None, ...]) -> None:
@@ -203,16 +232,7 @@ def _tell_of_unlocked(plan: LocalPlan, pids: tuple[int | None, ...]) -> None:
             note(f"  {spec.name}: {told}")
 
 
-async def _invite(gateway: Gateway, settings: Settings) -> None:
-    """Tell the URL once the nodes are known: a request that comes earlier is answered 503."""
-    import asyncio
-    import contextlib
-
-    from gateway.app import FIRST_PROBES
-
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(gateway.fleet.probed.wait(), FIRST_PROBES)
-    url = gateway.public.url if gateway.public else ""
+def _invite(url: str, settings: Settings) -> None:
     key = " -H 'Authorization: Bearer YOUR-KEY'" if settings.keys else ""
     note(f"Serving an OpenAI-compatible API at {url}/v1 (Ctrl-C ends it). Try:")
     note(

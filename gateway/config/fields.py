@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     BaseModel,
@@ -30,6 +30,9 @@ LARGEST_SIZE = 1 << 40
 
 class ConfigModel(BaseModel):
     """A mapping of a configuration file: unknown keys are errors, an empty value is no value."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Keys that people look for here, and where to write what they mean."""
 
     model_config = ConfigDict(
         extra="forbid",

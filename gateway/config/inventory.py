@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from gateway.config.fields import ConfigModel, wrong
 from gateway.config.node import (
@@ -44,6 +44,7 @@ _WITHOUT_FILE = (
 )
 # What tells one node from the others can't be a default.
 _OWN = ("name", "url")
+_ITEM = "- {name: epyc-a, url: http://10.0.0.11:8080}"
 
 
 class Inventory(ConfigModel):
@@ -53,6 +54,13 @@ class Inventory(ConfigModel):
         tuple[NodeSpec, ...],
         Field(description="The nodes. `[]` is allowed: a fleet may be filled later."),
     ]
+
+    _warnings: tuple[Problem, ...] = PrivateAttr(())
+
+    @property
+    def warnings(self) -> tuple[Problem, ...]:
+        """What is valid and looks like a slip."""
+        return self._warnings
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Inventory:
@@ -99,11 +107,38 @@ def load_inventory(path: Path, env: Mapping[str, str] | None = None) -> Inventor
     problems += repeated(source, entries, "name", "the node")
     if problems:
         raise ConfigError(told_once(problems))
-    return Inventory(nodes=tuple(nodes))
+    inventory = Inventory(nodes=tuple(nodes))
+    inventory._warnings = tuple(_same_servers(path, entries, nodes))  # noqa: SLF001 - its maker
+    return inventory
+
+
+def _same_servers(
+    path: Path, entries: tuple[Entry, ...], nodes: list[NodeSpec]
+) -> Iterator[Problem]:
+    """Tell of nodes at one address; an endpoint may be several by its keys and models."""
+    first: dict[tuple[object, ...], str] = {}
+    for number, (entry, spec) in enumerate(zip(entries, nodes, strict=True)):
+        if not spec.enabled:
+            continue
+        models = repr(spec.models) if spec.kind == "openai" else ""
+        other = first.setdefault((spec.url, spec.api_key, models), spec.name)
+        if other != spec.name:
+            line = entry.tree.entries["url"].line if isinstance(entry.tree, Table) else entry.line
+            yield Problem(
+                path,
+                line,
+                f"nodes[{number}].url",
+                f"the nodes {other} and {spec.name} are one server, whose slots count twice",
+                "correct one url, or remove one node",
+            )
 
 
 def _text(value: str) -> Entry:
     return Entry(Scalar(value), 0, "")
+
+
+class _Tell(Protocol):
+    def __call__(self, entry: Entry, message: str, remedy: str, key: str | None = None) -> None: ...
 
 
 def _parts(source: Source, problems: list[Problem]) -> tuple[Table, tuple[Entry, ...]]:
@@ -115,36 +150,47 @@ def _parts(source: Source, problems: list[Problem]) -> tuple[Table, tuple[Entry,
         problems.append(Problem(source.file, entry.line, name, message, remedy))
 
     if not isinstance(root.tree, Table):
-        empty = isinstance(root.tree, Scalar) and root.tree.value is None
-        tell(root, "the file is empty" if empty else "must be a mapping", "write nodes: []")
+        if isinstance(root.tree, Items):
+            tell(root, "must be a mapping, not a list", "write the line nodes: before it")
+        elif root.tree == Scalar(None):
+            tell(root, "the file is empty", "write nodes: []")
+        else:
+            tell(root, "must be a mapping", f"write nodes: and below it {_ITEM}")
         return table({}), ()
-    known = root.tree.entries
-    for key, entry in known.items():
+    for key, entry in root.tree.entries.items():
         if key not in {"defaults", "nodes"}:
             remedy = unknown_key(key, ("defaults", "nodes"))
             if key in keys_of(NodeSpec):
-                remedy += "; it is a key of a node"
+                remedy = "it is a key of a node: indent it as far as that node's name"
             tell(entry, "unknown key", remedy)
+    return _defaults(root.tree, tell), _entries(root, root.tree, tell)
 
-    defaults = table({})
-    if (given := known.get("defaults")) is not None:
-        if isinstance(given.tree, Table):
-            for key in _OWN:
-                if key in given.tree.entries:
-                    tell(given.tree.entries[key], "can't be a default", "each node has its own")
-            own = {key: one for key, one in given.tree.entries.items() if key not in _OWN}
-            defaults = table(own)
-        elif given.tree != Scalar(None):
-            tell(given, "must be a mapping", "of keys that every node shall have")
 
-    nodes = known.get("nodes")
+def _defaults(root: Table, tell: _Tell) -> Table:
+    given = root.entries.get("defaults")
+    if given is None or given.tree == Scalar(None):
+        return table({})
+    if not isinstance(given.tree, Table):
+        tell(given, "must be a mapping", "of keys that every node shall have")
+        return table({})
+    for key in _OWN:
+        if key in given.tree.entries:
+            tell(given.tree.entries[key], "can't be a default", "each node has its own")
+    return table({key: one for key, one in given.tree.entries.items() if key not in _OWN})
+
+
+def _entries(root: Entry, tree: Table, tell: _Tell) -> tuple[Entry, ...]:
+    nodes = tree.entries.get("nodes")
     if nodes is None or nodes.tree == Scalar(None):
         tell(nodes or root, "is missing", "list the nodes, or write nodes: []", "nodes")
-        return defaults, ()
+        return ()
     if not isinstance(nodes.tree, Items):
-        tell(nodes, "must be a list", "one item, - name: ..., for each node")
-        return defaults, ()
-    return defaults, nodes.tree.entries
+        tell(nodes, "must be a list", f"one item for each node: {_ITEM}")
+        return ()
+    for entry in nodes.tree.entries:
+        if not isinstance(entry.tree, Table):
+            tell(entry, "must be a mapping", f"write {_ITEM}")
+    return nodes.tree.entries
 
 
 def _with_defaults(defaults: Table, entry: Entry) -> Entry:

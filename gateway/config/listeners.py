@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
@@ -26,6 +26,7 @@ from gateway.config.fields import (
 )
 
 Class = Literal["urgent", "premium", "normal", "batch"]
+_CLASSES = get_args(Class)
 
 MIB = 1 << 20
 
@@ -149,9 +150,28 @@ class KeySpec(ConfigModel):
         Field(description="Who uses it; shown in logs and metrics.", max_length=256),
         Kind("text"),
     ] = ""
+    class_: Annotated[
+        Class | None,
+        Lowered,
+        Field(
+            validation_alias="class",
+            serialization_alias="class",
+            description=(
+                "Class of its requests that name none. "
+                "Left away: `normal`, or `max_class` where that is lower."
+            ),
+        ),
+    ] = None
     max_class: Annotated[
-        Class, Lowered, Field(description="Highest class it may ask for; higher ones are lowered.")
-    ] = "normal"
+        Class | None,
+        Lowered,
+        Field(
+            description=(
+                "Highest class that it may ask for; higher ones are lowered. "
+                "Left away: its `class`, else `normal`."
+            )
+        ),
+    ] = None
     models: Annotated[
         tuple[Text, ...] | None,
         BeforeValidator(one_or_many),
@@ -168,6 +188,17 @@ class KeySpec(ConfigModel):
         ),
         Kind("true or false"),
     ] = False
+
+    @field_validator("max_class")
+    @classmethod
+    def _covers_the_class(cls, best: Class | None, info: ValidationInfo) -> Class | None:
+        usual = info.data.get("class_")
+        if best is not None and usual is not None and _CLASSES.index(usual) < _CLASSES.index(best):
+            raise wrong(
+                f"is below the key's class, {usual}",
+                f"raise it to {usual}, or lower class to {best}",
+            )
+        return best
 
 
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#]+")

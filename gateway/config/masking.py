@@ -12,7 +12,7 @@ def masked(settings: Settings) -> dict[str, Any]:
 
     Paths of key files stay: they are places, not secrets.
     """
-    shown = settings.model_dump(mode="json")
+    shown = settings.model_dump(mode="json", by_alias=True)
     for key in shown["keys"]:
         key["sha256"] = MASK
     return shown

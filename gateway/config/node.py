@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -129,11 +129,18 @@ class NodeTls(ConfigModel):
 class NodeSpec(ConfigModel):
     """One node: a llama.cpp server, or another OpenAI-compatible endpoint."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "port": "it is part of the url: http://10.0.0.11:8080",
+        "address": "it is called url: http://10.0.0.11:8080",
+        "api_key": "name its variable in api_key_env, or its file in api_key_file",
+    }
+
     name: Annotated[
         str,
         BeforeValidator(_node_name),
         Field(
             description="Unique name: letters, digits, `.`, `_`, `-`.",
+            examples=["epyc-a"],
             json_schema_extra={"pattern": f"^{_NAME.pattern}$"},
         ),
         Kind("text"),
@@ -143,6 +150,7 @@ class NodeSpec(ConfigModel):
         BeforeValidator(node_url),
         Field(
             description="Address without `/v1`; a path prefix is kept.",
+            examples=["http://10.0.0.11:8080"],
             json_schema_extra={"pattern": r"^(https?://|.*\$\{)"},
         ),
         Kind("URL"),

@@ -23,8 +23,8 @@ _HEAD = """\
 <!-- Written by `python -m gateway.config.reference`. Change the models, not this page. -->
 
 Two YAML files. `config/nodes.yaml` says which nodes there are; `config/gateway.yaml` says how the
-gateway behaves, and may be missing. `llama-gateway check` reads both and tells every mistake with
-its file, line, key and remedy:
+gateway behaves, and may be missing. `llama-gateway check` (with the flags of `serve`) tells whether
+`serve` would start with them, and every mistake with its file, line, key and remedy:
 
 ```text
 config/nodes.yaml:9: nodes[1].slot: unknown key (did you mean slots? ...)
@@ -164,8 +164,9 @@ def _parts(annotation: Any) -> Iterable[Any]:
 
 
 def _type(field: FieldInfo) -> str:
-    if get_origin(field.annotation) is Literal:
-        return ", ".join(f"`{value}`" for value in get_args(field.annotation))
+    for part in (field.annotation, *_parts(field.annotation)):
+        if get_origin(part) is Literal:
+            return ", ".join(f"`{value}`" for value in get_args(part))
     kind = _kind(field)
     if kind is None:
         return "mapping"

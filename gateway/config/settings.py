@@ -253,6 +253,9 @@ def load_settings(path: Path | None, env: Mapping[str, str] | None = None) -> Se
             for key, entry in root.tree.entries.items()
             if key in NOT_YET
         ]
+    else:
+        remedy = "write keys with values, such as queue: {max: 100}"
+        problems.append(Problem(path, root.line, "", "must be a mapping", remedy))
     settings, wrongs = validate(Settings, source, root, env)
     problems += [*wrongs, *_same_ids(source, root)]
     if problems or settings is None:

@@ -5,6 +5,8 @@ from urllib.parse import urlsplit
 
 from gateway.config.fields import is_host, wrong
 
+_EXAMPLE = "such as http://10.0.0.11:8080"
+_PORT = re.compile(r":([0-9]{1,20})$")
 _PATH = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=:@%/-]*")
 
 
@@ -18,11 +20,19 @@ def node_url(value: object) -> object:
         return value
     try:
         parts = urlsplit(value)
-        host, port = parts.hostname or "", parts.port
+        host = parts.hostname or ""
     except ValueError:
-        raise wrong("is no valid URL", "such as http://10.0.0.11:8080") from None
+        raise wrong("is no valid URL", _EXAMPLE) from None
+    try:
+        port = parts.port
+    except ValueError:
+        shown = _PORT.search(parts.netloc)
+        said = f" {shown[1]}" if shown else ""
+        raise wrong(f"has a wrong port{said}", f"a port is a number up to 65535, {_EXAMPLE}") from (
+            None
+        )
     if parts.scheme not in {"http", "https"} or not host:
-        raise wrong("must be an http or https URL with a host", "such as http://10.0.0.11:8080")
+        raise wrong("must be an http or https URL with a host", _EXAMPLE)
     if "@" in parts.netloc:
         raise wrong(
             "must not hold a user or a password",
@@ -31,7 +41,7 @@ def node_url(value: object) -> object:
     if "?" in value or "#" in value:
         raise wrong("must not have a query or a fragment", "leave away what follows ? or #")
     if not is_host(host) or port == 0:
-        raise wrong("must name a valid host and port", "such as http://10.0.0.11:8080")
+        raise wrong("must name a valid host and port", _EXAMPLE)
     path = parts.path.rstrip("/")
     if not _PATH.fullmatch(path):
         raise wrong("has characters in its path that a URL can't have", "percent-encode them")

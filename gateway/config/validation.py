@@ -23,6 +23,7 @@ Model = TypeVar("Model", bound=ConfigModel)
 # More than this of one mapping is not told.
 _ERRORS = 200
 
+_BOUNDS = frozenset({"greater_than", "greater_than_equal", "less_than", "less_than_equal"})
 _MESSAGES = {
     "missing": "is missing",
     "bool_type": "must be true or false",
@@ -158,11 +159,10 @@ def _problem(error: ErrorDetails, model: type[ConfigModel], file: Path, entry: E
     if kind == "config":
         message, remedy = context["message"], context["remedy"]
     elif kind == "missing":
-        field = keys_of(parent).get(str(loc[-1]))
-        remedy = f"add it: {field.description}" if field and field.description else "add it"
+        remedy = _added(str(loc[-1]), parent)
     elif kind == "extra_forbidden":
         message = "unknown key"
-        remedy = unknown_key(str(loc[-1]), keys_of(parent))
+        remedy = _placed(str(loc[-1]), parent) or unknown_key(str(loc[-1]), keys_of(parent))
     elif kind == "literal_error":
         message, remedy = _literal(context["expected"], error["input"])
     elif kind == "string_type" and isinstance(error["input"], (bool, int, float)):
@@ -171,7 +171,33 @@ def _problem(error: ErrorDetails, model: type[ConfigModel], file: Path, entry: E
         # pydantic's own words for bounds and lengths: "Input should be greater than 0".
         message = error["msg"].replace("Input should", "must").replace("String should", "must")
         message = message[0].lower() + message[1:]
+        if kind in _BOUNDS and isinstance(error["input"], (int, float)):
+            remedy = f"it is {error['input']}"
     return Problem(file, found.line, key, message, remedy)
+
+
+def _added(key: str, model: type[ConfigModel]) -> str:
+    """Tell how to add a key that is missing."""
+    field = keys_of(model).get(key)
+    if field is None:
+        return "add it"
+    if field.examples:
+        return f"add it, such as {key}: {field.examples[0]}"
+    return f"add it: {field.description}" if field.description else "add it"
+
+
+def _placed(key: str, model: type[ConfigModel]) -> str:
+    """Tell where a key belongs that is unknown here; empty: nowhere near."""
+    if key in model.elsewhere:
+        return model.elsewhere[key]
+    sections = [
+        name
+        for name, field in keys_of(model).items()
+        if isinstance(field.annotation, type)
+        and issubclass(field.annotation, ConfigModel)
+        and key in keys_of(field.annotation)
+    ]
+    return f"it is a key of {' and of '.join(sections)}: indent it below" if sections else ""
 
 
 def _literal(expected: str, value: object) -> tuple[str, str]:

@@ -6,6 +6,7 @@ of seconds. `${VAR}` is put in after parsing, so that a variable can't bring YAM
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from yaml.reader import Reader
 from gateway.config.interpolation import InterpolationError, interpolate, is_reference
 from gateway.config.problems import ConfigError, Problem
 from gateway.config.tree import Entry, Items, Scalar, Table, Tree, Value, items, table, typed
+from gateway.config.yaml_advice import advice
 
 # A fleet of ten thousand nodes takes about 2 MiB and 200,000 values.
 LARGEST_FILE = 8 << 20
@@ -35,6 +37,7 @@ DEEPEST = 64
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _TAG = "tag:yaml.org,2002:"
+_ANCHOR = re.compile(r"[\w-]{1,64}")
 # What a tag promises.
 _TAGGED: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
@@ -175,9 +178,16 @@ class _Builder:
                     for key, entry in source.tree.entries.items():
                         entries.setdefault(key, entry)
                 else:
-                    wrong = Problem(self._file, merged.line, merged.key, "must name mappings")
-                    self._problems.append(wrong)
+                    self._problems.append(self._no_mapping(merged, source))
         return entries
+
+    def _no_mapping(self, merged: Entry, source: Entry) -> Problem:
+        named = source.tree.value if isinstance(source.tree, Scalar) else None
+        name = named if isinstance(named, str) and _ANCHOR.fullmatch(named) else "NAME"
+        remedy = f"write *{name}"
+        if name not in self._anchors:
+            remedy += f", and &{name} after the key of the mapping it stands for"
+        return Problem(self._file, merged.line, merged.key, "must name mappings", remedy)
 
     def _alias(self, event: AliasEvent) -> None:
         if event.anchor not in self._anchors:
@@ -283,15 +293,15 @@ class _Builder:
     def _syntax(self, error: yaml.MarkedYAMLError, text: str) -> ConfigError:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
+        began = error.context_mark.line + 1 if error.context_mark else 0
         message = f"no valid YAML: {error.problem or 'syntax error'}"
         if error.context:
             message += f" {error.context}"
-            if error.context_mark and error.context_mark.line + 1 != line:
-                message += f" that began in line {error.context_mark.line + 1}"
-        remedy = "quote a value that holds ': ', ' #', '{' or '['" if error.problem else ""
-        here = text.splitlines()[line - 1 : line]
-        if here and "\t" in here[0][: len(here[0]) - len(here[0].lstrip())]:
-            remedy = "indent with spaces, not with tabs"
+            if began not in {0, line}:
+                message += f" that began in line {began}"
+        blamed, remedy = advice(error.problem or "", text.splitlines(), line, began)
+        if blamed != line:
+            line, column = blamed, 0
         return ConfigError(
             [*self._problems, Problem(self._file, line, "", message, remedy, column=column)]
         )

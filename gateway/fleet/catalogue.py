@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gateway import errors
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -97,11 +99,17 @@ class Catalogue:
         """The nodes that serve this public name, down or not."""
         return self._index().get(model, ())
 
-    def undecided(self) -> bool:
-        """Whether some node has yet to say what it serves: a name may be unknown only so far."""
-        return any(
-            node.wanted and not node.public_models and not node.probing.down for node in self._nodes
-        )
+    def unknown(self, model: str | None) -> errors.GatewayError:
+        """Why no node can be asked for this name; None: for whatever there is.
+
+        While a node has never said what it serves, it may be this.
+        """
+        if silent := [node for node in self._nodes if node.silent]:
+            told = [(node.name, node.state.value, node.reason) for node in silent]
+            return errors.unheard(model, told, len(self._nodes))
+        if model is None:
+            return errors.invalid_request("'model' is missing, and there is none to use.", "model")
+        return errors.model_not_found(model, list(self.model_names()))
 
     def _index(self) -> dict[str, tuple[Node, ...]]:
         if self._serving is None:

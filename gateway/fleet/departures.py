@@ -6,18 +6,11 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from gateway.fleet.facts import Facts
-from gateway.fleet.sameness import server
-
 if TYPE_CHECKING:
-    from gateway.config.inventory import NodeSpec
     from gateway.fleet.node import Node
     from gateway.transport.upstream import Upstream
 
 log = logging.getLogger(__name__)
-
-MOST_SEEN = 1000
-"""Removed nodes whose last words are kept; the oldest are forgotten first."""
 
 
 class Departures:
@@ -28,21 +21,11 @@ class Departures:
         """Removed nodes that still run something."""
         self._replaced: list[tuple[Node, Upstream]] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._seen: dict[tuple[object, ...], Facts] = {}
 
     def leave(self, node: Node) -> None:
         """Close this node when it has ended what it runs."""
-        key = (node.name, *server(node.spec))
-        self._seen.pop(key, None)
-        self._seen[key] = node.facts
-        if len(self._seen) > MOST_SEEN:
-            del self._seen[next(iter(self._seen))]
         self.nodes.add(node)
         self.returned(node)
-
-    def last_seen(self, spec: NodeSpec) -> Facts:
-        """What the same server said of itself before it left: what it serves may be waited for."""
-        return self._seen.pop((spec.name, *server(spec)), None) or Facts()
 
     def replace(self, node: Node, upstream: Upstream) -> None:
         """Give the node new ways; the old ones stay open for the leases that use them."""

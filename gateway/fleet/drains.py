@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import TYPE_CHECKING
 
 import msgspec
+
+from gateway.fleet import state_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,14 +50,8 @@ class Drains:
     def _write(self) -> None:
         if self._path is None:
             return
-        fresh = self._path.with_name(self._path.name + ".new")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with fresh.open("wb") as file:
-                file.write(msgspec.json.encode(_File(sorted(self._names))))
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(self._path)
+            state_file.write(self._path, _File(sorted(self._names)))
         except OSError as error:
             log.warning(
                 "Drained nodes could not be saved and will be forgotten at a restart: %s", error
@@ -64,21 +59,5 @@ class Drains:
 
 
 def _read(path: Path) -> set[str]:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(LARGEST_FILE)
-    except FileNotFoundError:
-        return set()
-    except OSError as error:
-        log.warning("Drained nodes could not be read, none is drained: %s", error)
-        return set()
-    try:
-        return set(msgspec.json.decode(raw, type=_File).drained)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        bad = path.with_name(path.name + ".bad")
-        log.warning("%s is damaged (%s): kept as %s, no node is drained", path, error, bad.name)
-        try:
-            path.replace(bad)
-        except OSError:
-            log.warning("%s could not be kept aside", path)
-        return set()
+    found = state_file.read(path, _File, LARGEST_FILE, "no node is drained")
+    return set() if found is None else set(found.drained)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +13,7 @@ MOST_SLOTS = 65_536
 MOST_CONTEXT = 1 << 30
 MOST_MODELS = 1_000
 LONGEST_NAME = 512
+MOST_BYTES = 1 << 60
 
 
 @dataclass(slots=True)
@@ -42,6 +43,8 @@ class Facts:
     """The quantization's name."""
     refused: set[str] = field(default_factory=set)
     """Endpoints that it has refused with 501: `facts.refused.add("rerank")`."""
+    remembered: bool = field(default=False, compare=False)
+    """Whether it said so to an earlier process, or before it left the inventory."""
 
     def identity(self) -> tuple[object, ...]:
         """Changes when another build or another model runs there."""
@@ -53,6 +56,13 @@ class Facts:
         As `/props` tells it, so that one question to a server is enough. None: it does not say.
         """
         return (self.file, self.ftype, self.template, self.build)
+
+    def forget_remembered(self) -> None:
+        """It answers: what it said to an earlier process must not fill in what it leaves out."""
+        if self.remembered:
+            nothing = Facts()
+            for one in fields(self):
+                setattr(self, one.name, getattr(nothing, one.name))
 
     def read_props(self, props: object) -> None:
         """Take in the answer to `/props`; what it does not say stays as it was."""
@@ -91,12 +101,31 @@ class Facts:
         self.models = tuple(dict.fromkeys(names))
         meta = entries[0].get("meta") if len(entries) == 1 else None
         if isinstance(meta, dict):
-            self.n_params = _count(meta.get("n_params"), 1 << 60) or self.n_params
-            self.size = _count(meta.get("size"), 1 << 60) or self.size
+            self.n_params = _count(meta.get("n_params"), MOST_BYTES) or self.n_params
+            self.size = _count(meta.get("size"), MOST_BYTES) or self.size
             self.ftype = _name(meta.get("ftype")) or self.ftype
             self.context = self.context or _count(meta.get("n_ctx"), MOST_CONTEXT)
             trained = _count(meta.get("n_ctx_train"), MOST_CONTEXT)
             self.trained_context = trained or self.trained_context
+
+
+def within_bounds(facts: Facts) -> bool:
+    """Whether a server could have said this, as these facts are read from it."""
+    counts = (
+        (facts.slots, MOST_SLOTS),
+        (facts.context, MOST_CONTEXT),
+        (facts.trained_context, MOST_CONTEXT),
+        (facts.n_params, MOST_BYTES),
+        (facts.size, MOST_BYTES),
+    )
+    names = (*facts.models, *facts.refused)
+    texts = (facts.build, facts.template, facts.file, facts.ftype)
+    return (
+        len(names) <= MOST_MODELS
+        and all(count is None or _count(count, most) for count, most in counts)
+        and all(_name(name) for name in names)
+        and all(text is None or _name(text) for text in texts)
+    )
 
 
 def busy_slots(answer: object) -> tuple[int, int] | None:
@@ -110,6 +139,8 @@ def busy_slots(answer: object) -> tuple[int, int] | None:
 
 def differences(spec: NodeSpec, facts: Facts) -> tuple[str, ...]:
     """What the server says against what the inventory declares, a sentence each."""
+    if facts.remembered:
+        return ()
     found = []
     if spec.slots is not None and facts.slots is not None and spec.slots != facts.slots:
         found.append(f"slots: the inventory says {spec.slots}, the server has {facts.slots}")

@@ -11,6 +11,7 @@ from gateway.fleet.circuit import Circuit
 from gateway.fleet.departures import Departures
 from gateway.fleet.facts import differences
 from gateway.fleet.health import Watch
+from gateway.fleet.last_seen import LastSeen
 from gateway.fleet.node import Node, Rules
 from gateway.fleet.probes import refuses_our_key
 from gateway.fleet.probing import Answer, Outcome, Probing
@@ -55,6 +56,7 @@ class Fleet:
         clock: Callable[[], float],
         rng: random.Random,
         drains: Drains,
+        last_seen: LastSeen | None = None,
     ) -> None:
         self.nodes: dict[str, Node] = {}
         self.catalogue = Catalogue()
@@ -68,6 +70,7 @@ class Fleet:
         self._clock = clock
         self._rng = rng
         self._drains = drains
+        self.last_seen = last_seen or LastSeen()
         self._reclaimer = Reclaimer()
         self._gate = asyncio.Semaphore(PROBES_AT_ONCE)
         self._watches: dict[Node, Watch] = {}
@@ -105,7 +108,7 @@ class Fleet:
         result.
         """
         plan = self._plan(inventory)
-        change = InventoryChanged()
+        change = InventoryChanged(warnings=[str(one) for one in inventory.warnings])
         before, self.nodes = self.nodes, {}
         for spec, known, upstream in plan:
             old = before.get(spec.name)
@@ -176,7 +179,7 @@ class Fleet:
             rules=self._rules,
             clock=self._clock,
             circuit=Circuit(self._rules.health, self._rng),
-            facts=self._departures.last_seen(spec),
+            facts=self.last_seen.of(spec),
             on_return=self._returned,
             on_abandon=self._reclaimer.watch,
         )
@@ -355,15 +358,14 @@ class Fleet:
         if (models := node.public_models) != node.listed:
             node.listed = models
             self.catalogue.names_changed()
+        self.last_seen.note(node)
         if (drift := differences(node.spec, node.facts)) != node.drift:
             node.drift = drift
             self._bus.publish(NodeDrift(node.name, drift))
 
     def _turned(self, node: Node) -> None:
         """The circuit has opened or closed."""
-        self.settle(node)
-        if node in self._watches:
-            self._watches[node].wake()
+        self.switched(node)
 
     def _returned(self, lease: Lease) -> None:
         """A lease has been given back; who placed it has counted it already."""
@@ -383,9 +385,7 @@ class Fleet:
 
     def _note_probed(self) -> None:
         """Forget the nodes that need no first probe any more; when none is left, all are."""
-        self._unprobed = {
-            node for node in self._unprobed if node.wanted and not node.probing.probed
-        }
+        self._unprobed = {n for n in self._unprobed if n.wanted and not n.probing.probed}
         if not self._unprobed:
             self.probed.set()
 

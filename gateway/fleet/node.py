@@ -170,6 +170,11 @@ class Node:
         """The public names it serves, as declared or as it has said."""
         return frozenset(self.facts.models if self.spec.models is None else self.spec.models)
 
+    @property
+    def silent(self) -> bool:
+        """Whether it may serve anything: neither it nor the inventory has ever said what."""
+        return self.wanted and not self.public_models and self.probing.discovered is None
+
     def note_model(self) -> None:
         """Forget the speed of what the server served before, if it has another model now."""
         facts = self.facts

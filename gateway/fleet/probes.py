@@ -93,6 +93,7 @@ async def discover(node: Node) -> Outcome:
         if answer is not Answer.UP:
             return Outcome(answer, detail, node.clock() - began)
         if reply.status == httpx.codes.OK:
+            facts.forget_remembered()
             if path == "/props":
                 facts.read_props(reply.json())
             else:

@@ -141,6 +141,8 @@ class EventLines:
             return
         fields = {"added": event.added, "changed": event.changed, "removed": event.removed}
         self._say("info", "inventory", fields)
+        for warning in event.warnings:
+            self._say("warning", "inventory", {"warning": warning})
 
     def settings(self, event: SettingsChanged) -> None:
         """The settings were read again."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 
+from gateway.config.waiting import QueueSettings
 from gateway.planning.job import Job
 from gateway.planning.simulation import Outcome
 
@@ -43,6 +45,7 @@ class Report:
     """Until a slot took it up: in the front's line or inside a node."""
     service: float
     """Mean seconds in a slot."""
+    slots: int
     classes: dict[str, Spread]
     """TTFT by class."""
     seconds: float
@@ -53,6 +56,12 @@ class Report:
     """Share of the prompt tokens that a cache held."""
     utilisation: float
     """Share of the slots' time in which they worked, while requests came."""
+    load: float | None = None
+    """Seconds of work that came for each second of the slots; None: all came at once."""
+    longest_queue: int = 0
+    """The most requests that waited for a slot at one time."""
+    too_late: int = 0
+    """Requests that waited longer than `LONGEST_WAIT`: the simulation refuses nobody."""
     bound: float = 0.0
     """No schedule could have a lower mean completion (`bound.py`); seconds, 0: not computed."""
     cpu_seconds: float = 0.0
@@ -66,14 +75,28 @@ class Report:
         """For a script: without the curves."""
         told = asdict(self)
         del told["curve"], told["completion_curve"]
-        return told | {"ratio": self.ratio}
+        return told | {"ratio": self.ratio, "overloaded": self.overloaded}
 
     @property
     def ratio(self) -> float:
         """Mean completion against the bound."""
         return self.completion.mean / self.bound if self.bound else 0.0
 
+    @property
+    def overloaded(self) -> bool:
+        """Whether more work came than the fleet can do, so that the queue grew while it came."""
+        return (
+            self.load is not None
+            and self.load > 1.0
+            and self.utilisation > FULL
+            and self.longest_queue > self.slots
+        )
 
+
+LONGEST_WAIT = QueueSettings().max_wait
+"""Seconds after which the gateway refuses with its default settings (503 `queue_timeout`)."""
+FULL = 0.85
+"""Busier than this is full: a slot also idles between the turns of conversations."""
 CURVE = 200
 """Steps of the curves."""
 
@@ -94,16 +117,37 @@ def report(policy: str, outcome: Outcome, bound: float = 0.0, cpu_seconds: float
         Spread.of(ttft),
         Spread.of([job.began - job.arrived for job in jobs]),
         worked / len(jobs) if jobs else 0.0,
+        slots,
         _by_class(jobs),
         seconds,
         sum(job.output for job in jobs) / seconds if seconds else 0.0,
         sum(job.cached for job in jobs) / prompt if prompt else 0.0,
         _utilisation(outcome, slots),
+        _load(jobs, worked, slots),
+        _longest_queue(jobs),
+        sum(job.began - job.arrived > LONGEST_WAIT for job in jobs),
         bound,
         cpu_seconds,
         _curve(ttft),
         _curve(completion),
     )
+
+
+def overload(reports: Sequence[Report]) -> str:
+    """Words for the policies under which the fleet can't do what comes; empty: there is none."""
+    told = "\n".join(
+        f"  {one.policy}: {one.load:.0%} of what it can do; up to {one.longest_queue:,} waited; "
+        f"{one.too_late:,} of {one.requests:,} requests waited longer than {LONGEST_WAIT:.0f} s"
+        for one in reports
+        if one.overloaded
+    )
+    if not told:
+        return ""
+    return f"""\
+OVERLOAD: more work comes than this fleet can do, and the queue grows as long as it comes.
+{told}
+Here everybody waits; the gateway would refuse those after queue.max_wait (503 queue_timeout).
+So the waits above tell how long the traffic lasts. Remedy: more nodes or slots, or less traffic."""
 
 
 def _utilisation(outcome: Outcome, slots: int) -> float:
@@ -113,6 +157,19 @@ def _utilisation(outcome: Outcome, slots: int) -> float:
     span = slots * (until - outcome.began)
     worked = sum(min(job.ended, until) - job.began for job in outcome.jobs if job.began < until)
     return worked / span if span else 0.0
+
+
+def _load(jobs: Sequence[Job], worked: float, slots: int) -> float | None:
+    """By the times of the trace: in an overload, later turns come late since earlier ones do."""
+    times = [job.time for job in jobs]
+    span = max(times, default=0.0) - min(times, default=0.0)
+    return worked / (slots * span) if slots and span else None
+
+
+def _longest_queue(jobs: Sequence[Job]) -> int:
+    # At the same time a slot comes free before the next one comes.
+    changes = sorted([(job.began, -1) for job in jobs] + [(job.arrived, 1) for job in jobs])
+    return max(accumulate((change for _, change in changes), initial=0))
 
 
 def _by_class(jobs: Sequence[Job]) -> dict[str, Spread]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -11,6 +10,7 @@ import msgspec
 
 from gateway import errors
 from gateway.config.listeners import LimitSettings
+from gateway.fleet.catalogue import Catalogue
 from gateway.relay import assembly, edits, grammar, peek
 from gateway.relay.fingerprint import fingerprint
 from gateway.relay.naming import Names
@@ -57,7 +57,7 @@ def prepare(
     peeked: peek.Peek,
     priority: Priority,
     rules: Rules,
-    known_models: Callable[[], Sequence[str]],
+    catalogue: Catalogue,
 ) -> Request:
     """A request that can be sent to nodes. Raises: GatewayError."""
     route, limits, body = incoming.route, rules.limits, incoming.body
@@ -66,7 +66,7 @@ def prepare(
         raise errors.invalid_request(f"The body is nested deeper than {limits.json_depth} levels.")
     if route.streams and grammar.is_bound(peeked):
         grammar.check(peeked, levels, limits)
-    model = _model(peeked.model, rules, incoming.caller, known_models)
+    model = _model(peeked.model, rules, incoming.caller, catalogue)
     meanings = rules.names.meanings(model)
     vision = peek.may_link(body) and _checked_media(body, limits.media_hosts)
     bodies = {}
@@ -128,14 +128,12 @@ def prepare(
 _PROMPTS = frozenset({"prompt", "messages", "input"})
 
 
-def _model(
-    said: str | None, rules: Rules, caller: Caller, known_models: Callable[[], Sequence[str]]
-) -> str:
+def _model(said: str | None, rules: Rules, caller: Caller, catalogue: Catalogue) -> str:
     model = said or rules.default_model
     if model is None:
-        known = [name for name in known_models() if caller.may_use(name)]
+        known = [name for name in catalogue.model_names() if caller.may_use(name)]
         if not known:
-            raise errors.starting("No node has said yet which models it serves.")
+            raise catalogue.unknown(None)
         if len(known) > 1:
             some = ", ".join(f"'{name}'" for name in known[:8])
             raise errors.invalid_request(f"'model' is missing. There are: {some}.", "model")

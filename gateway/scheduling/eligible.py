@@ -153,9 +153,7 @@ class Eligible:
             return errors.node_failed(
                 f"No node serves '{request.endpoint}' requests for '{request.model}'."
             )
-        if self.catalogue.undecided():
-            return errors.starting("The nodes are being asked what they serve.")
-        return errors.model_not_found(request.model, list(self.catalogue.model_names()))
+        return self.catalogue.unknown(request.model)
 
 
 def _key(name: str, request: Request) -> Key:

@@ -139,6 +139,8 @@ ANYBODY = Caller(id="x", name="x", best=Priority.URGENT)
         (None, None, "flex", Priority.BATCH),
         (None, None, "auto", Priority.NORMAL),
         (None, None, "default", Priority.NORMAL),
+        (None, "vip", None, Priority.NORMAL),  # somebody else's word
+        (None, "", "priority", Priority.PREMIUM),
     ],
 )
 def test_the_class_comes_from_the_header_then_the_body_then_the_tier(
@@ -148,24 +150,12 @@ def test_the_class_comes_from_the_header_then_the_body_then_the_tier(
     assert priority_of(asked_class(headers), body, tier, ANYBODY) is priority
 
 
-@pytest.mark.parametrize(
-    ("header", "body", "where"),
-    [
-        (b"high", None, "X-Priority"),
-        (b"", None, "X-Priority"),
-        (b"\xff" * 5000, "normal", "X-Priority"),
-        (None, "vip", "priority"),
-        (None, "", "priority"),
-    ],
-)
-def test_an_unknown_class_is_400_and_names_the_known_ones(
-    header: bytes | None, body: str | None, where: str
-) -> None:
-    headers = [] if header is None else [(b"x-priority", header)]
+@pytest.mark.parametrize("header", [b"high", b"", b"\xff" * 5000])
+def test_an_unknown_class_is_400_and_names_the_known_ones(header: bytes) -> None:
     with pytest.raises(GatewayError) as caught:
-        priority_of(asked_class(headers), body, None, ANYBODY)
+        priority_of(asked_class([(b"x-priority", header)]), "normal", None, ANYBODY)
     assert (caught.value.status, caught.value.code) == (400, "invalid_request")
-    assert caught.value.param == where
+    assert caught.value.param == "X-Priority"
     assert "urgent, premium, normal, batch" in caught.value.message
     assert len(caught.value.message) < 300
 
@@ -184,3 +174,24 @@ def test_the_caller_s_best_class_caps_without_an_error(
 ) -> None:
     holder = Caller(id="x", name="x", best=best)
     assert priority_of(asked_class([(b"x-priority", asked)]), None, None, holder) is got
+
+
+@pytest.mark.parametrize(
+    ("usual", "best", "asked", "got"),
+    [
+        (None, None, None, Priority.NORMAL),
+        ("premium", None, None, Priority.PREMIUM),
+        ("premium", None, b"urgent", Priority.PREMIUM),
+        ("batch", "premium", None, Priority.BATCH),
+        ("batch", "premium", b"urgent", Priority.PREMIUM),
+        (None, "premium", None, Priority.NORMAL),
+        (None, "batch", None, Priority.BATCH),
+    ],
+)
+def test_a_request_that_names_no_class_gets_its_key_s(
+    usual: str | None, best: str | None, asked: bytes | None, got: Priority
+) -> None:
+    ring = KeyRing([Spec(KEY.id, KEY.sha256, class_=usual, max_class=best)])
+    headers = WITH_KEY + ([] if asked is None else [(b"x-priority", asked)])
+    assert priority_of(asked_class(headers), None, None, caller(headers, ring)) is got
+    assert priority_of(asked_class(headers), None, "auto", caller(headers, ring)) is got

@@ -18,14 +18,15 @@ class Spec:
     id: str
     sha256: str
     name: str | None = None
-    max_class: str = "normal"
+    class_: str | None = None
+    max_class: str | None = None
     models: tuple[str, ...] | None = None
     trust_user_headers: bool = False
 
 
 def test_a_key_finds_its_holder() -> None:
     key = new_key()
-    ring = KeyRing([Spec(key.id, key.sha256, "Team A", "premium", ("mistral-7b",))])
+    ring = KeyRing([Spec(key.id, key.sha256, "Team A", None, "premium", ("mistral-7b",))])
     caller = ring.find(key.text)
     assert caller is not None
     assert caller.id == key.id

@@ -179,7 +179,7 @@ class Trouble:
         from gateway.options import Options, drains_file
 
         file = drains_file(Options(nodes=self.folder / "nodes.yaml", state=state))
-        return file.with_name(file.name + ".new")
+        return file.with_name(f"{file.name}.{self.gateway.pid}.new")
 
     async def _admin(self, path: str) -> bool:
         """Whether it was done."""

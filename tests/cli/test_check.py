@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from gateway.options import Options, StartError, read
 from tests.cli.running import Ran, run
 from tests.emulator import EmulatedNode
 
@@ -81,21 +80,77 @@ def test_a_folder_without_an_inventory_is_told_how_to_come_by_one(
     assert "llama-gateway up" in ran.err
 
 
-def test_what_serve_would_refuse_is_told(folder: Path) -> None:
-    (folder / "config/gateway.yaml").write_text("listen: {host: 0.0.0.0}\nadmin: {host: '::'}\n")
+REFUSED = {
+    ("--host", "0.0.0.0"): "--allow-anonymous",
+    ("--admin-host", "::"): "--admin-key-file",
+    ("--port", "8001"): "both listeners would stand on port 8001",
+    ("--admin-key-file", "missing"): "missing: the admin key can't be read",
+    ("--admin-key-file", "binary"): "it is not a text",
+    ("--host", "a/b", "--allow-anonymous"): "listen.host",
+    ("--nodes", "tls.yaml"): "the TLS files of the node 'secure' can't be used",
+    ("--config", "tls-settings.yaml"): "listen.tls: ",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED, ids=" ".join)
+def test_what_serve_refuses_is_no_valid_configuration(folder: Path, flags: tuple[str, ...]) -> None:
+    (folder / "binary").write_bytes(b"\xff")
+    (folder / "junk.pem").write_text("junk")
+    (folder / "tls.yaml").write_text(
+        "nodes: [{name: secure, url: 'https://127.0.0.1:1', tls: {ca: junk.pem}}]\n"
+    )
+    (folder / "tls-settings.yaml").write_text("listen: {tls: {cert: junk.pem, key: junk.pem}}\n")
+    checked, served = run("check", *flags), run("serve", *flags)
+    assert (checked.status, checked.out) == (2, "")
+    assert REFUSED[flags] in checked.err
+    assert (served.status, served.err) == (2, checked.err)
+    (problem,) = json.loads(run("check", "--json", *flags).out)["problems"]
+    assert problem["key"]
+    assert REFUSED[flags] in problem["message"]
+
+
+def test_a_flag_that_makes_it_start_makes_it_valid(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "config/gateway.yaml").write_text("listen: {host: 0.0.0.0}\n")
+    assert run("check").status == 2
+    assert run("check", "--allow-anonymous").status == 0
+    assert run("check", "--host", "127.0.0.1").status == 0
+    monkeypatch.setenv("LLAMA_GATEWAY_HOST", "127.0.0.1")
+    assert run("check").status == 0
+
+
+def test_serve_tells_the_problems_of_both_files_and_of_the_listeners(folder: Path) -> None:
+    (folder / "config/nodes.yaml").write_text("nodes: 3\n")
+    (folder / "config/gateway.yaml").write_text("queue: {max: many}\n")
+    for command in ("serve", "check"):
+        ran = run(command)
+        assert ran.status == 2
+        assert "config/nodes.yaml:1: nodes" in ran.err
+        assert "config/gateway.yaml:1: queue.max" in ran.err
+    (folder / "config/gateway.yaml").write_text("listen: {host: 0.0.0.0}\n")
+    for command in ("serve", "check"):
+        ran = run(command)
+        assert "config/nodes.yaml:1: nodes" in ran.err
+        assert "--allow-anonymous" in ran.err
+
+
+def test_two_nodes_of_one_server_are_a_warning(folder: Path) -> None:
+    nodes = (
+        "nodes:\n"
+        "  - {name: off, url: 'http://127.0.0.1:1', enabled: false}\n"
+        "  - {name: a, url: 'http://127.0.0.1:1'}\n"
+        "  - name: b\n"
+        "    url: http://127.0.0.1:1/\n"
+        "  - {name: m1, url: 'http://127.0.0.1:2', kind: openai, model: m1}\n"
+        "  - {name: m2, url: 'http://127.0.0.1:2', kind: openai, model: m2}\n"
+    )
+    (folder / "config/nodes.yaml").write_text(nodes)
     ran = run("check")
     assert ran.status == 0
-    assert "--allow-anonymous" in ran.err
-    assert "--admin-key-file" in ran.err
-    assert len(json.loads(run("check", "--json").out)["warnings"]) == 2
-
-
-def test_two_listeners_on_one_address_are_told(folder: Path) -> None:
-    (folder / "config/gateway.yaml").write_text("listen: {port: 8001}\n")
-    assert "both listeners would stand on port 8001" in run("check").err
-    with pytest.raises(StartError, match="both listeners") as caught:
-        read(Options(Path("config/nodes.yaml"), Path("config/gateway.yaml")))
-    assert caught.value.status == 2
+    (warning,) = ran.err.splitlines()
+    assert warning.startswith("warning: config/nodes.yaml:5: nodes[2].url: the nodes a and b are")
+    assert json.loads(run("check", "--json").out)["warnings"] == [warning.removeprefix("warning: ")]
 
 
 async def probed(folder: Path, inventory: str, *arguments: str) -> Ran:

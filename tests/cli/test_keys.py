@@ -49,6 +49,14 @@ def test_a_key_has_the_rights_that_were_asked_for(tmp_path: Path) -> None:
     assert (spec.id, spec.name, spec.trust_user_headers) == ("team-a", name, True)
 
 
+def test_a_key_s_class_is_also_its_highest_unless_that_is_said(tmp_path: Path) -> None:
+    for flags, best in (([], "premium"), (["--max-class", "urgent"], "urgent")):
+        _, snippet = parts(run("keys", "create", "--class", "premium", *flags))
+        (tmp_path / "gateway.yaml").write_text(snippet)
+        (spec,) = load_settings(tmp_path / "gateway.yaml").keys
+        assert (spec.class_, spec.max_class) == ("premium", best)
+
+
 def test_json_for_scripts() -> None:
     made = json.loads(run("keys", "hash", "--id", "abc", "--json").out)
     secret = made["key"].removeprefix("lg_abc_")
@@ -85,6 +93,7 @@ def test_what_is_no_key_is_refused_and_not_quoted(text: str) -> None:
         ("hash", "--id", "a", "--read"),
         ("create", "--id", "x" * 65),
         ("create", "--max-class", "vip"),
+        ("create", "--class", "premium", "--max-class", "normal"),
         ("rotate",),
         (),
     ],

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ from gateway import __version__
 from tests.cli.running import run, run_on_terminal, run_process
 
 COMMANDS = [
+    ("up",),
     ("serve",),
     ("check",),
     ("nodes",),
     ("simulate",),
+    ("topology",),
     ("tune",),
     ("keys", "hash"),
     ("keys", "create"),
@@ -42,12 +45,48 @@ def test_every_command_teaches_by_example(command: tuple[str, ...]) -> None:
     assert "\x1b" not in ran.out
 
 
-@pytest.mark.parametrize("arguments", [("explode",), ("--explode",), ("check", "surplus")])
-def test_wrong_usage_is_2_without_a_traceback(arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("columns", ["20", "40", "80", "200"])
+@pytest.mark.parametrize("command", [(), ("keys",), *COMMANDS], ids=" ".join)
+def test_nothing_is_cut_from_a_help_however_narrow(
+    command: tuple[str, ...], columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    whole = run(*command, "--help").out
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = run(*command, "--help").out
+    assert shown.split() == whole.split()
+    options, _, typed = shown.partition("Examples:")
+    assert "…" not in shown
+    assert not re.search(r"<\w|range|INTEGER|BOOLEAN|TEXT", options)
+    assert typed or command in {(), ("keys",)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("explode",), "no such command 'explode' (see llama-gateway --help)"),
+        (("--explode",), "no such option: --explode (see llama-gateway --help)"),
+        (("check", "surplus"), "got unexpected extra argument"),
+        (("serve", "--port", "80800"), "--port: must be less than or equal to 65535 (see "),
+        (("serve", "--port", "x"), "--port: "),
+        (("keys", "create", "--class", "vip"), "--class: 'vip' is not one of 'urgent', "),
+        (("nodes", "drain"), "NAME: drain needs the name of a node (see llama-gateway nodes"),
+    ],
+)
+def test_wrong_usage_is_2_and_told_like_every_other_error(
+    arguments: tuple[str, ...], told: str
+) -> None:
     ran = run(*arguments)
-    assert ran.status == 2
-    assert ran.err
-    assert "Traceback" not in ran.err
+    assert (ran.status, ran.out) == (2, "")
+    (line,) = ran.err.splitlines()
+    assert line.startswith(f"error: {told}")
+
+
+def test_without_a_command_the_help_is_shown_and_it_is_wrong_usage() -> None:
+    for command in ((), ("keys",)):
+        ran = run(*command)
+        assert (ran.status, ran.out) == (2, "")
+        assert ran.err.startswith("Usage: llama-gateway")
 
 
 def test_it_is_also_a_module_and_keeps_its_exit_status(tmp_path: Path) -> None:

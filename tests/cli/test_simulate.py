@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,27 @@ def test_json_has_all_figures() -> None:
         assert 0 < one["bound"] <= one["completion"]["mean"]
         assert {"p50", "p95", "p99", "mean"} == set(one["ttft"])
         assert one["ratio"] == pytest.approx(one["completion"]["mean"] / one["bound"])
+
+
+def test_an_overload_is_told_in_words_and_in_json() -> None:
+    fleet = ("--fleet", "1x2@20:200", "--policy", "nginx", "--policy", "least_finish")
+    flood = (*fleet, "--generate", "rate=2,requests=300")
+    ran = run("simulate", *flood)
+    assert ran.status == 0
+    assert "OVERLOAD: more work comes than this fleet can do" in ran.out
+    assert re.search(
+        r"\n  least_finish: \d{3,}% .* [1-9]\d* of 300 requests waited longer", ran.out
+    )
+    for one in json.loads(run("simulate", *flood, "--json").out)["policies"]:
+        assert one["overloaded"]
+        assert one["load"] > 1
+        assert one["longest_queue"] > one["slots"]
+        assert one["too_late"] > 0
+    calm = (*fleet, "--generate", "rate=0.05,requests=100")
+    assert "OVERLOAD" not in run("simulate", *calm).out
+    for one in json.loads(run("simulate", *calm, "--json").out)["policies"]:
+        assert not one["overloaded"]
+        assert one["load"] < 1
 
 
 def test_the_same_seed_is_the_same_traffic() -> None:

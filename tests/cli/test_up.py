@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -25,7 +24,6 @@ import pytest
 import yaml
 
 from gateway.cli import up
-from gateway.config.settings import Settings
 from gateway.local.gguf_file import read_model
 from gateway.local.locking import not_locked
 from gateway.local.memory import memory_needed
@@ -284,6 +282,21 @@ class TestServing:
                     return
             # Somebody else on this machine was quicker.
 
+    async def test_its_servers_stand_where_they_are_told_to_and_pass_over_what_is_taken(
+        self, environment: dict[str, str]
+    ) -> None:
+        with claim_free_port("127.0.0.1", 20_000) as claim:
+            port = port_of(claim)
+            arguments = ("--servers", "2", "--server-port", str(port))
+            async with running(environment, *arguments) as it:
+                told = await it.said("the servers are on")
+                first, second = map(int, re.findall(r"\d+", told.partition("servers are on")[2]))
+                assert port < first < second < port + 1000
+                assert told.startswith(f"Not every port from {port} on was to be had")
+                for name, taken in (("local-0", first), ("local-1", second)):
+                    assert f"  {name}: started on http://127.0.0.1:{taken}" in it.lines
+                assert await it.end() == 0
+
     async def test_a_terminal_shows_a_live_list(self, environment: dict[str, str]) -> None:
         ours, theirs = pty.openpty()
         process = await asyncio.create_subprocess_exec(
@@ -381,21 +394,6 @@ class TestRefusing:
         ran = run_process(["up", "--host", "0.0.0.0"])
         assert ran.status == 2
         assert "--allow-anonymous" in ran.err
-
-
-async def test_the_url_is_told_once_the_nodes_are_known(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    probed = asyncio.Event()
-    public = SimpleNamespace(url="http://127.0.0.1:8000")
-    gateway: Any = SimpleNamespace(fleet=SimpleNamespace(probed=probed), public=public)
-    inviting = asyncio.create_task(up._invite(gateway, Settings()))
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert capsys.readouterr().err == ""
-    probed.set()
-    await inviting
-    assert "API at http://127.0.0.1:8000/v1" in capsys.readouterr().err
 
 
 def test_the_slots_of_a_server_are_those_of_the_plan() -> None:

@@ -87,6 +87,42 @@ def test_an_empty_list_of_nodes_is_allowed_and_a_missing_one_is_not(
         assert "nodes: []" in problem.remedy
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "- name: a\n  url: http://h\n",
+            "F:1: must be a mapping, not a list (write the line nodes:",
+        ),
+        (
+            "nodes:\n  - http://h\n",
+            "F:2: nodes[0]: must be a mapping (write - {name: epyc-a, url: ",
+        ),
+        ("nodes:\n  - name: a\n", "F:2: nodes[0].url: is missing (add it, such as url: http://"),
+        ("nodes:\n  - url: http://h\n", "F:2: nodes[0].name: is missing (add it, such as name: "),
+        ("nodes:\n  - name: a\n    url:\n", "F:3: nodes[0].url: is missing (add it, such as url: "),
+        (
+            "nodes:\n  - name: a\n    url: http://h\n    port: 80800\n",
+            "F:4: nodes[0].port: unknown key (it is part of the url: http://10.0.0.11:8080)",
+        ),
+        (
+            "nodes:\n  - name: a\n    url: http://h:80800\n",
+            "F:3: nodes[0].url: has a wrong port 80800 (a port is a number up to 65535",
+        ),
+        (
+            "nodes:\n  - name: a\nurl: http://h\n",
+            "F:3: url: unknown key (it is a key of a node: indent it",
+        ),
+    ],
+)
+def test_a_common_slip_is_told_with_what_to_write(
+    nodes_problems: Problems, text: str, told: str
+) -> None:
+    problems = nodes_problems(text)
+    lines = [str(problem).replace(str(problem.file), "F") for problem in problems]
+    assert any(line.startswith(told) for line in lines), lines
+
+
 @pytest.mark.parametrize("text", ["[1]", "nodes", "nodes: {a: b}", "nodes: [1]", "defaults: 3"])
 def test_the_file_has_its_form(nodes_problems: Problems, text: str) -> None:
     assert any("must be a" in problem.message for problem in nodes_problems(text))
@@ -183,7 +219,8 @@ def test_addresses_are_normalised(load_nodes: LoadNodes, written: str, url: str)
         ("http://u:secret@h", "user or a password"),
         ("http://h?x=1", "query"),
         ("http://h#x", "query or a fragment"),
-        ("http://h:99999", "no valid URL"),
+        ("http://h:99999", "has a wrong port 99999"),
+        ("http://u:secret@h:8o80", "has a wrong port"),
         ("http://h:0", "valid host and port"),
         ("http://[::1", "no valid URL"),
         ("http://a b", "valid host"),
@@ -269,7 +306,7 @@ def test_a_wrong_value_is_told_with_its_key_and_nothing_secret(
     [
         ("node: []\nnodes: []", "did you mean nodes? Allowed: defaults, nodes"),
         ("Defaults: {}\nnodes: []", "did you mean defaults? Allowed: defaults, nodes"),
-        ("slots: 2\nnodes: []", "allowed: defaults, nodes; it is a key of a node"),
+        ("slots: 2\nnodes: []", "it is a key of a node: indent it as far as that node's name"),
         ("zebra: 2\nnodes: []", "allowed: defaults, nodes"),
     ],
 )

@@ -24,7 +24,8 @@ def test_hashes_are_masked_and_the_rest_is_shown(load_gateway: LoadSettings) -> 
             "id": "a",
             "sha256": MASK,
             "name": "Team A",
-            "max_class": "normal",
+            "class": None,
+            "max_class": None,
             "models": None,
             "trust_user_headers": False,
         }

@@ -98,13 +98,7 @@ def test_model_rules_are_read(load_gateway: LoadSettings) -> None:
 
 def test_keys_are_read_and_their_hashes_are_not_shown(load_gateway: LoadSettings) -> None:
     (key,) = load_gateway(f"keys: [{{id: a, sha256: {HASH.upper()}, models: m}}]").keys
-    assert (key.id, key.sha256, key.name, key.max_class, key.models) == (
-        "a",
-        HASH,
-        "",
-        "normal",
-        ("m",),
-    )
+    assert (key.id, key.sha256, key.name, key.models) == ("a", HASH, "", ("m",))
     assert HASH not in repr(key)
 
 
@@ -150,6 +144,11 @@ def test_what_later_versions_bring_is_told_apart(gateway_problems: Problems, key
         ("keys: [{id: a, sha256: lg_a_secret}]", "keys[0].sha256"),
         (f"keys: [{{sha256: {HASH}}}]", "keys[0].id"),
         (f"keys: [{{id: a, sha256: {HASH}, max_class: best}}]", "keys[0].max_class"),
+        (f"keys: [{{id: a, sha256: {HASH}, class: vip}}]", "keys[0].class"),
+        (
+            f"keys: [{{id: a, sha256: {HASH}, class: urgent, max_class: normal}}]",
+            "keys[0].max_class",
+        ),
         ("allow_anonymous: perhaps", "allow_anonymous"),
         ("cors: {origins: []}", "cors.origins"),
         ("cors: {origins: ['https://h/']}", "cors.origins[0]"),
@@ -291,3 +290,24 @@ def test_settings_are_frozen() -> None:
 def test_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_settings(tmp_path / "gateway.yaml", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "listen: {port: 80800}",
+            "1: listen.port: must be less than or equal to 65535 (it is 80800)",
+        ),
+        (
+            "port: 80800",
+            "1: port: unknown key (it is a key of listen and of admin: indent it below)",
+        ),
+        ("- listen", "1: must be a mapping (write keys with values, such as queue: {max: 100})"),
+    ],
+)
+def test_a_common_slip_is_told_with_what_to_write(
+    gateway_problems: Problems, text: str, told: str
+) -> None:
+    (problem,) = gateway_problems(text)
+    assert str(problem).endswith(told)

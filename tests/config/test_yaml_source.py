@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 
 import pytest
@@ -137,9 +138,18 @@ three: *base
     assert found["three"] == {"a": 1, "b": 2}
 
 
-def test_a_merge_key_must_name_mappings(file: Path) -> None:
-    (problem,) = read(file, "a: {<<: 3}\n").problems
-    assert "must name mappings" in problem.message
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("d: &base {x: 1}\na: {<<: base}\n", "write *base"),
+        ("a: {<<: base}\n", "write *base, and &base after the key of the mapping it stands for"),
+        ("a: {<<: 3}\n", "write *NAME, and &NAME after the key of the mapping it stands for"),
+        ("d: &base {x: 1}\na: {<<: [base]}\n", "write *base"),
+    ],
+)
+def test_a_merge_key_must_name_mappings(file: Path, text: str, remedy: str) -> None:
+    (problem,) = read(file, text).problems
+    assert (problem.message, problem.remedy) == ("must name mappings", remedy)
 
 
 def test_a_billion_laughs_end_soon_and_small(file: Path) -> None:
@@ -183,6 +193,24 @@ def test_depth_by_aliases_is_bounded_too(file: Path) -> None:
 )
 def test_what_is_no_yaml_is_told_with_its_place(file: Path, text: str | bytes, told: str) -> None:
     assert told in refusal(file, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("n:\n  - name: a\n  url: u\n", "F:3:3: .* \\(indent url by 4 spaces, as name above it"),
+        ("n:\n  - name: a\n   url: u\n", "F:3:4: .* \\(indent url by 4 spaces, as name above it"),
+        ("n:\n  - name: a\n      url: u\n", "F:3:10: .* \\(indent url by 4 spaces, as name above"),
+        ("n:\n  - name: a\n\n  # why\n  url: u\n", "F:5:3: .* \\(indent url by 4 spaces"),
+        ("n:\n  host: a\n port: 1\n", "F:3:2: .* \\(indent port by 2 spaces, as host above it"),
+        ("n:\n  - name: a\n    url:http://u\n", "F:3: .* \\(put a space after url:\\)"),
+        ("n:\n\t- a\n", "F:2:1: .* \\(indent with spaces, not with tabs\\)"),
+        ("n:\n  - name: a: b\n", "F:2:12: .* \\(quote a value that holds ': '"),
+        ("a: 1\nb: c: d\n", "F:2:5: .* \\(quote a value that holds ': '"),
+    ],
+)
+def test_what_is_no_yaml_is_told_with_what_to_do(file: Path, text: str, told: str) -> None:
+    assert re.match(told, refusal(file, text))
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:

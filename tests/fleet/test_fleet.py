@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from gateway.config.inventory import NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.events import Bus, NodeChanged
-from gateway.fleet import departures
 from gateway.fleet.drains import Drains
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.lease import Lease
@@ -286,20 +285,6 @@ async def test_what_a_node_served_is_known_when_it_leaves_and_comes_back_while_i
 
 
 @in_virtual_time
-async def test_of_nodes_that_left_only_so_many_are_remembered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(departures, "MOST_SEEN", 2)
-    specs = [a_spec(name) for name in "abc"]
-    async with a_fleet(*specs) as fleet:
-        for name in "abc":
-            fleet[name].facts.models = (f"of {name}",)
-        fleet.fleet.apply(inventory())
-        fleet.fleet.apply(inventory(*specs))
-        assert fleet.fleet.catalogue.model_names() == ("of b", "of c")
-
-
-@in_virtual_time
 async def test_another_model_on_a_node_is_noticed() -> None:
     async with EmulatedNode(model="old") as server, a_fleet(a_spec(url=server.url)) as fleet:
         assert fleet.fleet.catalogue.model_names() == ("old",)
@@ -313,10 +298,10 @@ async def test_a_node_that_has_not_spoken_yet_may_serve_anything() -> None:
         server.loading = True
         async with a_fleet(a_spec(url=server.url)) as fleet:
             assert fleet.state("a") is State.LOADING
-            assert fleet.fleet.catalogue.undecided()
+            assert fleet.fleet.catalogue.unknown("other").code == "no_node"
             server.loading = False
             await fleet.until_state("a", State.READY)
-            assert not fleet.fleet.catalogue.undecided()
+            assert fleet.fleet.catalogue.unknown("other").code == "model_not_found"
 
 
 @in_virtual_time

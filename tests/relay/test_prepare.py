@@ -11,12 +11,14 @@ import pytest
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
+from gateway.fleet.catalogue import Catalogue
 from gateway.relay.naming import Names
 from gateway.relay.peek import peek
 from gateway.relay.prepare import Incoming, Rules, prepare
 from gateway.relay.routes import ROUTES
 from gateway.request import Caller, Priority, Request
 from tests.emulator import EmulatedNode
+from tests.fleet.build import a_node
 from tests.relay.house import a_house
 from tests.virtual import in_virtual_time
 
@@ -47,7 +49,9 @@ def prepared(
         received=100.0,
     )
     rules = Rules(LimitSettings(**limits), Names(models or {}), default)
-    return prepare(incoming, peek(data), Priority.NORMAL, rules, lambda: known)
+    catalogue = Catalogue()
+    catalogue.renew([a_node(model=list(known))] if known else [])
+    return prepare(incoming, peek(data), Priority.NORMAL, rules, catalogue)
 
 
 def refused(body: Any, *args: Any, **keys: Any) -> tuple[int, str, str | None]:
@@ -110,7 +114,7 @@ def test_the_model_is_what_is_said_or_the_default_or_the_only_one() -> None:
     assert prepared({"model": None}).model == "demo"
     assert prepared({}, known=("demo", "x"), caller=caller_of("x")).model == "x"
     assert refused({}, known=("a", "b")) == (400, "invalid_request", "model")
-    assert refused({}, known=())[:2] == (503, "starting")
+    assert refused({}, known=()) == (400, "invalid_request", "model")
 
 
 def caller_of(*models: str) -> Caller:

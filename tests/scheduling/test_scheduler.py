@@ -167,7 +167,7 @@ async def test_while_a_node_might_still_have_it_it_is_503() -> None:
     silent.probing.probed = silent.probing.up = False
     with pytest.raises(GatewayError) as raised:
         await a_scheduler(node(), silent).lease(a_request("nothing"))
-    assert (raised.value.status, raised.value.code) == (503, "starting")
+    assert (raised.value.status, raised.value.code) == (503, "no_node")
     assert raised.value.retry_after
 
 

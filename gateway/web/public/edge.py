@@ -211,9 +211,7 @@ class _Exchange:
             preamble.session,
         )
         catalogue = edge.fleet.catalogue
-        request = prepare(
-            incoming, peeked, record.priority, self._snapshot.rules, catalogue.model_names
-        )
+        request = prepare(incoming, peeked, record.priority, self._snapshot.rules, catalogue)
         record.stream = request.stream
         for name in request.candidates:
             if catalogue.known(name):
@@ -291,6 +289,8 @@ class _Exchange:
         """End with an error: a reply of its own, or an event if the stream has begun."""
         record, dialect, turn = self.record, self._route.dialect, self._turn
         record.code, record.reason = error.status, error.code
+        if self._snapshot.expose_node:
+            error.name_nodes()
         if turn.response_started:
             told = dialect.error_event if record.stream else dialect.error_body
             turn.end(told(error, record.id))

@@ -118,8 +118,10 @@ class _Site:
         """The name, if it is one of the catalogue. Raises: GatewayError (404, 503)."""
         if name in catalogue:
             return name
-        if catalogue.caller.may_use(name) and self.edge.fleet.catalogue.undecided():
-            raise errors.starting("A node has not said yet which models it serves.")
+        if catalogue.caller.may_use(name):
+            error = self.edge.fleet.catalogue.unknown(name)
+            if error.code == "no_node":
+                raise error.name_nodes() if self.edge.snapshot.expose_node else error
         raise errors.model_not_found(echoed(name), catalogue.all())
 
     def _default(self, catalogue: Catalogue) -> str | None:

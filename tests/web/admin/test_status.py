@@ -21,7 +21,14 @@ DEAD = "http://127.0.0.1:9"
 async def test_status_tells_the_gateway_on_one_page() -> None:
     async with (
         EmulatedNode(slots=2) as node,
-        a_house(a_spec("a", node.url), a_spec("b", DEAD), a_spec("c", DEAD), serving=True) as house,
+        a_house(
+            *(
+                a_spec("a", node.url),
+                a_spec("b", DEAD, model="demo"),
+                a_spec("c", DEAD, model="demo"),
+            ),
+            serving=True,
+        ) as house,
     ):
         assert (await house.chat()).status_code == 200
         assert (await house.chat(model="nobody-has-it")).status_code == 404

@@ -165,7 +165,8 @@ async def test_while_a_node_might_yet_serve_a_model_it_is_503_and_not_404() -> N
         node.loading = True
         async with a_house(a_spec("a", node.url)) as house:
             response = await house.public.get("/v1/models/demo")
-            assert (response.status_code, error_of(response)["code"]) == (503, "starting")
+            assert (response.status_code, error_of(response)["code"]) == (503, "no_node")
+            assert "'a' is loading" in error_of(response)["message"]
             node.loading = False
             await house.until(lambda: house.fleet.catalogue.known("demo"))
             assert (await house.public.get("/v1/models/demo")).status_code == 200
