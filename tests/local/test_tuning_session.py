@@ -94,6 +94,7 @@ async def test_a_search_ends_with_the_best_and_says_by_how_much(bench: Bench) ->
     assert found.best.gain > 0.1
     assert found.best.told_apart
     assert "less than that of the rule of thumb" in found.verdict()[0]
+    assert "differences of less than" in found.verdict()[1]
     assert found.rows[0].score == min(row.score for row in found.rows)
 
 
