@@ -319,13 +319,6 @@ class TestWriting:
 
 class TestPlot:
     @pytest.mark.slow
-    async def test_a_picture_is_drawn(self, bench: Bench, tmp_path: Path) -> None:
-        session = bench.session()
-        await bench.run(session)
-        draw(tmp_path / "tuned.png", reported(session), "title")
-        assert (tmp_path / "tuned.png").read_bytes().startswith(b"\x89PNG")
-
-    @pytest.mark.slow
     async def test_a_search_that_was_stopped_can_be_drawn(
         self, bench: Bench, tmp_path: Path
     ) -> None:
