@@ -67,7 +67,11 @@ class Emulator:
     async def start(cls, name: str, host: str = LOOPBACK, within: tuple[str, ...] = ()) -> Self:
         """`within` is a command that runs another one, in a network of its own, say."""
         made = cls(name, host, within)
-        await made._listens()
+        try:
+            await made._listens()
+        except BaseException:
+            made.close()
+            raise
         return made
 
     @property

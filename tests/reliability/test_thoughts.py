@@ -27,8 +27,8 @@ HALF_A_WORD = 2
 QUESTIONS = [("Hello there", False, 6), ("winter", False, 2), ("winter", True, 6)]
 """What is asked, whether the answer is to end at a word, and every how many events it is cut.
 
-The first is thought of to the end. Of the second each place is cut in each dialect and with each
-kind of marks, in every other combination of them.
+The first is thought of to the end. The second is cut everywhere: with one kind of marks at the odd
+places of a dialect, with the other at its even ones.
 """
 CLOSED = -14.0
 """What is taken from the odds of the closing mark: thoughts are of some ten words."""
