@@ -79,23 +79,27 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-@pytest.mark.parametrize("module", MODULES, ids=shown)
-def test_a_module_is_short_enough_to_be_read_at_once(module: Path) -> None:
-    assert len(module.read_text().splitlines()) <= LINES_OF_A_MODULE
+def test_modules_are_short_enough_to_be_read_at_once() -> None:
+    lines = {shown(module): len(module.read_text().splitlines()) for module in MODULES}
+    assert {name: count for name, count in lines.items() if count > LINES_OF_A_MODULE} == {}
 
 
-@pytest.mark.parametrize("module", MODULES, ids=shown)
-def test_a_module_is_named_for_what_it_does(module: Path) -> None:
+def test_modules_are_named_for_what_they_do() -> None:
+    parts = {shown(module): module.relative_to(ROOT).with_suffix("").parts for module in MODULES}
     words = {
-        word for part in module.relative_to(ROOT).with_suffix("").parts for word in part.split("_")
+        name: {word for one in split for word in one.split("_")} for name, split in parts.items()
     }
-    assert not words & NAMES_THAT_HIDE
+    assert [name for name, found in words.items() if found & NAMES_THAT_HIDE] == []
 
 
-@pytest.mark.parametrize("module", MODULES, ids=shown)
-def test_a_module_says_what_it_is(module: Path) -> None:
-    text = module.read_text()
-    assert not text.strip() or ast.get_docstring(ast.parse(text))
+def test_modules_say_what_they_are() -> None:
+    texts = {shown(module): module.read_text() for module in MODULES}
+    silent = [
+        name
+        for name, text in texts.items()
+        if text.strip() and not ast.get_docstring(ast.parse(text))
+    ]
+    assert silent == []
 
 
 def test_no_file_names_a_package_registry_or_a_place_of_one_machine() -> None:
@@ -192,9 +196,13 @@ def test_make_help_tells_every_target() -> None:
     assert told == make_targets()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=shown)
-def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
-    without_code = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    targets = re.findall(r"\]\(([^)\s]+)\)", without_code)
-    local = [target.split("#")[0] for target in targets if not re.match(r"[a-z]+:|#", target)]
-    assert [target for target in local if not (page.parent / target).exists()] == []
+def test_every_link_of_the_pages_leads_somewhere() -> None:
+    astray = []
+    for page in PAGES:
+        text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        targets = re.findall(r"\]\(([^)\s]+)\)", text)
+        local = [target.split("#")[0] for target in targets if not re.match(r"[a-z]+:|#", target)]
+        astray += [
+            f"{shown(page)}: {target}" for target in local if not (page.parent / target).exists()
+        ]
+    assert astray == []

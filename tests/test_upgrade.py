@@ -26,8 +26,9 @@ from tests.fleet.build import a_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-REQUESTS = 10_000
-CLIENTS = 24
+REQUESTS = int(os.environ.get("UPGRADE_REQUESTS", "400"))
+"""Answered at least; more while a successor starts. docs/upgrades.md has the run with 10,000."""
+CLIENTS = 8
 UPGRADES = 3
 LIMIT = 120.0  # seconds for whatever is waited for
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -126,16 +127,29 @@ async def serving(
     assert await process.wait() == 0
 
 
-async def ask_on(client: httpx.AsyncClient, left: list[int], *, stream: bool) -> None:
+@dataclass(slots=True)
+class Asking:
+    """What clients do while one process takes over from another."""
+
+    answered: int = 0
+    over: bool = False
+
+    async def until(self, answered: int) -> None:
+        async with asyncio.timeout(3 * LIMIT):
+            while self.answered < answered:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def ask_on(client: httpx.AsyncClient, asking: Asking, *, stream: bool) -> None:
     """Ask one question after the other; each answer must be whole."""
-    while left[0] > 0:
-        left[0] -= 1
+    while not asking.over:
         answer = await client.post("/v1/chat/completions", json=HELLO | {"stream": stream})
         assert answer.status_code == 200, answer.text
         if stream:
             assert answer.text.endswith("data: [DONE]\n\n")
         else:
             assert answer.json()["usage"]["completion_tokens"] == 4
+        asking.answered += 1
 
 
 async def test_nothing_fails_while_one_gateway_after_another_takes_over(tmp_path: Path) -> None:
@@ -151,20 +165,22 @@ async def test_nothing_fails_while_one_gateway_after_another_takes_over(tmp_path
             limits=httpx.Limits(max_keepalive_connections=0),
         ) as coming,
     ):
-        left = [REQUESTS]
+        asking = Asking()
         async with asyncio.TaskGroup() as group:
             for number in range(CLIENTS):
                 client = keeping if number % 2 else coming
-                group.create_task(ask_on(client, left, stream=number % 3 == 0))
+                group.create_task(ask_on(client, asking, stream=number % 3 == 0))
             for done in range(1, UPGRADES + 1):
                 # So far through them, whatever the speed of this machine.
-                while left[0] > REQUESTS * (1 - done / (UPGRADES + 1)):  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+                await asking.until(REQUESTS * done // (UPGRADES + 1))
                 await line.succeed()
+            # The last one has its share of them too.
+            await asking.until(asking.answered + REQUESTS // (UPGRADES + 1))
+            asking.over = True
         await keeping.aclose()
         await line.until("ended", UPGRADES)
         assert len({line.first.pid, *(told["pid"] for told in line.logged("succeeded"))}) == 4
-        assert node.requests == REQUESTS
+        assert node.requests == asking.answered >= REQUESTS
         assert {told["status"] for told in line.logged("request")} == {200}
 
 

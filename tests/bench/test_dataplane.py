@@ -35,21 +35,16 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(2 * LIMIT)
 @two_cores
-def test_a_quick_run_without_a_proxy_is_valid_in_every_scenario(tmp_path: Path) -> None:
+def test_a_quick_run_without_a_proxy_is_valid(tmp_path: Path) -> None:
+    """Of one scenario of each kind; `.ci/run` makes a quick run of all of them."""
     page, file = tmp_path / "page.md", tmp_path / "bench.json"
-    words = ("--quick", "--targets", "direct", "--streams", "20", "--markdown", str(page))
-    done = bench(*words, "--json", str(file))
+    words = ["--quick", "--targets", "direct", "--streams", "20", "--markdown", str(page)]
+    words += ["--only", "plain-c32,chunk,streams-20", "--json", str(file)]
+    done = bench(*words)
     assert done.returncode == 0, done.stderr
     told = json.loads(file.read_text())
     samples = {sample["scenario"]: sample for sample in told["samples"]}
-    assert list(samples) == [
-        "plain-c32",
-        "plain-c256",
-        "chunk",
-        "chunk-full",
-        "latency",
-        "streams-20",
-    ]
+    assert list(samples) == ["plain-c32", "chunk", "streams-20"]
     assert not any(sample["errors"] for sample in told["samples"])
     assert samples["plain-c32"]["figures"]["upstream_connections"] == 0
     delays = samples["streams-20"]["figures"]

@@ -67,12 +67,18 @@ def emulated(rng: random.Random, *, seed: str) -> Ask:
     return Ask(path, body, text, tokens)
 
 
-def real_bodies() -> list[tuple[str, dict[str, Any], int]]:
-    """Path, body and tokens of all that the real servers are asked. Greedy, nothing cached."""
+PROMPTS = len(_REAL_PROMPTS)
+
+
+def real_bodies(prompts: int = PROMPTS) -> list[tuple[str, dict[str, Any], int]]:
+    """Path, body and tokens of all that the real servers are asked. Greedy, nothing cached.
+
+    The last of the prompts have the longest answers.
+    """
     rng = random.Random(4)
     asks = []
     for path in GENERATING:
-        for number, prompt in enumerate(_REAL_PROMPTS):
+        for number, prompt in enumerate(_REAL_PROMPTS[:prompts]):
             tokens = (20, 60, 150, 300, 500)[number]
             body = _body(path, prompt, tokens, rng)
             body.pop("stream", None)

@@ -67,7 +67,11 @@ class Emulator:
     async def start(cls, name: str, host: str = LOOPBACK, within: tuple[str, ...] = ()) -> Self:
         """`within` is a command that runs another one, in a network of its own, say."""
         made = cls(name, host, within)
-        await made._listens()
+        try:
+            await made._listens()
+        except BaseException:
+            made.close()
+            raise
         return made
 
     @property
@@ -176,13 +180,13 @@ def _spawn_real(port: int) -> DemoServer:
     return spawn_demo_server(slots=1, context=CONTEXT, alias=REAL, port=port, extra=("--exact",))
 
 
-async def references(url: str) -> list[Ask]:
+async def references(url: str, prompts: int) -> list[Ask]:
     """What the server itself answers to all that it will be asked, uninterrupted."""
     asks = []
     async with httpx.AsyncClient(
         base_url=url, trust_env=False, verify=False, timeout=300
     ) as client:
-        for path, body, tokens in real_bodies():
+        for path, body, tokens in real_bodies(prompts):
             answer = await client.post(path, json=body)
             read = read_plain(path, answer.content)
             asks.append(Ask(path, body, read.text, tokens, real=True))

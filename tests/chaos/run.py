@@ -20,7 +20,7 @@ import httpx
 
 from tests.bench.process import waited_seconds
 from tests.chaos import asks
-from tests.chaos.asks import Ask
+from tests.chaos.asks import PROMPTS, Ask
 from tests.chaos.client import PATIENT, Client, Manner
 from tests.chaos.house import GatewayProcess
 from tests.chaos.judging import Judged, judge
@@ -78,20 +78,27 @@ class Kit:
 
 
 @asynccontextmanager
-async def a_kit(servers: int = SERVERS) -> AsyncIterator[Kit]:
-    """Everything started; at the end, ended."""
+async def a_kit(servers: int = SERVERS, prompts: int = PROMPTS) -> AsyncIterator[Kit]:
+    """Everything started; at the end, ended. `prompts`: how many the real servers are asked."""
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(GatewayProcess())
-        emulators, reals = [], []
-        for number in range(EMULATORS):
+        emulators: list[Emulator] = []
+        reals = []
+
+        async def emulate(number: int) -> None:
             emulator = await Emulator.start(f"words-{number}")
             stack.callback(emulator.close)
             emulators.append(emulator)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(EMULATORS):
+                group.create_task(emulate(number))
+        emulators.sort(key=lambda emulator: emulator.name)
         for number in range(servers):
             server = await Real.start(f"real-{number}")
             stack.push_async_callback(server.aclose)
             reals.append(server)
-        known = await references(reals[0].own_url) if reals else []
+        known = await references(reals[0].own_url, prompts) if reals else []
         yield Kit(gateway, emulators, reals, known)
 
 

@@ -72,15 +72,9 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-async def test_a_write_in_place_is_seen(file: Path) -> None:
-    async with watching(file, poll=NEVER) as watch:
-        file.write_text("nodes: [1]\n")
-        assert await watch.next() == {file}
-
-
 async def test_a_rename_over_the_file_is_seen(file: Path) -> None:
     async with watching(file, poll=NEVER) as watch:
-        for round_ in range(3):
+        for round_ in range(2):
             new = file.with_suffix(".tmp")
             new.write_text(f"nodes: [{round_}]\n")
             new.replace(file)
@@ -156,11 +150,6 @@ async def test_a_file_that_is_not_there_yet_is_seen_when_it_comes(file: Path) ->
         later.parent.mkdir()
         later.write_text("queue:\n")
         assert await watch.next() == {later}
-
-
-async def test_it_stops_soon_when_told(file: Path) -> None:
-    async with asyncio.timeout(LIMIT), watching(file, poll=NEVER) as watch:
-        watch.stop.set()
 
 
 async def test_a_change_before_the_first_look_is_not_lost(file: Path) -> None:

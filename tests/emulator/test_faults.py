@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import httpx
@@ -89,7 +90,7 @@ async def test_a_fault_may_be_bound_to_a_path() -> None:
         assert (await client.post(CHAT, json=chat())).status_code == 200
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 413, 422, 500, 501, 503, 504])
+@pytest.mark.parametrize("status", [400, 401, 404, 503])
 @in_virtual_time
 async def test_any_status_has_an_error_body(status: int) -> None:
     async with EmulatedNode() as node, httpx.AsyncClient() as client:
@@ -416,21 +417,20 @@ async def test_chunks_may_have_extensions_and_a_trailer() -> None:
             assert expected_chat_text(HELLO, 1) in reply.text
 
 
-@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("kind", [*ACTS, *WHOLE])
 @in_virtual_time
-async def test_every_fault_leaves_the_node_as_healthy_as_before(kind: str, stream: bool) -> None:
+async def test_every_fault_leaves_the_node_as_healthy_as_before(kind: str) -> None:
     options: dict[str, Any] = {"status": 500} if kind == "status" else {}
-    request = post(CHAT, chat(stream=stream, max_tokens=3), "Connection: close\r\n")
     async with EmulatedNode() as node:
-        for after in (None, 0, 2):
+        for stream, after in product((True, False), (None, 0, 2)):
             node.faults.next(kind, after_events=after, seconds=0.001, size=64, **options)
+            request = post(CHAT, chat(stream=stream, max_tokens=3), "Connection: close\r\n")
             with suppress(ConnectionResetError):
                 await bytes_of(node, request)
         async with httpx.AsyncClient(base_url=node.url) as client:
             reply = await client.post(CHAT, json=chat(stream=False, max_tokens=4))
         assert reply.json()["choices"][0]["message"]["content"] == expected_chat_text(HELLO, 4)
-        assert (node.busy, node.failures, node.faults.fired) == (0, [], 3)
+        assert (node.busy, node.failures, node.faults.fired) == (0, [], 6)
 
 
 @in_virtual_time

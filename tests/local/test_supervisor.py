@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from gateway.local.supervisor import (
     Started,
     next_pause,
 )
-from tests.processes import gone, wait_until_gone
+from tests.processes import gone
 from tests.servers import demo_model
 
 ROOT = Path(gateway.__file__).parent.parent
@@ -85,25 +84,6 @@ async def test_servers_answer_are_described_as_nodes_and_end_with_the_fleet(
 
 
 @pytest.mark.real
-async def test_a_killed_server_is_started_again_on_its_port(tmp_path: Path) -> None:
-    told: list[Progress] = []
-    fleet = LocalFleet(specs(2), tmp_path, base_port=0, on_progress=told.append)
-    async with fleet, httpx.AsyncClient(timeout=60) as client:
-        urls, (first, second) = fleet.urls, fleet.pids
-        assert first is not None
-        os.kill(first, signal.SIGKILL)
-        await until(lambda: sum(isinstance(progress, Ready) for progress in told) == 3)
-        assert [p for p in told if isinstance(p, Exited)] == [
-            Exited("local-0", "killed by SIGKILL", 0.5)
-        ]
-        assert fleet.urls == urls
-        assert fleet.pids[0] not in {None, first}
-        assert fleet.pids[1] == second
-        answer = await client.post(f"{urls[0]}/completion", json={"prompt": "on", "n_predict": 5})
-        assert answer.json()["tokens_predicted"] == 5
-
-
-@pytest.mark.real
 async def test_the_fleet_ends_while_a_server_waits_for_its_restart(tmp_path: Path) -> None:
     told: list[Progress] = []
     async with LocalFleet(specs(1), tmp_path, base_port=0, on_progress=told.append) as fleet:
@@ -113,36 +93,6 @@ async def test_the_fleet_ends_while_a_server_waits_for_its_restart(tmp_path: Pat
         await until(lambda: any(isinstance(progress, Exited) for progress in told))
     assert fleet.pids == (None,)
     assert sum(isinstance(progress, Started) for progress in told) == 1
-
-
-@pytest.mark.real
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_no_orphan_is_left_when_the_supervising_process_is_killed(
-    tmp_path: Path, loop: str
-) -> None:
-    script = (
-        f"import asyncio, {loop}\n"
-        "from pathlib import Path\n"
-        "from gateway.local.supervisor import LocalFleet\n"
-        "from tests.local.test_supervisor import specs\n"
-        "async def main():\n"
-        f"    model, logs = Path({str(demo_model())!r}), Path({str(tmp_path)!r})\n"
-        "    async with LocalFleet(specs(2, model), logs, base_port=0) as fleet:\n"
-        "        print(*fleet.pids, flush=True)\n"
-        "        await asyncio.sleep(600)\n"
-        f"{loop}.run(main())\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert process.stdout is not None
-    pids = [int(pid) for pid in process.stdout.readline().split()]
-    assert len(pids) == 2
-    assert not any(gone(pid) for pid in pids)
-    process.kill()
-    process.wait(60)
-    process.stdout.close()
-    wait_until_gone(pids)
 
 
 @pytest.mark.real

@@ -18,10 +18,10 @@ FLEET = [Machine(f"fast{i}", 2, 600.0, 40.0) for i in range(4)] + [
 
 def test_every_policy_of_the_gateway_and_both_peers_can_be_compared() -> None:
     assert set(known_policies()) == {*POLICIES, *PEERS}
-    reports = compare(generate(Traffic(requests=300, rate=1.0), 1), FLEET, known_policies())
+    reports = compare(generate(Traffic(requests=150, rate=1.0), 1), FLEET, known_policies())
     assert [report.policy for report in reports] == list(known_policies())
     for report in reports:
-        assert report.requests == 300
+        assert report.requests == 150
         assert 0 < report.bound <= report.completion.mean
         assert 0 < report.utilisation < 1
         assert 0 < report.cached_share < 1
@@ -31,7 +31,7 @@ def test_every_policy_of_the_gateway_and_both_peers_can_be_compared() -> None:
 
 def test_the_same_seed_gives_the_same_figures() -> None:
     def played() -> float:
-        trace = generate(Traffic(requests=400, rate=1.0), 5)
+        trace = generate(Traffic(requests=100, rate=1.0), 5)
         return compare(trace, FLEET, ["least_finish"], seed=3)[0].completion.mean
 
     assert played() == played()
@@ -53,7 +53,7 @@ def test_a_policy_that_does_not_exist_is_told_before_anything_is_played() -> Non
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_least_finish_is_well_ahead_of_counting_connections(exact: bool) -> None:
-    trace = generate(Traffic(requests=3000, rate=1.0), 1)
+    trace = generate(Traffic(requests=1500, rate=1.0), 1)
     ours, nginx = compare(trace, FLEET, ["least_finish", "nginx"], exact=exact)
     assert ours.completion.mean < 0.85 * nginx.completion.mean
     assert ours.ttft.p95 < 0.85 * nginx.ttft.p95
@@ -88,7 +88,7 @@ def test_what_was_learnt_is_near_the_truth() -> None:
 
     learnt = Learnt()
     stood = GatewayFront(FLEET, knowledge=learnt)
-    simulate(generate(Traffic(requests=3000, rate=1.0), 2), FLEET, stood)
+    simulate(generate(Traffic(requests=1000, rate=1.0), 2), FLEET, stood)
     for node, row in zip(FLEET, stood.board.rows, strict=True):
         assert row.token_base == pytest.approx(node.token_base, rel=0.3)
         assert row.prefill == pytest.approx(node.prefill, rel=0.4)
@@ -120,8 +120,8 @@ def test_a_request_is_little_more_work_among_ten_times_the_nodes() -> None:
     def work(nodes: int) -> float:
         fleet = [Machine(f"fast{i}", 2, 700.0, 48.0) for i in range(7 * nodes // 10)]
         fleet += [Machine(f"slow{i}", 2, 240.0, 16.0) for i in range(3 * nodes // 10)]
-        traffic = Traffic(requests=1000, rate=0.16 * nodes, answer=172.0, tenants=120)
+        traffic = Traffic(requests=400, rate=0.16 * nodes, answer=172.0, tenants=120)
         trace = generate(traffic, 1)
-        return instructions(lambda: simulate(trace, fleet, front("least_finish", fleet))) / 1000
+        return instructions(lambda: simulate(trace, fleet, front("least_finish", fleet))) / 400
 
     assert work(1000) < 1.5 * work(100)

@@ -41,10 +41,8 @@ def test_a_fleet_in_a_line() -> None:
     [
         ("", "write COUNTxSLOTS@DECODE:PREFILL, such as 4x2@40:600"),
         ("4x2", "write COUNTxSLOTS"),
-        ("4x2@40:600,", "write COUNTxSLOTS"),
         ("4x2@4.0.0:600", "no number"),
         ("0x2@40:600", "1 to 100000 nodes"),
-        ("99999999x2@40:600", "1 to 100000 nodes"),
         ("1x0@40:600", "needs a slot"),
         ("1x2@0:600", "speeds must be positive"),
     ],
@@ -108,7 +106,6 @@ def test_speeds_are_what_the_nodes_command_writes(tmp_path: Path) -> None:
         ("s.json", "3", "holds no list of nodes"),
         ("s.json", '{"nodes": [3]}', r"nodes\[0\]: has no name"),
         ("s.json", '[{"name": "a", "decode_tps": 0}]', r"nodes\[0\].decode_tps: must be a posit"),
-        ("s.json", '[{"name": "a", "decode_tps": "4"}]', "must be a positive number"),
         ("s.json", '[{"name": "a", "prefill_tps": NaN}]', "must be a positive number"),
     ],
 )

@@ -46,9 +46,7 @@ def in_steps(*jobs: Job) -> list[int]:
     return [round(one.ended - one.began) for one in jobs]
 
 
-@pytest.mark.parametrize(
-    ("slots", "cache_mib", "seed"), [(2, 1024, 1), (3, 1024, 2), (2, 16, 8), (3, 4, 9), (2, 1, 7)]
-)
+@pytest.mark.parametrize(("slots", "cache_mib", "seed"), [(3, 1024, 2), (2, 16, 8), (3, 4, 9)])
 async def test_slots_cached_tokens_and_steps_are_those_of_a_real_server(
     client: httpx.AsyncClient, slots: int, cache_mib: int, seed: int
 ) -> None:
@@ -61,7 +59,7 @@ async def test_slots_cached_tokens_and_steps_are_those_of_a_real_server(
     server = spawn_demo_server(slots=slots, extra=("--cache-ram", str(cache_mib)))
     try:
         url = await asyncio.to_thread(wait_for, server)
-        for number in range(60):
+        for number in range(40):
             talker = rng.randrange(10)
             if talker not in talks or len(talks[talker][2]) > 2500:
                 head = rng.randrange(3)
@@ -90,7 +88,7 @@ async def test_a_neighbour_writes_one_token_for_each_batch_that_is_read(
     client: httpx.AsyncClient,
 ) -> None:
     rng = random.Random(1)
-    async with start_demo_servers(1, 2, context=ENDLESS + 1000, size="medium") as (url,):
+    async with start_demo_servers(1, 2, context=ENDLESS + 1000) as (url,):
         writer = asyncio.create_task(ask(client, url, words(rng, 20), ENDLESS))
         while (before := await computed(client, url))[0] < 50:
             assert not writer.done()

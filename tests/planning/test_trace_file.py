@@ -89,20 +89,12 @@ def test_an_answer_ends_at_max_tokens(tmp_path: Path) -> None:
             "trace.jsonl:2:2: prompt_tokens: 0 is not valid (write a whole number from 1",
         ),
         (
-            '{"prompt_tokens": 1, "output_tokens": 1e18}',
-            "trace.jsonl:2:22: output_tokens: 1e+18 is not valid",
-        ),
-        (
             '{"prompt_tokens": 1, "output_tokens": true}',
             "trace.jsonl:2:22: output_tokens: true is not valid",
         ),
         (
             '{"prompt_tokens": 1, "output_tokens": 1, "time": NaN}',
             "trace.jsonl:2:42: time: NaN is not valid (write seconds, such as 12.5)",
-        ),
-        (
-            '{"prompt_tokens": 1, "output_tokens": 1, "pause": -1}',
-            "trace.jsonl:2:42: pause: -1 is not valid",
         ),
         (
             '{"prompt_tokens": 1, "output_tokens": 1, "class": "vip"}',
@@ -170,7 +162,6 @@ def test_time_zones_of_later_azure_traces_are_understood(tmp_path: Path) -> None
     [
         ("soon,3,4", "a.csv:5:1: TIMESTAMP: 'soon' is not valid (write it as 2023-11-16"),
         ("2023-11-16 18:15:46,-3,4", "a.csv:5:21: ContextTokens: '-3' is not valid"),
-        ("2023-11-16 18:15:46,3,4e9", "a.csv:5:23: GeneratedTokens: '4e9' is not valid"),
         ("2023-11-16 18:15:46,3", "a.csv:5: has 2 cells"),
     ],
 )

@@ -36,6 +36,7 @@ PATHS = ("/v1/chat/completions", "/v1/completions")
 SETTINGS: dict[str, Any] = {
     "health": {"interval": 0.5, "timeout": 60, "failures": 1_000_000, "slow_start": 0.0},
     "timeouts": {"connect": 60, "silence": 120, "first_byte": 120},
+    "retries": {"backoff": 0.0},
 }
 
 

@@ -22,7 +22,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hello there", "stop": []},
     "/v1/messages": {**TALK, "stop_sequences": []},
 }
-TOKENS = 24
+TOKENS = 18
 HALF_A_WORD = 2
 
 
@@ -51,11 +51,11 @@ async def test_a_word_that_ends_an_answer_ends_it_across_the_seam(
     tmp_path: Path, path: str
 ) -> None:
     plan = Plan()
-    settings = SETTINGS | {"retries": {"quarantine": 0, "budget_min": 1000}}
+    retries = {"backoff": 0.0, "quarantine": 0, "budget_min": 1000}
     async with (
         start_demo_servers(2, slots=1, extra=("--exact",)) as servers,
         cutters(servers, plan) as urls,
-        running_gateway(tmp_path, urls, settings) as running,
+        running_gateway(tmp_path, urls, SETTINGS | {"retries": retries}) as running,
     ):
         free, _, _ = await streamed(running, path, None)
         words = free.split(" ")
