@@ -15,7 +15,7 @@ from gateway.fleet.states import State
 from tests.elastic.cloud import Cloud
 from tests.elastic.site import MODEL, ask, metrics, order, settings, shown, until_state
 from tests.emulator import EmulatedNode
-from tests.gateways import Running, running_gateway, until
+from tests.gateways import NO_TLS, Running, running_gateway, until
 from tests.virtual import in_virtual_time, now
 
 
@@ -176,7 +176,9 @@ async def test_a_node_with_work_of_others_is_not_stopped(tmp_path: Path) -> None
             assert (await ask(running, tokens=2)).status_code == 200
             # Somebody else, past the gateway.
             began = now()
-            async with httpx.AsyncClient(base_url=spare.url, trust_env=False) as other:
+            async with httpx.AsyncClient(
+                base_url=spare.url, trust_env=False, verify=NO_TLS
+            ) as other:
                 body = {"messages": [{"role": "user", "content": "story"}], "max_tokens": 80}
                 answer = await other.post("/v1/chat/completions", json=body, timeout=30)
             assert answer.json()["usage"]["completion_tokens"] == 80

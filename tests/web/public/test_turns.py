@@ -19,7 +19,7 @@ import pytest
 from gateway.access.keys import NewKey, new_key
 from gateway.request import Priority
 from tests.emulator import EmulatedNode
-from tests.gateways import Running, running_gateway, until
+from tests.gateways import NO_TLS, Running, running_gateway, until
 from tests.virtual import in_virtual_time, now
 
 CHAT = "/v1/chat/completions"
@@ -81,6 +81,7 @@ async def a_site(
                 base_url=running.url,
                 timeout=60.0,
                 trust_env=False,
+                verify=NO_TLS,
                 limits=httpx.Limits(max_connections=None),
             )
         )
