@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from tests.api.site import FIXED, HELLO, Site, a_site, broken_off, busy, until_busy
-from tests.gateways import until
+from tests.gateways import NO_TLS, until
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
 
@@ -88,7 +88,7 @@ async def test_what_can_only_be_answered_plainly_holds_its_slot_until_the_server
     narrow: Site, narrow_url: str
 ) -> None:
     begun = [*HELLO, {"role": "assistant", "content": "well"}]
-    body = SHORT | {"max_tokens": 5000, "messages": begun}
+    body = SHORT | {"max_tokens": 2000, "messages": begun}
     asked = asyncio.create_task(narrow.http.post(PATH, json=body))
     await until_busy(narrow_url, 1)
     asked.cancel()
@@ -151,7 +151,7 @@ async def test_a_client_that_gives_up_gets_its_own_error_and_frees_the_slot(
 
 async def deferred(url: str) -> int:
     """Requests that wait inside the server, by its own count."""
-    async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=10) as client:
         told = (await client.get(f"{url}/metrics")).text
     found = re.search(r"^llamacpp:requests_deferred (\d+)", told, re.MULTILINE)
     assert found

@@ -19,7 +19,7 @@ from openai import AsyncOpenAI
 from gateway.access.keys import new_key
 from tests.api.conftest import CONTEXT
 from tests.api.site import FIXED, HELLO, Site, a_site, busy, until_busy
-from tests.gateways import until
+from tests.gateways import NO_TLS, until
 from tests.servers import running_demo_servers
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
@@ -348,7 +348,9 @@ async def test_requests_that_the_operator_cancels_are_errors_of_their_clients(
     async with (
         a_site(tmp_path, [narrow_url]) as site,
         site.openai() as client,
-        httpx.AsyncClient(base_url=site.running.admin_url, trust_env=False, timeout=60) as admin,
+        httpx.AsyncClient(
+            base_url=site.running.admin_url, trust_env=False, verify=NO_TLS, timeout=60
+        ) as admin,
     ):
         stream = await client.chat.completions.create(**LONG, stream=True)
         tag = {"X-Request-ID": "waiting-1"}
