@@ -205,7 +205,7 @@ async def test_real_slots_are_free_when_the_client_has_left(tmp_path: Path) -> N
         assert sum(node.failures for node in site.gateway.fleet.nodes.values()) == plan.cuts
 
 
-LONG = "river stone " * 1500
+LONG = "river stone " * 800
 OTHER = {
     "messages": [{"role": "user", "content": "hello"}], "max_tokens": 15_000, "stream": True,
     "ignore_eos": True,
