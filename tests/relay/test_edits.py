@@ -55,7 +55,8 @@ def test_what_is_inside_stays_byte_for_byte() -> None:
 
 @pytest.mark.parametrize("field", ["id_slot", "lora"])
 def test_what_chooses_a_slot_or_an_adapter_is_taken_out(field: str) -> None:
-    for value in (0, -1, None, [], {"id": 1}, "x"):
+    values: tuple[Any, ...] = (0, -1, None, [], {"id": 1}, "x")
+    for value in values:
         assert result({"prompt": "a", field: value}) == {"prompt": "a"}
 
 
