@@ -12,6 +12,7 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from tests.api.site import Site, a_site
+from tests.gateways import NO_TLS
 from tests.servers import (
     DemoServer,
     demo_servers,
@@ -98,12 +99,16 @@ async def anthropic(site: Site) -> AsyncIterator[AsyncAnthropic]:
 @pytest_asyncio.fixture(loop_scope="session")
 async def chat_node(chat_url: str) -> AsyncIterator[httpx.AsyncClient]:
     """The chatting server itself, without the gateway."""
-    async with httpx.AsyncClient(base_url=chat_url, trust_env=False, timeout=60) as client:
+    async with httpx.AsyncClient(
+        base_url=chat_url, trust_env=False, verify=NO_TLS, timeout=60
+    ) as client:
         yield client
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def embed_node(embedder_url: str) -> AsyncIterator[httpx.AsyncClient]:
     """The embedding server itself."""
-    async with httpx.AsyncClient(base_url=embedder_url, trust_env=False, timeout=60) as client:
+    async with httpx.AsyncClient(
+        base_url=embedder_url, trust_env=False, verify=NO_TLS, timeout=60
+    ) as client:
         yield client

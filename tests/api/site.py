@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 
 from gateway.app import Gateway
 from gateway.events import RequestFinished
-from tests.gateways import Running, running_gateway, until
+from tests.gateways import NO_TLS, Running, running_gateway, until
 
 HELLO: Any = [{"role": "user", "content": "hello there"}]
 FIXED: dict[str, Any] = {"temperature": 0, "seed": 7}
@@ -97,14 +97,14 @@ async def a_site(
 
 async def busy(url: str) -> int:
     """Slots that a server itself shows busy."""
-    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=60) as client:
         slots = (await client.get(f"{url}/slots")).json()
     return sum(slot["is_processing"] for slot in slots)
 
 
 async def broken_off(url: str) -> bool:
     """Whether the answer of each slot that was used had more to come when it ended."""
-    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=60) as client:
         slots = (await client.get(f"{url}/slots")).json()
     return all(token["has_next_token"] for slot in slots for token in slot["next_token"])
 

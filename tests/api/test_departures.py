@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from tests.api.site import FIXED, HELLO, Site, a_site, broken_off, busy, until_busy
-from tests.gateways import until
+from tests.gateways import NO_TLS, until
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
 
@@ -53,17 +53,6 @@ async def test_a_stream_that_is_left_frees_its_slot_at_once(narrow: Site, narrow
     assert the_node(narrow).failures == 0
 
 
-async def held_while_busy(site: Site, url: str) -> int:
-    """Follow an abandoned slot; how often the server was seen busy while we held it."""
-    seen = 0
-    while site.leased["node-0"]:
-        seen += await busy(url)
-        await asyncio.sleep(0.005)
-    # The lease is given back only for a slot that is free, so from now on it stays free.
-    assert await busy(url) == 0
-    return seen
-
-
 async def test_a_plain_request_that_is_left_frees_its_slot_at_once(
     narrow: Site, narrow_url: str
 ) -> None:
@@ -88,7 +77,7 @@ async def test_what_can_only_be_answered_plainly_holds_its_slot_until_the_server
     narrow: Site, narrow_url: str
 ) -> None:
     begun = [*HELLO, {"role": "assistant", "content": "well"}]
-    body = SHORT | {"max_tokens": 5000, "messages": begun}
+    body = SHORT | {"max_tokens": 1000, "messages": begun}
     asked = asyncio.create_task(narrow.http.post(PATH, json=body))
     await until_busy(narrow_url, 1)
     asked.cancel()
@@ -103,33 +92,6 @@ async def test_what_can_only_be_answered_plainly_holds_its_slot_until_the_server
     assert (await queued).status_code == 200
     assert narrow.records[1].queue > 0.1
     assert the_node(narrow).failures == 0
-
-
-async def left_in_prefill(site: Site, url: str) -> int:
-    """Leave while the prompt is read; how often the server was seen busy while we held its slot."""
-    messages = [{"role": "user", "content": "river stone " * 4000}]
-    body = LONG | {"messages": messages, "cache_prompt": False}
-    before = len(site.records)
-    asked = asyncio.create_task(site.http.post(PATH, json=body))
-    await until(lambda: len(site.gateway.registry) == 1)
-    await until_busy(url, 1)
-    asked.cancel()
-    await until(lambda: len(site.records) > before)
-    seen = await held_while_busy(site, url)
-    assert site.records[-1].code == 499
-    return seen if site.records[-1].ttft is None else 0
-
-
-@pytest.mark.slow
-async def test_a_stream_that_is_left_in_prefill_holds_its_slot_until_the_prompt_is_read(
-    narrow: Site, narrow_url: str
-) -> None:
-    # The server lets go after the batch it is at, which can be over before this process, standing
-    # still on a busy machine, has looked. Then it proves nothing, and is tried again.
-    async with asyncio.timeout(240):
-        while not await left_in_prefill(narrow, narrow_url):
-            pass
-    assert (await narrow.http.post(PATH, json=SHORT)).status_code == 200
 
 
 async def test_a_client_that_gives_up_gets_its_own_error_and_frees_the_slot(
@@ -151,7 +113,7 @@ async def test_a_client_that_gives_up_gets_its_own_error_and_frees_the_slot(
 
 async def deferred(url: str) -> int:
     """Requests that wait inside the server, by its own count."""
-    async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=10) as client:
         told = (await client.get(f"{url}/metrics")).text
     found = re.search(r"^llamacpp:requests_deferred (\d+)", told, re.MULTILINE)
     assert found
@@ -164,7 +126,7 @@ async def test_a_server_is_never_given_more_than_it_has_slots(
     order: list[int] = []
 
     async def ask(number: int) -> None:
-        answer = await narrow.http.post(PATH, json=SHORT | {"max_tokens": 1000})
+        answer = await narrow.http.post(PATH, json=SHORT | {"max_tokens": 400})
         assert answer.status_code == 200
         order.append(number)
 

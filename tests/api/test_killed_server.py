@@ -29,7 +29,8 @@ pytestmark = [
 ]
 
 NODES = 3
-CLIENTS = 12
+CLIENTS = 10
+ANSWER = 500  # tokens, each of which outlasts the look at how many are under way
 SETTINGS = {"health": {"interval": 0.2}}
 
 
@@ -57,7 +58,7 @@ class Crowd:
 
     async def client(self, *, streams: bool) -> None:
         while not self.stopped:
-            seen = Seen(streams, self.rng.randrange(150, 600))
+            seen = Seen(streams, self.rng.randrange(100, 300))
             self.seen.append(seen)
             await self._ask(seen)
             seen.over = True
@@ -139,7 +140,6 @@ async def test_a_killed_server_costs_no_answer(tmp_path: Path) -> None:
                 group.create_task(crowd.client(streams=number % 2 == 0))
             killed: set[str] = set()
             await kill_one(site, fleet, crowd, killed)
-            await kill_one(site, fleet, crowd, killed)
             for _ in range(6):
                 # What a server had begun may be over when it dies.
                 if resumed:
@@ -188,18 +188,18 @@ async def test_the_only_server_is_waited_for_though_all_it_ran_failed_at_once(
         the_fleet(tmp_path, 1, slots=8) as fleet,
         a_site(tmp_path, fleet.inventory(), {"health": health}) as site,
     ):
-        body = {"messages": HELLO, "max_tokens": 1500}
+        body = {"messages": HELLO, "max_tokens": ANSWER}
         async with asyncio.TaskGroup() as group:
             asked = [
                 group.create_task(site.http.post("/v1/chat/completions", json=body))
-                for _ in range(12)
+                for _ in range(10)
             ]
             await until(lambda: under_way(site) == 8)
             [pid] = fleet.pids
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
         answers = [task.result() for task in asked]
-        assert [answer.status_code for answer in answers] == [200] * 12
-        assert all(_tokens(answer.json()) == 1500 for answer in answers)
+        assert [answer.status_code for answer in answers] == [200] * 10
+        assert all(_tokens(answer.json()) == ANSWER for answer in answers)
         again = [int(answer.headers["x-gateway-attempts"]) > 1 for answer in answers]
         assert sum(again) > site.gateway.settings.health.failures

@@ -19,7 +19,7 @@ from openai import AsyncOpenAI
 from gateway.access.keys import new_key
 from tests.api.conftest import CONTEXT
 from tests.api.site import FIXED, HELLO, Site, a_site, busy, until_busy
-from tests.gateways import until
+from tests.gateways import NO_TLS, until
 from tests.servers import running_demo_servers
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
@@ -230,6 +230,8 @@ async def test_a_client_that_is_told_to_come_back_succeeds_then(
         # As often as it takes until the server has let go of what was left.
         site.openai(max_retries=50) as client,
     ):
+        for _ in range(2):  # so that it is known how soon to come back
+            await client.chat.completions.create(**CHAT)
         async with held(site):
             answer = asyncio.create_task(client.chat.completions.create(**CHAT))
             await until(lambda: any(record.code == 429 for record in site.records))
@@ -255,19 +257,20 @@ async def test_a_wait_that_was_too_long_is_not_repeated(tmp_path: Path, narrow_u
 
 
 @pytest.mark.slow
-async def test_a_fleet_that_is_out_is_asked_again_until_the_client_gives_up(
+async def test_a_fleet_that_is_out_may_be_asked_again(
     tmp_path: Path,
 ) -> None:
     with running_demo_servers(1) as (server,):
         settings = {"retries": {"wait_for_node": 0.1}, "health": {"interval": 0.2}}
         async with a_site(tmp_path, [server.url], settings) as site:
             server.kill()
-            async with site.openai(max_retries=1) as client:
+            async with site.openai(max_retries=0) as client:
                 with pytest.raises(package.InternalServerError) as caught:
                     await client.chat.completions.create(**CHAT)
             assert told_of(caught.value) == (503, "no_node", "no_node")
+            assert int(caught.value.response.headers["retry-after"]) >= 1
             assert "x-should-retry" not in caught.value.response.headers
-            assert [record.code for record in site.records] == [503, 503]
+            assert [record.code for record in site.records] == [503]
 
 
 @pytest.mark.parametrize("path", ["embeddings", "rerank"])
@@ -286,7 +289,7 @@ async def test_an_answer_that_is_not_there_in_time_is_not_repeated(tmp_path: Pat
     with running_demo_servers(1, slots=1, context=16_384) as (server,):
         async with a_site(tmp_path, [server.url]) as site, site.openai() as client:
             asked = asyncio.create_task(
-                client.chat.completions.create(**LONG, extra_headers={"X-Request-Timeout": "2"})
+                client.chat.completions.create(**LONG, extra_headers={"X-Request-Timeout": "1"})
             )
             await until(lambda: asked.done() or any(live.attempt for live in site.gateway.registry))
             os.kill(server.pid, signal.SIGSTOP)  # it can't show its slot free
@@ -311,7 +314,7 @@ async def read(parts: AsyncIterator[Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("api", ["chat", "completions", "responses"])
+@pytest.mark.parametrize("api", ["chat", "responses"])
 async def test_a_node_that_dies_in_mid_stream_is_an_error_of_the_client(
     tmp_path: Path, api: str
 ) -> None:
@@ -319,12 +322,10 @@ async def test_a_node_that_dies_in_mid_stream_is_an_error_of_the_client(
         async with a_site(tmp_path, [server.url]) as site, site.openai() as client:
             asks: dict[str, Any] = {
                 "chat": client.chat.completions.create,
-                "completions": client.completions.create,
                 "responses": client.responses.create,
             }
             bodies: dict[str, Any] = {
                 "chat": LONG,
-                "completions": {"model": "demo", "prompt": "on", "max_tokens": 15_000},
                 "responses": {"model": "demo", "input": "on", "max_output_tokens": 15_000},
             }
             stream = await asks[api](**bodies[api], stream=True)
@@ -348,7 +349,9 @@ async def test_requests_that_the_operator_cancels_are_errors_of_their_clients(
     async with (
         a_site(tmp_path, [narrow_url]) as site,
         site.openai() as client,
-        httpx.AsyncClient(base_url=site.running.admin_url, trust_env=False, timeout=60) as admin,
+        httpx.AsyncClient(
+            base_url=site.running.admin_url, trust_env=False, verify=NO_TLS, timeout=60
+        ) as admin,
     ):
         stream = await client.chat.completions.create(**LONG, stream=True)
         tag = {"X-Request-ID": "waiting-1"}

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from tests.api.site import HELLO, busy, until_busy
+from tests.gateways import NO_TLS
 from tests.servers import running_demo_servers
 
 pytestmark = [
@@ -29,6 +30,7 @@ pytestmark = [
 START_LIMIT = 60.0  # seconds
 COMMAND = (sys.executable, "-m", "gateway")
 HEALTH = {"interval": 0.2, "timeout": 30.0}
+WORDS = 20  # tokens of an answer
 
 
 @dataclass(slots=True)
@@ -66,7 +68,7 @@ class Serving:
 
     async def nodes(self) -> dict[str, Any]:
         """The nodes as the admin API tells them."""
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=60) as client:
             told = (await client.get(f"{self.admin_url}/admin/nodes")).json()
         return {node["name"]: node for node in told["nodes"]}
 
@@ -118,8 +120,10 @@ class Load:
     stopped: bool = False
 
     async def client(self, *, stream: bool) -> None:
-        body = {"messages": HELLO, "max_tokens": 60, "stream": stream}
-        async with httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=120) as client:
+        body = {"messages": HELLO, "max_tokens": WORDS, "stream": stream}
+        async with httpx.AsyncClient(
+            base_url=self.url, trust_env=False, verify=NO_TLS, timeout=120
+        ) as client:
             while not self.stopped:
                 number, self.asked = self.asked, self.asked + 1
                 answer = await client.post("/v1/chat/completions", json=body)
@@ -127,7 +131,7 @@ class Load:
                 if stream:
                     assert answer.text.endswith("data: [DONE]\n\n")
                 else:
-                    assert answer.json()["timings"]["predicted_n"] == 60
+                    assert answer.json()["timings"]["predicted_n"] == WORDS
                 self.answers.append((number, answer.headers["x-gateway-node"]))
 
     async def more(self, answers: int = 20) -> set[str]:
@@ -179,7 +183,7 @@ async def test_nodes_come_and_go_without_a_lost_request(tmp_path: Path) -> None:
             # The file alone: it is watched.
             gateway.write_nodes(one=one.url, two=two.url)
             await until(lambda: state_is(gateway, "two", "ready"))
-            assert await load.more(60) == {"one", "two"}
+            assert await load.more(30) == {"one", "two"}
 
             gateway.write_nodes(two=two.url)
             await until(lambda: state_is(gateway, "one", None))
@@ -222,7 +226,7 @@ async def has_logged(gateway: Serving, event: str) -> bool:
 
 
 async def inventory_error_is(gateway: Serving, *, set_: bool) -> bool:
-    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=60) as client:
         status = (await client.get(f"{gateway.admin_url}/admin/status")).json()
     return (status["inventory_error"] is not None) == set_
 
@@ -234,21 +238,20 @@ async def test_a_node_is_drained_and_resumed_by_command_under_load(tmp_path: Pat
             await until(lambda: state_is(gateway, "one", "ready"))
             await until(lambda: state_is(gateway, "two", "ready"))
             async with under_load(gateway.url) as load:
-                assert await load.more(60) == {"one", "two"}
+                assert await load.more(30) == {"one", "two"}
 
                 status, out, err = await command("nodes", "drain", "one", "--wait", *admin)
                 assert (status, err) == (0, "")
                 assert out.startswith("one: draining")
                 assert await busy(one.url) == 0
-                assert await load.more(40) == {"two"}
-                status, out, _ = await command("nodes", "--json", *admin)
-                told = {node["name"]: node["state"] for node in json.loads(out)["nodes"]}
+                assert await load.more() == {"two"}
+                told = {name: node["state"] for name, node in (await gateway.nodes()).items()}
                 assert told == {"one": "draining", "two": "ready"}
 
                 status, out, _ = await command("nodes", "resume", "one", *admin)
                 assert status == 0
                 assert out.startswith("one: ready")
-                assert await load.more(60) == {"one", "two"}
+                assert await load.more(30) == {"one", "two"}
         assert {line["status"] for line in gateway.logged("request")} == {200}
 
 
@@ -258,7 +261,9 @@ async def test_running_streams_end_well_when_the_process_is_told_to_end(tmp_path
             await until(lambda: state_is(gateway, "one", "ready"))
             body = {"messages": HELLO, "max_tokens": 1500, "stream": True}
             async with (
-                httpx.AsyncClient(base_url=gateway.url, trust_env=False, timeout=120) as client,
+                httpx.AsyncClient(
+                    base_url=gateway.url, trust_env=False, verify=NO_TLS, timeout=120
+                ) as client,
                 client.stream("POST", "/v1/chat/completions", json=body) as answer,
             ):
                 parts = answer.aiter_bytes()
@@ -281,8 +286,3 @@ async def test_a_check_asks_the_servers_what_they_are(tmp_path: Path) -> None:
         assert told["one"]["models"] == ["demo"]
         assert (told["one"]["slots"], told["one"]["context"]) == (2, 4096)
         assert any("slots" in difference for difference in told["two"]["drift"])
-
-        one.kill()
-        status, out, _ = await command("check", "--probe", "--nodes", str(nodes_file))
-        assert status == 1
-        assert "demo" in out

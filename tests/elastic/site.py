@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from gateway.fleet.states import State
-from tests.gateways import Running, until
+from tests.gateways import NO_TLS, Running, until
 
 MODEL = "demo"
 LIMIT = 60.0
@@ -41,14 +41,18 @@ async def ask(
 
 
 async def shown(running: Running, name: str) -> Mapping[str, Any]:
-    async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin:
+    async with httpx.AsyncClient(
+        base_url=running.admin_url, trust_env=False, verify=NO_TLS
+    ) as admin:
         found: dict[str, Any] = (await admin.get(f"/admin/nodes/{name}")).json()
         return found
 
 
 async def order(running: Running, path: str) -> None:
     """Have an operator's order obeyed, such as `nodes/NAME/drain` or `reload`."""
-    async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin:
+    async with httpx.AsyncClient(
+        base_url=running.admin_url, trust_env=False, verify=NO_TLS
+    ) as admin:
         (await admin.post(f"/admin/{path}")).raise_for_status()
 
 
@@ -61,5 +65,7 @@ async def until_state(running: Running, name: str, state: State, limit: float = 
 
 
 async def metrics(running: Running) -> str:
-    async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin:
+    async with httpx.AsyncClient(
+        base_url=running.admin_url, trust_env=False, verify=NO_TLS
+    ) as admin:
         return (await admin.get("/metrics")).text

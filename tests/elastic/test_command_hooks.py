@@ -14,8 +14,8 @@ import pytest
 from gateway.fleet.states import State
 from gateway.local.ports import claim_port, port_of
 from tests.elastic import machine
-from tests.elastic.site import LIMIT, MODEL, ask, settings, until_state
-from tests.gateways import running_gateway, until
+from tests.elastic.site import MODEL, ask, settings, until_state
+from tests.gateways import running_gateway
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -70,38 +70,5 @@ async def test_a_request_that_only_a_standby_node_serves_starts_it_and_waits(
         answer = await ask(running)
         assert answer.status_code == 200
         assert answer.headers["x-gateway-node"] == "spare"
-        await until_state(running, "spare", State.STANDBY)
-    assert machines.orders() == ["start", "stop"]
-
-
-async def test_a_stop_hook_that_fails_is_tried_again_and_the_node_counts_as_running(
-    tmp_path: Path, machines: Machines
-) -> None:
-    spare = machines.node("spare")
-    flag = machines.folder / "may-stop"
-    code = (
-        "import pathlib, subprocess, sys\n"
-        "pathlib.Path(sys.argv[1]).stat()\n"
-        "subprocess.run(sys.argv[2:], check=True)"
-    )
-    spare["stop"] = [sys.executable, "-c", code, str(flag), *spare["stop"]]
-    async with running_gateway(tmp_path, [spare], settings(), wait_ready=False) as running:
-        await until_state(running, "spare", State.STANDBY)
-        assert (await ask(running)).status_code == 200
-        node = running.gateway.fleet.nodes["spare"]
-        await until(lambda: "its stop hook failed" in node.reason, LIMIT)
-        assert node.state is State.DRAINING
-        flag.touch()
-        await until_state(running, "spare", State.STANDBY)
-    assert machines.orders() == ["start", "stop"]
-
-
-async def test_hooks_and_limits_are_reloaded(tmp_path: Path, machines: Machines) -> None:
-    nodes = [machines.node("spare")]
-    async with running_gateway(tmp_path, nodes, settings(), wait_ready=False) as running:
-        await until_state(running, "spare", State.STANDBY)
-        running.write_settings(settings(min=1))
-        await until_state(running, "spare", State.READY)
-        running.write_settings(settings())
         await until_state(running, "spare", State.STANDBY)
     assert machines.orders() == ["start", "stop"]

@@ -14,6 +14,7 @@ from pydantic import SecretStr
 
 from gateway.config.elastic import Hook
 from gateway.config.inventory import NodeSpec
+from gateway.fleet import hooks
 from gateway.fleet.hooks import LARGEST_OUTPUT, Result, run_hook
 from tests.gateways import until
 
@@ -92,11 +93,14 @@ async def test_output_is_bounded_and_its_end_is_kept() -> None:
     assert result.output.endswith("end")
 
 
-async def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_path: Path) -> None:
+async def test_a_command_that_takes_too_long_is_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "KILL_AFTER", 0.2)
     child = tmp_path / "child"
     # A shell: it must have come so far within the time that it gets.
     code = f"trap '' TERM; sleep 600 & echo $! >{child}; wait"
-    result = await ran(Hook(command=("sh", "-c", code)), timeout=2.0)
+    result = await ran(Hook(command=("sh", "-c", code)), timeout=1.0)
     assert result.outcome == "timeout"
     assert result.seconds < 300  # the child's 600 are not waited for
     pid = pid_in(child)

@@ -128,7 +128,7 @@ def test_it_does_not_grow_when_it_is_not_used() -> None:
     assert {slots for _, slots in history} == {START}
 
 
-@pytest.mark.parametrize("places", [3, 6, 20, 100])
+@pytest.mark.parametrize("places", [3, 20])
 def test_it_finds_how_many_an_endpoint_takes_that_refuses_the_rest(places: int) -> None:
     limit = Limit()
     endpoint = Endpoint(places=places, queue=0)
@@ -141,7 +141,7 @@ def test_it_finds_how_many_an_endpoint_takes_that_refuses_the_rest(places: int) 
     assert len(last) <= 300 / REMEMBERED + 2
 
 
-@pytest.mark.parametrize("places", [4, 16, 64])
+@pytest.mark.parametrize("places", [4, 16])
 def test_it_finds_where_an_endpoint_begins_to_let_requests_wait(places: int) -> None:
     limit = Limit()
     endpoint = Endpoint(places=places)
@@ -163,7 +163,7 @@ def test_prompts_found_in_a_cache_do_not_make_the_others_look_slow() -> None:
     def first(rng: random.Random) -> float:
         return 0.02 if rng.random() < 0.3 else 0.4
 
-    history = Endpoint(first=first).run(Limit(), seconds=120)
+    history = Endpoint(first=first).run(Limit(), seconds=60)
     assert min(slots for _, slots in history) >= START
     assert history[-1][1] > 50
 

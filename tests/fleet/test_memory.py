@@ -15,7 +15,7 @@ from gateway.fleet.memory import Memory, Prompt
 from tests.counting import instructions
 
 BLOCK = 100.0
-FEW = 8
+FEW = 4
 """Tokens of a block here."""
 
 
@@ -389,7 +389,7 @@ def test_a_thousand_full_nodes_fit_200_megabytes() -> None:
 
 @pytest.mark.slow
 def test_asking_a_thousand_nodes_is_quick() -> None:
-    memory, prompt = a_full_fleet(1000, 6, random.Random(2))
+    memory, prompt = a_full_fleet(1000, 3, random.Random(2))
     longer = Prompt((*prompt.blocks, *range(12)), prompt.tokens + 12 * BLOCK)
     assert len(memory.cached(longer)) > 100
     # Some 800: they must grow with the prompt's blocks, and never with the nodes.

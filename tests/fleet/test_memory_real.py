@@ -79,7 +79,7 @@ def test_a_growing_conversation_is_found_where_it_was_whatever_ran_there_since()
     with running_demo_servers(1, slots=2, context=4096) as [server]:
         home = Talk(server.url, memory, "home")
         turns = [home.say()]
-        for i in range(4):
+        for i in range(3):
             # As many foreign prompts as push it out of both slots, and then only out of one.
             for j in range(3 - i % 3):
                 stranger = Talk(server.url, memory, f"stranger {i} {j}").say()

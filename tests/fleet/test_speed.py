@@ -53,13 +53,13 @@ def test_one_odd_measurement_moves_it_little_and_a_lasting_change_fully() -> Non
     "bad",
     [0, -5, math.nan, math.inf, -math.inf, None, "32", True, 10**400, [], 1e-300],
 )
-@pytest.mark.parametrize("key", ["prompt_n", "prompt_ms", "predicted_n", "predicted_ms"])
-def test_nonsense_is_ignored(key: str, bad: Any) -> None:
-    speed = Speed()
-    speed.learn(timings(tps=50))
-    before = (speed.prefill_tps, speed.decode_tps)
-    speed.learn(timings(tps=50) | {key: bad})
-    assert (speed.prefill_tps, speed.decode_tps) == pytest.approx(before)
+def test_nonsense_is_ignored(bad: Any) -> None:
+    for key in ("prompt_n", "prompt_ms", "predicted_n", "predicted_ms"):
+        speed = Speed()
+        speed.learn(timings(tps=50))
+        before = (speed.prefill_tps, speed.decode_tps)
+        speed.learn(timings(tps=50) | {key: bad})
+        assert (speed.prefill_tps, speed.decode_tps) == pytest.approx(before), key
 
 
 def test_missing_figures_are_ignored() -> None:

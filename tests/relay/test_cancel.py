@@ -19,7 +19,7 @@ from tests.relay.house import DIALECTS, FIRST, MESSAGES, House, a_house
 from tests.virtual import in_virtual_time, now
 
 PATH = DIALECTS[0]
-SLOW_CLIENTS = 8
+SLOW_CLIENTS = 4
 
 
 def descriptors() -> int:

@@ -94,26 +94,28 @@ def test_what_a_reader_would_miss_is_content(dialect: Dialect, data: bytes) -> N
     assert dialect.part(data.replace(b"\n", b"\r\n")) is Part.CONTENT
 
 
-@pytest.mark.parametrize("dialect", ALL)
 @pytest.mark.parametrize("data", [b":\n", b"event: nothing\n\n", b"id: 7\n\n", b"data: null\n\n"])
-def test_what_says_nothing_is_held_back(dialect: Dialect, data: bytes) -> None:
-    assert dialect.part(data) is Part.OPENING
+def test_what_says_nothing_is_held_back(data: bytes) -> None:
+    for dialect in ALL:
+        assert dialect.part(data) is Part.OPENING
 
 
 @pytest.mark.parametrize("dialect", ALL)
-@pytest.mark.parametrize("data", [b"data: {oops\n\n", b"data: [1]\n\n", b"data: 7\n\n"])
-def test_what_is_no_event_of_the_api_is_garbage(dialect: Dialect, data: bytes) -> None:
-    with pytest.raises(Garbage):
-        dialect.part(data)
+def test_what_is_no_event_of_the_api_is_garbage(dialect: Dialect) -> None:
+    for data in (b"data: {oops\n\n", b"data: [1]\n\n", b"data: 7\n\n"):
+        with pytest.raises(Garbage):
+            dialect.part(data)
 
 
 @pytest.mark.parametrize("dialect", ALL)
-@pytest.mark.parametrize(
-    "data", [event({"error": NODE_ERROR}), event(NODE_ERROR, "error"), event({"x": 1}, "error")]
-)
-def test_a_nodes_error_is_known_in_either_form(dialect: Dialect, data: bytes) -> None:
-    assert dialect.part(data) is Part.ERROR
-    assert dialect.part(b":\n" + data) is Part.ERROR
+def test_a_nodes_error_is_known_in_either_form(dialect: Dialect) -> None:
+    for data in (
+        event({"error": NODE_ERROR}),
+        event(NODE_ERROR, "error"),
+        event({"x": 1}, "error"),
+    ):
+        assert dialect.part(data) is Part.ERROR
+        assert dialect.part(b":\n" + data) is Part.ERROR
 
 
 ENDS: list[tuple[Dialect, bytes]] = [
@@ -129,10 +131,10 @@ ENDS: list[tuple[Dialect, bytes]] = [
 
 
 @pytest.mark.parametrize(("dialect", "end"), ENDS)
-@pytest.mark.parametrize("before", [b"", named("delta", text="x"), b":\n"])
-@pytest.mark.parametrize("behind", [b"", b":\n"])
-def test_an_end_is_known(dialect: Dialect, end: bytes, before: bytes, behind: bytes) -> None:
-    assert dialect.finished(before + end + behind)
+def test_an_end_is_known(dialect: Dialect, end: bytes) -> None:
+    for before in (b"", named("delta", text="x"), b":\n"):
+        for behind in (b"", b":\n"):
+            assert dialect.finished(before + end + behind)
 
 
 UNFINISHED: list[tuple[Dialect, bytes]] = [
@@ -204,15 +206,13 @@ def messages_stream(body: bytes) -> Any:
         (MESSAGES, messages_stream, anthropic.APIStatusError),
     ],
 )
-@pytest.mark.parametrize("error", [FAILED, errors.node_timeout("It took too long.")])
 def test_the_official_client_raises_on_our_error_event(
     dialect: Dialect,
     read: Callable[[bytes], Any],
     raised: type[Exception],
-    error: GatewayError,
 ) -> None:
-    body = dialect.heartbeat() + dialect.error_event(error, "req_1")
-    with pytest.raises(raised, match=error.message):
+    body = dialect.heartbeat() + dialect.error_event(FAILED, "req_1")
+    with pytest.raises(raised, match=FAILED.message):
         list(read(body))
 
 

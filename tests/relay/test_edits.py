@@ -54,9 +54,10 @@ def test_what_is_inside_stays_byte_for_byte() -> None:
 
 
 @pytest.mark.parametrize("field", ["id_slot", "lora"])
-@pytest.mark.parametrize("value", [0, -1, None, [], {"id": 1}, "x"])
-def test_what_chooses_a_slot_or_an_adapter_is_taken_out(field: str, value: Any) -> None:
-    assert result({"prompt": "a", field: value}) == {"prompt": "a"}
+def test_what_chooses_a_slot_or_an_adapter_is_taken_out(field: str) -> None:
+    values: tuple[Any, ...] = (0, -1, None, [], {"id": 1}, "x")
+    for value in values:
+        assert result({"prompt": "a", field: value}) == {"prompt": "a"}
 
 
 def test_an_escaped_key_is_taken_out_too() -> None:
@@ -78,11 +79,9 @@ def test_probabilities_are_bounded(field: str) -> None:
 @pytest.mark.parametrize(
     "field", ["max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"]
 )
-@pytest.mark.parametrize(
-    ("asked", "got"), [(100, 100), (101, 100), (-1, 100), (-2, 100), (0, 0), (1e300, 100)]
-)
-def test_a_length_is_lowered_under_any_of_its_names(field: str, asked: Any, got: int) -> None:
-    assert result({field: asked}, max_tokens=100) == {field: got}
+def test_a_length_is_lowered_under_any_of_its_names(field: str) -> None:
+    for asked, got in ((100, 100), (101, 100), (-1, 100), (-2, 100), (0, 0), (1e300, 100)):
+        assert result({field: asked}, max_tokens=100) == {field: got}
 
 
 def test_a_length_that_is_missing_is_the_bound() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from gateway.relay.fields import to_client, to_node
 
 
@@ -22,17 +20,17 @@ def test_ordinary_fields_pass_and_ours_are_added() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+SECRET_OR_OURS = [
         b"authorization", b"x-api-key", b"api-key", b"cookie", b"proxy-authorization",
         b"x-priority", b"x-request-timeout", b"x-gateway-progress", b"x-gateway-anything",
         b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade",
         b"host", b"content-length", b"expect", b"accept-encoding", b"x-request-id",
-    ],
-)  # fmt: skip
-def test_secrets_and_what_is_meant_for_us_stay_here(name: bytes) -> None:
-    assert sent((name, b"secret")) == OWN
+]  # fmt: skip
+
+
+def test_secrets_and_what_is_meant_for_us_stay_here() -> None:
+    for name in SECRET_OR_OURS:
+        assert sent((name, b"secret")) == OWN, name
 
 
 def test_fields_that_connection_names_stay_here() -> None:

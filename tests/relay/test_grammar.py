@@ -14,7 +14,7 @@ from gateway.errors import GatewayError
 from gateway.relay import grammar
 from gateway.relay.peek import depth, peek
 from tests.emulator import EmulatedNode
-from tests.relay.house import BODIES, a_house
+from tests.relay.house import a_house
 from tests.virtual import in_virtual_time
 
 NO_TEXTS: tuple[Any, ...] = (None, "", 3, [], {})
@@ -111,9 +111,7 @@ def test_only_parentheses_that_group_count(text: bytes, levels: int) -> None:
     assert grammar.nesting(text, 900) == 0
 
 
-@pytest.mark.parametrize(
-    "unit", [b"(", b'"\\"', b"()", b'("")', b"[", b"[\\]", b"(()", b")(", b"#(", b"\\"]
-)
+@pytest.mark.parametrize("unit", [b"(", b'"\\"', b"()", b'("")', b"[\\]", b"#("])
 def test_no_grammar_takes_long_to_measure(unit: bytes) -> None:
     text = unit * (LimitSettings().grammar_bytes // len(unit))
     began = time.process_time()
@@ -133,7 +131,7 @@ DEEP = "root ::= " + "(" * 100 + '"a"' + ")" * 100
 SCHEMA = {"description": "x" * 140_000}
 
 
-@pytest.mark.parametrize("path", [*BODIES, "/infill"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/infill"])
 @in_virtual_time
 async def test_no_node_sees_what_is_refused(tmp_path: Path, path: str) -> None:
     async with a_house(tmp_path, EmulatedNode(infill=True)) as house:

@@ -259,7 +259,7 @@ async def test_the_clients_own_limit_holds_in_the_queue_too(tmp_path: Path) -> N
         assert one.requests == 1
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", ""])
+@pytest.mark.parametrize("value", ["0", "nan", "soon"])
 @in_virtual_time
 async def test_a_limit_that_is_none_is_the_clients_mistake(tmp_path: Path, value: str) -> None:
     one = EmulatedNode()

@@ -43,12 +43,12 @@ def found(value: Any) -> Media:
 
 
 @pytest.mark.parametrize("data", PICTURES)
-@pytest.mark.parametrize("padding", [0, 1, 2])
-def test_a_picture_costs_a_token_for_each_patch(data: bytes, padding: int) -> None:
-    url = data_url(data + bytes(padding), "image/any")
-    media = found([{"type": "image_url", "image_url": {"url": url}}])
-    assert media.tokens == 20 * 10
-    assert media.size == len(url) - len("data:image/any;base64,")
+def test_a_picture_costs_a_token_for_each_patch(data: bytes) -> None:
+    for padding in range(3):
+        url = data_url(data + bytes(padding), "image/any")
+        media = found([{"type": "image_url", "image_url": {"url": url}}])
+        assert media.tokens == 20 * 10
+        assert media.size == len(url) - len("data:image/any;base64,")
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_only_nesting_counts_as_depth(body: bytes, deep: bool) -> None:
 
 @given(
     st.recursive(
-        st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20
+        st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8
     ),
     st.integers(0, 6),
 )
@@ -197,9 +197,9 @@ REMOTE = "http://169.254.169.254/latest"
         {"type": "tool_result", "content": [{"source": {"type": "url", "url": REMOTE}}]},
     ],
 )
-@pytest.mark.parametrize("wrap", [lambda p: {"messages": [{"content": [p]}]}, lambda p: {"a": p}])
-def test_a_link_is_found_in_every_form(part: Any, wrap: Any) -> None:
-    assert found(wrap(part))[0] == [REMOTE]
+def test_a_link_is_found_in_every_form(part: Any) -> None:
+    assert found({"messages": [{"content": [part]}]})[0] == [REMOTE]
+    assert found({"a": part})[0] == [REMOTE]
 
 
 @pytest.mark.parametrize(

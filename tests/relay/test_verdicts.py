@@ -23,8 +23,7 @@ from tests.scheduling.build import a_request
 from tests.virtual import in_virtual_time
 
 
-@pytest.mark.parametrize("status", [400, 413, 422])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("status", "stream"), [(400, False), (400, True), (422, False)])
 @in_virtual_time
 async def test_an_error_of_the_clients_own_passes_through_once(
     tmp_path: Path, status: int, stream: bool
@@ -42,7 +41,7 @@ async def test_an_error_of_the_clients_own_passes_through_once(
         assert [house.node(name).failures for name in "ab"] == [0, 0]
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 405, 501])
+@pytest.mark.parametrize("status", [401, 404, 501])
 @in_virtual_time
 async def test_a_node_that_can_not_serve_it_sends_it_to_another(
     tmp_path: Path, status: int
@@ -92,8 +91,9 @@ async def test_what_a_node_has_learnt_to_do_it_is_asked(tmp_path: Path, how: str
         assert reply.status_code == 200
 
 
-@pytest.mark.parametrize("status", [429, 502, 503, 504])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("status", "stream"), [(429, False), (429, True), (502, False), (503, True), (504, False)]
+)
 @in_virtual_time
 async def test_a_node_that_has_no_time_is_left_for_another(
     tmp_path: Path, status: int, stream: bool
@@ -168,8 +168,9 @@ WORDS = " ".join(150 * ["a"])
 """About 150 tokens, which the gateway takes for some 75."""
 
 
-@pytest.mark.parametrize("path", DIALECTS)
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "stream"), [*((path, True) for path in DIALECTS), (DIALECTS[0], False)]
+)
 @in_virtual_time
 async def test_a_prompt_that_is_too_long_goes_to_a_larger_node_once(
     tmp_path: Path, path: str, stream: bool

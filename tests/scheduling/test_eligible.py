@@ -28,13 +28,6 @@ def test_a_context_that_is_too_small_is_left_out_while_another_fits() -> None:
     assert plan(request, small, large, silent).closed == {0}
 
 
-def test_most_requests_of_one_kind_share_their_pools() -> None:
-    scheduler = a_scheduler(node("a"), node("b"))
-    first, second = (scheduler._taking.eligible.plan(a_request()) for _ in range(2))
-    assert first.groups is second.groups
-    assert (first.closed, first.failed) == ((), ())
-
-
 def test_after_a_failure_its_node_is_avoided_and_its_hosts_others_doubted() -> None:
     one, same, other = node("a", host="x"), node("b", host="x"), node("c", host="y")
     found = plan(a_request(failed={"a"}), one, same, other)

@@ -6,7 +6,7 @@ import asyncio
 import random
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config.settings import Settings
@@ -211,7 +211,6 @@ async def run(events: list[tuple[str, int]], seed: int) -> None:
 
 
 @given(script, st.integers(0, 1 << 16))
-@settings(max_examples=200, deadline=None)
 def test_nobody_waits_in_vain_and_nothing_leaks(events: list[tuple[str, int]], seed: int) -> None:
     # In virtual time, where the scheduler's own timers don't ring while nothing waits for them.
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:

@@ -158,37 +158,37 @@ async def test_the_reply_to_head_has_no_body_whatever_its_length_says(length: in
 # Replies that are not.
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        b"\x16\x03\x01 not HTTP at all\r\n\r\n",
-        b"HTTP/9.9 200 OK\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nno colon here\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nab",
-        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
-        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
-        CHUNKED + b"zz\r\nhello\r\n",
-        CHUNKED + b"3\r\nhello\r\n",
-    ],
-)
-async def test_what_is_not_http_is_told_as_garbage(reply: bytes) -> None:
-    assert isinstance(await failure(reply), Garbage)
+GARBAGE = [
+    b"\x16\x03\x01 not HTTP at all\r\n\r\n",
+    b"HTTP/9.9 200 OK\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\nno colon here\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nab",
+    b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
+    b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+    CHUNKED + b"zz\r\nhello\r\n",
+    CHUNKED + b"3\r\nhello\r\n",
+]
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        b"",
-        b"HTTP/1.1 200 OK\r\ncontent-le",
-        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhel",
-        CHUNKED + b"5\r\nhel",
-        CHUNKED + b"5\r\nhello\r\n",
-        CHUNKED + b"5\r\nhello\r\n0\r\n",
-    ],
-)
-async def test_a_reply_that_is_cut_off_is_a_reset_and_not_stale(reply: bytes) -> None:
-    assert type(await failure(reply)) is Reset
+async def test_what_is_not_http_is_told_as_garbage() -> None:
+    for reply in GARBAGE:
+        assert isinstance(await failure(reply), Garbage), reply
+
+
+CUT_OFF = [
+    b"",
+    b"HTTP/1.1 200 OK\r\ncontent-le",
+    b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhel",
+    CHUNKED + b"5\r\nhel",
+    CHUNKED + b"5\r\nhello\r\n",
+    CHUNKED + b"5\r\nhello\r\n0\r\n",
+]
+
+
+async def test_a_reply_that_is_cut_off_is_a_reset_and_not_stale() -> None:
+    for reply in CUT_OFF:
+        assert type(await failure(reply)) is Reset, reply
 
 
 async def test_what_came_before_a_cut_is_read_before_it_is_told() -> None:

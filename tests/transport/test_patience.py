@@ -13,7 +13,7 @@ from gateway.transport.patience import Within
 from gateway.transport.pool import Origin, Pool
 from tests.virtual import in_virtual_time, now
 
-STANDS_STILL = 0.5
+STANDS_STILL = 0.3
 LIMIT = 0.2
 
 

@@ -33,6 +33,7 @@ from gateway.web.public.edge import Edge, Snapshot
 from gateway.web.public.protocol import bounded
 from gateway.web.public.site import public_site
 from tests.fleet.build import Running, a_fleet
+from tests.gateways import NO_TLS
 from tests.virtual import now
 
 ADMIN = "http://127.0.0.1:8001"
@@ -169,6 +170,7 @@ async def served(site: ASGIApp, edge: Edge) -> AsyncIterator[httpx.AsyncClient]:
             base_url=listener.url,
             timeout=30.0,
             trust_env=False,
+            verify=NO_TLS,
             limits=httpx.Limits(max_connections=None),
         ) as asking:
             yield asking

@@ -31,8 +31,7 @@ def chunk(path: str, text: str) -> bytes:
 
 
 @pytest.mark.parametrize("path", READERS)
-@pytest.mark.parametrize("tokens", [1, 50, 2000])
-@pytest.mark.parametrize("together", [1, 7])
+@pytest.mark.parametrize(("tokens", "together"), [(1, 1), (50, 7), (2000, 1)])
 def test_the_text_is_what_went_out_however_long_it_was(
     path: str, tokens: int, together: int
 ) -> None:

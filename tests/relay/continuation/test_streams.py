@@ -25,6 +25,10 @@ PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/completion
 TOKENS = 40
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS}
 QUIET = {"timeouts": {"silence": 0.3}}
+BROKEN = [
+    *((PATHS[0], kind, options) for kind, options in BREAKS),
+    *((path, kind, {}) for path in PATHS[1:] for kind in ("close", "error_event")),
+]
 
 
 def nodes(count: int = 2, **options: Any) -> list[EmulatedNode]:
@@ -101,8 +105,7 @@ def asked_of(path: str, tokens: int = TOKENS) -> dict[str, Any]:
     return {"temperature": 0, "n_predict" if path == "/completion" else "max_tokens": tokens}
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("kind", "options"), BREAKS)
+@pytest.mark.parametrize(("path", "kind", "options"), BROKEN)
 @in_virtual_time
 async def test_what_breaks_goes_on_elsewhere(
     tmp_path: Path, path: str, kind: str, options: dict[str, Any]
@@ -388,8 +391,7 @@ async def test_what_a_drained_node_still_runs_goes_on_elsewhere(tmp_path: Path) 
         assert house.node("a").failures == 0
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("kind", "options"), BREAKS)
+@pytest.mark.parametrize(("path", "kind", "options"), BROKEN)
 @in_virtual_time
 async def test_a_plain_answer_goes_on_as_well(
     tmp_path: Path, path: str, kind: str, options: dict[str, Any]
@@ -445,10 +447,13 @@ async def test_what_says_nothing_is_no_obstacle(tmp_path: Path, what: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("what", "options"),
-    [("not_json", {}), ("invalid_utf8", {}), ("huge", {"size": 2 << 20})],
+    ("path", "what", "options"),
+    [
+        *((path, "not_json", {}) for path in PATHS),
+        (PATHS[0], "invalid_utf8", {}),
+        (PATHS[0], "huge", {"size": 2 << 20}),
+    ],
 )
-@pytest.mark.parametrize("path", PATHS)
 @in_virtual_time
 async def test_what_nobody_can_read_goes_to_nobody(
     tmp_path: Path, path: str, what: str, options: dict[str, Any]

@@ -8,7 +8,7 @@ import httpx
 from gateway.access.keys import new_key
 from gateway.app import Gateway
 from tests.emulator import EmulatedNode
-from tests.gateways import running_gateway
+from tests.gateways import NO_TLS, running_gateway
 from tests.virtual import in_virtual_time
 from tests.web.build import a_house, error_of
 
@@ -45,7 +45,7 @@ async def test_a_reload_tells_what_has_changed_and_what_needs_a_restart(tmp_path
         EmulatedNode() as one,
         EmulatedNode() as two,
         running_gateway(tmp_path, [one.url, "http://127.0.0.1:9"]) as running,
-        httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin,
+        httpx.AsyncClient(base_url=running.admin_url, trust_env=False, verify=NO_TLS) as admin,
     ):
         await unwatched(running.gateway)
         running.write_nodes(
@@ -79,7 +79,7 @@ async def test_an_invalid_file_is_422_with_every_problem_and_changes_nothing(
     async with (
         EmulatedNode() as one,
         running_gateway(tmp_path, [one.url]) as running,
-        httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin,
+        httpx.AsyncClient(base_url=running.admin_url, trust_env=False, verify=NO_TLS) as admin,
     ):
         await unwatched(running.gateway)
         running.write_nodes(

@@ -84,11 +84,11 @@ async def test_the_address_a_connection_came_to_is_good() -> None:
     assert not passed(await ask(names=("0.0.0.0",), server=None, headers=asked))
 
 
-@pytest.mark.parametrize("path", ["/admin/status", "/metrics", "/", *sorted(OPEN)])
 @pytest.mark.parametrize("host", REFUSED_HOSTS)
-async def test_any_other_host_is_refused(host: str, path: str) -> None:
-    response = await ask(path, names=("127.0.0.1", "0.0.0.0"), headers=[("host", host)])
-    assert refused(response, 403, "host_not_allowed")
+async def test_any_other_host_is_refused(host: str) -> None:
+    for path in ("/admin/status", "/metrics", "/", *sorted(OPEN)):
+        response = await ask(path, names=("127.0.0.1", "0.0.0.0"), headers=[("host", host)])
+        assert refused(response, 403, "host_not_allowed"), path
 
 
 async def test_a_name_that_the_server_field_repeats_is_not_believed() -> None:
@@ -122,7 +122,6 @@ async def test_a_page_of_the_listener_itself_may_ask(host: str, origin: str) -> 
     assert passed(response)
 
 
-@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
 @pytest.mark.parametrize(
     "origin",
     [
@@ -139,9 +138,10 @@ async def test_a_page_of_the_listener_itself_may_ask(host: str, origin: str) -> 
         "\xe9://x",
     ],
 )
-async def test_a_page_of_another_origin_may_not_even_read(method: str, origin: str) -> None:
-    response = await ask(method=method, headers=[("origin", origin)])
-    assert refused(response, 403, "origin_not_allowed")
+async def test_a_page_of_another_origin_may_not_even_read(origin: str) -> None:
+    for method in ("GET", "POST", "DELETE"):
+        response = await ask(method=method, headers=[("origin", origin)])
+        assert refused(response, 403, "origin_not_allowed"), method
 
 
 async def test_one_foreign_origin_among_two_is_enough() -> None:
@@ -160,13 +160,13 @@ async def test_the_key_opens(scheme: str) -> None:
 @pytest.mark.parametrize(
     "value", [None, "", KEY, f"Basic {KEY}", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", "Bearer"]
 )
-@pytest.mark.parametrize("path", ["/metrics", "/admin/status", "/", "/nothing", "/ready/"])
-async def test_without_the_key_nothing_is_told(value: str | None, path: str) -> None:
+async def test_without_the_key_nothing_is_told(value: str | None) -> None:
     headers = [] if value is None else [("authorization", value)]
-    response = await ask(path, key=KEY, headers=headers)
-    assert refused(response, 401, "invalid_api_key")
-    assert response.headers["www-authenticate"].startswith("Bearer ")
-    assert KEY not in response.text
+    for path in ("/metrics", "/admin/status", "/", "/nothing", "/ready/"):
+        response = await ask(path, key=KEY, headers=headers)
+        assert refused(response, 401, "invalid_api_key"), path
+        assert response.headers["www-authenticate"].startswith("Bearer ")
+        assert KEY not in response.text
 
 
 @pytest.mark.parametrize("path", sorted(OPEN))

@@ -22,7 +22,7 @@ from tests.web.public.asking import HELLO, Public, answer, public, request
 
 QUICK = {"health": {"interval": 0.2}, "heartbeat": "off"}
 STREAM = {**HELLO, "stream": True}
-LONG = 60_000
+LONG = 30_000
 """Tokens whose events, with what `timings_per_token` adds, no socket's buffers hold."""
 
 
@@ -54,6 +54,7 @@ def reset(wire: Wire) -> None:
     wire.writer.transport.abort()
 
 
+@in_virtual_time
 async def test_who_leaves_the_queue_takes_no_slot(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK, EmulatedNode(slots=1)) as gate:
         gate.node.faults.next("hang", after_events=1)
@@ -69,8 +70,8 @@ async def test_who_leaves_the_queue_takes_no_slot(tmp_path: Path) -> None:
             assert len(gate.running.gateway.registry) == 1
 
 
-@pytest.mark.parametrize("size", [10, 100_000])
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("size", "stream"), [(10, True), (100_000, False)])
+@in_virtual_time
 async def test_who_leaves_before_the_nodes_head_leaves_no_connection(
     tmp_path: Path, size: int, stream: bool
 ) -> None:
@@ -103,6 +104,7 @@ async def test_who_leaves_in_prefill_frees_the_slot_when_the_prompt_has_been_rea
 
 
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+@in_virtual_time
 async def test_who_leaves_in_decode_frees_the_slot(tmp_path: Path, how: str) -> None:
     node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=2000)
     async with public(tmp_path, QUICK, node) as gate:
@@ -122,6 +124,7 @@ async def test_who_leaves_in_decode_frees_the_slot(tmp_path: Path, how: str) -> 
         gate.node.engine.decode_tps = 1e9
 
 
+@in_virtual_time
 async def test_a_plain_request_that_is_left_frees_its_slot_at_once(tmp_path: Path) -> None:
     node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=2000)
     async with public(tmp_path, QUICK, node) as gate:
@@ -149,6 +152,7 @@ async def test_what_can_only_be_answered_plainly_holds_its_slot_until_the_node_i
         assert gate.node.busy == 0
 
 
+@in_virtual_time
 async def test_who_leaves_within_its_body_reaches_no_node(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK) as gate:
         async with asking(gate, request(b'{"messages"', length=5000)):
@@ -160,6 +164,7 @@ async def test_who_leaves_within_its_body_reaches_no_node(tmp_path: Path) -> Non
         assert gate.node.requests == 0
 
 
+@in_virtual_time
 async def test_who_pipelines_and_leaves_is_noticed(tmp_path: Path) -> None:
     node = EmulatedNode(slots=2, decode_tps=50, answer_tokens=2000)
     async with public(tmp_path, QUICK, node) as gate:
@@ -173,6 +178,7 @@ async def test_who_pipelines_and_leaves_is_noticed(tmp_path: Path) -> None:
         gate.node.engine.decode_tps = 1e9
 
 
+@in_virtual_time
 async def test_many_who_leave_at_any_moment_leave_nothing_behind(tmp_path: Path) -> None:
     node = EmulatedNode(slots=4, prefill_tps=2000, decode_tps=500, answer_tokens=100)
     async with public(tmp_path, QUICK, node) as gate:
@@ -241,6 +247,7 @@ async def test_a_reader_that_lags_and_leaves_is_noticed(tmp_path: Path) -> None:
         node.engine.answer_tokens = 10
 
 
+@in_virtual_time
 async def test_a_large_body_goes_to_the_node_whole(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK) as gate:
         found = await gate.ask(request({**HELLO, "max_tokens": 1, "padding": "é" * 3_000_000}))
@@ -248,6 +255,7 @@ async def test_a_large_body_goes_to_the_node_whole(tmp_path: Path) -> None:
         assert json.loads(gate.node.seen[-1].body)["padding"] == "é" * 3_000_000
 
 
+@in_virtual_time
 async def test_nobody_is_told_of_a_client_that_left_between_requests(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK) as gate:
         async with asking(gate, request({**HELLO, "max_tokens": 1})) as wire:

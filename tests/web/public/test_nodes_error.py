@@ -38,11 +38,14 @@ async def test_the_head_has_the_contracts_word(tmp_path: Path, status: int, word
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (status, word)
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("status", "kind"),
-    [(400, "invalid_request_error"), (413, "request_too_large"), (500, "api_error")],
+    ("path", "stream", "status", "kind"),
+    [
+        ("/v1/messages", False, 400, "invalid_request_error"),
+        ("/v1/messages", True, 413, "request_too_large"),
+        ("/v1/messages", False, 500, "api_error"),
+        ("/v1/messages/count_tokens", False, 400, "invalid_request_error"),
+    ],
 )
 @in_virtual_time
 async def test_anthropics_clients_get_it_in_their_form(
@@ -68,7 +71,7 @@ async def test_what_is_in_their_form_passes_as_it_is(tmp_path: Path) -> None:
         assert (reply.status_code, reply.text) == (400, ANTHROPICS)
 
 
-@pytest.mark.parametrize("body", ["<html>no</html>", "", "[]", '{"error":7}', '"no"'])
+@pytest.mark.parametrize("body", ["<html>no</html>", "", '{"error":7}'])
 @in_virtual_time
 async def test_what_is_no_json_is_told_by_its_status(tmp_path: Path, body: str) -> None:
     async with a_house(tmp_path, node := EmulatedNode()) as house:

@@ -7,6 +7,7 @@ import pytest
 from gateway.config.listeners import CorsSpec
 from gateway.web.public.heads import EXPOSED
 from gateway.web.public.origins import allowed_origin
+from tests.virtual import in_virtual_time
 from tests.web.public.asking import CHAT, HELLO, public, request
 
 PAGE = "https://chat.example"
@@ -46,6 +47,7 @@ def test_credentials_are_allowed_to_named_pages_alone() -> None:
     assert b"access-control-allow-credentials" not in fields(cors, "https://evil.example")
 
 
+@in_virtual_time
 async def test_every_kind_of_reply_may_be_read_by_a_named_page(tmp_path: Path) -> None:
     settings = {"cors": {"origins": [PAGE]}, "heartbeat": 0.1}
     async with public(tmp_path, settings) as gate:
@@ -70,6 +72,7 @@ async def test_every_kind_of_reply_may_be_read_by_a_named_page(tmp_path: Path) -
         assert "access-control-allow-origin" not in stranger.headers
 
 
+@in_virtual_time
 async def test_a_browser_that_asks_first_is_told_what_it_may(tmp_path: Path) -> None:
     async with public(tmp_path, {"cors": {"origins": [PAGE]}}) as gate:
         found = await gate.ask(

@@ -36,7 +36,7 @@ async def test_a_plain_request_lasts_as_long_as_its_client_says(tmp_path: Path, 
         gate.node.engine.decode_tps = 1e9
 
 
-@pytest.mark.parametrize("told", ["soon", "-1", "0", "nan", "inf", ""])
+@pytest.mark.parametrize("told", ["soon", "0", "nan"])
 @in_virtual_time
 async def test_what_is_no_time_bounds_nothing(tmp_path: Path, told: str) -> None:
     async with public(tmp_path, PLAIN) as gate:

@@ -13,12 +13,14 @@ from tests.emulator import EmulatedNode
 from tests.emulator.wire import wired
 from tests.gateways import running_gateway, until
 from tests.transport.raw import Peer
+from tests.virtual import in_virtual_time
 from tests.web.public.asking import CHAT, HELLO, answer, public, request
 
 CALM = {"health": {"interval": 60, "discover_interval": 60}, "heartbeat": "off"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
 async def test_requests_one_after_the_other_open_no_further_connection(
     tmp_path: Path, stream: bool
 ) -> None:
@@ -30,6 +32,7 @@ async def test_requests_one_after_the_other_open_no_further_connection(
         assert gate.node.connections_opened == before
 
 
+@in_virtual_time
 async def test_a_node_that_closes_after_each_stream_is_asked_anew(tmp_path: Path) -> None:
     async with public(tmp_path, CALM) as gate:
         for _ in range(20):
@@ -39,6 +42,7 @@ async def test_a_node_that_closes_after_each_stream_is_asked_anew(tmp_path: Path
             assert found.body.endswith(b"data: [DONE]\n\n")
 
 
+@in_virtual_time
 async def test_the_limit_of_requests_on_one_connection_is_not_noticed(tmp_path: Path) -> None:
     async with public(
         tmp_path, CALM, EmulatedNode(keepalive_requests=10, close_after_stream=False)
@@ -51,6 +55,7 @@ async def test_the_limit_of_requests_on_one_connection_is_not_noticed(tmp_path: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
 async def test_connections_that_break_in_the_instant_of_their_reuse_are_no_attempts(
     tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +72,7 @@ async def test_connections_that_break_in_the_instant_of_their_reuse_are_no_attem
         assert (found_node.failures, found_node.circuit.failures) == (0, 0)
 
 
+@in_virtual_time
 async def test_an_answer_is_the_same_however_it_is_framed(tmp_path: Path) -> None:
     async with public(tmp_path, CALM) as gate:
         plain = json.loads((await gate.chat(max_tokens=5)).body)
@@ -78,6 +84,7 @@ async def test_an_answer_is_the_same_however_it_is_framed(tmp_path: Path) -> Non
             assert "x-checked" not in found.headers
 
 
+@in_virtual_time
 async def test_a_path_prefix_of_the_node_is_kept(tmp_path: Path) -> None:
     heard: list[bytes] = []
 
@@ -116,6 +123,7 @@ async def test_a_path_prefix_of_the_node_is_kept(tmp_path: Path) -> None:
     assert all(b" /llama/" in line for line in heard)
 
 
+@in_virtual_time
 async def test_a_body_goes_to_the_node_byte_for_byte(tmp_path: Path) -> None:
     async with public(tmp_path, CALM) as gate:
         body = b'{ "messages":[ {"role":"user","content":"\\u00e9 \xc3\xa9"} ] , "stream":true }'
@@ -131,6 +139,7 @@ def heard(node: EmulatedNode) -> list[str]:
     return [json.loads(seen.body)["messages"][0]["content"] for seen in node.seen]
 
 
+@in_virtual_time
 async def test_requests_that_repeat_a_head_have_each_their_own_body(tmp_path: Path) -> None:
     texts = ["a", "bb", "c" * 200, "a", "d" * 5000, "e"]
     async with public(tmp_path, CALM) as gate, wired(gate.url) as wire:
@@ -140,6 +149,7 @@ async def test_requests_that_repeat_a_head_have_each_their_own_body(tmp_path: Pa
         assert heard(gate.node)[-len(texts) :] == texts
 
 
+@in_virtual_time
 async def test_a_head_that_was_repeated_may_come_in_pieces_or_in_company(tmp_path: Path) -> None:
     async with public(tmp_path, CALM) as gate, wired(gate.url) as wire:
         for _ in range(3):
@@ -162,6 +172,7 @@ async def test_a_head_that_was_repeated_may_come_in_pieces_or_in_company(tmp_pat
         assert heard(gate.node)[-8:] == [*pieces, "one", "two", "three", "four", "last"]
 
 
+@in_virtual_time
 async def test_what_differs_from_a_repeated_head_is_read_for_what_it_is(tmp_path: Path) -> None:
     data = asking_for("hello")
     async with public(tmp_path, CALM) as gate:
@@ -183,6 +194,7 @@ async def test_what_differs_from_a_repeated_head_is_read_for_what_it_is(tmp_path
                 )
 
 
+@in_virtual_time
 async def test_a_small_request_is_served_without_a_task(tmp_path: Path) -> None:
     async with (
         public(tmp_path, CALM, EmulatedNode(embeddings=True)) as gate,

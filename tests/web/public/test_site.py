@@ -306,13 +306,13 @@ async def test_a_full_fleet_is_ready_while_work_can_be_queued(places: int, ready
 # What is not there.
 
 
-@pytest.mark.parametrize("path", sorted(ROUTES))
-async def test_a_routed_path_takes_posts_alone(path: str) -> None:
+async def test_a_routed_path_takes_posts_alone() -> None:
     async with a_house() as house:
-        for method in ("GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS"):
-            response = await house.public.request(method, path)
-            assert (response.status_code, response.headers["allow"]) == (405, "POST")
-            assert response.headers["x-gateway-reason"] == "method_not_allowed"
+        for path in sorted(ROUTES):
+            for method in ("GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS"):
+                response = await house.public.request(method, path)
+                assert (response.status_code, response.headers["allow"]) == (405, "POST"), path
+                assert response.headers["x-gateway-reason"] == "method_not_allowed"
 
 
 @pytest.mark.parametrize(
