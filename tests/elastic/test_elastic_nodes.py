@@ -126,8 +126,10 @@ async def test_limits_are_reloaded(tmp_path: Path) -> None:
         spare = cloud.machine("spare")
         async with one_standby(tmp_path, cloud, settings()) as running:
             running.write_settings(settings(min=1))
+            await order(running, "reload")  # virtual time does not wait for the watch of the files
             await until_state(running, "spare", State.READY)
             running.write_settings(settings())
+            await order(running, "reload")
             await until_state(running, "spare", State.STANDBY)
         assert spare.orders == ["start", "stop"]
 

@@ -308,7 +308,6 @@ async def test_a_class_is_let_in_by_its_share_of_the_queue(tmp_path: Path) -> No
 # Reload.
 
 
-@in_virtual_time
 async def test_all_of_it_changes_live_for_those_who_wait_too(tmp_path: Path) -> None:
     key = new_key()
     async with a_site(tmp_path, EmulatedNode(slots=4, decode_tps=20, answer_tokens=3000)) as site:
