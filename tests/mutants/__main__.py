@@ -4,8 +4,9 @@
     python -m tests.mutants gateway/relay --coverage .coverage --runs runs.xml --json mutants.json
 
 Each mutant runs the tests that reach its line, the quickest first, until one fails. A test that
-takes longer than `--longest` is left out. The same seed gives the same mutants of the same code, so
-two test suites can be held against each other: `--tests FILE` names the tests that may run.
+takes longer than `--longest` is left out. The same seed gives the same mutants of the same code.
+`--again FILE` puts in those of an earlier run's `--json` instead, so that two test suites can be
+held against each other, and `--tests FILE` names the tests that may run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from queue import SimpleQueue
 from coverage import CoverageData
 from rich.progress import Progress
 
-from tests.mutants.mutation import Mutant, sample
+from tests.mutants.mutation import Mutant, found_again, sample
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY = 16 << 30
@@ -155,6 +156,7 @@ def main() -> int:
     parser.add_argument("--coverage", type=Path, required=True, help="with contexts of tests")
     parser.add_argument("--runs", type=Path, required=True, help="pytest's --junitxml, for times")
     parser.add_argument("--tests", type=Path, help="node ids that may run, a line each")
+    parser.add_argument("--again", type=Path, help="the mutants of this file, which --json wrote")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
@@ -164,7 +166,10 @@ def main() -> int:
     options = parser.parse_args()
     allowed = set(options.tests.read_text().splitlines()) if options.tests else None
     reach = Reach(options.coverage, options.runs, allowed)
-    drawn = sample(ROOT, options.folders, options.count, options.seed)
+    if options.again:
+        drawn = found_again(ROOT, options.folders, json.loads(options.again.read_text()))
+    else:
+        drawn = sample(ROOT, options.folders, options.count, options.seed)
     found: dict[str, str] = {}
     with (
         Progress() as progress,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,10 +58,35 @@ class Mutant:
 
 def sample(root: Path, folders: Sequence[str], count: int, seed: int) -> list[Mutant]:
     """Draw `count` mutants of the modules below these folders; the same seed, the same mutants."""
-    paths = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
-    every = [mutant for path in paths for mutant in mutants(path.relative_to(root), root)]
+    every = _all(root, folders)
     drawn = random.Random(seed).sample(every, min(count, len(every)))
     return sorted(drawn, key=lambda mutant: (mutant.path, mutant.begin))
+
+
+def found_again(root: Path, folders: Sequence[str], told: Iterable[str]) -> list[Mutant]:
+    """Return the mutants that were told of as text, in code that may have moved by some lines.
+
+    What is no longer there is left out.
+    """
+    same: dict[str, list[Mutant]] = {}
+    for mutant in _all(root, folders):
+        same.setdefault(_without_line(str(mutant)), []).append(mutant)
+    found = []
+    for text in told:
+        line = int(text.split(":", maxsplit=2)[1])
+        alike = same.get(_without_line(text), [])
+        found += sorted(alike, key=lambda mutant: abs(mutant.line - line))[:1]
+    return found
+
+
+def _without_line(text: str) -> str:
+    path, _, fault = text.split(":", maxsplit=2)
+    return f"{path}:{fault}"
+
+
+def _all(root: Path, folders: Sequence[str]) -> list[Mutant]:
+    paths = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
+    return [mutant for path in paths for mutant in mutants(path.relative_to(root), root)]
 
 
 def mutants(path: Path, root: Path) -> Iterator[Mutant]:
