@@ -17,6 +17,15 @@ def test_the_python_that_runs_this_is_supported() -> None:
     assert list(supported([Path(sys.executable)])) == [sys.version_info[:2]]
 
 
+def test_make_and_the_pages_name_the_same_versions() -> None:
+    versions = [f"{major}.{minor}" for major, minor in SUPPORTED]
+    root = Path(__file__).resolve().parents[2]
+    told = f"supported='{versions[0]} to {versions[-1]}'"
+    assert told in (root / "setup" / "find-python").read_text()
+    page = (root / "CONTRIBUTING.md").read_text()
+    assert [version for version in versions if f"| {version} |" not in page] == []
+
+
 def test_each_version_is_found_once_and_what_does_not_start_is_left_out(tmp_path: Path) -> None:
     first = program(tmp_path / "a" / "python3.13", "echo 3 13", 'echo "$0"')
     second = program(tmp_path / "b" / "python3", "echo 3 13", 'echo "$0"')

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.ci import repeat
-from tests.ci.repeat import Run, change, files_of, judge, read, report
+from tests.ci.repeat import Run, change, files_of, judge, known, read, report
 
 TEST = "tests/relay/test_sse.py::test_one[a]"
 OTHER = "tests/cli/test_keys.py::test_two"
@@ -88,6 +89,12 @@ def test_the_report_shows_how_a_flaky_test_failed_and_where_it_belongs() -> None
     assert "add it to docs/flaky.md" in told
     listed = "| `tests/relay/test_sse.py::test_one` | a race |"
     assert "docs/flaky.md knows it" in report(judge({TEST: True}, set()), run, listed)
+
+
+def test_every_known_flaky_test_is_still_there() -> None:
+    for test in re.findall(r"^\| `([^`]+)`", known(), re.MULTILINE):
+        path, name = test.split("::")[0], test.split("::")[-1]
+        assert f"def {name}(" in (repeat.ROOT / path).read_text(), test
 
 
 @pytest.mark.slow
