@@ -4,9 +4,9 @@
     python -m tests.ci.repeat FILE
 
 A test that fails again has failed. One that passes is FLAKY. It fails the gate if the change
-touched its file, or a module that this file mirrors or imports: the change may have brought a race.
-More than `MOST_FLAKY` fail the gate in any case. The others belong into docs/flaky.md, each with
-its cause, until they are mended.
+touched the test, what its file holds for its tests, or a module that this file mirrors or imports:
+the change may have brought a race. More than `MOST_FLAKY` fail the gate in any case. The others
+belong into docs/flaky.md, each with its cause, until they are mended.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import argparse
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,9 @@ LIMIT = 900.0
 """Seconds for one test alone; pytest's own limit for a test is shorter."""
 FAILED = 1
 """pytest's exit status when tests failed; every other one but 0 means that the run is void."""
+HUNK = re.compile(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@")
+NOTHING = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
+"""git's name of the tree without a file."""
 SESSION_HOURS = 4
 """If nothing else is known, what was committed within so many hours of HEAD is the change."""
 
@@ -60,34 +64,63 @@ class Verdict:
         return not self.failed and not self.touched and len(self.flaky) <= MOST_FLAKY
 
 
-def judge(repeated: Mapping[str, bool], changed: AbstractSet[str]) -> Verdict:
-    """Judge by which tests passed alone and which files of the repository the change touched."""
+Change = Mapping[str, AbstractSet[int]]
+"""Files of the repository that a change touched, and their changed lines (numbers from 1)."""
+
+
+def judge(repeated: Mapping[str, bool], changed: Change, root: Path = ROOT) -> Verdict:
+    """Judge by which tests passed alone and by what the change touched."""
     verdict = Verdict()
     for test, passed in repeated.items():
         if not passed:
             verdict.failed.append(test)
             continue
         verdict.flaky.append(test)
-        if files_of(test) & changed:
+        if touched(test, changed, root):
             verdict.touched.append(test)
     return verdict
 
 
-def files_of(test: str, root: Path = ROOT) -> set[str]:
-    """Return the files that a test stands for, relative to `root`.
+def touched(test: str, changed: Change, root: Path = ROOT) -> bool:
+    """Whether the change touched the test or its module.
 
-    These are its own, the module that it mirrors, and the modules of the gateway that it imports.
+    Its module is the one that its file mirrors, and those of the gateway that this file imports.
+    Another test of the file, and an import, is not the test's affair.
     """
-    own = test.split("::", maxsplit=1)[0]
-    path = Path(own)
-    found = {own}
-    if path.parts[:1] == ("tests",):
-        mirrored = Path("gateway", *path.parts[1:-1], path.name.removeprefix("test_"))
-        found.add(str(mirrored))
+    own, *names = test.split("::")
     try:
         tree = ast.parse((root / own).read_bytes())
     except (OSError, SyntaxError):
-        return found
+        return True
+    if not _modules(own, tree).isdisjoint(changed):
+        return True
+    lines = changed.get(own, set())
+    wanted = [name.split("[", maxsplit=1)[0] for name in names]
+    return any(not lines.isdisjoint(span) for span in _spans(tree.body, wanted))
+
+
+def _spans(body: Sequence[ast.stmt], wanted: Sequence[str]) -> Iterator[range]:
+    """Yield the lines of a test and of all that tests share."""
+    for statement in body:
+        assert statement.end_lineno is not None
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            continue
+        begin = statement.lineno
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            begin = min([begin, *(decorator.lineno for decorator in statement.decorator_list)])
+            if isinstance(statement, ast.ClassDef) and statement.name.startswith("Test"):
+                if statement.name == wanted[0]:
+                    yield from _spans(statement.body, wanted[1:])
+                continue
+            if statement.name.startswith("test_") and statement.name not in wanted[:1]:
+                continue
+        yield range(begin, statement.end_lineno + 1)
+
+
+def _modules(own: str, tree: ast.Module) -> set[str]:
+    """Return the modules of the gateway that a file of tests mirrors or imports."""
+    path = Path(own)
+    found = {str(Path("gateway", *path.parts[1:-1], path.name.removeprefix("test_")))}
     for statement in ast.walk(tree):
         if isinstance(statement, ast.Import):
             names = [name.name for name in statement.names]
@@ -103,18 +136,25 @@ def files_of(test: str, root: Path = ROOT) -> set[str]:
     return found
 
 
-def change(since: str | None, root: Path = ROOT) -> set[str]:
-    """Return the files that changed since a revision; a file that was only moved counts as before.
+def change(since: str | None, root: Path = ROOT) -> dict[str, set[int]]:
+    """Return what changed since a revision; a file that was only moved has no changed line.
 
     Without a revision: since this branch left its upstream; else what HEAD and the commits of the
-    hours before it changed. Without any commit that is older, every file counts.
+    hours before it changed. Without any commit that is older, everything.
     """
-    base = since or _left_upstream(root) or _before_this_session(root)
-    if base is None:
-        return set(_git(root, "ls-files").splitlines())
-    lines = _git(root, "diff", "--name-status", "--find-renames=100%", base).splitlines()
-    found = {line.split("\t")[-1] for line in lines if not line.startswith("R100")}
-    return found | set(_git(root, "ls-files", "--others", "--exclude-standard").splitlines())
+    base = since or _left_upstream(root) or _before_this_session(root) or NOTHING
+    found: dict[str, set[int]] = {}
+    lines: set[int] = set()
+    for line in _git(root, "diff", "--unified=0", "--find-renames", base).splitlines():
+        if line.startswith("+++ "):
+            lines = found.setdefault(line.removeprefix("+++ ").removeprefix("b/"), set())
+        elif hunk := HUNK.match(line):
+            first, count = int(hunk[1]), int(hunk[2] or 1)
+            # What was taken out stood between two lines.
+            lines |= set(range(first, first + count)) if count else {first, first + 1}
+    for name in _git(root, "ls-files", "--others", "--exclude-standard").splitlines():
+        found[name] = set(range(1, len((root / name).read_bytes().splitlines()) + 1))
+    return found
 
 
 def _left_upstream(root: Path) -> str | None:

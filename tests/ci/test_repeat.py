@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.ci import repeat
-from tests.ci.repeat import Run, change, files_of, judge, known, read, report
+from tests.ci.repeat import Change, Run, change, judge, known, read, report, touched
 
 TEST = "tests/relay/test_sse.py::test_one[a]"
-OTHER = "tests/cli/test_keys.py::test_two"
 
 
 def git(folder: Path, *words: str, when: int = 1_700_000_000) -> None:
@@ -35,60 +34,111 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_test_that_fails_twice_fails_the_gate() -> None:
-    verdict = judge({TEST: False}, set())
+SOURCE = """\
+import pytest
+from gateway.fleet import node
+
+LIMIT = 3
+
+@pytest.fixture
+def folder(): ...
+
+@pytest.mark.slow
+def test_one(folder):
+    assert LIMIT
+
+def test_two(): ...
+
+class TestThree:
+    def prepare(self): ...
+    def test_four(self): ...
+    def test_five(self): ...
+"""
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    """A project with one file of tests."""
+    path = tmp_path / "tests" / "relay" / "test_sse.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(SOURCE)
+    return tmp_path
+
+
+def test_a_test_that_fails_twice_fails_the_gate(house: Path) -> None:
+    verdict = judge({TEST: False}, {}, house)
     assert verdict.failed == [TEST]
     assert not verdict.passed
 
 
-def test_a_flaky_test_far_from_the_change_passes() -> None:
-    verdict = judge({TEST: True}, {"gateway/cli/keys.py", "README.md"})
+def test_a_flaky_test_far_from_the_change_passes(house: Path) -> None:
+    verdict = judge({TEST: True}, {"gateway/cli/keys.py": {1}, "README.md": {1}}, house)
     assert verdict.flaky == [TEST]
     assert verdict.passed
 
 
-@pytest.mark.parametrize("touched", ["tests/relay/test_sse.py", "gateway/relay/sse.py"])
-def test_a_flaky_test_near_the_change_fails_the_gate(touched: str) -> None:
-    verdict = judge({TEST: True, OTHER: True}, {touched})
+def test_a_flaky_test_near_the_change_fails_the_gate(house: Path) -> None:
+    verdict = judge({TEST: True}, {"gateway/relay/sse.py": {1}}, house)
     assert verdict.touched == [TEST]
     assert not verdict.passed
 
 
-def test_more_than_three_flaky_tests_fail_the_gate() -> None:
-    names = [f"tests/test_none.py::test_{number}" for number in range(4)]
-    assert judge(dict.fromkeys(names[:3], True), set()).passed
-    assert not judge(dict.fromkeys(names, True), set()).passed
+@pytest.mark.parametrize(
+    ("test", "near", "far"),
+    [
+        ("test_one[a]", {4, 6, 7, 9, 10, 11}, {1, 2, 3, 13, 15, 16, 17, 18}),
+        ("test_two", {4, 6, 7, 13}, {1, 2, 9, 10, 11, 15, 16, 17, 18}),
+        ("TestThree::test_four", {4, 6, 7, 16, 17}, {1, 2, 9, 10, 11, 13, 18}),
+    ],
+)
+def test_lines_of_other_tests_are_not_the_tests_affair(
+    house: Path, test: str, near: set[int], far: set[int]
+) -> None:
+    file = "tests/relay/test_sse.py"
+    assert {line for line in near if touched(f"{file}::{test}", {file: {line}}, house)} == near
+    assert not touched(f"{file}::{test}", {file: far}, house)
 
 
-def test_a_test_stands_for_the_modules_that_it_imports(tmp_path: Path) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_x.py").write_text(
-        "import gateway.app\nfrom gateway.fleet import node\nfrom os import path\n"
-    )
-    found = files_of("tests/test_x.py::test_it", tmp_path)
-    assert {"gateway/x.py", "gateway/app.py", "gateway/fleet/node.py"} <= found
-    assert not any("os" in name.split("/") for name in found)
+@pytest.mark.parametrize("module", ["gateway/relay/sse.py", "gateway/fleet/node.py"])
+def test_the_module_that_is_mirrored_or_imported_counts_as_a_whole(
+    house: Path, module: str
+) -> None:
+    assert touched(TEST, {module: set()}, house)
+
+
+def test_more_than_three_flaky_tests_fail_the_gate(house: Path) -> None:
+    names = [f"tests/relay/test_sse.py::test_{number}" for number in range(4)]
+    assert judge(dict.fromkeys(names[:3], True), {}, house).passed
+    assert not judge(dict.fromkeys(names, True), {}, house).passed
 
 
 def test_the_change_is_what_came_within_some_hours(repository: Path) -> None:
-    assert change(None, repository) == {"edited.py"}
-    (repository / "new.py").write_text("")
-    assert change("HEAD", repository) == {"new.py"}
+    assert change(None, repository) == {"edited.py": {1}}
+    (repository / "new.py").write_text("a\nb\n")
+    assert change("HEAD", repository) == {"new.py": {1, 2}}
 
 
-def test_without_an_older_commit_every_file_counts(repository: Path) -> None:
+def test_a_deletion_touches_the_lines_around_it(repository: Path) -> None:
+    lines = (repository / "old.py").read_text().splitlines(keepends=True)
+    (repository / "old.py").write_text("".join(lines[:4] + lines[5:]))
+    assert change("HEAD", repository) == {"old.py": {8, 9}}
+
+
+def test_without_an_older_commit_everything_counts(repository: Path) -> None:
     git(repository, "commit", "-q", "--amend", "-m", "Change", when=1_700_000_001)
-    assert change(None, repository) == {"old.py", "here.py", "edited.py"}
+    found: Change = change(None, repository)
+    assert set(found) == {"old.py", "here.py", "edited.py"}
+    assert found["old.py"] == set(range(1, 10))
 
 
-def test_the_report_shows_how_a_flaky_test_failed_and_where_it_belongs() -> None:
+def test_the_report_shows_how_a_flaky_test_failed_and_where_it_belongs(house: Path) -> None:
     run = Run(1, {TEST: "assert 1 == 2"})
-    told = report(judge({TEST: True}, set()), run, "")
+    told = report(judge({TEST: True}, {}, house), run, "")
     assert f"FLAKY {TEST}" in told
     assert "assert 1 == 2" in told
     assert "add it to docs/flaky.md" in told
     listed = "| `tests/relay/test_sse.py::test_one` | a race |"
-    assert "docs/flaky.md knows it" in report(judge({TEST: True}, set()), run, listed)
+    assert "docs/flaky.md knows it" in report(judge({TEST: True}, {}, house), run, listed)
 
 
 def test_every_known_flaky_test_is_still_there() -> None:
@@ -132,7 +182,7 @@ def test_what_fails_at_first_and_passes_alone_is_flaky(
     git(tmp_path, "commit", "-q", "--allow-empty", "-m", "Before")
     monkeypatch.setattr(repeat, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["repeat", str(failures), "--since", "HEAD"])
-    monkeypatch.setattr(repeat, "change", lambda since: set())
+    monkeypatch.setattr(repeat, "change", lambda since: {})
     assert repeat.main() == 1
     told = capsys.readouterr().out
     assert "== FLAKY test_made.py::test_stumbles" in told
