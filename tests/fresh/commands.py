@@ -18,6 +18,7 @@ from pathlib import Path
 from tests.fresh.inside import PLACE, interrupt, left_behind, started
 
 PORTS = (8000, 8001)  # of the gateway, unless it is told others
+TAKEN = "Address already in use"
 ANY_PORTS = "ARGS=--port 0 --admin-port 0"
 SERVED = re.compile(r"OpenAI-compatible API at (http://\S+)/v1")
 COUNTED = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed)\b")
@@ -60,9 +61,18 @@ class _WentWrongError(Exception):
 
 def make_run(root: Path, log: Path, environment: Mapping[str, str], tell: Tell) -> Ran:
     """`make run` until it has answered a chat, and Ctrl-C."""
-    command = ["make", "run"]
     if not all(_is_free(port) for port in PORTS):
-        command.append(ANY_PORTS)
+        return _run(root, log, environment, tell, ["make", "run", ANY_PORTS])
+    ran = _run(root, log, environment, tell, ["make", "run"])
+    if ran.problem and TAKEN in log.read_text(errors="replace"):
+        # Somebody took a port while it installed.
+        return _run(root, log, environment, tell, ["make", "run", ANY_PORTS])
+    return ran
+
+
+def _run(
+    root: Path, log: Path, environment: Mapping[str, str], tell: Tell, command: list[str]
+) -> Ran:
     ran = Ran(shlex.join(command))
     begun = time.monotonic()
     with started(root, command, log, environment) as process:

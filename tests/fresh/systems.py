@@ -39,8 +39,8 @@ SYSTEMS = {
     )
 }
 USUAL = ("bookworm", "trixie", "testing")
-# An installed system has the last one; a bare root of mmdebstrap doesn't.
-PACKAGES = ("git", "make", "python3", "python3-venv", "ca-certificates")
+# An installed system has the last two; a bare root of mmdebstrap doesn't (Ubuntu's has no apt).
+PACKAGES = ("git", "make", "python3", "python3-venv", "apt", "ca-certificates")
 PROGRAMS = {
     "git": "git",
     "mmdebstrap": "mmdebstrap",
