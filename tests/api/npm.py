@@ -54,7 +54,9 @@ def _fetch(folder: Path) -> Path:
 
 def _unpack(archive: Path, folder: Path) -> None:
     with tarfile.open(archive) as packed:
-        packed.extractall(archive.parent / "unpacked", filter="data")
+        # Debian 12's Python takes no `filter=` yet; those that do want one.
+        packed.extraction_filter = getattr(tarfile, "data_filter", None)
+        packed.extractall(archive.parent / "unpacked")
     folder.parent.mkdir()
     (archive.parent / "unpacked" / "package").rename(folder)
     archive.unlink()

@@ -72,7 +72,9 @@ def package(folder: Path, wheelhouse: Path) -> Path:
     """A Debian package with the binary in /usr/bin."""
     tree = folder / "package"
     with tarfile.open(release_archive(folder, wheelhouse)) as tar:
-        tar.extractall(tree / "usr/lib", filter="data")
+        # Debian 12's Python takes no `filter=` yet; those that do want one.
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)
+        tar.extractall(tree / "usr/lib")
     (tree / "usr/bin").mkdir(parents=True)
     (tree / "usr/bin/llama-server").symlink_to("../lib/llama-b1/llama-server")
     (tree / "DEBIAN").mkdir()

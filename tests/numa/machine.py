@@ -93,7 +93,9 @@ def _disk(base: Path, parcels: Parcels, folder: Path) -> Path:
     home = root / HOME
     wheels = folder / "wheels"
     with tarfile.open(parcels.wheelhouse()) as tar:
-        tar.extractall(wheels, filter="data")
+        # Debian 12's Python takes no `filter=` yet; those that do want one.
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)
+        tar.extractall(wheels)
     shutil.copy(parcels.wheel(), wheels)
     subprocess.run(
         [
