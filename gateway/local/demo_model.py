@@ -106,7 +106,7 @@ def write_model(path: Path, shape: Shape) -> None:
         import gguf
     except ImportError as error:
         raise MissingExtraError(
-            f"the demo model needs the package {error.name!r}, which is not installed: "
+            f"the demo model needs the package 'gguf', which can't be loaded ({error}): "
             "pip install 'llama-gateway[local]', or name a model with --model FILE.gguf"
         ) from error
 
