@@ -12,8 +12,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The Python that .venv is made of; empty: the system's, or else the newest supported one on PATH.
 PYTHON ?=
-# How many test processes run side by side.
-TEST_PROCESSES ?= 2
+# How many test processes run side by side. Tests wait for half of their time: three keep two cores busy.
+TEST_PROCESSES ?= 3
 # More arguments for the command of a target: make test ARGS="-k queue", make run ARGS="--servers 2".
 ARGS ?=
 

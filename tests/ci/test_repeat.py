@@ -167,7 +167,7 @@ def test_what_fails_at_first_and_passes_alone_is_flaky(
     )
     failures = tmp_path / "failures.json"
     plugin = ["-p", "tests.ci.failures", "--failures", str(failures)]
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", *plugin, "test_made.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", *plugin, "test_made.py"]
     root = str(Path(repeat.__file__).resolve().parents[2])
     monkeypatch.setenv("PYTHONPATH", root)
     assert subprocess.run(command, cwd=tmp_path, check=False, capture_output=True).returncode == 1
