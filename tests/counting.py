@@ -23,6 +23,8 @@ def instructions(run: Callable[[], object]) -> int:
         return within
 
     before = sys.gettrace()
+    # Python 3.12 tells of instructions only if some frame had asked for them before `settrace`.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(called)
     try:
         run()
