@@ -7,7 +7,6 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
-
 if sys.version_info >= (3, 12):
 
     def instructions(run: Callable[[], object]) -> int:
