@@ -61,13 +61,13 @@ class Reach:
     def __init__(self, coverage: Path, runs: Path, allowed: set[str] | None) -> None:
         self._data = CoverageData(str(coverage))
         self._data.read()
-        self._files = {Path(name).as_posix(): name for name in self._data.measured_files()}
         self._seconds = durations(runs)
         self._allowed = allowed
 
     def tests(self, mutant: Mutant, longest: float, most: float) -> tuple[list[str], float]:
         """Return the tests that reach a mutant, the quickest first, and their seconds in all."""
-        name = next((n for p, n in self._files.items() if p.endswith(f"/{mutant.path}")), None)
+        measured = self._data.measured_files()
+        name = next((name for name in measured if name.endswith(f"/{mutant.path}")), None)
         if name is None:
             return [], 0.0
         contexts = self._data.contexts_by_lineno(name).get(mutant.line, [])
