@@ -13,7 +13,7 @@ import msgspec
 
 from gateway import errors
 from gateway.config.listeners import LimitSettings
-from gateway.relay.media import MOST_MEDIA, PICTURE, Media, cost
+from gateway.relay.media import PICTURE, Media, cost
 from gateway.relay.peek import (
     FIRST_ID,
     Peek,
@@ -237,9 +237,9 @@ def read_large(body: bytes, limits: LimitSettings) -> Generator[None, None, Larg
     values: dict[str, Value] = {one.name: view[one.value : one.end] for one in found.fields}
     if any(is_misspelt(name) for name in values):
         raise misspelt_model()
-    size = tokens = least = 0
+    size, (tokens, least) = found.more_size, (found.more_media * costs for costs in PICTURE)
     for number, (start, end) in enumerate(found.media):
-        costs, surely = cost(body, start, end) if number < MOST_MEDIA else PICTURE
+        costs, surely = cost(body, start, end)
         size += end - start
         tokens += costs
         least += surely

@@ -21,7 +21,7 @@ import msgspec
 
 from gateway import errors
 from gateway.config.listeners import LimitSettings
-from gateway.relay.media import is_base64
+from gateway.relay.media import MOST_MEDIA, is_base64
 from gateway.relay.peek import MEDIA, PICTURES
 
 CHUNK = 24 * 1024
@@ -38,6 +38,8 @@ OPENING = 2 << 20
 """Bytes of a field's beginning that its fingerprint is made of."""
 OPENING_TOKENS = 1 << 14
 """Objects, lists and strings of it."""
+MOST_LINKS = 10_000
+"""Texts that may be addresses; each is looked at."""
 SHORTEST_MEDIA = 256
 LONGEST_TYPE = 128
 
@@ -126,6 +128,10 @@ class Outline:
     pictures: bool = False
     media: list[Span] = field(default_factory=list)
     """Base64 of pictures and sounds."""
+    more_media: int = 0
+    """Further ones, which are not looked at."""
+    more_size: int = 0
+    """Bytes of these."""
     escapes: int = 0
     unicode: int = 0
     """Escapes in all, and those of the form `\\u0041`."""
@@ -294,6 +300,8 @@ class _Walk:
                 raise errors.invalid_request(
                     f"The body has more than {most} {what} ('limits.{key}')."
                 )
+        if len(self.found.links) > MOST_LINKS:
+            raise errors.invalid_request(f"The body has more than {MOST_LINKS} pictures and links.")
 
     def _tokens(self, text: bytes, at: int, start: int, *, last: bool) -> int:
         """Take in the tokens of a chunk from `at`; where the next one is to begin."""
@@ -498,10 +506,16 @@ class _Walk:
         body = self._body
         if body.startswith(b"data:", start):
             at = body.find(b";base64,", start, min(end, start + LONGEST_TYPE))
-            if at >= 0:
-                self.found.media.append((at + len(b";base64,"), end))
-        elif bare and is_base64(body, start):
+            start = at + len(b";base64,")
+            if at < 0:
+                return
+        elif not bare or not is_base64(body, start):
+            return
+        if len(self.found.media) < MOST_MEDIA:
             self.found.media.append((start, end))
+        else:
+            self.found.more_media += 1
+            self.found.more_size += end - start
 
     def _said(self, start: int, end: int) -> str:
         """A string's text; empty if it is none."""

@@ -17,6 +17,10 @@ T = TypeVar("T")
 MARK = b"\xef\xbb\xbf"
 """The byte order mark that some clients put in front of UTF-8."""
 
+WORKING = 8 << 20
+"""Bytes that are made of a large body at most while it is prepared: a piece, and its beginning
+parsed (`relay/structure.py`)."""
+
 BUSY_RETRY = 2.0
 """Seconds to advise when the memory for bodies is used up."""
 

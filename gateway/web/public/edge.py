@@ -31,7 +31,7 @@ from gateway.scheduling.latest import Latest
 from gateway.transport.errors import UpstreamError
 from gateway.transport.taskless import in_task
 from gateway.web.public import nodes_error
-from gateway.web.public.body import MARK, Buffered, Steps, read_body, take_body
+from gateway.web.public.body import MARK, WORKING, Buffered, Steps, read_body, take_body
 from gateway.web.public.heads import (
     STREAM_LINES,
     error_fields,
@@ -198,6 +198,16 @@ class _Exchange:
         Raises: GatewayError.
         """
         await in_task()
+        edge, rules = self._edge, self._snapshot.rules
+        # What is made of it on the way counts while it is there.
+        made = min(len(body), WORKING)
+        edge.buffered.take(made, rules.limits.buffered_bytes)
+        try:
+            return await self._prepared_in_steps(preamble, body)
+        finally:
+            edge.buffered.release(made)
+
+    async def _prepared_in_steps(self, preamble: Preamble, body: bytes) -> Live:
         steps, rules = self._edge.steps, self._snapshot.rules
         if body.startswith(MARK):
             body = body[len(MARK) :]
