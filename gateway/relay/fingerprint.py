@@ -142,6 +142,7 @@ def fingerprint_large(
                 chain.add(extra)
             chain.add_open(_TEXT.decode(body.opening("input_prefix") or b'""').encode())
             chain.size += sum(map(body.rest, ("input_extra", "input_prefix")))
+            chain.size += body.length("input_suffix") + body.length("prompt")
         else:
             return None
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

@@ -129,13 +129,23 @@ class Large:
         """As `peek.peek` of a small one. Raises: GatewayError 400."""
         large = {name: value for name, value in self._values.items() if len(value) > SMALL}
         for name in large:
-            if name in _TYPED:
+            if name in _TYPED and name != "model":
                 raise errors.invalid_request(f"'{name}' is longer than {SMALL} bytes.", name)
         peeked = peek(self.small())
+        if large.pop("model", None) is not None:
+            peeked.model = self._beginning("model")
         for name, value in large.items():
             if name in Peek.__struct_fields__:
                 setattr(peeked, name, msgspec.Raw(value))
         return peeked
+
+    def _beginning(self, name: str) -> str:
+        """What a text begins with. Raises: GatewayError 400, if it is none."""
+        value = bytes(self._values[name][: SMALL + 1])
+        if value[:1] != b'"':
+            raise errors.invalid_request(f"'{name}' must be a string.", name)
+        text: str = _TEXT.decode(value[: cut_before(value, 1, SMALL)] + b'"')
+        return text
 
     def fields(self) -> dict[str, msgspec.Raw]:
         """The values of its fields, which are views of the body."""
@@ -179,10 +189,9 @@ class Large:
         found = self._field(name)
         return found.end - found.cut if found is not None and found.cut else 0
 
-    def texts(self, name: str) -> int:
-        """How many strings a list holds that holds nothing else; 0 for anything else."""
-        found = self._field(name)
-        return 0 if found is None or found.plain else found.items
+    def length(self, name: str) -> int:
+        """Bytes of a field; 0: there is none."""
+        return len(self._values.get(name, b""))
 
     def ids(self, name: str) -> int:
         """How many token ids a field holds; 0: it holds something else."""
@@ -195,7 +204,7 @@ class Large:
         """As `peek.measure`, where `prompt` is the field that holds it."""
         ids = self.ids(prompt) if prompt is not None else 0
         names = _PARTS if ids or prompt is None else (prompt, *_PARTS)
-        text = sum(len(self._values.get(name, b"")) for name in names)
+        text = sum(self.length(name) for name in names)
         text -= self._media.size + self._found.escapes + 2 * self._found.unicode
         return PromptSize(max(0, text), ids, self._media.tokens)
 
@@ -203,7 +212,7 @@ class Large:
         """As `peek.count_tokens`."""
         if ids := self.ids(prompt):
             return ids
-        size = len(self._values.get(prompt, b"")) - 5 * self._found.unicode - self._media.size
+        size = self.length(prompt) - 5 * self._found.unicode - self._media.size
         return int(max(0, size) / bytes_per_token) + self._media.least
 
     def addresses(self) -> list[str]:

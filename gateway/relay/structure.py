@@ -24,8 +24,8 @@ from gateway.config.listeners import LimitSettings
 from gateway.relay.media import MOST_MEDIA, is_base64
 from gateway.relay.peek import MEDIA, PICTURES
 
-CHUNK = 24 * 1024
-"""Bytes in which tokens are looked for at a time: 8,000 strings at most, some milliseconds."""
+CHUNK = 16 * 1024
+"""Bytes in which tokens are looked for at a time: 16,000 at most, some milliseconds."""
 LONG = 256 * 1024
 """Bytes of one string that are looked at at a time."""
 SHORT = 4096
