@@ -377,6 +377,16 @@ class LimitSettings(ConfigModel):
         Field(description="Fields of such a body itself; above it, 400."),
         Kind("number"),
     ] = 1000
+    grammar_properties: Annotated[
+        Count,
+        Field(
+            description=(
+                "Properties that may be left out of an object in such a schema, since a node's work "
+                "grows with the cube of their number; above it, 400."
+            )
+        ),
+        Kind("number"),
+    ] = 400
     tools_bytes: Annotated[
         Size, Field(description="All `tools` of a request together; above it, 400.")
     ] = MIB

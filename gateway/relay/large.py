@@ -36,7 +36,8 @@ MEDIA_STEP = 64
 """Pictures that are looked at in one step."""
 
 _TYPED = frozenset(
-    name for name, default in zip(Peek.__struct_fields__, Peek.__struct_defaults__, strict=True)
+    name
+    for name, default in zip(Peek.__struct_fields__, Peek.__struct_defaults__, strict=True)
     if default is None
 )
 """Fields that are read as what they are, and never long."""

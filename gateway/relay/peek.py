@@ -110,7 +110,9 @@ def is_misspelt(name: str) -> bool:
 
 def misspelt_model() -> errors.GatewayError:
     """400: what is meant differs between servers."""
-    return errors.invalid_request("The model's name is given under 'model', in lower case.", "model")
+    return errors.invalid_request(
+        "The model's name is given under 'model', in lower case.", "model"
+    )
 
 
 def count_prompts(raw: msgspec.Raw) -> int:

@@ -21,7 +21,7 @@ from tests.relay.pictures import data_url, png
 
 LIMITS = LimitSettings()
 PICTURE = {"type": "image_url", "image_url": {"url": data_url(png(560, 280) + bytes(9000))}}
-LONG = "Hello «world», \\ \"quoted\" 😀\n" * 700
+LONG = 'Hello «world», \\ "quoted" 😀\n' * 700
 
 
 def ran(steps: Any) -> Any:

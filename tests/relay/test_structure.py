@@ -70,9 +70,7 @@ class Writer:
 
     def items(self, write: Callable[[], str]) -> str:
         count = self.rng.randrange(5)
-        return self.space() + ",".join(
-            self.space() + write() + self.space() for _ in range(count)
-        )
+        return self.space() + ",".join(self.space() + write() + self.space() for _ in range(count))
 
     def field(self, level: int) -> str:
         name = self.text() if self.rng.random() < 0.5 else f'"{self.rng.choice(NAMES)}"'
@@ -281,5 +279,3 @@ def test_addresses_are_found_wherever_the_body_is_cut(monkeypatch: pytest.Monkey
         ]
         assert found.pictures
         assert [one.items for one in found.fields] == [0, 5, 1, 1]
-
-
