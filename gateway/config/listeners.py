@@ -381,8 +381,8 @@ class LimitSettings(ConfigModel):
         Count,
         Field(
             description=(
-                "Properties that may be left out of an object in such a schema, since a node's work "
-                "grows with the cube of their number; above it, 400."
+                "Properties that may be left out of an object in such a schema; above it, 400, "
+                "since a node's work grows with the cube of their number."
             )
         ),
         Kind("number"),
