@@ -13,6 +13,7 @@ from gateway.config.listeners import LimitSettings
 from gateway.fleet.catalogue import Catalogue
 from gateway.relay import assembly, edits, grammar, peek
 from gateway.relay.fingerprint import fingerprint
+from gateway.relay.large import Body
 from gateway.relay.naming import Names
 from gateway.relay.routes import Route
 from gateway.relay.volatile import Volatile
@@ -44,7 +45,7 @@ class Incoming:
     """The lines of its head that are passed on."""
     patience: float | None
     """Seconds that the client will wait for the whole answer."""
-    body: bytes
+    body: Body
     caller: Caller
     received: float
     party: str = ""
@@ -61,19 +62,16 @@ def prepare(
 ) -> Request:
     """A request that can be sent to nodes. Raises: GatewayError."""
     route, limits, body = incoming.route, rules.limits, incoming.body
-    levels = peek.depth(body, limits.json_depth)
-    if levels > limits.json_depth:
-        raise errors.invalid_request(f"The body is nested deeper than {limits.json_depth} levels.")
-    if route.streams and grammar.is_bound(peeked):
+    levels, vision = _looked_at(body, limits)
+    if grammar.is_bound(peeked):
         grammar.check(peeked, levels, limits)
     model = _model(peeked.model, rules, incoming.caller, catalogue)
     meanings = rules.names.meanings(model)
-    vision = peek.may_link(body) and _checked_media(body, limits.media_hosts)
-    bodies = {}
+    bodies: dict[str, Body] = {}
     slots = 1 if route.occupies else 0
     for meaning in meanings:
         ruled = edits.ruled(body, meaning.rules) if meaning.rules else body
-        seen = peeked if ruled is body else peek.peek(ruled)
+        seen = peeked if ruled is body else _peeked(ruled)
         edit = edits.needed(
             seen,
             meaning.rules,
@@ -85,9 +83,12 @@ def prepare(
             edit = (edit or {}) | rules.volatile.edit(ruled)
         bodies[meaning.name] = edits.applied(ruled, edit) if edit else ruled
         if route.streams:
-            slots = max(slots, _slots(route, seen, limits.n))
+            slots = max(slots, _slots(route, seen, ruled, limits.n))
     raw = getattr(peeked, route.prompt) if route.prompt in _PROMPTS else peek.NOTHING
-    tokens = peek.count_tokens(raw, BYTES_PER_TOKEN)
+    if isinstance(body, bytes):
+        tokens = peek.count_tokens(raw, BYTES_PER_TOKEN)
+    else:
+        tokens = body.count_tokens(route.prompt, BYTES_PER_TOKEN)
     # By place: told by name, so many values cost more than all the rest of this function.
     request = Request(
         incoming.id,
@@ -115,14 +116,33 @@ def prepare(
         if not request.stream:
             request.assembled = assembly.fits(route.path, body, peeked.messages, slots)
         request.max_tokens = _max_tokens(peeked)
-        size = peek.measure(raw, peeked.tools, peeked.system, peeked.instructions)
+        if isinstance(body, bytes):
+            size = peek.measure(raw, peeked.tools, peeked.system, peeked.instructions)
+            request.prompt = fingerprint(body, route, model, rules.volatile)
+        else:
+            # Its fingerprint takes steps of its own: who asked for this sees to it.
+            size = body.measure(route.prompt)
         request.text, request.ids, request.media = size
-        request.prompt = fingerprint(body, route, model, rules.volatile)
     else:
         request.text = int(tokens * BYTES_PER_TOKEN)
     request.party = incoming.party or incoming.caller.id
     request.session = incoming.session
     return request
+
+
+def _looked_at(body: Body, limits: LimitSettings) -> tuple[int, bool]:
+    """How deeply it is nested, 0 if that can't matter, and whether it holds a picture.
+
+    Raises: GatewayError 400.
+    """
+    if not isinstance(body, bytes):
+        return body.levels, _checked_media(body.addresses(), body.pictures, limits.media_hosts)
+    levels = peek.depth(body, limits.json_depth)
+    if levels > limits.json_depth:
+        raise errors.invalid_request(
+            f"The body is nested deeper than {limits.json_depth} levels ('limits.json_depth')."
+        )
+    return levels, peek.may_link(body) and _checked_media(*_links(body), limits.media_hosts)
 
 
 _PROMPTS = frozenset({"prompt", "messages", "input"})
@@ -143,12 +163,20 @@ def _model(said: str | None, rules: Rules, caller: Caller, catalogue: Catalogue)
     return model
 
 
-def _slots(route: Route, peeked: peek.Peek, limit: int) -> int:
+def _slots(route: Route, peeked: peek.Peek, body: Body, limit: int) -> int:
     """Slots that the answer takes at once: one for each answer to each prompt."""
     answers = max(edits.whole(peeked.n) or 1, edits.whole(peeked.n_cmpl) or 1, 1)
     if answers > limit:
         raise errors.invalid_request(f"'n' is {answers}, the most is {limit}.", "n")
-    return answers * (peek.count_prompts(peeked.prompt) if route.prompt == "prompt" else 1)
+    if route.prompt != "prompt":
+        return answers
+    if isinstance(body, bytes):
+        return answers * peek.count_prompts(peeked.prompt)
+    return answers * body.count_prompts()
+
+
+def _peeked(body: Body) -> peek.Peek:
+    return peek.peek(body) if isinstance(body, bytes) else body.peek()
 
 
 def _max_tokens(peeked: peek.Peek) -> int | None:
@@ -163,13 +191,16 @@ def _max_tokens(peeked: peek.Peek) -> int | None:
     return None
 
 
-def _checked_media(body: bytes, hosts: tuple[str, ...]) -> bool:
-    """Whether the body holds a picture; links that a node would fetch are refused."""
+def _links(body: bytes) -> tuple[list[str], bool]:
     try:
-        found, pictures = peek.links(body)
+        return peek.links(body)
     except (msgspec.DecodeError, RecursionError):
         raise errors.invalid_json("it can't be read") from None
-    for link in found:
+
+
+def _checked_media(links: list[str], pictures: bool, hosts: tuple[str, ...]) -> bool:  # noqa: FBT001
+    """Whether the body holds a picture; links that a node would fetch are refused."""
+    for link in links:
         if not link.startswith("data:") and not _is_allowed(link, hosts):
             raise errors.invalid_request(
                 "Only 'data:' URLs may be sent for images and files: the node would have to fetch "

@@ -127,6 +127,48 @@ def test_what_has_neither_is_not_looked_at() -> None:
             assert checked({name: value}) is None, "a node knows better what is wrong with it"
 
 
+def properties(count: int, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{n}": {"a": 1} for n in range(count)}, **more}
+
+
+NAMED = [f"p{n}" for n in range(50)]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"json_schema": properties(41)}, "json_schema"),
+        ({"json_schema": properties(40)}, None),
+        ({"json_schema": properties(50, required=NAMED)}, None),
+        ({"json_schema": properties(50, required=NAMED[:5])}, "json_schema"),
+        ({"json_schema": {"items": {"anyOf": [properties(41)]}}}, "json_schema"),
+        ({"json_schema": {"allOf": [properties(20), properties(15), properties(15)]}},
+         "json_schema"),
+        ({"json_schema": {"$defs": {"a": properties(20)}, "allOf": [{"$ref": "#/$defs/a"}] * 3}},
+         "json_schema"),
+        ({"json_schema": {"anyOf": [properties(30), properties(35)]}}, "json_schema"),
+        ({"json_schema": {"anyOf": [properties(30), properties(30)]}}, None),
+        ({"response_format": {"json_schema": {"schema": properties(60)}}}, "response_format"),
+        ({"tools": [tool(properties(41))]}, "tools"),
+        ({"tools": [{"name": "f", "input_schema": properties(50)}]}, "tools"),
+        ({"tools": [tool(properties(30))] * 3}, "tools"),
+        ({"tools": [tool(properties(8))] * 50}, None),
+    ],
+)  # fmt: skip
+def test_properties_that_may_be_left_out_are_counted(
+    body: dict[str, Any], field: str | None
+) -> None:
+    peeked = peek(json.dumps(body).encode())
+    limits = LimitSettings(grammar_properties=40)
+    if field is None:
+        grammar.check(peeked, 0, limits)
+        return
+    with pytest.raises(GatewayError) as raised:
+        grammar.check(peeked, 0, limits)
+    assert raised.value.param == field
+    assert "'limits.grammar_properties'" in raised.value.message
+
+
 DEEP = "root ::= " + "(" * 100 + '"a"' + ")" * 100
 SCHEMA = {"description": "x" * 140_000}
 
@@ -156,8 +198,37 @@ async def test_the_limits_are_the_operators(tmp_path: Path) -> None:
         assert reply.status_code == 200
 
 
+UNSLOTTED = [
+    "/apply-template",
+    "/tokenize",
+    "/v1/messages/count_tokens",
+    "/v1/chat/completions/input_tokens",
+    "/v1/embeddings",
+]
+
+
+@pytest.mark.parametrize("path", UNSLOTTED)
 @in_virtual_time
-async def test_what_generates_nothing_is_not_looked_at(tmp_path: Path) -> None:
+async def test_the_limits_hold_where_nothing_is_generated(tmp_path: Path, path: str) -> None:
+    huge = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(50_000)}}
     async with a_house(tmp_path, EmulatedNode()) as house:
-        reply = await house.ask("/tokenize", content="x", grammar=DEEP, text=SCHEMA)
+        for more in (
+            {"grammar": DEEP},
+            {"json_schema": SCHEMA},
+            {"tools": [tool(SCHEMA)]},
+            {"tools": [{"name": "f", "input_schema": SCHEMA}]},
+            {"tools": [tool({"a": 1})] * 20_000},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": huge}}},
+            {"text": {"format": {"schema": SCHEMA}}},
+        ):
+            reply = await house.ask(path, content="x", input="x", **more)
+            assert reply.status_code == 400
+            assert next(iter(more)) in reply.json()["error"]["message"]
+        assert house.servers["a"].requests == 0
+
+
+@in_virtual_time
+async def test_a_text_is_no_schema(tmp_path: Path) -> None:
+    async with a_house(tmp_path, EmulatedNode()) as house:
+        reply = await house.ask("/tokenize", content="x", text="x" * 200_000, tools=[tool({})])
         assert reply.status_code == 200
