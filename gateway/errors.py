@@ -87,9 +87,20 @@ def invalid_request(message: str, param: str | None = None) -> GatewayError:
 def context_length_exceeded(
     prompt_tokens: int | None, context: int | None, param: str | None = "messages"
 ) -> GatewayError:
-    """400: the prompt is longer than the context (tokens of one slot) of any node."""
-    size = f" has {prompt_tokens} tokens, which" if prompt_tokens else ""
-    limit = f"a context of {context} tokens" if context else "the context of every node"
+    """400: the prompt is longer than the context (tokens of one slot) of any node.
+
+    Clients know it by its words alone, and then compact or shorten what they send: Anthropic's
+    and LangChain's by `prompt is too long: N tokens > M maximum`, with numbers where they are
+    known, LiteLLM and llama.cpp's by `exceeds the available context size`.
+    """
+    least = prompt_tokens or (context + 1 if context else None)
+    size = f"{least} tokens" if least else "it"
+    # A context that the prompt just fills has no room for an answer.
+    most = min(context, least - 1) if context and least else context
+    limit = f"{most} maximum" if most else "the maximum of every node"
+    guess = " (it may be longer)" if context and not prompt_tokens else ""
+    known = f" ({prompt_tokens} tokens)" if prompt_tokens else ""
+    room = f" ({context} tokens)" if context else " of every node"
     details = {}
     if prompt_tokens:
         details["n_prompt_tokens"] = prompt_tokens
@@ -98,7 +109,8 @@ def context_length_exceeded(
     return GatewayError(
         400,
         "context_length_exceeded",
-        f"The prompt{size} does not fit into {limit}. Shorten it.",
+        f"prompt is too long: {size} > {limit}{guess}. "
+        f"The request{known} exceeds the available context size{room}. Shorten it.",
         param=param,
         details=details,
     )

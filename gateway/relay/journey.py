@@ -307,7 +307,8 @@ class Journey:
         self._means.fleet.succeeded(node, self._means.clock(), lease.taken)
         if request.smallest_context or context is None:
             return error
-        request.smallest_context = max(tokens or 0, context + 1)
+        # For embeddings a batch must hold the text, and can be smaller than the context.
+        request.smallest_context = max(tokens or 0, context + 1, (node.context or 0) + 1)
         if not self._means.scheduler.larger(request):
             return error
         return AttemptFailed(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gateway.relay.verdict import (
@@ -268,6 +269,44 @@ def test_a_500_about_the_size_is_an_overflow_for_embeddings_alone() -> None:
     content = b'{"error":{"message":"input is too large to process"}}'
     assert judge(500, content, EMBEDDINGS) is Verdict.OVERFLOW
     assert judge(500, content, CHAT) is Verdict.ERROR
+
+
+@pytest.mark.parametrize(
+    ("said", "sizes"),
+    [
+        (
+            {
+                "message": "request (4002 tokens) exceeds the available context size (1024 tokens)",
+                "type": "invalid_request_error",
+            },
+            (4002, 1024),
+        ),
+        ({"message": "the request exceeds the available context size"}, (None, None)),
+        (
+            {
+                "message": "This model's maximum context length is 4096 tokens. However, you ...",
+                "code": "context_length_exceeded",
+            },
+            (None, 4096),
+        ),
+        ({"message": "too long", "code": "context_length_exceeded"}, (None, None)),
+    ],
+)
+def test_an_overflow_is_known_by_its_words_where_it_has_no_type(
+    said: dict[str, str], sizes: tuple[int | None, int | None]
+) -> None:
+    content = msgspec.json.encode({"error": said})
+    assert judge(400, content, CHAT) is Verdict.OVERFLOW
+    assert overflow_sizes(content) == sizes
+
+
+def test_the_sizes_of_a_text_that_is_too_long_to_embed_are_read() -> None:
+    content = (
+        b'{"error":{"code":500,"message":"input (2002 tokens) is too large to process. increase '
+        b'the physical batch size (current batch size: 512)","type":"server_error"}}'
+    )
+    assert judge(500, content, EMBEDDINGS) is Verdict.OVERFLOW
+    assert overflow_sizes(content) == (2002, 512)
 
 
 def test_what_an_error_tells_is_read_in_both_forms() -> None:
