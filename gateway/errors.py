@@ -91,7 +91,8 @@ def context_length_exceeded(
 
     Clients know it by its words alone, and then compact or shorten what they send: Anthropic's
     and LangChain's by `prompt is too long: N tokens > M maximum`, with numbers where they are
-    known, LiteLLM and llama.cpp's by `exceeds the available context size`.
+    known (within a stream LangChain's by `exceeds the context window`), LiteLLM and llama.cpp's by
+    `exceeds the available context size`.
     """
     least = prompt_tokens or (context + 1 if context else None)
     size = f"{least} tokens" if least else "it"
@@ -110,7 +111,8 @@ def context_length_exceeded(
         400,
         "context_length_exceeded",
         f"prompt is too long: {size} > {limit}{guess}. "
-        f"The request{known} exceeds the available context size{room}. Shorten it.",
+        f"The request{known} exceeds the available context size{room}. "
+        "What exceeds the context window must be shortened.",
         param=param,
         details=details,
     )

@@ -120,5 +120,9 @@ class Request:
     """Expected tokens of the prompt and of each answer, once somebody has asked."""
     party: str = ""
     """Whom the queue is fair to: the caller, or the end user that a trusted one names."""
+    several: Any = None
+    """The prompts that are answered one by one (`relay/prompts.py`); None: it is one."""
+    admitted: bool = False
+    """Whether it is part of one that has been let in: no length of the line refuses it."""
     session: str | None = None
     """The conversation or editor that it belongs to, if a header names one; with its party."""

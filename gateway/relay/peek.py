@@ -53,7 +53,6 @@ class Peek(msgspec.Struct):
 
 
 _PEEK = msgspec.json.Decoder(Peek)
-_RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 _ANY = msgspec.json.Decoder()
 
 _PATH = re.compile(r"^(?P<what>.*?) - at `\$\.?(?P<key>[^`]*)`$", re.DOTALL)
@@ -82,23 +81,6 @@ def peek(body: bytes) -> Peek:
         # How deep is too deep differs between Pythons, but not the answer: `prepare` refuses what
         # is nested less deeply than any of them minds.
         raise errors.invalid_request("The body is nested too deeply.") from None
-
-
-def count_prompts(raw: msgspec.Raw) -> int:
-    """How many prompts a completion's `prompt` holds, as llama.cpp counts them.
-
-    A list of numbers, or of numbers and strings mixed, is one prompt; any other list holds one
-    an item.
-    """
-    if bytes(raw).lstrip()[:1] != b"[":
-        return 1
-    try:
-        items = _RAWS.decode(raw)
-    except msgspec.DecodeError:
-        return 1
-    if not items or any(bytes(item)[:1] not in b'"[{' for item in items):
-        return 1
-    return len(items)
 
 
 _FIRST_ID = re.compile(rb"\s*\[\s*\d")

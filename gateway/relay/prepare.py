@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 import msgspec
@@ -11,7 +11,7 @@ import msgspec
 from gateway import errors
 from gateway.config.listeners import LimitSettings
 from gateway.fleet.catalogue import Catalogue
-from gateway.relay import assembly, edits, grammar, peek
+from gateway.relay import assembly, edits, grammar, peek, prompts
 from gateway.relay.fingerprint import fingerprint
 from gateway.relay.naming import Names
 from gateway.relay.routes import Route
@@ -85,7 +85,15 @@ def prepare(
             edit = (edit or {}) | rules.volatile.edit(ruled)
         bodies[meaning.name] = edits.applied(ruled, edit) if edit else ruled
         if route.streams:
-            slots = max(slots, _slots(route, seen, limits.n))
+            slots = max(slots, _slots(seen, limits.n))
+    several = None
+    if route.streams and route.prompt == "prompt":
+        several = prompts.several(
+            body,
+            peeked.prompt,
+            limits,
+            lambda index, part: _part(incoming, index, part, priority, rules, catalogue),
+        )
     raw = getattr(peeked, route.prompt) if route.prompt in _PROMPTS else peek.NOTHING
     tokens = peek.count_tokens(raw, BYTES_PER_TOKEN)
     # By place: told by name, so many values cost more than all the rest of this function.
@@ -107,6 +115,7 @@ def prepare(
     request.slots = slots
     request.prompt_tokens = tokens
     request.native = route.native
+    request.several = several
     if incoming.patience is not None:
         request.deadline = incoming.received + incoming.patience
     request.writes = route.streams
@@ -143,12 +152,30 @@ def _model(said: str | None, rules: Rules, caller: Caller, catalogue: Catalogue)
     return model
 
 
-def _slots(route: Route, peeked: peek.Peek, limit: int) -> int:
-    """Slots that the answer takes at once: one for each answer to each prompt."""
-    answers = max(edits.whole(peeked.n) or 1, edits.whole(peeked.n_cmpl) or 1, 1)
-    if answers > limit:
-        raise errors.invalid_request(f"'n' is {answers}, the most is {limit}.", "n")
-    return answers * (peek.count_prompts(peeked.prompt) if route.prompt == "prompt" else 1)
+def _part(
+    incoming: Incoming,
+    index: int,
+    body: bytes,
+    priority: Priority,
+    rules: Rules,
+    catalogue: Catalogue,
+) -> Request:
+    """The request of one prompt of several. Raises: GatewayError."""
+    one = replace(
+        incoming, id=f"{incoming.id}.{index}", tag=f"{incoming.tag}.{index}", body=body
+    )
+    return prepare(one, peek.peek(body), priority, rules, catalogue)
+
+
+def _slots(peeked: peek.Peek, limit: int) -> int:
+    """Slots that a prompt takes at once: one for each answer."""
+    answers = 1
+    for name in ("n", "n_cmpl"):
+        asked = edits.whole(getattr(peeked, name)) or 1
+        if asked > limit:
+            raise errors.invalid_request(f"'{name}' is {asked}, the most is {limit}.", name)
+        answers = max(answers, asked)
+    return answers
 
 
 def _max_tokens(peeked: peek.Peek) -> int | None:
