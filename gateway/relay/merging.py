@@ -90,12 +90,14 @@ class Completions(Merging):
         self._usage: dict[str, Any] = {}
 
     def whole(self) -> bytes:
+        """The one answer."""
         fields = self._first | {"choices": msgspec.Raw(self._joined())}
         if self._usage:
             fields["usage"] = msgspec.Raw(msgspec.json.encode(self._usage))
         return msgspec.json.encode(fields)
 
     def end(self) -> bytes:
+        """What ends the stream of all."""
         if not (self._usage and self._counts):
             return _DONE
         fields = {name: self._first[name] for name in _SHARED if name in self._first}
@@ -148,9 +150,11 @@ class Native(Merging):
     """llama.cpp's `/completion`: a list of objects, or their events as they come."""
 
     def whole(self) -> bytes:
+        """The one answer."""
         return self._joined()
 
     def end(self) -> bytes:
+        """What ends the stream of all."""
         return b""
 
     def _items(self, index: int, answer: bytes) -> bytes:

@@ -161,9 +161,7 @@ def _part(
     catalogue: Catalogue,
 ) -> Request:
     """The request of one prompt of several. Raises: GatewayError."""
-    one = replace(
-        incoming, id=f"{incoming.id}.{index}", tag=f"{incoming.tag}.{index}", body=body
-    )
+    one = replace(incoming, id=f"{incoming.id}.{index}", tag=f"{incoming.tag}.{index}", body=body)
     return prepare(one, peek.peek(body), priority, rules, catalogue)
 
 

@@ -47,9 +47,7 @@ class Several:
 
     def part(self, index: int) -> Request:
         """The request of one prompt. Raises: GatewayError."""
-        return self.make(
-            index, msgspec.json.encode(self.fields | {"prompt": self.prompts[index]})
-        )
+        return self.make(index, msgspec.json.encode(self.fields | {"prompt": self.prompts[index]}))
 
 
 def split(raw: msgspec.Raw) -> list[msgspec.Raw]:

@@ -32,7 +32,10 @@ class Source(Protocol):
     """Where the rest of a reply comes from: an attempt, or several."""
 
     on_fail: Callable[[], None] | None
-    failure: UpstreamError | None
+
+    @property
+    def failure(self) -> UpstreamError | None:
+        """What has ended it."""
 
     @property
     def streams(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import AsyncOpenAI, BadRequestError
+from openai import APIError, AsyncOpenAI, BadRequestError
 
 from tests.api.conftest import CONTEXT
 from tests.api.site import FIXED, UNCACHED, Site
@@ -102,11 +102,15 @@ async def test_one_prompt_that_is_too_long_is_the_error_of_all(
     openai: AsyncOpenAI, site: Site, stream: bool
 ) -> None:
     prompts = [*WORDS[:2], "zq" * CONTEXT, *WORDS[2:]]
-    with pytest.raises(Exception, match="prompt is too long") as caught:  # noqa: PT011, B017
+
+    async def asked() -> None:
         answer: Any = await openai.completions.create(
             model="demo", prompt=prompts, max_tokens=400, stream=stream
         )
         _ = [chunk async for chunk in answer]
+
+    with pytest.raises(APIError, match="prompt is too long") as caught:
+        await asked()
     if isinstance(caught.value, BadRequestError):
         assert caught.value.code == "context_length_exceeded"
         assert caught.value.param == "prompt"

@@ -22,7 +22,7 @@ from gateway.relay.peek import peek
 from gateway.relay.prefill import Prefill
 from gateway.relay.prepare import Incoming, Rules, prepare
 from gateway.relay.relay import Relay
-from gateway.relay.reply import Reply, Rest
+from gateway.relay.reply import Remainder, Reply
 from gateway.relay.routes import Route, is_editing
 from gateway.relay.volatile import Volatile
 from gateway.scheduling.latest import Latest
@@ -252,7 +252,7 @@ class _Exchange:
         else:
             raise errors.node_failed("The node did not stream its answer.")
 
-    async def _pass_on(self, reply: Reply, rest: Rest) -> None:
+    async def _pass_on(self, reply: Reply, rest: Remainder) -> None:
         record, turn = self.record, self._turn
         streams = rest.attempt.streams
         if turn.response_started and record.stream and not streams:
@@ -278,7 +278,7 @@ class _Exchange:
             return
         turn.end()
 
-    async def _taken(self, rest: Rest) -> None:
+    async def _taken(self, rest: Remainder) -> None:
         """Wait until the client has taken most of what it has, unless the request is to end."""
         turn, attempt = self._turn, rest.attempt
         if turn.lags and attempt.failure is None:
