@@ -67,6 +67,8 @@ class GatewayError(Exception):
             return "insufficient_quota" if self.code == "insufficient_quota" else "rate_limit_error"
         if self.status < 500:
             return "invalid_request_error"
+        if self.status == 501:
+            return "not_supported_error"
         return "server_error"
 
 
@@ -151,9 +153,10 @@ def model_not_found(model: str, known: list[str]) -> GatewayError:
     )
 
 
-def not_found(path: str) -> GatewayError:
-    """404: no such path."""
-    return GatewayError(404, "not_found", f"There is nothing at '{path}'.")
+def not_found(path: str, instead: str | None = None) -> GatewayError:
+    """404: no such path; `instead` says what to use."""
+    hint = f" {instead}" if instead else ""
+    return GatewayError(404, "not_found", f"There is nothing at '{_echoed(path)}'.{hint}")
 
 
 def method_not_allowed(method: str, allow: str) -> GatewayError:
@@ -235,6 +238,27 @@ def shutting_down(retry_after: float = 5.0) -> GatewayError:
     return GatewayError(
         503, "shutting_down", "The gateway is shutting down.", retry_after=retry_after
     )
+
+
+def not_supported(endpoint: str, path: str, model: str, hint: str | None) -> GatewayError:
+    """501: no node that serves the model has this feature; `hint` is in a node's own words."""
+    what, remedy = _FEATURES.get(endpoint, (f"'{path}'", "Use another path, or another model."))
+    told = f"A node says: {hint[:LONGEST_ECHO]}" if hint else remedy
+    return GatewayError(
+        501,
+        "not_supported",
+        f"No node that serves '{_echoed(model)}' supports {what}. {told}",
+        retryable=False,
+    )
+
+
+_FEATURES = {
+    "embeddings": ("embeddings", "Start a node's server with `--embeddings`."),
+    "rerank": ("reranking", "Start a node's server with `--reranking`."),
+    "infill": ("infill", "It needs a model that was trained to fill in the middle."),
+    "audio": ("audio", "It needs a model that hears; llama.cpp's server wants its `--mmproj`."),
+}
+"""By endpoint: what it is, and what to do where no node has said."""
 
 
 def node_failed(message: str) -> GatewayError:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 Headers = list[tuple[bytes, bytes]]
 """Header fields in wire order, names in lower case."""
 
-Endpoint = Literal["chat", "embeddings", "rerank", "infill", "vision"]
+Endpoint = Literal["chat", "embeddings", "rerank", "infill", "audio", "vision"]
 """What a node can do, as `endpoints` in the inventory names it."""
 
 
@@ -104,6 +104,10 @@ class Request:
     """Nodes that failed this request: others go first."""
     refused: AbstractSet[str] = frozenset()
     """Nodes that said they can't serve it: never asked again."""
+    unsupported: AbstractSet[str] = frozenset()
+    """Those of them that said that they don't do this at all (501)."""
+    hint: str | None = None
+    """What the last of these advised."""
     smallest_context: int = 0
     """Tokens a node must have room for, learnt from an overflow elsewhere."""
     text: int = 0

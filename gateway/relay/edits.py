@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from gateway.config.routing import ModelRule
+from gateway.relay import forms
 from gateway.relay.peek import NOTHING, Number, Peek
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -95,6 +96,8 @@ def applied(body: bytes, edit: Edit) -> bytes:
 
 def renamed(body: bytes, model: str) -> bytes:
     """`body` with another model's name, in the place where the old one stood."""
+    if body.startswith(b"--"):
+        return forms.renamed(body, model)
     fields = _FIELDS.decode(body)
     fields["model"] = _raw(model)
     return msgspec.json.encode(fields)

@@ -68,7 +68,7 @@ def prepare(
         grammar.check(peeked, levels, limits)
     model = _model(peeked.model, rules, incoming.caller, catalogue)
     meanings = rules.names.meanings(model)
-    vision = peek.may_link(body) and _checked_media(body, limits.media_hosts)
+    vision = peek.may_link(body) and _checked_media(body, limits.media_hosts, route.prompt)
     bodies = {}
     slots = 1 if route.occupies else 0
     for meaning in meanings:
@@ -152,6 +152,36 @@ def _model(said: str | None, rules: Rules, caller: Caller, catalogue: Catalogue)
     return model
 
 
+def prepare_form(
+    incoming: Incoming, peeked: peek.Peek, priority: Priority, rules: Rules, catalogue: Catalogue
+) -> Request:
+    """A request whose body is a form, which the settings' rules of models leave as it is.
+
+    Raises: GatewayError.
+    """
+    route = incoming.route
+    model = _model(peeked.model, rules, incoming.caller, catalogue)
+    bodies = {meaning.name: incoming.body for meaning in rules.names.meanings(model)}
+    return Request(
+        id=incoming.id,
+        tag=incoming.tag,
+        path=route.path,
+        fields=incoming.fields + b"x-request-id: " + incoming.tag.encode() + b"\r\n",
+        bodies=bodies,
+        said=peeked.model,
+        caller=incoming.caller,
+        priority=priority,
+        model=model,
+        candidates=tuple(bodies),
+        endpoint=route.endpoint,
+        received=incoming.received,
+        deadline=None if incoming.patience is None else incoming.received + incoming.patience,
+        writes=False,
+        party=incoming.party or incoming.caller.id,
+        session=incoming.session,
+    )
+
+
 def _part(
     incoming: Incoming,
     index: int,
@@ -188,7 +218,7 @@ def _max_tokens(peeked: peek.Peek) -> int | None:
     return None
 
 
-def _checked_media(body: bytes, hosts: tuple[str, ...]) -> bool:
+def _checked_media(body: bytes, hosts: tuple[str, ...], field: str | None) -> bool:
     """Whether the body holds a picture; links that a node would fetch are refused."""
     try:
         found, pictures = peek.links(body)
@@ -199,7 +229,7 @@ def _checked_media(body: bytes, hosts: tuple[str, ...]) -> bool:
             raise errors.invalid_request(
                 "Only 'data:' URLs may be sent for images and files: the node would have to fetch "
                 "anything else. An operator can allow hosts in 'limits.media_hosts'.",
-                "messages",
+                field or "messages",
             )
     return pictures
 

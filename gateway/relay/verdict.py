@@ -138,7 +138,7 @@ def retry_after(headers: Headers, wall: float) -> float | None:
 def message_of(content: bytes) -> str | None:
     """What the node's error says, if it is one."""
     error = _error(content)
-    return error.message or None if error is not None else None
+    return error.message[:LONGEST_MESSAGE] or None if error is not None else None
 
 
 def is_loading(status: int, content: bytes) -> bool:

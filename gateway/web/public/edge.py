@@ -16,11 +16,12 @@ from gateway.config.settings import Settings
 from gateway.errors import ClientClosed, GatewayError
 from gateway.events import Bus, RequestFinished
 from gateway.fleet.fleet import Fleet
+from gateway.relay import forms
 from gateway.relay.live import Live, Registry
 from gateway.relay.naming import Names
 from gateway.relay.peek import peek
 from gateway.relay.prefill import Prefill
-from gateway.relay.prepare import Incoming, Rules, prepare
+from gateway.relay.prepare import Incoming, Rules, prepare, prepare_form
 from gateway.relay.relay import Relay
 from gateway.relay.reply import Remainder, Reply
 from gateway.relay.routes import Route, is_editing
@@ -187,7 +188,7 @@ class _Exchange:
     def _prepared(self, preamble: Preamble, body: bytes) -> Live:
         """The request that the body makes. Raises: GatewayError."""
         edge, record = self._edge, self.record
-        peeked = peek(body)
+        peeked = forms.peek(body, self._turn.headers) if self._route.form else peek(body)
         tier = peeked.service_tier
         wanted = peeked.priority
         record.priority = priority_of(
@@ -211,7 +212,8 @@ class _Exchange:
             preamble.session,
         )
         catalogue = edge.fleet.catalogue
-        request = prepare(incoming, peeked, record.priority, self._snapshot.rules, catalogue)
+        made = prepare_form if self._route.form else prepare
+        request = made(incoming, peeked, record.priority, self._snapshot.rules, catalogue)
         record.stream = request.stream
         for name in request.candidates:
             if catalogue.known(name):
