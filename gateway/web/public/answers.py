@@ -80,8 +80,21 @@ def refusal(error: GatewayError, scope: Scope) -> Response:
     return response
 
 
+class _Ollama(Dialect):
+    """Ollama's API, of which there are only errors."""
+
+    def error_body(self, error: GatewayError, tag: str) -> bytes:
+        """A text, which is all that its clients read."""
+        return msgspec.json.encode({"error": error.message})
+
+
+_OLLAMA = _Ollama()
+
+
 def dialect_of(path: str) -> Dialect:
-    """Whose form a path's errors have: Anthropic's with `/v1/messages` in it, else OpenAI's."""
+    """Whose form the errors of a path have: Ollama's, Anthropic's, else OpenAI's."""
+    if path.startswith("/api/") and not path.startswith("/api/v1/"):
+        return _OLLAMA
     return MESSAGES if "/v1/messages" in path or path == "/messages" else CHAT
 
 

@@ -93,7 +93,7 @@ def test_nothing_of_a_path_is_repeated(path: str) -> None:
     [
         ("POST", "/v1/v1/chat/completions"),
         ("POST", "/openai/deployments/gpt/chat/completions?api-version=2024-10-21"),
-        ("GET", "/api/tags"),
+        ("GET", "/api/v1/tags"),
         ("GET", "/v1/models/"),
         ("POST", "/v1/images/generations"),
         ("GET", "/"),
@@ -115,6 +115,13 @@ async def test_what_looks_like_anthropics_is_answered_in_its_form(path: str) -> 
     assert response.json()["type"] == "error"
     assert response.json()["error"]["type"] == "not_found_error"
     assert "Use /v1/messages" in response.json()["error"]["message"]
+
+
+async def test_ollamas_clients_read_a_text() -> None:
+    async with a_house() as house:
+        response = await house.public.get("/api/tags")
+    assert response.status_code == 404
+    assert "Use /v1/models" in response.json()["error"]
 
 
 async def test_a_served_path_is_405_for_other_methods() -> None:
