@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 Headers = list[tuple[bytes, bytes]]
 """Header fields in wire order, names in lower case."""
 
 Endpoint = Literal["chat", "embeddings", "rerank", "infill", "audio", "vision"]
 """What a node can do, as `endpoints` in the inventory names it."""
+
+
+class Pieces(Protocol):
+    """A large body: what is sent is its pieces, one after the other."""
+
+    def __len__(self) -> int:
+        """Bytes of all of them."""
+
+    def pieces(self) -> Sequence[bytes | memoryview]:
+        """The pieces, which nobody changes."""
 
 
 class Priority(enum.IntEnum):
@@ -76,8 +87,8 @@ class Request:
     """The path as nodes know it, for example `/v1/chat/completions`."""
     fields: bytes
     """Header lines of the client's that are passed on, each with its line end."""
-    bodies: dict[str, bytes]
-    """What is sent, for each name of `candidates`."""
+    bodies: dict[str, Any]
+    """What is sent, for each name of `candidates`: bytes, or a large body (`Pieces`)."""
     said: str | None
     """The model's name in those bodies; None: they name none."""
     caller: Caller

@@ -350,3 +350,36 @@ class LimitSettings(ConfigModel):
         ),
         Kind("list of host names"),
     ] = ()
+    json_containers: Annotated[
+        Count,
+        Field(
+            description=(
+                "Lists and objects that a request's JSON may hold, counted in bodies over 64 KiB; "
+                "above it, 400."
+            )
+        ),
+        Kind("number"),
+    ] = 100_000
+    json_strings: Annotated[
+        Count,
+        Field(description="Strings, names included, that such JSON may hold; above it, 400."),
+        Kind("number"),
+    ] = 500_000
+    json_numbers: Annotated[
+        Count,
+        Field(
+            description=(
+                "Numbers and other plain values, token ids say, that such JSON may hold; above it, "
+                "400."
+            )
+        ),
+        Kind("number"),
+    ] = 4_000_000
+    json_fields: Annotated[
+        Count,
+        Field(description="Fields of such a body itself; above it, 400."),
+        Kind("number"),
+    ] = 1000
+    tools_bytes: Annotated[
+        Size, Field(description="All `tools` of a request together; above it, 400.")
+    ] = MIB

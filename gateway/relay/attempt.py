@@ -14,7 +14,7 @@ from gateway.relay.promised import check_plain, is_event_stream
 from gateway.relay.sse import EventGate
 from gateway.relay.verdict import as_body, message_of, status_of
 from gateway.relay.watch import Limits, Watch, limits_of
-from gateway.request import Headers, Request
+from gateway.request import Headers, Pieces, Request
 from gateway.transport.connection import Connection
 from gateway.transport.errors import Errored, Garbage, Stale, UpstreamError
 
@@ -156,7 +156,7 @@ class Attempt:
             connection.digest = fields.to_client(self.headers)
         return connection.digest
 
-    async def open(self, head: bytes, body: bytes) -> None:
+    async def open(self, head: bytes, body: bytes | Pieces) -> None:
         """Send, and wait for the outcome: the first content of a stream, else the whole answer.
 
         A plain answer longer than may be held back is left to `read`. Raises: UpstreamError.
@@ -327,7 +327,7 @@ class Attempt:
         own = self.lease.node.spec.timeouts.connect
         return own or self._settings.timeouts.connect
 
-    async def _exchange(self, data: bytes, body: bytes) -> Connection:
+    async def _exchange(self, data: bytes, body: bytes | Pieces) -> Connection:
         """Send on an idle connection if there is one; one that was stale is no attempt."""
         pool = self.lease.upstream.pool
         while True:

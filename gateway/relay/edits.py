@@ -1,6 +1,7 @@
 """The only place that edits bodies, and only those that need it.
 
-An edited body is parsed one level deep: everything inside stays the client's own bytes.
+An edited body is parsed one level deep: everything inside stays the client's own bytes. A large one
+(`large.py`) is not even copied.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 
 from gateway.config.routing import ModelRule
 from gateway.relay import forms
+from gateway.relay.large import Body
 from gateway.relay.peek import NOTHING, Number, Peek
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -65,42 +67,51 @@ def needed(
     return edit or None
 
 
-def ruled(body: bytes, rules: tuple[ModelRule, ...]) -> bytes:
+def ruled(body: Body, rules: tuple[ModelRule, ...]) -> Body:
     """`body` with the rules' parameters stripped, defaulted and set; itself if they have none."""
     if not rules or not any(rule.set or rule.default or rule.strip for rule in rules):
         return body
-    fields = _FIELDS.decode(body)
+    fields = _fields(body)
     for rule in rules:
         for name in rule.strip:
             fields.pop(name, None)
         for name, value in rule.default.items():
             # A length has several names: whichever the client used counts.
             names = _LENGTHS if name in _LENGTHS else (name,)
-            if all(bytes(fields.get(other, _NULL)) == _NULL for other in names):
+            if all(_is_null(fields.get(other)) for other in names):
                 fields[name] = _raw(value)
         for name, value in rule.set.items():
             fields[name] = _raw(value)
-    return msgspec.json.encode(fields)
+    return _body(body, fields)
 
 
-def applied(body: bytes, edit: Edit) -> bytes:
+def applied(body: Body, edit: Edit) -> Body:
     """`body` with `edit` made."""
-    fields = _FIELDS.decode(body)
+    fields = _fields(body)
     for name, value in edit.items():
         if value is msgspec.UNSET:
             fields.pop(name, None)
         else:
             fields[name] = _raw(value)
-    return msgspec.json.encode(fields)
+    return _body(body, fields)
 
 
-def renamed(body: bytes, model: str) -> bytes:
+def renamed(body: Body, model: str) -> Body:
     """`body` with another model's name, in the place where the old one stood."""
-    if body.startswith(b"--"):
+    if isinstance(body, bytes) and body.startswith(b"--"):
         return forms.renamed(body, model)
-    fields = _FIELDS.decode(body)
+    fields = _fields(body)
     fields["model"] = _raw(model)
-    return msgspec.json.encode(fields)
+    return _body(body, fields)
+
+
+def _fields(body: Body) -> dict[str, msgspec.Raw]:
+    return _FIELDS.decode(body) if isinstance(body, bytes) else body.fields()
+
+
+def _body(before: Body, fields: dict[str, msgspec.Raw]) -> Body:
+    """The body that these fields make, of the same kind as before."""
+    return msgspec.json.encode(fields) if isinstance(before, bytes) else before.with_fields(fields)
 
 
 def whole(value: Number) -> int | None:
@@ -110,6 +121,10 @@ def whole(value: Number) -> int | None:
     if isinstance(value, float) and not math.isfinite(value):
         return _HUGE
     return max(-_HUGE, min(int(value), _HUGE))
+
+
+def _is_null(raw: msgspec.Raw | None) -> bool:
+    return raw is None or (len(raw) == len(_NULL) and bytes(raw) == _NULL)
 
 
 def _raw(value: object) -> msgspec.Raw:

@@ -11,11 +11,12 @@ begin with all of its blocks, and nothing has to be known of what stands between
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import msgspec
 
 from gateway.fleet.prefixes import Prompt
+from gateway.relay.large import Large
 from gateway.relay.peek import NOTHING
 from gateway.relay.routes import Route
 from gateway.relay.volatile import Volatile
@@ -27,6 +28,8 @@ SHORTEST = 256
 MOST_BLOCKS = 4096
 """Of one prompt; what stands behind them is measured only."""
 BYTES_PER_TOKEN = 4
+STEP = 512
+"""Messages that are looked at in one step."""
 IMAGE = 576 * BYTES_PER_TOKEN
 """Bytes that a picture or a sound counts as: LLaVA's 576 tokens lie amidst of what models make of
 a picture (256 to some thousands)."""
@@ -76,6 +79,8 @@ class _Infill(msgspec.Struct):
 
 
 _CHAT = msgspec.json.Decoder(_Chat)
+_SYSTEM_TEXT = msgspec.json.Decoder(str | list[_Part] | None)
+_TURNS = msgspec.json.Decoder(str | list[_Message] | None)
 _PLAIN = msgspec.json.Decoder(_Plain)
 _INFILL = msgspec.json.Decoder(_Infill)
 _TEXT = msgspec.json.Decoder(str)
@@ -96,13 +101,7 @@ def fingerprint(body: bytes, route: Route, model: str, volatile: Volatile) -> Pr
     if len(body) < SHORTEST or not route.streams:
         return None
     chain = _Chain(model)
-
-    def leave_out(text: str) -> str:
-        seen = volatile.stripped.without(text)
-        left = volatile.left_out.without(seen)
-        chain.unsure = chain.unsure or left is not seen
-        return left
-
+    leave_out = _leaving_out(chain, volatile)
     try:
         if route.prompt in _CHATS:
             _chat(chain, _CHAT.decode(body), leave_out)
@@ -115,15 +114,82 @@ def fingerprint(body: bytes, route: Route, model: str, volatile: Volatile) -> Pr
             return None
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-    if not chain.blocks:
+    return chain.prompt()
+
+
+def fingerprint_large(
+    body: Large, route: Route, model: str, volatile: Volatile
+) -> Generator[None, None, Prompt | None]:
+    """The same of a large body, a step at a time: of its beginning; the rest is measured only."""
+    if not route.streams:
         return None
-    return Prompt(
-        tuple(chain.blocks),
-        chain.size / BYTES_PER_TOKEN,
-        tuple(chain.ends),
-        chain.size,
-        chain.unsure,
-    )
+    chain = _Chain(model)
+    leave_out = _leaving_out(chain, volatile)
+    try:
+        if route.prompt in _CHATS:
+            yield from _large_chat(chain, body, leave_out)
+        elif route.prompt == "prompt":
+            if body.ids("prompt"):
+                chain.add_open(body.opening("prompt")[1:-1].strip())
+                chain.size = max(chain.size, 1)
+                chain.scale(BYTES_PER_TOKEN * body.ids("prompt"))
+            elif body.count_prompts() > 1 or not _plain(chain, _raw(body, "prompt"), leave_out):
+                return None
+            else:
+                chain.size += body.rest("prompt")
+        elif route.prompt == "input_prefix":
+            if extra := body.opening("input_extra"):
+                chain.add(extra)
+            chain.add_open(_TEXT.decode(body.opening("input_prefix") or b'""').encode())
+            chain.size += sum(map(body.rest, ("input_extra", "input_prefix")))
+            chain.size += body.length("input_suffix") + body.length("prompt")
+        else:
+            return None
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    return chain.prompt()
+
+
+def _raw(body: Large, name: str) -> msgspec.Raw:
+    return msgspec.Raw(body.opening(name))
+
+
+def _large_chat(chain: _Chain, body: Large, leave_out: LeaveOut) -> Generator[None, None, None]:
+    if tools := body.opening("tools"):
+        chain.add(tools)
+    for name in ("system", "instructions"):
+        if not chain.full and (text := body.opening(name)):
+            system = _SYSTEM_TEXT.decode(text)
+            if system:
+                _add_message(chain, _Message("system", content=system), leave_out)
+            yield
+    name = "input" if body.has(("input",)) else "messages"
+    said = body.opening(name)
+    turns = _TURNS.decode(said) if said and not chain.full else None
+    yield
+    if isinstance(turns, str):
+        turns = [_Message("user", content=turns)]
+    first = True
+    for number, message in enumerate(turns or ()):
+        if chain.full:
+            # What is left is measured by its share.
+            chain.size += len(said) * (len(turns or ()) - number) // len(turns or ())
+            break
+        first = first and message.role in _SYSTEM
+        _add_message(chain, message, leave_out if first else None)
+        if number % STEP == STEP - 1:
+            yield
+    chain.size += sum(map(body.rest, ("tools", "system", "instructions", name)))
+
+
+def _leaving_out(chain: _Chain, volatile: Volatile) -> LeaveOut:
+    def leave_out(text: str) -> str:
+        seen = volatile.stripped.without(text)
+        left = volatile.left_out.without(seen)
+        chain.unsure = chain.unsure or left is not seen
+        return left
+
+    return leave_out
 
 
 class _Chain:
@@ -159,6 +225,23 @@ class _Chain:
             self._close(data[at : at + BLOCK], BLOCK)
         self.size += len(data) - full
 
+    @property
+    def full(self) -> bool:
+        """Whether there is no room for another block."""
+        return len(self.blocks) >= MOST_BLOCKS
+
+    def prompt(self) -> Prompt | None:
+        """All of it; None: there is nothing."""
+        if not self.blocks:
+            return None
+        return Prompt(
+            tuple(self.blocks),
+            self.size / BYTES_PER_TOKEN,
+            tuple(self.ends),
+            self.size,
+            self.unsure,
+        )
+
     def scale(self, size: int) -> None:
         """Measure everything anew: all of it is `size` bytes."""
         self.ends = [end * size // self.size for end in self.ends]
@@ -182,6 +265,8 @@ def _chat(chain: _Chain, chat: _Chat, leave_out: LeaveOut) -> None:
         turns = [_Message("user", content=turns)]
     first = True
     for message in turns:
+        if chain.full:
+            break  # so many messages in a small body are next to nothing each
         first = first and message.role in _SYSTEM
         _add_message(chain, message, leave_out if first else None)
 

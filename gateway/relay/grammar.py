@@ -16,6 +16,7 @@ from gateway.config.listeners import LimitSettings
 from gateway.relay.peek import NOTHING, Peek, depth
 from gateway.relay.values import UNREADABLE
 
+# As text alone, `text` is what a server of embeddings reads.
 _SCHEMAS = ("json_schema", "response_format", "text", "output_config", "output_format")
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 _TEXT = msgspec.json.Decoder(str)
@@ -48,10 +49,15 @@ def check(peeked: Peek, levels: int, limits: LimitSettings) -> None:
     `levels`: how deeply the whole body is nested; 0: not worth counting.
     """
     most = limits.grammar_bytes
+    if len(peeked.tools) > limits.tools_bytes:
+        raise errors.invalid_request(
+            f"'tools' has more than {limits.tools_bytes} bytes ('limits.tools_bytes').", "tools"
+        )
     if len(peeked.tools) > most and any(len(tool) > most for tool in _items(peeked.tools)):
         raise _too_large("tools", most)
     for name in ("grammar", *_SCHEMAS):
-        if len(getattr(peeked, name)) > most:
+        raw = getattr(peeked, name)
+        if len(raw) > most and (name != "text" or bytes(memoryview(raw)[:1]) == b"{"):
             raise _too_large(name, most)
     deepest = limits.grammar_depth
     if peeked.grammar is not NOTHING and nesting(_text(peeked.grammar), deepest) > deepest:
@@ -95,10 +101,15 @@ def _text(raw: msgspec.Raw) -> bytes:
 
 
 def _too_large(name: str, most: int) -> errors.GatewayError:
-    message = f"'{name}' holds a grammar or schema of more than {most} bytes."
+    message = (
+        f"'{name}' holds a grammar or schema of more than {most} bytes ('limits.grammar_bytes')."
+    )
     return errors.invalid_request(message, name)
 
 
 def _too_deep(name: str, most: int) -> errors.GatewayError:
-    message = f"'{name}' holds a grammar or schema nested deeper than {most} levels."
+    message = (
+        f"'{name}' holds a grammar or schema nested deeper than {most} levels "
+        "('limits.grammar_depth')."
+    )
     return errors.invalid_request(message, name)

@@ -20,6 +20,7 @@ from gateway.relay.continuation import exact
 from gateway.relay.continuation.carrier import Carrier
 from gateway.relay.continuation.said import READERS, SoFar
 from gateway.relay.dialects import Dialect
+from gateway.relay.large import Body, parsed
 from gateway.relay.live import Ended, Live, Moved
 from gateway.relay.reply import Lost, Reply, Rest, as_error, may_go_on
 from gateway.relay.routes import PLAINEST, ROUTES
@@ -150,11 +151,11 @@ class Journey:
             for node in means.fleet.nodes.values()
         )
 
-    def _encoded(self, attempt: Attempt, model: str) -> tuple[bytes, bytes]:
+    def _encoded(self, attempt: Attempt, model: str) -> tuple[bytes, Body]:
         """The head and the body for this node, under the name that it knows the model by."""
         request, lease = self._live.request, attempt.lease
         origin = lease.upstream.pool.origin
-        body = request.bodies[model]
+        body: Body = request.bodies[model]
         if lease.stream and not request.stream:
             body = edits.applied(body, assembly.asked(request.path))
         if self._live.prefill is not None and lease.stream:
@@ -209,11 +210,11 @@ class Journey:
             rest.carrier = Carrier(self._means, live, so_far, model, attempt)
         return rest
 
-    def _with_ids(self, attempt: Attempt, body: bytes) -> bytes:
+    def _with_ids(self, attempt: Attempt, body: Body) -> Body:
         """The body that makes the node tell its tokens' ids, which don't go out."""
         path = self._live.request.path
         reader = READERS.get(path)
-        if reader is None or not exact.fits(path, object_of(body)):
+        if reader is None or not exact.fits(path, object_of(parsed(body))):
             return body
         self._so_far = SoFar(reader, self._means.settings.limits.resume_bytes)
         attempt.strip = exact.Stripper(path, self._so_far.know, attempt.strip)

@@ -80,18 +80,23 @@ def find_media(data: bytes) -> Media:
             start = following.end()
     size = tokens = least = 0
     for number, (start, end) in enumerate(spans):
-        costs, surely = _cost(data, start, end) if number < MOST_MEDIA else _PICTURE
+        costs, surely = cost(data, start, end) if number < MOST_MEDIA else PICTURE
         size += end - start
         tokens += costs
         least += surely
     return Media(size, tokens, least)
 
 
+def is_base64(data: bytes, start: int) -> bool:
+    """Whether what stands there may be a file."""
+    return _BASE64.match(data, start) is not None
+
+
 _SOUNDS = (b"RIFF", b"ID3", b"OggS", b"fLaC", b"\xff\xfb", b"\xff\xf3")
-_PICTURE = (UNREADABLE_PICTURE, SURELY_PICTURE)
+PICTURE = (UNREADABLE_PICTURE, SURELY_PICTURE)
 
 
-def _cost(data: bytes, start: int, end: int) -> tuple[int, int]:
+def cost(data: bytes, start: int, end: int) -> tuple[int, int]:
     """(tokens, the fewest tokens) of one file whose base64 stands there."""
     if data.find(b"\\", start, end) >= 0:
         # Slashes that are escaped move all that follows: then only the beginning is read.
@@ -104,7 +109,7 @@ def _cost(data: bytes, start: int, end: int) -> tuple[int, int]:
         return _sound(head, length * 3 // 4)
     size = _dimensions(head) or _jpeg(head, data, start, end)
     if size is None or min(size) <= 0:
-        return _PICTURE
+        return PICTURE
     width, height = size
     tokens = -(-width // PIXELS) * -(-height // PIXELS)
     tokens = min(max(tokens, LEAST_PICTURE), MOST_PICTURE)

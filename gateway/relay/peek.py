@@ -54,6 +54,7 @@ class Peek(msgspec.Struct):
 
 _PEEK = msgspec.json.Decoder(Peek)
 _ANY = msgspec.json.Decoder()
+_NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 _PATH = re.compile(r"^(?P<what>.*?) - at `\$\.?(?P<key>[^`]*)`$", re.DOTALL)
 
@@ -65,7 +66,11 @@ def peek(body: bytes) -> Peek:
     except UnicodeDecodeError as error:
         raise errors.invalid_json(f"byte {error.start} is not UTF-8") from None
     try:
-        return _PEEK.decode(body)
+        peeked = _PEEK.decode(body)
+        # Mostly the model's name stands there once, and nothing but an escape could hide another.
+        if body.lower().count(b'"model"') != (peeked.model is not None) or _may_spell(body):
+            _check_names(body)
+        return peeked  # noqa: TRY300
     except msgspec.ValidationError as error:
         text = str(error)
         found = _PATH.match(text)
@@ -83,7 +88,33 @@ def peek(body: bytes) -> Peek:
         raise errors.invalid_request("The body is nested too deeply.") from None
 
 
-_FIRST_ID = re.compile(rb"\s*\[\s*\d")
+def _may_spell(body: bytes) -> bool:
+    """Whether an escape spells a letter of `model`, or one of its neighbours."""
+    return body.find(b"\\") >= 0 and (body.find(b"\\u004") >= 0 or body.find(b"\\u006") >= 0)
+
+
+def _check_names(body: bytes) -> None:
+    if any(map(is_misspelt, _NAMES.decode(body))):
+        raise misspelt_model()
+
+
+def is_misspelt(name: str) -> bool:
+    """Whether a field's name is `model` but for its case.
+
+    JSON in Go takes it for the model's name, and servers in Go may stand behind the gateway. No
+    character beyond ASCII folds to one of these letters.
+    """
+    return len(name) == len("model") and name != "model" and name.lower() == "model"
+
+
+def misspelt_model() -> errors.GatewayError:
+    """400: what is meant differs between servers."""
+    return errors.invalid_request(
+        "The model's name is given under 'model', in lower case.", "model"
+    )
+
+
+FIRST_ID = re.compile(rb"\s*\[\s*\d")
 SHORTEST_PICTURE = 256
 """Bytes; a prompt shorter than that has no picture."""
 
@@ -139,7 +170,7 @@ def _may_hold_media(data: bytes) -> bool:
 
 
 def _are_ids(data: bytes) -> bool:
-    return data[:2] not in _NO_IDS and _FIRST_ID.match(data) is not None
+    return data[:2] not in _NO_IDS and FIRST_ID.match(data) is not None
 
 
 _NO_IDS = frozenset({b"", b'["', b"[{"})
@@ -151,26 +182,34 @@ def depth(body: bytes, limit: int) -> int:
     """How deeply the JSON is nested, as far as it may matter: at most `limit` + 1."""
     if len(body) <= limit or body.count(b"[") + body.count(b"{") <= limit:
         return 0
-    brackets = _STRING.sub(b"", body).translate(_SQUARE, _NO_BRACKETS)
-    levels = 0
+    text = body
+    if text.find(b"\\") >= 0:
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    # What stands outside of strings is every other piece between quotes.
+    brackets = b"".join(text.split(b'"')[::2]).translate(_SQUARE, _NO_BRACKETS)
+    levels, too_many = 0, b"[" * (limit + 1)
     while brackets and levels <= limit:
-        brackets = brackets.replace(b"[]", b"")  # the innermost ones
+        if brackets.find(too_many) >= 0:
+            return limit + 1
+        outer = brackets.replace(b"[]", b"")  # without the innermost ones
+        if len(outer) == len(brackets):
+            return levels + outer.count(b"[")  # some have no end
+        brackets = outer
         levels += 1
     return levels
 
 
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _SQUARE = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
-_MEDIA = frozenset(
+MEDIA = frozenset(
     {"image_url", "video_url", "audio_url", "file_url", "input_audio", "input_video", "input_image"}
 )
 # No set: the `type` in a tool's schema may be a list, which no set can be asked for.
-_PICTURES = ("image_url", "input_image", "image")
+PICTURES = ("image_url", "input_image", "image")
 
 
-_MARKS = (b"_url", b"input_", b"multimodal_data")
+_MARKS = (b"_url", b"input_", b"multimodal_data", b"mcp_servers")
 
 
 def may_link(body: bytes) -> bool:
@@ -190,14 +229,22 @@ def links(body: bytes) -> tuple[list[str], bool]:
     found: list[str] = []
     pictures = False
     waiting: list[Any] = [value]
+    if isinstance(value, dict):
+        # Servers of tools are asked by the server itself, whatever their address looks like.
+        for name, key in (("tools", "server_url"), ("mcp_servers", "url")):
+            listed = value.get(name)
+            for item in listed if isinstance(listed, list) else ():
+                url = item.get(key) if isinstance(item, dict) else None
+                if isinstance(url, str):
+                    found.append(url)
     while waiting:
         item = waiting.pop()
         if isinstance(item, list):
             waiting.extend(item)
         elif isinstance(item, dict):
-            pictures = pictures or item.get("type") in _PICTURES or "multimodal_data" in item
+            pictures = pictures or item.get("type") in PICTURES or "multimodal_data" in item
             for key, inner in item.items():
-                if key in _MEDIA or (
+                if key in MEDIA or (
                     key == "source" and isinstance(inner, dict) and inner.get("type") != "base64"
                 ):
                     found.extend(_addresses(inner))
@@ -210,14 +257,15 @@ def links(body: bytes) -> tuple[list[str], bool]:
 def _addresses(media: object) -> list[str]:
     """The addresses in a part: the text itself, or what its `url` and `data` say."""
     if isinstance(media, str):
-        return [media] if _is_address(media) else []
+        return [media] if is_address(media) else []
     if isinstance(media, dict):
         url, data = media.get("url"), media.get("data")
-        found = [url] if isinstance(url, str) and _is_address(url) else []
+        found = [url] if isinstance(url, str) and is_address(url) else []
         return [*found, data] if isinstance(data, str) and ":" in data else found
     return []
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
+    """Whether a server might take it for one."""
     # Some clients of HTTP, curl's library for one, take an address without its `://`.
     return ":" in text or text.lstrip()[:4].lower() == "http"

@@ -12,6 +12,7 @@ import msgspec
 
 from gateway.fleet.lease import Phase
 from gateway.relay import edits, sse
+from gateway.relay.large import Body, small
 from gateway.relay.values import NoJson, object_of
 from gateway.transport.errors import Garbage
 
@@ -50,7 +51,7 @@ class Prefill:
         self._named = False
         """Whether an event that also says something else is yet to come."""
 
-    def begin(self, attempt: Attempt, body: bytes) -> bytes:
+    def begin(self, attempt: Attempt, body: Body) -> Body:
         """An attempt begins: the body that has its node tell, if it can."""
         request = attempt.request
         self._attempt, self._tokens = attempt, None
@@ -60,7 +61,8 @@ class Prefill:
             or request.slots != 1
         ):
             return body
-        self._keeps = _WISH in body and object_of(body).get("return_progress") is True
+        told = small(body)
+        self._keeps = _WISH in told and object_of(told).get("return_progress") is True
         self._named = request.path == "/v1/responses"
         attempt.strip = self.strip
         return body if self._keeps else edits.applied(body, ASKED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
@@ -12,7 +13,8 @@ from gateway import errors
 from gateway.config.listeners import LimitSettings
 from gateway.fleet.catalogue import Catalogue
 from gateway.relay import assembly, edits, grammar, peek, prompts
-from gateway.relay.fingerprint import fingerprint
+from gateway.relay.fingerprint import fingerprint, fingerprint_large
+from gateway.relay.large import LARGE, Body, read_large
 from gateway.relay.naming import Names
 from gateway.relay.routes import Route
 from gateway.relay.volatile import Volatile
@@ -44,7 +46,7 @@ class Incoming:
     """The lines of its head that are passed on."""
     patience: float | None
     """Seconds that the client will wait for the whole answer."""
-    body: bytes
+    body: Body
     caller: Caller
     received: float
     party: str = ""
@@ -61,19 +63,27 @@ def prepare(
 ) -> Request:
     """A request that can be sent to nodes. Raises: GatewayError."""
     route, limits, body = incoming.route, rules.limits, incoming.body
-    levels = peek.depth(body, limits.json_depth)
-    if levels > limits.json_depth:
-        raise errors.invalid_request(f"The body is nested deeper than {limits.json_depth} levels.")
-    if route.streams and grammar.is_bound(peeked):
+    if isinstance(body, bytes):
+        levels = peek.depth(body, limits.json_depth)
+        if levels > limits.json_depth:
+            raise errors.invalid_request(
+                f"The body is nested deeper than {limits.json_depth} levels ('limits.json_depth')."
+            )
+        vision = peek.may_link(body) and _checked_media(
+            *_links(body), limits.media_hosts, route.prompt
+        )
+    else:
+        levels = body.levels
+        vision = _checked_media(body.addresses(), body.pictures, limits.media_hosts, route.prompt)
+    if grammar.is_bound(peeked):
         grammar.check(peeked, levels, limits)
     model = _model(peeked.model, rules, incoming.caller, catalogue)
     meanings = rules.names.meanings(model)
-    vision = peek.may_link(body) and _checked_media(body, limits.media_hosts, route.prompt)
-    bodies = {}
+    bodies: dict[str, Body] = {}
     slots = 1 if route.occupies else 0
     for meaning in meanings:
         ruled = edits.ruled(body, meaning.rules) if meaning.rules else body
-        seen = peeked if ruled is body else peek.peek(ruled)
+        seen = peeked if ruled is body else _peeked(ruled)
         edit = edits.needed(
             seen,
             meaning.rules,
@@ -86,16 +96,12 @@ def prepare(
         bodies[meaning.name] = edits.applied(ruled, edit) if edit else ruled
         if route.streams:
             slots = max(slots, _slots(seen, limits.n))
-    several = None
-    if route.streams and route.prompt == "prompt":
-        several = prompts.several(
-            body,
-            peeked.prompt,
-            limits,
-            lambda index, part: _part(incoming, index, part, priority, rules, catalogue),
-        )
-    raw = getattr(peeked, route.prompt) if route.prompt in _PROMPTS else peek.NOTHING
-    tokens = peek.count_tokens(raw, BYTES_PER_TOKEN)
+    prompt = route.prompt if route.prompt in _PROMPTS else None
+    raw = peek.NOTHING if prompt is None else getattr(peeked, prompt)
+    if isinstance(body, bytes):
+        tokens = peek.count_tokens(raw, BYTES_PER_TOKEN)
+    else:
+        tokens = 0 if prompt is None else body.count_tokens(prompt, BYTES_PER_TOKEN)
     # By place: told by name, so many values cost more than all the rest of this function.
     request = Request(
         incoming.id,
@@ -115,18 +121,23 @@ def prepare(
     request.slots = slots
     request.prompt_tokens = tokens
     request.native = route.native
-    request.several = several
     if incoming.patience is not None:
         request.deadline = incoming.received + incoming.patience
     request.writes = route.streams
     if route.streams:
+        if route.prompt == "prompt":
+            request.several = _several(incoming, peeked, priority, rules, catalogue)
         request.stream = bool(peeked.stream)
         if not request.stream:
             request.assembled = assembly.fits(route.path, body, peeked.messages, slots)
         request.max_tokens = _max_tokens(peeked)
-        size = peek.measure(raw, peeked.tools, peeked.system, peeked.instructions)
+        if isinstance(body, bytes):
+            size = peek.measure(raw, peeked.tools, peeked.system, peeked.instructions)
+            request.prompt = fingerprint(body, route, model, rules.volatile)
+        else:
+            # Its fingerprint takes steps of its own: who asked for this sees to it.
+            size = body.measure(prompt)
         request.text, request.ids, request.media = size
-        request.prompt = fingerprint(body, route, model, rules.volatile)
     else:
         request.text = int(tokens * BYTES_PER_TOKEN)
     request.party = incoming.party or incoming.caller.id
@@ -182,6 +193,15 @@ def prepare_form(
     )
 
 
+def _several(
+    incoming: Incoming, peeked: peek.Peek, priority: Priority, rules: Rules, catalogue: Catalogue
+) -> prompts.Several | None:
+    def make(index: int, body: bytes) -> Generator[None, None, Request]:
+        return _part(incoming, index, body, priority, rules, catalogue)
+
+    return prompts.several(incoming.body, peeked.prompt, rules.limits, make)
+
+
 def _part(
     incoming: Incoming,
     index: int,
@@ -189,10 +209,15 @@ def _part(
     priority: Priority,
     rules: Rules,
     catalogue: Catalogue,
-) -> Request:
-    """The request of one prompt of several. Raises: GatewayError."""
+) -> Generator[None, None, Request]:
+    """The request of one prompt of several, a step at a time. Raises: GatewayError."""
     one = replace(incoming, id=f"{incoming.id}.{index}", tag=f"{incoming.tag}.{index}", body=body)
-    return prepare(one, peek.peek(body), priority, rules, catalogue)
+    if len(body) < LARGE:
+        return prepare(one, peek.peek(body), priority, rules, catalogue)
+    one.body = large = yield from read_large(body, rules.limits)
+    request = prepare(one, large.peek(), priority, rules, catalogue)
+    request.prompt = yield from fingerprint_large(large, one.route, request.model, rules.volatile)
+    return request
 
 
 def _slots(peeked: peek.Peek, limit: int) -> int:
@@ -204,6 +229,10 @@ def _slots(peeked: peek.Peek, limit: int) -> int:
             raise errors.invalid_request(f"'{name}' is {asked}, the most is {limit}.", name)
         answers = max(answers, asked)
     return answers
+
+
+def _peeked(body: Body) -> peek.Peek:
+    return peek.peek(body) if isinstance(body, bytes) else body.peek()
 
 
 def _max_tokens(peeked: peek.Peek) -> int | None:
@@ -218,13 +247,21 @@ def _max_tokens(peeked: peek.Peek) -> int | None:
     return None
 
 
-def _checked_media(body: bytes, hosts: tuple[str, ...], field: str | None) -> bool:
-    """Whether the body holds a picture; links that a node would fetch are refused."""
+def _links(body: bytes) -> tuple[list[str], bool]:
     try:
-        found, pictures = peek.links(body)
+        return peek.links(body)
     except (msgspec.DecodeError, RecursionError):
         raise errors.invalid_json("it can't be read") from None
-    for link in found:
+
+
+def _checked_media(
+    links: list[str],
+    pictures: bool,  # noqa: FBT001
+    hosts: tuple[str, ...],
+    field: str | None,
+) -> bool:
+    """Whether the body holds a picture; links that a node would fetch are refused."""
+    for link in links:
         if not link.startswith("data:") and not _is_allowed(link, hosts):
             raise errors.invalid_request(
                 "Only 'data:' URLs may be sent for images and files: the node would have to fetch "

@@ -8,7 +8,7 @@ left it, so that no request ever has more than one place there, however many pro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,6 +19,7 @@ from gateway.errors import GatewayError
 from gateway.events import Bus, RequestFinished
 from gateway.relay import sse, verdict
 from gateway.relay.attempt import Attempt, Write
+from gateway.relay.large import PARSED, Body
 from gateway.relay.live import Live
 from gateway.relay.merging import MERGING, Merging
 from gateway.relay.reply import Remainder, Reply, as_error
@@ -29,10 +30,19 @@ from gateway.transport.errors import UpstreamError
 MOST_PIECES = 16
 """Pieces of answers that wait for the client to take them; then the nodes are read no further."""
 
+MOST_BYTES = PARSED
+"""Of several prompts together: they are told apart in one go."""
+MOST_BESIDE = 8 << 20
+"""Bytes of what is sent again with each prompt, of all of them together."""
+
 JSON = b"content-type: application/json; charset=utf-8\r\n"
 
 _RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+Make = Callable[[int, bytes], Generator[None, None, Request]]
+"""Makes a request of a prompt's number and its body, a step at a time. Raises: GatewayError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +52,18 @@ class Several:
     prompts: list[msgspec.Raw]
     fields: dict[str, msgspec.Raw]
     """All else that the body says: each of them is sent with it."""
-    make: Callable[[int, bytes], Request]
-    """The request of one of them, from its number and its body. Raises: GatewayError."""
+    make: Make
+    """Makes the request of one of them."""
 
-    def part(self, index: int) -> Request:
+    async def part(self, index: int) -> Request:
         """The request of one prompt. Raises: GatewayError."""
-        return self.make(index, msgspec.json.encode(self.fields | {"prompt": self.prompts[index]}))
+        steps = self.make(index, msgspec.json.encode(self.fields | {"prompt": self.prompts[index]}))
+        while True:
+            try:
+                next(steps)
+            except StopIteration as made:
+                return made.value  # type: ignore[no-any-return]
+            await asyncio.sleep(0)
 
 
 def split(raw: msgspec.Raw) -> list[msgspec.Raw]:
@@ -73,28 +89,37 @@ _SEVERAL = frozenset({b'"', b"[", b"{", b""})
 """How an item begins that is a prompt by itself; nothing: white space stands before it."""
 
 
-def several(
-    body: bytes, raw: msgspec.Raw, limits: LimitSettings, make: Callable[[int, bytes], Request]
-) -> Several | None:
+def several(body: Body, raw: msgspec.Raw, limits: LimitSettings, make: Make) -> Several | None:
     """The prompts of this body; None: it is one. Raises: GatewayError 400."""
-    prompts = split(raw)
-    if not prompts:
+    prompts: list[msgspec.Raw] = []
+    if isinstance(body, bytes):
+        prompts = split(raw)
+        count = len(prompts)
+    else:
+        count = body.count_prompts()
+    if count < 2:
         return None
-    if len(prompts) > limits.prompts:
+    if count > limits.prompts:
         raise errors.invalid_request(
-            f"'prompt' holds {len(prompts)} prompts, the most is {limits.prompts}.", "prompt"
+            f"'prompt' holds {count} prompts, the most is {limits.prompts}.", "prompt"
         )
-    fields = _FIELDS.decode(body)
-    fields.pop("prompt")
-    beside = len(body) - len(bytes(raw))
-    if beside * len(prompts) > limits.body_bytes:
+    size = memoryview(raw).nbytes
+    if size > MOST_BYTES:
         raise errors.invalid_request(
-            f"The body has {beside} bytes beside 'prompt', which are sent with each of "
-            f"{len(prompts)} prompts: more than {limits.body_bytes} bytes in all. Send fewer at "
-            "a time.",
+            f"'prompt' holds {size} bytes in {count} prompts, the most is {MOST_BYTES}. "
+            "Send fewer at a time.",
             "prompt",
         )
-    return Several(prompts, fields, make)
+    beside = len(body) - size
+    if beside * count > MOST_BESIDE:
+        raise errors.invalid_request(
+            f"The body has {beside} bytes beside 'prompt', which are sent with each of {count} "
+            f"prompts: more than {MOST_BESIDE} bytes in all. Send fewer at a time.",
+            "prompt",
+        )
+    fields = _FIELDS.decode(body) if isinstance(body, bytes) else body.fields()
+    fields.pop("prompt")
+    return Several(prompts or split(raw), fields, make)
 
 
 class Refused(Exception):  # noqa: N818 - an answer
@@ -245,7 +270,7 @@ class Prompts:
         """Start each when the one before it has its slots."""
         parent = self._live.record
         for index in range(len(self._several.prompts)):
-            request = self._several.part(index)
+            request = await self._several.part(index)
             request.admitted = index > 0
             record = RequestFinished(request.tag, request.path, parent.model, request.priority)
             record.caller, record.stream = parent.caller, request.stream

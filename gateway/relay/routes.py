@@ -81,7 +81,11 @@ def is_editing(route: Route, peeked: Peek) -> bool:
     if route.endpoint == "infill":
         return True
     suffix = peeked.suffix
-    return suffix is not NOTHING and route.prompt == "prompt" and bytes(suffix) not in _NO_SUFFIX
+    return (
+        suffix is not NOTHING
+        and route.prompt == "prompt"
+        and (len(suffix) > len(b"null") or bytes(suffix) not in _NO_SUFFIX)
+    )
 
 
 _NO_SUFFIX = (b"null", b'""')

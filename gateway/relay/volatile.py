@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from gateway.config.line_patterns import LONGEST_LINE, plain_start, refusal
+from gateway.relay.large import Body
 
 BUILT_IN = ("x-anthropic-billing-header:",)
 """Never part of a fingerprint; taken out of requests only where the settings say so."""
@@ -29,6 +30,9 @@ HEAD = 16 * 1024
 """Characters of a system prompt in which lines are looked for."""
 MOST_LINES = 16
 """Lines of one text that are looked at for one pattern."""
+
+MOST_BYTES = 4 << 20
+"""Of a field; in a longer one no lines are looked for."""
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
@@ -82,7 +86,7 @@ class Volatile:
         self.strips = bool(strip)
         """Whether `edit` may change anything."""
 
-    def edit(self, body: bytes) -> dict[str, Any]:
+    def edit(self, body: Body) -> dict[str, Any]:
         """New values of the body's fields, as `edits.applied` takes them; mostly none.
 
         The system text loses its volatile lines: that of `system` and `instructions`, of the
@@ -93,10 +97,10 @@ class Volatile:
         if not lines:
             return {}
         try:
-            fields = _FIELDS.decode(body)
+            fields = _FIELDS.decode(body) if isinstance(body, bytes) else body.fields()
             found = {}
             for name, edited in _EDITORS.items():
-                if name in fields:
+                if name in fields and len(fields[name]) <= MOST_BYTES:
                     value = edited(fields[name], lines)
                     if value is not None:
                         found[name] = value

@@ -12,7 +12,7 @@ from typing import Self, cast
 
 import httptools
 
-from gateway.request import Headers
+from gateway.request import Headers, Pieces
 from gateway.transport.errors import Garbage, Reset, Stale, UpstreamError
 from gateway.transport.known_head import KnownHead
 
@@ -96,7 +96,7 @@ class Connection(asyncio.Protocol):
 
     # What the caller does.
 
-    def send(self, data: bytes, body: bytes = b"", *, bodyless: bool = False) -> None:
+    def send(self, data: bytes, body: bytes | Pieces = b"", *, bodyless: bool = False) -> None:
         """Start an exchange. `bodyless`: a HEAD request, whose reply has a head alone."""
         if self.served:
             self._clear()
@@ -108,10 +108,11 @@ class Connection(asyncio.Protocol):
             self._break(self._reset("The node had closed the connection"))
             return
         if len(body) < HEAD_BYTES:
-            transport.write(data + body)
+            transport.write(data + body)  # type: ignore[operator]
         else:
             transport.write(data)
-            transport.write(body)
+            for piece in (body,) if isinstance(body, bytes) else body.pieces():
+                transport.write(piece)
 
     async def head(self) -> int:
         """The reply's status, once its head is here; `headers` is set then.

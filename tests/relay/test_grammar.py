@@ -156,8 +156,37 @@ async def test_the_limits_are_the_operators(tmp_path: Path) -> None:
         assert reply.status_code == 200
 
 
+UNSLOTTED = [
+    "/apply-template",
+    "/tokenize",
+    "/v1/messages/count_tokens",
+    "/v1/chat/completions/input_tokens",
+    "/v1/embeddings",
+]
+
+
+@pytest.mark.parametrize("path", UNSLOTTED)
 @in_virtual_time
-async def test_what_generates_nothing_is_not_looked_at(tmp_path: Path) -> None:
+async def test_the_limits_hold_where_nothing_is_generated(tmp_path: Path, path: str) -> None:
+    huge = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(50_000)}}
     async with a_house(tmp_path, EmulatedNode()) as house:
-        reply = await house.ask("/tokenize", content="x", grammar=DEEP, text=SCHEMA)
+        for more in (
+            {"grammar": DEEP},
+            {"json_schema": SCHEMA},
+            {"tools": [tool(SCHEMA)]},
+            {"tools": [{"name": "f", "input_schema": SCHEMA}]},
+            {"tools": [tool({"a": 1})] * 20_000},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": huge}}},
+            {"text": {"format": {"schema": SCHEMA}}},
+        ):
+            reply = await house.ask(path, content="x", input="x", **more)
+            assert reply.status_code == 400
+            assert next(iter(more)) in reply.json()["error"]["message"]
+        assert house.servers["a"].requests == 0
+
+
+@in_virtual_time
+async def test_a_text_is_no_schema(tmp_path: Path) -> None:
+    async with a_house(tmp_path, EmulatedNode()) as house:
+        reply = await house.ask("/tokenize", content="x", text="x" * 200_000, tools=[tool({})])
         assert reply.status_code == 200

@@ -12,7 +12,8 @@ import pytest
 
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
-from gateway.relay.prompts import several, split
+from gateway.relay.large import LARGE, read_large
+from gateway.relay.prompts import MOST_BESIDE, MOST_BYTES, several, split
 from gateway.web.admin.requests import cancelled
 from tests.emulator import EmulatedNode
 from tests.gateways import until
@@ -59,28 +60,56 @@ def test_no_prompt_is_none() -> None:
 
 def made(body: dict[str, Any], **limits: Any) -> Any:
     data = json.dumps(body).encode()
-    return several(data, raw(body["prompt"]), LimitSettings(**limits), lambda _, part: part)  # type: ignore[arg-type,return-value]
+    settings = LimitSettings(**limits)
+    whole: Any = data
+    if len(data) >= LARGE:
+        whole = ended(read_large(data, settings))
+    return several(whole, raw(body["prompt"]), settings, as_it_is)
 
 
-def test_each_is_sent_with_all_else_that_the_body_says() -> None:
-    body = {"model": "a", "prompt": ["b", [1, 2]], "seed": 7}
+def as_it_is(_: int, part: bytes) -> Any:
+    yield
+    return part
+
+
+def ended(steps: Any) -> Any:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+@pytest.mark.parametrize("length", [1, LARGE])
+async def test_each_is_sent_with_all_else_that_the_body_says(length: int) -> None:
+    body = {"model": "a", "prompt": ["b" * length, [1, 2]], "seed": 7}
     found = made(body)
-    parts = [json.loads(found.part(index)) for index in range(2)]
-    assert parts == [{**body, "prompt": "b"}, {**body, "prompt": [1, 2]}]
+    parts = [json.loads(await found.part(index)) for index in range(2)]
+    assert parts == [{**body, "prompt": "b" * length}, {**body, "prompt": [1, 2]}]
 
 
-def test_too_many_prompts_are_a_bad_request() -> None:
-    assert made({"prompt": ["a"] * 5}, prompts=5) is not None
+@pytest.mark.parametrize("length", [1, LARGE])
+def test_too_many_prompts_are_a_bad_request(length: int) -> None:
+    assert made({"prompt": ["a" * length] * 5}, prompts=5) is not None
     with pytest.raises(GatewayError, match="the most is 5") as caught:
-        made({"prompt": ["a"] * 6}, prompts=5)
+        made({"prompt": ["a" * length] * 6}, prompts=5)
     assert (caught.value.status, caught.value.param) == (400, "prompt")
 
 
+def test_what_is_split_at_once_is_bounded() -> None:
+    assert made({"prompt": ["a" * (MOST_BYTES - 100), "b"]}) is not None
+    with pytest.raises(GatewayError, match="Send fewer") as caught:
+        made({"prompt": ["a" * MOST_BYTES, "b"]})
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
+    assert made({"prompt": "a" * 2 * MOST_BYTES}) is None
+    assert made({"prompt": [7] * (MOST_BYTES // 2)}) is None
+
+
 def test_what_would_be_sent_again_with_each_prompt_is_bounded() -> None:
-    body = {"prompt": ["a"] * 100, "grammar": "x" * 1000}
-    assert made(body, body_bytes=200_000) is not None
+    body = {"prompt": ["a"] * 1000, "grammar": "x" * (MOST_BESIDE // 1000 - 100)}
+    assert made(body) is not None
     with pytest.raises(GatewayError, match="sent with each") as caught:
-        made(body, body_bytes=90_000)
+        made(body | {"grammar": "x" * (MOST_BESIDE // 1000)})
     assert (caught.value.status, caught.value.param) == (400, "prompt")
 
 
@@ -127,6 +156,21 @@ async def test_they_run_on_all_slots_that_are_free(tmp_path: Path, stream: bool)
         singles = house.finished[: len(WORDS)]
         assert done[0].completion_tokens == sum(each.completion_tokens for each in singles)
         assert done[0].prompt_tokens == sum(each.prompt_tokens for each in singles)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_long_ones_are_answered_the_same(tmp_path: Path, stream: bool) -> None:
+    async with a_house(tmp_path, EmulatedNode(slots=2, context=200_000)) as house:
+        prompts = ["a long text " * 8000, "a short one", "and another long one " * 8000]
+        expected = [said((await house.ask(PATH, prompt=one)).json())[0] for one in prompts]
+        if stream:
+            reply = await house.stream(PATH, prompt=prompts)
+            assert reply.errors == []
+            assert reply.status == 200
+        else:
+            answer = (await house.ask(PATH, prompt=prompts)).json()
+            assert list(said(answer).values()) == expected
 
 
 @in_virtual_time

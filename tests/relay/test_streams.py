@@ -255,10 +255,10 @@ async def test_after_a_sign_of_life_a_nodes_refusal_is_an_event_and_its_code_is_
 async def test_the_end_of_one_answer_is_not_the_end_of_all(tmp_path: Path) -> None:
     one = EmulatedNode(slots=2, answer_tokens=8)
     async with a_house(tmp_path, one) as house:
-        whole = await house.stream("/completion", prompt="one", n_cmpl=2)
+        whole = await house.stream("/completion", prompt="one", n=2)
         assert sum(value["stop"] for value in whole.values) == 2
         one.faults.next("close", after_events=len(whole.events) - 1)
-        reply = await house.stream("/completion", prompt="one", n_cmpl=2)
+        reply = await house.stream("/completion", prompt="one", n=2)
         check_failed("/completion", reply)
 
 

@@ -6,6 +6,7 @@ import msgspec
 
 from gateway.relay.assembly.events import read_events
 from gateway.relay.assembly.forms import FORMS
+from gateway.relay.large import Body, small
 from gateway.relay.values import object_of
 
 
@@ -29,7 +30,7 @@ class Collected:
         self._left -= len(events)
         return self._left < 0
 
-    def answer(self, path: str, body: bytes) -> bytes:
+    def answer(self, path: str, body: Body) -> bytes:
         """The whole answer to a request of this body, as JSON. Raises: NotAssembled."""
         events = read_events(b"".join(self._parts))
-        return msgspec.json.encode(FORMS[path].whole(events, object_of(body)))
+        return msgspec.json.encode(FORMS[path].whole(events, object_of(small(body))))

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from gateway.relay.assembly import chat, messages, native, responses
+from gateway.relay.large import Body
 from gateway.relay.values import UNREADABLE, NoJson, Value, object_of
 
 
@@ -44,6 +45,7 @@ _OTHERWISE = (
     b'"__verbose"',
 )  # fmt: skip
 """Fields that make a plain answer another than the sum of a stream's events."""
+_OTHERWISE_NAMES = tuple(name.decode().strip('"') for name in _OTHERWISE)
 
 
 def asked(path: str) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def asked(path: str) -> dict[str, Any]:
     return _COUNTED if FORMS[path].usage else _STREAM
 
 
-def fits(path: str, body: bytes, messages: msgspec.Raw, slots: int) -> bool:
+def fits(path: str, body: Body, messages: msgspec.Raw, slots: int) -> bool:
     """Whether the plain answer to this body equals what its stream makes.
 
     Where the last message is the assistant's own, a plain answer repeats it, a stream does not;
@@ -59,6 +61,8 @@ def fits(path: str, body: bytes, messages: msgspec.Raw, slots: int) -> bool:
     """
     if path not in FORMS or (slots != 1 and path != "/v1/chat/completions"):
         return False
+    if not isinstance(body, bytes):
+        return not body.continues() and not body.has(_OTHERWISE_NAMES)
     said = bytes(messages)
     if b'"assistant"' in said and _continues(said):
         return False

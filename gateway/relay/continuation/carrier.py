@@ -23,6 +23,7 @@ from gateway.relay.continuation.said import Said, SoFar
 from gateway.relay.continuation.seam import Mismatch
 from gateway.relay.live import Live
 from gateway.relay.routes import ROUTES
+from gateway.relay.large import PARSED, Body, parsed
 from gateway.relay.values import Value, object_of
 from gateway.relay.verdict import is_overflow
 from gateway.request import Request
@@ -94,7 +95,10 @@ class Carrier:
         """The continuation, or why there is none. Raises: GatewayError, when ended."""
         live = self._live
         said = self.so_far.said()
-        body = object_of(live.request.bodies[self._model])
+        asked: Body = live.request.bodies[self._model]
+        if len(asked) > PARSED:
+            return None, "the request is too large to be gone on with"
+        body = object_of(parsed(asked))
         if not live.request.stream:
             body |= assembly.asked(live.request.path)
         why = bounds.why_not(body, said)

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import io
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from gateway import errors
 from gateway.config.listeners import LimitSettings
 from gateway.web.public.turn import Turn
+
+T = TypeVar("T")
+
+MARK = b"\xef\xbb\xbf"
+"""The byte order mark that some clients put in front of UTF-8."""
+
+WORKING = 8 << 20
+"""Bytes that are made of a large body at most while it is prepared: a piece, and its beginning
+parsed (`relay/structure.py`)."""
 
 BUSY_RETRY = 2.0
 """Seconds to advise when the memory for bodies is used up."""
@@ -28,6 +40,26 @@ class Buffered:
     def release(self, size: int) -> None:
         """These bytes are gone."""
         self.held -= size
+
+
+@dataclass(slots=True)
+class Steps:
+    """Runs what takes many steps, one step of all such work in each round of the event loop."""
+
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def run(self, work: Generator[None, None, T]) -> T:
+        """Run it to its end, whose value it returns."""
+        try:
+            while True:
+                async with self._turn:
+                    next(work)
+                    # Whoever waits for the turn has it in the next round.
+                    await asyncio.sleep(0)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        finally:
+            work.close()
 
 
 def take_body(turn: Turn, limits: LimitSettings, buffered: Buffered) -> bytes | None:
@@ -54,7 +86,8 @@ async def read_body(turn: Turn, limits: LimitSettings, buffered: Buffered) -> by
     """
     began = asyncio.get_running_loop().time()
     size = 0
-    parts: list[bytes] = []
+    # It grows in place, and gives its bytes away without a copy.
+    whole = io.BytesIO()
     try:
         async with asyncio.timeout(limits.body_timeout) as limit:
             while True:
@@ -63,9 +96,9 @@ async def read_body(turn: Turn, limits: LimitSettings, buffered: Buffered) -> by
                 size += len(part)
                 if size > limits.body_bytes:
                     raise errors.body_too_large(limits.body_bytes)  # noqa: TRY301
-                parts.append(part)
+                whole.write(part)
                 if not turn.more_body and not turn.body:
-                    return b"".join(parts)
+                    return whole.getvalue()
                 limit.reschedule(began + limits.body_timeout + size / limits.body_rate)
     except TimeoutError:
         buffered.release(size)

@@ -17,6 +17,8 @@ from gateway.errors import ClientClosed, GatewayError
 from gateway.events import Bus, RequestFinished
 from gateway.fleet.fleet import Fleet
 from gateway.relay import forms
+from gateway.relay.fingerprint import fingerprint_large
+from gateway.relay.large import LARGE, Body, read_large
 from gateway.relay.live import Live, Registry
 from gateway.relay.naming import Names
 from gateway.relay.peek import peek
@@ -28,8 +30,9 @@ from gateway.relay.routes import Route, is_editing
 from gateway.relay.volatile import Volatile
 from gateway.scheduling.latest import Latest
 from gateway.transport.errors import UpstreamError
+from gateway.transport.taskless import in_task
 from gateway.web.public import nodes_error
-from gateway.web.public.body import Buffered, read_body, take_body
+from gateway.web.public.body import MARK, WORKING, Buffered, Steps, read_body, take_body
 from gateway.web.public.heads import (
     STREAM_LINES,
     error_fields,
@@ -92,6 +95,8 @@ class Edge:
     refusing: bool = False
     """... and takes nothing more."""
     buffered: Buffered = field(default_factory=Buffered)
+    steps: Steps = field(default_factory=Steps)
+    """What takes the turns of large bodies."""
     latest: Latest[Live] = field(default_factory=Latest)
     """What editors wait for: a newer one of the same session ends it."""
     _prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(4)}")
@@ -143,7 +148,10 @@ class _Exchange:
             if body is None:
                 body = await read_body(self._turn, settings.limits, edge.buffered)
             self._body_size = len(body)
-            live = self._live = self._prepared(preamble, body)
+            if len(body) < LARGE or self._route.form:
+                live = self._live = self._prepared(preamble, body)
+            else:
+                live = self._live = await self._prepared_large(preamble, body)
             edge.registry.add(live)
             if self._editing is not None:
                 self._replace(self._editing, live)
@@ -185,10 +193,48 @@ class _Exchange:
             raise errors.shutting_down()
         return preamble
 
-    def _prepared(self, preamble: Preamble, body: bytes) -> Live:
+    async def _prepared_large(self, preamble: Preamble, body: bytes) -> Live:
+        """The same of a body that takes more than a moment: others have their turn in between.
+
+        Raises: GatewayError.
+        """
+        await in_task()
+        edge, rules = self._edge, self._snapshot.rules
+        # What is made of it on the way counts while it is there.
+        made = min(len(body), WORKING)
+        edge.buffered.take(made, rules.limits.buffered_bytes)
+        try:
+            return await self._prepared_in_steps(preamble, body)
+        finally:
+            edge.buffered.release(made)
+
+    async def _prepared_in_steps(self, preamble: Preamble, body: bytes) -> Live:
+        steps, rules = self._edge.steps, self._snapshot.rules
+        if body.startswith(MARK):
+            body = body[len(MARK) :]
+        large = await steps.run(read_large(body, rules.limits))
+        live = self._prepared(preamble, large)
+        request = live.request
+        request.prompt = await steps.run(
+            fingerprint_large(large, self._route, request.model, rules.volatile)
+        )
+        return live
+
+    def _prepared(self, preamble: Preamble, body: Body) -> Live:
         """The request that the body makes. Raises: GatewayError."""
         edge, record = self._edge, self.record
-        peeked = forms.peek(body, self._turn.headers) if self._route.form else peek(body)
+        if self._route.form and isinstance(body, bytes):
+            peeked = forms.peek(body, self._turn.headers)
+        elif not isinstance(body, bytes):
+            peeked = body.peek()
+        else:
+            try:
+                peeked = peek(body)
+            except GatewayError:
+                if not body.startswith(MARK):
+                    raise
+                body = body[len(MARK) :]
+                peeked = peek(body)
         tier = peeked.service_tier
         wanted = peeked.priority
         record.priority = priority_of(

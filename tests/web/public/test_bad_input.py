@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -59,7 +60,17 @@ def told(found: Answer) -> tuple[int, str | None]:
         (b"{", "invalid_json"),
         (b'{"messages": []} x', "invalid_json"),
         (b'{"temperature": NaN}', "invalid_json"),
-        (b'\xef\xbb\xbf{"messages": []}', "invalid_json"),
+        (b'\xff\xfe{\0"\0m\0"\0:\x001\0}\0', "invalid_json"),
+        (b'\xef\xbb\xbf\xef\xbb\xbf{"messages": []}', "invalid_json"),
+        (b'{"Model": "m"}', "invalid_request"),
+        (b'{"model": "m", "MODEL": "m"}', "invalid_request"),
+        (b'{"mode\\u004c": "m", "model": "m"}', "invalid_request"),
+        (b'{"\\u006dodeL": "m"}', "invalid_request"),
+        (b'{"model": "m", "MoDeL": null, "pad": "' + b"x" * 100_000 + b'"}', "invalid_request"),
+        (b'{"mod\\u0065L": 1, "pad": "' + b"x" * 100_000 + b'"}', "invalid_request"),
+        (b'{"tools": [{"type": "mcp", "server_url": "http://10.0.0.1/"}]}', "invalid_request"),
+        (b'{"tools": ["' + b"x" * 100_000 + b'", {"server_url": "h"}]}', "invalid_request"),
+        (b'{"messages": [' + b"[" * 70_000, "invalid_request"),
         (b'{"model": "\xff\xfe"}', "invalid_json"),
         (b'{"messages": "\xc3\x28"}', "invalid_json"),
         (b"\0" * 100, "invalid_json"),
@@ -225,6 +236,28 @@ async def test_an_endless_chunked_body_shows_its_413_to_a_client_that_looks(gate
     async with wired(gate.url) as wire:
         await wire.send(head + chunk * 20)
         assert told(await answer(wire)) == (413, "request_too_large")
+
+
+@pytest.mark.parametrize("padding", [0, 100_000])
+async def test_a_byte_order_mark_is_skipped(gate: Public, padding: int) -> None:
+    body = json.dumps({**HELLO, "padding": "x" * padding}).encode()
+    assert (await gate.ask(request(b"\xef\xbb\xbf" + body))).status == 200
+    assert gate.running.gateway.edge.buffered.held == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {**HELLO, "metadata": {"Model": "x"}, "MODELS": 1},
+        {"messages": [{"role": "user", "content": 'a "Model" and {"Model": 1}, \u00e9'}]},
+        {"messages": [{"role": "user", "content": "Model", "name": "Model"}]},
+    ],
+)
+async def test_what_is_not_the_models_name_may_be_spelt_so(
+    gate: Public, body: dict[str, Any]
+) -> None:
+    for more in ({}, {"padding": "x" * 100_000}):
+        assert (await gate.ask(request({**body, **more}))).status == 200
 
 
 async def test_bodies_that_fill_the_memory_for_them_are_429(tmp_path: Path) -> None:
