@@ -91,10 +91,10 @@ def context_length_exceeded(
 ) -> GatewayError:
     """400: the prompt is longer than the context (tokens of one slot) of any node.
 
-    Clients know it by its words alone, and then compact or shorten what they send: Anthropic's
-    and LangChain's by `prompt is too long: N tokens > M maximum`, with numbers where they are
-    known (within a stream LangChain's by `exceeds the context window`), LiteLLM and llama.cpp's by
-    `exceeds the available context size`.
+    Clients know it by its words, and then compact what they send: Anthropic's and LangChain's by
+    `prompt is too long: N tokens > M maximum`, with numbers where they are known (within a stream
+    LangChain's by `exceeds the context window`), LiteLLM by `exceeds the available context size`,
+    in older versions by OpenAI's `This model's maximum context length is`.
     """
     least = prompt_tokens or (context + 1 if context else None)
     size = f"{least} tokens" if least else "it"
@@ -114,7 +114,8 @@ def context_length_exceeded(
         "context_length_exceeded",
         f"prompt is too long: {size} > {limit}{guess}. "
         f"The request{known} exceeds the available context size{room}. "
-        "What exceeds the context window must be shortened.",
+        f"This model's maximum context length is {f'{context} tokens' if context else 'exceeded'}: "
+        "what exceeds the context window must be shortened.",
         param=param,
         details=details,
     )

@@ -84,6 +84,7 @@ def test_an_overflow_has_the_words_that_clients_look_for(
     assert words in message
     assert "exceeds the available context size" in message
     assert "exceeds the context window" in message
+    assert "This model's maximum context length is" in message
 
 
 def test_an_unknown_model_names_some_that_are_known() -> None:
