@@ -89,6 +89,20 @@ async def test_a_stream_of_several_prompts_is_one_stream(
     assert usages == ([plain["usage"]["total_tokens"]] if counts else [])
 
 
+async def test_several_answers_to_each_are_numbered_in_a_stream_too(
+    site: Site, openai: AsyncOpenAI
+) -> None:
+    plain = (await site.http.post("/v1/completions", json=ASK | {"model": "demo", "n": 2})).json()
+    stream = await openai.completions.create(
+        model="demo", prompt=WORDS, n=2, max_tokens=5, stream=True, extra_body=FIXED | UNCACHED
+    )
+    said: dict[int, str] = {}
+    async for chunk in stream:
+        for choice in chunk.choices:
+            said[choice.index] = said.get(choice.index, "") + choice.text
+    assert said == texts(plain)
+
+
 async def test_a_native_stream_ends_once_for_each_prompt(site: Site) -> None:
     ask = {"prompt": WORDS, "n_predict": 3, "stream": True, "model": "demo", **FIXED}
     reply = await site.http.post("/completion", json=ask)
