@@ -380,6 +380,16 @@ class LimitSettings(ConfigModel):
         Field(description="Fields of such a body itself; above it, 400."),
         Kind("number"),
     ] = 1000
+    grammar_properties: Annotated[
+        Count,
+        Field(
+            description=(
+                "Properties that may be left out of an object in such a schema; above it, 400, "
+                "since a node's work grows with the cube of their number."
+            )
+        ),
+        Kind("number"),
+    ] = 400
     tools_bytes: Annotated[
         Size, Field(description="All `tools` of a request together; above it, 400.")
     ] = MIB

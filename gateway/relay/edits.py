@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,6 +16,8 @@ from gateway.config.routing import ModelRule
 from gateway.relay import forms
 from gateway.relay.large import Body
 from gateway.relay.peek import NOTHING, Number, Peek
+
+B = TypeVar("B", bound=Body)
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -67,7 +69,7 @@ def needed(
     return edit or None
 
 
-def ruled(body: Body, rules: tuple[ModelRule, ...]) -> Body:
+def ruled(body: B, rules: tuple[ModelRule, ...]) -> B:
     """`body` with the rules' parameters stripped, defaulted and set; itself if they have none."""
     if not rules or not any(rule.set or rule.default or rule.strip for rule in rules):
         return body
@@ -85,7 +87,7 @@ def ruled(body: Body, rules: tuple[ModelRule, ...]) -> Body:
     return _body(body, fields)
 
 
-def applied(body: Body, edit: Edit) -> Body:
+def applied(body: B, edit: Edit) -> B:
     """`body` with `edit` made."""
     fields = _fields(body)
     for name, value in edit.items():
@@ -96,10 +98,10 @@ def applied(body: Body, edit: Edit) -> Body:
     return _body(body, fields)
 
 
-def renamed(body: Body, model: str) -> Body:
+def renamed(body: B, model: str) -> B:
     """`body` with another model's name, in the place where the old one stood."""
     if isinstance(body, bytes) and body.startswith(b"--"):
-        return forms.renamed(body, model)
+        return forms.renamed(body, model)  # type: ignore[return-value]
     fields = _fields(body)
     fields["model"] = _raw(model)
     return _body(body, fields)
@@ -109,9 +111,11 @@ def _fields(body: Body) -> dict[str, msgspec.Raw]:
     return _FIELDS.decode(body) if isinstance(body, bytes) else body.fields()
 
 
-def _body(before: Body, fields: dict[str, msgspec.Raw]) -> Body:
+def _body(before: B, fields: dict[str, msgspec.Raw]) -> B:
     """The body that these fields make, of the same kind as before."""
-    return msgspec.json.encode(fields) if isinstance(before, bytes) else before.with_fields(fields)
+    if isinstance(before, bytes):
+        return msgspec.json.encode(fields)  # type: ignore[return-value]
+    return before.with_fields(fields)  # type: ignore[return-value]
 
 
 def whole(value: Number) -> int | None:

@@ -266,7 +266,8 @@ def _chat(chain: _Chain, chat: _Chat, leave_out: LeaveOut) -> None:
     first = True
     for message in turns:
         if chain.full:
-            break  # so many messages in a small body are next to nothing each
+            chain.size += _length(message)
+            continue
         first = first and message.role in _SYSTEM
         _add_message(chain, message, leave_out if first else None)
 
@@ -293,6 +294,14 @@ def _add_message(chain: _Chain, message: _Message, leave_out: LeaveOut | None) -
     for raw in (message.name, message.tool_calls, message.arguments, message.output):
         if raw is not NOTHING:
             chain.add(bytes(raw))
+
+
+def _length(message: _Message) -> int:
+    """Characters of a message's text."""
+    content = message.content
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part.text or "") for part in content or ())
 
 
 def _add_part(chain: _Chain, part: _Part) -> None:

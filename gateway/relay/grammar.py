@@ -2,12 +2,16 @@
 
 llama.cpp reads them by recursion and in more than linear time. With the demo model a grammar of
 50,000 parentheses ends the server, a schema of 4,000 levels keeps it busy for more than 40 s, and
-250 KB of alternatives for 7 s. So they are measured before any node sees them.
+250 KB of alternatives for 7 s. An object of 800 properties that may be left out takes it 5 s, one
+of 4,400, 120 KB in all, more than two minutes: the time goes with the cube of their number. So all
+of it is measured before any node sees it, on paths that generate nothing as well: they convert
+schemas, too.
 """
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 
@@ -20,6 +24,7 @@ from gateway.relay.values import UNREADABLE
 _SCHEMAS = ("json_schema", "response_format", "text", "output_config", "output_format")
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 _TEXT = msgspec.json.Decoder(str)
+_ANY = msgspec.json.Decoder()
 
 _OPAQUE = re.compile(
     rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|\[[^\]\\]*+(?:\\.[^\]\\]*+)*+(?:\]|\\?\Z)|#[^\n]*',
@@ -59,6 +64,7 @@ def check(peeked: Peek, levels: int, limits: LimitSettings) -> None:
         raw = getattr(peeked, name)
         if len(raw) > most and (name != "text" or bytes(memoryview(raw)[:1]) == b"{"):
             raise _too_large(name, most)
+    _check_properties(peeked, limits.grammar_properties)
     deepest = limits.grammar_depth
     if peeked.grammar is not NOTHING and nesting(_text(peeked.grammar), deepest) > deepest:
         raise _too_deep("grammar", deepest)
@@ -67,6 +73,69 @@ def check(peeked: Peek, levels: int, limits: LimitSettings) -> None:
     for name in ("tools", *_SCHEMAS):
         if depth(bytes(getattr(peeked, name)), deepest) > deepest:
             raise _too_deep(name, deepest)
+
+
+def _check_properties(peeked: Peek, most: int) -> None:
+    """See that nowhere are more properties optional than a node can make a grammar of."""
+    for name in ("tools", *_SCHEMAS):
+        raw = getattr(peeked, name)
+        if len(raw) <= most:
+            continue  # not even a byte for each
+        parts = _items(raw) if name == "tools" else [raw]
+        # Each property has a colon. Only where there are so many is it worth a closer look.
+        if sum(bytes(part).count(b":") ** 3 for part in parts) <= most**3:
+            continue
+        if sum(map(_work, parts)) > most**3:
+            raise errors.invalid_request(
+                f"'{name}' holds a schema whose objects have more than {most} properties that "
+                "may be left out, of several objects the cubes added up "
+                "('limits.grammar_properties').",
+                name,
+            )
+
+
+def _work(raw: msgspec.Raw) -> int:
+    """What a node has to do for the optional properties of this schema's objects."""
+    try:
+        waiting: list[Any] = [_ANY.decode(raw)]
+    except UNREADABLE:
+        return 0
+    work = largest = 0
+    merged: list[list[Any]] = []
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting.extend(item)
+        elif isinstance(item, dict):
+            count = _optional(item)
+            largest = max(largest, count)
+            work += count**3
+            together = item.get("allOf")
+            if isinstance(together, list):
+                merged.append(together)
+            waiting.extend(item.values())
+    for parts in merged:
+        # They make one object; what a reference stands for may be the largest of all.
+        work += (
+            sum(
+                largest if "$ref" in part else _optional(part)
+                for part in parts
+                if isinstance(part, dict)
+            )
+            ** 3
+        )
+    return work
+
+
+def _optional(schema: dict[str, Any]) -> int:
+    """How many properties of an object may be left out."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, dict):
+        return 0
+    if not isinstance(required, list):
+        return len(properties)
+    named = {name for name in required if isinstance(name, str)}
+    return len(properties.keys() - named)
 
 
 def nesting(grammar: bytes, limit: int) -> int:

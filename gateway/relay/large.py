@@ -42,6 +42,7 @@ _TYPED = frozenset(
 )
 """Fields that are read as what they are, and never long."""
 _TEXT = msgspec.json.Decoder(str)
+_PROMPTS = ("messages", "prompt", "input")
 _PARTS = ("tools", "system", "instructions")
 
 Value = bytes | memoryview
@@ -167,7 +168,7 @@ class Large:
     # What is asked of its prompt.
 
     def count_prompts(self) -> int:
-        """As `peek.count_prompts`."""
+        """How many prompts a completion's `prompt` holds, as `prompts.split` tells them apart."""
         found = self._field("prompt")
         if found is None or found.plain or self._body[found.value : found.value + 1] != b"[":
             return 1
@@ -203,14 +204,16 @@ class Large:
 
     def measure(self, prompt: str | None) -> PromptSize:
         """As `peek.measure`, where `prompt` is the field that holds it."""
-        ids = self.ids(prompt) if prompt is not None else 0
-        names = _PARTS if ids or prompt is None else (prompt, *_PARTS)
+        ids = self.ids(prompt) if prompt in _PROMPTS else 0
+        names = (prompt, *_PARTS) if prompt in _PROMPTS and not ids else _PARTS
         text = sum(self.length(name) for name in names)
         text -= self._media.size + self._found.escapes + 2 * self._found.unicode
         return PromptSize(max(0, text), ids, self._media.tokens)
 
-    def count_tokens(self, prompt: str, bytes_per_token: float) -> int:
+    def count_tokens(self, prompt: str | None, bytes_per_token: float) -> int:
         """As `peek.count_tokens`."""
+        if prompt not in _PROMPTS:
+            return 0
         if ids := self.ids(prompt):
             return ids
         size = self.length(prompt) - 5 * self._found.unicode - self._media.size

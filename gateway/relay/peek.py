@@ -70,7 +70,7 @@ def peek(body: bytes) -> Peek:
         # Mostly the model's name stands there once, and nothing but an escape could hide another.
         if body.lower().count(b'"model"') != (peeked.model is not None) or _may_spell(body):
             _check_names(body)
-        return peeked  # noqa: TRY300
+        return peeked
     except msgspec.ValidationError as error:
         text = str(error)
         found = _PATH.match(text)

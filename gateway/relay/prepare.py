@@ -63,18 +63,7 @@ def prepare(
 ) -> Request:
     """A request that can be sent to nodes. Raises: GatewayError."""
     route, limits, body = incoming.route, rules.limits, incoming.body
-    if isinstance(body, bytes):
-        levels = peek.depth(body, limits.json_depth)
-        if levels > limits.json_depth:
-            raise errors.invalid_request(
-                f"The body is nested deeper than {limits.json_depth} levels ('limits.json_depth')."
-            )
-        vision = peek.may_link(body) and _checked_media(
-            *_links(body), limits.media_hosts, route.prompt
-        )
-    else:
-        levels = body.levels
-        vision = _checked_media(body.addresses(), body.pictures, limits.media_hosts, route.prompt)
+    levels, vision = _looked_at(body, limits, route.prompt)
     if grammar.is_bound(peeked):
         grammar.check(peeked, levels, limits)
     model = _model(peeked.model, rules, incoming.caller, catalogue)
@@ -96,12 +85,11 @@ def prepare(
         bodies[meaning.name] = edits.applied(ruled, edit) if edit else ruled
         if route.streams:
             slots = max(slots, _slots(seen, limits.n))
-    prompt = route.prompt if route.prompt in _PROMPTS else None
-    raw = peek.NOTHING if prompt is None else getattr(peeked, prompt)
+    raw = getattr(peeked, route.prompt) if route.prompt in _PROMPTS else peek.NOTHING
     if isinstance(body, bytes):
         tokens = peek.count_tokens(raw, BYTES_PER_TOKEN)
     else:
-        tokens = 0 if prompt is None else body.count_tokens(prompt, BYTES_PER_TOKEN)
+        tokens = body.count_tokens(route.prompt, BYTES_PER_TOKEN)
     # By place: told by name, so many values cost more than all the rest of this function.
     request = Request(
         incoming.id,
@@ -125,8 +113,7 @@ def prepare(
         request.deadline = incoming.received + incoming.patience
     request.writes = route.streams
     if route.streams:
-        if route.prompt == "prompt":
-            request.several = _several(incoming, peeked, priority, rules, catalogue)
+        request.several = _several(incoming, peeked, priority, rules, catalogue)
         request.stream = bool(peeked.stream)
         if not request.stream:
             request.assembled = assembly.fits(route.path, body, peeked.messages, slots)
@@ -136,13 +123,29 @@ def prepare(
             request.prompt = fingerprint(body, route, model, rules.volatile)
         else:
             # Its fingerprint takes steps of its own: who asked for this sees to it.
-            size = body.measure(prompt)
+            size = body.measure(route.prompt)
         request.text, request.ids, request.media = size
     else:
         request.text = int(tokens * BYTES_PER_TOKEN)
     request.party = incoming.party or incoming.caller.id
     request.session = incoming.session
     return request
+
+
+def _looked_at(body: Body, limits: LimitSettings, field: str | None) -> tuple[int, bool]:
+    """How deeply it is nested, 0 if that can't matter, and whether it holds a picture.
+
+    Raises: GatewayError 400.
+    """
+    if not isinstance(body, bytes):
+        found, pictures = body.addresses(), body.pictures
+        return body.levels, _checked_media(found, pictures, limits.media_hosts, field)
+    levels = peek.depth(body, limits.json_depth)
+    if levels > limits.json_depth:
+        raise errors.invalid_request(
+            f"The body is nested deeper than {limits.json_depth} levels ('limits.json_depth')."
+        )
+    return levels, peek.may_link(body) and _checked_media(*_links(body), limits.media_hosts, field)
 
 
 _PROMPTS = frozenset({"prompt", "messages", "input"})
@@ -196,6 +199,9 @@ def prepare_form(
 def _several(
     incoming: Incoming, peeked: peek.Peek, priority: Priority, rules: Rules, catalogue: Catalogue
 ) -> prompts.Several | None:
+    if incoming.route.prompt != "prompt":
+        return None
+
     def make(index: int, body: bytes) -> Generator[None, None, Request]:
         return _part(incoming, index, body, priority, rules, catalogue)
 

@@ -47,8 +47,8 @@ _SPACE = b" \t\n\r"
 _TOKEN = re.compile(
     rb'"([^"]*+)(?:"[ \t\n\r]*+(?:(:)|(?=[,\]}])|(\Z))|(\Z))|[\[\]{}]|(")',
 )
-"""A string, with the colon that makes a name of it; or a bracket. Groups 3 and 4: a string that ends
-with the chunk, or goes on behind it; 5: no JSON."""
+"""A string, with the colon that makes a name of it; or a bracket. Groups 3 and 4: a string that
+ends with the chunk, or goes on behind it; 5: no JSON."""
 _CLOSE = re.compile(rb'"[ \t\n\r]*+(?:(:)|(?=[,\]}])|(\Z))')
 _SPACES = re.compile(rb"[ \t\n\r]*+")
 _BYTE = re.compile(r"\(byte (\d+)\)")
@@ -303,7 +303,10 @@ class _Walk:
         if len(self.found.links) > MOST_LINKS:
             raise errors.invalid_request(f"The body has more than {MOST_LINKS} pictures and links.")
 
-    def _tokens(self, text: bytes, at: int, start: int, *, last: bool) -> int:
+    # One loop, since a call for each token would double its price.
+    def _tokens(  # noqa: PLR0912, PLR0915
+        self, text: bytes, at: int, start: int, *, last: bool
+    ) -> int:
         """Take in the tokens of a chunk from `at`; where the next one is to begin."""
         kinds, names, deepest = self._kinds, self._names, self._limits.json_depth
         behind = at
@@ -476,20 +479,7 @@ class _Walk:
             self._item(quote)
         within = self._names[-1] if self._names else None
         start = quote + 1
-        top = self._field.name if self._field is not None else ""
-        if pending in MEDIA:
-            found.links.append((start, end, "url"))
-        elif pending in {"url", "data"}:
-            if within in MEDIA:
-                found.links.append((start, end, pending))
-            elif within == "source" and self._sources:
-                self._sources[-1][2].append((start, end, pending))
-            elif pending == "url" and top == "mcp_servers" and len(kinds) == 3:
-                found.links.append((start, end, "server"))
-        elif pending == "server_url":
-            if top == "tools" and len(kinds) == 3:
-                found.links.append((start, end, "server"))
-        elif pending == "type":
+        if pending == "type":
             said = self._said(start, end) if end - start < LONGEST_TYPE else ""
             found.pictures = found.pictures or said in PICTURES
             if within == "source" and self._sources:
@@ -497,10 +487,29 @@ class _Walk:
         elif pending == "role":
             if len(kinds) == 3 and kinds[1] == 91 and self._field is not None:
                 self._field.role = self._said(start, end) if end - start < LONGEST_TYPE else ""
-        elif within == "multimodal_data":
-            found.links.append((start, end, "data"))
+        elif pending is not None or within == "multimodal_data":
+            self._link(pending, within, start, end)
         if end - quote > SHORTEST_MEDIA:
             self._media(quote + 1, end, bare=pending == "data" or within == "multimodal_data")
+
+    def _link(self, name: str | None, within: str | None, start: int, end: int) -> None:
+        """A string of that name in an object of the name `within`: it may be an address."""
+        links = self.found.links
+        top = self._field.name if self._field is not None and len(self._kinds) == 3 else ""
+        if name in MEDIA:
+            links.append((start, end, "url"))
+        elif name in {"url", "data"}:
+            if within in MEDIA:
+                links.append((start, end, name))
+            elif within == "source" and self._sources:
+                self._sources[-1][2].append((start, end, name))
+            elif name == "url" and top == "mcp_servers":
+                links.append((start, end, "server"))
+        elif name == "server_url":
+            if top == "tools":
+                links.append((start, end, "server"))
+        elif within == "multimodal_data":
+            links.append((start, end, "data"))
 
     def _media(self, start: int, end: int, *, bare: bool) -> None:
         body = self._body

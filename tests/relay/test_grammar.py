@@ -127,6 +127,48 @@ def test_what_has_neither_is_not_looked_at() -> None:
             assert checked({name: value}) is None, "a node knows better what is wrong with it"
 
 
+def properties(count: int, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{n}": {"a": 1} for n in range(count)}, **more}
+
+
+NAMED = [f"p{n}" for n in range(50)]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"json_schema": properties(41)}, "json_schema"),
+        ({"json_schema": properties(40)}, None),
+        ({"json_schema": properties(50, required=NAMED)}, None),
+        ({"json_schema": properties(50, required=NAMED[:5])}, "json_schema"),
+        ({"json_schema": {"items": {"anyOf": [properties(41)]}}}, "json_schema"),
+        ({"json_schema": {"allOf": [properties(20), properties(15), properties(15)]}},
+         "json_schema"),
+        ({"json_schema": {"$defs": {"a": properties(20)}, "allOf": [{"$ref": "#/$defs/a"}] * 3}},
+         "json_schema"),
+        ({"json_schema": {"anyOf": [properties(30), properties(35)]}}, "json_schema"),
+        ({"json_schema": {"anyOf": [properties(30), properties(30)]}}, None),
+        ({"response_format": {"json_schema": {"schema": properties(60)}}}, "response_format"),
+        ({"tools": [tool(properties(41))]}, "tools"),
+        ({"tools": [{"name": "f", "input_schema": properties(50)}]}, "tools"),
+        ({"tools": [tool(properties(30))] * 3}, "tools"),
+        ({"tools": [tool(properties(8))] * 50}, None),
+    ],
+)  # fmt: skip
+def test_properties_that_may_be_left_out_are_counted(
+    body: dict[str, Any], field: str | None
+) -> None:
+    peeked = peek(json.dumps(body).encode())
+    limits = LimitSettings(grammar_properties=40)
+    if field is None:
+        grammar.check(peeked, 0, limits)
+        return
+    with pytest.raises(GatewayError) as raised:
+        grammar.check(peeked, 0, limits)
+    assert raised.value.param == field
+    assert "'limits.grammar_properties'" in raised.value.message
+
+
 DEEP = "root ::= " + "(" * 100 + '"a"' + ")" * 100
 SCHEMA = {"description": "x" * 140_000}
 

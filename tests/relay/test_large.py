@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.config.listeners import LimitSettings
@@ -25,12 +27,19 @@ PICTURE = {"type": "image_url", "image_url": {"url": data_url(png(560, 280) + by
 LONG = 'Hello «world», \\ "quoted" 😀\n' * 700
 
 
-def ran(steps: Any) -> Any:
+def ran(work: Generator[None, None, Any]) -> Any:
+    return counted(work)[1]
+
+
+def counted(work: Generator[None, None, Any]) -> tuple[int, Any]:
+    """How many steps it took, and what it came to."""
+    steps = 0
     while True:
         try:
-            next(steps)
+            next(work)
         except StopIteration as end:
-            return end.value
+            return steps, end.value
+        steps += 1
 
 
 def large(body: dict[str, Any] | bytes) -> tuple[bytes, Large]:
@@ -66,7 +75,7 @@ def test_a_large_body_is_understood_as_a_small_one_is(path: str, body: dict[str,
     peeked, seen = peeking.peek(data), found.peek()
     for name in peeked.__struct_fields__:
         a, b = getattr(peeked, name), getattr(seen, name)
-        assert bytes(a) == bytes(b) if isinstance(a, peeking.msgspec.Raw) else a == b, name
+        assert bytes(a) == bytes(b) if isinstance(a, msgspec.Raw) else a == b, name
     route = ROUTES[path]
     prompt = route.prompt if route.prompt in {"messages", "prompt", "input"} else None
     assert found.count_prompts() == max(1, len(split(peeked.prompt)))
@@ -93,15 +102,8 @@ def test_a_fingerprint_ends_with_the_blocks_that_count() -> None:
     for content in ("x" * 6_000_000, [{"type": "text", "text": "x" * 1000}] * 6000):
         data, found = large({"messages": [{"role": "user", "content": content}] * 2})
         route = ROUTES["/v1/chat/completions"]
-        steps = 0
         walk = fingerprint_large(found, route, "m", Volatile())
-        while True:
-            try:
-                next(walk)
-                steps += 1
-            except StopIteration as end:
-                prompt = end.value
-                break
+        steps, prompt = counted(walk)
         whole = fingerprint(data, route, "m", Volatile())
         assert whole is not None
         assert len(prompt.blocks) <= MOST_BLOCKS
@@ -116,14 +118,14 @@ def test_edits_of_a_large_body_are_those_of_a_small_one() -> None:
             "temperature": 1, "stop": ["x"]}  # fmt: skip
     data, found = large(body)
     rules = (ModelRule(set={"temperature": 0.2}, default={"max_tokens": 7}, strip=("stop",)),)
-    edit = {"priority": edits.msgspec.UNSET, "n_probs": 3}
+    edit = {"priority": msgspec.UNSET, "n_probs": 3}
     for one in (data, found):
         assert edits.ruled(one, ()) is one
     plain = edits.renamed(edits.applied(edits.ruled(data, rules), edit), "new")
     edited = edits.renamed(edits.applied(edits.ruled(found, rules), edit), "new")
     assert isinstance(edited, Large)
     sent = b"".join(edited.pieces())
-    assert json.loads(sent) == json.loads(plain)  # type: ignore[arg-type]
+    assert json.loads(sent) == json.loads(plain)
     assert len(edited) == len(sent) == len(edited.whole())
     assert edited.peek().model == "new"
     assert b"".join(found.pieces()) == data, "the client's own bytes, where there is no edit"
@@ -175,8 +177,8 @@ REMOTE = "http://169.254.169.254/x"
         {"tools": [{"type": "mcp", "server_url": "internal/x"}]},
         {"mcp_servers": [{"type": "url", "url": REMOTE}]},
         {"prompt": {"prompt_string": "x", "multimodal_data": [REMOTE]}},
-        {"messages": [{"content": [{"type": "image_url", "image_url": {"url": "HTTPS" + "x" * 99_000}}]}]},
-        {"messages": [{"content": [{"type": "image_url", "image_url": {"url": PICTURE["type"]}}]}]},
+        {"messages": [{"content": [{"image_url": {"url": "HTTPS" + "x" * 99_000}}]}]},
+        {"messages": [{"content": [{"image_url": {"url": "no address"}}]}]},
         {"messages": [{"content": [PICTURE, PICTURE]}]},
         {"messages": [{"tool_calls": [{"function": {"arguments": {"server_url": REMOTE}}}]}]},
     ],

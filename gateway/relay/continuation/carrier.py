@@ -21,9 +21,9 @@ from gateway.relay.continuation.joined import Joined
 from gateway.relay.continuation.onward import Onward, Unsound, Wish, onward
 from gateway.relay.continuation.said import Said, SoFar
 from gateway.relay.continuation.seam import Mismatch
+from gateway.relay.large import PARSED, Body, parsed
 from gateway.relay.live import Live
 from gateway.relay.routes import ROUTES
-from gateway.relay.large import PARSED, Body, parsed
 from gateway.relay.values import Value, object_of
 from gateway.relay.verdict import is_overflow
 from gateway.request import Request
@@ -33,6 +33,7 @@ from gateway.transport.taskless import in_task
 if TYPE_CHECKING:
     from gateway.relay.journey import Means
 
+TOO_LARGE = "the request is too large to be gone on with"
 MOST = 2
 """Continuations of one answer."""
 
@@ -96,12 +97,10 @@ class Carrier:
         live = self._live
         said = self.so_far.said()
         asked: Body = live.request.bodies[self._model]
-        if len(asked) > PARSED:
-            return None, "the request is too large to be gone on with"
         body = object_of(parsed(asked))
         if not live.request.stream:
             body |= assembly.asked(live.request.path)
-        why = bounds.why_not(body, said)
+        why = TOO_LARGE if len(asked) > PARSED else bounds.why_not(body, said)
         wish = Wish(live.request.path, body, said)
         while why is None and self._left:
             if live.ended_by is not None:

@@ -210,8 +210,7 @@ class _Exchange:
 
     async def _prepared_in_steps(self, preamble: Preamble, body: bytes) -> Live:
         steps, rules = self._edge.steps, self._snapshot.rules
-        if body.startswith(MARK):
-            body = body[len(MARK) :]
+        body = body.removeprefix(MARK)
         large = await steps.run(read_large(body, rules.limits))
         live = self._prepared(preamble, large)
         request = live.request

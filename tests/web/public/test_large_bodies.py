@@ -1,0 +1,138 @@
+"""A real gateway process: what others wait, and what it costs, while one client sends megabytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from tests.emulator import EmulatedNode
+
+pytestmark = pytest.mark.slow
+
+SIZE = 24_000_000
+START_LIMIT = 60.0
+CHAT = "/v1/chat/completions"
+
+
+@dataclass(slots=True)
+class Process:
+    url: str
+    pid: int
+
+    @property
+    def peak(self) -> int:
+        """Most memory that it has had, in bytes."""
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+        raise AssertionError
+
+    def forget_peak(self) -> int:
+        """Let it begin anew; the memory that it has."""
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+        return int(psutil.Process(self.pid).memory_info().rss)
+
+
+@asynccontextmanager
+async def process(folder: Path, node: str) -> AsyncIterator[Process]:
+    """A gateway in a process of its own.
+
+    Its node has no room for what is sent, and so does not spoil the measuring with work of its own.
+    """
+    nodes, config = folder / "nodes.yaml", folder / "gateway.yaml"
+    nodes.write_text(yaml.safe_dump({"nodes": [{"name": "a", "url": node, "context": 1000}]}))
+    config.write_text(yaml.safe_dump({"listen": {"port": 0}, "admin": {"port": 0}}))
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "gateway", "serve", "--nodes", nodes, "--config", config,
+        stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE,
+        env={"XDG_STATE_HOME": str(folder / "state"), "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert child.stderr is not None
+    reading: asyncio.Task[None] | None = None
+    try:
+        async with asyncio.timeout(START_LIMIT):
+            while (line := json.loads(await child.stderr.readline()))["event"] != "listening":
+                pass
+        reading = asyncio.create_task(_drained(child.stderr))
+        yield Process(str(line["public"]), child.pid)
+    finally:
+        if reading is not None:
+            reading.cancel()
+        child.kill()
+        await child.wait()
+
+
+async def _drained(log: asyncio.StreamReader) -> None:
+    while await log.readline():
+        pass
+
+
+SEND = """
+import http.client, sys
+host, path, body = sys.argv[1:]
+connection = http.client.HTTPConnection(host, timeout=120)
+connection.request("POST", path, open(body, "rb").read())
+print(connection.getresponse().status)
+"""
+"""Run in a process of its own, so that only the gateway's waiting is measured."""
+
+
+def of(item: bytes) -> bytes:
+    return b",".join([item] * (SIZE // (len(item) + 1)))
+
+
+def chat(content: bytes, more: bytes = b"") -> bytes:
+    return b'{"messages":[{"role":"user","content":' + content + b"}]" + more + b"}"
+
+
+SHAPES = {
+    "messages": b'{"messages":[' + of(b"{}") + b"]}",
+    "parts": chat(b"[" + of(b'{"type":"text","text":"a"}') + b"]"),
+    "objects": chat(b'"a"', b',"a_url":1,"x":[' + of(b"{}") + b"]"),
+    "escapes": chat(b'"' + b"\\n" * (SIZE // 2) + b'"', b',"x":[' + b"[]," * 200 + b"1]"),
+    "ids": b'{"prompt":[' + of(b"1") + b"]}",
+}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+async def test_others_wait_no_longer_than_beside_a_plain_text(tmp_path: Path) -> None:
+    async with EmulatedNode() as node, process(tmp_path, node.url) as gateway:
+        plain, _ = await _measured(tmp_path, gateway, chat(b'"' + b"a" * SIZE + b'"'))
+        for shape, body in SHAPES.items():
+            waited, grown = await _measured(tmp_path, gateway, body)
+            assert waited < plain + 1.0, f"{shape}: {waited} s, beside a plain text {plain} s"
+            assert grown < 4 * SIZE, f"{shape}: {grown} bytes"
+
+
+async def _measured(folder: Path, gateway: Process, body: bytes) -> tuple[float, int]:
+    """The longest that another client waits meanwhile, and the memory that it costs."""
+    before = gateway.forget_peak()
+    loop = asyncio.get_running_loop()
+    worst = 0.0
+    file = folder / "body"
+    file.write_bytes(body)
+    host = gateway.url.removeprefix("http://")
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=120, trust_env=False) as client:
+        await client.get("/v1/models")
+        sender = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", SEND, host, CHAT, file, stdout=PIPE
+        )
+        status = asyncio.create_task(sender.communicate())
+        while not status.done():
+            began = loop.time()
+            await client.get("/v1/models")
+            worst = max(worst, loop.time() - began)
+            await asyncio.sleep(0.005)
+        assert int((await status)[0]) == 400
+    return worst, gateway.peak - before
