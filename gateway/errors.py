@@ -67,6 +67,8 @@ class GatewayError(Exception):
             return "insufficient_quota" if self.code == "insufficient_quota" else "rate_limit_error"
         if self.status < 500:
             return "invalid_request_error"
+        if self.status == 501:
+            return "not_supported_error"
         return "server_error"
 
 
@@ -87,9 +89,21 @@ def invalid_request(message: str, param: str | None = None) -> GatewayError:
 def context_length_exceeded(
     prompt_tokens: int | None, context: int | None, param: str | None = "messages"
 ) -> GatewayError:
-    """400: the prompt is longer than the context (tokens of one slot) of any node."""
-    size = f" has {prompt_tokens} tokens, which" if prompt_tokens else ""
-    limit = f"a context of {context} tokens" if context else "the context of every node"
+    """400: the prompt is longer than the context (tokens of one slot) of any node.
+
+    Clients know it by its words, and then compact what they send: Anthropic's and LangChain's by
+    `prompt is too long: N tokens > M maximum`, with numbers where they are known (within a stream
+    LangChain's by `exceeds the context window`), LiteLLM by `exceeds the available context size`,
+    in older versions by OpenAI's `This model's maximum context length is`.
+    """
+    least = prompt_tokens or (context + 1 if context else None)
+    size = f"{least} tokens" if least else "it"
+    # A context that the prompt just fills has no room for an answer.
+    most = min(context, least - 1) if context and least else context
+    limit = f"{most} maximum" if most else "the maximum of every node"
+    guess = " (it may be longer)" if context and not prompt_tokens else ""
+    known = f" ({prompt_tokens} tokens)" if prompt_tokens else ""
+    room = f" ({context} tokens)" if context else " of every node"
     details = {}
     if prompt_tokens:
         details["n_prompt_tokens"] = prompt_tokens
@@ -98,7 +112,10 @@ def context_length_exceeded(
     return GatewayError(
         400,
         "context_length_exceeded",
-        f"The prompt{size} does not fit into {limit}. Shorten it.",
+        f"prompt is too long: {size} > {limit}{guess}. "
+        f"The request{known} exceeds the available context size{room}. "
+        f"This model's maximum context length is {f'{context} tokens' if context else 'exceeded'}: "
+        "what exceeds the context window must be shortened.",
         param=param,
         details=details,
     )
@@ -137,9 +154,10 @@ def model_not_found(model: str, known: list[str]) -> GatewayError:
     )
 
 
-def not_found(path: str) -> GatewayError:
-    """404: no such path."""
-    return GatewayError(404, "not_found", f"There is nothing at '{path}'.")
+def not_found(path: str, instead: str | None = None) -> GatewayError:
+    """404: no such path; `instead` says what to use."""
+    hint = f" {instead}" if instead else ""
+    return GatewayError(404, "not_found", f"There is nothing at '{_echoed(path)}'.{hint}")
 
 
 def method_not_allowed(method: str, allow: str) -> GatewayError:
@@ -221,6 +239,27 @@ def shutting_down(retry_after: float = 5.0) -> GatewayError:
     return GatewayError(
         503, "shutting_down", "The gateway is shutting down.", retry_after=retry_after
     )
+
+
+def not_supported(endpoint: str, path: str, model: str, hint: str | None) -> GatewayError:
+    """501: no node that serves the model has this feature; `hint` is in a node's own words."""
+    what, remedy = _FEATURES.get(endpoint, (f"'{path}'", "Use another path, or another model."))
+    told = f"A node says: {hint[:LONGEST_ECHO]}" if hint else remedy
+    return GatewayError(
+        501,
+        "not_supported",
+        f"No node that serves '{_echoed(model)}' supports {what}. {told}",
+        retryable=False,
+    )
+
+
+_FEATURES = {
+    "embeddings": ("embeddings", "Start a node's server with `--embeddings`."),
+    "rerank": ("reranking", "Start a node's server with `--reranking`."),
+    "infill": ("infill", "It needs a model that was trained to fill in the middle."),
+    "audio": ("audio", "It needs a model that hears; llama.cpp's server wants its `--mmproj`."),
+}
+"""By endpoint: what it is, and what to do where no node has said."""
 
 
 def node_failed(message: str) -> GatewayError:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 Headers = list[tuple[bytes, bytes]]
 """Header fields in wire order, names in lower case."""
 
-Endpoint = Literal["chat", "embeddings", "rerank", "infill", "vision"]
+Endpoint = Literal["chat", "embeddings", "rerank", "infill", "audio", "vision"]
 """What a node can do, as `endpoints` in the inventory names it."""
 
 
@@ -115,6 +115,10 @@ class Request:
     """Nodes that failed this request: others go first."""
     refused: AbstractSet[str] = frozenset()
     """Nodes that said they can't serve it: never asked again."""
+    unsupported: AbstractSet[str] = frozenset()
+    """Those of them that said that they don't do this at all (501)."""
+    hint: str | None = None
+    """What the last of these advised."""
     smallest_context: int = 0
     """Tokens a node must have room for, learnt from an overflow elsewhere."""
     text: int = 0
@@ -131,5 +135,9 @@ class Request:
     """Expected tokens of the prompt and of each answer, once somebody has asked."""
     party: str = ""
     """Whom the queue is fair to: the caller, or the end user that a trusted one names."""
+    several: Any = None
+    """The prompts that are answered one by one (`relay/prompts.py`); None: it is one."""
+    admitted: bool = False
+    """Whether it is part of one that has been let in: no length of the line refuses it."""
     session: str | None = None
     """The conversation or editor that it belongs to, if a header names one; with its party."""

@@ -65,8 +65,26 @@ def test_an_overflow_tells_what_is_known_of_the_sizes() -> None:
     assert errors.context_length_exceeded(9, 8).details == {"n_prompt_tokens": 9, "n_ctx": 8}
     assert errors.context_length_exceeded(None, 8).details == {"n_ctx": 8}
     assert errors.context_length_exceeded(None, None).details == {}
-    assert "9 tokens, which does not fit into" in errors.context_length_exceeded(9, 8).message
-    assert "The prompt does not fit into" in errors.context_length_exceeded(None, 8).message
+
+
+@pytest.mark.parametrize(
+    ("tokens", "context", "words"),
+    [
+        (4002, 1024, "prompt is too long: 4002 tokens > 1024 maximum"),
+        (1024, 1024, "prompt is too long: 1024 tokens > 1023 maximum"),
+        (None, 1024, "prompt is too long: 1025 tokens > 1024 maximum"),
+        (4002, None, "prompt is too long: 4002 tokens > "),
+        (None, None, "prompt is too long: "),
+    ],
+)
+def test_an_overflow_has_the_words_that_clients_look_for(
+    tokens: int | None, context: int | None, words: str
+) -> None:
+    message = errors.context_length_exceeded(tokens, context).message
+    assert words in message
+    assert "exceeds the available context size" in message
+    assert "exceeds the context window" in message
+    assert "This model's maximum context length is" in message
 
 
 def test_an_unknown_model_names_some_that_are_known() -> None:

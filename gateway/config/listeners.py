@@ -288,6 +288,9 @@ class LimitSettings(ConfigModel):
     n: Annotated[
         Count, Field(description="Largest `n` (answers to one request); above it, 400.")
     ] = 32
+    prompts: Annotated[
+        Count, Field(description="Most prompts of one completion request; above it, 400.")
+    ] = 2048
     max_tokens: Annotated[
         Count | None,
         Field(description="Tokens one answer may have; more is lowered to it. Unset: no bound."),

@@ -34,7 +34,7 @@ from gateway.config.fields import (
 from gateway.config.node_key import key_from_file, key_from_variable
 from gateway.config.urls import node_url, url_host
 
-Endpoint = Literal["chat", "embeddings", "rerank", "infill", "vision"]
+Endpoint = Literal["chat", "embeddings", "rerank", "infill", "audio", "vision"]
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -199,7 +199,8 @@ class NodeSpec(ConfigModel):
         BeforeValidator(one_or_many),
         Field(
             description=(
-                "Which APIs it serves: `chat`, `embeddings`, `rerank`, `infill`, `vision`. "
+                "Which APIs it serves: `chat`, `embeddings`, `rerank`, `infill`, `audio`, "
+                "`vision`. "
                 "Left away: all but what the node refuses with 501."
             )
         ),

@@ -299,9 +299,18 @@ class Fleet:
         if lease.node.learn_limit(lease, prompt, completion):
             self.settle(lease.node)
 
-    def refuses(self, node: Node, endpoint: Endpoint) -> None:
-        """A request was told that the node does not do this (501)."""
+    def refuses(self, node: Node, endpoint: Endpoint, hint: str | None = None) -> None:
+        """A request was told that the node does not do this (501), and perhaps why.
+
+        It is asked again some minutes later. Where it has written answers before, it is the
+        request that was wrong.
+        """
+        if endpoint == "chat" and node.speed.decode_tps is not None:
+            return
         node.facts.refused.add(endpoint)
+        node.refused_at = self._clock()
+        if hint is not None:
+            node.hints[endpoint] = hint
         self.catalogue.node_changed()
 
     def learn(self, node: Node, timings: Mapping[str, object], lease: Lease | None = None) -> None:

@@ -69,6 +69,10 @@ class Node:
     """Whether a request has gone well since our key was last refused."""
     removed: bool = False
     """Out of the inventory: it gets nothing and ends what it runs."""
+    hints: dict[str, str] = field(default_factory=dict)
+    """What it said about the endpoints that it has refused."""
+    refused_at: float = math.inf
+    """When it last refused one; infinity: it has not, since this process watches it."""
     drift: tuple[str, ...] = ()
     """How the server differs from the inventory, as last told."""
     listed: frozenset[str] = frozenset()

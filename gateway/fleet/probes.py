@@ -20,6 +20,8 @@ LARGEST_ANSWER = 4 << 20
 GONE = frozenset({404, 405, 501})
 """There is no such endpoint."""
 LOCKED = frozenset({401, 403})
+ASK_AGAIN = 300.0
+"""Seconds after which a node is asked again for what it refused with 501."""
 NAME_IT = "say in the inventory what it serves (model: ...)"
 
 
@@ -102,9 +104,10 @@ async def discover(node: Node) -> Outcome:
         # A server from before 2024, which would be ready for ever and get nothing.
         told = f"its /v1/models and /props name no model: {NAME_IT}"
         return Outcome(Answer.NAMELESS, told, node.clock() - began)
-    if facts.identity() != before or node.probing.discovered is None:
+    long_ago = node.clock() >= node.refused_at + ASK_AGAIN
+    if long_ago or facts.identity() != before or node.probing.discovered is None:
         # Another build or model, or begun anew, perhaps with other options: what the old one
-        # refused says nothing about it.
+        # refused says nothing about it. Neither does it for ever.
         facts.refused.clear()
     return Outcome(Answer.UP, "", node.clock() - began)
 

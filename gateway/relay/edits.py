@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from gateway.config.routing import ModelRule
+from gateway.relay import forms
 from gateway.relay.large import Body
 from gateway.relay.peek import NOTHING, Number, Peek
 
@@ -99,6 +100,8 @@ def applied(body: B, edit: Edit) -> B:
 
 def renamed(body: B, model: str) -> B:
     """`body` with another model's name, in the place where the old one stood."""
+    if isinstance(body, bytes) and body.startswith(b"--"):
+        return forms.renamed(body, model)  # type: ignore[return-value]
     fields = _fields(body)
     fields["model"] = _raw(model)
     return _body(body, fields)

@@ -12,6 +12,7 @@ from gateway.errors import GatewayError
 from gateway.events import Bus
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.lease import Lease
+from gateway.fleet.node import Node
 from gateway.relay import assembly, edits, fields, verdict
 from gateway.relay.assembly import NotAssembled
 from gateway.relay.attempt import Attempt
@@ -22,7 +23,7 @@ from gateway.relay.dialects import Dialect
 from gateway.relay.large import Body, parsed
 from gateway.relay.live import Ended, Live, Moved
 from gateway.relay.reply import Lost, Reply, Rest, as_error, may_go_on
-from gateway.relay.routes import ROUTES
+from gateway.relay.routes import PLAINEST, ROUTES
 from gateway.relay.settle import Settler
 from gateway.relay.values import object_of
 from gateway.relay.verdict import Verdict
@@ -274,15 +275,7 @@ class Journey:
         if judged is Verdict.OVERFLOW:
             raise self._overflow(content, lease)
         if judged is Verdict.REFUSED:
-            request.refused |= {node.name}
-            if status == 501:
-                fleet.refuses(node, request.endpoint)
-            elif status == 401 and node.spec.kind == "openai":
-                # A llama.cpp server says so when it is asked what it is.
-                fleet.locked(node, request.path, status)
-            raise AttemptFailed(
-                errors.node_failed(f"No node could serve this request (the last said {status}).")
-            )
+            raise self._refused(status, content, node)
         if judged is Verdict.BUSY:
             if verdict.is_loading(status, content):
                 fleet.loading(node)
@@ -299,6 +292,24 @@ class Journey:
         self._erring.append((lease, status))
         raise AttemptFailed(errors.node_failed("Every node tried failed."), answer=answer)
 
+    def _refused(self, status: int, content: bytes, node: Node) -> Exception:
+        """This node can't serve it, now or ever: another one, if some node can."""
+        request, means = self._live.request, self._means
+        request.refused |= {node.name}
+        if status == 501:
+            request.unsupported |= {node.name}
+            request.hint = verdict.message_of(content)
+            if request.endpoint != "chat" or request.path in PLAINEST:
+                means.fleet.refuses(node, request.endpoint, request.hint)
+            if (error := means.scheduler.unsupported(request)) is not None:
+                return error
+        elif status == 401 and node.spec.kind == "openai":
+            # A llama.cpp server says so when it is asked what it is.
+            means.fleet.locked(node, request.path, status)
+        return AttemptFailed(
+            errors.node_failed(f"No node could serve this request (the last said {status}).")
+        )
+
     def _overflow(self, content: bytes, lease: Lease) -> Exception:
         """The prompt does not fit here: once more where there is more room, if there is."""
         request, node = self._live.request, lease.node
@@ -308,7 +319,8 @@ class Journey:
         self._means.fleet.succeeded(node, self._means.clock(), lease.taken)
         if request.smallest_context or context is None:
             return error
-        request.smallest_context = max(tokens or 0, context + 1)
+        # For embeddings a batch must hold the text, and can be smaller than the context.
+        request.smallest_context = max(tokens or 0, context + 1, (node.context or 0) + 1)
         if not self._means.scheduler.larger(request):
             return error
         return AttemptFailed(error)

@@ -168,7 +168,7 @@ class Large:
     # What is asked of its prompt.
 
     def count_prompts(self) -> int:
-        """As `peek.count_prompts`."""
+        """How many prompts a completion's `prompt` holds, as `prompts.split` tells them apart."""
         found = self._field("prompt")
         if found is None or found.plain or self._body[found.value : found.value + 1] != b"[":
             return 1

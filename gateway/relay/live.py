@@ -43,6 +43,10 @@ class Live:
     ended_by: GatewayError | None = None
     prefill: Prefill | None = None
     """How far its prompt has been read, for a client that wants to know."""
+    parts: dict[str, Live] | None = None
+    """What waits and runs of a request of several prompts, by id; None: it is one itself."""
+    on_end: Callable[[GatewayError], None] | None = None
+    """Called when it is ended, by what runs its parts."""
 
     def end(self, error: GatewayError) -> None:
         """End it where it stands; its client gets `error`, as an event if the reply has begun."""
@@ -50,6 +54,8 @@ class Live:
             self.ended_by = error
             if self.attempt is not None:
                 self.attempt.fail(Ended(error))
+            if self.on_end is not None:
+                self.on_end(error)
 
     def move(self, error: GatewayError) -> None:
         """Have it leave its node; its client gets `error` if it can't go on elsewhere."""
@@ -73,7 +79,13 @@ class Registry:
         return len(self._live)
 
     def __iter__(self) -> Iterator[Live]:
-        return iter(list(self._live.values()))
+        """Each, and behind it the parts that it runs in."""
+        found: list[Live] = []
+        for live in self._live.values():
+            found.append(live)
+            if live.parts is not None:
+                found += live.parts.values()
+        return iter(found)
 
     def add(self, live: Live) -> None:
         """A request has been read."""
@@ -87,7 +99,7 @@ class Registry:
         """The request of this id, or with this `X-Request-ID` if only one has it."""
         live = self._live.get(name)
         if live is None:
-            tagged = [live for live in self._live.values() if live.request.tag == name]
+            tagged = [live for live in self if name in {live.request.tag, live.request.id}]
             live = tagged[0] if len(tagged) == 1 else None
         return live
 

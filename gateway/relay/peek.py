@@ -53,7 +53,6 @@ class Peek(msgspec.Struct):
 
 
 _PEEK = msgspec.json.Decoder(Peek)
-_RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 _ANY = msgspec.json.Decoder()
 _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -113,24 +112,6 @@ def misspelt_model() -> errors.GatewayError:
     return errors.invalid_request(
         "The model's name is given under 'model', in lower case.", "model"
     )
-
-
-def count_prompts(raw: msgspec.Raw) -> int:
-    """How many prompts a completion's `prompt` holds, as llama.cpp counts them.
-
-    A list of numbers, or of numbers and strings mixed, is one prompt; any other list holds one
-    an item.
-    """
-    data = bytes(raw).lstrip()
-    if data[:1] != b"[" or FIRST_ID.match(data):
-        return 1
-    try:
-        items = _RAWS.decode(raw)
-    except msgspec.DecodeError:
-        return 1
-    if not items or any(bytes(item)[:1] not in b'"[{' for item in items):
-        return 1
-    return len(items)
 
 
 FIRST_ID = re.compile(rb"\s*\[\s*\d")

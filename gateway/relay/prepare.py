@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 import msgspec
@@ -11,9 +12,9 @@ import msgspec
 from gateway import errors
 from gateway.config.listeners import LimitSettings
 from gateway.fleet.catalogue import Catalogue
-from gateway.relay import assembly, edits, grammar, peek
-from gateway.relay.fingerprint import fingerprint
-from gateway.relay.large import Body
+from gateway.relay import assembly, edits, grammar, peek, prompts
+from gateway.relay.fingerprint import fingerprint, fingerprint_large
+from gateway.relay.large import LARGE, Body, read_large
 from gateway.relay.naming import Names
 from gateway.relay.routes import Route
 from gateway.relay.volatile import Volatile
@@ -62,7 +63,7 @@ def prepare(
 ) -> Request:
     """A request that can be sent to nodes. Raises: GatewayError."""
     route, limits, body = incoming.route, rules.limits, incoming.body
-    levels, vision = _looked_at(body, limits)
+    levels, vision = _looked_at(body, limits, route.prompt)
     if grammar.is_bound(peeked):
         grammar.check(peeked, levels, limits)
     model = _model(peeked.model, rules, incoming.caller, catalogue)
@@ -83,7 +84,7 @@ def prepare(
             edit = (edit or {}) | rules.volatile.edit(ruled)
         bodies[meaning.name] = edits.applied(ruled, edit) if edit else ruled
         if route.streams:
-            slots = max(slots, _slots(route, seen, ruled, limits.n))
+            slots = max(slots, _slots(seen, limits.n))
     raw = getattr(peeked, route.prompt) if route.prompt in _PROMPTS else peek.NOTHING
     if isinstance(body, bytes):
         tokens = peek.count_tokens(raw, BYTES_PER_TOKEN)
@@ -112,6 +113,7 @@ def prepare(
         request.deadline = incoming.received + incoming.patience
     request.writes = route.streams
     if route.streams:
+        request.several = _several(incoming, peeked, priority, rules, catalogue)
         request.stream = bool(peeked.stream)
         if not request.stream:
             request.assembled = assembly.fits(route.path, body, peeked.messages, slots)
@@ -130,19 +132,20 @@ def prepare(
     return request
 
 
-def _looked_at(body: Body, limits: LimitSettings) -> tuple[int, bool]:
+def _looked_at(body: Body, limits: LimitSettings, field: str | None) -> tuple[int, bool]:
     """How deeply it is nested, 0 if that can't matter, and whether it holds a picture.
 
     Raises: GatewayError 400.
     """
     if not isinstance(body, bytes):
-        return body.levels, _checked_media(body.addresses(), body.pictures, limits.media_hosts)
+        found, pictures = body.addresses(), body.pictures
+        return body.levels, _checked_media(found, pictures, limits.media_hosts, field)
     levels = peek.depth(body, limits.json_depth)
     if levels > limits.json_depth:
         raise errors.invalid_request(
             f"The body is nested deeper than {limits.json_depth} levels ('limits.json_depth')."
         )
-    return levels, peek.may_link(body) and _checked_media(*_links(body), limits.media_hosts)
+    return levels, peek.may_link(body) and _checked_media(*_links(body), limits.media_hosts, field)
 
 
 _PROMPTS = frozenset({"prompt", "messages", "input"})
@@ -163,16 +166,75 @@ def _model(said: str | None, rules: Rules, caller: Caller, catalogue: Catalogue)
     return model
 
 
-def _slots(route: Route, peeked: peek.Peek, body: Body, limit: int) -> int:
-    """Slots that the answer takes at once: one for each answer to each prompt."""
-    answers = max(edits.whole(peeked.n) or 1, edits.whole(peeked.n_cmpl) or 1, 1)
-    if answers > limit:
-        raise errors.invalid_request(f"'n' is {answers}, the most is {limit}.", "n")
-    if route.prompt != "prompt":
-        return answers
-    if isinstance(body, bytes):
-        return answers * peek.count_prompts(peeked.prompt)
-    return answers * body.count_prompts()
+def prepare_form(
+    incoming: Incoming, peeked: peek.Peek, priority: Priority, rules: Rules, catalogue: Catalogue
+) -> Request:
+    """A request whose body is a form, which the settings' rules of models leave as it is.
+
+    Raises: GatewayError.
+    """
+    route = incoming.route
+    model = _model(peeked.model, rules, incoming.caller, catalogue)
+    bodies = {meaning.name: incoming.body for meaning in rules.names.meanings(model)}
+    return Request(
+        id=incoming.id,
+        tag=incoming.tag,
+        path=route.path,
+        fields=incoming.fields + b"x-request-id: " + incoming.tag.encode() + b"\r\n",
+        bodies=bodies,
+        said=peeked.model,
+        caller=incoming.caller,
+        priority=priority,
+        model=model,
+        candidates=tuple(bodies),
+        endpoint=route.endpoint,
+        received=incoming.received,
+        deadline=None if incoming.patience is None else incoming.received + incoming.patience,
+        writes=False,
+        party=incoming.party or incoming.caller.id,
+        session=incoming.session,
+    )
+
+
+def _several(
+    incoming: Incoming, peeked: peek.Peek, priority: Priority, rules: Rules, catalogue: Catalogue
+) -> prompts.Several | None:
+    if incoming.route.prompt != "prompt":
+        return None
+
+    def make(index: int, body: bytes) -> Generator[None, None, Request]:
+        return _part(incoming, index, body, priority, rules, catalogue)
+
+    return prompts.several(incoming.body, peeked.prompt, rules.limits, make)
+
+
+def _part(
+    incoming: Incoming,
+    index: int,
+    body: bytes,
+    priority: Priority,
+    rules: Rules,
+    catalogue: Catalogue,
+) -> Generator[None, None, Request]:
+    """The request of one prompt of several, a step at a time. Raises: GatewayError."""
+    one = replace(incoming, id=f"{incoming.id}.{index}", tag=f"{incoming.tag}.{index}", body=body)
+    if len(body) < LARGE:
+        return prepare(one, peek.peek(body), priority, rules, catalogue)
+    one.body = large = yield from read_large(body, rules.limits)
+    request = prepare(one, large.peek(), priority, rules, catalogue)
+    request.prompt = yield from fingerprint_large(large, one.route, request.model, rules.volatile)
+    return request
+
+
+def _slots(peeked: peek.Peek, limit: int) -> int:
+    """Slots that a prompt takes at once: one for each answer."""
+    answers = 1
+    for name in ("n", "n_cmpl"):
+        asked = edits.whole(getattr(peeked, name)) or 1
+        if asked > limit:
+            raise errors.invalid_request(f"'{name}' is {asked}, the most is {limit}.", name)
+        answers = max(answers, asked)
+    return answers
 
 
 def _peeked(body: Body) -> peek.Peek:
@@ -198,14 +260,19 @@ def _links(body: bytes) -> tuple[list[str], bool]:
         raise errors.invalid_json("it can't be read") from None
 
 
-def _checked_media(links: list[str], pictures: bool, hosts: tuple[str, ...]) -> bool:  # noqa: FBT001
+def _checked_media(
+    links: list[str],
+    pictures: bool,  # noqa: FBT001
+    hosts: tuple[str, ...],
+    field: str | None,
+) -> bool:
     """Whether the body holds a picture; links that a node would fetch are refused."""
     for link in links:
         if not link.startswith("data:") and not _is_allowed(link, hosts):
             raise errors.invalid_request(
                 "Only 'data:' URLs may be sent for images and files: the node would have to fetch "
                 "anything else. An operator can allow hosts in 'limits.media_hosts'.",
-                "messages",
+                field or "messages",
             )
     return pictures
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from gateway.relay.journey import AttemptFailed, Journey, Means
 from gateway.relay.live import Live
+from gateway.relay.prompts import Prompts
 from gateway.relay.reply import Reply
 from gateway.relay.retry import RetryBudget, retrying
 from gateway.transport.taskless import in_task
@@ -24,6 +25,11 @@ class Relay:
 
     async def __call__(self, live: Live) -> Reply:
         """The reply to a live request. Raises: GatewayError."""
+        if live.request.several is not None:
+            await in_task()
+            means = self.means
+            most = means.settings.limits.response_bytes
+            return await Prompts(live, self, means.bus, means.clock, most).reply()
         self.budget.request(self.means.clock())
         journey = Journey(self.means, live)
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from gateway import errors
 from gateway.errors import GatewayError
@@ -23,7 +25,43 @@ class Reply:
     fields: bytes
     """The lines of its head that are passed on."""
     content: bytes
-    rest: Rest | None = None
+    rest: Remainder | None = None
+
+
+class Source(Protocol):
+    """Where the rest of a reply comes from: an attempt, or several."""
+
+    on_fail: Callable[[], None] | None
+
+    @property
+    def failure(self) -> UpstreamError | None:
+        """What has ended it."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether what comes is a stream of events."""
+
+
+class Remainder(Protocol):
+    """What follows the first bytes of a reply, as `Rest` has it."""
+
+    @property
+    def attempt(self) -> Source:
+        """Where it comes from."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a sign of life may stand before what is next."""
+
+    @property
+    def moved(self) -> float:
+        """When anything came last; monotonic."""
+
+    async def next(self, write: Write | None = None) -> bytes | None:
+        """The next bytes. Raises: UpstreamError."""
+
+    def close(self) -> None:
+        """The client has it all, or has left."""
 
 
 @dataclass(slots=True, eq=False)

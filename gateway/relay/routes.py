@@ -27,6 +27,8 @@ class Route:
     """Takes a slot of the node; tokenizing and counting don't."""
     native: bool = False
     """Only llama.cpp's server knows it."""
+    form: bool = False
+    """Its body is a form with a file (multipart/form-data), no JSON."""
 
 
 _ROUTES = (
@@ -37,6 +39,8 @@ _ROUTES = (
     Route("/v1/embeddings", CHAT, "embeddings", "input"),
     Route("/v1/rerank", CHAT, "rerank", "documents"),
     Route("/v1/reranking", CHAT, "rerank", "documents"),
+    Route("/v1/audio/transcriptions", CHAT, "audio", form=True),
+    Route("/v1/responses/input_tokens", CHAT, "chat", "input", occupies=False),
     Route("/v1/messages/count_tokens", MESSAGES, "chat", "messages", occupies=False),
     Route(
         "/v1/chat/completions/input_tokens",
@@ -57,6 +61,7 @@ _ROUTES = (
 _WITHOUT_V1 = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/responses",
     "/v1/embeddings",
     "/v1/rerank",
     "/v1/reranking",
@@ -65,6 +70,10 @@ _WITHOUT_V1 = (
 ROUTES: dict[str, Route] = {route.path: route for route in _ROUTES}
 ROUTES.update({path.removeprefix("/v1"): ROUTES[path] for path in _WITHOUT_V1})
 """Every path that clients may ask for."""
+
+
+PLAINEST = frozenset({"/v1/chat/completions", "/v1/completions", "/completion"})
+"""Where a node says 501, it writes no answers at all."""
 
 
 def is_editing(route: Route, peeked: Peek) -> bool:

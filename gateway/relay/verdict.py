@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from email.utils import parsedate_to_datetime
 
 import msgspec
@@ -25,6 +26,18 @@ class Verdict(enum.Enum):
     ERROR = "server_error"
     """It failed, or the request makes every node fail: another one tells which."""
 
+
+LONGEST_MESSAGE = 1024
+"""Characters of a node's message that are looked at."""
+
+_CONTEXT = re.compile(r"exceeds? the available context size|maximum context length is \d")
+"""Of a prompt that is too long: as llama.cpp said it before it had a type for it, and as other
+servers of OpenAI's API do."""
+_TOKENS = re.compile(r"^(?:request|input) \((\d{1,9}) tokens\)")
+_MOST = re.compile(
+    r"(?:available context size \(|current batch size: |maximum context length is )(\d{1,9})"
+)
+"""Tokens of the prompt and of what it must fit into, where they are said in words alone."""
 
 _REFUSED = frozenset({401, 403, 404, 405, 501})
 _BUSY = frozenset({408, 429, 502, 503, 504})
@@ -68,7 +81,11 @@ def is_overflow(status: int, content: bytes, request: Request) -> bool:
     if error is None:
         return False
     if status == 400:
-        return error.type == "exceed_context_size_error"
+        return (
+            error.type == "exceed_context_size_error"
+            or error.code == "context_length_exceeded"
+            or _CONTEXT.search(error.message[:LONGEST_MESSAGE]) is not None
+        )
     return (
         status == 500
         and request.endpoint in {"embeddings", "rerank"}
@@ -79,7 +96,15 @@ def is_overflow(status: int, content: bytes, request: Request) -> bool:
 def overflow_sizes(content: bytes) -> tuple[int | None, int | None]:
     """Tokens of the prompt and of the node's context, as far as its error tells."""
     error = _error(content)
-    return (error.n_prompt_tokens, error.n_ctx) if error else (None, None)
+    if error is None:
+        return None, None
+    message = error.message[:LONGEST_MESSAGE]
+    tokens = _TOKENS.search(message)
+    context = _MOST.search(message)
+    return (
+        error.n_prompt_tokens or (None if tokens is None else int(tokens[1])),
+        error.n_ctx or (None if context is None else int(context[1])),
+    )
 
 
 def as_body(content: bytes) -> bytes:
@@ -113,7 +138,7 @@ def retry_after(headers: Headers, wall: float) -> float | None:
 def message_of(content: bytes) -> str | None:
     """What the node's error says, if it is one."""
     error = _error(content)
-    return error.message or None if error is not None else None
+    return error.message[:LONGEST_MESSAGE] or None if error is not None else None
 
 
 def is_loading(status: int, content: bytes) -> bool:

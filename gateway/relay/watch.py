@@ -139,7 +139,8 @@ def limits_of(lease: Lease, request: Request, timeouts: TimeoutSettings) -> Limi
     if request.deadline is not None:
         until = min(until, request.deadline)
     first_byte = None
-    if lease.stream or not ROUTES[request.path].streams:
+    route = ROUTES[request.path]
+    if lease.stream or not (route.streams or route.form):
         # Any other answer comes in one piece, after its last token.
         first_byte = first_byte_limit(own.first_byte or timeouts.first_byte, lease)
     return Limits(first_byte, own.silence or timeouts.silence, until)

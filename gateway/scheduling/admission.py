@@ -108,7 +108,7 @@ class Admission:
                 )
             until = min(until, request.deadline)
         # What has been let in once is not turned away because its node failed it.
-        if not request.failed:
+        if not (request.failed or request.admitted):
             refusal = self.refusal(request.priority, waiting, predicted, place_free_in)
             if refusal is not None:
                 raise refusal

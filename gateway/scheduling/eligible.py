@@ -138,22 +138,47 @@ class Eligible:
             return able
         raise self._nobody(request, offered=offered, widest=widest)
 
+    def unsupported(self, request: Request) -> errors.GatewayError | None:
+        """The 501 of a request whose model's nodes all say that they don't do this; else None."""
+        names = request.candidates
+        nodes = [node for name in names for node in self.catalogue.nodes_for(name)]
+        hints = [request.hint]
+        for node in nodes:
+            if node.name not in request.unsupported and (
+                node.offers(request.endpoint)
+                and not (request.native and node.spec.kind == "openai")
+            ):
+                return None
+            hints.append(node.hints.get(request.endpoint))
+        if not nodes:
+            return None
+        hint = next((hint for hint in hints if hint is not None), None)
+        return errors.not_supported(request.endpoint, request.path, request.model, hint)
+
     def _nobody(self, request: Request, *, offered: bool, widest: int) -> errors.GatewayError:
         if widest:
+            body = next(iter(request.bodies.values()), b"")
             return errors.invalid_request(
                 f"This request takes {request.slots} slots at once, more than any node has "
-                f"({widest}). Ask for fewer answers or prompts.",
-                "n",
+                f"({widest}). Ask for fewer answers.",
+                "n_cmpl" if b'"n_cmpl"' in body else "n",
             )
         if offered:
+            if (unsupported := self.unsupported(request)) is not None:
+                return unsupported
             if request.vision and not request.refused:
                 return errors.invalid_request(
-                    f"No node that serves '{request.model}' reads images.", "messages"
+                    f"No node that serves '{request.model}' reads images.",
+                    _PICTURED.get(request.path, "messages"),
                 )
             return errors.node_failed(
                 f"No node serves '{request.endpoint}' requests for '{request.model}'."
             )
         return self.catalogue.unknown(request.model)
+
+
+_PICTURED = {"/v1/responses": "input", "/v1/completions": "prompt", "/completion": "prompt"}
+"""Fields that hold pictures, where it is not `messages`."""
 
 
 def _key(name: str, request: Request) -> Key:

@@ -140,6 +140,10 @@ class Scheduler:
             for other in nodes
         )
 
+    def unsupported(self, request: Request) -> errors.GatewayError | None:
+        """The error of a request that no node supports (501); None: some node may."""
+        return self._taking.eligible.unsupported(request)
+
     def larger(self, request: Request) -> bool:
         """Whether a node has the context that `request` is now known to need."""
         return any(

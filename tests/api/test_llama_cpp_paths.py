@@ -20,6 +20,8 @@ SAME: list[tuple[str, dict[str, Any]]] = [
     ("/apply-template", {"messages": HELLO}),
     ("/v1/chat/completions/input_tokens", {"messages": HELLO}),
     ("/v1/messages/count_tokens", {"messages": HELLO}),
+    ("/v1/responses/input_tokens", {"input": "hello there"}),
+    ("/responses", {"input": "hello", "max_output_tokens": 12, "temperature": 0, **UNCACHED}),
     ("/completion", {"prompt": "hello there", "n_predict": 12, **FIXED, **UNCACHED}),
     ("/completion", {"prompt": "hello there", "n_predict": 4, "n_probs": 2, **FIXED, **UNCACHED}),
     ("/completion", {"prompt": ["one", "two"], "n_predict": 4, **FIXED, **UNCACHED}),
@@ -118,12 +120,14 @@ async def test_openais_paths_mean_the_same_without_their_version(
 async def test_what_the_server_cannot_do_is_said_once_and_not_blamed(
     site: Site, chat_node: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> None:
-    assert (await chat_node.post(path, json=body)).status_code == 501
+    direct = await chat_node.post(path, json=body)
+    assert direct.status_code == 501
     for _ in range(2):  # the second is refused without asking the node
         answer = await site.http.post(path, json=body | {"model": "demo"})
-        assert answer.status_code == 502
-        assert answer.json()["error"]["code"] == "node_failed"
-        assert answer.headers["x-gateway-reason"] == "node_failed"
+        assert answer.status_code == 501
+        assert answer.json()["error"]["code"] == "not_supported"
+        assert direct.json()["error"]["message"] in answer.json()["error"]["message"]
+        assert answer.headers["x-gateway-reason"] == "not_supported"
         assert answer.headers["x-should-retry"] == "false"
     assert site.records[-1].attempts == 0
     assert site.gateway.fleet.nodes["chat"].failures == 0

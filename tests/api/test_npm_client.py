@@ -94,7 +94,7 @@ async def test_errors(script: Path, site: Site) -> None:
     assert found == {
         "model": ("NotFoundError", "model_not_found"),
         "class": ("BadRequestError", "invalid_request"),
-        "endpoint": ("InternalServerError", "node_failed"),
+        "endpoint": ("InternalServerError", "not_supported"),
     }
     assert [record.code for record in site.records] == [404, 400, 502]  # each asked for once
 

@@ -57,6 +57,7 @@ async def test_an_unknown_path_is_not_found(openai: AsyncOpenAI) -> None:
     with pytest.raises(package.NotFoundError) as caught:
         await openai.images.generate(prompt="a river")
     assert told_of(caught.value)[1] == "not_found"
+    assert "Images are not made" in caught.value.message
 
 
 async def test_an_unknown_class_is_a_bad_request(openai: AsyncOpenAI) -> None:
@@ -134,6 +135,18 @@ async def test_a_text_that_is_too_long_to_embed_is_told_the_same_way(
     assert told_of(caught.value)[1:] == ("context_length_exceeded",) * 2
     assert caught.value.param == "input"
     assert site.gateway.fleet.nodes["embed"].failures == 0
+
+
+async def test_what_no_node_does_is_told_with_the_servers_own_hint_and_asked_once(
+    openai: AsyncOpenAI, site: Site
+) -> None:
+    with pytest.raises(package.InternalServerError, match="Start it with `--embeddings`") as caught:
+        await openai.embeddings.create(model="demo", input="hello")
+    assert told_of(caught.value) == (501, "not_supported", "not_supported")
+    with pytest.raises(package.InternalServerError, match="audio input") as caught:
+        await openai.audio.transcriptions.create(model="demo", file=("a.wav", b"RIFF" * 9))
+    assert told_of(caught.value) == (501, "not_supported", "not_supported")
+    assert [record.code for record in site.records] == [501, 501]
 
 
 async def test_a_remote_picture_is_refused(openai: AsyncOpenAI) -> None:
@@ -280,9 +293,9 @@ async def test_what_no_node_can_do_is_not_repeated(
     body = {"model": "demo", "input": "a", "query": "a", "documents": ["b"]}
     with pytest.raises(package.InternalServerError) as caught:
         await openai.post(f"/{path}", cast_to=object, body=body)
-    assert told_of(caught.value) == (502, "node_failed", "node_failed")
+    assert told_of(caught.value) == (501, "not_supported", "not_supported")
     assert caught.value.response.headers["x-should-retry"] == "false"
-    assert [record.code for record in site.records] == [502]
+    assert [record.code for record in site.records] == [501]
 
 
 async def test_an_answer_that_is_not_there_in_time_is_not_repeated(tmp_path: Path) -> None:

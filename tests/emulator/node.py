@@ -36,7 +36,8 @@ _DIALECTS: dict[str, DialectName] = {
 }
 _EMBEDDINGS = {"/v1/embeddings", "/embeddings", "/embedding"}
 _RERANKS = {"/v1/rerank", "/rerank", "/v1/reranking", "/reranking"}
-_WORK = {*_DIALECTS, *_EMBEDDINGS, *_RERANKS, "/infill"}
+_TRANSCRIPTIONS = "/v1/audio/transcriptions"
+_WORK = {*_DIALECTS, *_EMBEDDINGS, *_RERANKS, "/infill", _TRANSCRIPTIONS}
 
 
 class EmulatedNode:
@@ -70,6 +71,7 @@ class EmulatedNode:
         embeddings: bool = False,
         rerank: bool = False,
         infill: bool = False,
+        audio: bool = False,
         endpoint_slots: bool = True,
         progress: bool = True,
         embedding_size: int = 16,
@@ -109,6 +111,7 @@ class EmulatedNode:
         self.embeddings = embeddings
         self.rerank = rerank
         self.infill = infill
+        self.audio = audio
         self.endpoint_slots = endpoint_slots
         self.progress = progress  # whether `return_progress` is understood
         self.embedding_size = embedding_size
@@ -330,6 +333,10 @@ class EmulatedNode:
         if request.method != "POST":
             raise RefusedError(404, "not_found_error", "File Not Found")
         self._supports(path)
+        if path == _TRANSCRIPTIONS:
+            # What it heard, as the real server's answer has it.
+            await reply.plain(200, dump({"type": "transcript.text.done", "text": "heard"}))
+            return
         body = read_json(request.body)
         if path in _EMBEDDINGS:
             native = path == "/embedding"
@@ -362,6 +369,8 @@ class EmulatedNode:
             message = "This server does not support embeddings. Start it with `--embeddings`"
         elif path in _RERANKS and not self.rerank:
             message = "This server does not support reranking. Start it with `--reranking`"
+        elif path == _TRANSCRIPTIONS and not self.audio:
+            message = "The current model does not support audio input."
         elif path == "/infill" and not self.infill:
             message = (
                 "Infill is not supported by this model: prefix token is missing. "

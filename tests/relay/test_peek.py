@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from gateway.errors import GatewayError
 from gateway.relay.peek import (
     PromptSize,
-    count_prompts,
     count_tokens,
     depth,
     links,
@@ -67,33 +66,6 @@ def test_any_bytes_are_a_body_or_a_400(body: bytes) -> None:
 def test_escaped_and_repeated_keys_are_read_as_the_server_reads_them() -> None:
     assert peek(b'{"\\u006d\\u006fdel":"a"}').model == "a"
     assert peek(b'{"model":"a","model":"b"}').model == "b"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "count"),
-    [
-        ("text", 1),
-        ([], 1),
-        ([1, 2, 3], 1),
-        (["a", 5, "b"], 1),
-        ([5, "a"], 1),
-        (["a"], 1),
-        (["a", "b", "c"], 3),
-        ([[1, 2], [3]], 2),
-        ([["a", 1], "b"], 2),
-        ([{"prompt_string": "a"}, {"prompt_string": "b"}], 2),
-        ({"prompt_string": "a"}, 1),
-        (None, 1),
-    ],
-)
-def test_prompts_are_counted_as_the_server_counts_them(prompt: Any, count: int) -> None:
-    assert count_prompts(raw(prompt)) == count
-    spaced = msgspec.Raw(json.dumps(prompt, indent=2).encode())
-    assert count_prompts(spaced) == count
-
-
-def test_no_prompt_is_one() -> None:
-    assert count_prompts(msgspec.Raw()) == 1
 
 
 def test_token_ids_are_counted_and_text_is_guessed_low() -> None:

@@ -74,12 +74,12 @@ def refused(body: Any, *args: Any, **keys: Any) -> tuple[int, str, str | None]:
         ("/v1/chat/completions", {"n": 2.0}, 2),
         ("/v1/chat/completions", {"n_cmpl": 2}, 2),
         ("/v1/completions", {"prompt": "a"}, 1),
-        ("/v1/completions", {"prompt": ["a", "b"]}, 2),
-        ("/v1/completions", {"prompt": ["a", "b"], "n": 3}, 6),
+        ("/v1/completions", {"prompt": ["a", "b"]}, 1),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 3}, 3),
         ("/v1/completions", {"prompt": [1, 2, 3]}, 1),
         ("/v1/completions", {"prompt": ["a", 7, "b"]}, 1),
-        ("/v1/completions", {"prompt": [[1, 2], [3]]}, 2),
-        ("/completion", {"prompt": ["a", "b", "c"]}, 3),
+        ("/v1/completions", {"prompt": [[1, 2], [3]]}, 1),
+        ("/completion", {"prompt": ["a", "b", "c"]}, 1),
         ("/v1/embeddings", {"input": ["a", "b"]}, 1),
         ("/v1/embeddings", {"input": "a", "n": 9}, 1),
         ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}, 1),
@@ -87,16 +87,15 @@ def refused(body: Any, *args: Any, **keys: Any) -> tuple[int, str, str | None]:
         ("/v1/messages/count_tokens", {"messages": []}, 0),
     ],
 )
-def test_a_request_takes_a_slot_for_each_answer_to_each_prompt(
-    path: str, body: dict[str, Any], slots: int
-) -> None:
+def test_a_prompt_takes_a_slot_for_each_answer(path: str, body: dict[str, Any], slots: int) -> None:
     assert prepared(body, path).slots == slots
 
 
 @pytest.mark.parametrize("n", ["33", "1e9", "1e400", "9" * 30])
 def test_more_answers_than_allowed_are_refused(n: str) -> None:
     body = f'{{"n":{n}}}'.encode()
-    assert refused(body)[:2] == (400, "invalid_request")
+    assert refused(body) == (400, "invalid_request", "n")
+    assert refused(body.replace(b"n", b"n_cmpl"), "/completion")[2] == "n_cmpl"
 
 
 def test_a_rule_that_sets_n_takes_its_slots() -> None:

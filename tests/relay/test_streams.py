@@ -218,8 +218,8 @@ async def test_a_nodes_signs_of_life_pass_in_our_form(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_several_prompts_begin_with_null_and_end_one_by_one(tmp_path: Path) -> None:
-    one = EmulatedNode(slots=2, answer_tokens=8)
+async def test_several_prompts_run_side_by_side(tmp_path: Path) -> None:
+    one = EmulatedNode(slots=2, answer_tokens=8, decode_tps=50)
     async with a_house(tmp_path, one) as house:
         for path in ("/completion", "/v1/completions"):
             reply = await house.stream(path, prompt=["one", "two"])
@@ -252,13 +252,13 @@ async def test_after_a_sign_of_life_a_nodes_refusal_is_an_event_and_its_code_is_
 
 
 @in_virtual_time
-async def test_the_end_of_one_prompts_answer_is_not_the_end_of_all(tmp_path: Path) -> None:
+async def test_the_end_of_one_answer_is_not_the_end_of_all(tmp_path: Path) -> None:
     one = EmulatedNode(slots=2, answer_tokens=8)
     async with a_house(tmp_path, one) as house:
-        whole = await house.stream("/completion", prompt=["one", "two"])
-        assert [value["stop"] for value in whole.values[-2:]] == [True, True]
+        whole = await house.stream("/completion", prompt="one", n=2)
+        assert sum(value["stop"] for value in whole.values) == 2
         one.faults.next("close", after_events=len(whole.events) - 1)
-        reply = await house.stream("/completion", prompt=["one", "two"])
+        reply = await house.stream("/completion", prompt="one", n=2)
         check_failed("/completion", reply)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from gateway.fleet.probes import ASK_AGAIN
 from gateway.relay.verdict import (
     Verdict,
     as_body,
@@ -55,7 +58,8 @@ async def test_a_node_that_can_not_serve_it_sends_it_to_another(
         two.faults.set("status", status=status)
         one.requests = two.requests = 0
         reply = await house.ask()
-        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (502, "node_failed")
+        told = (501, "not_supported") if status == 501 else (502, "node_failed")
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == told
         assert reply.headers["x-should-retry"] == "false"
         assert one.requests + two.requests <= 2, "a node was asked twice"
 
@@ -70,13 +74,115 @@ async def test_what_a_node_does_not_do_it_is_not_asked_again(tmp_path: Path) -> 
         assert (one.requests, two.requests) == (1, 3)
 
 
+FORM = (
+    b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n%b\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n'
+    b"Content-Type: audio/wav\r\n\r\nRIFF\r\n\xff\r\n--b--\r\n"
+)
+FORM_KIND = {"content-type": "multipart/form-data; boundary=b"}
+UNSUPPORTED = [
+    ("/v1/embeddings", {"input": "a"}, "Start it with `--embeddings`"),
+    ("/embedding", {"content": "a"}, "Start it with `--embeddings`"),
+    ("/v1/rerank", {"query": "a", "documents": ["b"]}, "Start it with `--reranking`"),
+    ("/infill", {"input_prefix": "a"}, "prefix token is missing"),
+    ("/v1/audio/transcriptions", None, "does not support audio input"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "hint"), UNSUPPORTED)
+@in_virtual_time
+async def test_what_no_node_does_is_told_with_a_nodes_own_hint(
+    tmp_path: Path, path: str, body: dict[str, Any] | None, hint: str
+) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+        for _ in range(3):
+            if body is None:
+                reply = await house.running.client.post(
+                    path, content=FORM % b"demo", headers=FORM_KIND
+                )
+            else:
+                reply = await house.ask(path, **body)
+            assert (reply.status_code, reply.headers["x-gateway-reason"]) == (501, "not_supported")
+            assert hint in reply.json()["error"]["message"]
+            assert reply.headers["x-should-retry"] == "false"
+        assert (one.requests, two.requests) == (1, 1), "they are asked once"
+        assert [house.node(name).failures for name in "ab"] == [0, 0]
+        assert (await house.ask()).status_code == 200
+
+
+@in_virtual_time
+async def test_only_what_all_say_is_not_supported(tmp_path: Path) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+        two.faults.set("status", status=404)
+        reply = await house.ask("/v1/embeddings", input="a")
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (502, "node_failed")
+
+
+@in_virtual_time
+async def test_what_the_inventory_leaves_out_is_not_supported(tmp_path: Path) -> None:
+    one = EmulatedNode(embeddings=True)
+    async with a_house(tmp_path, one, nodes=({"endpoints": ["chat"]},)) as house:
+        reply = await house.ask("/v1/embeddings", input="a")
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (501, "not_supported")
+        assert "--embeddings" in reply.json()["error"]["message"]
+        assert one.requests == 0
+
+
+@in_virtual_time
+async def test_what_a_node_refused_it_is_asked_for_again_some_minutes_later(
+    tmp_path: Path,
+) -> None:
+    async with a_house(tmp_path, node := EmulatedNode()) as house:
+        assert (await house.ask("/v1/embeddings", input="a")).status_code == 501
+        node.embeddings = True
+        assert (await house.ask("/v1/embeddings", input="a")).status_code == 501
+        await asyncio.sleep(ASK_AGAIN + 1.0)
+        assert (await house.ask("/v1/embeddings", input="a")).status_code == 200
+
+
+@in_virtual_time
+async def test_a_501_about_one_request_takes_no_node_from_the_others(tmp_path: Path) -> None:
+    node = EmulatedNode(prefill_tps=1000.0, decode_tps=50.0)
+    async with a_house(tmp_path, node) as house:
+        assert (await house.ask()).status_code == 200
+        house.running.gateway.bus.flush()
+        for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+            node.faults.next("status", status=501)
+            assert (await house.ask(path)).status_code == 501
+            assert (await house.ask(path)).status_code == 200
+
+
+# Forms.
+
+
+@pytest.mark.parametrize("kind", ["llama.cpp", "openai"])
+@in_virtual_time
+async def test_a_form_goes_on_as_it_is_but_for_the_models_name(tmp_path: Path, kind: str) -> None:
+    node = EmulatedNode(audio=True, model="whisper-1")
+    specs = ({"kind": kind, "model": {"ears": "whisper-1"}},)
+    async with a_house(tmp_path, node, nodes=specs) as house:
+        reply = await house.running.client.post(
+            "/v1/audio/transcriptions", content=FORM % b"ears", headers=FORM_KIND
+        )
+        assert (reply.status_code, reply.json()["text"]) == (200, "heard")
+        assert node.seen[-1].body == FORM % b"whisper-1"
+        assert node.seen[-1].headers["content-type"] == FORM_KIND["content-type"]
+        nobody = await house.running.client.post(
+            "/v1/audio/transcriptions", content=FORM % b"nobody", headers=FORM_KIND
+        )
+        assert (nobody.status_code, nobody.json()["error"]["code"]) == (404, "model_not_found")
+        assert [record.code for record in house.finished] == [200, 404]
+
+
 @pytest.mark.parametrize("how", ["restart", "probe"])
 @in_virtual_time
 async def test_what_a_node_has_learnt_to_do_it_is_asked(tmp_path: Path, how: str) -> None:
     """Started anew with another option, it looks the same as before."""
     async with a_house(tmp_path, node := EmulatedNode()) as house:
         reply = await house.ask("/v1/embeddings", input="a")
-        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (502, "node_failed")
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (501, "not_supported")
         assert house.node("a").facts.refused == {"embeddings"}
         node.embeddings = True
         if how == "restart":
@@ -268,6 +374,44 @@ def test_a_500_about_the_size_is_an_overflow_for_embeddings_alone() -> None:
     content = b'{"error":{"message":"input is too large to process"}}'
     assert judge(500, content, EMBEDDINGS) is Verdict.OVERFLOW
     assert judge(500, content, CHAT) is Verdict.ERROR
+
+
+@pytest.mark.parametrize(
+    ("said", "sizes"),
+    [
+        (
+            {
+                "message": "request (4002 tokens) exceeds the available context size (1024 tokens)",
+                "type": "invalid_request_error",
+            },
+            (4002, 1024),
+        ),
+        ({"message": "the request exceeds the available context size"}, (None, None)),
+        (
+            {
+                "message": "This model's maximum context length is 4096 tokens. However, you ...",
+                "code": "context_length_exceeded",
+            },
+            (None, 4096),
+        ),
+        ({"message": "too long", "code": "context_length_exceeded"}, (None, None)),
+    ],
+)
+def test_an_overflow_is_known_by_its_words_where_it_has_no_type(
+    said: dict[str, str], sizes: tuple[int | None, int | None]
+) -> None:
+    content = msgspec.json.encode({"error": said})
+    assert judge(400, content, CHAT) is Verdict.OVERFLOW
+    assert overflow_sizes(content) == sizes
+
+
+def test_the_sizes_of_a_text_that_is_too_long_to_embed_are_read() -> None:
+    content = (
+        b'{"error":{"code":500,"message":"input (2002 tokens) is too large to process. increase '
+        b'the physical batch size (current batch size: 512)","type":"server_error"}}'
+    )
+    assert judge(500, content, EMBEDDINGS) is Verdict.OVERFLOW
+    assert overflow_sizes(content) == (2002, 512)
 
 
 def test_what_an_error_tells_is_read_in_both_forms() -> None:

@@ -171,11 +171,11 @@ async def test_while_a_node_might_still_have_it_it_is_503() -> None:
     assert raised.value.retry_after
 
 
-async def test_what_no_node_of_the_model_does_is_502() -> None:
+async def test_what_no_node_of_the_model_does_is_501() -> None:
     one = node(endpoints=["chat"])
     with pytest.raises(GatewayError) as raised:
         await a_scheduler(one).lease(a_request(endpoint="embeddings"))
-    assert (raised.value.status, raised.value.retryable) == (502, False)
+    assert (raised.value.status, raised.value.retryable) == (501, False)
 
 
 async def test_a_picture_goes_to_a_node_that_sees_or_nowhere() -> None:

@@ -36,18 +36,35 @@ class Json(Response):
 
 
 def cold_app(
-    routes: Sequence[Route], next_id: Callable[[], str], middleware: Sequence[Middleware] = ()
+    routes: Sequence[Route],
+    next_id: Callable[[], str],
+    middleware: Sequence[Middleware] = (),
+    instead: Callable[[str], str | None] = lambda _: None,
 ) -> ASGIApp:
     """An application whose every reply has an `X-Request-ID` and whose errors are the contract's.
 
-    `next_id` names requests whose client sent no sane id.
+    `next_id` names requests whose client sent no sane id; `instead` says what to use where there
+    is no such path.
     """
+
+    async def refused_by_starlette(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 405:
+            allowed = sorted((error.headers or {})["Allow"].split(", "))
+            told = errors.method_not_allowed(request.method, ", ".join(allowed))
+        elif error.status_code == 404:
+            path = request.scope["path"]
+            told = errors.not_found(path, instead(path))
+        else:
+            told = GatewayError(error.status_code, "invalid_request", error.detail)
+        return refusal(told, request.scope)
+
     app = Starlette(
         routes=routes,
         middleware=middleware,
         exception_handlers={
             GatewayError: _refused,
-            HTTPException: _refused_by_starlette,
+            HTTPException: refused_by_starlette,
             Exception: _failed,
         },
     )
@@ -63,9 +80,22 @@ def refusal(error: GatewayError, scope: Scope) -> Response:
     return response
 
 
+class _Ollama(Dialect):
+    """Ollama's API, of which there are only errors."""
+
+    def error_body(self, error: GatewayError, tag: str) -> bytes:
+        """A text, which is all that its clients read."""
+        return msgspec.json.encode({"error": error.message})
+
+
+_OLLAMA = _Ollama()
+
+
 def dialect_of(path: str) -> Dialect:
-    """Whose form the errors of a path have: Anthropic's below `/v1/messages`, else OpenAI's."""
-    return MESSAGES if path == "/v1/messages" or path.startswith("/v1/messages/") else CHAT
+    """Whose form the errors of a path have: Ollama's, Anthropic's, else OpenAI's."""
+    if path.startswith("/api/") and not path.startswith("/api/v1/"):
+        return _OLLAMA
+    return MESSAGES if "/v1/messages" in path or path == "/messages" else CHAT
 
 
 def echoed(text: str) -> str:
@@ -76,18 +106,6 @@ def echoed(text: str) -> str:
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, GatewayError)
     return refusal(error, request.scope)
-
-
-async def _refused_by_starlette(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 405:
-        allowed = sorted((error.headers or {})["Allow"].split(", "))
-        told = errors.method_not_allowed(request.method, ", ".join(allowed))
-    elif error.status_code == 404:
-        told = errors.not_found(echoed(request.scope["path"]))
-    else:
-        told = GatewayError(error.status_code, "invalid_request", error.detail)
-    return refusal(told, request.scope)
 
 
 async def _failed(request: Request, _: Exception) -> Response:

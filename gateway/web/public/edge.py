@@ -16,15 +16,16 @@ from gateway.config.settings import Settings
 from gateway.errors import ClientClosed, GatewayError
 from gateway.events import Bus, RequestFinished
 from gateway.fleet.fleet import Fleet
+from gateway.relay import forms
 from gateway.relay.fingerprint import fingerprint_large
 from gateway.relay.large import LARGE, Body, read_large
 from gateway.relay.live import Live, Registry
 from gateway.relay.naming import Names
 from gateway.relay.peek import peek
 from gateway.relay.prefill import Prefill
-from gateway.relay.prepare import Incoming, Rules, prepare
+from gateway.relay.prepare import Incoming, Rules, prepare, prepare_form
 from gateway.relay.relay import Relay
-from gateway.relay.reply import Reply, Rest
+from gateway.relay.reply import Remainder, Reply
 from gateway.relay.routes import Route, is_editing
 from gateway.relay.volatile import Volatile
 from gateway.scheduling.latest import Latest
@@ -147,7 +148,7 @@ class _Exchange:
             if body is None:
                 body = await read_body(self._turn, settings.limits, edge.buffered)
             self._body_size = len(body)
-            if len(body) < LARGE:
+            if len(body) < LARGE or self._route.form:
                 live = self._live = self._prepared(preamble, body)
             else:
                 live = self._live = await self._prepared_large(preamble, body)
@@ -221,7 +222,9 @@ class _Exchange:
     def _prepared(self, preamble: Preamble, body: Body) -> Live:
         """The request that the body makes. Raises: GatewayError."""
         edge, record = self._edge, self.record
-        if not isinstance(body, bytes):
+        if self._route.form and isinstance(body, bytes):
+            peeked = forms.peek(body, self._turn.headers)
+        elif not isinstance(body, bytes):
             peeked = body.peek()
         else:
             try:
@@ -254,7 +257,8 @@ class _Exchange:
             preamble.session,
         )
         catalogue = edge.fleet.catalogue
-        request = prepare(incoming, peeked, record.priority, self._snapshot.rules, catalogue)
+        made = prepare_form if self._route.form else prepare
+        request = made(incoming, peeked, record.priority, self._snapshot.rules, catalogue)
         record.stream = request.stream
         for name in request.candidates:
             if catalogue.known(name):
@@ -295,7 +299,7 @@ class _Exchange:
         else:
             raise errors.node_failed("The node did not stream its answer.")
 
-    async def _pass_on(self, reply: Reply, rest: Rest) -> None:
+    async def _pass_on(self, reply: Reply, rest: Remainder) -> None:
         record, turn = self.record, self._turn
         streams = rest.attempt.streams
         if turn.response_started and record.stream and not streams:
@@ -321,7 +325,7 @@ class _Exchange:
             return
         turn.end()
 
-    async def _taken(self, rest: Rest) -> None:
+    async def _taken(self, rest: Remainder) -> None:
         """Wait until the client has taken most of what it has, unless the request is to end."""
         turn, attempt = self._turn, rest.attempt
         if turn.lags and attempt.failure is None:

@@ -19,6 +19,7 @@ from gateway.scheduling.scheduler import Scheduler
 from gateway.web.public.answers import Json, cold_app, echoed
 from gateway.web.public.catalogue import Catalogue, for_anthropic, listing, properties
 from gateway.web.public.edge import Edge
+from gateway.web.public.elsewhere import instead
 from gateway.web.public.heads import EXPOSED
 from gateway.web.public.readiness import unreadiness
 
@@ -44,7 +45,7 @@ def public_site(edge: Edge, scheduler: Scheduler) -> ASGIApp:
         )
     ]
     routed = [Route(path, _served_by_the_protocol, methods=["POST"]) for path in relayed.ROUTES]
-    return cold_app([*told, *routed], edge.next_id)
+    return cold_app([*told, *routed], edge.next_id, instead=instead)
 
 
 def cors(app: ASGIApp, spec: CorsSpec) -> ASGIApp:
@@ -80,6 +81,8 @@ class _Site:
 
     async def model(self, request: Request) -> Response:
         catalogue = self._catalogue(request)
+        if not request.path_params["id"]:
+            raise errors.not_found("/v1/models/", instead("/v1/models/"))
         name = self._checked(catalogue, request.path_params["id"])
         card = catalogue.card(name, self.created)
         return Json(for_anthropic(card) if _is_anthropic(request) else card)

@@ -255,6 +255,6 @@ async def test_what_a_node_refuses_is_told() -> None:
         a_house(a_spec("a", node.url), serving=True) as house,
     ):
         response = await house.public.post("/v1/embeddings", json={"input": "x"})
-        assert response.status_code == 502
+        assert response.status_code == 501
         assert (await shown(house, "a"))["endpoints_refused"] == ["embeddings"]
         assert (await house.public.post(CHAT, json={"messages": []})).status_code in {200, 400}
