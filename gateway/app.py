@@ -35,7 +35,7 @@ from gateway.relay.relay import Relay
 from gateway.relay.watch import Watch
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.standby import Standby
-from gateway.succession import Inheritance, SuccessionFailed, start_successor
+from gateway.succession import Inheritance, SuccessionFailed, legacy, start_successor
 from gateway.systemd import Notifier
 from gateway.transport.upstream import connect
 from gateway.web.admin.app import admin_app
@@ -53,6 +53,11 @@ FIRST_PROBES = 10.0
 
 LAST_WORDS = 5.0
 """Seconds for clients to read how their request ended, once the grace is over."""
+
+CLOSED = (
+    "the settings have lost their last API key: every request is answered with 401; add a key, or "
+    "restart to serve without any"
+)
 
 log = structlog.get_logger()
 
@@ -107,7 +112,7 @@ class Gateway:
         self.registry = Registry()
         self._loopback = is_loopback(settings.listen.host)
         self.edge = Edge(
-            Snapshot.of(settings, loopback=self._loopback),
+            Snapshot.of(settings, loopback=self._loopback, before=self._inheritance.door),
             self.relay,
             self.fleet,
             self.registry,
@@ -138,6 +143,15 @@ class Gateway:
     def closing(self) -> bool:
         """Whether it is on its way out."""
         return self.edge.closing
+
+    @property
+    def closed(self) -> str | None:
+        """Why nobody is let in, with the remedy; None: callers are."""
+        return CLOSED if self.edge.snapshot.door.closed else None
+
+    @property
+    def _has_defaults(self) -> bool:
+        return self.settings == self.options.over(Settings())
 
     # Life.
 
@@ -195,7 +209,9 @@ class Gateway:
             log.info("starting a successor", command=command[0])
             try:
                 fixed = self._inheritance.fixed
-                self._successor = await start_successor(command, sockets, fixed=fixed)
+                door, config = self.edge.snapshot.door, self.options.config
+                told = legacy(door, config, customised=not self._has_defaults)
+                self._successor = await start_successor(command, sockets, fixed=fixed, told=told)
             except SuccessionFailed as error:
                 log.error("no successor", why=str(error))  # noqa: TRY400 - the message says it all
                 return
@@ -377,7 +393,10 @@ class Gateway:
 
     async def _reload_settings(self) -> SettingsChanged:
         try:
-            loaded = await asyncio.to_thread(load_settings, self.options.config)
+            # An empty file changes nothing: it may be half of an edit, or of a full disk.
+            refused = "nothing" if self._has_defaults else "empty"
+            path = self.options.config
+            loaded = await asyncio.to_thread(load_settings, path, refused=refused)
         except (ConfigError, OSError) as error:
             self.settings_error = str(error)
             self.bus.publish(SettingsChanged(error=self.settings_error))
@@ -392,7 +411,10 @@ class Gateway:
         self.scheduler.configure(settings)
         self.standby.settings = settings
         self.fleet.configure(settings.health, settings.timeouts)
-        self.edge.snapshot = Snapshot.of(settings, loopback=self._loopback)
+        before = self.edge.snapshot.door
+        self.edge.snapshot = Snapshot.of(settings, loopback=self._loopback, before=before)
+        if self.closed is not None and not before.closed:
+            log.warning("the last API key is gone", now=self.closed)
         self.lines.access = settings.logging.access
         self._logs.configure(settings.logging.level)
         self._frame()

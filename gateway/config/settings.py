@@ -19,6 +19,7 @@ from gateway.config.fields import (
     Text,
     wrong,
 )
+from gateway.config.headers import HeaderSettings
 from gateway.config.hybrid import HybridSettings
 from gateway.config.listeners import (
     AdminSettings,
@@ -110,6 +111,9 @@ class Settings(ConfigModel):
         Field(description="Serve without keys on an address that isn't loopback."),
         Kind("true or false"),
     ] = False
+    headers: Annotated[
+        HeaderSettings, Field(description="Header fields that pass besides those that always do.")
+    ] = HeaderSettings()
     cors: Annotated[CorsSpec | None, Field(description="Web pages that may call; unset: none.")] = (
         None
     )
@@ -233,11 +237,23 @@ class Settings(ConfigModel):
 NOT_YET = frozenset({"store"})
 
 
-def load_settings(path: Path | None, env: Mapping[str, str] | None = None) -> Settings:
+_EMPTY_REMEDY = "write the settings into it; {} stands for every default, which asks for no key"
+
+
+def load_settings(
+    path: Path | None,
+    env: Mapping[str, str] | None = None,
+    *,
+    refused: Literal["nothing", "blank", "empty"] = "nothing",
+) -> Settings:
     """Read the settings from a YAML file; without a path, every key has its default.
 
     `env` holds the variables for `${VAR}`; by default the process's own. Raises ConfigError
     with every problem of the file. Reads the disk: call it in a thread.
+
+    `refused`: which files are a problem that name no setting. `blank`: one without a single word;
+    `empty`: one with comments alone, or `null`, as well. A full disk and some editors leave such
+    files behind, and their defaults would ask for no key.
     """
     if path is None:
         return Settings()
@@ -245,6 +261,8 @@ def load_settings(path: Path | None, env: Mapping[str, str] | None = None) -> Se
     source = read_yaml(path, env)
     root = source.root
     if root.tree == Scalar(None):
+        if refused == "empty" or (refused == "blank" and source.blank and path.is_file()):
+            raise ConfigError([Problem(path, 0, "", "is empty", _EMPTY_REMEDY)])
         root = Entry(table({}), root.line, root.key)
     problems = list(source.problems)
     if isinstance(root.tree, Table):

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from gateway import errors
+from gateway.access.anonymous import is_local
 from gateway.access.callers import asked_class, caller_of
 from gateway.access.keys import KeyRing
 from gateway.access.parties import NamingHeaders
@@ -32,6 +33,8 @@ class Preamble:
     """The lines that are passed on to a node."""
     progress: bool
     """`X-Gateway-Progress: 1`: the client wants to know how long it will wait."""
+    exposes: bool
+    """Whether its reply may name nodes."""
 
 
 @dataclass(slots=True)
@@ -54,6 +57,7 @@ def understood(
     naming: NamingHeaders,
     *,
     loopback: bool,
+    closed: bool,
 ) -> Preamble:
     """What these fields say. Raises: GatewayError 400, 401."""
     caller = caller_of(
@@ -63,6 +67,7 @@ def understood(
         allow_anonymous=settings.allow_anonymous,
         loopback_listener=loopback,
         trusted_proxies=settings.listen.trusted_proxies,
+        closed=closed,
     )
     progress = False
     for name, value in headers:
@@ -78,8 +83,19 @@ def understood(
         asked_class(headers),
         _patience(headers),
         _plain_patience(headers),
-        to_node(headers),
+        to_node(headers, settings.headers.to_nodes),
         progress,
+        exposes_nodes(headers, settings, loopback=loopback),
+    )
+
+
+def exposes_nodes(headers: Headers, settings: Settings, *, loopback: bool) -> bool:
+    """Whether the reply to these fields may name nodes: as the settings say, else locally."""
+    listen = settings.listen
+    if listen.expose_node is not None:
+        return listen.expose_node
+    return is_local(
+        headers, loopback_listener=loopback, trusted_proxies=listen.trusted_proxies
     )
 
 
