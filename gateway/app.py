@@ -18,7 +18,7 @@ from gateway.addresses import bind_listeners, open_listeners
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.live import needs_restart
 from gateway.config.problems import ConfigError, Problem
-from gateway.config.settings import Settings, load_settings
+from gateway.config.settings import Refused, Settings, load_settings
 from gateway.config.watch import changes
 from gateway.events import Bus, InventoryChanged, SettingsChanged
 from gateway.fleet.drains import Drains
@@ -54,7 +54,7 @@ FIRST_PROBES = 10.0
 LAST_WORDS = 5.0
 """Seconds for clients to read how their request ended, once the grace is over."""
 
-CLOSED = (
+KEYS_LOST = (
     "the settings have lost their last API key: every request is answered with 401; add a key, or "
     "restart to serve without any"
 )
@@ -145,9 +145,9 @@ class Gateway:
         return self.edge.closing
 
     @property
-    def closed(self) -> str | None:
+    def keys_lost(self) -> str | None:
         """Why nobody is let in, with the remedy; None: callers are."""
-        return CLOSED if self.edge.snapshot.door.closed else None
+        return KEYS_LOST if self.edge.snapshot.door.closed else None
 
     @property
     def _has_defaults(self) -> bool:
@@ -178,6 +178,8 @@ class Gateway:
                 nodes=len(self.fleet.nodes),
                 open_files=files,
             )
+            if self.keys_lost is not None:
+                log.warning("locked", why=self.keys_lost)
             self._notifier.tell("READY=1", f"STATUS=serving on {self.public.url}")
             self._inheritance.tell_ready()
             # Only now: until then the predecessor writes.
@@ -394,7 +396,7 @@ class Gateway:
     async def _reload_settings(self) -> SettingsChanged:
         try:
             # An empty file changes nothing: it may be half of an edit, or of a full disk.
-            refused = "nothing" if self._has_defaults else "empty"
+            refused: Refused = "nothing" if self._has_defaults else "empty"
             path = self.options.config
             loaded = await asyncio.to_thread(load_settings, path, refused=refused)
         except (ConfigError, OSError) as error:
@@ -413,8 +415,8 @@ class Gateway:
         self.fleet.configure(settings.health, settings.timeouts)
         before = self.edge.snapshot.door
         self.edge.snapshot = Snapshot.of(settings, loopback=self._loopback, before=before)
-        if self.closed is not None and not before.closed:
-            log.warning("the last API key is gone", now=self.closed)
+        if self.keys_lost is not None and not before.closed:
+            log.warning("locked", why=self.keys_lost)
         self.lines.access = settings.logging.access
         self._logs.configure(settings.logging.level)
         self._frame()

@@ -8,13 +8,13 @@ import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from gateway.access.exposure import admin_refusal, edge_refusal, public_refusal, shared_refusal
 from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.problems import ConfigError, Problem
-from gateway.config.settings import Settings, load_settings
+from gateway.config.settings import Refused, Settings, load_settings
 from gateway.transport.upstream import origin
 
 
@@ -80,14 +80,15 @@ class Examined:
 def examine(options: Options, *, empty: bool = True) -> Examined:
     """Look for everything that is wrong; nothing is started and nothing is sent.
 
-    A settings file without a single word is wrong; `empty` False: one with comments alone as well.
+    A settings file without a single word is wrong, and where none may be `empty`, one with
+    comments alone as well.
     """
     problems: list[Problem] = []
     refused: list[Refusal] = []
     settings = inventory = None
     try:
-        refused: Literal["blank", "empty"] = "blank" if empty else "empty"
-        settings = options.over(load_settings(options.config, refused=refused))
+        hollow: Refused = "blank" if empty else "empty"
+        settings = options.over(load_settings(options.config, refused=hollow))
         refused += _refusals(settings)
     except ConfigError as error:
         problems += error.problems

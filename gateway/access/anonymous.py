@@ -56,7 +56,9 @@ def is_proxied(headers: Headers) -> bool:
     )
 
 
-def is_local(headers: Headers, *, loopback_listener: bool, trusted_proxies: Sequence[object]) -> bool:
+def is_local(
+    headers: Headers, *, loopback_listener: bool, trusted_proxies: Sequence[object]
+) -> bool:
     """Whether this request comes from this machine itself.
 
     The listener must be a loopback one with nothing in front of it: neither by the settings

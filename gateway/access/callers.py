@@ -47,9 +47,7 @@ def caller_of(
             raise errors.invalid_api_key()
     elif closed or not (allow_anonymous or loopback_listener):
         raise errors.invalid_api_key()
-    local = is_local(
-        headers, loopback_listener=loopback_listener, trusted_proxies=trusted_proxies
-    )
+    local = is_local(headers, loopback_listener=loopback_listener, trusted_proxies=trusted_proxies)
     best = Priority.URGENT if local else Priority.NORMAL
     address = address_of(headers, client_address, trusted_proxies)
     return _anonymous(address, best, local)

@@ -60,7 +60,8 @@ def _may_pass(name: str) -> str:
         raise wrong("must be one header's name, not a pattern", "write each name")
     if lowered in _HOP:
         raise wrong(
-            f"{name} can't pass", "it belongs to one connection or body, and is made anew; leave it away"
+            f"{name} can't pass",
+            "it belongs to one connection or body, and is made anew; leave it away",
         )
     if lowered in _CREDENTIALS:
         raise wrong(
@@ -84,7 +85,8 @@ class HeaderSettings(ConfigModel):
     """Header fields that pass besides those that always do.
 
     To nodes: `Accept`, `Content-Type`, `User-Agent`, `traceparent`, `tracestate`; to clients:
-    `Content-Type`, `Retry-After`, `traceparent`, `tracestate`; both ways: `anthropic-*`, `openai-*`.
+    `Content-Type`, `Retry-After`, `traceparent`, `tracestate`; both ways: `anthropic-*` and
+    `openai-*`.
     """
 
     to_nodes: Annotated[

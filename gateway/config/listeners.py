@@ -175,7 +175,12 @@ class KeySpec(ConfigModel):
     models: Annotated[
         tuple[Text, ...] | None,
         BeforeValidator(one_or_many),
-        Field(description="Public names it may use. Left away: all."),
+        Field(
+            description=(
+                'Public names it may use; `"*"` allows what the catch-all of `models` takes. '
+                "Left away: all."
+            )
+        ),
         Kind("list of names"),
     ] = None
     trust_user_headers: Annotated[

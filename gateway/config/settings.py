@@ -36,6 +36,7 @@ from gateway.config.routing import (
     ModelRule,
     RetrySettings,
     TimeoutSettings,
+    check_catch_all,
     find_loop,
 )
 from gateway.config.tree import Entry, Items, Scalar, Table, table
@@ -123,7 +124,12 @@ class Settings(ConfigModel):
     models: Annotated[
         Mapping[str, Annotated[ModelRule, BeforeValidator(_empty_rule)]],
         BeforeValidator(_named),
-        Field(description="Public model names: aliases, fall-backs and parameters."),
+        Field(
+            description=(
+                "Public model names: aliases, fall-backs and parameters. "
+                '`"*": {use: NAME}` takes every name that is not known otherwise.'
+            )
+        ),
         Kind("mapping of rules"),
     ] = {}
     default_model: Annotated[
@@ -225,6 +231,7 @@ class Settings(ConfigModel):
     @field_validator("models")
     @classmethod
     def _no_loops(cls, models: Mapping[str, ModelRule]) -> Mapping[str, ModelRule]:
+        check_catch_all(models)
         if loop := find_loop(models):
             raise wrong(
                 f"the names stand for each other: {' -> '.join(loop)}",
@@ -237,6 +244,9 @@ class Settings(ConfigModel):
 NOT_YET = frozenset({"store"})
 
 
+Refused = Literal["nothing", "blank", "empty"]
+"""Which settings files are a problem that name no setting (`load_settings`)."""
+
 _EMPTY_REMEDY = "write the settings into it; {} stands for every default, which asks for no key"
 
 
@@ -244,7 +254,7 @@ def load_settings(
     path: Path | None,
     env: Mapping[str, str] | None = None,
     *,
-    refused: Literal["nothing", "blank", "empty"] = "nothing",
+    refused: Refused = "nothing",
 ) -> Settings:
     """Read the settings from a YAML file; without a path, every key has its default.
 

@@ -13,9 +13,7 @@ from functools import lru_cache
 
 from gateway.request import Headers
 
-_TO_NODE = frozenset(
-    {b"accept", b"content-type", b"traceparent", b"tracestate", b"user-agent"}
-)
+_TO_NODE = frozenset({b"accept", b"content-type", b"traceparent", b"tracestate", b"user-agent"})
 _TO_CLIENT = frozenset({b"content-type", b"retry-after", b"traceparent", b"tracestate"})
 _EITHER_WAY = (b"anthropic-", b"openai-")
 """Versions, betas, organisations; processing times and limits: of these two APIs."""

@@ -46,7 +46,7 @@ class Control(Protocol):
         """What is wrong with the settings on disk, while older ones are in force."""
 
     @property
-    def closed(self) -> str | None:
+    def keys_lost(self) -> str | None:
         """Why the public listener lets nobody in though it listens; None: it does."""
 
     @property

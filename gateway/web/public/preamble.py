@@ -94,9 +94,7 @@ def exposes_nodes(headers: Headers, settings: Settings, *, loopback: bool) -> bo
     listen = settings.listen
     if listen.expose_node is not None:
         return listen.expose_node
-    return is_local(
-        headers, loopback_listener=loopback, trusted_proxies=listen.trusted_proxies
-    )
+    return is_local(headers, loopback_listener=loopback, trusted_proxies=listen.trusted_proxies)
 
 
 _YES = frozenset({b"1", b"true", b"yes", b"on"})
