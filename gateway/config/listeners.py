@@ -57,8 +57,9 @@ class ListenSettings(ConfigModel):
         BeforeValidator(one_or_many),
         Field(
             description=(
-                "Proxies in front of the gateway, as addresses or networks. "
-                "Only theirs is the `X-Forwarded-For` that is believed."
+                "Proxies in front of the gateway, as addresses or networks. Only theirs is the "
+                "`X-Forwarded-For` that is believed. No caller is local then, so `keys` are "
+                "needed, or `allow_anonymous`."
             )
         ),
         Kind("list of networks"),
@@ -67,7 +68,8 @@ class ListenSettings(ConfigModel):
         bool | None,
         Field(
             description=(
-                "Tell the node's name in `X-Gateway-Node`. Left away: on a loopback listener only."
+                "Tell the node's name in `X-Gateway-Node`. Left away: to local callers of a "
+                "loopback listener only, to nobody who comes through a proxy."
             )
         ),
         Kind("true or false"),

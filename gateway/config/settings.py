@@ -104,12 +104,19 @@ class Settings(ConfigModel):
     admin: Annotated[AdminSettings, Field(description="The admin listener.")] = AdminSettings()
     keys: Annotated[
         tuple[KeySpec, ...],
-        Field(description="API keys of the public listener. None: no key is asked for."),
+        Field(
+            description=(
+                "API keys of the public listener. None: no key is asked for; but where a reload "
+                "takes the last one away, every request is 401 until there is one, or a restart."
+            )
+        ),
         Kind("list"),
     ] = ()
     allow_anonymous: Annotated[
         bool,
-        Field(description="Serve without keys on an address that isn't loopback."),
+        Field(
+            description="Serve without keys on an address that isn't loopback, or behind a proxy."
+        ),
         Kind("true or false"),
     ] = False
     headers: Annotated[
