@@ -279,7 +279,7 @@ def load_settings(
     root = source.root
     if root.tree == Scalar(None):
         if refused == "empty" or (refused == "blank" and source.blank and path.is_file()):
-            raise ConfigError([Problem(path, 0, "", "is empty", _EMPTY_REMEDY)])
+            raise ConfigError([Problem(path, 0, "", "the file is empty", _EMPTY_REMEDY)])
         root = Entry(table({}), root.line, root.key)
     problems = list(source.problems)
     if isinstance(root.tree, Table):

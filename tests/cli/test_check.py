@@ -81,7 +81,7 @@ def test_a_settings_file_without_a_word_is_refused(folder: Path, text: str) -> N
     for command in ("check", "serve"):
         ran = run(command)
         assert ran.status == 2
-        assert "config/gateway.yaml: is empty" in ran.err
+        assert "config/gateway.yaml: the file is empty" in ran.err
         assert "{} stands for every default" in ran.err
 
 

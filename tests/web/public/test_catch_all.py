@@ -114,7 +114,7 @@ async def test_its_rules_and_those_of_what_it_uses_are_applied(
         "inner": {"use": ["nobody", "demo"], "default": {"top_k": 7}, "max_tokens": 5},
     }
     async with running_gateway(tmp_path, [node.url], {"models": models}) as running:
-        body = {"temperature": 2, "logit_bias": {"1": 1}, "max_tokens": 99}
+        body: dict[str, Any] = {"temperature": 2, "logit_bias": {"1": 1}, "max_tokens": 99}
         assert (await asked(running, "gpt-4o", **body)).status_code == 200
         seen = json.loads(node.seen[-1].body)
         assert (seen["temperature"], seen["top_k"], seen["max_tokens"]) == (0.5, 7, 5)

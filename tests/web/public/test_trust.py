@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ GENERATING = [
 
 
 def body_for(path: str) -> dict[str, Any]:
-    return BODIES.get(ROUTES[path].prompt, {"content": "Hello"})
+    return BODIES.get(ROUTES[path].prompt or "", {"content": "Hello"})
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -53,6 +54,10 @@ async def gate(house: Public) -> AsyncIterator[Public]:
     house.forget()
     yield house
     await house.is_well()
+
+
+def has_come(gate: Public, requests: int) -> bool:
+    return gate.node.requests == requests
 
 
 @pytest.mark.parametrize("field", PROXIED)
@@ -87,7 +92,7 @@ async def test_only_local_callers_name_their_users(gate: Public) -> None:
         gate.node.faults.next("hang")
         async with wired(gate.url) as wire:
             await wire.send(request(SHORT, "X-User-Id: anna", *fields))
-            await gate.node.until(lambda count=number: gate.node.requests == count)
+            await gate.node.until(partial(has_come, gate, number))
             parties += [live.request.party for live in edge.registry]
             gate.node.faults.release()
             await answer(wire)
