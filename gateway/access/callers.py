@@ -29,9 +29,11 @@ def caller_of(
     loopback_listener: bool,
     trusted_proxies: Sequence[IPNetwork] = (),
     closed: bool = False,
+    local: bool | None = None,
 ) -> Caller:
     """Who sent this request.
 
+    `local` is what `is_local` says of it, where that is known.
     `client_address` is the peer's IP address, None where there is none (a Unix socket).
     Where there are no keys at all, a key that was sent means nothing: clients have to send some.
     Then nobody is let in whose listener is not a loopback one, unless that is allowed, and nobody
@@ -47,7 +49,10 @@ def caller_of(
             raise errors.invalid_api_key()
     elif closed or not (allow_anonymous or loopback_listener):
         raise errors.invalid_api_key()
-    local = is_local(headers, loopback_listener=loopback_listener, trusted_proxies=trusted_proxies)
+    if local is None:
+        local = is_local(
+            headers, loopback_listener=loopback_listener, trusted_proxies=trusted_proxies
+        )
     best = Priority.URGENT if local else Priority.NORMAL
     address = address_of(headers, client_address, trusted_proxies)
     return _anonymous(address, best, local)

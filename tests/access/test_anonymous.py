@@ -13,7 +13,7 @@ from gateway.access.anonymous import OPEN, Door, is_local, is_proxied
 PROXIED = [
     "forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto",
     "x-forwarded-port", "x-forwarded-server", "x-forwarded-prefix", "x-forwarded", "x-real-ip",
-    "x_real_ip", "x_forwarded_for", "true-client-ip", "client-ip", "x-client-ip",
+    "true-client-ip", "client-ip", "x-client-ip",
     "x-cluster-client-ip", "cf-connecting-ip", "cf-ray", "cf-access-jwt-assertion", "cdn-loop",
     "fastly-client-ip", "fly-client-ip", "x-envoy-external-address", "x-azure-clientip",
     "x-original-forwarded-for", "x-amzn-trace-id", "tailscale-user-login", "x-scheme",

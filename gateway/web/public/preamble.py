@@ -60,14 +60,17 @@ def understood(
     closed: bool,
 ) -> Preamble:
     """What these fields say. Raises: GatewayError 400, 401."""
+    listen = settings.listen
+    local = is_local(headers, loopback_listener=loopback, trusted_proxies=listen.trusted_proxies)
     caller = caller_of(
         headers,
         address,
         ring,
         allow_anonymous=settings.allow_anonymous,
         loopback_listener=loopback,
-        trusted_proxies=settings.listen.trusted_proxies,
+        trusted_proxies=listen.trusted_proxies,
         closed=closed,
+        local=local,
     )
     progress = False
     for name, value in headers:
@@ -85,7 +88,7 @@ def understood(
         _plain_patience(headers),
         to_node(headers, settings.headers.to_nodes),
         progress,
-        exposes_nodes(headers, settings, loopback=loopback),
+        local if listen.expose_node is None else listen.expose_node,
     )
 
 
