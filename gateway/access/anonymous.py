@@ -49,9 +49,9 @@ class Door:
     """
 
     keyed: bool = False
-    """Keys have been in force since the start, which a successor's predecessor counts to."""
+    """There have been keys since the start, a predecessor's included."""
     anonymous: bool = False
-    """`allow_anonymous` lets callers in without a key, and has since there were keys."""
+    """`allow_anonymous` lets callers in without a key, and did when there last were keys."""
     closed: bool = False
     """There were keys, there are none now: nobody comes in until there are some, or a restart."""
 

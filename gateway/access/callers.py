@@ -33,8 +33,8 @@ def caller_of(
 ) -> Caller:
     """Who sent this request.
 
-    `local` is what `is_local` says of it, where that is known.
-    `client_address` is the peer's IP address, None where there is none (a Unix socket).
+    `client_address` is the peer's IP address, None where there is none (a Unix socket). `local`:
+    what `is_local` says of it, where that is known already.
     Where there are no keys at all, a key that was sent means nothing: clients have to send some.
     Then nobody is let in whose listener is not a loopback one, unless that is allowed, and nobody
     at all where there were keys before (`closed`): losing them must not open the door.

@@ -31,19 +31,21 @@ def to_node(headers: Headers, also: tuple[str, ...] = ()) -> bytes:
     """
     passed = _with(_TO_NODE, also)
     lines = []
-    named: frozenset[bytes] = frozenset()
-    via = b""
+    # Sets and lists: a head of 64 KiB may have thousands of these two.
+    named: set[bytes] = set()
+    via: list[bytes] = []
     for name, value in headers:
         if name in passed or (name.startswith(_EITHER_WAY) and not _SECRET.search(name)):
             lines.append(name + b": " + value + b"\r\n")
         elif name == b"connection":
             if value.lower() not in _HARMLESS:
-                named = named.union(_names_in(value))
+                named.update(_names_in(value))
         elif name == b"via":
-            via += value + b", "
+            via.append(value)
     if named:
         lines = [line for line in lines if line[: line.index(b":")] not in named]
-    lines.append(b"accept-encoding: identity\r\nvia: %s1.1 llama-gateway\r\n" % via)
+    via.append(b"1.1 llama-gateway")
+    lines.append(b"accept-encoding: identity\r\nvia: %b\r\n" % b", ".join(via))
     return b"".join(lines)
 
 
@@ -53,10 +55,10 @@ def to_client(headers: Headers, also: tuple[str, ...] = ()) -> bytes:
     `also`: further names that pass, as the settings write them.
     """
     passed = _with(_TO_CLIENT, also)
-    named: list[bytes] = []
+    named: set[bytes] = set()
     for name, value in headers:
         if name == b"connection":
-            named += _names_in(value)
+            named.update(_names_in(value))
     return b"".join(
         b"%b: %b\r\n" % (name, value)
         for name, value in headers
