@@ -18,7 +18,7 @@ from gateway.addresses import bind_listeners, open_listeners
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.live import needs_restart
 from gateway.config.problems import ConfigError, Problem
-from gateway.config.settings import Settings, load_settings
+from gateway.config.settings import Refused, Settings, load_settings
 from gateway.config.watch import changes
 from gateway.events import Bus, InventoryChanged, SettingsChanged
 from gateway.fleet.drains import Drains
@@ -35,7 +35,7 @@ from gateway.relay.relay import Relay
 from gateway.relay.watch import Watch
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.standby import Standby
-from gateway.succession import Inheritance, SuccessionFailed, start_successor
+from gateway.succession import Inheritance, SuccessionFailed, legacy, start_successor
 from gateway.systemd import Notifier
 from gateway.transport.upstream import connect
 from gateway.web.admin.app import admin_app
@@ -53,6 +53,11 @@ FIRST_PROBES = 10.0
 
 LAST_WORDS = 5.0
 """Seconds for clients to read how their request ended, once the grace is over."""
+
+KEYS_LOST = (
+    "the settings have lost their last API key: every request is answered with 401; add a key, or "
+    "restart to serve without any"
+)
 
 log = structlog.get_logger()
 
@@ -107,7 +112,7 @@ class Gateway:
         self.registry = Registry()
         self._loopback = is_loopback(settings.listen.host)
         self.edge = Edge(
-            Snapshot.of(settings, loopback=self._loopback),
+            Snapshot.of(settings, loopback=self._loopback, before=self._inheritance.door),
             self.relay,
             self.fleet,
             self.registry,
@@ -139,6 +144,15 @@ class Gateway:
         """Whether it is on its way out."""
         return self.edge.closing
 
+    @property
+    def keys_lost(self) -> str | None:
+        """Why nobody is let in, with the remedy; None: callers are."""
+        return KEYS_LOST if self.edge.snapshot.door.closed else None
+
+    @property
+    def _has_defaults(self) -> bool:
+        return self.settings == self.options.over(Settings())
+
     # Life.
 
     @contextlib.asynccontextmanager
@@ -164,6 +178,8 @@ class Gateway:
                 nodes=len(self.fleet.nodes),
                 open_files=files,
             )
+            if self.keys_lost is not None:
+                log.warning("locked", why=self.keys_lost)
             self._notifier.tell("READY=1", f"STATUS=serving on {self.public.url}")
             self._inheritance.tell_ready()
             # Only now: until then the predecessor writes.
@@ -195,7 +211,9 @@ class Gateway:
             log.info("starting a successor", command=command[0])
             try:
                 fixed = self._inheritance.fixed
-                self._successor = await start_successor(command, sockets, fixed=fixed)
+                door, config = self.edge.snapshot.door, self.options.config
+                told = legacy(door, config, customised=not self._has_defaults)
+                self._successor = await start_successor(command, sockets, fixed=fixed, told=told)
             except SuccessionFailed as error:
                 log.error("no successor", why=str(error))  # noqa: TRY400 - the message says it all
                 return
@@ -377,7 +395,10 @@ class Gateway:
 
     async def _reload_settings(self) -> SettingsChanged:
         try:
-            loaded = await asyncio.to_thread(load_settings, self.options.config)
+            # An empty file changes nothing: it may be half of an edit, or of a full disk.
+            refused: Refused = "nothing" if self._has_defaults else "empty"
+            path = self.options.config
+            loaded = await asyncio.to_thread(load_settings, path, refused=refused)
         except (ConfigError, OSError) as error:
             self.settings_error = str(error)
             self.bus.publish(SettingsChanged(error=self.settings_error))
@@ -392,7 +413,10 @@ class Gateway:
         self.scheduler.configure(settings)
         self.standby.settings = settings
         self.fleet.configure(settings.health, settings.timeouts)
-        self.edge.snapshot = Snapshot.of(settings, loopback=self._loopback)
+        before = self.edge.snapshot.door
+        self.edge.snapshot = Snapshot.of(settings, loopback=self._loopback, before=before)
+        if self.keys_lost is not None and not before.closed:
+            log.warning("locked", why=self.keys_lost)
         self.lines.access = settings.logging.access
         self._logs.configure(settings.logging.level)
         self._frame()

@@ -132,6 +132,27 @@ def invalid_api_key() -> GatewayError:
     )
 
 
+def too_many_keys(most: int) -> GatewayError:
+    """401: more different keys than are looked at."""
+    return GatewayError(
+        401,
+        "invalid_api_key",
+        f"More than {most} different API keys were sent. Send one.",
+        retryable=False,
+    )
+
+
+def keys_of_different_callers() -> GatewayError:
+    """401: two good keys, of which neither goes before the other."""
+    return GatewayError(
+        401,
+        "invalid_api_key",
+        "API keys of different callers were sent in one request ('Authorization', 'x-api-key', "
+        "'api-key'). Send one of them.",
+        retryable=False,
+    )
+
+
 def model_not_allowed(model: str) -> GatewayError:
     """403: the key may not use this model."""
     return GatewayError(

@@ -57,8 +57,9 @@ class ListenSettings(ConfigModel):
         BeforeValidator(one_or_many),
         Field(
             description=(
-                "Proxies in front of the gateway, as addresses or networks. "
-                "Only theirs is the `X-Forwarded-For` that is believed."
+                "Proxies in front of the gateway, as addresses or networks. Only theirs is the "
+                "`X-Forwarded-For` that is believed. No caller is local then, so `keys` are "
+                "needed, or `allow_anonymous`."
             )
         ),
         Kind("list of networks"),
@@ -67,7 +68,8 @@ class ListenSettings(ConfigModel):
         bool | None,
         Field(
             description=(
-                "Tell the node's name in `X-Gateway-Node`. Left away: on a loopback listener only."
+                "Tell the node's name in `X-Gateway-Node`. Left away: to local callers of a "
+                "loopback listener only, to nobody who comes through a proxy."
             )
         ),
         Kind("true or false"),
@@ -175,7 +177,12 @@ class KeySpec(ConfigModel):
     models: Annotated[
         tuple[Text, ...] | None,
         BeforeValidator(one_or_many),
-        Field(description="Public names it may use. Left away: all."),
+        Field(
+            description=(
+                'Public names it may use; `"*"` allows what the catch-all of `models` takes. '
+                "Left away: all."
+            )
+        ),
         Kind("list of names"),
     ] = None
     trust_user_headers: Annotated[

@@ -115,8 +115,8 @@ HeaderName = Annotated[str, BeforeValidator(_header), Kind("header name")]
 class IdentitySettings(ConfigModel):
     """Whom a request belongs to, where one key serves many people.
 
-    The names are read from keys with `trust_user_headers`, and from anonymous callers of a
-    loopback listener; those of sessions from everybody, each within its own caller.
+    The names are read from keys with `trust_user_headers`, and from local callers (no key, a
+    loopback listener, no proxy); those of sessions from everybody, each within its own caller.
     """
 
     user_headers: Annotated[

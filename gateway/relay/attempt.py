@@ -149,11 +149,12 @@ class Attempt:
     @property
     def fields(self) -> bytes:
         """The lines of the reply's head that go on to the client."""
-        connection = self._connection
+        connection, also = self._connection, self._settings.headers.to_clients
         if connection is None or connection.headers is not self.headers:
-            return fields.to_client(self.headers)
-        if connection.digest is None:
-            connection.digest = fields.to_client(self.headers)
+            return fields.to_client(self.headers, also)
+        if connection.digest is None or connection.digest_of is not also:
+            connection.digest = fields.to_client(self.headers, also)
+            connection.digest_of = also
         return connection.digest
 
     async def open(self, head: bytes, body: bytes | Pieces) -> None:

@@ -246,7 +246,8 @@ class Journey:
         finally:
             rest.close()
         headers = [field for field in attempt.headers if field[0] != b"content-type"]
-        return Reply(200, JSON + fields.to_client(headers), content)
+        also = self._means.settings.headers.to_clients
+        return Reply(200, JSON + fields.to_client(headers, also), content)
 
     def _may_leave(self, failure: UpstreamError | None, attempt: Attempt) -> bool:
         """Whether what was to leave its node has another to go to. All else may wait for one."""

@@ -11,6 +11,7 @@ import msgspec
 
 from gateway import errors
 from gateway.config.listeners import LimitSettings
+from gateway.config.routing import CATCH_ALL
 from gateway.fleet.catalogue import Catalogue
 from gateway.relay import assembly, edits, grammar, peek, prompts
 from gateway.relay.fingerprint import fingerprint, fingerprint_large
@@ -68,6 +69,8 @@ def prepare(
         grammar.check(peeked, levels, limits)
     model = _model(peeked.model, rules, incoming.caller, catalogue)
     meanings = rules.names.meanings(model)
+    if model == CATCH_ALL:
+        model = meanings[0].name
     bodies: dict[str, Body] = {}
     slots = 1 if route.occupies else 0
     for meaning in meanings:
@@ -161,6 +164,11 @@ def _model(said: str | None, rules: Rules, caller: Caller, catalogue: Catalogue)
             some = ", ".join(f"'{name}'" for name in known[:8])
             raise errors.invalid_request(f"'model' is missing. There are: {some}.", "model")
         model = known[0]
+    if rules.names.catches and rules.names.caught(model, catalogue):
+        # From here on by the settings' name: the client's may be any text.
+        if not (caller.may_use(model) or caller.may_use(CATCH_ALL)):
+            raise errors.model_not_allowed(model)
+        return CATCH_ALL
     if not caller.may_use(model):
         raise errors.model_not_allowed(model)
     return model

@@ -46,6 +46,7 @@ class Connection(asyncio.Protocol):
         "alive",
         "complete",
         "digest",
+        "digest_of",
         "headers",
         "idle_since",
         "on_body",
@@ -77,6 +78,8 @@ class Connection(asyncio.Protocol):
         """Its fields, all but the length."""
         self.digest: bytes | None = None
         """What its user has made of `headers`, the length apart; kept while a head repeats."""
+        self.digest_of: object = None
+        """What its user has made it by, besides."""
         self._clear()
 
     def _clear(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from gateway import errors
+from gateway.access.anonymous import OPEN, Door
 from gateway.access.callers import address_of, priority_of
 from gateway.access.keys import KeyRing
 from gateway.access.parties import NamingHeaders
@@ -58,12 +59,15 @@ class Snapshot:
     rules: Rules
     loopback: bool
     """Whether the listener can be reached from this machine alone."""
-    expose_node: bool
+    door: Door
 
     @classmethod
-    def of(cls, settings: Settings, *, loopback: bool) -> Snapshot:
-        """The snapshot of these settings for a listener that is `loopback` or not."""
-        expose = settings.listen.expose_node
+    def of(cls, settings: Settings, *, loopback: bool, before: Door = OPEN) -> Snapshot:
+        """The snapshot of these settings for a listener that is `loopback` or not.
+
+        `before`: the door under the settings before these.
+        """
+        keys, anonymous = len(settings.keys), settings.allow_anonymous
         identity = settings.identity
         return cls(
             settings=settings,
@@ -76,7 +80,7 @@ class Snapshot:
                 Volatile(settings.prompts.volatile, settings.prompts.strip),
             ),
             loopback=loopback,
-            expose_node=loopback if expose is None else expose,
+            door=before.after(keys=keys, allow_anonymous=anonymous),
         )
 
 
@@ -115,8 +119,8 @@ class _Exchange:
     """One request and its reply."""
 
     __slots__ = (
-        "_body_size", "_edge", "_editing", "_heartbeat", "_live", "_reply", "_route", "_shown",
-        "_snapshot", "_turn", "received", "record", "request_id",
+        "_body_size", "_edge", "_editing", "_exposes", "_heartbeat", "_live", "_reply", "_route",
+        "_shown", "_snapshot", "_turn", "received", "record", "request_id",
     )  # fmt: skip
 
     def __init__(self, edge: Edge, route: Route, turn: Turn) -> None:
@@ -129,6 +133,8 @@ class _Exchange:
         """The editor session that waits for this, and for nothing before it."""
         self._reply: Reply | None = None
         self._heartbeat: Heartbeat | None = None
+        self._exposes = False
+        """Whether the reply may name nodes."""
         self._shown = 0.0
         """When it is known to have shown its client a sign of life."""
         self._body_size = 0
@@ -185,10 +191,12 @@ class _Exchange:
                 snapshot.keys,
                 snapshot.naming,
                 loopback=snapshot.loopback,
+                closed=snapshot.door.closed,
             )
             memory.headers, memory.version, memory.preamble = turn.headers, snapshot, preamble
             memory.tag = tag_of(turn.headers)
         self.record.caller = preamble.caller.id
+        self._exposes = preamble.exposes
         if self._edge.refusing:
             raise errors.shutting_down()
         return preamble
@@ -336,7 +344,7 @@ class _Exchange:
         """End with an error: a reply of its own, or an event if the stream has begun."""
         record, dialect, turn = self.record, self._route.dialect, self._turn
         record.code, record.reason = error.status, error.code
-        if self._snapshot.expose_node:
+        if self._exposes:
             error.name_nodes()
         if turn.response_started:
             told = dialect.error_event if record.stream else dialect.error_body
@@ -368,9 +376,7 @@ class _Exchange:
         """The gateway's lines of a head; not `known`: how the request will fare."""
         anthropic = self._route.dialect.name == "messages"
         if known:
-            fields = own_fields(
-                self.record, anthropic=anthropic, expose_node=self._snapshot.expose_node
-            )
+            fields = own_fields(self.record, anthropic=anthropic, expose_node=self._exposes)
         else:
             fields = first_fields(self.record, anthropic=anthropic)
         cors = self._snapshot.settings.cors

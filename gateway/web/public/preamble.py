@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from gateway import errors
+from gateway.access.anonymous import is_local
 from gateway.access.callers import asked_class, caller_of
 from gateway.access.keys import KeyRing
 from gateway.access.parties import NamingHeaders
@@ -32,6 +33,8 @@ class Preamble:
     """The lines that are passed on to a node."""
     progress: bool
     """`X-Gateway-Progress: 1`: the client wants to know how long it will wait."""
+    exposes: bool
+    """Whether its reply may name nodes."""
 
 
 @dataclass(slots=True)
@@ -54,15 +57,20 @@ def understood(
     naming: NamingHeaders,
     *,
     loopback: bool,
+    closed: bool,
 ) -> Preamble:
     """What these fields say. Raises: GatewayError 400, 401."""
+    listen = settings.listen
+    local = is_local(headers, loopback_listener=loopback, trusted_proxies=listen.trusted_proxies)
     caller = caller_of(
         headers,
         address,
         ring,
         allow_anonymous=settings.allow_anonymous,
         loopback_listener=loopback,
-        trusted_proxies=settings.listen.trusted_proxies,
+        trusted_proxies=listen.trusted_proxies,
+        closed=closed,
+        local=local,
     )
     progress = False
     for name, value in headers:
@@ -78,9 +86,18 @@ def understood(
         asked_class(headers),
         _patience(headers),
         _plain_patience(headers),
-        to_node(headers),
+        to_node(headers, settings.headers.to_nodes),
         progress,
+        local if listen.expose_node is None else listen.expose_node,
     )
+
+
+def exposes_nodes(headers: Headers, settings: Settings, *, loopback: bool) -> bool:
+    """Whether the reply to these fields may name nodes: as the settings say, else locally."""
+    listen = settings.listen
+    if listen.expose_node is not None:
+        return listen.expose_node
+    return is_local(headers, loopback_listener=loopback, trusted_proxies=listen.trusted_proxies)
 
 
 _YES = frozenset({b"1", b"true", b"yes", b"on"})
