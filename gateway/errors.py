@@ -174,6 +174,21 @@ def headers_too_large(limit: int) -> GatewayError:
     return GatewayError(431, "headers_too_large", f"The headers are larger than {limit} bytes.")
 
 
+def too_many_headers(most: int) -> GatewayError:
+    """431: `most` is how many fields a head may have."""
+    return GatewayError(431, "headers_too_large", f"There are more than {most} header fields.")
+
+
+def compressed_body() -> GatewayError:
+    """415: the body has a `Content-Encoding`."""
+    return GatewayError(
+        415,
+        "unsupported_media_type",
+        "A compressed body is not understood: send it plain, without 'Content-Encoding'.",
+        retryable=False,
+    )
+
+
 def queue_full(message: str, retry_after: float) -> GatewayError:
     """429: nothing more may wait here now."""
     return GatewayError(429, "queue_full", message, retry_after=retry_after)
