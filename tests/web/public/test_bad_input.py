@@ -242,6 +242,7 @@ async def test_bodies_that_fill_the_memory_for_them_are_429(tmp_path: Path) -> N
         b"X: " + b"y" * 20_000 + b"\r\n",
         b"X: " + b"y" * 2_000_000,
         b"y" * 300_000,
+        b"a:\r\n" * 300,
     ],
 )
 async def test_a_head_that_is_too_large_is_431(gate: Public, head: bytes) -> None:
@@ -384,6 +385,40 @@ async def test_chunked_requests_with_extensions_and_trailers_are_understood(gate
         assert (await answer(wire)).status == 200
 
 
+@pytest.mark.parametrize("where", ["trailers", "one trailer", "extensions"])
+async def test_bytes_around_a_chunked_body_are_bounded(gate: Public, where: str) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n"
+    begin, more = {
+        "trailers": (b"{}\r\n0\r\n", b"X-Name: value\r\n" * 100),
+        "one trailer": (b"{}\r\n0\r\nX: ", b"y" * 1000),
+        "extensions": (b"", b"{}\r\n2;" + b"y" * 1000 + b"\r\n"),
+    }[where]
+    async with wired(gate.url) as wire:
+        await wire.send(head.encode() + begin)
+        await wire.send(more * 100)
+        assert told(await answer(wire)) == (431, "headers_too_large")
+        with suppress(ConnectionError):
+            assert await wire.rest() == b""
+    assert gate.node.requests == 0
+
+
+async def test_trailers_say_nothing(gate: Public) -> None:
+    """Neither of their own request, nor of one that repeats its head."""
+    data = json.dumps({**HELLO, "max_tokens": 1}).encode()
+    said = b"X-Priority: batch\r\nX-Request-ID: theirs\r\nConnection: close\r\nX-Own: 1\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    whole = head.encode() + b"%x\r\n%b\r\n0\r\n" % (len(data), data) + said + b"\r\n"
+    async with wired(gate.url) as wire:
+        for pieces in ([whole], [whole[:-100], whole[-100:]], [whole[:-1], whole[-1:]]):
+            for piece in pieces:
+                await wire.send(piece)
+                await asyncio.sleep(0.01)
+            found = await answer(wire)
+            assert (found.status, found.headers["x-gateway-class"]) == (200, "normal")
+            assert found.headers["x-request-id"] != "theirs"
+            assert "x-own" not in gate.node.seen[-1].headers
+
+
 async def test_pipelined_requests_are_answered_in_their_order(gate: Public) -> None:
     numbers = [3, 1, 2]
     data = b"".join(request({**HELLO, "max_tokens": number}) for number in numbers)
@@ -468,6 +503,32 @@ async def test_a_wish_for_another_protocol_is_passed_over(gate: Public, protocol
     seen = gate.node.seen[0]
     assert not {"upgrade", "http2-settings"} & set(seen.headers)
     assert len(seen.body) > 100_000
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_wishes_for_another_protocol_in_one_packet_are_answered_once_each(
+    gate: Public, protocol: str, chunked: bool
+) -> None:
+    def wishing(tokens: int) -> bytes:
+        fields = ["Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}"]
+        whole = request({**HELLO, "max_tokens": tokens}, *fields)
+        if chunked:
+            head, _, body = whole.partition(b"\r\n\r\n")
+            head = head.rpartition(b"\r\n")[0] + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
+            whole = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+        return whole
+
+    plain = request({**HELLO, "max_tokens": 4})
+    get = request(b"", "Connection: Upgrade", f"Upgrade: {protocol}", method="GET", path="/health")
+    async with wired(gate.url) as wire:
+        await wire.send(wishing(2) + wishing(3) + get + plain + wishing(5))
+        for tokens in (2, 3, None, 4, 5):
+            found = json.loads((await answer(wire)).body)
+            assert (found["usage"]["completion_tokens"] if tokens else None) == tokens
+        await wire.send(plain)
+        assert (await answer(wire)).status == 200
+    assert gate.node.requests == 5
 
 
 async def test_connections_beyond_the_limit_are_429(tmp_path: Path) -> None:
