@@ -39,7 +39,7 @@ from gateway.web.public.heads import (
     tag_of,
 )
 from gateway.web.public.heartbeat import PROGRESS_EVERY, Heartbeat
-from gateway.web.public.origins import allowed_origin
+from gateway.web.public.origins import PageRules, allowed_origin
 from gateway.web.public.preamble import Preamble, understood
 from gateway.web.public.turn import Turn
 
@@ -55,6 +55,8 @@ class Snapshot:
     loopback: bool
     """Whether the listener can be reached from this machine alone."""
     expose_node: bool
+    pages: PageRules | None
+    """What callers without a key are held to."""
 
     @classmethod
     def of(cls, settings: Settings, *, loopback: bool) -> Snapshot:
@@ -73,6 +75,7 @@ class Snapshot:
             ),
             loopback=loopback,
             expose_node=loopback if expose is None else expose,
+            pages=PageRules.of(settings, loopback=loopback),
         )
 
 
@@ -177,6 +180,8 @@ class _Exchange:
                 snapshot.naming,
                 loopback=snapshot.loopback,
             )
+            if snapshot.pages is not None and preamble.caller.anonymous:
+                snapshot.pages.check(turn.headers, turn.own_address, posts=True)
             memory.headers, memory.version, memory.preamble = turn.headers, snapshot, preamble
             memory.tag = tag_of(turn.headers)
         self.record.caller = preamble.caller.id

@@ -123,6 +123,12 @@ class Turn(Taskless):
         """The client's, if it has one."""
         return self._line.address
 
+    @property
+    def own_address(self) -> object:
+        """The one that the client has connected to."""
+        name = self._transport.get_extra_info("sockname")
+        return name[0] if isinstance(name, tuple) else None
+
     # What uvicorn's protocol calls.
 
     @property

@@ -97,8 +97,8 @@ async def test_requests_that_are_spoilt_are_answered_or_ended(tmp_path: Path) ->
                 {**HELLO, "max_tokens": 1}, "X-Request-ID: a", "Content-Type: application/json"
             ),
             request({**HELLO, "max_tokens": 1, "stream": True}, "Connection: keep-alive, X-A"),
-            f"POST {CHAT} HTTP/1.1\r\nHost: g\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{{}}\r\n"
-            "0\r\n\r\n".encode(),
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+            "2\r\n{}\r\n0\r\n\r\n".encode(),
             request(b"", method="GET", path="/v1/models?x=%20#y"),
         ]
 
