@@ -269,7 +269,7 @@ async def _until_ready(
     while time.monotonic() < until:
         if process.poll() is not None:
             raise TargetError(_epitaph(target, process.returncode, log))
-        if await _status(plan.address, target.ready) == 200:
+        if await status_of(plan.address, target.ready) == 200:
             return
         await asyncio.sleep(0.05)
     raise TargetError(f"{target.name} is not ready after {START_LIMIT:.0f} s; see {log}")
@@ -281,7 +281,7 @@ def _epitaph(target: Target, status: int, log: Path) -> str:
     return f"{target.name} exited with {status}: {last[-200:]} ({log})"
 
 
-async def _status(address: Address, path: str) -> int:
+async def status_of(address: Address, path: str) -> int:
     """Status of a GET; 0 where nobody answers."""
     try:
         async with asyncio.timeout(PATIENCE):

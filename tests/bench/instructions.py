@@ -1,0 +1,185 @@
+"""User instructions for each request, counted by callgrind: `python -m tests.bench.instructions`.
+
+Instructions hold while other work disturbs the clock, so two checkouts can be compared on a busy
+machine. Each checkout serves with its own `.venv`; they are counted in turns, and the least of
+each counts: what the event loop does by the clock only ever adds.
+
+    python -m tests.bench.instructions                     this checkout
+    python -m tests.bench.instructions ../before .         two, and the second's ratio to the first
+
+Exit status: 0 counted; 1 some answer was wrong or a gateway did not start; 2 usage error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.local.ports import claim_port, port_of
+from tests.bench.arguments import positive
+from tests.bench.load import Address, ChatConnection, Load
+from tests.bench.scenarios import chat, plain_load, stream_load
+from tests.bench.targets import HOST, status_of
+from tests.bench.upstream import Script, Upstream
+
+WARM_UP = 150
+"""Requests before the counted ones: caches are filled, CPython has specialised its code."""
+START_LIMIT = 180.0
+LIMIT = 600.0
+"""Seconds; under valgrind all takes some fifty times as long."""
+TOKENS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """One scenario: a load over one connection."""
+
+    name: str
+    load: Callable[[Address], Load]
+
+
+def _plain_chat(address: Address) -> Load:
+    ChatConnection.tokens = TOKENS
+    return Load(address, chat(stream=False), connection=ChatConnection)
+
+
+SCENARIOS = (
+    Counted("plain embeddings", plain_load),
+    Counted(f"chat stream of {TOKENS} tokens", lambda address: stream_load(address, TOKENS)),
+    Counted(f"plain chat of {TOKENS} tokens", _plain_chat),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Count; the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("checkouts", nargs="*", type=Path, default=[Path()])
+    parser.add_argument("--requests", type=positive, default=400, help="counted in each scenario")
+    parser.add_argument("--rounds", type=positive, default=3, help="the least of them is compared")
+    options = parser.parse_args(arguments)
+    if shutil.which("valgrind") is None:
+        parser.error("valgrind is not installed (apt-get install valgrind)")
+    for checkout in options.checkouts:
+        if not (checkout / ".venv/bin/python").exists():
+            parser.error(f"{checkout} has no .venv (make install there)")
+    rows: list[list[dict[str, int]]] = [[] for _ in options.checkouts]
+    for _ in range(options.rounds):
+        for row, checkout in zip(rows, options.checkouts, strict=True):
+            try:
+                row.append(asyncio.run(_counted(checkout.resolve(), options.requests)))
+            except RuntimeError as error:
+                print(f"{checkout}: {error}", file=sys.stderr)
+                return 1
+    for scenario in SCENARIOS:
+        counts = [[counted[scenario.name] for counted in row] for row in rows]
+        first = min(counts[0])
+        told = [f"{min(some):,} to {max(some):,} ({min(some) / first:.3f} x)" for some in counts]
+        print(f"{scenario.name}: {', '.join(told)}")
+    return 0
+
+
+async def _counted(checkout: Path, requests: int) -> dict[str, int]:
+    """Instructions of each scenario's requests. Raises: RuntimeError."""
+    folder = Path(tempfile.mkdtemp(prefix="llama-gateway-instructions-"))
+    async with Upstream(1, 64, Script(tokens=TOKENS, interval=0.0, burst=10)) as node:
+        with claim_port(HOST) as claim:
+            address = (HOST, port_of(claim))
+            process = _started(checkout, folder, address, node.ports[0])
+        try:
+            await _until_ready(process, address, folder)
+            return {
+                one.name: await _count(one.load(address), process, requests, folder)
+                for one in SCENARIOS
+            }
+        finally:
+            process.terminate()
+            await asyncio.to_thread(process.wait, 60)
+
+
+def _started(checkout: Path, folder: Path, address: Address, node: int) -> subprocess.Popen[bytes]:
+    nodes, settings = folder / "nodes.yaml", folder / "gateway.yaml"
+    nodes.write_text(json.dumps({"nodes": [{"name": "node", "url": f"http://{HOST}:{node}"}]}))
+    # No probe and no watching of files among what is counted.
+    settings.write_text(json.dumps({"health": {"interval": 3600}}))
+    command = [
+        *("setpriv", "--pdeathsig", "TERM", "valgrind", "--tool=callgrind"),
+        f"--callgrind-out-file={folder}/counted",
+        *(".venv/bin/python", "-m", "gateway", "serve", "--nodes", str(nodes)),
+        *(
+            "--config",
+            str(settings),
+            "--host",
+            HOST,
+            "--port",
+            str(address[1]),
+            "--admin-port",
+            "0",
+        ),
+    ]
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            cwd=checkout,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONHASHSEED": "0"},  # dictionaries of one shape
+        )
+
+
+async def _until_ready(process: subprocess.Popen[bytes], address: Address, folder: Path) -> None:
+    async with asyncio.timeout(START_LIMIT):
+        while await status_of(address, "/ready") != 200:
+            if process.poll() is not None:
+                raise RuntimeError(f"the gateway ended; see {folder}/log")
+            await asyncio.sleep(0.2)
+
+
+async def _count(load: Load, process: subprocess.Popen[bytes], requests: int, folder: Path) -> int:
+    await load.connect(1)
+    await load.run(WARM_UP, LIMIT)
+    await _control("--zero", process.pid)
+    outcome = await load.run(requests, LIMIT)
+    before = _dumps(folder)
+    await _control("--dump", process.pid)
+    await load.close()
+    if outcome.errors:
+        raise RuntimeError(f"{outcome.errors} wrong answers, the first: {outcome.first_error}")
+    (dump,) = _dumps(folder) - before
+    return sum_of(dump) // requests
+
+
+def _dumps(folder: Path) -> set[Path]:
+    return set(folder.glob("counted*"))
+
+
+def sum_of(dump: Path) -> int:
+    """The instructions that a dump of callgrind's tells. Raises: RuntimeError."""
+    found = re.search(r"^(?:summary|totals): (\d+)", dump.read_text(errors="replace"), re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"{dump} tells no sum")
+    return int(found[1])
+
+
+async def _control(what: str, pid: int) -> None:
+    control = await asyncio.create_subprocess_exec(
+        "callgrind_control", what, str(pid), stdout=subprocess.DEVNULL
+    )
+    if await asyncio.wait_for(control.wait(), 60):
+        raise RuntimeError("callgrind_control failed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""What the count of instructions reads and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.bench import instructions
+
+
+def test_the_sum_is_read_from_a_dump(tmp_path: Path) -> None:
+    dump = tmp_path / "counted.1.1"
+    dump.write_text(
+        "version: 1\nevents: Ir\nsummary: 12345\n\nfn=(1) main\n16 400\ntotals: 12345\n"
+    )
+    assert instructions.sum_of(dump) == 12345
+
+
+def test_a_dump_without_a_sum_is_no_count(tmp_path: Path) -> None:
+    dump = tmp_path / "counted.1.1"
+    dump.write_text("version: 1\n")
+    with pytest.raises(RuntimeError, match="no sum"):
+        instructions.sum_of(dump)
+
+
+def test_a_checkout_without_an_environment_is_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/valgrind")
+    with pytest.raises(SystemExit) as ended:
+        instructions.main([str(tmp_path)])
+    assert ended.value.code == 2
+    assert "has no .venv" in capsys.readouterr().err
