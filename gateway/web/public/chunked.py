@@ -18,17 +18,17 @@ from gateway.errors import GatewayError
 CHUNKS_AT_ONCE = 256
 """Chunks that one call of `feed` takes; usual ones have some ten kilobytes."""
 
-LINE_BYTES = 4096
-"""Longest extensions of one chunk; Go's server has the same bound."""
+EXTENSION_BYTES = 256
+"""Longest extensions of one chunk; those that are in use, signatures of AWS, have 85."""
 
 _TEXT = rb"[^\x00-\x08\x0a-\x1f\x7f]"
-_SIZE = rb"([0-9a-fA-F]{1,16})(;%b{0,%d})?\r\n" % (_TEXT, LINE_BYTES)
+_SIZE = rb"([0-9a-fA-F]{1,16})(;%b{0,%d})?\r\n" % (_TEXT, EXTENSION_BYTES)
 _FIRST = re.compile(_SIZE)
 _NEXT = re.compile(rb"\r\n" + _SIZE)
-_HALF = rb"(?:[0-9a-fA-F]{1,16}(?:;%b{0,%d})?\r?)?" % (_TEXT, LINE_BYTES)
+_HALF = rb"(?:[0-9a-fA-F]{1,16}(?:;%b{0,%d})?\r?)?" % (_TEXT, EXTENSION_BYTES)
 _HALF_FIRST = re.compile(_HALF)
 _HALF_NEXT = re.compile(rb"\r?|\r\n" + _HALF)
-_LONGEST = LINE_BYTES + 32
+_LONGEST = EXTENSION_BYTES + 32
 _TRAILERS = re.compile(rb"(?:[!#$%%&'*+.^_`|~0-9A-Za-z-]+:%b*\r\n)*\r\n" % _TEXT)
 _END = b"\r\n\r\n"
 

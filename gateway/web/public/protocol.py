@@ -44,6 +44,9 @@ LINGER_BYTES = 8 * 1024 * 1024
 HEADER_FIELDS = 256
 """Most fields of a head: each costs a call into Python, and a look by whoever seeks one."""
 
+EMPTY_BYTES = 16
+"""Line ends that may stand before a request (RFC 9112, section 2.2)."""
+
 _UPGRADE = frozenset({b"upgrade", b"http2-settings"})
 _END = b"\r\n\r\n"
 _REQUEST_LINE = re.compile(rb"(?:\r\n)*[A-Z-]+ +[^ #]+ HTTP/1\.([01])\r\n")
@@ -211,15 +214,14 @@ class BoundedProtocol(HttpToolsProtocol):
         return size if self._deaf else at
 
     def _read_head(self, data: bytes, at: int) -> int:
+        """Read a head, or what has come of it; up to where."""
         partial, most = self._partial, self.limits.header_bytes
-        if partial:
-            tail = partial[-3:]
-            end = (tail + data[at:]).find(_END)
-            end += at + len(_END) - len(tail) if end >= 0 else 0
-        else:
-            end = data.find(_END, at)
-            end += len(_END) if end >= 0 else 0
-        part = data[at:end] if end >= 0 else data[at:]
+        if not partial:
+            self.url = b""
+        part, tail = data[at:], partial[-3:]
+        end = (tail + part).find(_END)
+        if end >= 0:
+            part = part[: end + len(_END) - len(tail)]
         if len(partial) + len(part) > most:
             self._parse(part[: most - len(partial)])  # which may tell its path
             self._refuse(errors.headers_too_large(most))
@@ -229,7 +231,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if line is not None:
             self._http_10 = line[1] == b"0"
             self._partial = b""
-        elif end >= 0 and head.strip(b"\r\n"):
+        elif end >= 0 and (len(head) > EMPTY_BYTES or head.strip(b"\r\n")):
             self._refuse(_no_http())
             return len(data)
         else:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import GatewayError
-from gateway.web.public.chunked import CHUNKS_AT_ONCE, LINE_BYTES, ChunkedBody
+from gateway.web.public.chunked import CHUNKS_AT_ONCE, EXTENSION_BYTES, ChunkedBody
 from tests.counting import instructions
 
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -143,7 +143,7 @@ def test_what_is_taken_httptools_takes_for_the_same(
         b"0\r\nA: b\n\r\n\r\n",
         b"0\r\nA: b\r\n c: d\r\n\r\n",
         b"0\r\n: b\r\n\r\n",
-        b"1;" + b"a" * (LINE_BYTES + 1),
+        b"1;" + b"a" * (EXTENSION_BYTES + 1),
     ],
 )
 @pytest.mark.parametrize("whole", [True, False])
