@@ -18,6 +18,10 @@ HELD_BYTES = 64 * 1024
 """What may wait on one connection before it is no longer read from; one read can add 256 KB."""
 
 
+PIECE_BYTES = 16 * 1024
+"""Most of it that is looked at in one turn."""
+
+
 class Backlog:
     """The connections of a listener that could go on, in the order in which they came."""
 

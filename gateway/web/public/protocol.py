@@ -29,7 +29,7 @@ from gateway.errors import GatewayError
 from gateway.relay.dialects import CHAT
 from gateway.relay.routes import ROUTES, Route
 from gateway.transport.known_head import KnownHead
-from gateway.web.public.backlog import HELD_BYTES, Backlog, Flow
+from gateway.web.public.backlog import HELD_BYTES, PIECE_BYTES, Backlog, Flow
 from gateway.web.public.chunked import ChunkedBody
 from gateway.web.public.heads import refusal
 from gateway.web.public.turn import STATUS_LINES, Line, Turn
@@ -186,7 +186,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._in_head and not self._partial and held.startswith(b"\r\n"):
             # Some clients end a body with a line end that its length does not count.
             del held[:2]
-        del held[: self._read(bytes(held[:HELD_BYTES]))]
+        del held[: self._read(bytes(held[:PIECE_BYTES]))]
         if self.flow.full and len(held) <= HELD_BYTES:
             self.flow.full = False
             if self._in_head or len(self.cycle.body) <= HELD_BYTES:
