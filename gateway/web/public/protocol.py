@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
@@ -32,6 +31,7 @@ from gateway.transport.known_head import KnownHead
 from gateway.web.public.backlog import HELD_BYTES, PIECE_BYTES, Backlog, Flow
 from gateway.web.public.chunked import ChunkedBody
 from gateway.web.public.heads import refusal
+from gateway.web.public.target import REQUEST_LINE, with_one_host
 from gateway.web.public.turn import STATUS_LINES, Line, Turn
 
 Serve = Callable[[Route, Turn], Awaitable[None]]
@@ -49,10 +49,6 @@ EMPTY_BYTES = 16
 
 _UPGRADE = frozenset({b"upgrade", b"http2-settings"})
 _END = b"\r\n\r\n"
-_REQUEST_LINE = re.compile(rb"(?:\r\n)*[A-Z-]+ +[^ #]+ HTTP/1\.([01])\r\n")
-"""Stricter than httptools, which takes HTTP/0.9 and 2.0, RTSP, short line ends and fragments."""
-_TARGET_HOST = re.compile(rb"https?://([^/?]*)", re.IGNORECASE)
-_HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -227,7 +223,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(errors.headers_too_large(most))
             return len(data)
         head = partial + part
-        line = _REQUEST_LINE.match(head) if end >= 0 else None
+        line = REQUEST_LINE.match(head) if end >= 0 else None
         if line is not None:
             self._http_10 = line[1] == b"0"
             self._partial = b""
@@ -315,7 +311,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._disarm()
-        self._check_host()
+        self.headers = with_one_host(self.headers, self.url, http_10=self._http_10)
         if self._coding is not None:
             if self._http_10 or self._length or self._coding.strip(b" \t").lower() != b"chunked":
                 raise errors.invalid_request("The length of this request's body is unclear.")
@@ -332,23 +328,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = False
         if self.retiring:
             self.cycle.keep_alive = False
-
-    def _check_host(self) -> None:
-        """Raise GatewayError 400 unless one name was asked, which is then the `Host` field."""
-        names = [value for name, value in self.headers if name == b"host"]
-        if len(names) > 1:
-            raise errors.invalid_request("The request has more than one 'Host' header.")
-        if not names and not self._http_10:
-            raise errors.invalid_request("The request has no 'Host' header.")
-        if names and not _HOST.fullmatch(names[0]):
-            raise errors.invalid_request("The 'Host' header is not a host name.")
-        if not self.url.startswith(b"/") and self.url != b"*":
-            # RFC 9112, section 3.2.2: what stands in the request line counts.
-            target = _TARGET_HOST.match(self.url)
-            if target is None or not _HOST.fullmatch(target[1]):
-                raise errors.invalid_request("The request line names no host name.")
-            self.headers = [field for field in self.headers if field[0] != b"host"]
-            self.headers.append((b"host", target[1]))
 
     def retire(self) -> None:
         """Let the request that is served be the last; an idle connection has one more."""
