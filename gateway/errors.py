@@ -163,6 +163,26 @@ def model_not_allowed(model: str) -> GatewayError:
     )
 
 
+def host_not_allowed(host: str) -> GatewayError:
+    """403: a request without a key asked by a name that is not the listener's."""
+    return GatewayError(
+        403,
+        "host_not_allowed",
+        f"Without an API key this gateway is not asked by the host '{_echoed(host)}': ask by "
+        "localhost or its address, add the name to listen.hosts in the settings, or use a key.",
+    )
+
+
+def origin_not_allowed(origin: str) -> GatewayError:
+    """403: a web page of another origin posted without a key."""
+    return GatewayError(
+        403,
+        "origin_not_allowed",
+        f"Pages of '{_echoed(origin)}' may not ask this gateway without an API key: add the "
+        "origin to cors.origins in the settings, or use a key.",
+    )
+
+
 def model_not_found(model: str, known: list[str]) -> GatewayError:
     """404: no node in the inventory serves this name, now or when last seen."""
     some = ", ".join(f"'{name}'" for name in known[:8])
@@ -211,6 +231,21 @@ def body_too_large(limit: int) -> GatewayError:
 def headers_too_large(limit: int) -> GatewayError:
     """431: `limit` is in bytes."""
     return GatewayError(431, "headers_too_large", f"The headers are larger than {limit} bytes.")
+
+
+def too_many_headers(most: int) -> GatewayError:
+    """431: `most` is how many fields a head may have."""
+    return GatewayError(431, "headers_too_large", f"There are more than {most} header fields.")
+
+
+def compressed_body() -> GatewayError:
+    """415: the body has a `Content-Encoding`."""
+    return GatewayError(
+        415,
+        "unsupported_media_type",
+        "A compressed body is not understood: send it plain, without 'Content-Encoding'.",
+        retryable=False,
+    )
 
 
 def queue_full(message: str, retry_after: float) -> GatewayError:

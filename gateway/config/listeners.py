@@ -64,6 +64,19 @@ class ListenSettings(ConfigModel):
         ),
         Kind("list of networks"),
     ] = ()
+    hosts: Annotated[
+        tuple[Host, ...],
+        BeforeValidator(one_or_many),
+        Field(
+            description=(
+                "Further names by which requests without a key may ask. On a loopback address "
+                "without `trusted_proxies` they are refused with another `Host` than that of "
+                "loopback, so that no web page reaches the gateway through a browser; elsewhere "
+                "only where this is set."
+            )
+        ),
+        Kind("list of host names"),
+    ] = ()
     expose_node: Annotated[
         bool | None,
         Field(

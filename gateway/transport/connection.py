@@ -257,8 +257,9 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def _learn(self, data: bytes) -> None:
-        """Know the head of this reply when it comes again."""
-        if self.complete and self.status == 200 and self.reusable and not self._bodyless:
+        """Know the head of this reply when it comes again; an interim reply's is none."""
+        whole = self.complete and self.reusable and not self._bodyless
+        if whole and self.status == 200 and data.startswith(b" 200 ", len(b"HTTP/1.1")):
             self._known = KnownHead.of(data)
             self._known_headers = [f for f in self.headers if f[0] != b"content-length"]
 

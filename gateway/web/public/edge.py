@@ -44,7 +44,7 @@ from gateway.web.public.heads import (
     tag_of,
 )
 from gateway.web.public.heartbeat import PROGRESS_EVERY, Heartbeat
-from gateway.web.public.origins import allowed_origin
+from gateway.web.public.origins import PageRules, allowed_origin
 from gateway.web.public.preamble import Preamble, understood
 from gateway.web.public.turn import Turn
 
@@ -60,6 +60,8 @@ class Snapshot:
     loopback: bool
     """Whether the listener can be reached from this machine alone."""
     door: Door
+    pages: PageRules | None
+    """What callers without a key are held to."""
 
     @classmethod
     def of(cls, settings: Settings, *, loopback: bool, before: Door = OPEN) -> Snapshot:
@@ -81,6 +83,7 @@ class Snapshot:
             ),
             loopback=loopback,
             door=before.after(keys=keys, allow_anonymous=anonymous),
+            pages=PageRules.of(settings, loopback=loopback),
         )
 
 
@@ -193,6 +196,8 @@ class _Exchange:
                 loopback=snapshot.loopback,
                 closed=snapshot.door.closed,
             )
+            if snapshot.pages is not None and preamble.caller.anonymous:
+                snapshot.pages.check(turn.headers, turn.own_address, posts=True)
             memory.headers, memory.version, memory.preamble = turn.headers, snapshot, preamble
             memory.tag = tag_of(turn.headers)
         self.record.caller = preamble.caller.id

@@ -74,8 +74,8 @@ def understood(
     )
     progress = False
     for name, value in headers:
-        if name == b"content-encoding" and value.lower() != b"identity":
-            raise errors.invalid_request("A compressed body is not understood; send it plain.")
+        if name == b"content-encoding" and value.strip().lower() not in _PLAIN:
+            raise errors.compressed_body()
         if name == b"x-gateway-progress":
             progress = value.strip().lower() in _YES
     party = naming.party(headers, caller)
@@ -100,6 +100,7 @@ def exposes_nodes(headers: Headers, settings: Settings, *, loopback: bool) -> bo
     return is_local(headers, loopback_listener=loopback, trusted_proxies=listen.trusted_proxies)
 
 
+_PLAIN = frozenset({b"", b"identity"})
 _YES = frozenset({b"1", b"true", b"yes", b"on"})
 
 

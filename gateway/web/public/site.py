@@ -115,6 +115,10 @@ class _Site:
             trusted_proxies=snapshot.settings.listen.trusted_proxies,
             closed=snapshot.door.closed,
         )
+        if snapshot.pages is not None and caller.anonymous:
+            server = request.scope.get("server")
+            own_address = server[0] if server else None
+            snapshot.pages.check(request.scope["headers"], own_address, posts=False)
         if not self.edge.fleet.probed.is_set():
             raise errors.starting("The nodes are being asked what they serve.")
         return Catalogue(self.edge.fleet, snapshot.rules.names, caller)
