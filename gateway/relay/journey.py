@@ -19,7 +19,7 @@ from gateway.relay.continuation import exact
 from gateway.relay.continuation.carrier import Carrier
 from gateway.relay.continuation.said import READERS, SoFar
 from gateway.relay.dialects import Dialect
-from gateway.relay.live import Ended, Live, Moved
+from gateway.relay.live import Doubt, Ended, Live, Moved
 from gateway.relay.reply import Lost, Reply, Rest, as_error, may_go_on
 from gateway.relay.routes import ROUTES
 from gateway.relay.settle import Settler
@@ -28,7 +28,14 @@ from gateway.relay.verdict import Verdict
 from gateway.relay.watch import Watch
 from gateway.scheduling.mirror import ALIVE
 from gateway.scheduling.scheduler import Scheduler
-from gateway.transport.errors import ConnectFailed, Exhausted, Overdue, Reset, UpstreamError
+from gateway.transport.errors import (
+    ConnectFailed,
+    ConnectTimedOut,
+    Exhausted,
+    Overdue,
+    Reset,
+    UpstreamError,
+)
 
 JSON = b"content-type: application/json; charset=utf-8\r\n"
 
@@ -71,8 +78,8 @@ class Journey:
         self._means = means
         self._live = live
         self._dialect: Dialect = ROUTES[live.request.path].dialect
-        self._erring: list[tuple[Lease, int]] = []
-        """Attempts that ended with a server error, whoever is to blame for it."""
+        self._erring: list[int] = []
+        """Server errors that attempts ended with, whoever is to blame for them."""
         self._settler = means.settler
         self._crossed = False
         self._so_far: SoFar | None = None
@@ -181,8 +188,8 @@ class Journey:
 
     def _answered(self, attempt: Attempt) -> Reply:
         """The node answers in one piece: from here on nothing can be repeated."""
-        if self._erring:
-            self._blame_the_others()
+        if self._live.doubts:
+            self._settler.answered(self._live, wholly=False)
         headers = attempt.fields
         if attempt.complete:
             content = attempt.content
@@ -193,8 +200,9 @@ class Journey:
 
     def _streams(self, attempt: Attempt, model: str) -> Rest:
         """The node streams its answer, and the first of it is here."""
-        self._blame_the_others()
         live, settings = self._live, self._means.settings
+        if live.doubts:
+            self._settler.answered(live, wholly=False)
         if live.request.stream:
             live.record.ttft = self._means.clock() - live.request.received
         rest = Rest(attempt, live, self._dialect, self._settler)
@@ -252,11 +260,6 @@ class Journey:
             return True
         return self._means.scheduler.elsewhere(self._live.request, attempt.lease.node)
 
-    def _blame_the_others(self) -> None:
-        """Another node has answered what they failed."""
-        for lease, _ in self._erring:
-            self._means.fleet.failed(lease.node, self._means.clock(), lease.taken)
-
     def _judged(self, attempt: Attempt) -> Reply:
         """An error of the node's: whose it is, and whether another node may know better."""
         status, content = attempt.status, attempt.content
@@ -289,13 +292,12 @@ class Journey:
                 # No failure: it is how such an endpoint shows its limit.
                 fleet.overloaded(lease, now, verdict.retry_after(attempt.headers, time.time()))
             elif status in {502, 503, 504}:
-                fleet.failed(node, now, lease.taken)
+                self._settler.doubt(self._live, lease, now, begun=False)
             raise AttemptFailed(errors.node_failed(f"Every node tried failed ({status})."))
-        if any(status == earlier for _, earlier in self._erring):
+        if status in self._erring or not self._means.scheduler.elsewhere(request, node):
             return answer
-        if not self._means.scheduler.elsewhere(request, node):
-            return answer
-        self._erring.append((lease, status))
+        self._erring.append(status)
+        self._live.doubts.append(Doubt(lease, counted=False))
         raise AttemptFailed(errors.node_failed("Every node tried failed."), answer=answer)
 
     def _overflow(self, content: bytes, lease: Lease) -> Exception:
@@ -324,14 +326,15 @@ class Journey:
         if isinstance(failure, Exhausted):
             return AttemptFailed(as_error(failure))
         out_of_time = isinstance(failure, Overdue) and failure.limit == "total"
-        if not out_of_time or request.deadline is None:
-            self._means.fleet.failed(node, self._means.clock(), attempt.lease.taken)
+        now = self._means.clock()
+        if isinstance(failure, ConnectFailed | ConnectTimedOut):
+            self._means.fleet.failed(node, now, attempt.lease.taken)
+        elif not out_of_time or (request.deadline is None and attempt.lease.last_moved is None):
+            self._settler.doubt(self._live, attempt.lease, now, begun=False)
         if isinstance(failure, ConnectFailed):
             self._means.fleet.unreachable(node, str(failure))
         if isinstance(failure, Reset):
-            self._settler.quarantine.died(
-                request, node.name, attempt.lease.taken, self._means.clock()
-            )
+            self._settler.quarantine.died(request, node.name, attempt.lease.taken, now)
             if (refusal := self._quarantined()) is not None:
                 return refusal
         return AttemptFailed(as_error(failure), again=not out_of_time)
