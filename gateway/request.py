@@ -93,6 +93,8 @@ class Request:
     """Whether its plain answer may be made of a stream's events."""
     vision: bool = False
     slots: int = 1
+    probabilities: bool = False
+    """Whether the answer tells those of tokens that might have been."""
     prompt_tokens: int = 0
     """An estimate that would rather be too low; tokens."""
     max_tokens: int | None = None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import msgspec
+
 from gateway.config.settings import Settings
 from gateway.fleet.lease import Lease
-from gateway.relay import fields, sse
+from gateway.relay import fields, sampling, sse
 from gateway.relay.continuation.seam import Seam
 from gateway.relay.dialects import Dialect, Part
 from gateway.relay.promised import check_plain, is_event_stream
@@ -24,8 +26,18 @@ ERROR_BYTES = 256 * 1024
 ENDING_BYTES = 4 * 1024
 """Of a stream's end so much is looked at, and the whole of the event that reaches beyond it."""
 
+JSON_ALONE: Headers = [(b"content-type", b"application/json")]
+"""The head's fields, where what the node said is told in our words."""
+
 Write = Callable[[bytes], bool]
 """Sends bytes to the client, and tells whether it lags."""
+
+
+def _too_long(status: int) -> bytes:
+    """What stands for an error of a node's that nobody can read to its end."""
+    message = f"The node answered {status}, with an error of more than {ERROR_BYTES} bytes."
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})
 
 
 class Attempt:
@@ -167,13 +179,22 @@ class Attempt:
         self.headers = connection.headers
         if self.status >= 300:
             self.content = await self._all(ERROR_BYTES)
+            if not connection.complete:
+                self.headers = JSON_ALONE
+                self.content = _too_long(self.status)
         elif self.lease.stream and is_event_stream(self.headers):
             self.lease.head_came(self._clock())
             self.streams = True
-            self._gate = EventGate(
-                limits.event_bytes, self.dialect.usual, comments=self._settings.heartbeat > 0
+            most = sampling.largest_event(
+                len(body), limits, probabilities=self.request.probabilities
             )
-            self.content = await self._first_content(limits.event_bytes)
+            self._gate = EventGate(
+                most,
+                self.dialect.usual,
+                comments=self._settings.heartbeat > 0,
+                ceiling=limits.response_bytes,
+            )
+            self.content = await self._first_content(most)
         elif connection.complete:
             self.content = connection.take()
         else:
@@ -381,7 +402,7 @@ class Attempt:
         """An error in place of the first content: the same as a reply with its status."""
         self.status = status_of(error)
         self.streams = False
-        self.headers = [(b"content-type", b"application/json")]
+        self.headers = JSON_ALONE
         return as_body(error)
 
     async def _all(self, most: int) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from gateway.config.routing import ModelRule
+from gateway.relay import sampling
 from gateway.relay.peek import NOTHING, Number, Peek
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -54,6 +55,10 @@ def needed(
         edit["n_probs"] = n_probs
     if peeked.top_logprobs is not None and peeked.top_logprobs > n_probs:
         edit["top_logprobs"] = n_probs
+    if peeked.logprobs is not NOTHING:
+        asked = sampling.logprobs(peeked.logprobs)
+        if asked is not None and asked > n_probs:
+            edit["logprobs"] = n_probs
     if cap is not None and length_field is not None:
         present = {name: getattr(peeked, name) for name in _LENGTHS}
         for name, value in present.items():

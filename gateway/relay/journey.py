@@ -236,9 +236,9 @@ class Journey:
                 if chunk is not None:
                     collected.add(chunk)
                 if collected.full:
-                    raise AttemptFailed(
-                        errors.node_failed(f"The answer is too long ({most} bytes).")
-                    )
+                    # It would be so on any node.
+                    error = errors.node_failed(f"The answer is too long ({most} bytes).")
+                    raise AttemptFailed(error, again=False)
             content = collected.answer(live.request.path, live.request.bodies[model])
         except Lost as lost:
             live.request.failed |= {attempt.lease.node.name}

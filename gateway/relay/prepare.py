@@ -11,7 +11,7 @@ import msgspec
 from gateway import errors
 from gateway.config.listeners import LimitSettings
 from gateway.fleet.catalogue import Catalogue
-from gateway.relay import assembly, edits, grammar, peek
+from gateway.relay import assembly, edits, grammar, peek, sampling
 from gateway.relay.fingerprint import fingerprint
 from gateway.relay.naming import Names
 from gateway.relay.routes import Route
@@ -66,6 +66,8 @@ def prepare(
         raise errors.invalid_request(f"The body is nested deeper than {limits.json_depth} levels.")
     if route.streams and grammar.is_bound(peeked):
         grammar.check(peeked, levels, limits)
+    if route.streams:
+        sampling.check(peeked, limits)
     model = _model(peeked.model, rules, incoming.caller, catalogue)
     meanings = rules.names.meanings(model)
     vision = peek.may_link(body) and _checked_media(body, limits.media_hosts)
@@ -112,6 +114,7 @@ def prepare(
     request.writes = route.streams
     if route.streams:
         request.stream = bool(peeked.stream)
+        request.probabilities = sampling.tells_probabilities(peeked)
         if not request.stream:
             request.assembled = assembly.fits(route.path, body, peeked.messages, slots)
         request.max_tokens = _max_tokens(peeked)
