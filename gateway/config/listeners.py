@@ -301,7 +301,9 @@ class LimitSettings(ConfigModel):
     ] = 64
     stop_bytes: Annotated[
         Size,
-        Field(description="Largest `stop` (or `stop_sequences`), all its texts together; above it, 400."),
+        Field(
+            description="Largest `stop` (or `stop_sequences`), all its texts together; above it, 400."
+        ),
     ] = 4096
     logit_bias_bytes: Annotated[
         Size, Field(description="Largest `logit_bias` and `response_fields`; above it, 400.")

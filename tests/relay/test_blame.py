@@ -58,10 +58,8 @@ async def test_one_caller_ejects_no_node(
             server.faults.set(kind, **options)
         for turn in range(10):
             path = list(BODIES)[turn % 2]
-            try:
-                await house.stream(path, user=str(turn))
-            except Exception as error:  # noqa: BLE001 - how it ends is not the question
-                assert "timeout" not in type(error).__name__.lower()
+            reply = await house.stream(path, user=str(turn))
+            assert reply.status >= 500 or reply.errors
         for server in servers:
             server.faults.clear()
         nodes = [house.node(name) for name in house.servers]

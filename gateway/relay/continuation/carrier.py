@@ -270,9 +270,7 @@ class Carrier:
         else:
             self._means.settler.doubt(self._live, lease, now, begun=True)
         if failure.outcome == Reset.outcome:
-            self._means.settler.quarantine.died(
-                self._live.request, node.name, lease.taken, now
-            )
+            self._means.settler.quarantine.died(self._live.request, node.name, lease.taken, now)
         if isinstance(failure, ConnectFailed):
             fleet.unreachable(node, str(failure))
 
