@@ -102,6 +102,8 @@ class Request:
     """Only llama.cpp's own server knows the path."""
     deadline: float | None = None
     """When the client stops waiting for the whole answer."""
+    own_timer: bool = False
+    """Whether it does so by a timer of its own, and needn't be told in that moment."""
     failed: AbstractSet[str] = frozenset()
     """Nodes that failed this request: others go first."""
     refused: AbstractSet[str] = frozenset()

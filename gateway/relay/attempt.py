@@ -15,10 +15,11 @@ from gateway.relay.dialects import Dialect, Part
 from gateway.relay.promised import check_plain, is_event_stream
 from gateway.relay.sse import EventGate
 from gateway.relay.verdict import as_body, message_of, status_of
-from gateway.relay.watch import Limits, Watch, limits_of
+from gateway.relay.watch import Limits, Watch, limits_of, out_of_time
 from gateway.request import Headers, Request
 from gateway.transport.connection import Connection
-from gateway.transport.errors import Errored, Garbage, Stale, UpstreamError
+from gateway.transport.errors import ConnectTimedOut, Errored, Garbage, Stale, UpstreamError
+from gateway.transport.pool import Pool
 
 ERROR_BYTES = 256 * 1024
 """Of an error's body no more is read."""
@@ -352,7 +353,7 @@ class Attempt:
         """Send on an idle connection if there is one; one that was stale is no attempt."""
         pool = self.lease.upstream.pool
         while True:
-            connection = pool.idle() or await pool.connect(self.patience)
+            connection = pool.idle() or await self._connected(pool)
             if self.failure is not None:
                 connection.close()
                 raise self.failure
@@ -360,6 +361,9 @@ class Attempt:
             if not self.sent:
                 self.sent = self._clock()
                 self._watch.add(self)
+                deadline = self.request.deadline
+                if deadline is not None and not self.request.own_timer:
+                    self._watch.add_deadline(self, deadline)
             self._sent = True
             connection.send(data, body)
             try:
@@ -371,6 +375,19 @@ class Attempt:
                 self._sent = False
             else:
                 return connection
+
+    async def _connected(self, pool: Pool) -> Connection:
+        """A new connection. Raises: UpstreamError, and blames no node for a client's deadline."""
+        patience, deadline = self.patience, self.request.deadline
+        if deadline is None:
+            return await pool.connect(patience)
+        left = max(0.0, deadline - self._clock())
+        try:
+            return await pool.connect(min(patience, left))
+        except ConnectTimedOut:
+            if left < patience:
+                raise out_of_time() from None
+            raise
 
     async def _first_content(self, most: int) -> bytes:
         """All events up to the first with content. Raises: UpstreamError."""

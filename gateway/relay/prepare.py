@@ -50,6 +50,8 @@ class Incoming:
     party: str = ""
     """Whom the queue is fair to; empty: the caller."""
     session: str | None = None
+    own_timer: bool = False
+    """Whether `patience` is what the client tells of a timer of its own."""
 
 
 def prepare(
@@ -111,6 +113,7 @@ def prepare(
     request.native = route.native
     if incoming.patience is not None:
         request.deadline = incoming.received + incoming.patience
+        request.own_timer = incoming.own_timer
     request.writes = route.streams
     if route.streams:
         request.stream = bool(peeked.stream)
