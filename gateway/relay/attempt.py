@@ -309,7 +309,8 @@ class Attempt:
         for event in sse.split(passed):
             if mark and mark in event:
                 data = sse.payload(event)
-                self.fail(Errored(message_of(data) or "The node failed in the middle of it"))
+                said = message_of(data) or "The node failed in the middle of it"
+                self.fail(Errored(said, status_of(data)))
                 break
             kept.append(event)
             if ends and dialect.is_end(event):

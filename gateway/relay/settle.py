@@ -22,8 +22,9 @@ from gateway.transport.errors import Reset
 BLAMELESS = frozenset({"client_closed", "cancelled"})
 """Outcomes that say nothing about the node: the client left, or we ended it."""
 
-_SAY_NOTHING = frozenset({"moved", "total_timeout"})
-"""Likewise: it was taken away from the node, or was so long an answer that its time was over."""
+_SAY_NOTHING = frozenset({"moved", "total_timeout", "request_error"})
+"""Likewise: it was taken away from the node, was so long an answer that its time was over, or is
+nothing that any node would answer."""
 
 EDGE_BYTES = 8 * 1024
 """`usage` stands within so many bytes of an answer's beginning (embeddings) or end (the rest)."""

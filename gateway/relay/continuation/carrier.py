@@ -259,7 +259,7 @@ class Carrier:
         return head, data
 
     def _blame(self, attempt: Attempt, failure: UpstreamError) -> None:
-        if isinstance(failure, Refused) or failure.outcome in {"cancelled", "moved", "exhausted"}:
+        if isinstance(failure, Refused) or failure.outcome in _BLAMELESS:
             return
         if _out_of_time(failure) and self._live.request.deadline is not None:
             return  # its client would not wait longer
@@ -273,6 +273,9 @@ class Carrier:
             self._means.settler.quarantine.died(self._live.request, node.name, lease.taken, now)
         if isinstance(failure, ConnectFailed):
             fleet.unreachable(node, str(failure))
+
+
+_BLAMELESS = frozenset({"cancelled", "moved", "exhausted", "request_error"})
 
 
 def _out_of_time(failure: UpstreamError) -> bool:

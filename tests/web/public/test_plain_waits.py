@@ -29,7 +29,7 @@ PLAIN: dict[str, Any] = {"health": {"interval": 0.2}}
 @pytest.mark.parametrize("slow", ["to answer", "to connect", "to come free"])
 @in_virtual_time
 async def test_a_plain_request_lasts_as_long_as_its_client_says(
-    tmp_path: Path, slow: str, late: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str, late: float
 ) -> None:
     """An official client has a timer of its own, which is to end the request before we do."""
     field = "X-Stainless-Read-Timeout" if late else "X-Request-Timeout"
@@ -41,8 +41,10 @@ async def test_a_plain_request_lasts_as_long_as_its_client_says(
             first = asyncio.create_task(gate.chat(max_tokens=9))
             await until(lambda: gate.node.busy == 1)
         if slow == "to connect":
-            fleet.upstream.pool.close()
-            fleet.upstream.pool.connect = slowly  # type: ignore[method-assign]
+            pool = fleet.upstream.pool
+            while (idle := pool.idle()) is not None:
+                idle.close()
+            monkeypatch.setattr(pool, "connect", slowly)
         began = now()
         asked = asyncio.create_task(gate.chat(f"{field}: 0.3", "X-Stainless-Timeout: 600"))
         await until(lambda: now() - began >= 0.35)
@@ -56,6 +58,7 @@ async def test_a_plain_request_lasts_as_long_as_its_client_says(
         assert 0.3 + late <= now() - began < 0.36 + late
         assert (fleet.failures, fleet.circuit.suspects) == (0, set())
         gate.node.engine.decode_tps = 1e9
+        monkeypatch.undo()
         if first is not None:
             await first
 
