@@ -296,13 +296,17 @@ class LimitSettings(ConfigModel):
     n_probs: Annotated[
         CountOrZero,
         Field(
-            description="Largest `n_probs`, `top_logprobs` and numeric `logprobs`; lowered above it."
+            description=(
+                "Largest `n_probs`, `top_logprobs` and numeric `logprobs`; lowered above it."
+            )
         ),
     ] = 64
     stop_bytes: Annotated[
         Size,
         Field(
-            description="Largest `stop` (or `stop_sequences`), all its texts together; above it, 400."
+            description=(
+                "Largest `stop` (or `stop_sequences`), all its texts together; above it, 400."
+            )
         ),
     ] = 4096
     logit_bias_bytes: Annotated[

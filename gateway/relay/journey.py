@@ -26,6 +26,7 @@ from gateway.relay.settle import Settler
 from gateway.relay.values import object_of
 from gateway.relay.verdict import Verdict
 from gateway.relay.watch import Watch
+from gateway.request import Request
 from gateway.scheduling.mirror import ALIVE
 from gateway.scheduling.scheduler import Scheduler
 from gateway.transport.errors import (
@@ -54,6 +55,11 @@ class Means:
 
     def __post_init__(self) -> None:
         self.settler = Settler(self.fleet, self.scheduler, self.bus, self.clock)
+
+
+def _names_account(request: Request) -> bool:
+    """Whether its client names an organization or project, which may be what is refused."""
+    return b"\nopenai-" in b"\n" + request.fields
 
 
 class AttemptFailed(Exception):  # noqa: N818 - as `Overdue` and its like
@@ -279,7 +285,7 @@ class Journey:
             request.refused |= {node.name}
             if status == 501:
                 fleet.refuses(node, request.endpoint)
-            elif status == 401 and node.spec.kind == "openai":
+            elif status == 401 and node.spec.kind == "openai" and not _names_account(request):
                 # A llama.cpp server says so when it is asked what it is.
                 fleet.locked(node, request.path, status)
             raise AttemptFailed(

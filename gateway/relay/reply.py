@@ -14,7 +14,6 @@ from gateway.relay.live import Ended, Live, Moved
 from gateway.relay.settle import Settler
 from gateway.transport.errors import Errored, Overdue, UpstreamError
 
-
 _TOLD = {
     400: "invalid_request",
     413: "request_too_large",
@@ -181,7 +180,5 @@ def as_error(failure: UpstreamError | None) -> GatewayError:
     if isinstance(failure, Errored) and failure.status in _TOLD:
         status = failure.status
         wait = errors.UNHEARD_RETRY_AFTER if status in {429, 503, 529} else None
-        return GatewayError(
-            status, _TOLD[status], f"{failure}", retry_after=wait, retryable=False
-        )
+        return GatewayError(status, _TOLD[status], f"{failure}", retry_after=wait, retryable=False)
     return errors.node_failed(f"{failure}".rstrip(".") + ".")

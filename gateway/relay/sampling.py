@@ -18,7 +18,7 @@ from gateway.relay.values import UNREADABLE
 
 ECHO = 32
 """Bytes of one event that a byte of the request's body may become: a bias for each character of a
-text is 24 bytes (above), and a token of blanks that was sent as its id is up to 21 times as long."""
+text is 24 bytes (above), and blanks that were sent as a token's id are up to 21 times as long."""
 
 OPTION_BYTES = 1024
 """Largest `samplers` and `dry_sequence_breakers`: all samplers that llama.cpp has are 150 bytes."""

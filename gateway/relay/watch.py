@@ -121,7 +121,6 @@ class Watch:
                 self._watched.discard(attempt)
                 attempt.fail(failure)
 
-
     def _at_deadline(self, attempt: Watched) -> None:
         if attempt in self._watched and not attempt.complete:
             self._watched.discard(attempt)

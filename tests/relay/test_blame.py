@@ -65,9 +65,9 @@ async def test_one_caller_ejects_no_node(
         nodes = [house.node(name) for name in house.servers]
         assert [node.state for node in nodes] == [State.READY] * number
         assert [node.circuit.failures for node in nodes] == [0] * number
-        reply = await house.ask()
-        assert reply.status_code == 200
-        assert reply.headers["x-gateway-attempts"] == "1"
+        answer = await house.ask()
+        assert answer.status_code == 200
+        assert answer.headers["x-gateway-attempts"] == "1"
 
 
 @pytest.mark.parametrize(("kind", "options"), DEADLY)

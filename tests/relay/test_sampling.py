@@ -88,11 +88,26 @@ def test_an_event_may_be_larger_where_the_request_is() -> None:
     assert largest_event(100, limits, probabilities=False) == MIB + ECHO * 100
     assert largest_event(64 * MIB, limits, probabilities=False) == limits.response_bytes
     assert largest_event(100, limits, probabilities=True) == limits.response_bytes
-    asked = {"model": "demo", "prompt": "a"}
-    for more in ({"logprobs": True}, {"logprobs": 5}, {"n_probs": 1}, {"top_logprobs": 2}):
-        assert prepared({**asked, **more}, "/completion").probabilities
-    for more in ({"logprobs": False}, {"logprobs": None}, {"n_probs": 0}, {}):
-        assert not prepared({**asked, **more}, "/completion").probabilities
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "tells"),
+    [
+        ("logprobs", True, True),
+        ("logprobs", 5, True),
+        ("n_probs", 1, True),
+        ("top_logprobs", 2, True),
+        ("logprobs", False, False),
+        ("logprobs", None, False),
+        ("n_probs", 0, False),
+        ("stop", "a", False),
+    ],
+)
+def test_a_request_that_asks_for_probabilities_is_known(
+    field: str, value: object, tells: bool
+) -> None:
+    body = {"model": "demo", "prompt": "a", field: value}
+    assert prepared(body, "/completion").probabilities is tells
 
 
 def test_an_event_may_be_larger_after_many() -> None:
