@@ -195,7 +195,7 @@ class Journey:
     def _answered(self, attempt: Attempt) -> Reply:
         """The node answers in one piece: from here on nothing can be repeated."""
         if self._live.doubts:
-            self._settler.answered(self._live, wholly=False)
+            self._settler.answered(self._live, attempt.lease.node, wholly=False)
         headers = attempt.fields
         if attempt.complete:
             content = attempt.content
@@ -208,7 +208,7 @@ class Journey:
         """The node streams its answer, and the first of it is here."""
         live, settings = self._live, self._means.settings
         if live.doubts:
-            self._settler.answered(live, wholly=False)
+            self._settler.answered(live, attempt.lease.node, wholly=False)
         if live.request.stream:
             live.record.ttft = self._means.clock() - live.request.received
         rest = Rest(attempt, live, self._dialect, self._settler)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from gateway.events import AttemptEnded, Bus, RequestFinished
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.lease import Lease
+from gateway.fleet.node import Node
 from gateway.relay import sse
 from gateway.relay.attempt import Attempt
 from gateway.relay.continuation.seam import Seam
@@ -53,7 +54,7 @@ class Settler:
         lease = attempt.lease
         self.fleet.succeeded(lease.node, now, lease.taken)
         if live.doubts:
-            self.answered(live, wholly=True)
+            self.answered(live, lease.node, wholly=True)
         self.quarantine.lived(live.request)
         if not attempt.streams:
             attempt.content = b""  # it is on its way, and need not wait for the accounts
@@ -85,16 +86,17 @@ class Settler:
         self.fleet.failed(lease.node, now, lease.taken, caller=caller, certain=False)
         live.doubts.append(Doubt(lease, begun))
 
-    def answered(self, live: Live, *, wholly: bool) -> None:
-        """A node answers what others have failed: `wholly`, or as far as its first content."""
+    def answered(self, live: Live, node: Node, *, wholly: bool) -> None:
+        """This node answers what others have failed: `wholly`, or as far as its first content."""
         now, caller = self.clock(), live.request.caller.id
         left = []
         for doubt in live.doubts:
             if doubt.begun and not wholly:
                 left.append(doubt)
                 continue
-            lease = doubt.lease
-            self.fleet.failed(lease.node, now, lease.taken, caller=caller, counted=doubt.counted)
+            lease, counted = doubt.lease, doubt.counted
+            if lease.node is not node:
+                self.fleet.failed(lease.node, now, lease.taken, caller=caller, counted=counted)
         live.doubts = left
 
     def tell(self, live: Live, attempt: Attempt, outcome: str) -> None:

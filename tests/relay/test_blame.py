@@ -120,3 +120,14 @@ async def test_an_answer_as_long_as_its_time_blames_nobody(tmp_path: Path) -> No
             assert [error["code"] for error in reply.errors] == ["node_timeout"]
         assert house.node("a").circuit.failures == 0
         assert house.node("a").circuit.suspects == set()
+
+
+@in_virtual_time
+async def test_a_node_that_answers_the_second_time_is_not_to_blame(tmp_path: Path) -> None:
+    server = EmulatedNode(answer_tokens=8)
+    async with a_house(tmp_path, server, **CALM) as house:
+        for _ in range(6):
+            server.faults.next("reset")
+            assert (await house.stream()).errors == []
+        circuit = house.node("a").circuit
+        assert (circuit.failures, circuit.suspects) == (0, set())
