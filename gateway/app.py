@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 import subprocess
 import time
@@ -37,6 +38,7 @@ from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.standby import Standby
 from gateway.succession import Inheritance, SuccessionFailed, legacy, start_successor
 from gateway.systemd import Notifier
+from gateway.transport.names import Names
 from gateway.transport.upstream import connect
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.control import Reloaded
@@ -94,8 +96,9 @@ class Gateway:
         self._notifier = Notifier()
         rng = rng or random.Random()
         self.bus = Bus(lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work))
+        self._names = Names()
         self.fleet = Fleet(
-            connect=connect,
+            connect=functools.partial(connect, names=self._names),
             health=settings.health,
             timeouts=settings.timeouts,
             bus=self.bus,
@@ -278,6 +281,7 @@ class Gateway:
         self.watch.close()
         self.scheduler.close()
         await self.fleet.aclose()
+        self._names.close()
         self.fleet.last_seen.save()
         self.bus.flush()
         log.info("ended")

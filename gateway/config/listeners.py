@@ -317,11 +317,34 @@ class LimitSettings(ConfigModel):
         Kind("number", "tokens"),
     ] = None
     n_probs: Annotated[
-        CountOrZero, Field(description="Largest `n_probs` and `top_logprobs`; lowered above it.")
+        CountOrZero,
+        Field(
+            description=(
+                "Largest `n_probs`, `top_logprobs` and numeric `logprobs`; lowered above it."
+            )
+        ),
     ] = 64
-    event_bytes: Annotated[Size, Field(description="Largest single event in a node's stream.")] = (
-        MIB
-    )
+    stop_bytes: Annotated[
+        Size,
+        Field(
+            description=(
+                "Largest `stop` (or `stop_sequences`), all its texts together; above it, 400."
+            )
+        ),
+    ] = 4096
+    logit_bias_bytes: Annotated[
+        Size, Field(description="Largest `logit_bias` and `response_fields`; above it, 400.")
+    ] = 64 << 10
+    event_bytes: Annotated[
+        Size,
+        Field(
+            description=(
+                "Largest single event in a node's stream, beside 32 bytes for each byte of the "
+                "request's body and 1 KiB for each event before, up to `response_bytes`. Where "
+                "a request asks for probabilities: `response_bytes`."
+            )
+        ),
+    ] = MIB
     response_bytes: Annotated[
         Size,
         Field(description="Largest plain answer that is held back while it may still be retried."),

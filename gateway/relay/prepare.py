@@ -13,7 +13,7 @@ from gateway import errors
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL
 from gateway.fleet.catalogue import Catalogue
-from gateway.relay import assembly, edits, grammar, peek, prompts
+from gateway.relay import assembly, edits, grammar, peek, prompts, sampling
 from gateway.relay.fingerprint import fingerprint, fingerprint_large
 from gateway.relay.large import LARGE, Body, read_large
 from gateway.relay.naming import Names
@@ -53,6 +53,8 @@ class Incoming:
     party: str = ""
     """Whom the queue is fair to; empty: the caller."""
     session: str | None = None
+    own_timer: bool = False
+    """Whether `patience` is what the client tells of a timer of its own."""
 
 
 def prepare(
@@ -67,6 +69,8 @@ def prepare(
     levels, vision = _looked_at(body, limits, route.prompt)
     if grammar.is_bound(peeked):
         grammar.check(peeked, levels, limits)
+    if route.streams:
+        sampling.check(peeked, limits)
     model = _model(peeked.model, rules, incoming.caller, catalogue)
     meanings = rules.names.meanings(model)
     if model == CATCH_ALL:
@@ -114,10 +118,12 @@ def prepare(
     request.native = route.native
     if incoming.patience is not None:
         request.deadline = incoming.received + incoming.patience
+        request.own_timer = incoming.own_timer
     request.writes = route.streams
     if route.streams:
         request.several = _several(incoming, peeked, priority, rules, catalogue)
         request.stream = bool(peeked.stream)
+        request.probabilities = sampling.tells_probabilities(peeked)
         if not request.stream:
             request.assembled = assembly.fits(route.path, body, peeked.messages, slots)
         request.max_tokens = _max_tokens(peeked)

@@ -29,6 +29,7 @@ from gateway.relay.relay import Relay
 from gateway.relay.reply import Remainder, Reply
 from gateway.relay.routes import Route, is_editing
 from gateway.relay.volatile import Volatile
+from gateway.request import Request
 from gateway.scheduling.latest import Latest
 from gateway.transport.errors import UpstreamError
 from gateway.transport.taskless import in_task
@@ -171,6 +172,9 @@ class _Exchange:
             else:
                 await self._pass_on(self._reply, self._reply.rest)
         except GatewayError as error:
+            self.record.code, self.record.reason = error.status, error.code
+            if self._live is not None and self._live.request.own_timer:
+                await self._let_it_time_out(self._live.request)
             self.refuse(error)
         except (ClientClosed, asyncio.CancelledError):
             record.code, record.reason = 499, "client_closed"
@@ -255,19 +259,21 @@ class _Exchange:
             tier if isinstance(tier, str) else None,
             preamble.caller,
         )
+        patience, own_timer = preamble.plain_patience, preamble.own_timer
+        if peeked.stream or self._snapshot.settings.heartbeat_plain:
+            patience, own_timer = preamble.patience, False
         incoming = Incoming(
             self.request_id,
             record.id,
             self._route,
             preamble.fields,
-            preamble.patience
-            if peeked.stream or self._snapshot.settings.heartbeat_plain
-            else preamble.plain_patience,
+            patience,
             body,
             preamble.caller,
             self.received,
             preamble.party,
             preamble.session,
+            own_timer,
         )
         catalogue = edge.fleet.catalogue
         made = prepare_form if self._route.form else prepare
@@ -344,6 +350,17 @@ class _Exchange:
         if turn.lags and attempt.failure is None:
             attempt.on_fail = turn.hurry
             await turn.drained()
+
+    async def _let_it_time_out(self, request: Request) -> None:
+        """Past the deadline of an official client, its own timer is to end the request.
+
+        An error in that very moment it would take for the gateway's, and ask again.
+        """
+        assert request.deadline is not None
+        now = self._edge.clock()
+        if now >= request.deadline - SAME_MOMENT:
+            await in_task()
+            await asyncio.sleep(request.deadline + LINGERS + SAME_MOMENT - now)
 
     def refuse(self, error: GatewayError) -> None:
         """End with an error: a reply of its own, or an event if the stream has begun."""
@@ -444,6 +461,12 @@ class _Exchange:
         else:
             turn.begin(200, lines + self._own_fields(known=False), beat)
 
+
+SAME_MOMENT = 0.01
+"""Seconds by which a timer may be early."""
+
+LINGERS = 2.0
+"""Seconds past its deadline before an official client is told that its time is over."""
 
 IN_TIME = 0.01
 """Part of its interval by which a sign of life may come before its time."""

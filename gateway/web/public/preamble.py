@@ -29,6 +29,8 @@ class Preamble:
     """`X-Request-Timeout`: seconds the client will wait for the whole answer."""
     plain_patience: float | None
     """The same for a plain answer, where official clients tell what they will wait."""
+    own_timer: bool
+    """Whether `plain_patience` is what such a client tells of a timer of its own."""
     fields: bytes
     """The lines that are passed on to a node."""
     progress: bool
@@ -79,13 +81,17 @@ def understood(
         if name == b"x-gateway-progress":
             progress = value.strip().lower() in _YES
     party = naming.party(headers, caller)
+    patience = _patience(headers)
+    of_client = _client_patience(headers)
+    own_timer = of_client is not None and (patience is None or of_client < patience)
     return Preamble(
         caller,
         party,
         naming.session(headers, party),
         asked_class(headers),
-        _patience(headers),
-        _plain_patience(headers),
+        patience,
+        of_client if own_timer else patience,
+        own_timer,
         to_node(headers, settings.headers.to_nodes),
         progress,
         local if listen.expose_node is None else listen.expose_node,
@@ -124,9 +130,9 @@ _SDK_TIMEOUTS = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout"})
 """What the official clients of OpenAI and Anthropic tell of themselves, in seconds."""
 
 
-def _plain_patience(headers: Headers) -> float | None:
-    """The shortest time that the client names; what is no time is none of our business."""
-    found = _patience(headers)
+def _client_patience(headers: Headers) -> float | None:
+    """The shortest time that an official client names; what is none is none of our business."""
+    found: float | None = None
     for name, value in headers:
         if name in _SDK_TIMEOUTS:
             try:
