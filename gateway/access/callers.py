@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from gateway import errors
 from gateway.access.keys import KeyRing, presented
+from gateway.access.parties import network_of
 from gateway.request import Caller, Headers, Priority
 
 IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -50,7 +51,7 @@ def caller_of(
         raise errors.invalid_api_key()
     best = Priority.URGENT if loopback_listener else Priority.NORMAL
     address = address_of(headers, client_address, trusted_proxies)
-    return _anonymous(address, best, loopback_listener)
+    return _anonymous(network_of(address), best, loopback_listener)
 
 
 @lru_cache(maxsize=1024)
