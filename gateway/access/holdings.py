@@ -13,15 +13,29 @@ is divided among them by the same rule: to name many users is not worth more tha
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
 
 RESERVE = 8
 """One part in so many is the reserve. A resource of fewer units has none."""
 
+ASKED = 16
+"""Callers that are asked to yield to one request, at most: the largest."""
+
 
 def usual(limit: int) -> int:
     """How much of `limit` may be taken while nobody has to yield."""
     return limit - limit // RESERVE
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """What one request holds, and whose it is."""
+
+    caller: str
+    user: str
+    """Its party: the caller itself, or a user that it names."""
+    size: int = 0
 
 
 @dataclass(slots=True)
@@ -70,19 +84,25 @@ class Holdings:
         Callers that hold more than it would have; where its caller has its share already, the
         caller itself, if another of its users holds more than `user` would have.
         """
-        level = self.callers.get(caller, 0) + size
         if self.fits(caller, size, limit):
+            level = self.callers.get(caller, 0) + size
             found = [(held, other) for other, held in self.callers.items() if held > level]
-            return [other for _, other in sorted(found, reverse=True)]
-        return [caller] if self._larger_user(caller, size, user) else []
+            return [other for _, other in heapq.nlargest(ASKED, found)]
+        return [caller] if self.larger_user(caller, size, user) else []
 
-    def _larger_user(self, caller: str, size: int, user: str | None) -> bool:
+    def larger_user(
+        self, caller: str, size: int, user: str | None = None
+    ) -> tuple[str, str] | None:
+        """The user of this caller who holds most, if that is more than `user` would have."""
         users = self.users.get(caller)
         if not users:
-            return False
+            return None
         unnamed = self.callers[caller] - sum(users.values())
         own = unnamed if user is None or user == caller else users.get(user, 0)
-        return max(max(users.values()), unnamed) > own + size
+        largest = max(users, key=users.__getitem__)
+        if unnamed > users[largest]:
+            largest = caller
+        return (caller, largest) if max(unnamed, users.get(largest, 0)) > own + size else None
 
     def user_order(self, caller: str) -> list[str]:
         """The users of a caller, itself among them where it named none, the largest first."""

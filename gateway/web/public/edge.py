@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from gateway import errors
 from gateway.access.callers import address_of, priority_of
+from gateway.access.holdings import Share
 from gateway.access.keys import KeyRing
 from gateway.access.parties import NamingHeaders
 from gateway.config.settings import Settings
@@ -96,6 +97,15 @@ class Edge:
     _prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(4)}")
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
+    def __post_init__(self) -> None:
+        self.buffered.refuse_waiting = self._refuse_waiting
+
+    def _refuse_waiting(self, caller: str, user: str, error: GatewayError) -> Share | None:
+        """End the newest request of a user that waits for a slot; its body's share."""
+        request = self.relay.means.scheduler.refuse_newest(caller, user, error)
+        live = None if request is None else self.registry.find(request.id)
+        return None if live is None else live.body
+
     def serve(self, route: Route, turn: Turn) -> Awaitable[None]:
         """Serve one request to a routed path; cancelled when its client leaves."""
         return _Exchange(self, route, turn).serve()
@@ -109,7 +119,7 @@ class _Exchange:
     """One request and its reply."""
 
     __slots__ = (
-        "_body_size", "_edge", "_editing", "_heartbeat", "_live", "_reply", "_route", "_shown",
+        "_body", "_edge", "_editing", "_heartbeat", "_live", "_reply", "_route", "_shown",
         "_snapshot", "_turn", "received", "record", "request_id",
     )  # fmt: skip
 
@@ -125,7 +135,8 @@ class _Exchange:
         self._heartbeat: Heartbeat | None = None
         self._shown = 0.0
         """When it is known to have shown its client a sign of life."""
-        self._body_size = 0
+        self._body: Share | None = None
+        """Its part of the memory for bodies."""
         self.received = edge.clock()
         self.request_id = edge.next_id()
         memory, headers = turn.memory, turn.headers
@@ -138,10 +149,10 @@ class _Exchange:
         try:
             edge, settings = self._edge, self._snapshot.settings
             preamble = self._admitted()
-            body = take_body(self._turn, settings.limits, edge.buffered)
+            share = self._body = Share(preamble.caller.id, preamble.party)
+            body = take_body(self._turn, settings.limits, edge.buffered, share)
             if body is None:
-                body = await read_body(self._turn, settings.limits, edge.buffered)
-            self._body_size = len(body)
+                body = await read_body(self._turn, settings.limits, edge.buffered, share)
             live = self._live = self._prepared(preamble, body)
             edge.registry.add(live)
             if self._editing is not None:
@@ -219,7 +230,7 @@ class _Exchange:
                 break
         if is_editing(self._route, peeked) and self._snapshot.settings.queue.latest_wins:
             self._editing = request.session or self._whereabouts(request.party, request.model)
-        return Live(request, record)
+        return Live(request, record, body=self._body)
 
     def _whereabouts(self, party: str, model: str) -> str:
         """What stands for an editor's session that no header names."""
@@ -307,7 +318,8 @@ class _Exchange:
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None  # which holds on to this
-        edge.buffered.release(self._body_size)
+        if self._body is not None:
+            edge.buffered.release(self._body)
         if self._reply is not None and self._reply.rest is not None:
             self._reply.rest.close()
         if self._live is not None:

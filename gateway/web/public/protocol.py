@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
 
@@ -18,11 +18,19 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from gateway import errors
+from gateway.access.callers import IPNetwork
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.relay.dialects import CHAT
 from gateway.relay.routes import ROUTES, Route
 from gateway.transport.known_head import KnownHead
+from gateway.web.public.connections import (
+    EXTRA_SECONDS,
+    Connections,
+    Seat,
+    only_health,
+    too_many,
+)
 from gateway.web.public.heads import refusal
 from gateway.web.public.turn import STATUS_LINES, Line, Turn
 
@@ -43,6 +51,7 @@ class BoundedProtocol(HttpToolsProtocol):
     routes: Mapping[bytes, Route]
     """Served by `serve`, when posted to; all else by the ASGI application."""
     serve: Serve
+    seats: Connections
     retiring = False
     """Another process takes new connections: each reply here is its connection's last."""
 
@@ -60,7 +69,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._arrived = 0
         """No head that is being read can have more bytes than this."""
-        self._idle_since = 0.0
+        self.idle_since = 0.0
         self._length = b""
         self._line: Line | None = None
         self._known: KnownHead | None = None
@@ -79,20 +88,46 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self.routes:
-            address = self.client[0] if self.client else None
-            self._line = Line(
-                transport, self.flow, address, self.serve, self.on_response_complete, self.tasks
-            )
-        if len(self.connections) > self.limits.connections:
-            self._refuse(errors.queue_full("Too many connections.", 1.0))
-            # Not a moment longer than it takes to say so: there are too many.
-            self.transport.close()
+        address = self.client[0] if self.client else None
+        self.idle_since = self.loop.time()
+        seat = self.seats.enter(self, address)
+        if seat is not Seat.OWN:
+            self._take_briefly(seat)
             return
+        if self.routes:
+            serve = self.seats.attributed(self.serve) if self.seats.is_proxy(address) else self.serve
+            self._line = Line(
+                transport, self.flow, address, serve, self.on_response_complete, self.tasks
+            )
         self._timer = self.loop.call_later(self.limits.header_timeout, self._head_is_late)
+
+    def _take_briefly(self, seat: Seat) -> None:
+        """There are too many: ask for nothing but the gateway's health, and soon, or not at all."""
+        if seat is Seat.NONE:
+            self.give_way()
+            return
+        self.routes, self.app = {}, only_health(self.app)
+        self._timer = self.loop.call_later(EXTRA_SECONDS, self.give_way)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way: no request, and no reply that its client has yet to take."""
+        running = self._running
+        return (
+            running is None or running.response_complete
+        ) and not self.transport.get_write_buffer_size()
+
+    def give_way(self) -> None:
+        """Close, since there are too many; one that has had no reply yet is told."""
+        if self.cycle is None or self._head_bytes:
+            self._refuse(too_many())
+        # Not a moment longer than it takes to say so.
+        self._disarm()
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self.seats.leave(self)
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
         running = self._running
@@ -276,7 +311,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         else:
-            self._idle_since = self.loop.time()
+            self.idle_since = self.loop.time()
             if self.timeout_keep_alive_task is None:
                 self._watch_idleness(self.timeout_keep_alive)
         if self._in_body:
@@ -291,7 +326,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.timeout_keep_alive_task = None
         if not self.cycle.response_complete or self._head_bytes or self.transport.is_closing():
             return  # it is looked at again when the reply is complete
-        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        left = self.idle_since + self.timeout_keep_alive - self.loop.time()
         if left > 0:
             self._watch_idleness(left)
         else:
@@ -388,12 +423,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
 
-def bounded(limits: LimitSettings, serve: Serve | None = None) -> type[BoundedProtocol]:
-    """The protocol class with these limits, for a uvicorn `Config`.
+def bounded(
+    limits: LimitSettings, serve: Serve | None = None, proxies: Sequence[IPNetwork] = ()
+) -> type[BoundedProtocol]:
+    """The protocol class with these limits, for a uvicorn `Config` of one listener.
 
-    With `serve`, POSTs to the routed paths go there and not to the ASGI application.
+    With `serve`, POSTs to the routed paths go there and not to the ASGI application. Connections
+    of `proxies` are those of the addresses that they forward.
     """
-    own: dict[str, Any] = {"limits": limits, "routes": {}}
+    seats = Connections(limits.connections, proxies)
+    own: dict[str, Any] = {"limits": limits, "routes": {}, "seats": seats}
     if serve is not None:
         own["routes"] = {path.encode(): route for path, route in ROUTES.items()}
         own["serve"] = staticmethod(serve)
