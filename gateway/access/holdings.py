@@ -75,7 +75,7 @@ class Holdings:
             return True
         own = self.callers.get(caller, 0)
         level = own + size
-        counted = sum([held if held < level else level for held in self.callers.values()])
+        counted = sum([min(level, held) for held in self.callers.values()])
         return counted - own + level <= limit
 
     def yielding(self, caller: str, size: int, limit: int, user: str | None = None) -> list[str]:

@@ -38,8 +38,6 @@ class Line:
 
     ranks: tuple[Rank, ...] = field(default_factory=lambda: tuple(Rank() for _ in Priority))
     count: int = 0
-    slotless: int = 0
-    """How many of them need no slot."""
     wide: int = 0
     """How many of them need several."""
     _arrivals: int = 0
@@ -58,7 +56,6 @@ class Line:
         _insert(rank.lanes, shape, ask)
         rank.count += 1
         self.count += 1
-        self.slotless += not ask.slots
         self.wide += ask.slots > 1
         for queued, tokens in zip(ask.groups[0][0].queued, ask.work, strict=True):
             queued[ask.priority] += tokens
@@ -75,7 +72,6 @@ class Line:
         ask.account = None
         rank.count -= 1
         self.count -= 1
-        self.slotless -= not ask.slots
         self.wide -= ask.slots > 1
         for queued, tokens in zip(ask.groups[0][0].queued, ask.work, strict=True):
             left = queued[ask.priority] - tokens

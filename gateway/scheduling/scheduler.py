@@ -203,9 +203,7 @@ class Scheduler:
         self._match_soon()  # for those it may have held up
         return True
 
-    def refuse_newest(
-        self, caller: str, user: str, error: errors.GatewayError
-    ) -> Request | None:
+    def refuse_newest(self, caller: str, user: str, error: errors.GatewayError) -> Request | None:
         """End the wait of a user's newest request that can be turned away; None: it has none."""
         ticket = self._tickets.newest(caller, user)
         if ticket is None:
@@ -284,12 +282,10 @@ class Scheduler:
         self.dispatcher.withdraw(ticket.ask)
         self.tiers.dropped(ticket.plan)
 
-    def _admitted(
-        self, request: Request, ask: Ask, plan: Plan, waiting: int, now: float
-    ) -> float:
+    def _admitted(self, request: Request, ask: Ask, plan: Plan, waiting: int, now: float) -> float:
         """Until when it may wait beside so many. Raises: GatewayError."""
         predicted = None
-        if plan.any_alive():
+        if request.slots and plan.any_alive():
             measured = self.mirror.measured(ask)
             by_work = self.dispatcher.predicted_wait(ask, now) if measured else None
             ahead, slots = self.dispatcher.ahead(ask), self.mirror.slots(ask)

@@ -26,7 +26,8 @@ _rank = attrgetter("rank")
 @dataclass(slots=True, eq=False)
 class Tickets:
     """Tickets by what stands in line for them, by whose they are, and by when they reach a limit
-    of their own."""
+    of their own.
+    """
 
     holdings: Holdings = field(default_factory=Holdings)
     """How many wait of each party."""

@@ -157,9 +157,7 @@ def take_body(turn: Turn, limits: LimitSettings, buffered: Buffered, share: Shar
     return body
 
 
-async def read_body(
-    turn: Turn, limits: LimitSettings, buffered: Buffered, share: Share
-) -> bytes:
+async def read_body(turn: Turn, limits: LimitSettings, buffered: Buffered, share: Share) -> bytes:
     """A body that comes in several pieces, as fast as it must.
 
     Its bytes stay counted in `buffered` until the caller releases them. Raises: GatewayError 408,

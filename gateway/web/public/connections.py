@@ -144,7 +144,7 @@ class Connections:
     def attributed(
         self, serve: Callable[[Route, Turn], Awaitable[None]]
     ) -> Callable[[Route, Turn], Awaitable[None]]:
-        """`serve` for a proxy's connection: each request counts for the address it is forwarded of."""
+        """`serve` for a proxy's connection: a request counts for the address it is forwarded of."""
 
         async def serve_forwarded(route: Route, turn: Turn) -> None:
             party = network_of(address_of(turn.headers, turn.address, self._proxies))
@@ -175,11 +175,13 @@ class Connections:
         """Whether one more of a proxy may come. What it forwards is bounded when it is known."""
         idle = len(self._pool) - self._forwarded
         larger = [(held, other) for other, held in self._holdings.callers.items() if held > 1]
-        holders = [self._of.get(other) for held, other in sorted(larger, reverse=True) if held > idle]
+        holders = [
+            self._of.get(other) for held, other in sorted(larger, reverse=True) if held > idle
+        ]
         return any(map(self._yields, (*holders, self._pool))) or len(self._seats) < self.limit
 
     def _may_forward(self, party: str) -> bool:
-        """Whether one more request of this party may be served: when it is full, not of the largest."""
+        """Whether one more request of this party may be served: if it is full, none of the largest."""
         more = self._holdings.of(party) + 1
         if more > self._usual:
             return False

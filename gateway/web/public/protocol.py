@@ -95,7 +95,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._take_briefly(seat)
             return
         if self.routes:
-            serve = self.seats.attributed(self.serve) if self.seats.is_proxy(address) else self.serve
+            serve = (
+                self.seats.attributed(self.serve) if self.seats.is_proxy(address) else self.serve
+            )
             self._line = Line(
                 transport, self.flow, address, serve, self.on_response_complete, self.tasks
             )
@@ -111,7 +113,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way: no request, and no reply that its client has yet to take."""
+        """Whether no request is under way, and its client has taken every reply."""
         running = self._running
         return (
             running is None or running.response_complete
@@ -119,7 +121,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def give_way(self) -> None:
         """Close, since there are too many; one that has had no reply yet is told."""
-        if self.cycle is None or self._head_bytes:
+        if self._running is None or self._head_bytes:
             self._refuse(too_many())
         # Not a moment longer than it takes to say so.
         self._disarm()

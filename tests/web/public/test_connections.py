@@ -220,7 +220,12 @@ async def test_beyond_the_limit_all_else_is_429_at_once_and_silence_after_a_seco
     async with public(tmp_path, {"limits": {"connections": 2}}) as gate, AsyncExitStack() as all_:
         for _ in range(2):
             await used(all_, gate, "127.0.0.1")
-        for data in (request(), request(path="/v1/messages"), b"GET /v1/models HTTP/1.1\r\nHost: g\r\n\r\n", b"GET /heal"):
+        for data in (
+            request(),
+            request(path="/v1/messages"),
+            b"GET /v1/models HTTP/1.1\r\nHost: g\r\n\r\n",
+            b"GET /heal",
+        ):
             async with wired_from(gate, "127.0.0.1") as wire:
                 await wire.send(data)
                 found = await answer(wire)
