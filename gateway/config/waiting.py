@@ -73,7 +73,12 @@ class QueueSettings(ConfigModel):
 
     max: Annotated[
         CountOrZero,
-        Field(description="Requests that may wait; the next is answered with 429 `queue_full`."),
+        Field(
+            description=(
+                "Requests that may wait; the next is answered with 429 `queue_full`. One key or "
+                "address alone has seven eighths of them; for another's its newest go."
+            )
+        ),
     ] = 256
     max_wait: Annotated[
         Seconds,

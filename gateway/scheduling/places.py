@@ -23,7 +23,7 @@ class Place:
     """Whether one more may wait."""
 
     waiting: int
-    """How many wait already, as it counts for this request: its class's share or more is too many."""
+    """How many wait already, as far as that counts for this request."""
     yields: Ticket | None = None
     """The one that has to go for it."""
 

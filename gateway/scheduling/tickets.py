@@ -25,9 +25,7 @@ _rank = attrgetter("rank")
 
 @dataclass(slots=True, eq=False)
 class Tickets:
-    """Tickets by what stands in line for them, by whose they are, and by when they reach a limit
-    of their own.
-    """
+    """Tickets by what stands in line for them, by party, and by when they reach their limits."""
 
     holdings: Holdings = field(default_factory=Holdings)
     """How many wait of each party."""

@@ -181,7 +181,7 @@ class Connections:
         return any(map(self._yields, (*holders, self._pool))) or len(self._seats) < self.limit
 
     def _may_forward(self, party: str) -> bool:
-        """Whether one more request of this party may be served: if it is full, none of the largest."""
+        """Whether one more request of this party may be served; if it is full, not the largest's."""
         more = self._holdings.of(party) + 1
         if more > self._usual:
             return False
