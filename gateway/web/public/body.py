@@ -76,11 +76,12 @@ class Buffered:
         holdings.add(share.caller, size, share.user)
         share.size += size
 
-    def release(self, share: Share) -> None:
-        """The bytes of this share are gone. Calling it again does nothing."""
-        if share.size:
-            self.holdings.remove(share.caller, share.size, share.user)
-            share.size = 0
+    def release(self, share: Share, size: int | None = None) -> None:
+        """So many bytes of this share are gone, or all that are left of it."""
+        size = share.size if size is None else min(size, share.size)
+        if size:
+            self.holdings.remove(share.caller, size, share.user)
+            share.size -= size
 
     def begins(self, reading: Reading) -> None:
         """More of this body is to come."""
