@@ -120,5 +120,7 @@ class Request:
     """Expected tokens of the prompt and of each answer, once somebody has asked."""
     party: str = ""
     """Whom the queue is fair to: the caller, or the end user that a trusted one names."""
+    begun: bool = False
+    """Whether its client has had the head of a reply, to be told that it is not forgotten."""
     session: str | None = None
     """The conversation or editor that it belongs to, if a header names one; with its party."""

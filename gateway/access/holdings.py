@@ -85,10 +85,13 @@ class Holdings:
         caller itself, if another of its users holds more than `user` would have.
         """
         if self.fits(caller, size, limit):
-            level = self.callers.get(caller, 0) + size
-            found = [(held, other) for other, held in self.callers.items() if held > level]
-            return [other for _, other in heapq.nlargest(ASKED, found)]
+            return self.above(self.callers.get(caller, 0) + size)
         return [caller] if self.larger_user(caller, size, user) else []
+
+    def above(self, level: int) -> list[str]:
+        """The callers that hold more than `level`, the largest first."""
+        found = [(held, caller) for caller, held in self.callers.items() if held > level]
+        return [caller for _, caller in heapq.nlargest(ASKED, found)]
 
     def larger_user(
         self, caller: str, size: int, user: str | None = None

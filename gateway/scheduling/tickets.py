@@ -85,12 +85,17 @@ class Tickets:
     def newest(self, caller: str, user: str) -> Ticket | None:
         """The newest of a user that can be turned away, of its lowest class.
 
-        What has been at a node once can't: its reply may have begun.
+        What has been at a node once can't: its reply may have begun. One whose client has been told
+        to wait by a heartbeat is the last choice, since its error comes in a reply of status 200.
         """
+        told: Ticket | None = None
         for ticket in reversed(self._of.get((caller, user), ())):
-            if not ticket.request.failed and not ticket.granted.done():
+            if ticket.request.failed or ticket.granted.done():
+                continue
+            if not ticket.request.begun:
                 return ticket
-        return None
+            told = told or ticket
+        return told
 
     def planned(self, ticket: Ticket, plan: Plan) -> None:
         """Give one that waits another plan."""

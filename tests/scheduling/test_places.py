@@ -142,6 +142,19 @@ async def test_many_with_little_each_leave_a_better_class_its_places() -> None:
             assert await crowd.ask(of(f"u{number}", priority=Priority.URGENT)) == "waits"
 
 
+async def test_one_that_was_told_to_wait_is_the_last_to_go() -> None:
+    async with Crowd(max=4) as crowd:
+        told = [of("a"), of("a")]
+        for request in (of("a"), of("a"), *told):
+            request.begun = request in told
+            assert await crowd.ask(request) == "waits"
+        for other in ("b", "c"):
+            assert await crowd.ask(of(other)) == "waits"
+        assert [crowd.fate(one) for one in told] == ["waits", "waits"]
+        assert await crowd.ask(of("d")) == "waits"
+        assert [crowd.fate(one) for one in told] == ["waits", "queue_full"]
+
+
 async def test_a_key_that_names_its_users_has_one_share_and_they_divide_it() -> None:
     async with Crowd(max=16) as crowd:
         for user in range(40):

@@ -1,7 +1,8 @@
 """A listener's connections, as those who connect share them.
 
 An address alone may have all but a reserve (`access/holdings.py`). When that much is taken, the
-largest holder's idle connections are closed for one who has fewer; who has the most is refused.
+largest holder's idle connections are closed for one who has fewer, and once the reserve is used up
+as well, those of which a body is still coming; who has the most is refused.
 
 A trusted proxy connects for many addresses, and keeps idle connections for whoever comes next: its
 connections are nobody's while they are idle, and the address's that it forwards while they serve
@@ -17,7 +18,7 @@ import enum
 import ipaddress
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -58,8 +59,12 @@ class Connection(Protocol):
         """Whether nothing is under way on it."""
 
     @property
+    def reading(self) -> bool:
+        """Whether the body of a request is still coming on it."""
+
+    @property
     def idle_since(self) -> float:
-        """Since when, if it is; monotonic seconds."""
+        """When it was last seen to become idle; monotonic seconds."""
 
     def give_way(self) -> None:
         """Close, since there are too many."""
@@ -165,23 +170,27 @@ class Connections:
         """Whether one more of this party may come; others have made room for it."""
         own = self._holdings.of(party)
         larger = self._holdings.yielding(party, 1, self._usual)
-        if any(self._yields(self._of.get(other)) for other in larger):
+        if self._one_yields(larger, _is_idle):
             return True
-        if own < self.limit // RESERVE and self._yields(self._pool):
+        if own < self.limit // RESERVE and self._yields(self._pool, _is_idle):
             return True
-        return (bool(larger) or not own) and len(self._seats) < self.limit
+        if (larger or not own) and len(self._seats) < self.limit:
+            return True
+        return self._one_yields(larger, _is_reading)
 
     def _room_for_proxy(self) -> bool:
         """Whether one more of a proxy may come. What it forwards is bounded when it is known."""
         idle = len(self._pool) - self._forwarded
-        larger = [(held, other) for other, held in self._holdings.callers.items() if held > 1]
-        holders = [
-            self._of.get(other) for held, other in sorted(larger, reverse=True) if held > idle
-        ]
-        return any(map(self._yields, (*holders, self._pool))) or len(self._seats) < self.limit
+        larger = self._holdings.above(max(1, idle))
+        return (
+            self._one_yields(larger, _is_idle)
+            or self._yields(self._pool, _is_idle)
+            or len(self._seats) < self.limit
+            or self._one_yields(larger, _is_reading)
+        )
 
     def _may_forward(self, party: str) -> bool:
-        """Whether one more request of this party may be served; if it is full, not the largest's."""
+        """Whether one more request of this party may be served; if full, not the largest's."""
         more = self._holdings.of(party) + 1
         if more > self._usual:
             return False
@@ -189,22 +198,29 @@ class Connections:
             return True
         return any(held > more for held in self._holdings.callers.values())
 
-    def _yields(self, own: dict[Connection, None] | None) -> bool:
-        """Close the longest idle of some of a holder's connections; whether one is."""
+    def _one_yields(self, parties: Iterable[str], may: Callable[[Connection], bool]) -> bool:
+        return any(self._yields(self._of.get(party), may) for party in parties)
+
+    def _yields(
+        self, own: dict[Connection, None] | None, may: Callable[[Connection], bool]
+    ) -> bool:
+        """Close one of a holder's connections that `may` be closed; whether there is one.
+
+        The longest idle of some; of those of which a body is still coming, the newest.
+        """
         if not own:
             return False
-        longest: Connection | None = None
-        for connection in list(islice(own, LOOKED_AT)):
-            if not connection.idle:
+        looked_at = list(islice(own, LOOKED_AT))
+        found = [connection for connection in looked_at if may(connection)]
+        if not found:
+            for connection in looked_at:
                 # To the end, so that the others have their turn.
                 del own[connection]
                 own[connection] = None
-            elif longest is None or connection.idle_since < longest.idle_since:
-                longest = connection
-        if longest is None:
             return False
-        self.leave(longest)
-        longest.give_way()
+        chosen = min(found, key=_since) if may is _is_idle else max(found[::-1], key=_since)
+        self.leave(chosen)
+        chosen.give_way()
         return True
 
     def _as_extra(self, connection: Connection, party: str) -> Seat:
@@ -220,6 +236,18 @@ class Connections:
                 return Seat.NONE
         self._extras[connection] = party
         return Seat.EXTRA
+
+
+def _is_idle(connection: Connection) -> bool:
+    return connection.idle
+
+
+def _is_reading(connection: Connection) -> bool:
+    return connection.reading
+
+
+def _since(connection: Connection) -> float:
+    return connection.idle_since
 
 
 def only_health(app: ASGIApp) -> ASGIApp:

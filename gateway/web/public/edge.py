@@ -397,6 +397,8 @@ class _Exchange:
             turn.write(beat)
         else:
             turn.begin(200, lines + self._own_fields(known=False), beat)
+            if self._live is not None:
+                self._live.request.begun = True
 
 
 IN_TIME = 0.01

@@ -119,8 +119,18 @@ class BoundedProtocol(HttpToolsProtocol):
             running is None or running.response_complete
         ) and not self.transport.get_write_buffer_size()
 
+    @property
+    def reading(self) -> bool:
+        """Whether the body of its request is still coming."""
+        running: object = self._running
+        return isinstance(running, Turn) and running.more_body and not running.response_started
+
     def give_way(self) -> None:
         """Close, since there are too many; one that has had no reply yet is told."""
+        running: object = self._running
+        if isinstance(running, Turn) and self.reading:
+            running.spoil(too_many())
+            return
         if self._running is None or self._head_bytes:
             self._refuse(too_many())
         # Not a moment longer than it takes to say so.

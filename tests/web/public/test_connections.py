@@ -29,6 +29,7 @@ class One:
     idle: bool = True
     idle_since: float = 0.0
     closed: bool = False
+    reading: bool = False
 
     def give_way(self) -> None:
         self.closed = True
@@ -76,6 +77,16 @@ def test_where_nothing_is_idle_the_reserve_is_for_others() -> None:
     assert len(entered(seats, "192.0.2.1", 71, idle=False)) == 70
     assert len(entered(seats, "192.0.2.2", 11, idle=False)) == 10
     assert seats.enter(One(), "192.0.2.3") is Seat.EXTRA
+
+
+def test_where_nothing_is_idle_the_newest_body_that_is_still_coming_goes() -> None:
+    seats = Connections(80)
+    held = entered(seats, "192.0.2.1", 70, idle=False)
+    for one in held[10:]:
+        one.reading = True
+    assert len(entered(seats, "192.0.2.2", 13, idle=False)) == 13, "of them 10 from the reserve"
+    assert sum(one.closed for one in held) == 3
+    assert not any(one.closed for one in held[:10])
 
 
 def test_an_idle_connection_is_found_among_many_in_bounded_work() -> None:
@@ -263,6 +274,21 @@ async def test_what_runs_is_not_closed_for_another(tmp_path: Path) -> None:
         for number, wire in enumerate(slow, 1):
             await wire.send(data[-number:])
             assert (await answer(wire)).status == 200
+
+
+@in_virtual_time
+async def test_bodies_that_never_end_make_room_for_another_address(tmp_path: Path) -> None:
+    async with public(tmp_path, {"limits": {"connections": 16}}) as gate, AsyncExitStack() as all_:
+        buffered = gate.running.gateway.edge.buffered
+        slow = [await all_.enter_async_context(wired_from(gate, "127.0.0.1")) for _ in range(14)]
+        for number, wire in enumerate(slow, 1):
+            await wire.send(request(b"{", length=500))
+            await until(lambda n=number: buffered.reading == n)
+        for _ in range(7):
+            await used(all_, gate, "127.0.0.2")
+        told = [await wire.some(0.05) for wire in slow[9:]]
+        assert all(b"HTTP/1.1 429" in data and b"retry-after" in data for data in told)
+        assert buffered.reading == 9
 
 
 @in_virtual_time
