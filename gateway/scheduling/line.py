@@ -57,8 +57,9 @@ class Line:
         rank.count += 1
         self.count += 1
         self.wide += ask.slots > 1
-        for queued, tokens in zip(ask.groups[0][0].queued, ask.work, strict=True):
-            queued[ask.priority] += tokens
+        if ask.slots:
+            for queued, tokens in zip(ask.groups[0][0].queued, ask.work, strict=True):
+                queued[ask.priority] += tokens
         self._note(ask)
 
     def remove(self, ask: Ask) -> None:
@@ -73,9 +74,10 @@ class Line:
         rank.count -= 1
         self.count -= 1
         self.wide -= ask.slots > 1
-        for queued, tokens in zip(ask.groups[0][0].queued, ask.work, strict=True):
-            left = queued[ask.priority] - tokens
-            queued[ask.priority] = max(0.0, left) if rank.count else 0.0
+        if ask.slots:
+            for queued, tokens in zip(ask.groups[0][0].queued, ask.work, strict=True):
+                left = queued[ask.priority] - tokens
+                queued[ask.priority] = max(0.0, left) if rank.count else 0.0
         self._forget(ask)
 
     def recalled(self, ask: Ask) -> None:
