@@ -28,16 +28,6 @@ def usual(limit: int) -> int:
     return limit - limit // RESERVE
 
 
-@dataclass(slots=True, eq=False)
-class Share:
-    """What one request holds, and whose it is."""
-
-    caller: str
-    user: str
-    """Its party: the caller itself, or a user that it names."""
-    size: int = 0
-
-
 @dataclass(slots=True)
 class Holdings:
     """Counts of one shared resource: requests, connections or bytes."""

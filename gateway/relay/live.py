@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from gateway.access.holdings import Share
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
 from gateway.relay.attempt import Attempt
@@ -44,8 +43,6 @@ class Live:
     ended_by: GatewayError | None = None
     prefill: Prefill | None = None
     """How far its prompt has been read, for a client that wants to know."""
-    body: Share | None = None
-    """What its body holds of the memory for bodies."""
 
     def end(self, error: GatewayError) -> None:
         """End it where it stands; its client gets `error`, as an event if the reply has begun."""

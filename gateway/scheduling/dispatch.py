@@ -153,7 +153,9 @@ class Dispatcher:
         account = placement.account
         if account is not None:
             placement.account = None
-            shares = self._line_of(placement.ask).ranks[placement.ask.priority].shares
+            ask = placement.ask
+            line = self._line if ask.slots else self._slotless
+            shares = line.ranks[ask.priority].shares
             shares.settled(account, used - placement.charge)
 
     # What is to be expected.

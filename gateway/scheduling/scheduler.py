@@ -203,14 +203,14 @@ class Scheduler:
         self._match_soon()  # for those it may have held up
         return True
 
-    def refuse_newest(self, caller: str, user: str, error: errors.GatewayError) -> Request | None:
-        """End the wait of a user's newest request that can be turned away; None: it has none."""
-        ticket = self._tickets.newest(caller, user)
-        if ticket is None:
-            return None
+    def turn_away(self, request_id: str, error: errors.GatewayError) -> bool:
+        """End the wait of a request that has not been at a node yet; whether there was one."""
+        ticket = self._tickets.of_request(request_id)
+        if ticket is None or ticket.request.failed or ticket.granted.done():
+            return False
         self._refuse(ticket, error)
         self._match_soon()
-        return ticket.request
+        return True
 
     def refuse_all(self, error: Callable[[], errors.GatewayError]) -> None:
         """End everything that waits with an error of its own."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from gateway import errors
 from gateway.access.callers import address_of, priority_of
-from gateway.access.holdings import Share
 from gateway.access.keys import KeyRing
 from gateway.access.parties import NamingHeaders
 from gateway.config.settings import Settings
@@ -29,7 +28,8 @@ from gateway.relay.volatile import Volatile
 from gateway.scheduling.latest import Latest
 from gateway.transport.errors import UpstreamError
 from gateway.web.public import nodes_error
-from gateway.web.public.body import Buffered, read_body, take_body
+from gateway.web.public.body import read_body, take_body
+from gateway.web.public.buffered import Buffered, Share
 from gateway.web.public.heads import (
     STREAM_LINES,
     error_fields,
@@ -97,15 +97,6 @@ class Edge:
     _prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(4)}")
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    def __post_init__(self) -> None:
-        self.buffered.refuse_waiting = self._refuse_waiting
-
-    def _refuse_waiting(self, caller: str, user: str, error: GatewayError) -> Share | None:
-        """End the newest request of a user that waits for a slot; its body's share."""
-        request = self.relay.means.scheduler.refuse_newest(caller, user, error)
-        live = None if request is None else self.registry.find(request.id)
-        return None if live is None else live.body
-
     def serve(self, route: Route, turn: Turn) -> Awaitable[None]:
         """Serve one request to a routed path; cancelled when its client leaves."""
         return _Exchange(self, route, turn).serve()
@@ -119,8 +110,8 @@ class _Exchange:
     """One request and its reply."""
 
     __slots__ = (
-        "_body", "_edge", "_editing", "_heartbeat", "_live", "_reply", "_route", "_shown",
-        "_snapshot", "_turn", "received", "record", "request_id",
+        "_body_size", "_edge", "_editing", "_heartbeat", "_live", "_reply", "_route", "_share",
+        "_shown", "_snapshot", "_turn", "received", "record", "request_id",
     )  # fmt: skip
 
     def __init__(self, edge: Edge, route: Route, turn: Turn) -> None:
@@ -135,8 +126,10 @@ class _Exchange:
         self._heartbeat: Heartbeat | None = None
         self._shown = 0.0
         """When it is known to have shown its client a sign of life."""
-        self._body: Share | None = None
-        """Its part of the memory for bodies."""
+        self._body_size = 0
+        """Of a small body; else ..."""
+        self._share: Share | None = None
+        """... what it holds of the memory for them."""
         self.received = edge.clock()
         self.request_id = edge.next_id()
         memory, headers = turn.memory, turn.headers
@@ -149,10 +142,13 @@ class _Exchange:
         try:
             edge, settings = self._edge, self._snapshot.settings
             preamble = self._admitted()
-            share = self._body = Share(preamble.caller.id, preamble.party)
-            body = take_body(self._turn, settings.limits, edge.buffered, share)
-            if body is None:
+            body = take_body(self._turn, settings.limits, edge.buffered)
+            if body is not None:
+                self._body_size = len(body)
+            else:
+                share = self._share = Share(preamble.caller.id, preamble.party)
                 body = await read_body(self._turn, settings.limits, edge.buffered, share)
+                share.refuse = self._turned_away
             live = self._live = self._prepared(preamble, body)
             edge.registry.add(live)
             if self._editing is not None:
@@ -230,13 +226,17 @@ class _Exchange:
                 break
         if is_editing(self._route, peeked) and self._snapshot.settings.queue.latest_wins:
             self._editing = request.session or self._whereabouts(request.party, request.model)
-        return Live(request, record, body=self._body)
+        return Live(request, record)
 
     def _whereabouts(self, party: str, model: str) -> str:
         """What stands for an editor's session that no header names."""
         proxies = self._snapshot.settings.listen.trusted_proxies
         address = address_of(self._turn.headers, self._turn.address, proxies)
         return f"{party} {address} {model}"
+
+    def _turned_away(self, error: GatewayError) -> bool:
+        """End it with `error` if it waits for a slot; whether it did."""
+        return self._edge.relay.means.scheduler.turn_away(self.request_id, error)
 
     def _replace(self, session: str, live: Live) -> None:
         """Nobody reads the earlier completion of this session any more."""
@@ -318,8 +318,11 @@ class _Exchange:
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None  # which holds on to this
-        if self._body is not None:
-            edge.buffered.release(self._body)
+        if self._share is None:
+            edge.buffered.held -= self._body_size
+        else:
+            edge.buffered.release(self._share)
+            self._share.refuse = None  # which holds on to this
         if self._reply is not None and self._reply.rest is not None:
             self._reply.rest.close()
         if self._live is not None:

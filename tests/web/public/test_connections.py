@@ -269,7 +269,7 @@ async def test_what_runs_is_not_closed_for_another(tmp_path: Path) -> None:
         slow = [await all_.enter_async_context(wired_from(gate, "127.0.0.1")) for _ in range(14)]
         for number, wire in enumerate(slow, 1):
             await wire.send(data[:-number])
-            await until(lambda n=number: buffered.reading == n)
+            await until(lambda n=number: buffered.shares == n)
         await used(all_, gate, "127.0.0.2")
         for number, wire in enumerate(slow, 1):
             await wire.send(data[-number:])
@@ -283,12 +283,12 @@ async def test_bodies_that_never_end_make_room_for_another_address(tmp_path: Pat
         slow = [await all_.enter_async_context(wired_from(gate, "127.0.0.1")) for _ in range(14)]
         for number, wire in enumerate(slow, 1):
             await wire.send(request(b"{", length=500))
-            await until(lambda n=number: buffered.reading == n)
+            await until(lambda n=number: buffered.shares == n)
         for _ in range(7):
             await used(all_, gate, "127.0.0.2")
         told = [await wire.some(0.05) for wire in slow[9:]]
         assert all(b"HTTP/1.1 429" in data and b"retry-after" in data for data in told)
-        assert buffered.reading == 9
+        assert buffered.shares == 9
 
 
 @in_virtual_time
@@ -308,7 +308,7 @@ async def test_behind_a_proxy_the_address_that_it_forwards_is_bounded(tmp_path: 
         buffered = gate.running.gateway.edge.buffered
         for number in range(14):
             await begun("192.0.2.1")
-            await until(lambda n=number + 1: buffered.reading == n)
+            await until(lambda n=number + 1: buffered.shares == n)
         refused = await begun("192.0.2.1")
         found = await answer(refused)
         assert (found.status, found.code) == (429, "queue_full")

@@ -41,7 +41,7 @@ async def shared(
         buffered = gate.running.gateway.edge.buffered
         await until(lambda: not gate.running.gateway.registry)
         await until(lambda: buffered.holdings == Holdings())
-        assert not buffered.reading
+        assert (buffered.held, buffered.shares) == (0, 0)
 
 
 async def begun(stack: AsyncExitStack, gate: Public, size: int, *fields: str) -> Wire:
