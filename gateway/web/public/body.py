@@ -35,7 +35,8 @@ async def read_body(turn: Turn, limits: LimitSettings, buffered: Buffered, share
     Its bytes stay counted in `share` until the caller releases it. Raises: GatewayError 408, 413,
     429; ClientClosed.
     """
-    if not turn.more_body:
+    here = not turn.more_body
+    if here:
         body = turn.take()
         buffered.take(share, len(body), limits.buffered_bytes)
         return body

@@ -93,7 +93,7 @@ class Buffered:
             for _ in range(MOST_YIELDING):
                 if self.held + size <= most:
                     return
-                if not (self._is_larger(caller, share, size) and self._yields(caller)):
+                if not self._yields(caller, self._larger_users(caller, share, size)):
                     break
         # What can't yield, since it runs, leaves the reserve; and so does a caller's only body.
         only = holdings.of(share.caller) == share.size
@@ -101,20 +101,26 @@ class Buffered:
             return
         raise errors.queue_full("The memory for request bodies is used up.", BUSY_RETRY)
 
-    def _is_larger(self, caller: str, share: Share, size: int) -> bool:
-        """Whether it holds more than the share's party would have by now, or one of its users."""
+    def _larger_users(self, caller: str, share: Share, size: int) -> list[str]:
+        """Its users, if it holds more than the share's caller would have by now.
+
+        Of the share's own caller the one user that holds more than the share's would.
+        """
         holdings = self.holdings
         if caller == share.caller:
-            return holdings.larger_user(caller, size, share.user) is not None
-        return holdings.of(caller) > holdings.of(share.caller) + size
+            larger = holdings.larger_user(caller, size, share.user)
+            return [] if larger is None else [larger[1]]
+        if holdings.of(caller) > holdings.of(share.caller) + size:
+            return holdings.user_order(caller)
+        return []
 
-    def _yields(self, caller: str) -> bool:
-        """Let the newest body of a caller go that can; whether there is one."""
+    def _yields(self, caller: str, users: list[str]) -> bool:
+        """Let the newest body of a caller's users go that can; whether there is one."""
         error = errors.queue_full(
             "The memory for request bodies is used up, and this client holds most of it.",
             BUSY_RETRY,
         )
-        for user in self.holdings.user_order(caller):
+        for user in users:
             newest = (one for one in reversed(self._shares.get(caller, {})) if one.user == user)
             for share in islice(newest, MOST_YIELDING):
                 if share.refuse is not None and share.refuse(error):
