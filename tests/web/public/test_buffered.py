@@ -27,7 +27,7 @@ def test_what_runs_stays_and_leaves_the_reserve_to_others() -> None:
     with pytest.raises(GatewayError) as told:
         held(buffered, "a", 1)
     assert (told.value.code, told.value.retry_after) == ("queue_full", 2.0)
-    other = held(buffered, "b", 100)
+    other = held(buffered, "b", 100, runs=True)
     assert [one.size for one in running] == [100] * 7
     with pytest.raises(GatewayError):
         held(buffered, "c", 1)
