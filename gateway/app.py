@@ -17,6 +17,7 @@ from gateway import __version__, errors
 from gateway.access.exposure import is_loopback
 from gateway.addresses import bind_listeners, open_listeners
 from gateway.config.inventory import Inventory, load_inventory
+from gateway.config.listeners import LimitSettings
 from gateway.config.live import needs_restart
 from gateway.config.problems import ConfigError, Problem
 from gateway.config.settings import Refused, Settings, load_settings
@@ -28,7 +29,7 @@ from gateway.fleet.last_seen import LastSeen
 from gateway.observe.event_lines import subscribe
 from gateway.observe.logs import Logs
 from gateway.observe.metrics import Metrics
-from gateway.open_files import raise_open_files
+from gateway.open_files import raise_open_files, within
 from gateway.options import Options, drains_file, last_seen_file, read_key
 from gateway.relay.journey import Means
 from gateway.relay.live import Registry
@@ -163,7 +164,7 @@ class Gateway:
         """Serve inside this context. Raises: StartError."""
         files = raise_open_files()
         try:
-            self.public, self.admin = self._listeners()
+            self.public, self.admin = self._listeners(files)
             await self.fleet.start(inventory)
             self._own(self.standby.run(), "start and stop standby nodes")
             self._own(self._watch_files(inventory), "watch the files")
@@ -298,8 +299,12 @@ class Gateway:
 
     # Listeners.
 
-    def _listeners(self) -> tuple[Listener, Listener]:
+    def _listeners(self, files: int) -> tuple[Listener, Listener]:
         listen, admin = self.settings.listen, self.settings.admin
+        limits = self.settings.limits
+        clients, asking = within(files, limits.connections, limits.connections)
+        if clients < limits.connections:
+            log.warning("fewer connections than the settings say", most=clients, open_files=files)
         key = None
         if admin.key_file is not None:
             key = read_key(admin.key_file)
@@ -307,7 +312,7 @@ class Gateway:
         public = Listener(
             self._public,
             public_sock,
-            protocol=bounded(self.settings.limits, self.edge.serve),
+            protocol=bounded(_at_most(clients, limits), self.edge.serve, listen.trusted_proxies),
             keep_alive=listen.keep_alive,
             certificate=listen.tls.cert if listen.tls else None,
             key=listen.tls.key if listen.tls else None,
@@ -324,7 +329,7 @@ class Gateway:
             key=key,
             extra_hosts=admin.hosts,
         )
-        protocol = bounded(self.settings.limits)
+        protocol = bounded(_at_most(asking, limits))
         return public, Listener(app, admin_sock, protocol=protocol, keep_alive=listen.keep_alive)
 
     async def _public(self, scope: Any, receive: Any, send: Any) -> None:
@@ -426,3 +431,7 @@ class Gateway:
         self._frame()
         self.bus.publish(change)
         return change
+
+
+def _at_most(connections: int, limits: LimitSettings) -> LimitSettings:
+    return limits.model_copy(update={"connections": connections})

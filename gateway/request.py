@@ -143,5 +143,7 @@ class Request:
     """The prompts that are answered one by one (`relay/prompts.py`); None: it is one."""
     admitted: bool = False
     """Whether it is part of one that has been let in: no length of the line refuses it."""
+    begun: bool = False
+    """Whether its client has had the head of a reply, to be told that it is not forgotten."""
     session: str | None = None
     """The conversation or editor that it belongs to, if a header names one; with its party."""

@@ -9,6 +9,7 @@ from functools import lru_cache
 from gateway import errors
 from gateway.access.anonymous import is_local
 from gateway.access.keys import KeyRing, holder
+from gateway.access.parties import network_of
 from gateway.request import Caller, Headers, Priority
 
 IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -55,7 +56,7 @@ def caller_of(
         )
     best = Priority.URGENT if local else Priority.NORMAL
     address = address_of(headers, client_address, trusted_proxies)
-    return _anonymous(address, best, local)
+    return _anonymous(network_of(address), best, local)
 
 
 @lru_cache(maxsize=1024)

@@ -282,7 +282,12 @@ class LimitSettings(ConfigModel):
     ] = 64 << 10
     buffered_bytes: Annotated[
         Size,
-        Field(description="Request bodies in memory at one time, all together."),
+        Field(
+            description=(
+                "Request bodies in memory at one time, all together; shared as the places of "
+                "`queue.max`."
+            )
+        ),
     ] = 1024 * MIB
     header_timeout: Annotated[
         Seconds, Field(description="A request's head must be complete within this time.")
@@ -303,7 +308,14 @@ class LimitSettings(ConfigModel):
         Field(description="A client that takes nothing of its reply for this time is cut off."),
     ] = 300.0
     connections: Annotated[
-        Count, Field(description="Client connections at one time. A change needs a restart.")
+        Count,
+        Field(
+            description=(
+                "Client connections at one time, at most one for two open files that the system "
+                "allows. One address alone has seven eighths; for another's its idle ones are "
+                "closed. `/health` and `/ready` are answered beyond. A change needs a restart."
+            )
+        ),
     ] = 10000
     n: Annotated[
         Count, Field(description="Largest `n` (answers to one request); above it, 400.")

@@ -34,7 +34,8 @@ from gateway.scheduling.latest import Latest
 from gateway.transport.errors import UpstreamError
 from gateway.transport.taskless import in_task
 from gateway.web.public import nodes_error
-from gateway.web.public.body import MARK, WORKING, Buffered, Steps, read_body, take_body
+from gateway.web.public.body import MARK, WORKING, Steps, read_body, take_body
+from gateway.web.public.buffered import Buffered, Share
 from gateway.web.public.heads import (
     STREAM_LINES,
     error_fields,
@@ -124,6 +125,7 @@ class _Exchange:
 
     __slots__ = (
         "_body_size", "_edge", "_editing", "_exposes", "_heartbeat", "_live", "_reply", "_route",
+        "_share",
         "_shown", "_snapshot", "_turn", "received", "record", "request_id",
     )  # fmt: skip
 
@@ -142,6 +144,9 @@ class _Exchange:
         self._shown = 0.0
         """When it is known to have shown its client a sign of life."""
         self._body_size = 0
+        """Of a small body; else ..."""
+        self._share: Share | None = None
+        """... what it holds of the memory for them."""
         self.received = edge.clock()
         self.request_id = edge.next_id()
         memory, headers = turn.memory, turn.headers
@@ -155,9 +160,12 @@ class _Exchange:
             edge, settings = self._edge, self._snapshot.settings
             preamble = self._admitted()
             body = take_body(self._turn, settings.limits, edge.buffered)
-            if body is None:
-                body = await read_body(self._turn, settings.limits, edge.buffered)
-            self._body_size = len(body)
+            if body is not None:
+                self._body_size = len(body)
+            else:
+                share = self._share = Share(preamble.caller.id, preamble.party)
+                body = await read_body(self._turn, settings.limits, edge.buffered, share)
+                share.refuse = self._turned_away
             if len(body) < LARGE or self._route.form:
                 live = self._live = self._prepared(preamble, body)
             else:
@@ -219,11 +227,12 @@ class _Exchange:
         edge, rules = self._edge, self._snapshot.rules
         # What is made of it on the way counts while it is there.
         made = min(len(body), WORKING)
-        edge.buffered.take(made, rules.limits.buffered_bytes)
+        share = self._share or Share(preamble.caller.id, preamble.party)
+        edge.buffered.take(share, made, rules.limits.buffered_bytes)
         try:
             return await self._prepared_in_steps(preamble, body)
         finally:
-            edge.buffered.release(made)
+            edge.buffered.release(share, made)
 
     async def _prepared_in_steps(self, preamble: Preamble, body: bytes) -> Live:
         steps, rules = self._edge.steps, self._snapshot.rules
@@ -292,6 +301,10 @@ class _Exchange:
         proxies = self._snapshot.settings.listen.trusted_proxies
         address = address_of(self._turn.headers, self._turn.address, proxies)
         return f"{party} {address} {model}"
+
+    def _turned_away(self, error: GatewayError) -> bool:
+        """End it with `error` if it waits for a slot; whether it did."""
+        return self._edge.relay.means.scheduler.turn_away(self.request_id, error)
 
     def _replace(self, session: str, live: Live) -> None:
         """Nobody reads the earlier completion of this session any more."""
@@ -384,7 +397,11 @@ class _Exchange:
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None  # which holds on to this
-        edge.buffered.release(self._body_size)
+        if self._share is None:
+            edge.buffered.held -= self._body_size
+        else:
+            edge.buffered.release(self._share)
+            self._share.refuse = None  # which holds on to this
         if self._reply is not None and self._reply.rest is not None:
             self._reply.rest.close()
         if self._live is not None:
@@ -460,6 +477,8 @@ class _Exchange:
             turn.write(beat)
         else:
             turn.begin(200, lines + self._own_fields(known=False), beat)
+            if self._live is not None:
+                self._live.request.begun = True
 
 
 SAME_MOMENT = 0.01

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
 
@@ -23,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from gateway import errors
+from gateway.access.callers import IPNetwork
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.relay.dialects import CHAT
@@ -30,6 +31,13 @@ from gateway.relay.routes import ROUTES, Route
 from gateway.transport.known_head import KnownHead
 from gateway.web.public.backlog import HELD_BYTES, PIECE_BYTES, Backlog, Flow
 from gateway.web.public.chunked import ChunkedBody
+from gateway.web.public.connections import (
+    EXTRA_SECONDS,
+    Connections,
+    Seat,
+    only_health,
+    too_many,
+)
 from gateway.web.public.heads import refusal
 from gateway.web.public.target import REQUEST_LINE, with_one_host
 from gateway.web.public.turn import STATUS_LINES, Line, Turn
@@ -60,6 +68,7 @@ class BoundedProtocol(HttpToolsProtocol):
     serve: Serve
     backlog: Backlog
     """Of all connections of the listener."""
+    seats: Connections
     retiring = False
     """Another process takes new connections: each reply here is its connection's last."""
 
@@ -83,7 +92,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._held = bytearray()
         """What has come and is not read before the reply to what came before it is complete."""
         self._in_backlog = False
-        self._idle_since = 0.0
+        self.idle_since = 0.0
         self._length = b""
         self._coding: bytes | None = None
         self._http_10 = False
@@ -101,20 +110,55 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow: Flow = Flow(transport)
-        if self.routes:
-            address = self.client[0] if self.client else None
-            self._line = Line(
-                transport, self.flow, address, self.serve, self.on_response_complete, self.tasks
-            )
-        if len(self.connections) > self.limits.connections:
-            self._refuse(errors.queue_full("Too many connections.", 1.0))
-            # Not a moment longer than it takes to say so: there are too many.
-            self.transport.close()
+        address = self.client[0] if self.client else None
+        self.idle_since = self.loop.time()
+        seat = self.seats.enter(self, address)
+        if seat is not Seat.OWN:
+            self._take_briefly(seat)
             return
+        if self.routes:
+            serve = (
+                self.seats.attributed(self.serve) if self.seats.is_proxy(address) else self.serve
+            )
+            self._line = Line(
+                transport, self.flow, address, serve, self.on_response_complete, self.tasks
+            )
         self._timer = self.loop.call_later(self.limits.header_timeout, self._head_is_late)
+
+    def _take_briefly(self, seat: Seat) -> None:
+        """There are too many: ask for nothing but the gateway's health, and soon, or not at all."""
+        if seat is Seat.NONE:
+            self.give_way()
+            return
+        self.routes, self.app = {}, only_health(self.app)
+        self._timer = self.loop.call_later(EXTRA_SECONDS, self.give_way)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way, and its client has taken every reply."""
+        return not (self._waits or self._held or self.transport.get_write_buffer_size())
+
+    @property
+    def reading(self) -> bool:
+        """Whether the body of its request is still coming."""
+        turn: object = self.cycle
+        return isinstance(turn, Turn) and turn.more_body and not turn.response_started
+
+    def give_way(self) -> None:
+        """Close, since there are too many; one that has had no reply yet is told."""
+        turn: object = self.cycle
+        if isinstance(turn, Turn) and self.reading:
+            turn.spoil(too_many())
+            return
+        if turn is None or self._partial:
+            self._refuse(too_many())
+        # Not a moment longer than it takes to say so.
+        self._disarm()
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self.seats.leave(self)
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
         super().connection_lost(exc)
@@ -382,7 +426,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
         if self._held:
             self._go_on_soon()
-        self._idle_since = self.loop.time()
+        self.idle_since = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self._watch_idleness(self.timeout_keep_alive)
         if not self._in_head:
@@ -406,7 +450,7 @@ class BoundedProtocol(HttpToolsProtocol):
             or self.transport.is_closing()
         ):
             return  # it is looked at again when the reply is complete
-        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        left = self.idle_since + self.timeout_keep_alive - self.loop.time()
         if left > 0:
             self._watch_idleness(left)
         else:
@@ -490,12 +534,16 @@ def _no_http() -> GatewayError:
     return GatewayError(400, "invalid_request", "This is not a valid HTTP request.")
 
 
-def bounded(limits: LimitSettings, serve: Serve | None = None) -> type[BoundedProtocol]:
-    """The protocol class with these limits, for a uvicorn `Config`.
+def bounded(
+    limits: LimitSettings, serve: Serve | None = None, proxies: Sequence[IPNetwork] = ()
+) -> type[BoundedProtocol]:
+    """The protocol class with these limits, for a uvicorn `Config` of one listener.
 
-    With `serve`, POSTs to the routed paths go there and not to the ASGI application.
+    With `serve`, POSTs to the routed paths go there and not to the ASGI application. Connections
+    of `proxies` are those of the addresses that they forward.
     """
-    own: dict[str, Any] = {"limits": limits, "routes": {}, "backlog": Backlog()}
+    seats = Connections(limits.connections, proxies)
+    own: dict[str, Any] = {"limits": limits, "routes": {}, "backlog": Backlog(), "seats": seats}
     if serve is not None:
         own["routes"] = {path.encode(): route for path, route in ROUTES.items()}
         own["serve"] = staticmethod(serve)
