@@ -21,7 +21,7 @@ import argparse, ctypes, os, sys
 home = os.path.dirname(os.path.realpath(__file__))
 sys.path[:0] = [home + "/lib"]
 parser = argparse.ArgumentParser(prog="llama-server", allow_abbrev=False)
-for flag in ("--model", "--alias", "--host", "--port", "--parallel", "--cache-ram"):
+for flag in ("--model", "--alias", "--host", "--port", "--parallel", "--cache-ram", "--api-key-file"):
     parser.add_argument(flag)
 for flag in ("-c", "-t", "-tb", "-b", "-ub"):
     parser.add_argument(flag)
@@ -33,7 +33,8 @@ if given.mlock and ctypes.CDLL(None, use_errno=True).mlockall(1 | 2) != 0:  # no
 from gateway.local.embedded import main
 main(["--model", given.model, "--alias", given.alias, "--host", given.host, "--port", given.port,
       "--slots", given.parallel, "--ctx", given.c, "--threads", given.t, "--batch", given.b,
-      "--ubatch", given.ub, "--cache-ram", given.cache_ram])
+      "--ubatch", given.ub, "--cache-ram", given.cache_ram]
+     + (["--api-key-file", given.api_key_file] if given.api_key_file else []))
 '''
 
 CMAKE = """cmake_minimum_required(VERSION 3.14)

@@ -17,6 +17,7 @@ from tests.deploy.parcels import Parcels
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
+NODE_KEY = "/etc/llama-gateway/keys/{}-*.key"  # on the gateway's machine
 ALERTS = Path(__file__).with_name("alerts.yml")
 SECURITY = 2.0  # systemd's own scale: 0 is closed, 10 open; 1.5 and 1.7 were seen
 
@@ -93,7 +94,8 @@ def test_the_alerts_are_raised_by_metrics_that_exist(fleet: Fleet) -> None:
     host = fleet.hosts["gw"]
     rules = host.run("cat /etc/prometheus/llama-gateway-rules.yml").stdout
     told = host.fetch("http://127.0.0.1:8001/metrics")
-    told += host.fetch(f"{fleet.nodes()['n1-numa0']['url']}/metrics")
+    url = f"{fleet.nodes()['n1-numa0']['url']}/metrics"
+    told += host.run(f"curl -s -H \"Authorization: Bearer $(cat {NODE_KEY.format('n1')})\" {url}").stdout
     named = set(re.findall(r"\b(?:llama_gateway|llamacpp:)\w+", rules))
     families = set(re.findall(r"^# TYPE (\S+)", told, re.MULTILINE))
     assert {name.removesuffix("_bucket") for name in named} <= families
@@ -113,7 +115,7 @@ def test_the_units_are_sound_and_closed(fleet: Fleet, name: str, unit: str) -> N
 @pytest.mark.gate
 def test_a_node_is_added_under_load(fleet: Fleet) -> None:
     fleet.control.groups["llama_nodes"].append("n3")
-    with Load(fleet.url) as load:
+    with Load(fleet.url, headers=fleet.headers) as load:
         load.wait_for(20)
         fleet.control.play("site.yml")
         wait_for(lambda: fleet.nodes()["n3-numa0"]["requests"] > 0)
@@ -125,7 +127,7 @@ def test_a_node_is_added_under_load(fleet: Fleet) -> None:
 def test_llama_cpp_and_the_gateway_are_upgraded_under_load(fleet: Fleet, parcels: Parcels) -> None:
     fleet.control.variables["llama_gateway_release_wheel"] = str(parcels.newer_wheel())
     fleet.control.variables["llama_node_slots"] = 3
-    with Load(fleet.url) as load:
+    with Load(fleet.url, headers=fleet.headers) as load:
         load.wait_for(20)
         fleet.control.play("upgrade.yml")
         load.wait_for(20)
@@ -139,7 +141,7 @@ def test_llama_cpp_and_the_gateway_are_upgraded_under_load(fleet: Fleet, parcels
 @pytest.mark.gate
 def test_a_node_is_removed_under_load(fleet: Fleet) -> None:
     fleet.control.groups["llama_nodes"].remove("n3")
-    with Load(fleet.url) as load:
+    with Load(fleet.url, headers=fleet.headers) as load:
         load.wait_for(20)
         fleet.control.play("site.yml")
         load.wait_for(20)

@@ -106,6 +106,7 @@ def look_at_unit(name: str) -> dict[str, Any]:
         "loaded": words.get("LoadState") == "loaded",
         "state": words.get("ActiveState", "inactive"),
         "digest": environment(pid).get("LLAMA_NODE_DIGEST", ""),
+        "keys": environment(pid).get("LLAMA_NODE_KEYS", ""),
         "memory": own_memory(pid),
     }
 
