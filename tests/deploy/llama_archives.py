@@ -21,9 +21,9 @@ import argparse, ctypes, os, sys
 home = os.path.dirname(os.path.realpath(__file__))
 sys.path[:0] = [home + "/lib"]
 parser = argparse.ArgumentParser(prog="llama-server", allow_abbrev=False)
-for flag in ("--model", "--alias", "--host", "--port", "--parallel", "--cache-ram", "--api-key-file"):
+for flag in ("--model", "--alias", "--host", "--port", "--parallel", "--cache-ram"):
     parser.add_argument(flag)
-for flag in ("-c", "-t", "-tb", "-b", "-ub"):
+for flag in ("--api-key-file", "-c", "-t", "-tb", "-b", "-ub"):
     parser.add_argument(flag)
 for flag in ("--metrics", "--slots", "--jinja", "--no-webui", "--no-mmap", "--mlock"):
     parser.add_argument(flag, action="store_true")

@@ -237,14 +237,18 @@ def test_each_host_may_have_its_own_model_and_llama_cpp(fleet: Fleet, tmp_path: 
         del fleet.control.host_variables[first]
 
 
-def test_a_public_listener_without_keys(fleet: Fleet) -> None:
-    told = refused(fleet.control, gateway_host="0.0.0.0").text
+def test_a_listener_or_an_edge_without_keys(fleet: Fleet) -> None:
+    told = refused(fleet.control, gateway_settings={}, gateway_host="0.0.0.0").text
     assert "gw: the gateway would listen on 0.0.0.0 (gateway_host) and ask nobody for a key" in told
-    fleet.control.play(
-        *("site.yml", "--tags", "preflight"),
-        gateway_host="0.0.0.0",
-        gateway_settings={"keys": [{"id": "team-a", "sha256": "0" * 64, "name": "Team A"}]},
-    )
+    told = refused(fleet.control, gateway_settings={"keys": []}).text
+    assert "gw: the edge on gw would open the gateway to everybody: it has no keys" in told
+    fleet.control.play(*("site.yml", "--tags", "preflight"), gateway_host="0.0.0.0")
+
+
+def test_a_key_that_a_process_would_show(fleet: Fleet) -> None:
+    for arguments in (["--api-key", "marked"], ["--api-key=marked"]):
+        told = refused(fleet.control, llama_node_extra_args=arguments).text
+        assert "llama_node_extra_args holds --api-key" in told
 
 
 def test_a_half_done_run_goes_on_where_it_stopped(fleet: Fleet, mirror: Mirror) -> None:

@@ -2,7 +2,7 @@
 
 The file holds one key, or two while a key is renewed: servers take either, the gateway sends the
 first. SPEC is a JSON object: `path`, `group` (who may read it), `rotate` (begin to renew it),
-`running` (what `fingerprint` was when each running server was started) and `check` (change nothing).
+`running` (the `fingerprint` that each running server was started with), `check` (change nothing).
 Writes `changed` and `fingerprint`, never a key.
 """
 
@@ -80,7 +80,7 @@ def write(path: Path, keys: list[str], group: int) -> None:
     draft = path.with_name(f".{path.name}.new")
     draft.unlink(missing_ok=True)
     number = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(number, "w") as file:
+    with os.fdopen(number, "w") as file:
         file.write("".join(f"{key}\n" for key in keys))
         os.fchown(number, 0, group)
         os.fchmod(number, MODE)
