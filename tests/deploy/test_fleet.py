@@ -107,10 +107,22 @@ def reaches(fleet: Fleet, name: str) -> bool:
     return fleet.hosts[name].run(f'python3 -c "{code}"', check=False).returncode == 0
 
 
+def told_that_nobody_listens(fleet: Fleet, name: str) -> bool:
+    """Whether what is no server's port answers a machine that is not the gateway, by UDP."""
+    address = fleet.hosts["n1"].address
+    code = (
+        "import socket; s = socket.socket(type=socket.SOCK_DGRAM); s.settimeout(20);"
+        f" s.connect(('{address}', 8080)); s.send(b'x'); s.recv(1)"
+    )
+    done = fleet.hosts[name].run(f'python3 -c "{code}"', check=False)
+    return "ConnectionRefusedError" in done.stderr
+
+
 @pytest.mark.gate
 def test_nobody_else_reaches_a_node(fleet: Fleet) -> None:
     host = fleet.hosts["n1"]
     assert not reaches(fleet, "n2")
+    assert told_that_nobody_listens(fleet, "n2")
     host.run("systemctl restart nftables")  # which begins with taking every table away
     assert "llama_node" in host.run("nft list tables").stdout
     assert not reaches(fleet, "n2")
