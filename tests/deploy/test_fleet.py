@@ -118,7 +118,6 @@ def told_that_nobody_listens(fleet: Fleet, name: str) -> bool:
     return "ConnectionRefusedError" in done.stderr
 
 
-@pytest.mark.gate
 def test_nobody_else_reaches_a_node(fleet: Fleet) -> None:
     host = fleet.hosts["n1"]
     assert not reaches(fleet, "n2")
@@ -207,7 +206,6 @@ def test_llama_cpp_and_the_gateway_are_upgraded_under_load(fleet: Fleet, parcels
     assert {node["state"] for node in fleet.nodes().values()} == {"ready"}
 
 
-@pytest.mark.gate
 def test_nodes_get_keys_and_new_ones_under_load(fleet: Fleet) -> None:
     """An older fleet has none; then they are renewed, in two runs."""
     control = fleet.control
