@@ -28,7 +28,7 @@ def test_the_memory_of_the_unit_is_above_the_worst_of_the_default_limits() -> No
     limits = Settings().limits
     (most,) = lines("llama-gateway.service", "MemoryMax")
     bodies = limits.buffered_bytes * 5 // 4
-    worst = 2 * ((512 << 20) + limits.connections * 25600 + bodies)
+    worst = 2 * ((768 << 20) + limits.connections * 25600 + bodies)
     assert worst <= int(most[:-1]) * UNITS[most[-1]]
 
 
