@@ -16,7 +16,7 @@ from gateway.fleet.catalogue import Catalogue
 from gateway.relay import assembly, edits, grammar, peek, prompts, sampling
 from gateway.relay.fingerprint import fingerprint, fingerprint_large
 from gateway.relay.large import LARGE, Body, read_large
-from gateway.relay.naming import Names
+from gateway.relay.naming import Meaning, Names
 from gateway.relay.routes import Route
 from gateway.relay.volatile import Volatile
 from gateway.request import Caller, Priority, Request
@@ -71,10 +71,7 @@ def prepare(
         grammar.check(peeked, levels, limits)
     if route.streams:
         sampling.check(peeked, limits)
-    model = _model(peeked.model, rules, incoming.caller, catalogue)
-    meanings = rules.names.meanings(model)
-    if model == CATCH_ALL:
-        model = meanings[0].name
+    model, meanings = _meant(peeked.model, rules, incoming.caller, catalogue)
     bodies: dict[str, Body] = {}
     slots = 1 if route.occupies else 0
     for meaning in meanings:
@@ -122,23 +119,31 @@ def prepare(
     request.writes = route.streams
     if route.streams:
         request.several = _several(incoming, peeked, priority, rules, catalogue)
-        request.stream = bool(peeked.stream)
-        request.probabilities = sampling.tells_probabilities(peeked)
-        if not request.stream:
-            request.assembled = assembly.fits(route.path, body, peeked.messages, slots)
-        request.max_tokens = _max_tokens(peeked)
-        if isinstance(body, bytes):
-            size = peek.measure(raw, peeked.tools, peeked.system, peeked.instructions)
-            request.prompt = fingerprint(body, route, model, rules.volatile)
-        else:
-            # Its fingerprint takes steps of its own: who asked for this sees to it.
-            size = body.measure(route.prompt)
-        request.text, request.ids, request.media = size
+        _generates(request, body, peeked, route, rules.volatile)
     else:
         request.text = int(tokens * BYTES_PER_TOKEN)
     request.party = incoming.party or incoming.caller.id
     request.session = incoming.session
     return request
+
+
+def _generates(
+    request: Request, body: Body, peeked: peek.Peek, route: Route, volatile: Volatile
+) -> None:
+    """Note what is to be known of a request whose answer is generated."""
+    request.stream = bool(peeked.stream)
+    request.probabilities = sampling.tells_probabilities(peeked)
+    if not request.stream:
+        request.assembled = assembly.fits(route.path, body, peeked.messages, request.slots)
+    request.max_tokens = _max_tokens(peeked)
+    if isinstance(body, bytes):
+        raw = getattr(peeked, route.prompt) if route.prompt in _PROMPTS else peek.NOTHING
+        size = peek.measure(raw, peeked.tools, peeked.system, peeked.instructions)
+        request.prompt = fingerprint(body, route, request.model, volatile)
+    else:
+        # Its fingerprint takes steps of its own: who asked for this sees to it.
+        size = body.measure(route.prompt)
+    request.text, request.ids, request.media = size
 
 
 def _looked_at(body: Body, limits: LimitSettings, field: str | None) -> tuple[int, bool]:
@@ -160,7 +165,10 @@ def _looked_at(body: Body, limits: LimitSettings, field: str | None) -> tuple[in
 _PROMPTS = frozenset({"prompt", "messages", "input"})
 
 
-def _model(said: str | None, rules: Rules, caller: Caller, catalogue: Catalogue) -> str:
+def _meant(
+    said: str | None, rules: Rules, caller: Caller, catalogue: Catalogue
+) -> tuple[str, tuple[Meaning, ...]]:
+    """The public model name of a request, and what it stands for. Raises: GatewayError."""
     model = said or rules.default_model
     if model is None:
         known = [name for name in catalogue.model_names() if caller.may_use(name)]
@@ -171,13 +179,14 @@ def _model(said: str | None, rules: Rules, caller: Caller, catalogue: Catalogue)
             raise errors.invalid_request(f"'model' is missing. There are: {some}.", "model")
         model = known[0]
     if rules.names.catches and rules.names.caught(model, catalogue):
-        # From here on by the settings' name: the client's may be any text.
+        # From here on by the target's name: the client's may be any text.
         if not (caller.may_use(model) or caller.may_use(CATCH_ALL)):
             raise errors.model_not_allowed(model)
-        return CATCH_ALL
+        meanings = rules.names.meanings(CATCH_ALL)
+        return meanings[0].name, meanings
     if not caller.may_use(model):
         raise errors.model_not_allowed(model)
-    return model
+    return model, rules.names.meanings(model)
 
 
 def prepare_form(
@@ -188,8 +197,8 @@ def prepare_form(
     Raises: GatewayError.
     """
     route = incoming.route
-    model = _model(peeked.model, rules, incoming.caller, catalogue)
-    bodies = {meaning.name: incoming.body for meaning in rules.names.meanings(model)}
+    model, meanings = _meant(peeked.model, rules, incoming.caller, catalogue)
+    bodies = {meaning.name: incoming.body for meaning in meanings}
     return Request(
         id=incoming.id,
         tag=incoming.tag,
