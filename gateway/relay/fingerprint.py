@@ -264,12 +264,15 @@ def _chat(chain: _Chain, chat: _Chat, leave_out: LeaveOut) -> None:
     if isinstance(turns, str):
         turns = [_Message("user", content=turns)]
     first = True
+    rest: list[_Message] = []
+    if len(turns) > MOST_BLOCKS:
+        # Each of them makes a block at least.
+        turns, rest = turns[:MOST_BLOCKS], turns[MOST_BLOCKS:]
     for message in turns:
-        if chain.full:
-            chain.size += _length(message)
-            continue
         first = first and message.role in _SYSTEM
         _add_message(chain, message, leave_out if first else None)
+    for message in rest:
+        chain.size += _length(message)
 
 
 def _add_message(chain: _Chain, message: _Message, leave_out: LeaveOut | None) -> None:

@@ -7,7 +7,7 @@ replaces fields and leaves the others where they lie, and what is sent to a node
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 
 import msgspec
 
@@ -28,13 +28,16 @@ from gateway.relay.structure import Field, Outline, cut_before, outline
 LARGE = 64 * 1024
 """Bytes of a body from which on it is one. A smaller one of any shape takes some milliseconds."""
 SMALL = 16 * 1024
-"""Bytes of a field's value that may be parsed in passing."""
+"""Bytes of the value of a field that is known by name, and may be parsed in passing."""
+SCALAR = 1024
+"""The same of any field: there may be a thousand."""
 PARSED = 4 << 20
 """Bytes of a body up to which it is parsed whole where an answer is to be gone on with."""
 LONGEST_LINK = 16 * 1024
 MEDIA_STEP = 64
 """Pictures that are looked at in one step."""
 
+_KNOWN = Peek.__struct_fields__
 _TYPED = frozenset(
     name
     for name, default in zip(Peek.__struct_fields__, Peek.__struct_defaults__, strict=True)
@@ -77,7 +80,7 @@ class Large:
         """Of what it is made of; of long values by their ends."""
         return hash(
             tuple(
-                (name, len(value), bytes(value[:SMALL]), bytes(value[-SMALL:]))
+                (name, len(value), bytes(value[:SCALAR]), bytes(value[-SCALAR:]))
                 for name, value in self._values.items()
             )
         )
@@ -111,12 +114,9 @@ class Large:
     def small(self) -> bytes:
         """The body without its large fields."""
         if self._small is None:
-            parts = [
-                msgspec.json.encode(name) + b":" + bytes(value)
-                for name, value in self._values.items()
-                if len(value) <= SMALL
-            ]
-            self._small = b"{" + b",".join(parts) + b"}"
+            self._small = _joined(
+                (name, value) for name, value in self._values.items() if len(value) <= SCALAR
+            )
         return self._small
 
     def parsed(self) -> bytes:
@@ -129,16 +129,16 @@ class Large:
 
     def peek(self) -> Peek:
         """As `peek.peek` of a small one. Raises: GatewayError 400."""
-        large = {name: value for name, value in self._values.items() if len(value) > SMALL}
+        known = {name: self._values[name] for name in _KNOWN if name in self._values}
+        large = {name: value for name, value in known.items() if len(value) > SMALL}
         for name in large:
             if name in _TYPED and name != "model":
                 raise errors.invalid_request(f"'{name}' is longer than {SMALL} bytes.", name)
-        peeked = peek(self.small())
+        peeked = peek(_joined((name, known[name]) for name in known if name not in large))
         if large.pop("model", None) is not None:
             peeked.model = self._beginning("model")
         for name, value in large.items():
-            if name in Peek.__struct_fields__:
-                setattr(peeked, name, msgspec.Raw(value))
+            setattr(peeked, name, msgspec.Raw(value))
         return peeked
 
     def _beginning(self, name: str) -> str:
@@ -241,6 +241,12 @@ class Large:
         return body.find(b":", start, end) >= 0 or (
             body.find(b"\\u", start, min(end, start + LONGEST_LINK)) >= 0
         )
+
+
+def _joined(fields: Iterable[tuple[str, Value]]) -> bytes:
+    """The object that these fields make."""
+    parts = [msgspec.json.encode(name) + b":" + bytes(value) for name, value in fields]
+    return b"{" + b",".join(parts) + b"}"
 
 
 def read_large(body: bytes, limits: LimitSettings) -> Generator[None, None, Large]:

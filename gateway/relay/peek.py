@@ -76,7 +76,9 @@ def peek(body: bytes) -> Peek:
     try:
         peeked = _PEEK.decode(body)
         # Mostly the model's name stands there once, and nothing but an escape could hide another.
-        if body.lower().count(b'"model"') != (peeked.model is not None) or _may_spell(body):
+        if body.lower().count(b'"model"') != (peeked.model is not None) or (
+            body.find(b"\\") >= 0 and _may_spell(body)
+        ):
             _check_names(body)
         return peeked
     except msgspec.ValidationError as error:
@@ -98,7 +100,7 @@ def peek(body: bytes) -> Peek:
 
 def _may_spell(body: bytes) -> bool:
     """Whether an escape spells a letter of `model`, or one of its neighbours."""
-    return body.find(b"\\") >= 0 and (body.find(b"\\u004") >= 0 or body.find(b"\\u006") >= 0)
+    return body.find(b"\\u004") >= 0 or body.find(b"\\u006") >= 0
 
 
 def _check_names(body: bytes) -> None:

@@ -146,6 +146,13 @@ def test_small_fields_can_be_asked_for_alone() -> None:
     assert len(json.loads(found.parsed())) == 2
 
 
+def test_little_is_parsed_however_many_fields_there_are() -> None:
+    more = {f"x{number}": "y" * 15_000 for number in range(900)}
+    _, found = large({"model": "m", "return_tokens": True, "priority": "x" * 9000, **more})
+    assert found.peek().model == "m"
+    assert json.loads(found.small()) == {"model": "m", "return_tokens": True}
+
+
 @pytest.mark.parametrize("name", ["stream", "n", "priority", "service_tier", "max_tokens"])
 def test_a_field_that_can_be_no_longer_is_refused(name: str) -> None:
     _, found = large({name: "x" * (SMALL + 1), "prompt": "x" * LARGE})
