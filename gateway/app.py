@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 import subprocess
 import time
@@ -16,9 +17,10 @@ from gateway import __version__, errors
 from gateway.access.exposure import is_loopback
 from gateway.addresses import bind_listeners, open_listeners
 from gateway.config.inventory import Inventory, load_inventory
+from gateway.config.listeners import LimitSettings
 from gateway.config.live import needs_restart
 from gateway.config.problems import ConfigError, Problem
-from gateway.config.settings import Settings, load_settings
+from gateway.config.settings import Refused, Settings, load_settings
 from gateway.config.watch import changes
 from gateway.events import Bus, InventoryChanged, SettingsChanged
 from gateway.fleet.drains import Drains
@@ -27,7 +29,7 @@ from gateway.fleet.last_seen import LastSeen
 from gateway.observe.event_lines import subscribe
 from gateway.observe.logs import Logs
 from gateway.observe.metrics import Metrics
-from gateway.open_files import raise_open_files
+from gateway.open_files import raise_open_files, within
 from gateway.options import Options, drains_file, last_seen_file, read_key
 from gateway.relay.journey import Means
 from gateway.relay.live import Registry
@@ -35,8 +37,9 @@ from gateway.relay.relay import Relay
 from gateway.relay.watch import Watch
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.standby import Standby
-from gateway.succession import Inheritance, SuccessionFailed, start_successor
+from gateway.succession import Inheritance, SuccessionFailed, legacy, start_successor
 from gateway.systemd import Notifier
+from gateway.transport.names import Names
 from gateway.transport.upstream import connect
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.control import Reloaded
@@ -53,6 +56,11 @@ FIRST_PROBES = 10.0
 
 LAST_WORDS = 5.0
 """Seconds for clients to read how their request ended, once the grace is over."""
+
+KEYS_LOST = (
+    "the settings have lost their last API key: every request is answered with 401; add a key, or "
+    "restart to serve without any"
+)
 
 log = structlog.get_logger()
 
@@ -89,8 +97,9 @@ class Gateway:
         self._notifier = Notifier()
         rng = rng or random.Random()
         self.bus = Bus(lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work))
+        self._names = Names()
         self.fleet = Fleet(
-            connect=connect,
+            connect=functools.partial(connect, names=self._names),
             health=settings.health,
             timeouts=settings.timeouts,
             bus=self.bus,
@@ -107,7 +116,7 @@ class Gateway:
         self.registry = Registry()
         self._loopback = is_loopback(settings.listen.host)
         self.edge = Edge(
-            Snapshot.of(settings, loopback=self._loopback),
+            Snapshot.of(settings, loopback=self._loopback, before=self._inheritance.door),
             self.relay,
             self.fleet,
             self.registry,
@@ -139,6 +148,15 @@ class Gateway:
         """Whether it is on its way out."""
         return self.edge.closing
 
+    @property
+    def keys_lost(self) -> str | None:
+        """Why nobody is let in, with the remedy; None: callers are."""
+        return KEYS_LOST if self.edge.snapshot.door.closed else None
+
+    @property
+    def _has_defaults(self) -> bool:
+        return self.settings == self.options.over(Settings())
+
     # Life.
 
     @contextlib.asynccontextmanager
@@ -146,7 +164,7 @@ class Gateway:
         """Serve inside this context. Raises: StartError."""
         files = raise_open_files()
         try:
-            self.public, self.admin = self._listeners()
+            self.public, self.admin = self._listeners(files)
             await self.fleet.start(inventory)
             self._own(self.standby.run(), "start and stop standby nodes")
             self._own(self._watch_files(inventory), "watch the files")
@@ -164,6 +182,8 @@ class Gateway:
                 nodes=len(self.fleet.nodes),
                 open_files=files,
             )
+            if self.keys_lost is not None:
+                log.warning("locked", why=self.keys_lost)
             self._notifier.tell("READY=1", f"STATUS=serving on {self.public.url}")
             self._inheritance.tell_ready()
             # Only now: until then the predecessor writes.
@@ -195,7 +215,9 @@ class Gateway:
             log.info("starting a successor", command=command[0])
             try:
                 fixed = self._inheritance.fixed
-                self._successor = await start_successor(command, sockets, fixed=fixed)
+                door, config = self.edge.snapshot.door, self.options.config
+                told = legacy(door, config, customised=not self._has_defaults)
+                self._successor = await start_successor(command, sockets, fixed=fixed, told=told)
             except SuccessionFailed as error:
                 log.error("no successor", why=str(error))  # noqa: TRY400 - the message says it all
                 return
@@ -260,6 +282,7 @@ class Gateway:
         self.watch.close()
         self.scheduler.close()
         await self.fleet.aclose()
+        self._names.close()
         self.fleet.last_seen.save()
         self.bus.flush()
         log.info("ended")
@@ -276,8 +299,12 @@ class Gateway:
 
     # Listeners.
 
-    def _listeners(self) -> tuple[Listener, Listener]:
+    def _listeners(self, files: int) -> tuple[Listener, Listener]:
         listen, admin = self.settings.listen, self.settings.admin
+        limits = self.settings.limits
+        clients, asking = within(files, limits.connections, limits.connections)
+        if clients < limits.connections:
+            log.warning("fewer connections than the settings say", most=clients, open_files=files)
         key = None
         if admin.key_file is not None:
             key = read_key(admin.key_file)
@@ -285,7 +312,7 @@ class Gateway:
         public = Listener(
             self._public,
             public_sock,
-            protocol=bounded(self.settings.limits, self.edge.serve),
+            protocol=bounded(_at_most(clients, limits), self.edge.serve, listen.trusted_proxies),
             keep_alive=listen.keep_alive,
             certificate=listen.tls.cert if listen.tls else None,
             key=listen.tls.key if listen.tls else None,
@@ -302,7 +329,7 @@ class Gateway:
             key=key,
             extra_hosts=admin.hosts,
         )
-        protocol = bounded(self.settings.limits)
+        protocol = bounded(_at_most(asking, limits))
         return public, Listener(app, admin_sock, protocol=protocol, keep_alive=listen.keep_alive)
 
     async def _public(self, scope: Any, receive: Any, send: Any) -> None:
@@ -377,7 +404,10 @@ class Gateway:
 
     async def _reload_settings(self) -> SettingsChanged:
         try:
-            loaded = await asyncio.to_thread(load_settings, self.options.config)
+            # An empty file changes nothing: it may be half of an edit, or of a full disk.
+            refused: Refused = "nothing" if self._has_defaults else "empty"
+            path = self.options.config
+            loaded = await asyncio.to_thread(load_settings, path, refused=refused)
         except (ConfigError, OSError) as error:
             self.settings_error = str(error)
             self.bus.publish(SettingsChanged(error=self.settings_error))
@@ -392,9 +422,16 @@ class Gateway:
         self.scheduler.configure(settings)
         self.standby.settings = settings
         self.fleet.configure(settings.health, settings.timeouts)
-        self.edge.snapshot = Snapshot.of(settings, loopback=self._loopback)
+        before = self.edge.snapshot.door
+        self.edge.snapshot = Snapshot.of(settings, loopback=self._loopback, before=before)
+        if self.keys_lost is not None and not before.closed:
+            log.warning("locked", why=self.keys_lost)
         self.lines.access = settings.logging.access
         self._logs.configure(settings.logging.level)
         self._frame()
         self.bus.publish(change)
         return change
+
+
+def _at_most(connections: int, limits: LimitSettings) -> LimitSettings:
+    return limits.model_copy(update={"connections": connections})

@@ -132,6 +132,27 @@ def invalid_api_key() -> GatewayError:
     )
 
 
+def too_many_keys(most: int) -> GatewayError:
+    """401: more different keys than are looked at."""
+    return GatewayError(
+        401,
+        "invalid_api_key",
+        f"More than {most} different API keys were sent. Send one.",
+        retryable=False,
+    )
+
+
+def keys_of_different_callers() -> GatewayError:
+    """401: two good keys, of which neither goes before the other."""
+    return GatewayError(
+        401,
+        "invalid_api_key",
+        "API keys of different callers were sent in one request ('Authorization', 'x-api-key', "
+        "'api-key'). Send one of them.",
+        retryable=False,
+    )
+
+
 def model_not_allowed(model: str) -> GatewayError:
     """403: the key may not use this model."""
     return GatewayError(
@@ -139,6 +160,26 @@ def model_not_allowed(model: str) -> GatewayError:
         "model_not_allowed",
         f"This API key may not use the model '{_echoed(model)}'.",
         param="model",
+    )
+
+
+def host_not_allowed(host: str) -> GatewayError:
+    """403: a request without a key asked by a name that is not the listener's."""
+    return GatewayError(
+        403,
+        "host_not_allowed",
+        f"Without an API key this gateway is not asked by the host '{_echoed(host)}': ask by "
+        "localhost or its address, add the name to listen.hosts in the settings, or use a key.",
+    )
+
+
+def origin_not_allowed(origin: str) -> GatewayError:
+    """403: a web page of another origin posted without a key."""
+    return GatewayError(
+        403,
+        "origin_not_allowed",
+        f"Pages of '{_echoed(origin)}' may not ask this gateway without an API key: add the "
+        "origin to cors.origins in the settings, or use a key.",
     )
 
 
@@ -190,6 +231,21 @@ def body_too_large(limit: int) -> GatewayError:
 def headers_too_large(limit: int) -> GatewayError:
     """431: `limit` is in bytes."""
     return GatewayError(431, "headers_too_large", f"The headers are larger than {limit} bytes.")
+
+
+def too_many_headers(most: int) -> GatewayError:
+    """431: `most` is how many fields a head may have."""
+    return GatewayError(431, "headers_too_large", f"There are more than {most} header fields.")
+
+
+def compressed_body() -> GatewayError:
+    """415: the body has a `Content-Encoding`."""
+    return GatewayError(
+        415,
+        "unsupported_media_type",
+        "A compressed body is not understood: send it plain, without 'Content-Encoding'.",
+        retryable=False,
+    )
 
 
 def queue_full(message: str, retry_after: float) -> GatewayError:

@@ -14,3 +14,11 @@ def raise_open_files() -> int:
         except (ValueError, OSError):
             return soft
     return hard
+
+
+def within(files: int, public: int, admin: int) -> tuple[int, int]:
+    """Connections that the two listeners may have, so that `files` suffice for the nodes' as well.
+
+    A half is for the public one, a quarter for the admin one: who fills one has not filled all.
+    """
+    return min(public, max(1, files // 2)), min(admin, max(1, files // 4))

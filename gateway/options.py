@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gateway.access.exposure import admin_refusal, public_refusal, shared_refusal
+from gateway.access.exposure import admin_refusal, edge_refusal, public_refusal, shared_refusal
 from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.problems import ConfigError, Problem
-from gateway.config.settings import Settings, load_settings
+from gateway.config.settings import Refused, Settings, load_settings
 from gateway.transport.upstream import origin
 
 
@@ -77,13 +77,18 @@ class Examined:
     refusals: tuple[Refusal, ...]
 
 
-def examine(options: Options) -> Examined:
-    """Look for everything that is wrong; nothing is started and nothing is sent."""
+def examine(options: Options, *, empty: bool = True) -> Examined:
+    """Look for everything that is wrong; nothing is started and nothing is sent.
+
+    A settings file without a single word is wrong, and where none may be `empty`, one with
+    comments alone as well.
+    """
     problems: list[Problem] = []
     refused: list[Refusal] = []
     settings = inventory = None
     try:
-        settings = options.over(load_settings(options.config))
+        hollow: Refused = "blank" if empty else "empty"
+        settings = options.over(load_settings(options.config, refused=hollow))
         refused += _refusals(settings)
     except ConfigError as error:
         problems += error.problems
@@ -95,9 +100,9 @@ def examine(options: Options) -> Examined:
     return Examined(settings, inventory, tuple(problems), tuple(refused))
 
 
-def read(options: Options) -> tuple[Settings, Inventory]:
-    """Both files, checked. Raises: StartError, with all that is wrong."""
-    found = examine(options)
+def read(options: Options, *, empty: bool = True) -> tuple[Settings, Inventory]:
+    """Both files, checked as `examine` does. Raises: StartError, with all that is wrong."""
+    found = examine(options, empty=empty)
     told = [str(ConfigError(found.problems))] if found.problems else []
     told += [refusal.message for refusal in found.refusals]
     if told or found.settings is None or found.inventory is None:
@@ -116,6 +121,14 @@ def _refusals(settings: Settings) -> Iterator[Refusal]:
             "listen.host",
             public_refusal(
                 listen.host, keys=len(settings.keys), allow_anonymous=settings.allow_anonymous
+            ),
+        ),
+        (
+            "listen.trusted_proxies",
+            edge_refusal(
+                proxies=len(listen.trusted_proxies),
+                keys=len(settings.keys),
+                allow_anonymous=settings.allow_anonymous,
             ),
         ),
         ("admin.host", admin_refusal(admin.host, has_key=admin.key_file is not None)),

@@ -23,7 +23,7 @@ def run(options: Options) -> int:
     """Serve until a signal ends it; the exit status. Raises: StartError."""
     inheritance = inherit()
     options = inheritance.over(options)
-    settings, inventory = read(options)
+    settings, inventory = read(options, empty=not inheritance.customised)
     with set_up(settings.logging.level, settings.logging.format) as logs:
         return start(serve(options, settings, inventory, logs, inheritance=inheritance))
 

@@ -104,6 +104,8 @@ class Request:
     """Whether its plain answer may be made of a stream's events."""
     vision: bool = False
     slots: int = 1
+    probabilities: bool = False
+    """Whether the answer tells those of tokens that might have been."""
     prompt_tokens: int = 0
     """An estimate that would rather be too low; tokens."""
     max_tokens: int | None = None
@@ -111,6 +113,8 @@ class Request:
     """Only llama.cpp's own server knows the path."""
     deadline: float | None = None
     """When the client stops waiting for the whole answer."""
+    own_timer: bool = False
+    """Whether it does so by a timer of its own, and needn't be told in that moment."""
     failed: AbstractSet[str] = frozenset()
     """Nodes that failed this request: others go first."""
     refused: AbstractSet[str] = frozenset()
@@ -139,5 +143,7 @@ class Request:
     """The prompts that are answered one by one (`relay/prompts.py`); None: it is one."""
     admitted: bool = False
     """Whether it is part of one that has been let in: no length of the line refuses it."""
+    begun: bool = False
+    """Whether its client has had the head of a reply, to be told that it is not forgotten."""
     session: str | None = None
     """The conversation or editor that it belongs to, if a header names one; with its party."""

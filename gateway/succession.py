@@ -18,10 +18,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from gateway.access.anonymous import OPEN, Door
 from gateway.options import Options, StartError
 
 PASSED = "LLAMA_GATEWAY_SOCKETS"
 """Set for a successor: `name=descriptor` for each socket, and `ready=` for the pipe."""
+
+PREDECESSOR = "LLAMA_GATEWAY_PREDECESSOR"
+"""Set for a successor, which is no restart: it must not open what the old process keeps shut.
+`keyed`: there have been API keys; `anonymous`: callers without one are let in nevertheless;
+`customised`: its settings are not the defaults."""
 
 FIRST = 3
 """The number of the first descriptor that systemd passes (SD_LISTEN_FDS_START)."""
@@ -46,6 +52,10 @@ class Inheritance:
     """The sockets are systemd's: they, and not the settings, say where the gateway listens."""
     ready: int | None = None
     """The pipe that a predecessor reads."""
+    door: Door = OPEN
+    """The predecessor's."""
+    customised: bool = False
+    """The predecessor's settings are not the defaults: an empty file is not meant."""
 
     def over(self, options: Options) -> Options:
         """The options with the addresses of systemd's sockets on top."""
@@ -91,7 +101,14 @@ def inherit(environment: Mapping[str, str] = os.environ) -> Inheritance:
         ready, fixed = numbers.pop("ready"), numbers.pop("fixed", "")
         sockets = {name: _adopted(int(number)) for name, number in numbers.items()}
         os.set_inheritable(int(ready), False)
-        return Inheritance(sockets, fixed=bool(fixed), ready=int(ready))
+        words = environment.get(PREDECESSOR, "").split()
+        return Inheritance(
+            sockets,
+            fixed=bool(fixed),
+            ready=int(ready),
+            door=Door(keyed="keyed" in words, anonymous="anonymous" in words),
+            customised="customised" in words,
+        )
     if environment.get("LISTEN_PID") != str(os.getpid()):
         return Inheritance()
     count = int(environment.get("LISTEN_FDS", "0"))
@@ -139,23 +156,41 @@ def own_command() -> tuple[str, ...]:
     return (sys.executable, "-m", "gateway", *sys.argv[1:])
 
 
+def legacy(door: Door, config: Path | None, *, customised: bool) -> dict[str, str]:
+    """The environment that lets a successor be no more open than this process.
+
+    `config`: the settings file in force. A successor that does not find it must not take it for
+    one that never was.
+    """
+    words = {"keyed": door.keyed, "anonymous": door.anonymous, "customised": customised}
+    told = {PREDECESSOR: " ".join(word for word, holds in words.items() if holds)}
+    return told if config is None else {**told, "LLAMA_GATEWAY_CONFIG": str(config)}
+
+
 async def start_successor(
-    command: Sequence[str], sockets: Mapping[str, socket.socket], *, fixed: bool
+    command: Sequence[str],
+    sockets: Mapping[str, socket.socket],
+    *,
+    fixed: bool,
+    told: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start the command with these listening sockets; its process, once that is ready.
 
-    Until then nothing has changed. Raises: SuccessionFailed.
+    `told`: more variables for its environment. Until it is ready nothing has changed.
+
+    Raises: SuccessionFailed.
     """
     reader, writer = os.pipe()
     numbers = {name: sock.fileno() for name, sock in sockets.items()}
-    told = " ".join(f"{name}={number}" for name, number in numbers.items())
+    listed = " ".join(f"{name}={number}" for name, number in numbers.items())
     environment = {
         name: value
         for name, value in os.environ.items()
         # Of systemd's: what names this very process.
         if name not in {"LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_PID"}
     }
-    environment[PASSED] = f"{told} ready={writer}{' fixed=1' if fixed else ''}"
+    environment |= told or {}
+    environment[PASSED] = f"{listed} ready={writer}{' fixed=1' if fixed else ''}"
     try:
         try:
             # Not asyncio's: it outlives this event loop.

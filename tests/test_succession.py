@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from gateway.access.anonymous import Door
 from gateway.options import Options, StartError
 from gateway.succession import (
     PASSED,
     Inheritance,
     SuccessionFailed,
     inherit,
+    legacy,
     own_command,
     start_successor,
 )
@@ -70,6 +72,21 @@ def test_a_successor_takes_the_socket_that_stands_where_it_shall_listen(
     assert os.read(reader, 8) == b"1"
     assert os.read(reader, 8) == b""
     os.close(reader)
+
+
+@pytest.mark.parametrize("customised", [True, False])
+@pytest.mark.parametrize("door", [Door(), Door(keyed=True), Door(keyed=True, anonymous=True)])
+def test_a_successor_knows_what_its_predecessor_kept_shut(
+    door: Door, customised: bool, listening: socket.socket
+) -> None:
+    reader, writer = os.pipe()
+    told = legacy(door, Path("config/gateway.yaml"), customised=customised)
+    assert told["LLAMA_GATEWAY_CONFIG"] == "config/gateway.yaml"
+    left = inherit({PASSED: f"public={passed(listening)} ready={writer}", **told})
+    assert (left.door, left.customised) == (door, customised)
+    left.tell_ready()
+    os.close(reader)
+    assert "LLAMA_GATEWAY_CONFIG" not in legacy(door, None, customised=customised)
 
 
 def test_any_port_will_do_where_none_was_asked_for(listening: socket.socket) -> None:

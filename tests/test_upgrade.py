@@ -20,6 +20,7 @@ import httpx
 import pytest
 import yaml
 
+from gateway.access.keys import new_key
 from gateway.fleet.last_seen import LastSeen
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
@@ -31,6 +32,8 @@ REQUESTS = int(os.environ.get("UPGRADE_REQUESTS", "400"))
 CLIENTS = 8
 UPGRADES = 3
 LIMIT = 120.0  # seconds for whatever is waited for
+KEY = new_key("team")
+KEYED = {"keys": [{"id": KEY.id, "sha256": KEY.sha256}]}
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 ACTIVATED = """
 import os, sys
@@ -223,6 +226,47 @@ async def test_a_successor_that_can_not_start_leaves_everything_as_it_was(tmp_pa
         (tmp_path / "gateway.yaml").write_text(settings)
         await line.succeed()
         await line.until("listening", 2)
+
+
+@pytest.mark.parametrize("left", ["", "# nothing but a comment\n", None])
+async def test_a_successor_that_finds_emptied_settings_leaves_the_keys_in_force(
+    left: str | None, tmp_path: Path
+) -> None:
+    async with (
+        EmulatedNode() as node,
+        serving(tmp_path, node, settings=KEYED) as line,
+        httpx.AsyncClient(base_url=line.url, trust_env=False, timeout=LIMIT) as client,
+    ):
+        file = tmp_path / "gateway.yaml"
+        file.unlink()
+        if left is not None:
+            file.write_text(left)
+        os.kill(line.first.pid, signal.SIGUSR2)
+        await line.until("no successor")
+        assert (await client.post("/v1/chat/completions", json=HELLO)).status_code == 401
+        good = {"x-api-key": KEY.text}
+        reply = await client.post("/v1/chat/completions", json=HELLO, headers=good)
+        assert reply.status_code == 200
+
+
+@pytest.mark.parametrize("anonymous", [True, False])
+async def test_a_successor_without_keys_is_no_restart_that_opens(
+    anonymous: bool, tmp_path: Path
+) -> None:
+    async with (
+        EmulatedNode() as node,
+        serving(tmp_path, node, settings=KEYED) as line,
+        httpx.AsyncClient(base_url=line.url, trust_env=False, timeout=LIMIT) as client,
+    ):
+        file = tmp_path / "gateway.yaml"
+        text = yaml.safe_load(file.read_text()) | {"keys": [], "allow_anonymous": anonymous}
+        # Of its successors, one after another.
+        for _ in range(2):
+            file.write_text(yaml.safe_dump(text))
+            await line.succeed()
+            reply = await client.post("/v1/chat/completions", json=HELLO)
+            assert reply.status_code == 401
+        assert line.logged("locked")
 
 
 async def test_drains_and_what_nodes_said_last_over_a_succession(tmp_path: Path) -> None:

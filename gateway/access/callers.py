@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from gateway import errors
-from gateway.access.keys import KeyRing, presented
+from gateway.access.anonymous import is_local
+from gateway.access.keys import KeyRing, holder
+from gateway.access.parties import network_of
 from gateway.request import Caller, Headers, Priority
 
 IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -27,30 +29,34 @@ def caller_of(
     allow_anonymous: bool,
     loopback_listener: bool,
     trusted_proxies: Sequence[IPNetwork] = (),
+    closed: bool = False,
+    local: bool | None = None,
 ) -> Caller:
     """Who sent this request.
 
-    `client_address` is the peer's IP address, None where there is none (a Unix socket).
+    `client_address` is the peer's IP address, None where there is none (a Unix socket). `local`:
+    what `is_local` says of it, where that is known already.
     Where there are no keys at all, a key that was sent means nothing: clients have to send some.
-    Without keys on a listener that is not loopback, nobody is let in unless that is allowed: a
-    reload that takes the last key away must not open the door.
+    Then nobody is let in whose listener is not a loopback one, unless that is allowed, and nobody
+    at all where there were keys before (`closed`): losing them must not open the door.
 
     Raises: errors.GatewayError (401).
     """
     if ring:
-        key = presented(headers)
-        if key is not None:
-            caller = ring.find(key)
-            if caller is None:
-                raise errors.invalid_api_key()
+        caller = holder(headers, ring)
+        if caller is not None:
             return caller
         if not allow_anonymous:
             raise errors.invalid_api_key()
-    elif not (allow_anonymous or loopback_listener):
+    elif closed or not (allow_anonymous or loopback_listener):
         raise errors.invalid_api_key()
-    best = Priority.URGENT if loopback_listener else Priority.NORMAL
+    if local is None:
+        local = is_local(
+            headers, loopback_listener=loopback_listener, trusted_proxies=trusted_proxies
+        )
+    best = Priority.URGENT if local else Priority.NORMAL
     address = address_of(headers, client_address, trusted_proxies)
-    return _anonymous(address, best, loopback_listener)
+    return _anonymous(network_of(address), best, local)
 
 
 @lru_cache(maxsize=1024)

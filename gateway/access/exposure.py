@@ -32,6 +32,17 @@ def public_refusal(host: str, *, keys: int, allow_anonymous: bool) -> str | None
     )
 
 
+def edge_refusal(*, proxies: int, keys: int, allow_anonymous: bool) -> str | None:
+    """Why the public listener must not start behind proxies, with the remedy; None: it may."""
+    if not proxies or keys or allow_anonymous:
+        return None
+    return (
+        "the gateway would stand behind a proxy (listen.trusted_proxies) without any API key, open "
+        "to everybody who can reach that: add a key ('llama-gateway keys hash' makes one), or say "
+        "that it is meant with --allow-anonymous (allow_anonymous: true)"
+    )
+
+
 def admin_refusal(host: str, *, has_key: bool) -> str | None:
     """Why the admin listener must not start on `host`, with the remedy; None: it may."""
     if has_key or is_loopback(host):

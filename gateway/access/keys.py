@@ -13,12 +13,16 @@ import string
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
+from gateway import errors
 from gateway.request import Caller, Headers, Priority
 
 PREFIX = "lg"
 
 KEY_CHARACTERS = 512
 """Anything longer is no key; so nobody can have us hash much."""
+
+MOST_KEYS = 4
+"""Different keys in one request, each of which costs a hash; there are three fields for them."""
 
 _ID_ALPHABET = string.ascii_lowercase + string.digits
 _SECRET_ALPHABET = string.ascii_letters + string.digits
@@ -113,25 +117,46 @@ def hash_key(text: str) -> NewKey:
     return NewKey(text, key_id, _digest(secret).hex())
 
 
-def presented(headers: Headers) -> str | None:
-    """The key a request carries, or None.
+def presented(headers: Headers) -> list[str]:
+    """The keys a request carries, each once: clients send a dummy in one field, the key in another.
 
-    `Authorization: Bearer` goes before `x-api-key`, and that before `api-key`. An empty one, which
-    clients without a key like to send, is none; another scheme of `Authorization` is none of ours.
+    They stand in `Authorization: Bearer`, `x-api-key` and `api-key`. An empty one, which clients
+    without a key like to send, is none; another scheme of `Authorization` is none of ours. At
+    most `MOST_KEYS` and one more.
     """
-    best = len(_FIELDS)
-    found: bytes | None = None
+    found: list[str] = []
     for name, value in headers:
-        rank = _FIELDS.get(name)
-        if rank is None or rank >= best:
+        if name not in _FIELDS:
             continue
-        key = _bearer(value) if rank == 0 else value.strip()
-        if key:
-            best, found = rank, key
-    return None if found is None else found.decode("latin-1")
+        key = (_bearer(value) if name == b"authorization" else value.strip()).decode("latin-1")
+        if key and key not in found:
+            found.append(key)
+            if len(found) > MOST_KEYS:
+                break
+    return found
 
 
-_FIELDS = {b"authorization": 0, b"x-api-key": 1, b"api-key": 2}
+def holder(headers: Headers, ring: KeyRing) -> Caller | None:
+    """Whose key the request carries; None where it carries none. One good key is enough.
+
+    Raises: errors.GatewayError (401) if none of its keys is good, if two are of different callers,
+    or if there are more than `MOST_KEYS`.
+    """
+    keys = presented(headers)
+    if not keys:
+        return None
+    if len(keys) > MOST_KEYS:
+        raise errors.too_many_keys(MOST_KEYS)
+    # Each of them is looked at, so that the time does not tell which one is good.
+    holders = {caller.id: caller for key in keys if (caller := ring.find(key)) is not None}
+    if not holders:
+        raise errors.invalid_api_key()
+    if len(holders) > 1:
+        raise errors.keys_of_different_callers()
+    return next(iter(holders.values()))
+
+
+_FIELDS = frozenset({b"authorization", b"x-api-key", b"api-key"})
 
 
 def _bearer(value: bytes) -> bytes:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from gateway.request import Caller, Headers
+
+IPV6_PREFIX = 64
+"""Bits of an IPv6 address that tell one party from another: one subscriber has all that follow
+(RFC 6177)."""
 
 LONGEST_NAME = 128
 """Bytes of a header's value that tell one user or session from another; the rest is cut."""
@@ -36,6 +41,19 @@ class NamingHeaders:
         """The session that a header names; another party's of the same name is another one."""
         name = _first(headers, self.sessions) if self.sessions else None
         return None if name is None else f"{party}/{name}"
+
+
+def network_of(address: str) -> str:
+    """What stands for an address's party: an IPv4 address itself, of IPv6 the /64."""
+    if ":" not in address:
+        return address
+    try:
+        found = ipaddress.IPv6Address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(ipaddress.IPv6Network((found, IPV6_PREFIX), strict=False))
 
 
 def _lower(names: Sequence[str]) -> tuple[bytes, ...]:

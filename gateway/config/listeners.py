@@ -57,17 +57,32 @@ class ListenSettings(ConfigModel):
         BeforeValidator(one_or_many),
         Field(
             description=(
-                "Proxies in front of the gateway, as addresses or networks. "
-                "Only theirs is the `X-Forwarded-For` that is believed."
+                "Proxies in front of the gateway, as addresses or networks. Only theirs is the "
+                "`X-Forwarded-For` that is believed. No caller is local then, so `keys` are "
+                "needed, or `allow_anonymous`."
             )
         ),
         Kind("list of networks"),
+    ] = ()
+    hosts: Annotated[
+        tuple[Host, ...],
+        BeforeValidator(one_or_many),
+        Field(
+            description=(
+                "Further names by which requests without a key may ask. On a loopback address "
+                "without `trusted_proxies` they are refused with another `Host` than that of "
+                "loopback, so that no web page reaches the gateway through a browser; elsewhere "
+                "only where this is set."
+            )
+        ),
+        Kind("list of host names"),
     ] = ()
     expose_node: Annotated[
         bool | None,
         Field(
             description=(
-                "Tell the node's name in `X-Gateway-Node`. Left away: on a loopback listener only."
+                "Tell the node's name in `X-Gateway-Node`. Left away: to local callers of a "
+                "loopback listener only, to nobody who comes through a proxy."
             )
         ),
         Kind("true or false"),
@@ -175,7 +190,12 @@ class KeySpec(ConfigModel):
     models: Annotated[
         tuple[Text, ...] | None,
         BeforeValidator(one_or_many),
-        Field(description="Public names it may use. Left away: all."),
+        Field(
+            description=(
+                'Public names it may use; `"*"` allows what the catch-all of `models` takes. '
+                "Left away: all."
+            )
+        ),
         Kind("list of names"),
     ] = None
     trust_user_headers: Annotated[
@@ -262,7 +282,12 @@ class LimitSettings(ConfigModel):
     ] = 64 << 10
     buffered_bytes: Annotated[
         Size,
-        Field(description="Request bodies in memory at one time, all together."),
+        Field(
+            description=(
+                "Request bodies in memory at one time, all together; shared as the places of "
+                "`queue.max`."
+            )
+        ),
     ] = 1024 * MIB
     header_timeout: Annotated[
         Seconds, Field(description="A request's head must be complete within this time.")
@@ -283,7 +308,14 @@ class LimitSettings(ConfigModel):
         Field(description="A client that takes nothing of its reply for this time is cut off."),
     ] = 300.0
     connections: Annotated[
-        Count, Field(description="Client connections at one time. A change needs a restart.")
+        Count,
+        Field(
+            description=(
+                "Client connections at one time, at most one for two open files that the system "
+                "allows. One address alone has seven eighths; for another's its idle ones are "
+                "closed. `/health` and `/ready` are answered beyond. A change needs a restart."
+            )
+        ),
     ] = 10000
     n: Annotated[
         Count, Field(description="Largest `n` (answers to one request); above it, 400.")
@@ -297,11 +329,34 @@ class LimitSettings(ConfigModel):
         Kind("number", "tokens"),
     ] = None
     n_probs: Annotated[
-        CountOrZero, Field(description="Largest `n_probs` and `top_logprobs`; lowered above it.")
+        CountOrZero,
+        Field(
+            description=(
+                "Largest `n_probs`, `top_logprobs` and numeric `logprobs`; lowered above it."
+            )
+        ),
     ] = 64
-    event_bytes: Annotated[Size, Field(description="Largest single event in a node's stream.")] = (
-        MIB
-    )
+    stop_bytes: Annotated[
+        Size,
+        Field(
+            description=(
+                "Largest `stop` (or `stop_sequences`), all its texts together; above it, 400."
+            )
+        ),
+    ] = 4096
+    logit_bias_bytes: Annotated[
+        Size, Field(description="Largest `logit_bias` and `response_fields`; above it, 400.")
+    ] = 64 << 10
+    event_bytes: Annotated[
+        Size,
+        Field(
+            description=(
+                "Largest single event in a node's stream, beside 32 bytes for each byte of the "
+                "request's body and 1 KiB for each event before, up to `response_bytes`. Where "
+                "a request asks for probabilities: `response_bytes`."
+            )
+        ),
+    ] = MIB
     response_bytes: Annotated[
         Size,
         Field(description="Largest plain answer that is held back while it may still be retried."),

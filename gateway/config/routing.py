@@ -72,6 +72,25 @@ class ModelRule(ConfigModel):
     ] = ()
 
 
+CATCH_ALL = "*"
+"""The public name that stands for every name which is not known otherwise."""
+
+
+def check_catch_all(rules: Mapping[str, ModelRule]) -> None:
+    """The catch-all must say what it stands for, and nothing may stand for it.
+
+    Raises: PydanticCustomError.
+    """
+    rule = rules.get(CATCH_ALL)
+    if rule is not None and not rule.use:
+        raise wrong('"*" names no model', 'write "*": {use: NAME}, with a model that a node serves')
+    for name, one in rules.items():
+        if CATCH_ALL in one.use:
+            raise wrong(
+                f'{name} uses "*", which is no model', "name the models that are meant instead"
+            )
+
+
 def find_loop(rules: Mapping[str, ModelRule]) -> list[str]:
     """Find names whose `use` leads back to them, in the order of the loop; empty if none.
 

@@ -19,6 +19,7 @@ from gateway.config.fields import (
     Text,
     wrong,
 )
+from gateway.config.headers import HeaderSettings
 from gateway.config.hybrid import HybridSettings
 from gateway.config.listeners import (
     AdminSettings,
@@ -35,6 +36,7 @@ from gateway.config.routing import (
     ModelRule,
     RetrySettings,
     TimeoutSettings,
+    check_catch_all,
     find_loop,
 )
 from gateway.config.tree import Entry, Items, Scalar, Table, table
@@ -102,14 +104,24 @@ class Settings(ConfigModel):
     admin: Annotated[AdminSettings, Field(description="The admin listener.")] = AdminSettings()
     keys: Annotated[
         tuple[KeySpec, ...],
-        Field(description="API keys of the public listener. None: no key is asked for."),
+        Field(
+            description=(
+                "API keys of the public listener. None: no key is asked for; but where a reload "
+                "takes the last one away, every request is 401 until there is one, or a restart."
+            )
+        ),
         Kind("list"),
     ] = ()
     allow_anonymous: Annotated[
         bool,
-        Field(description="Serve without keys on an address that isn't loopback."),
+        Field(
+            description="Serve without keys on an address that isn't loopback, or behind a proxy."
+        ),
         Kind("true or false"),
     ] = False
+    headers: Annotated[
+        HeaderSettings, Field(description="Header fields that pass besides those that always do.")
+    ] = HeaderSettings()
     cors: Annotated[CorsSpec | None, Field(description="Web pages that may call; unset: none.")] = (
         None
     )
@@ -119,7 +131,12 @@ class Settings(ConfigModel):
     models: Annotated[
         Mapping[str, Annotated[ModelRule, BeforeValidator(_empty_rule)]],
         BeforeValidator(_named),
-        Field(description="Public model names: aliases, fall-backs and parameters."),
+        Field(
+            description=(
+                "Public model names: aliases, fall-backs and parameters. "
+                '`"*": {use: NAME}` takes every name that is not known otherwise.'
+            )
+        ),
         Kind("mapping of rules"),
     ] = {}
     default_model: Annotated[
@@ -221,6 +238,7 @@ class Settings(ConfigModel):
     @field_validator("models")
     @classmethod
     def _no_loops(cls, models: Mapping[str, ModelRule]) -> Mapping[str, ModelRule]:
+        check_catch_all(models)
         if loop := find_loop(models):
             raise wrong(
                 f"the names stand for each other: {' -> '.join(loop)}",
@@ -233,11 +251,26 @@ class Settings(ConfigModel):
 NOT_YET = frozenset({"store"})
 
 
-def load_settings(path: Path | None, env: Mapping[str, str] | None = None) -> Settings:
+Refused = Literal["nothing", "blank", "empty"]
+"""Which settings files are a problem that name no setting (`load_settings`)."""
+
+_EMPTY_REMEDY = "write the settings into it; {} stands for every default, which asks for no key"
+
+
+def load_settings(
+    path: Path | None,
+    env: Mapping[str, str] | None = None,
+    *,
+    refused: Refused = "nothing",
+) -> Settings:
     """Read the settings from a YAML file; without a path, every key has its default.
 
     `env` holds the variables for `${VAR}`; by default the process's own. Raises ConfigError
     with every problem of the file. Reads the disk: call it in a thread.
+
+    `refused`: which files are a problem that name no setting. `blank`: one without a single word;
+    `empty`: one with comments alone, or `null`, as well. A full disk and some editors leave such
+    files behind, and their defaults would ask for no key.
     """
     if path is None:
         return Settings()
@@ -245,6 +278,8 @@ def load_settings(path: Path | None, env: Mapping[str, str] | None = None) -> Se
     source = read_yaml(path, env)
     root = source.root
     if root.tree == Scalar(None):
+        if refused == "empty" or (refused == "blank" and source.blank and path.is_file()):
+            raise ConfigError([Problem(path, 0, "", "the file is empty", _EMPTY_REMEDY)])
         root = Entry(table({}), root.line, root.key)
     problems = list(source.problems)
     if isinstance(root.tree, Table):

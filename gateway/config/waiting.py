@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from gateway.config.fields import (
     ConfigModel,
+    Count,
     CountOrZero,
     Kind,
     Seconds,
@@ -24,6 +25,10 @@ PATIENCE: Mapping[str, float] = {"urgent": 10.0, "premium": 30.0, "normal": 60.0
 
 QUEUE_SHARE: Mapping[str, float] = {"urgent": 1.0, "premium": 1.0, "normal": 0.9, "batch": 0.5}
 """How far a class may fill the queue, unless the settings say."""
+
+SLOTLESS = 4
+"""Requests without a slot that a node gets at once, unless the settings say. llama.cpp's server
+has four HTTP threads more than slots, and each such request keeps one busy."""
 
 
 class ClassRule(ConfigModel):
@@ -68,7 +73,12 @@ class QueueSettings(ConfigModel):
 
     max: Annotated[
         CountOrZero,
-        Field(description="Requests that may wait; the next is answered with 429 `queue_full`."),
+        Field(
+            description=(
+                "Requests that may wait; the next is answered with 429 `queue_full`. One key or "
+                "address alone has seven eighths of them; for another's its newest go."
+            )
+        ),
     ] = 256
     max_wait: Annotated[
         Seconds,
@@ -98,6 +108,15 @@ class QueueSettings(ConfigModel):
         ),
         Kind("true or false"),
     ] = True
+    slotless: Annotated[
+        Count,
+        Field(
+            description=(
+                "Requests that take no slot (tokenizing, templates, counting) that one node gets "
+                "at once, of one caller half as many; the others wait as for a slot."
+            )
+        ),
+    ] = SLOTLESS
 
 
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
@@ -115,8 +134,8 @@ HeaderName = Annotated[str, BeforeValidator(_header), Kind("header name")]
 class IdentitySettings(ConfigModel):
     """Whom a request belongs to, where one key serves many people.
 
-    The names are read from keys with `trust_user_headers`, and from anonymous callers of a
-    loopback listener; those of sessions from everybody, each within its own caller.
+    The names are read from keys with `trust_user_headers`, and from local callers (no key, a
+    loopback listener, no proxy); those of sessions from everybody, each within its own caller.
     """
 
     user_headers: Annotated[

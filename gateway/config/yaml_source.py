@@ -54,6 +54,8 @@ class Source:
     file: Path
     root: Entry
     problems: tuple[Problem, ...]
+    blank: bool = False
+    """Whether there is nothing in it, not even a comment."""
 
 
 def read_yaml(path: Path, env: Mapping[str, str]) -> Source:
@@ -133,7 +135,7 @@ class _Builder:
             message = str(error).splitlines()[0]
             raise ConfigError([Problem(self._file, 0, "", f"no valid YAML: {message}")]) from None
         root = self._root or Entry(Scalar(None), 1, "")
-        return Source(self._file, root, tuple(self._problems))
+        return Source(self._file, root, tuple(self._problems), blank=not text.strip())
 
     def _take(self, event: Event) -> None:
         match event:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gateway import errors
+from gateway.fleet.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,6 +49,8 @@ class Catalogue:
         """Goes up whenever an offering may have changed."""
         self._nodes: tuple[Node, ...] = ()
         self._serving: dict[str, tuple[Node, ...]] | None = None
+        self._nameless: tuple[Node, ...] = ()
+        """Nodes of which no name is known; as old as `_serving`."""
         self._offerings: dict[tuple[str, str, bool, bool], Offering] = {}
 
     # What makes it look again.
@@ -83,7 +86,8 @@ class Catalogue:
                     and not (native and node.spec.kind == "openai")
                 ),
             )
-            if len(self._offerings) < MOST_OFFERINGS:
+            # A name that nobody serves is the client's own, of any length.
+            if self.known(model) and len(self._offerings) < MOST_OFFERINGS:
                 self._offerings[key] = found
         return found
 
@@ -94,6 +98,15 @@ class Catalogue:
     def known(self, model: str) -> bool:
         """Whether some node serves this public name, down or not."""
         return model in (self._serving or self._index())
+
+    def may_know(self, model: str) -> bool:
+        """Whether some node serves this public name, or is about to say what it serves.
+
+        One that is down and has never said it is not waited for.
+        """
+        return self.known(model) or any(
+            node.silent and node.state is not State.DOWN for node in self._nameless
+        )
 
     def nodes_for(self, model: str) -> tuple[Node, ...]:
         """The nodes that serve this public name, down or not."""
@@ -121,4 +134,6 @@ class Catalogue:
                     for model in models:
                         serving.setdefault(model, []).append(node)
             self._serving = {model: tuple(nodes) for model, nodes in serving.items()}
+            named = set().union(*self._serving.values())
+            self._nameless = tuple(node for node in self._nodes if node not in named)
         return self._serving

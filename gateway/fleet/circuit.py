@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,7 +41,9 @@ class Circuit:
     rules: HealthSettings
     rng: random.Random
     failures: int = 0
-    """Failed requests in a row."""
+    """Failed requests in a row that the node is to blame for."""
+    suspects: set[str] = field(default_factory=set)
+    """Callers of other failures among them: the node's fault, or that of what they asked for."""
     open_until: float | None = None
     """None: closed."""
     trial: object | None = None
@@ -76,14 +78,31 @@ class Circuit:
         if self.trial is lease:
             self.trial = None
 
-    def failed(self, now: float, began: float | None = None) -> bool:
-        """Count a failed request; True if that opened the circuit."""
+    def failed(
+        self,
+        now: float,
+        began: float | None = None,
+        *,
+        caller: str | None = None,
+        certain: bool = True,
+    ) -> bool:
+        """Count a failed request of `caller`; True if that opened the circuit.
+
+        Not `certain`: the request itself may have made the node fail. However many such requests
+        one caller sends, they count as one failure, and never open the circuit alone.
+        """
         began = now if began is None else began
         if began < self._opened:
             return False
+        if certain:
+            self.suspects.discard(caller or "")
+        elif self.open_until is not None:
+            return False  # a trial that proves nothing
+        else:
+            self.suspects.add(caller or "")
         if self.open_until is None:
-            self.failures += 1
-            if self.failures < self.rules.failures:
+            self.failures += certain
+            if self.failures + len(self.suspects) < max(self.rules.failures, self._least()):
                 return False
             recent = now - self._closed < self.rules.open_max
         elif began < self.open_until:
@@ -91,6 +110,8 @@ class Circuit:
         else:
             self.failures += 1
             recent = True
+        self.failures += len(self.suspects)
+        self.suspects.clear()
         longer = 2 * self.length if recent else 0.0
         self.length = min(max(longer, self.rules.open), max(self.rules.open_max, self.rules.open))
         self._opened = now
@@ -98,10 +119,16 @@ class Circuit:
         self.trial = None
         return True
 
+    def _least(self) -> int:
+        """Failures that it takes at least, by who may have caused them."""
+        return 1 if self.failures else 2
+
     def succeeded(self, now: float, began: float | None = None) -> bool:
         """Count a request that went well; True if that closed the circuit."""
         if self.open_until is None:
             self.failures = 0
+            if self.suspects:
+                self.suspects.clear()
             return False
         if (now if began is None else began) < self.open_until:
             return False
@@ -110,6 +137,7 @@ class Circuit:
     def close(self, now: float) -> bool:
         """Let work in again, slowly; True if it was not closed."""
         self.failures = 0
+        self.suspects.clear()
         if self.open_until is None:
             return False
         self.open_until = None

@@ -266,12 +266,25 @@ class Fleet:
         elif doubted:
             self._tell_change(node)
 
-    def failed(self, node: Node, now: float, began: float | None = None) -> None:
-        """A request that `began` then (a lease's `taken`) failed, and the node is to blame."""
-        node.failures += 1
+    def failed(
+        self,
+        node: Node,
+        now: float,
+        began: float | None = None,
+        *,
+        caller: str | None = None,
+        certain: bool = True,
+        counted: bool = False,
+    ) -> None:
+        """A request that `began` then (a lease's `taken`) failed, and the node is to blame.
+
+        Not `certain`: the node, or what the `caller` has asked for. `counted`: it was told
+        before, as not certain.
+        """
+        node.failures += not counted
         if (watch := self._watches.get(node)) is not None:
             watch.hurry()
-        if node.circuit.failed(now, began):
+        if node.circuit.failed(now, began, caller=caller, certain=certain):
             self._turned(node)
         else:
             self._tell_change(node)

@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 FIRST_LOOK = 0.02
 """Seconds: llama.cpp frees the slot of a stream in decode within 3 to 36 ms."""
 LONGEST_GAP = 1.0
+SLOTLESS = 1.0
+"""Seconds for which the place of a request without a slot is held after it was left: the node works
+on, and nothing shows it."""
 BLIND = 0.2
 """Seconds for which the slot of a cut stream is held where the node has no `/slots`."""
 
@@ -129,7 +132,10 @@ class Reclaimer:
         now = node.clock()
         for lease in waiting(node):
             held = now - lease.abandoned
-            if lease.slots <= agreed:
+            if not lease.slots:
+                if held >= SLOTLESS:
+                    lease.give_back()
+            elif lease.slots <= agreed:
                 agreed -= lease.slots
                 free -= lease.slots
                 lease.give_back()

@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--mlock", action="store_true", help="never let the model leave memory")
     made.add_argument("--embedding", action="store_true", help="serve embeddings too")
     made.add_argument("--pooling", choices=POOLING, default="mean", help="of embeddings")
+    made.add_argument("--api-key-file", type=Path, metavar="FILE", help="of keys, one a line")
     made.add_argument("--parent", type=int, metavar="PID", help="die with this process")
     return made
 
@@ -63,6 +64,8 @@ def main(arguments: list[str] | None = None) -> None:
         )
     except ImportError as error:
         sys.exit(f"embedded: the package {error.name!r} can't be loaded: {error}")
+    except ValueError as error:
+        sys.exit(f"embedded: {error}")
     except RuntimeError as error:
         sys.exit(f"embedded: llama.cpp could not serve {options.model}: {error}")
     sys.stdout.write(f"{server.listening_address}\n")
@@ -81,11 +84,27 @@ def batch_sizes(context: int, *, embedding: bool) -> tuple[int, int]:
     return BATCH, MICRO_BATCH
 
 
+def keys_from(path: Path) -> list[str]:
+    """The keys of a file, of which a request must bring one; raises ValueError without any."""
+    try:
+        keys = [line.strip() for line in path.read_text("ascii").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--api-key-file {path} can't be read: {error}") from None
+    if not keys:
+        raise ValueError(f"--api-key-file {path} holds no key: write one there, one a line")
+    return keys
+
+
 def serve(options: argparse.Namespace) -> Any:
-    """Start the server; it serves from threads of its own for as long as the object lives."""
+    """Start the server; it serves from threads of its own for as long as the object lives.
+
+    Raises ValueError when there is no key where one is to be.
+    """
     import xllamacpp
 
     params = xllamacpp.CommonParams()
+    if options.api_key_file:
+        params.api_keys = keys_from(options.api_key_file)
     params.model.path = str(options.model)
     params.model_alias = {options.alias or options.model.stem}
     params.hostnames = [options.host]

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import msgspec
+
 from gateway.config.settings import Settings
 from gateway.fleet.lease import Lease
-from gateway.relay import fields, sse
+from gateway.relay import fields, sampling, sse
 from gateway.relay.continuation.seam import Seam
 from gateway.relay.dialects import Dialect, Part
 from gateway.relay.promised import check_plain, is_event_stream
 from gateway.relay.sse import EventGate
 from gateway.relay.verdict import as_body, message_of, status_of
-from gateway.relay.watch import Limits, Watch, limits_of
+from gateway.relay.watch import Limits, Watch, limits_of, out_of_time
 from gateway.request import Headers, Pieces, Request
 from gateway.transport.connection import Connection
-from gateway.transport.errors import Errored, Garbage, Stale, UpstreamError
+from gateway.transport.errors import ConnectTimedOut, Errored, Garbage, Stale, UpstreamError
+from gateway.transport.pool import Pool
 
 ERROR_BYTES = 256 * 1024
 """Of an error's body no more is read."""
@@ -24,8 +27,18 @@ ERROR_BYTES = 256 * 1024
 ENDING_BYTES = 4 * 1024
 """Of a stream's end so much is looked at, and the whole of the event that reaches beyond it."""
 
+JSON_ALONE: Headers = [(b"content-type", b"application/json")]
+"""The head's fields, where what the node said is told in our words."""
+
 Write = Callable[[bytes], bool]
 """Sends bytes to the client, and tells whether it lags."""
+
+
+def _too_long(status: int) -> bytes:
+    """What stands for an error of a node's that nobody can read to its end."""
+    message = f"The node answered {status}, with an error of more than {ERROR_BYTES} bytes."
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})
 
 
 class Attempt:
@@ -149,11 +162,12 @@ class Attempt:
     @property
     def fields(self) -> bytes:
         """The lines of the reply's head that go on to the client."""
-        connection = self._connection
+        connection, also = self._connection, self._settings.headers.to_clients
         if connection is None or connection.headers is not self.headers:
-            return fields.to_client(self.headers)
-        if connection.digest is None:
-            connection.digest = fields.to_client(self.headers)
+            return fields.to_client(self.headers, also)
+        if connection.digest is None or connection.digest_of is not also:
+            connection.digest = fields.to_client(self.headers, also)
+            connection.digest_of = also
         return connection.digest
 
     async def open(self, head: bytes, body: bytes | Pieces) -> None:
@@ -167,13 +181,22 @@ class Attempt:
         self.headers = connection.headers
         if self.status >= 300:
             self.content = await self._all(ERROR_BYTES)
+            if not connection.complete:
+                self.headers = JSON_ALONE
+                self.content = _too_long(self.status)
         elif self.lease.stream and is_event_stream(self.headers):
             self.lease.head_came(self._clock())
             self.streams = True
-            self._gate = EventGate(
-                limits.event_bytes, self.dialect.usual, comments=self._settings.heartbeat > 0
+            most = sampling.largest_event(
+                len(body), limits, probabilities=self.request.probabilities
             )
-            self.content = await self._first_content(limits.event_bytes)
+            self._gate = EventGate(
+                most,
+                self.dialect.usual,
+                comments=self._settings.heartbeat > 0,
+                ceiling=limits.response_bytes,
+            )
+            self.content = await self._first_content(most)
         elif connection.complete:
             self.content = connection.take()
         else:
@@ -287,7 +310,8 @@ class Attempt:
         for event in sse.split(passed):
             if mark and mark in event:
                 data = sse.payload(event)
-                self.fail(Errored(message_of(data) or "The node failed in the middle of it"))
+                said = message_of(data) or "The node failed in the middle of it"
+                self.fail(Errored(said, status_of(data)))
                 break
             kept.append(event)
             if ends and dialect.is_end(event):
@@ -331,7 +355,7 @@ class Attempt:
         """Send on an idle connection if there is one; one that was stale is no attempt."""
         pool = self.lease.upstream.pool
         while True:
-            connection = pool.idle() or await pool.connect(self.patience)
+            connection = pool.idle() or await self._connected(pool)
             if self.failure is not None:
                 connection.close()
                 raise self.failure
@@ -339,6 +363,9 @@ class Attempt:
             if not self.sent:
                 self.sent = self._clock()
                 self._watch.add(self)
+                deadline = self.request.deadline
+                if deadline is not None and not self.request.own_timer:
+                    self._watch.add_deadline(self, deadline)
             self._sent = True
             connection.send(data, body)
             try:
@@ -350,6 +377,19 @@ class Attempt:
                 self._sent = False
             else:
                 return connection
+
+    async def _connected(self, pool: Pool) -> Connection:
+        """A new connection. Raises: UpstreamError, and blames no node for a client's deadline."""
+        patience, deadline = self.patience, self.request.deadline
+        if deadline is None:
+            return await pool.connect(patience)
+        left = max(0.0, deadline - self._clock())
+        try:
+            return await pool.connect(min(patience, left))
+        except ConnectTimedOut:
+            if left < patience:
+                raise out_of_time() from None
+            raise
 
     async def _first_content(self, most: int) -> bytes:
         """All events up to the first with content. Raises: UpstreamError."""
@@ -381,7 +421,7 @@ class Attempt:
         """An error in place of the first content: the same as a reply with its status."""
         self.status = status_of(error)
         self.streams = False
-        self.headers = [(b"content-type", b"application/json")]
+        self.headers = JSON_ALONE
         return as_body(error)
 
     async def _all(self, most: int) -> bytes:

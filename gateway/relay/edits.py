@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from gateway.config.routing import ModelRule
-from gateway.relay import forms
+from gateway.relay import forms, sampling
 from gateway.relay.large import Body
 from gateway.relay.peek import NOTHING, Number, Peek
 
@@ -55,10 +55,8 @@ def needed(
         edit["id_slot"] = msgspec.UNSET
     if peeked.lora is not NOTHING:
         edit["lora"] = msgspec.UNSET
-    if peeked.n_probs is not None and peeked.n_probs > n_probs:
-        edit["n_probs"] = n_probs
-    if peeked.top_logprobs is not None and peeked.top_logprobs > n_probs:
-        edit["top_logprobs"] = n_probs
+    if not (peeked.n_probs is peeked.top_logprobs is None and peeked.logprobs is NOTHING):
+        edit |= _bounded_probabilities(peeked, n_probs)
     if cap is not None and length_field is not None:
         present = {name: getattr(peeked, name) for name in _LENGTHS}
         for name, value in present.items():
@@ -67,6 +65,15 @@ def needed(
         if all(value is None for value in present.values()):
             edit[length_field] = cap
     return edit or None
+
+
+def _bounded_probabilities(peeked: Peek, most: int) -> Edit:
+    asked = {
+        "n_probs": peeked.n_probs,
+        "top_logprobs": peeked.top_logprobs,
+        "logprobs": sampling.logprobs(peeked.logprobs),
+    }
+    return {name: most for name, value in asked.items() if value is not None and value > most}
 
 
 def ruled(body: B, rules: tuple[ModelRule, ...]) -> B:

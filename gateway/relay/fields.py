@@ -1,81 +1,76 @@
-"""Header fields across the gateway: what passes, which way (RFC 9110, section 7.6.1)."""
+"""Header fields across the gateway: what passes, which way (RFC 9110, section 7.6.1).
+
+Only what is listed passes. What else a proxy, a login or a browser puts into a request (tokens,
+names of people, addresses) is no business of a node's, least of all of an outside endpoint; what
+else a node puts into a reply (redirects, cookies, orders to a browser or to nginx) would be obeyed
+by who trusts the gateway. The settings add names (`headers`).
+"""
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
+
 from gateway.request import Headers
 
-_HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
-)
-_TO_NODE_DROPPED = _HOP_BY_HOP | {
-    b"host",
-    b"content-length",
-    b"expect",
-    b"accept-encoding",
-    # The caller's secrets and what is meant for us.
-    b"authorization",
-    b"x-api-key",
-    b"api-key",
-    b"cookie",
-    b"x-priority",
-    b"x-request-timeout",
-    b"x-request-id",
-    b"via",
-}
-_TO_CLIENT_DROPPED = _HOP_BY_HOP | {
-    b"content-length",
-    b"server",
-    b"date",
-    b"set-cookie",
-    b"content-encoding",
-    # What is sent may be longer or shorter: an error event more, a comment less.
-    b"x-accel-buffering",
-    b"x-request-id",
-    b"request-id",
-}
+_TO_NODE = frozenset({b"accept", b"content-type", b"traceparent", b"tracestate", b"user-agent"})
+_TO_CLIENT = frozenset({b"content-type", b"retry-after", b"traceparent", b"tracestate"})
+_EITHER_WAY = (b"anthropic-", b"openai-")
+"""Versions, betas, organisations; processing times and limits: of these two APIs."""
+
 _HARMLESS = (b"keep-alive", b"close")
 
+_SECRET = re.compile(rb"-(api-?)?(key|token|secret|password|auth|authorization|cookie)$")
+"""What no field may be named that passes by its beginning alone."""
 
-def to_node(headers: Headers) -> bytes:
-    """The lines of a client's head that go on to a node, all but the request's id."""
+
+def to_node(headers: Headers, also: tuple[str, ...] = ()) -> bytes:
+    """The lines of a client's head that go on to a node, all but the request's id.
+
+    `also`: further names that pass, as the settings write them.
+    """
+    passed = _with(_TO_NODE, also)
     lines = []
-    named: frozenset[bytes] = frozenset()
-    via = b""
+    # Sets and lists: a head of 64 KiB may have thousands of these two.
+    named: set[bytes] = set()
+    via: list[bytes] = []
     for name, value in headers:
-        if name in _TO_NODE_DROPPED:
-            if name == b"connection" and value.lower() not in _HARMLESS:
-                named = named.union(part.strip() for part in value.lower().split(b","))
-            elif name == b"via":
-                via += value + b", "
-        elif not name.startswith(b"x-gateway-"):
+        if name in passed or (name.startswith(_EITHER_WAY) and not _SECRET.search(name)):
             lines.append(name + b": " + value + b"\r\n")
+        elif name == b"connection":
+            if value.lower() not in _HARMLESS:
+                named.update(_names_in(value))
+        elif name == b"via":
+            via.append(value)
     if named:
         lines = [line for line in lines if line[: line.index(b":")] not in named]
-    lines.append(b"accept-encoding: identity\r\nvia: %s1.1 llama-gateway\r\n" % via)
+    via.append(b"1.1 llama-gateway")
+    lines.append(b"accept-encoding: identity\r\nvia: %b\r\n" % b", ".join(via))
     return b"".join(lines)
 
 
-def to_client(headers: Headers) -> bytes:
+def to_client(headers: Headers, also: tuple[str, ...] = ()) -> bytes:
     """The lines of a node's reply that go on to the client; its length is told anew.
 
-    Which web pages may read an answer is for the gateway to say, not for a node.
+    `also`: further names that pass, as the settings write them.
     """
-    dropped = _TO_CLIENT_DROPPED
+    passed = _with(_TO_CLIENT, also)
+    named: set[bytes] = set()
     for name, value in headers:
         if name == b"connection":
-            dropped = dropped.union(part.strip() for part in value.lower().split(b","))
+            named.update(_names_in(value))
     return b"".join(
-        b"%b: %b\r\n" % field
-        for field in headers
-        if field[0] not in dropped and not field[0].startswith((b"access-control-", b"x-gateway-"))
+        b"%b: %b\r\n" % (name, value)
+        for name, value in headers
+        if (name in passed or name.startswith(_EITHER_WAY)) and name not in named
     )
+
+
+def _names_in(connection: bytes) -> list[bytes]:
+    """The fields that `Connection` says are for the next hop alone."""
+    return [part.strip() for part in connection.lower().split(b",")]
+
+
+@lru_cache(maxsize=16)
+def _with(passed: frozenset[bytes], also: tuple[str, ...]) -> frozenset[bytes]:
+    return passed.union(name.lower().encode() for name in also)

@@ -21,16 +21,24 @@ from gateway.relay.continuation.carrier import Carrier
 from gateway.relay.continuation.said import READERS, SoFar
 from gateway.relay.dialects import Dialect
 from gateway.relay.large import Body, parsed
-from gateway.relay.live import Ended, Live, Moved
+from gateway.relay.live import Doubt, Ended, Live, Moved
 from gateway.relay.reply import Lost, Reply, Rest, as_error, may_go_on
 from gateway.relay.routes import PLAINEST, ROUTES
 from gateway.relay.settle import Settler
 from gateway.relay.values import object_of
 from gateway.relay.verdict import Verdict
 from gateway.relay.watch import Watch
+from gateway.request import Request
 from gateway.scheduling.mirror import ALIVE
 from gateway.scheduling.scheduler import Scheduler
-from gateway.transport.errors import ConnectFailed, Exhausted, Overdue, Reset, UpstreamError
+from gateway.transport.errors import (
+    ConnectFailed,
+    ConnectTimedOut,
+    Exhausted,
+    Overdue,
+    Reset,
+    UpstreamError,
+)
 
 JSON = b"content-type: application/json; charset=utf-8\r\n"
 
@@ -49,6 +57,11 @@ class Means:
 
     def __post_init__(self) -> None:
         self.settler = Settler(self.fleet, self.scheduler, self.bus, self.clock)
+
+
+def _names_account(request: Request) -> bool:
+    """Whether its client names an organization or project, which may be what is refused."""
+    return b"\nopenai-" in b"\n" + request.fields
 
 
 class AttemptFailed(Exception):  # noqa: N818 - as `Overdue` and its like
@@ -73,8 +86,8 @@ class Journey:
         self._means = means
         self._live = live
         self._dialect: Dialect = ROUTES[live.request.path].dialect
-        self._erring: list[tuple[Lease, int]] = []
-        """Attempts that ended with a server error, whoever is to blame for it."""
+        self._erring: list[int] = []
+        """Server errors that attempts ended with, whoever is to blame for them."""
         self._settler = means.settler
         self._crossed = False
         self._so_far: SoFar | None = None
@@ -183,8 +196,8 @@ class Journey:
 
     def _answered(self, attempt: Attempt) -> Reply:
         """The node answers in one piece: from here on nothing can be repeated."""
-        if self._erring:
-            self._blame_the_others()
+        if self._live.doubts:
+            self._settler.answered(self._live, attempt.lease.node, wholly=False)
         headers = attempt.fields
         if attempt.complete:
             content = attempt.content
@@ -195,8 +208,9 @@ class Journey:
 
     def _streams(self, attempt: Attempt, model: str) -> Rest:
         """The node streams its answer, and the first of it is here."""
-        self._blame_the_others()
         live, settings = self._live, self._means.settings
+        if live.doubts:
+            self._settler.answered(live, attempt.lease.node, wholly=False)
         if live.request.stream:
             live.record.ttft = self._means.clock() - live.request.received
         rest = Rest(attempt, live, self._dialect, self._settler)
@@ -230,9 +244,9 @@ class Journey:
                 if chunk is not None:
                     collected.add(chunk)
                 if collected.full:
-                    raise AttemptFailed(
-                        errors.node_failed(f"The answer is too long ({most} bytes).")
-                    )
+                    # It would be so on any node.
+                    error = errors.node_failed(f"The answer is too long ({most} bytes).")
+                    raise AttemptFailed(error, again=False)
             content = collected.answer(live.request.path, live.request.bodies[model])
         except Lost as lost:
             live.request.failed |= {attempt.lease.node.name}
@@ -246,18 +260,14 @@ class Journey:
         finally:
             rest.close()
         headers = [field for field in attempt.headers if field[0] != b"content-type"]
-        return Reply(200, JSON + fields.to_client(headers), content)
+        also = self._means.settings.headers.to_clients
+        return Reply(200, JSON + fields.to_client(headers, also), content)
 
     def _may_leave(self, failure: UpstreamError | None, attempt: Attempt) -> bool:
         """Whether what was to leave its node has another to go to. All else may wait for one."""
         if not isinstance(failure, Moved):
             return True
         return self._means.scheduler.elsewhere(self._live.request, attempt.lease.node)
-
-    def _blame_the_others(self) -> None:
-        """Another node has answered what they failed."""
-        for lease, _ in self._erring:
-            self._means.fleet.failed(lease.node, self._means.clock(), lease.taken)
 
     def _judged(self, attempt: Attempt) -> Reply:
         """An error of the node's: whose it is, and whether another node may know better."""
@@ -283,13 +293,12 @@ class Journey:
                 # No failure: it is how such an endpoint shows its limit.
                 fleet.overloaded(lease, now, verdict.retry_after(attempt.headers, time.time()))
             elif status in {502, 503, 504}:
-                fleet.failed(node, now, lease.taken)
+                self._settler.doubt(self._live, lease, now, begun=False)
             raise AttemptFailed(errors.node_failed(f"Every node tried failed ({status})."))
-        if any(status == earlier for _, earlier in self._erring):
+        if status in self._erring or not self._means.scheduler.elsewhere(request, node):
             return answer
-        if not self._means.scheduler.elsewhere(request, node):
-            return answer
-        self._erring.append((lease, status))
+        self._erring.append(status)
+        self._live.doubts.append(Doubt(lease, counted=False))
         raise AttemptFailed(errors.node_failed("Every node tried failed."), answer=answer)
 
     def _refused(self, status: int, content: bytes, node: Node) -> Exception:
@@ -303,7 +312,7 @@ class Journey:
                 means.fleet.refuses(node, request.endpoint, request.hint)
             if (error := means.scheduler.unsupported(request)) is not None:
                 return error
-        elif status == 401 and node.spec.kind == "openai":
+        elif status == 401 and node.spec.kind == "openai" and not _names_account(request):
             # A llama.cpp server says so when it is asked what it is.
             means.fleet.locked(node, request.path, status)
         return AttemptFailed(
@@ -337,14 +346,15 @@ class Journey:
         if isinstance(failure, Exhausted):
             return AttemptFailed(as_error(failure))
         out_of_time = isinstance(failure, Overdue) and failure.limit == "total"
-        if not out_of_time or request.deadline is None:
-            self._means.fleet.failed(node, self._means.clock(), attempt.lease.taken)
+        now = self._means.clock()
+        if isinstance(failure, ConnectFailed | ConnectTimedOut):
+            self._means.fleet.failed(node, now, attempt.lease.taken)
+        elif not out_of_time or (request.deadline is None and attempt.lease.last_moved is None):
+            self._settler.doubt(self._live, attempt.lease, now, begun=False)
         if isinstance(failure, ConnectFailed):
             self._means.fleet.unreachable(node, str(failure))
         if isinstance(failure, Reset):
-            self._settler.quarantine.died(
-                request, node.name, attempt.lease.taken, self._means.clock()
-            )
+            self._settler.quarantine.died(request, node.name, attempt.lease.taken, now)
             if (refusal := self._quarantined()) is not None:
                 return refusal
         return AttemptFailed(as_error(failure), again=not out_of_time)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
+from gateway.fleet.lease import Lease
 from gateway.relay.attempt import Attempt
 from gateway.relay.prefill import Prefill
 from gateway.request import Request
@@ -33,6 +35,16 @@ class Moved(UpstreamError):  # noqa: N818 - beside `Ended`
         self.error = error
 
 
+class Doubt(NamedTuple):
+    """A failure that either the node or the request itself is to blame for."""
+
+    lease: Lease
+    begun: bool = False
+    """Whether the answer had begun."""
+    counted: bool = True
+    """Whether it is among the node's failures already."""
+
+
 @dataclass(slots=True, eq=False)
 class Live:
     """A request on its way."""
@@ -47,6 +59,8 @@ class Live:
     """What waits and runs of a request of several prompts, by id; None: it is one itself."""
     on_end: Callable[[GatewayError], None] | None = None
     """Called when it is ended, by what runs its parts."""
+    doubts: list[Doubt] = field(default_factory=list)
+    """Its failures of which it is yet to be seen who is to blame."""
 
     def end(self, error: GatewayError) -> None:
         """End it where it stands; its client gets `error`, as an event if the reply has begun."""

@@ -32,6 +32,7 @@ class Peek(msgspec.Struct):
     n_predict: Number = None
     n_probs: Number = None
     top_logprobs: Number = None
+    logprobs: msgspec.Raw = NOTHING
     n_cmpl: Number = None
     priority: Any = None
     service_tier: Any = None
@@ -50,6 +51,13 @@ class Peek(msgspec.Struct):
     text: msgspec.Raw = NOTHING
     output_config: msgspec.Raw = NOTHING
     output_format: msgspec.Raw = NOTHING
+    stop: msgspec.Raw = NOTHING
+    stop_sequences: msgspec.Raw = NOTHING
+    logit_bias: msgspec.Raw = NOTHING
+    samplers: msgspec.Raw = NOTHING
+    dry_sequence_breakers: msgspec.Raw = NOTHING
+    response_fields: msgspec.Raw = NOTHING
+    grammar_triggers: msgspec.Raw = NOTHING
 
 
 _PEEK = msgspec.json.Decoder(Peek)

@@ -11,11 +11,12 @@ import msgspec
 
 from gateway import errors
 from gateway.config.listeners import LimitSettings
+from gateway.config.routing import CATCH_ALL
 from gateway.fleet.catalogue import Catalogue
-from gateway.relay import assembly, edits, grammar, peek, prompts
+from gateway.relay import assembly, edits, grammar, peek, prompts, sampling
 from gateway.relay.fingerprint import fingerprint, fingerprint_large
 from gateway.relay.large import LARGE, Body, read_large
-from gateway.relay.naming import Names
+from gateway.relay.naming import Meaning, Names
 from gateway.relay.routes import Route
 from gateway.relay.volatile import Volatile
 from gateway.request import Caller, Priority, Request
@@ -52,6 +53,8 @@ class Incoming:
     party: str = ""
     """Whom the queue is fair to; empty: the caller."""
     session: str | None = None
+    own_timer: bool = False
+    """Whether `patience` is what the client tells of a timer of its own."""
 
 
 def prepare(
@@ -66,8 +69,9 @@ def prepare(
     levels, vision = _looked_at(body, limits, route.prompt)
     if grammar.is_bound(peeked):
         grammar.check(peeked, levels, limits)
-    model = _model(peeked.model, rules, incoming.caller, catalogue)
-    meanings = rules.names.meanings(model)
+    if route.streams:
+        sampling.check(peeked, limits)
+    model, meanings = _meant(peeked.model, rules, incoming.caller, catalogue)
     bodies: dict[str, Body] = {}
     slots = 1 if route.occupies else 0
     for meaning in meanings:
@@ -111,25 +115,35 @@ def prepare(
     request.native = route.native
     if incoming.patience is not None:
         request.deadline = incoming.received + incoming.patience
+        request.own_timer = incoming.own_timer
     request.writes = route.streams
     if route.streams:
         request.several = _several(incoming, peeked, priority, rules, catalogue)
-        request.stream = bool(peeked.stream)
-        if not request.stream:
-            request.assembled = assembly.fits(route.path, body, peeked.messages, slots)
-        request.max_tokens = _max_tokens(peeked)
-        if isinstance(body, bytes):
-            size = peek.measure(raw, peeked.tools, peeked.system, peeked.instructions)
-            request.prompt = fingerprint(body, route, model, rules.volatile)
-        else:
-            # Its fingerprint takes steps of its own: who asked for this sees to it.
-            size = body.measure(route.prompt)
-        request.text, request.ids, request.media = size
+        _generates(request, body, peeked, route, rules.volatile)
     else:
         request.text = int(tokens * BYTES_PER_TOKEN)
     request.party = incoming.party or incoming.caller.id
     request.session = incoming.session
     return request
+
+
+def _generates(
+    request: Request, body: Body, peeked: peek.Peek, route: Route, volatile: Volatile
+) -> None:
+    """Note what is to be known of a request whose answer is generated."""
+    request.stream = bool(peeked.stream)
+    request.probabilities = sampling.tells_probabilities(peeked)
+    if not request.stream:
+        request.assembled = assembly.fits(route.path, body, peeked.messages, request.slots)
+    request.max_tokens = _max_tokens(peeked)
+    if isinstance(body, bytes):
+        raw = getattr(peeked, route.prompt) if route.prompt in _PROMPTS else peek.NOTHING
+        size = peek.measure(raw, peeked.tools, peeked.system, peeked.instructions)
+        request.prompt = fingerprint(body, route, request.model, volatile)
+    else:
+        # Its fingerprint takes steps of its own: who asked for this sees to it.
+        size = body.measure(route.prompt)
+    request.text, request.ids, request.media = size
 
 
 def _looked_at(body: Body, limits: LimitSettings, field: str | None) -> tuple[int, bool]:
@@ -151,7 +165,10 @@ def _looked_at(body: Body, limits: LimitSettings, field: str | None) -> tuple[in
 _PROMPTS = frozenset({"prompt", "messages", "input"})
 
 
-def _model(said: str | None, rules: Rules, caller: Caller, catalogue: Catalogue) -> str:
+def _meant(
+    said: str | None, rules: Rules, caller: Caller, catalogue: Catalogue
+) -> tuple[str, tuple[Meaning, ...]]:
+    """The public model name of a request, and what it stands for. Raises: GatewayError."""
     model = said or rules.default_model
     if model is None:
         known = [name for name in catalogue.model_names() if caller.may_use(name)]
@@ -161,9 +178,15 @@ def _model(said: str | None, rules: Rules, caller: Caller, catalogue: Catalogue)
             some = ", ".join(f"'{name}'" for name in known[:8])
             raise errors.invalid_request(f"'model' is missing. There are: {some}.", "model")
         model = known[0]
+    if rules.names.catches and rules.names.caught(model, catalogue):
+        # From here on by the target's name: the client's may be any text.
+        if not (caller.may_use(model) or caller.may_use(CATCH_ALL)):
+            raise errors.model_not_allowed(model)
+        meanings = rules.names.meanings(CATCH_ALL)
+        return meanings[0].name, meanings
     if not caller.may_use(model):
         raise errors.model_not_allowed(model)
-    return model
+    return model, rules.names.meanings(model)
 
 
 def prepare_form(
@@ -174,8 +197,8 @@ def prepare_form(
     Raises: GatewayError.
     """
     route = incoming.route
-    model = _model(peeked.model, rules, incoming.caller, catalogue)
-    bodies = {meaning.name: incoming.body for meaning in rules.names.meanings(model)}
+    model, meanings = _meant(peeked.model, rules, incoming.caller, catalogue)
+    bodies = {meaning.name: incoming.body for meaning in meanings}
     return Request(
         id=incoming.id,
         tag=incoming.tag,

@@ -14,7 +14,19 @@ from gateway.relay.continuation.joined import Joined
 from gateway.relay.dialects import Dialect
 from gateway.relay.live import Ended, Live, Moved
 from gateway.relay.settle import Settler
-from gateway.transport.errors import Overdue, UpstreamError
+from gateway.transport.errors import Errored, Overdue, UpstreamError
+
+_TOLD = {
+    400: "invalid_request",
+    413: "request_too_large",
+    422: "invalid_request",
+    429: "rate_limit_exceeded",
+    503: "node_failed",
+    504: "node_timeout",
+    529: "node_failed",
+}
+"""Errors that a node may tell in the middle of its answer and that the client is told as they are.
+Of any other it is no business of the client's what went wrong between us and the node."""
 
 
 @dataclass(slots=True)
@@ -190,6 +202,8 @@ def may_go_on(failure: UpstreamError | None) -> bool:
     """Whether an answer that failed so is worth going on with; None: it ended too early."""
     if isinstance(failure, Overdue):
         return failure.limit != "total"
+    if isinstance(failure, Errored) and failure.of_request:
+        return False
     return not isinstance(failure, Ended)
 
 
@@ -201,4 +215,8 @@ def as_error(failure: UpstreamError | None) -> GatewayError:
         return failure.error
     if isinstance(failure, Overdue):
         return errors.node_timeout(f"{failure}.")
+    if isinstance(failure, Errored) and failure.status in _TOLD:
+        status = failure.status
+        wait = errors.UNHEARD_RETRY_AFTER if status in {429, 503, 529} else None
+        return GatewayError(status, _TOLD[status], f"{failure}", retry_after=wait, retryable=False)
     return errors.node_failed(f"{failure}".rstrip(".") + ".")

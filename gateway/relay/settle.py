@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from gateway.events import AttemptEnded, Bus, RequestFinished
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.lease import Lease
+from gateway.fleet.node import Node
 from gateway.relay import sse
 from gateway.relay.attempt import Attempt
 from gateway.relay.continuation.seam import Seam
-from gateway.relay.live import Live
+from gateway.relay.live import Doubt, Live
 from gateway.relay.quarantine import Quarantine
 from gateway.relay.usage import Usage, read_usage
 from gateway.scheduling.budget import price
@@ -21,6 +22,10 @@ from gateway.transport.errors import Reset
 
 BLAMELESS = frozenset({"client_closed", "cancelled"})
 """Outcomes that say nothing about the node: the client left, or we ended it."""
+
+_SAY_NOTHING = frozenset({"moved", "total_timeout", "request_error"})
+"""Likewise: it was taken away from the node, was so long an answer that its time was over, or is
+nothing that any node would answer."""
 
 EDGE_BYTES = 8 * 1024
 """`usage` stands within so many bytes of an answer's beginning (embeddings) or end (the rest)."""
@@ -48,6 +53,8 @@ class Settler:
         now = self._ended(live, attempt)
         lease = attempt.lease
         self.fleet.succeeded(lease.node, now, lease.taken)
+        if live.doubts:
+            self.answered(live, lease.node, wholly=True)
         self.quarantine.lived(live.request)
         if not attempt.streams:
             attempt.content = b""  # it is on its way, and need not wait for the accounts
@@ -61,12 +68,36 @@ class Settler:
         What went out of a stream counts; of an answer that is put together nothing has.
         """
         now = self._ended(live, attempt)
-        impatient = outcome == "total_timeout" and live.request.deadline is not None
-        if outcome not in BLAMELESS and outcome != "moved" and not impatient:
-            self.fleet.failed(attempt.lease.node, now, attempt.lease.taken)
+        if outcome not in BLAMELESS and outcome not in _SAY_NOTHING:
+            self.doubt(live, attempt.lease, now, begun=True)
         if outcome == Reset.outcome:
             self.quarantine.died(live.request, attempt.lease.node.name, attempt.lease.taken, now)
         self.bus.soon(self._account, live, attempt, outcome, now)
+
+    def doubt(self, live: Live, lease: Lease, now: float, *, begun: bool) -> None:
+        """The request failed under this lease; who is to blame is to be seen.
+
+        What a client asks for can make a node too slow, end it, or have it say what can't be
+        passed on, and would do so on every node. So the node is blamed when another one has
+        answered the same request, or when others' requests fail there as well
+        (`Circuit.failed`). `begun`: the answer had begun.
+        """
+        caller = live.request.caller.id
+        self.fleet.failed(lease.node, now, lease.taken, caller=caller, certain=False)
+        live.doubts.append(Doubt(lease, begun))
+
+    def answered(self, live: Live, node: Node, *, wholly: bool) -> None:
+        """This node answers what others have failed: `wholly`, or as far as its first content."""
+        now, caller = self.clock(), live.request.caller.id
+        left = []
+        for doubt in live.doubts:
+            if doubt.begun and not wholly:
+                left.append(doubt)
+                continue
+            lease, counted = doubt.lease, doubt.counted
+            if lease.node is not node:
+                self.fleet.failed(lease.node, now, lease.taken, caller=caller, counted=counted)
+        live.doubts = left
 
     def tell(self, live: Live, attempt: Attempt, outcome: str) -> None:
         """An attempt is over that came to nothing."""

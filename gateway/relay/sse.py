@@ -37,16 +37,25 @@ def usual(*, line: bytes = b"", first: bytes = b"") -> Usual:
 ANY = usual()
 
 
+TOKEN_BYTES = 1024
+"""Bytes of an event that each one before it stands for: `/v1/responses` ends by telling the whole
+answer again, and no token of today's vocabularies is longer, escaped."""
+
+
 class EventGate:
     """Lets whole events through, with the server's comments brought to the form of `HEARTBEAT`.
 
-    `limit` is the largest event in bytes; `comments` False takes comments out altogether.
+    `limit` is the largest event in bytes, which grows with each event up to `ceiling`, since the
+    last one may repeat them all; `comments` False takes comments out altogether.
     """
 
-    __slots__ = ("_comment", "_limit", "_tail", "_usual", "events", "unusual")
+    __slots__ = ("_ceiling", "_comment", "_limit", "_tail", "_usual", "events", "unusual")
 
-    def __init__(self, limit: int, usual: Usual = ANY, *, comments: bool = True) -> None:
+    def __init__(
+        self, limit: int, usual: Usual = ANY, *, comments: bool = True, ceiling: int = 0
+    ) -> None:
         self._limit = limit
+        self._ceiling = ceiling
         self._usual = usual
         self._comment = HEARTBEAT if comments else b""
         self._tail = bytearray()
@@ -92,6 +101,14 @@ class EventGate:
             return chunk  # all of it, as nearly always: it need not be copied
         return chunk[:end] + rest
 
+    def _check_size(self) -> None:
+        """See that what is held back may be an event. Raises: Garbage."""
+        size = len(self._tail)
+        if size > self._limit:
+            most = max(self._limit, min(self._limit + TOKEN_BYTES * self.events, self._ceiling))
+            if size > most:
+                raise Garbage(f"An event is larger than {most} bytes")
+
     def _whole(self, chunk: bytes) -> bytes:
         if not chunk:
             return b""
@@ -105,16 +122,14 @@ class EventGate:
         if end < 3:  # neither was found
             end = len(tail) if tail.endswith(b"\n") and _ONLY_COMMENTS.match(tail) else 0
         if not end:
-            if len(tail) > self._limit:
-                raise Garbage(f"An event is larger than {self._limit} bytes")
+            self._check_size()
             return b""
         whole = bytes(tail[:end])
         del tail[:end]
         if tail.endswith(b"\n") and _ONLY_COMMENTS.match(tail):
             whole += tail
             tail.clear()
-        if len(tail) > self._limit:
-            raise Garbage(f"An event is larger than {self._limit} bytes")
+        self._check_size()
         if whole.startswith(b":") or b"\n:" in whole:
             whole = _COMMENTS.sub(self._comment, whole)
         self.events += sum(1 for _ in _BOUNDARY.finditer(whole))
@@ -149,7 +164,7 @@ def checked(events: bytes) -> bytes:
         if data in _NO_OBJECTS:
             continue
         try:
-            values.object_of(data)
+            values.check_object(data)
         except values.NoJson:
             raise Garbage("An event of the node's stream is no JSON object") from None
     return b"".join(kept)

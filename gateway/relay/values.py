@@ -13,6 +13,8 @@ _ANY = msgspec.json.Decoder()
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
 _OBJECTS = msgspec.json.Decoder(list[dict[str, Any]])
 
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What reading JSON raises: where it is none, not in UTF-8, or nested too deeply."""
 
@@ -33,6 +35,14 @@ def object_of(data: bytes) -> Value:
     """The object. Raises: NoJson."""
     try:
         return _OBJECT.decode(data)
+    except UNREADABLE:
+        raise NoJson from None
+
+
+def check_object(data: bytes) -> None:
+    """See that it is an object, without making what is in it. Raises: NoJson."""
+    try:
+        _FIELDS.decode(data)
     except UNREADABLE:
         raise NoJson from None
 

@@ -43,6 +43,22 @@ _REFUSED = frozenset({401, 403, 404, 405, 501})
 _BUSY = frozenset({408, 429, 502, 503, 504})
 
 
+_STATUSES = {
+    "invalid_request_error": 400,
+    "exceed_context_size_error": 400,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "request_too_large": 413,
+    "rate_limit_error": 429,
+    "not_supported_error": 501,
+    "overloaded_error": 503,
+    "unavailable_error": 503,
+    "timeout_error": 504,
+}
+"""What the types of errors stand for that llama.cpp, OpenAI and Anthropic have."""
+
+
 class _Error(msgspec.Struct):
     message: str = ""
     type: str | None = None
@@ -147,10 +163,14 @@ def is_loading(status: int, content: bytes) -> bool:
 
 
 def status_of(content: bytes) -> int:
-    """The status that an error of this body stands for, as its `code` says; else 500."""
+    """The status that an error of this body stands for, as its `code` or `type` says; else 500."""
     error = _error(content)
-    code = error.code if error is not None else None
-    return code if isinstance(code, int) and 400 <= code < 600 else 500
+    if error is None:
+        return 500
+    code = error.code
+    if isinstance(code, int) and 400 <= code < 600:
+        return code
+    return _STATUSES.get(error.type or "", 500)
 
 
 def _error(content: bytes) -> _Error | None:

@@ -21,6 +21,10 @@ EVERY = 0.2
 """Seconds between two looks: no limit is kept more exactly than that."""
 
 
+JUST_BEHIND = 0.001
+"""Seconds that a client's own deadline is kept too late, rather than too early."""
+
+
 @dataclass(slots=True)
 class Limits:
     """Seconds. `first_byte` None: the answer comes in one piece, only `until` bounds it."""
@@ -65,6 +69,8 @@ class Watch:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._watched: set[Watched] = set()
+        self._deadlines: dict[Watched, asyncio.TimerHandle] = {}
+        """Of those whose client is to be told in the very moment."""
         self._timer: asyncio.TimerHandle | None = None
         self._held_up = False
 
@@ -74,12 +80,23 @@ class Watch:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(EVERY, self._look)
 
+    def add_deadline(self, attempt: Watched, deadline: float) -> None:
+        """End an attempt that is watched in that very moment (monotonic), not at the next look."""
+        self._deadlines[attempt] = asyncio.get_running_loop().call_later(
+            max(0.0, deadline - self._clock()) + JUST_BEHIND, self._at_deadline, attempt
+        )
+
     def remove(self, attempt: Watched) -> None:
         """The attempt is over."""
         self._watched.discard(attempt)
+        if self._deadlines and (timer := self._deadlines.pop(attempt, None)) is not None:
+            timer.cancel()
 
     def close(self) -> None:
         """Stop looking."""
+        for deadline in self._deadlines.values():
+            deadline.cancel()
+        self._deadlines.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -104,6 +121,16 @@ class Watch:
                 self._watched.discard(attempt)
                 attempt.fail(failure)
 
+    def _at_deadline(self, attempt: Watched) -> None:
+        if attempt in self._watched and not attempt.complete:
+            self._watched.discard(attempt)
+            attempt.fail(out_of_time())
+
+
+def out_of_time() -> Overdue:
+    """The whole request takes too long."""
+    return Overdue("total", "The request took longer than it may")
+
 
 def _is_late(timer: asyncio.TimerHandle) -> bool:
     return asyncio.get_running_loop().time() > timer.when() + EVERY
@@ -112,7 +139,7 @@ def _is_late(timer: asyncio.TimerHandle) -> bool:
 def overdue(lease: Lease, limits: Limits, sent: float, now: float) -> Overdue | None:
     """Which limit has passed for a request that was sent at `sent`, if one has."""
     if now >= limits.until:
-        return Overdue("total", "The request took longer than it may")
+        return out_of_time()
     moved = lease.last_moved
     if moved is not None:
         if now < max(sent, moved) + limits.silence:

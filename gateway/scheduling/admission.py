@@ -16,6 +16,9 @@ from gateway.config.waiting import QUEUE_SHARE
 from gateway.request import Priority, Request
 from gateway.scheduling.rate import CompletionRate
 
+MOST_CLOSED = 4096
+"""Callers of a class that are remembered as refused for the wait."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -69,7 +72,8 @@ class Admission:
 
     settings: Settings
     _bounds: dict[Priority, Bounds] = field(default_factory=dict)
-    _closed: set[Priority] = field(default_factory=set)
+    _closed: set[tuple[Priority, str]] = field(default_factory=set)
+    """Classes of callers: the wait of one with few in line is not that of one with many."""
 
     def configure(self, settings: Settings) -> None:
         """Put changed settings in force."""
@@ -109,42 +113,54 @@ class Admission:
             until = min(until, request.deadline)
         # What has been let in once is not turned away because its node failed it.
         if not (request.failed or request.admitted):
-            refusal = self.refusal(request.priority, waiting, predicted, place_free_in)
+            refusal = self.refusal(
+                request.priority, waiting, predicted, place_free_in, request.caller.id
+            )
             if refusal is not None:
                 raise refusal
         return until
 
     def refusal(
-        self, priority: Priority, waiting: int, predicted: float | None, place_free_in: float
+        self,
+        priority: Priority,
+        waiting: int,
+        predicted: float | None,
+        place_free_in: float,
+        caller: str = "",
     ) -> errors.GatewayError | None:
         """Why a request may not wait now; None: it may.
 
         `predicted` is the wait expected of it, None where nobody knows; `place_free_in` the time
         until one fewer waits. All in seconds.
         """
-        bounds = self.bounds(priority)
+        bounds, whose = self.bounds(priority), (priority, caller)
         if waiting >= bounds.count:
             return errors.queue_full(
                 f"{waiting} requests wait already. Try again later.", place_free_in
             )
         if predicted is None:
-            self._closed.discard(priority)
+            self._closed.discard(whose)
             return None
         if predicted > bounds.max_wait:
-            self._closed.add(priority)
+            self._close(whose)
             return errors.queue_timeout(
                 f"A slot is expected in {predicted:.0f} s, and nobody of the class "
                 f"'{priority.label}' waits longer than {bounds.max_wait:.0f} s.",
                 predicted - bounds.reopen,
             )
         if predicted > bounds.wait:
-            self._closed.add(priority)
+            self._close(whose)
         elif predicted <= bounds.reopen:
-            self._closed.discard(priority)
-        if priority in self._closed:
+            self._closed.discard(whose)
+        if whose in self._closed:
             return errors.queue_full(
                 f"A slot is expected in {predicted:.0f} s: the queue is too long for the class "
                 f"'{priority.label}' now. Try again later.",
                 max(1.0, predicted - bounds.reopen),
             )
         return None
+
+    def _close(self, whose: tuple[Priority, str]) -> None:
+        if len(self._closed) >= MOST_CLOSED:
+            self._closed.clear()
+        self._closed.add(whose)

@@ -63,6 +63,8 @@ class Ask:
     """Hash of what it shares with its like, for `prefix_hash`."""
     deadline: float | None = None
     """When the answer is of no use any more."""
+    owner: str = ""
+    """Of one that takes no slot: its caller with all users that it names."""
     # Kept by the line and the dispatcher.
     work: tuple[float, float] = (0.0, 0.0)
     """Tokens that are likely to be read and to be written for it."""

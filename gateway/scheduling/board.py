@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from gateway.config.waiting import SLOTLESS
+
 if TYPE_CHECKING:
     from gateway.scheduling.ask import Ask
     from gateway.scheduling.forecast import Placement
@@ -91,6 +93,10 @@ class Row:
     """How many of those that run have an answer to write."""
     drag: float = 0.0
     """Share of their remaining time by which a newcomer slows down those who write."""
+    slotless: int = 0
+    """Requests that run here without a slot, and ..."""
+    owners: dict[str, int] = field(default_factory=dict)
+    """... how many of them are of each caller."""
     dirty: bool = False
     """Changed since numpy's columns were last brought up to date."""
 
@@ -150,6 +156,8 @@ class Board:
 
     reserve: float = 0.0
     """Share of each node's slots that `batch` leaves free (`set_reserve`)."""
+    slotless: int = SLOTLESS
+    """Requests that need no slot that one node gets at once."""
     rows: list[Row] = field(default_factory=list)
     """By index; a removed row stays until its index is used again."""
     by_name: dict[str, Row] = field(default_factory=dict)
@@ -218,6 +226,29 @@ class Board:
     def count(self) -> int:
         """How many nodes there are."""
         return len(self.by_name)
+
+    # Requests without a slot.
+
+    def has_slotless_room(self, row: Row, owner: str) -> bool:
+        """Whether `row` may take one more request of this caller that needs no slot.
+
+        One caller has half of the places at most, so that there is one for the next.
+        """
+        most = self.slotless
+        return row.slotless < most and row.owners.get(owner, 0) < (most + 1) // 2
+
+    def took_slotless(self, row: Row, owner: str) -> None:
+        """Such a request runs there now."""
+        row.slotless += 1
+        row.owners[owner] = row.owners.get(owner, 0) + 1
+
+    def gave_slotless(self, row: Row, owner: str) -> None:
+        """It has ended."""
+        row.slotless -= 1
+        row.owners[owner] -= 1
+        if not row.owners[owner]:
+            del row.owners[owner]
+        self.freed = True
 
     # What the board is told.
 

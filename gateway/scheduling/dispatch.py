@@ -5,6 +5,9 @@ Nothing here waits, sleeps or looks at a clock: time comes in with each call.
 A slot never idles while a request that may use it waits, but for three reasons: a request is held
 back for a node that has its prompt in its cache and is predicted to finish it sooner, though the
 wait; a wide request keeps a node's slots until there are enough of them; `batch` leaves a reserve.
+
+Requests that need no slot stand in a line of their own, in the same order: neither waits for what
+the other waits for.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from gateway.scheduling.finish import LEAST_READ, seconds
 from gateway.scheduling.forecast import Placement
 from gateway.scheduling.hold import Holds
 from gateway.scheduling.line import Line, warmest
-from gateway.scheduling.matching import LineRules, Matcher
+from gateway.scheduling.matching import Candidate, LineRules, Matcher
 from gateway.scheduling.outlook import Outlook
 from gateway.scheduling.room import Room, room_for
 
@@ -34,23 +37,29 @@ class Dispatcher:
 
     def __init__(self, board: Board, rules: LineRules, rng: random.Random) -> None:
         self.board = board
-        self._line = Line()
+        self._line, self._slotless = Line(), Line()
         self._holds = Holds(board)
         self._matcher = Matcher(board, self._line, self._holds, rules, rng)
-        self._outlook = Outlook(board, self._line)
+        self._slotless_matcher = Matcher(board, self._slotless, self._holds, rules, rng)
+        self._outlook, self._slotless_outlook = (
+            Outlook(board, self._line),
+            Outlook(board, self._slotless),
+        )
         self._waking = math.inf
         self.set_rules(rules)
 
     def set_rules(self, rules: LineRules) -> None:
         """Go by these from now on. Raises KeyError for a policy that does not exist."""
         self._matcher.set_rules(rules)
+        self._slotless_matcher.set_rules(rules)
         self.rules = rules
+        self.board.slotless = rules.slotless
         self.board.set_reserve(rules.reserve)
 
     @property
     def evaluations(self) -> int:
         """Requests that were compared so far, to see that it stays bounded."""
-        return self._matcher.evaluations
+        return self._matcher.evaluations + self._slotless_matcher.evaluations
 
     @property
     def recall(self) -> Callable[[Ask], None] | None:
@@ -82,15 +91,13 @@ class Dispatcher:
         placements: list[Placement] = []
         self.board.freed = False
         self._holds.clear()
-        while self._line.count and (self.board.open or self._line.slotless):
+        while self._slotless.count and (found := self._slotless_matcher.next(now)) is not None:
+            placements.append(self._take_next(found, now))
+        while self._line.count and self.board.open:
             found = self._matcher.next(now)
             if found is None:
                 break
-            ask, account = found.ask, found.ask.account
-            assert account is not None
-            self._line.remove(ask)
-            self._holds.drop(ask)
-            placements.append(self._take(ask, account, found.row, found.room, now))
+            placements.append(self._take_next(found, now))
         self._waking = min([ask.held_until for ask in self._holds.asks], default=math.inf)
         return placements
 
@@ -99,7 +106,7 @@ class Dispatcher:
         self._holds.drop(ask)
         if ask.account is None:
             return False
-        self._line.remove(ask)
+        self._line_of(ask).remove(ask)
         return True
 
     def began(self, placement: Placement, now: float) -> None:
@@ -121,7 +128,10 @@ class Dispatcher:
             placement.over = True
             row = placement.row
             forecast.end(placement, now)
-            row.ours -= placement.ask.slots
+            if placement.ask.slots:
+                row.ours -= placement.ask.slots
+            else:
+                self.board.gave_slotless(row, placement.ask.owner)
             self.board.released = now
             self.board.settle(row)
 
@@ -143,7 +153,9 @@ class Dispatcher:
         account = placement.account
         if account is not None:
             placement.account = None
-            shares = self._line.ranks[placement.ask.priority].shares
+            ask = placement.ask
+            line = self._line if ask.slots else self._slotless
+            shares = line.ranks[ask.priority].shares
             shares.settled(account, used - placement.charge)
 
     # What is to be expected.
@@ -151,26 +163,30 @@ class Dispatcher:
     @property
     def waiting(self) -> int:
         """How many are in line."""
-        return self._line.count
+        return self._line.count + self._slotless.count
 
     def asks(self) -> list[Ask]:
-        """What waits, by class and age."""
-        return list(self._line)
+        """What waits, by class and age; what needs no slot at the end."""
+        return [*self._line, *self._slotless]
 
     def depths(self) -> dict[Priority, int]:
         """How many of each class wait."""
-        return {priority: self._line.ranks[priority].count for priority in Priority}
+        ranks = zip(Priority, self._line.ranks, self._slotless.ranks, strict=True)
+        return {priority: rank.count + other.count for priority, rank, other in ranks}
 
     def ahead(self, ask: Ask) -> int:
         """About how many go before `ask`, which waits or comes now."""
-        return self._outlook.ahead(ask)
+        return (self._outlook if ask.slots else self._slotless_outlook).ahead(ask)
 
     def places(self, now: float) -> Iterator[tuple[Ask, float]]:
         """What waits in about the order in which it will go, and seconds until it has its slots.
 
-        One pass over all of it; the line must not change meanwhile.
+        One pass over all of it; the line must not change meanwhile. How long what needs no slot
+        will wait is not known: infinity.
         """
-        return self._outlook.places(now)
+        yield from self._outlook.places(now)
+        for ask in self._slotless_outlook.order():
+            yield ask, math.inf
 
     def expected_start(self, ask: Ask, now: float) -> float:
         """When `ask`, which waits, is expected to get its slots; monotonic seconds."""
@@ -191,7 +207,8 @@ class Dispatcher:
 
         Where slots have come free that `match` has not given out yet, those who wait go first.
         """
-        if self._line.count and self.board.freed:
+        line = self._line if ask.slots else self._slotless
+        if line.count and self.board.freed:
             return None
         room = room_for(self.board, ask)
         if room is None:
@@ -201,23 +218,29 @@ class Dispatcher:
             ask.warmest = warmest(ask)
             if self._holds.better_later(ask, room.pool, seconds(row, ask, now), now):
                 return None
-        account = self._line.ranks[ask.priority].shares.account(ask.caller)
+        account = line.ranks[ask.priority].shares.account(ask.caller)
         return self._take(ask, account, row, room, now)
 
     def _enter(self, ask: Ask, now: float) -> None:
-        if not self._line.count:
+        if not self.waiting:
             self.board.freed = False  # It has just looked at all there is.
         ask.known = now
-        ask.work = self._outlook.work(ask)
-        account = self._line.ranks[ask.priority].shares.account(ask.caller)
-        self._line.add(ask, account)
+        if ask.slots:
+            ask.work = self._outlook.work(ask)
+        line = self._line_of(ask)
+        line.add(ask, line.ranks[ask.priority].shares.account(ask.caller))
         if ask.held is not None:
             self._waking = min(self._waking, ask.held_until)
 
     def _take(self, ask: Ask, account: Account, row: Row, room: Room, now: float) -> Placement:
         board = self.board
         placement = forecast.place(ask, row, room.pool, room.group, now)
-        row.ours += ask.slots
+        line = self._line
+        if ask.slots:
+            row.ours += ask.slots
+        else:
+            line = self._slotless
+            board.took_slotless(row, ask.owner)
         board.placed = row.used = board.placed + 1
         board.settle(row)
         placement.account = account
@@ -227,5 +250,16 @@ class Dispatcher:
         placement.weight = weight = self._outlook.weight
         charge += ask.completion * weight
         placement.charge = charge
-        self._line.ranks[ask.priority].shares.served(account, charge)
+        line.ranks[ask.priority].shares.served(account, charge)
         return placement
+
+    def _take_next(self, found: Candidate, now: float) -> Placement:
+        """Place what waits and is next."""
+        ask, account = found.ask, found.ask.account
+        assert account is not None
+        self._line_of(ask).remove(ask)
+        self._holds.drop(ask)
+        return self._take(ask, account, found.row, found.room, now)
+
+    def _line_of(self, ask: Ask) -> Line:
+        return self._line if ask.slots else self._slotless

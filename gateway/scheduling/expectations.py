@@ -73,6 +73,8 @@ class Expectations:
             plan.doubts,
         )
         ask.deadline = request.deadline
+        if not request.slots:
+            ask.owner = request.caller.id
         if request.session is not None and request.writes:
             ask.doubts = self.homes.doubts(
                 request.session, request.model, ask, self.dispatcher.board

@@ -38,8 +38,6 @@ class Line:
 
     ranks: tuple[Rank, ...] = field(default_factory=lambda: tuple(Rank() for _ in Priority))
     count: int = 0
-    slotless: int = 0
-    """How many of them need no slot."""
     wide: int = 0
     """How many of them need several."""
     _arrivals: int = 0
@@ -58,10 +56,10 @@ class Line:
         _insert(rank.lanes, shape, ask)
         rank.count += 1
         self.count += 1
-        self.slotless += not ask.slots
         self.wide += ask.slots > 1
-        for queued, tokens in zip(ask.groups[0][0].queued, ask.work, strict=True):
-            queued[ask.priority] += tokens
+        if ask.slots:
+            for queued, tokens in zip(ask.groups[0][0].queued, ask.work, strict=True):
+                queued[ask.priority] += tokens
         self._note(ask)
 
     def remove(self, ask: Ask) -> None:
@@ -75,11 +73,11 @@ class Line:
         ask.account = None
         rank.count -= 1
         self.count -= 1
-        self.slotless -= not ask.slots
         self.wide -= ask.slots > 1
-        for queued, tokens in zip(ask.groups[0][0].queued, ask.work, strict=True):
-            left = queued[ask.priority] - tokens
-            queued[ask.priority] = max(0.0, left) if rank.count else 0.0
+        if ask.slots:
+            for queued, tokens in zip(ask.groups[0][0].queued, ask.work, strict=True):
+                left = queued[ask.priority] - tokens
+                queued[ask.priority] = max(0.0, left) if rank.count else 0.0
         self._forget(ask)
 
     def recalled(self, ask: Ask) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from gateway.config.waiting import PATIENCE
+from gateway.config.waiting import PATIENCE, SLOTLESS
 from gateway.request import Priority
 from gateway.scheduling.ageing import Turns
 from gateway.scheduling.ask import Ask
@@ -59,6 +59,8 @@ class LineRules:
     """Of the placements, the share that goes to overdue requests while there are any."""
     reserve: float = 0.0
     """Share of each node's slots that `batch` leaves free."""
+    slotless: int = SLOTLESS
+    """Requests that need no slot that a node gets at once."""
 
 
 @dataclass(slots=True)

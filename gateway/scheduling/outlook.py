@@ -86,7 +86,15 @@ class Outlook:
     def places(self, now: float) -> Iterator[tuple[Ask, float]]:
         """All that waits in the order in which it is likely to go, and `wait_of` it."""
         first: dict[tuple[Pool, bool], float] = {}
-        place = 0
+        for place, ask in enumerate(self.order()):
+            pool = self._pool(ask)
+            kind = pool, ask.spares
+            if kind not in first:
+                first[kind] = self._first(ask, pool, now)
+            yield ask, self._after(place, ask, pool, first[kind])
+
+    def order(self) -> Iterator[Ask]:
+        """All that waits in the order in which it is likely to go."""
         for rank in self.line.ranks:
             turns = deque(
                 heapq.merge(*account.lanes.values(), key=_age)
@@ -98,12 +106,7 @@ class Outlook:
                 if ask is None:
                     continue
                 turns.append(own)
-                pool = self._pool(ask)
-                kind = pool, ask.spares
-                if kind not in first:
-                    first[kind] = self._first(ask, pool, now)
-                yield ask, self._after(place, ask, pool, first[kind])
-                place += 1
+                yield ask
 
     def _pool(self, ask: Ask) -> Pool:
         """Where it is to be expected: the first pool with a node that is alive."""

@@ -48,7 +48,7 @@ def room_for(board: Board, ask: Ask) -> Room | None:
             if rows and board.kept and ask.slots:
                 rows = [r for r in rows if _may_use(r, ask)]
             if rows:
-                return Room(rows, pool, group, whole=len(rows) == count)
+                return Room(rows, pool, group, whole=len(rows) == count and ask.slots > 0)
         if any(
             row.alive and row.index not in ask.closed and row.index not in avoided
             for pool in tiers
@@ -61,7 +61,8 @@ def room_for(board: Board, ask: Ask) -> Room | None:
 def _with_room(board: Board, pool: Pool, ask: Ask) -> list[Row]:
     slots = ask.slots
     if not slots:
-        return [row for row in pool.rows if row.capacity]
+        owner = ask.owner
+        return [row for row in pool.rows if row.capacity and board.has_slotless_room(row, owner)]
     if len(board.open) < len(pool.rows):
         members = pool.members
         if slots == 1 and len(members) == board.count:
@@ -102,7 +103,7 @@ class Rooms:
 
     def of(self, ask: Ask) -> Room | None:
         """The room for `ask`, which waits."""
-        if ask.closed or ask.failed:
+        if ask.closed or ask.failed or not ask.slots:
             return room_for(self.board, ask)
         if ask.shape in self._found:
             return self._found[ask.shape]

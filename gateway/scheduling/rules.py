@@ -18,4 +18,6 @@ def rules_of(settings: Settings) -> LineRules:
         patience[priority] = PATIENCE[priority.label] if own is None else own
     batch = rules.get("batch")
     reserve = None if batch is None else batch.reserve_slots
-    return LineRules(settings.policy, patience, reserve=reserve or 0.0)
+    return LineRules(
+        settings.policy, patience, reserve=reserve or 0.0, slotless=settings.queue.slotless
+    )

@@ -30,6 +30,7 @@ from gateway.scheduling.forecast import Placement
 from gateway.scheduling.hybrid import Hybrid
 from gateway.scheduling.mirror import ALIVE, Mirror
 from gateway.scheduling.overdue import overdue
+from gateway.scheduling.places import place_for
 from gateway.scheduling.rate import CompletionRate
 from gateway.scheduling.rules import rules_of
 from gateway.scheduling.taking import Granted, Taking
@@ -180,7 +181,11 @@ class Scheduler:
 
     def has_room(self) -> bool:
         """Whether one more request could be taken: at once, or into the queue."""
-        return not self.closing and len(self._tickets) < self.settings.queue.max
+        tickets = self._tickets
+        if self.closing:
+            return False
+        # Where one caller has several places, a newcomer gets one of them.
+        return len(tickets) < self.settings.queue.max or tickets.holdings.fits("", 1, len(tickets))
 
     # What it is told.
 
@@ -200,6 +205,15 @@ class Scheduler:
             return False
         self._refuse(ticket, error)
         self._match_soon()  # for those it may have held up
+        return True
+
+    def turn_away(self, request_id: str, error: errors.GatewayError) -> bool:
+        """End the wait of a request that has not been at a node yet; whether there was one."""
+        ticket = self._tickets.of_request(request_id)
+        if ticket is None or ticket.request.failed or ticket.granted.done():
+            return False
+        self._refuse(ticket, error)
+        self._match_soon()
         return True
 
     def refuse_all(self, error: Callable[[], errors.GatewayError]) -> None:
@@ -241,11 +255,14 @@ class Scheduler:
         now = self.clock()
         plan = self._taking.planned(request, now)
         ask = self.expectations.ask(request, plan)
+        place = place_for(request, self._tickets, self.admission)
         try:
-            until = self._admitted(request, ask, plan, now)
+            until = self._admitted(request, ask, plan, place.waiting, now)
         except errors.GatewayError:
             self.tiers.dropped(plan)
             raise
+        if place.yields is not None and not request.failed:
+            self._refuse(place.yields, self._crowded(now))
         ticket = Ticket(request, plan, ask, now, until, asyncio.get_running_loop().create_future())
         if not plan.any_alive():
             ticket.out_since = now
@@ -269,16 +286,23 @@ class Scheduler:
         self.dispatcher.withdraw(ticket.ask)
         self.tiers.dropped(ticket.plan)
 
-    def _admitted(self, request: Request, ask: Ask, plan: Plan, now: float) -> float:
-        """Until when it may wait. Raises: GatewayError."""
+    def _admitted(self, request: Request, ask: Ask, plan: Plan, waiting: int, now: float) -> float:
+        """Until when it may wait beside so many. Raises: GatewayError."""
         predicted = None
-        if plan.any_alive():
+        if request.slots and plan.any_alive():
             measured = self.mirror.measured(ask)
             by_work = self.dispatcher.predicted_wait(ask, now) if measured else None
             ahead, slots = self.dispatcher.ahead(ask), self.mirror.slots(ask)
             predicted = predicted_wait(self.rate, slots, ahead, by_work, now)
         return self.admission.admitted(
-            request, len(self._tickets), predicted, self.rate.retry_after(1, now), now
+            request, waiting, predicted, self.rate.retry_after(1, now), now
+        )
+
+    def _crowded(self, now: float) -> errors.GatewayError:
+        """For one that goes for another's request: it is its party that waits most."""
+        return errors.queue_full(
+            "Others need a place in the queue, and this client has most of them. Try again later.",
+            self.rate.retry_after(len(self._tickets), now),
         )
 
     def _refuse(self, ticket: Ticket, error: errors.GatewayError) -> None:

@@ -24,6 +24,8 @@ class Ticket:
     granted: asyncio.Future[tuple[Lease, str]]
     out_since: float | None = None
     """Since when every node that could serve it has been out."""
+    rank: tuple[int, float, int] = (0, 0.0, 0)
+    """Its order among its party's: by class, then by age."""
     number: int = -1
     """Its place among the times that `Tickets` keeps."""
 

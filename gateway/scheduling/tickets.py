@@ -1,13 +1,17 @@
-"""All that waits, and which of it falls due next, however much it is."""
+"""All that waits, whose it is, and which of it falls due next, however much it is."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import math
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 
+from gateway.access.holdings import Holdings
+from gateway.request import Request
 from gateway.scheduling.ask import Ask
 from gateway.scheduling.eligible import Plan
 from gateway.scheduling.ticket import Ticket
@@ -16,10 +20,18 @@ SPARE = 64
 """Times of tickets that have left, beside as many as wait, that are kept until they are sorted
 out."""
 
+_rank = attrgetter("rank")
+
 
 @dataclass(slots=True, eq=False)
 class Tickets:
-    """Tickets by what stands in line for them, and by when they reach a limit of their own."""
+    """Tickets by what stands in line for them, by party, and by when they reach their limits."""
+
+    holdings: Holdings = field(default_factory=Holdings)
+    """How many wait of each party."""
+    _of: dict[tuple[str, str], list[Ticket]] = field(default_factory=dict)
+    """By caller and user: those of the best class first, of a class the oldest."""
+    _serials: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     _by_ask: dict[Ask, Ticket] = field(default_factory=dict)
     _by_number: dict[int, Ticket] = field(default_factory=dict)
@@ -49,13 +61,41 @@ class Tickets:
         """It waits from now on."""
         self._by_ask[ticket.ask] = ticket
         self._put(ticket)
+        request = ticket.request
+        if not ticket.rank[2]:
+            ticket.rank = (int(request.priority), ticket.entered, next(self._serials))
+        whose = whose_is(request)
+        self.holdings.add(whose[0], 1, whose[1])
+        lane = self._of.setdefault(whose, [])
+        insort(lane, ticket, key=_rank)
 
     def pop(self, ask: Ask) -> Ticket | None:
         """The same as `get`; it does not wait any more."""
         ticket = self._by_ask.pop(ask, None)
         if ticket is not None:
             self._drop(ticket)
+            whose = whose_is(ticket.request)
+            self.holdings.remove(whose[0], 1, whose[1])
+            lane = self._of[whose]
+            del lane[bisect_left(lane, ticket.rank, key=_rank)]
+            if not lane:
+                del self._of[whose]
         return ticket
+
+    def newest(self, caller: str, user: str) -> Ticket | None:
+        """The newest of a user that can be turned away, of its lowest class.
+
+        What has been at a node once can't: its reply may have begun. One whose client has been told
+        to wait by a heartbeat is the last choice, since its error comes in a reply of status 200.
+        """
+        told: Ticket | None = None
+        for ticket in reversed(self._of.get((caller, user), ())):
+            if ticket.request.failed or ticket.granted.done():
+                continue
+            if not ticket.request.begun:
+                return ticket
+            told = told or ticket
+        return told
 
     def planned(self, ticket: Ticket, plan: Plan) -> None:
         """Give one that waits another plan."""
@@ -89,3 +129,9 @@ class Tickets:
         if len(self._times) > SPARE + 2 * len(self._by_number):
             self._times = [one for one in self._times if one[1] in self._by_number]
             heapq.heapify(self._times)
+
+
+def whose_is(request: Request) -> tuple[str, str]:
+    """The caller of a request, and the user that it names: else itself."""
+    caller = request.caller.id
+    return caller, request.party or caller

@@ -46,6 +46,7 @@ class Connection(asyncio.Protocol):
         "alive",
         "complete",
         "digest",
+        "digest_of",
         "headers",
         "idle_since",
         "on_body",
@@ -77,6 +78,8 @@ class Connection(asyncio.Protocol):
         """Its fields, all but the length."""
         self.digest: bytes | None = None
         """What its user has made of `headers`, the length apart; kept while a head repeats."""
+        self.digest_of: object = None
+        """What its user has made it by, besides."""
         self._clear()
 
     def _clear(self) -> None:
@@ -254,8 +257,9 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def _learn(self, data: bytes) -> None:
-        """Know the head of this reply when it comes again."""
-        if self.complete and self.status == 200 and self.reusable and not self._bodyless:
+        """Know the head of this reply when it comes again; an interim reply's is none."""
+        whole = self.complete and self.reusable and not self._bodyless
+        if whole and self.status == 200 and data.startswith(b" 200 ", len(b"HTTP/1.1")):
             self._known = KnownHead.of(data)
             self._known_headers = [f for f in self.headers if f[0] != b"content-length"]
 

@@ -59,9 +59,20 @@ class Garbage(UpstreamError):  # noqa: N818
 
 
 class Errored(UpstreamError):  # noqa: N818
-    """The node told of an error of its own after it had begun to answer."""
+    """The node told of an error after it had begun to answer; `status` is what it stands for."""
 
     outcome = "error_event"
+
+    def __init__(self, message: str, status: int = 500) -> None:
+        super().__init__(message)
+        self.status = status
+        if self.of_request:
+            self.outcome = "request_error"
+
+    @property
+    def of_request(self) -> bool:
+        """Whether the request itself is wrong, so that every node would say so."""
+        return self.status in {400, 413, 422}
 
 
 class Overdue(UpstreamError):  # noqa: N818

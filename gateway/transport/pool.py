@@ -14,11 +14,16 @@ from dataclasses import dataclass
 
 from gateway.transport.connection import Connection
 from gateway.transport.errors import ConnectFailed, ConnectTimedOut, Exhausted
+from gateway.transport.names import Names
 from gateway.transport.patience import Within
 from gateway.transport.taskless import in_task
 
 IDLE_SECONDS = 4.0
 """Below the 5 s after which llama.cpp's server closes (cpp-httplib's keep-alive timeout)."""
+
+RESOLVING = 0.75
+"""Part of the time for a connection in which its host's name must be resolved: a probe that has no
+more time than that can still tell why it failed."""
 
 IDLE_CONNECTIONS = 1024
 """Idle connections kept for one node; what comes back beyond is closed."""
@@ -45,8 +50,9 @@ class Origin:
 class Pool:
     """Connections to one origin."""
 
-    def __init__(self, origin: Origin) -> None:
+    def __init__(self, origin: Origin, names: Names | None = None) -> None:
         self.origin = origin
+        self._names = names or Names()
         self.opened = 0
         self._loop = asyncio.get_running_loop()
         self._idle: list[Connection] = []
@@ -64,23 +70,43 @@ class Pool:
         return None
 
     async def connect(self, timeout: float) -> Connection:
-        """A new connection within `timeout` seconds.
+        """A new connection within `timeout` seconds, to the first address that takes it.
 
         Raises: ConnectFailed, ConnectTimedOut, Exhausted.
         """
-        origin = self.origin
         await in_task()
+        host, until = self.origin.host, self._loop.time() + timeout
+        addresses = await self._names.addresses(host, timeout * RESOLVING)
+        failure: ConnectFailed | ConnectTimedOut | None = None
+        for number, address in enumerate(addresses):
+            left = max(0.0, until - self._loop.time())
+            try:
+                connection = await self._connect(address, left / (len(addresses) - number))
+            except TimeoutError:
+                failure = ConnectTimedOut(f"No connection within {timeout:g} s")
+            except ConnectFailed as error:
+                failure = error
+            else:
+                if number:
+                    self._names.worked(host, address)
+                return connection
+        self._names.failed(host)
+        assert failure is not None
+        raise failure
+
+    async def _connect(self, address: str, timeout: float) -> Connection:
+        origin = self.origin
         try:
             async with Within(timeout):
                 _, connection = await self._loop.create_connection(
                     lambda: Connection(self._loop),
-                    origin.host,
+                    address,
                     origin.port,
                     ssl=origin.tls,
                     server_hostname=origin.server_name if origin.tls else None,
                 )
         except TimeoutError:
-            raise ConnectTimedOut(f"No connection within {timeout:g} s") from None
+            raise
         except (OSError, ssl.SSLError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or type(error).__name__
             if getattr(error, "errno", None) in _OURS:

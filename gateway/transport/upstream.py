@@ -11,6 +11,7 @@ import httpx
 
 from gateway.config.inventory import NodeSpec, NodeTls
 from gateway.transport.httpx import PoolTransport
+from gateway.transport.names import Names
 from gateway.transport.pool import Origin, Pool
 
 
@@ -31,12 +32,14 @@ Connect = Callable[[NodeSpec], Upstream]
 """How the fleet opens the ways to a node."""
 
 
-def connect(spec: NodeSpec) -> Upstream:
+def connect(spec: NodeSpec, names: Names | None = None) -> Upstream:
     """The ways to `spec`; nothing is sent yet. Needs a running event loop.
+
+    `names` resolves its host; nodes share one, so that each name is looked up once.
 
     Raises: ssl.SSLError, OSError when a TLS file can't be used.
     """
-    pool = Pool(origin(spec))
+    pool = Pool(origin(spec), names)
     client = httpx.AsyncClient(
         base_url=spec.url,
         transport=PoolTransport(pool),

@@ -67,6 +67,40 @@ def test_an_anonymous_caller_of_a_loopback_listener_gets_every_class() -> None:
     assert caller([], KeyRing(), loopback=True).best is Priority.URGENT
 
 
+@pytest.mark.parametrize("name", ["forwarded", "x-forwarded-for", "x-real-ip", "via"])
+def test_whoever_comes_through_a_proxy_is_no_local_caller(name: str) -> None:
+    found = caller([(name.encode(), b"127.0.0.1")], KeyRing(), loopback=True)
+    assert (found.id, found.best) == ("anonymous:192.0.2.7", Priority.NORMAL)
+    assert not found.names_users
+
+
+def test_behind_trusted_proxies_nobody_is_local() -> None:
+    found = caller_of(
+        [],
+        "10.0.0.1",
+        KeyRing(),
+        allow_anonymous=False,
+        loopback_listener=True,
+        trusted_proxies=PROXIES,
+    )
+    assert (found.best, found.names_users) == (Priority.NORMAL, False)
+
+
+@pytest.mark.parametrize("allow_anonymous", [True, False])
+def test_where_the_keys_were_lost_nobody_comes_in(allow_anonymous: bool) -> None:
+    for headers in ([], WITH_KEY):
+        with pytest.raises(GatewayError) as caught:
+            caller_of(
+                headers,
+                "127.0.0.1",
+                KeyRing(),
+                allow_anonymous=allow_anonymous,
+                loopback_listener=True,
+                closed=True,
+            )
+        assert caught.value.status == 401
+
+
 def test_where_there_are_no_keys_a_key_that_clients_must_send_means_nothing() -> None:
     assert caller(WRONG_KEY, KeyRing(), loopback=True).anonymous
     assert caller(WRONG_KEY, KeyRing(), allow_anonymous=True).best is Priority.NORMAL

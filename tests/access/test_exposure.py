@@ -4,6 +4,7 @@ import pytest
 
 from gateway.access.exposure import (
     admin_refusal,
+    edge_refusal,
     is_loopback,
     public_refusal,
     shared_refusal,
@@ -42,6 +43,17 @@ def test_a_public_address_needs_a_key_or_the_word_that_it_is_meant() -> None:
     assert public_refusal("0.0.0.0", keys=1, allow_anonymous=False) is None
     assert public_refusal("0.0.0.0", keys=0, allow_anonymous=True) is None
     assert public_refusal("127.0.0.1", keys=0, allow_anonymous=False) is None
+
+
+def test_behind_a_proxy_a_key_is_needed_or_the_word_that_none_is_meant() -> None:
+    refusal = edge_refusal(proxies=1, keys=0, allow_anonymous=False)
+    assert refusal is not None
+    assert "listen.trusted_proxies" in refusal
+    assert "keys hash" in refusal
+    assert "--allow-anonymous" in refusal
+    assert edge_refusal(proxies=1, keys=1, allow_anonymous=False) is None
+    assert edge_refusal(proxies=1, keys=0, allow_anonymous=True) is None
+    assert edge_refusal(proxies=0, keys=0, allow_anonymous=False) is None
 
 
 def test_the_admin_listener_needs_a_key_anywhere_but_on_loopback() -> None:

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.access import keys
-from gateway.access.keys import KeyRing, hash_key, new_key, presented
-from gateway.request import Priority
+from gateway.access.keys import KeyRing, hash_key, holder, new_key, presented
+from gateway.errors import GatewayError
+from gateway.request import Caller, Priority
 
 
 @dataclass(frozen=True)
@@ -123,27 +124,100 @@ def test_nobody_is_found_on_an_empty_ring() -> None:
 
 
 @pytest.mark.parametrize(
-    ("headers", "key"),
+    ("headers", "found"),
     [
-        ([(b"authorization", b"Bearer lg_a_b")], "lg_a_b"),
-        ([(b"authorization", b"bearer   lg_a_b ")], "lg_a_b"),
-        ([(b"x-api-key", b"lg_a_b")], "lg_a_b"),
-        ([(b"api-key", b" lg_a_b")], "lg_a_b"),
-        ([(b"api-key", b"c"), (b"x-api-key", b"b"), (b"authorization", b"Bearer a")], "a"),
-        ([(b"api-key", b"c"), (b"x-api-key", b"b")], "b"),
-        ([(b"authorization", b"Basic dTpw"), (b"x-api-key", b"b")], "b"),
-        ([(b"authorization", b"Bearer "), (b"x-api-key", b"b")], "b"),
-        ([(b"authorization", b"Bearer")], None),
-        ([(b"authorization", b"Basic dTpw")], None),
-        ([(b"x-api-key", b"")], None),
-        ([(b"authorization", b"Bearer \xff\xfe")], "\xff\xfe"),
-        ([], None),
+        ([(b"authorization", b"Bearer lg_a_b")], ["lg_a_b"]),
+        ([(b"authorization", b"bearer   lg_a_b ")], ["lg_a_b"]),
+        ([(b"x-api-key", b"lg_a_b")], ["lg_a_b"]),
+        ([(b"api-key", b" lg_a_b")], ["lg_a_b"]),
+        (
+            [(b"api-key", b"c"), (b"x-api-key", b"b"), (b"authorization", b"Bearer a")],
+            ["c", "b", "a"],
+        ),
+        ([(b"api-key", b"same"), (b"authorization", b"Bearer same")], ["same"]),
+        ([(b"x-api-key", b"a"), (b"x-api-key", b"b")], ["a", "b"]),
+        ([(b"authorization", b"Basic dTpw"), (b"x-api-key", b"b")], ["b"]),
+        ([(b"authorization", b"Bearer "), (b"x-api-key", b"b")], ["b"]),
+        ([(b"authorization", b"Bearer")], []),
+        ([(b"authorization", b"Basic dTpw")], []),
+        ([(b"x-api-key", b"")], []),
+        ([(b"authorization", b"Bearer \xff\xfe")], ["\xff\xfe"]),
+        ([], []),
     ],
 )
-def test_a_key_is_read_from_three_fields(
-    headers: list[tuple[bytes, bytes]], key: str | None
+def test_keys_are_read_from_three_fields_each_once(
+    headers: list[tuple[bytes, bytes]], found: list[str]
 ) -> None:
-    assert presented(headers) == key
+    assert presented(headers) == found
+
+
+TEAM, OTHER = new_key("team"), new_key("other")
+RING = KeyRing([Spec(TEAM.id, TEAM.sha256), Spec(OTHER.id, OTHER.sha256)])
+FIELDS = {"authorization": "Bearer {}", "x-api-key": "{}", "api-key": "{}"}
+
+
+def sent(*keys: tuple[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), FIELDS[name].format(key).encode()) for name, key in keys]
+
+
+@pytest.mark.parametrize("good", FIELDS)
+@pytest.mark.parametrize("dummy", ["none", "sk-proj-1234", "lg_team_wrong", "lg_nobody_x"])
+def test_one_good_key_is_enough_wherever_a_dummy_stands(good: str, dummy: str) -> None:
+    others = [(name, dummy + name) for name in FIELDS if name != good]
+    for fields in ([(good, TEAM.text), *others], [*others, (good, TEAM.text)]):
+        found = holder(sent(*fields), RING)
+        assert found is not None
+        assert found.id == "team"
+
+
+def test_the_same_key_in_every_field_is_one_key() -> None:
+    found = holder(sent(*((name, TEAM.text) for name in FIELDS)), RING)
+    assert found is not None
+    assert found.id == "team"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [("authorization", TEAM.text), ("x-api-key", OTHER.text)],
+        [("api-key", OTHER.text), ("x-api-key", TEAM.text)],
+        [("x-api-key", TEAM.text), ("x-api-key", OTHER.text)],
+        [("authorization", "dummy"), ("x-api-key", OTHER.text), ("api-key", TEAM.text)],
+    ],
+)
+def test_good_keys_of_two_callers_are_refused_with_the_remedy(keys: list[tuple[str, str]]) -> None:
+    with pytest.raises(GatewayError, match=r"different callers.*Send one of them") as caught:
+        holder(sent(*keys), RING)
+    assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+
+
+def test_without_a_good_key_the_request_is_refused_and_without_any_it_is_nobodys() -> None:
+    with pytest.raises(GatewayError) as caught:
+        holder(sent(("authorization", "a"), ("x-api-key", "lg_team_wrong")), RING)
+    assert caught.value.status == 401
+    assert holder([(b"authorization", b"Bearer "), (b"x-api-key", b"")], RING) is None
+
+
+def test_so_many_keys_that_each_costs_a_hash_are_refused_unseen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hashed: list[str] = []
+    find = RING.find
+    ring = KeyRing([Spec(TEAM.id, TEAM.sha256)])
+
+    def counting(_: KeyRing, text: str) -> Caller | None:
+        hashed.append(text)
+        return find(text)
+
+    monkeypatch.setattr(KeyRing, "find", counting)
+    with pytest.raises(GatewayError, match=f"More than {keys.MOST_KEYS}") as caught:
+        holder(
+            sent(("authorization", TEAM.text), *(("x-api-key", str(i)) for i in range(999))), ring
+        )
+    assert (caught.value.status, hashed) == (401, [])
+    fields = [("x-api-key", TEAM.text), *(("api-key", str(i)) for i in range(keys.MOST_KEYS - 1))]
+    assert holder(sent(*fields), ring) is not None
+    assert len(hashed) == keys.MOST_KEYS
 
 
 @given(st.text())

@@ -4,7 +4,7 @@ import pytest
 
 from gateway.access.callers import caller_of
 from gateway.access.keys import KeyRing, new_key
-from gateway.access.parties import LONGEST_NAME, NamingHeaders
+from gateway.access.parties import LONGEST_NAME, NamingHeaders, network_of
 from gateway.request import Caller, Priority
 from tests.access.test_keys import Spec
 
@@ -60,3 +60,27 @@ def test_the_settings_say_which_key_is_trusted(trusted: bool) -> None:
 def test_of_anonymous_callers_those_of_a_loopback_listener_are(loopback: bool) -> None:
     found = caller_of([], "127.0.0.1", KeyRing(), allow_anonymous=True, loopback_listener=loopback)
     assert found.names_users is loopback
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::1", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("local", "local"),
+        ("not:an:address", "not:an:address"),
+    ],
+)
+def test_an_address_is_its_party_and_of_ipv6_the_64(address: str, network: str) -> None:
+    assert network_of(address) == network
+
+
+def test_anonymous_callers_are_told_apart_by_64() -> None:
+    found = {
+        caller_of([], address, KeyRing(), allow_anonymous=True, loopback_listener=False).id
+        for address in ("2001:db8::1", "2001:db8::ffff:1", "2001:db8:0:1::1")
+    }
+    assert found == {"anonymous:2001:db8::/64", "anonymous:2001:db8:0:1::/64"}

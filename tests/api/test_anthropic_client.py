@@ -187,6 +187,21 @@ async def test_a_wait_that_was_too_long_is_an_overload_and_not_repeated(
         assert [record.code for record in site.records].count(503) == 1
 
 
+async def test_an_error_behind_a_sign_of_life_keeps_its_type(
+    tmp_path: Path, narrow_url: str
+) -> None:
+    settings = {"queue": {"max_wait": 0.5}, "heartbeat": 0.1}
+    async with a_site(tmp_path, [narrow_url], settings) as site, site.anthropic() as client:
+        async with client.messages.stream(**ASK | {"max_tokens": 15_000}) as stream:
+            await anext(aiter(stream))
+            with pytest.raises(package.APIStatusError) as caught:
+                async with client.messages.stream(**ASK) as waiting:
+                    await read(waiting)
+        assert isinstance(caught.value.body, dict)
+        assert caught.value.body["error"]["type"] == "overloaded_error"
+        assert [record.code for record in site.records].count(503) == 1
+
+
 async def test_a_full_queue_is_a_rate_limit(tmp_path: Path, narrow_url: str) -> None:
     settings = {"queue": {"max": 0}}
     async with (

@@ -318,6 +318,20 @@ async def test_an_answer_that_is_not_there_in_time_is_not_repeated(tmp_path: Pat
             await site.until_idle()
 
 
+async def test_a_client_that_waits_no_longer_raises_its_own_time_out(tmp_path: Path) -> None:
+    with running_demo_servers(1, slots=1, context=16_384, size="medium") as (server,):
+        # Its timer began when its request was sent, and that has taken a while.
+        options: dict[str, Any] = {"timeout": 2.0, "max_retries": 0}
+        told = {"x-stainless-timeout": "1", "x-stainless-read-timeout": "1"}
+        async with a_site(tmp_path, [server.url]) as site, site.openai(**options) as client:
+            with pytest.raises(package.APITimeoutError):
+                await client.chat.completions.create(**LONG, extra_headers=told)
+            await site.until_idle()
+            assert [record.code for record in site.records] == [504]
+            node = site.gateway.fleet.nodes["node-0"]
+            assert (node.failures, node.circuit.suspects) == (0, set())
+
+
 # In the middle of a stream.
 
 

@@ -51,6 +51,47 @@ def test_every_problem_of_both_files_is_told_with_its_line(folder: Path) -> None
     assert all(problem["message"] and problem["key"] for problem in answer["problems"])
 
 
+EDGE = "listen: {trusted_proxies: [10.0.0.1]}\n"
+
+
+@pytest.mark.parametrize("command", [("check",), ("check", "--json"), ("serve",)])
+def test_an_edge_without_keys_is_refused(folder: Path, command: tuple[str, ...]) -> None:
+    (folder / "config/gateway.yaml").write_text(EDGE)
+    ran = run(*command)
+    assert ran.status == 2
+    told = ran.out + ran.err
+    assert "listen.trusted_proxies" in told
+    assert "keys hash" in told
+    assert "--allow-anonymous" in told
+
+
+def test_an_edge_with_a_key_or_the_word_that_none_is_meant_is_fine(folder: Path) -> None:
+    (folder / "config/gateway.yaml").write_text(EDGE)
+    assert run("check", "--allow-anonymous").status == 0
+    (folder / "config/gateway.yaml").write_text(EDGE + "allow_anonymous: true\n")
+    assert run("check").status == 0
+    key = f"keys: [{{id: a, sha256: {'0' * 64}}}]\n"
+    (folder / "config/gateway.yaml").write_text(EDGE + key)
+    assert run("check").status == 0
+
+
+@pytest.mark.parametrize("text", ["", " \n\n", "\ufeff"])
+def test_a_settings_file_without_a_word_is_refused(folder: Path, text: str) -> None:
+    (folder / "config/gateway.yaml").write_text(text)
+    for command in ("check", "serve"):
+        ran = run(command)
+        assert ran.status == 2
+        assert "config/gateway.yaml: the file is empty" in ran.err
+        assert "{} stands for every default" in ran.err
+
+
+@pytest.mark.parametrize("text", ["# all defaults\n", "{}\n", "listen:\n", "null\n"])
+def test_settings_that_name_nothing_on_purpose_are_fine(folder: Path, text: str) -> None:
+    (folder / "config/gateway.yaml").write_text(text)
+    assert run("check").status == 0
+    assert run("check", "--config", "/dev/null").status == 0
+
+
 def test_the_files_can_be_named_by_flag_and_by_environment(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

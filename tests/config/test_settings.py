@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from ipaddress import ip_network
 from itertools import pairwise
 from pathlib import Path
@@ -227,6 +228,73 @@ def test_a_duplicate_id_is_told_with_both_lines(gateway_problems: Problems) -> N
 def test_names_that_stand_for_each_other_are_refused(gateway_problems: Problems) -> None:
     (problem,) = gateway_problems("models:\n  a: {use: [x, b]}\n  b: {use: c}\n  c: {use: a}\n")
     assert problem.message == "the names stand for each other: a -> b -> c -> a"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told", "remedy"),
+    [
+        ('{"*": {set: {temperature: 0}}}', '"*" names no model', "use: NAME"),
+        ('{"*": }', '"*" names no model', "use: NAME"),
+        ('{"*": {use: "*"}}', '* uses "*"', "name the models"),
+        ('{"*": {use: [a, "*"]}}', '* uses "*"', "name the models"),
+        ('{"*": {use: a}, b: {use: ["*"]}}', 'b uses "*"', "name the models"),
+        ('{"*": {use: a}, a: {use: b}, b: {use: a}}', "stand for each other", ""),
+    ],
+)
+def test_a_catch_all_that_leads_nowhere_is_refused(
+    gateway_problems: Problems, wrong: str, told: str, remedy: str
+) -> None:
+    (problem,) = gateway_problems(f"models: {wrong}")
+    assert problem.key == "models"
+    assert told in problem.message
+    assert remedy in problem.remedy
+
+
+def test_a_catch_all_may_use_an_alias(load_gateway: LoadSettings) -> None:
+    models = load_gateway('models: {"*": {use: [a, b]}, a: {use: c}}').models
+    assert models["*"].use == ("a", "b")
+
+
+HEADERS = [
+    ("Host", "made anew"), ("content-length", "made anew"), ("Connection", "made anew"),
+    ("Transfer-Encoding", "made anew"), ("TE", "made anew"), ("Upgrade", "made anew"),
+    ("content-encoding", "made anew"), ("Authorization", "api_key_env"),
+    ("X-API-Key", "api_key_env"), ("Cookie", "api_key_env"), ("Set-Cookie", "api_key_env"),
+    ("Proxy-Authorization", "api_key_env"), ("X-Request-ID", "the gateway itself"),
+    ("X-Priority", "the gateway itself"), ("X-Gateway-Node", "the gateway itself"),
+    ("Access-Control-Allow-Origin", "the gateway itself"),
+    ("X-Accel-Redirect", "the gateway itself"), ("X-Custom-*", "each name"), ("*", "each name"),
+    ("two words", "such as"), ("colon:", "such as"), ("line\nbreak", "such as"), ("", "such as"),
+    ("x" * 200, "such as"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["to_nodes", "to_clients"])
+@pytest.mark.parametrize(("name", "remedy"), HEADERS)
+def test_headers_that_may_never_pass_are_refused_with_the_remedy(
+    gateway_problems: Problems, way: str, name: str, remedy: str
+) -> None:
+    (problem,) = gateway_problems(f"headers: {{{way}: [X-Fine, {json.dumps(name)}]}}")
+    assert problem.key == f"headers.{way}[1]"
+    assert remedy in problem.remedy
+
+
+def test_further_headers_are_named_one_or_many(load_gateway: LoadSettings) -> None:
+    found = load_gateway("headers: {to_nodes: X-Team, to_clients: [X-A, x-b]}").headers
+    assert (found.to_nodes, found.to_clients) == (("X-Team",), ("X-A", "x-b"))
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# a comment\n", "null", "~", "---\n"])
+def test_a_file_that_names_nothing_is_refused_where_it_would_replace_settings(
+    tmp_path: Path, text: str
+) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="is empty") as caught:
+        load_settings(file, {}, refused="empty")
+    assert "{}" in caught.value.problems[0].remedy
+    file.write_text("{}")
+    assert load_settings(file, {}, refused="empty") == Settings()
 
 
 def test_a_name_may_use_itself_and_fall_back(load_gateway: LoadSettings) -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -31,7 +34,15 @@ def hosts() -> Iterator[Site]:
 
 
 @pytest.fixture(scope="session")
-def control(hosts: Site, parcels: Parcels, tmp_path_factory: pytest.TempPathFactory) -> Control:
+def key() -> Key:
+    """The one that clients of the fleet have."""
+    return made_key("clients")
+
+
+@pytest.fixture(scope="session")
+def control(
+    hosts: Site, parcels: Parcels, key: Key, tmp_path_factory: pytest.TempPathFactory
+) -> Control:
     """The control machine, with an inventory of the gateway and two nodes."""
     made = Control(ansible_programs(), tmp_path_factory.mktemp("control"), hosts)
     made.groups = {
@@ -46,8 +57,26 @@ def control(hosts: Site, parcels: Parcels, tmp_path_factory: pytest.TempPathFact
         "llama_node_model_file": str(parcels.model()),
         "llama_node_threads": 1,
         "llama_node_context": 2048,
+        "gateway_settings": {"keys": [key.entry]},
     }
     return made
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key of the gateway, and its entry in the settings."""
+
+    secret: str
+    entry: dict[str, str]
+
+
+def made_key(name: str) -> Key:
+    """As an operator makes one."""
+    program = Path(sys.executable).with_name("llama-gateway")
+    command = [str(program), "keys", "create", "--id", name, "--name", name, "--json"]
+    told = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+    entry: dict[str, str] = json.loads(told)
+    return Key(entry.pop("key"), entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +86,12 @@ class Fleet:
     control: Control
     hosts: Site
     made: Played
+    key: Key
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of a caller with a key."""
+        return {"Authorization": f"Bearer {self.key.secret}"}
 
     @property
     def url(self) -> str:
@@ -66,7 +101,8 @@ class Fleet:
     def chat(self) -> dict[str, Any]:
         """The answer to a chat through the edge."""
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
-        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, verify=False, timeout=60)
+        url = f"{self.url}/v1/chat/completions"
+        answer = httpx.post(url, json=body, headers=self.headers, verify=False, timeout=60)
         assert answer.status_code == 200, answer.text
         told: dict[str, Any] = answer.json()
         return told
@@ -81,6 +117,6 @@ class Fleet:
 
 
 @pytest.fixture(scope="session")
-def fleet(control: Control, hosts: Site) -> Fleet:
+def fleet(control: Control, hosts: Site, key: Key) -> Fleet:
     """The whole of site.yml over bare machines."""
-    return Fleet(control, hosts, control.play("site.yml"))
+    return Fleet(control, hosts, control.play("site.yml"), key)

@@ -23,7 +23,7 @@ sys.path[:0] = [home + "/lib"]
 parser = argparse.ArgumentParser(prog="llama-server", allow_abbrev=False)
 for flag in ("--model", "--alias", "--host", "--port", "--parallel", "--cache-ram"):
     parser.add_argument(flag)
-for flag in ("-c", "-t", "-tb", "-b", "-ub"):
+for flag in ("--api-key-file", "-c", "-t", "-tb", "-b", "-ub"):
     parser.add_argument(flag)
 for flag in ("--metrics", "--slots", "--jinja", "--no-webui", "--no-mmap", "--mlock"):
     parser.add_argument(flag, action="store_true")
@@ -33,7 +33,8 @@ if given.mlock and ctypes.CDLL(None, use_errno=True).mlockall(1 | 2) != 0:  # no
 from gateway.local.embedded import main
 main(["--model", given.model, "--alias", given.alias, "--host", given.host, "--port", given.port,
       "--slots", given.parallel, "--ctx", given.c, "--threads", given.t, "--batch", given.b,
-      "--ubatch", given.ub, "--cache-ram", given.cache_ram])
+      "--ubatch", given.ub, "--cache-ram", given.cache_ram]
+     + (["--api-key-file", given.api_key_file] if given.api_key_file else []))
 '''
 
 CMAKE = """cmake_minimum_required(VERSION 3.14)

@@ -2,40 +2,92 @@
 
 from __future__ import annotations
 
-import json
+import base64
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import yaml
 
-from tests.deploy.conftest import Fleet
+from tests.deploy.conftest import Fleet, made_key
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
 
-def test_keys_are_asked_for_once_there_are_some(fleet: Fleet) -> None:
-    program = Path(sys.executable).with_name("llama-gateway")
-    command = [str(program), "keys", "create", "--name", "Team A", "--json"]
-    made = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
-    secret = made.pop("key")
-    control = fleet.control
-    control.variables["gateway_settings"] = {"keys": [made]}
+def test_another_key_is_valid_once_it_is_in_the_settings(fleet: Fleet, tmp_path: Path) -> None:
+    control, other = fleet.control, made_key("team-a")
+    settings = control.variables["gateway_settings"]
+    control.variables["gateway_settings"] = {"keys": [fleet.key.entry, other.entry]}
+    keyed = tmp_path / "key"
+    keyed.write_text(f"{other.secret}\n")
     try:
         assert set(control.play("site.yml", "--limit", "gw").changed) == {"gw"}
-        assert (status(fleet, None), status(fleet, "lg_wrong"), status(fleet, secret)) == (
+        assert (status(fleet, None), status(fleet, "lg_wrong"), status(fleet, other.secret)) == (
             *(401, 401),
             200,
         )
         assert "asks for a key" in control.play("verify.yml").text
-        assert "asks for a key" not in control.play("verify.yml", verify_key=secret).text
+        told = control.play("verify.yml", "-vvv", verify_key_file=str(keyed))
+        assert "asks for a key" not in told.text
+        assert other.secret not in told.output
         assert control.play("site.yml", "--limit", "gw").changed == {}
     finally:
-        del control.variables["gateway_settings"]
+        control.variables["gateway_settings"] = settings
         control.play("site.yml", "--limit", "gw")
-    assert status(fleet, None) == 200
+    assert (status(fleet, other.secret), status(fleet, fleet.key.secret)) == (401, 200)
+
+
+def test_no_secret_is_shown_however_much_is_told(fleet: Fleet, tmp_path: Path) -> None:
+    """All of them change, with differences and what each module was given."""
+    control = fleet.control
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=edge"),
+            *("-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    named = tmp_path / "named.key"
+    named.write_text("marked-file-a1\n")
+    given: dict[str, Any] = {
+        "edge_tls_certificate": str(certificate),
+        "edge_tls_key": str(key),
+        "gateway_admin_key": "marked-admin-key-a2",
+        "gateway_environment": {"SOME_KEY": "marked-variable-a3"},
+        "gateway_files": {"named.key": str(named)},
+        "monitoring_scrapes": [
+            {
+                "job_name": "other",
+                "basic_auth": {"username": "u", "password": "marked-scrape-a4"},
+                "static_configs": [{"targets": ["127.0.0.1:1"]}],
+            }
+        ],
+    }
+    control.variables |= given
+    try:
+        told = control.play("site.yml", "-vvv", "--diff", llama_node_key_rotate=True)
+        told_again = control.play("site.yml", "-vvv", "--diff")
+    finally:
+        for name in given:
+            del control.variables[name]
+        control.play("site.yml")
+    hidden = [line for line in key.read_text().splitlines() if "PRIVATE" not in line]
+    hidden += [f"marked-{mark}" for mark in ("file-a1", "admin-key-a2", "variable-a3", "scrape-a4")]
+    for name in control.groups["llama_nodes"]:
+        hidden += fleet.hosts[name].run("cat /var/lib/llama-node/api.key").stdout.split()
+    for played in (told, told_again):
+        assert set(played.changed) == {"gw", *control.groups["llama_nodes"]}
+        shown = played.output
+        assert not [mark for mark in hidden if mark in shown or encoded(mark) in shown]
+
+
+def encoded(mark: str) -> str:
+    """As it begins where `slurp` shows a file."""
+    return base64.b64encode(mark.encode())[:16].decode()
 
 
 def status(fleet: Fleet, key: str | None) -> int:

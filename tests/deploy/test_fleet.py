@@ -28,6 +28,25 @@ def wait_for(what: Callable[[], bool], limit: float = 30.0) -> None:
         time.sleep(0.3)
 
 
+def node_key(fleet: Fleet, name: str) -> str:
+    """The one that the servers of a host ask for."""
+    return fleet.hosts[name].run("head -n 1 /var/lib/llama-node/api.key").stdout.strip()
+
+
+def asked(fleet: Fleet, name: str, path: str, key: str = "") -> tuple[int, str]:
+    """What a node answers the gateway's machine."""
+    url = f"http://{fleet.hosts[name].address}:8080{path}"
+    code = (
+        "import urllib.request as r, urllib.error as e\n"
+        f"wanted = r.Request({url!r}, headers={{'Authorization': 'Bearer {key}'}})\n"
+        "try: answer = r.urlopen(wanted, timeout=60)\n"
+        "except e.HTTPError as error: answer = error\n"
+        "print(answer.status, answer.read().decode())"
+    )
+    status, _, text = fleet.hosts["gw"].run(f'python3 -c "{code}"').stdout.partition(" ")
+    return int(status), text
+
+
 @pytest.mark.gate
 def test_bare_machines_become_a_fleet_that_answers_through_nginx(fleet: Fleet) -> None:
     assert set(fleet.made.changed) == {"gw", "n1", "n2"}
@@ -66,6 +85,57 @@ def test_the_fleet_is_verified(fleet: Fleet) -> None:
 
 
 @pytest.mark.gate
+def test_a_node_asks_for_a_key_that_only_the_gateway_has(fleet: Fleet) -> None:
+    host, key = fleet.hosts["n1"], node_key(fleet, "n1")
+    assert len(key) == 64
+    assert key != node_key(fleet, "n2")
+    assert asked(fleet, "n1", "/props")[0] == 401
+    assert asked(fleet, "n1", "/slots", key=node_key(fleet, "n2"))[0] == 401
+    assert asked(fleet, "n1", "/props", key=key)[0] == 200
+    mode = host.run("stat -c '%a %U %G' /var/lib/llama-node/api.key").stdout.split()
+    assert mode == ["640", "root", "llama-node"]
+    held = fleet.hosts["gw"].run("stat -c '%a %U %G' /etc/llama-gateway/keys/*").stdout
+    assert held.splitlines() == ["640 root llama-gateway"] * 2
+    shown = host.run("ps axww -o args; systemctl cat 'llama-*'; cat /var/lib/llama-node/*.json")
+    assert key not in shown.stdout
+
+
+def reaches(fleet: Fleet, name: str) -> bool:
+    """Whether a machine that is not the gateway gets an answer of n1's port."""
+    address = fleet.hosts["n1"].address
+    code = f"import socket; socket.create_connection(('{address}', 8080), timeout=5)"
+    return fleet.hosts[name].run(f'python3 -c "{code}"', check=False).returncode == 0
+
+
+def told_that_nobody_listens(fleet: Fleet, name: str) -> bool:
+    """Whether what is no server's port answers a machine that is not the gateway, by UDP."""
+    address = fleet.hosts["n1"].address
+    code = (
+        "import socket; s = socket.socket(type=socket.SOCK_DGRAM); s.settimeout(20);"
+        f" s.connect(('{address}', 8080)); s.send(b'x'); s.recv(1)"
+    )
+    done = fleet.hosts[name].run(f'python3 -c "{code}"', check=False)
+    return "ConnectionRefusedError" in done.stderr
+
+
+def test_nobody_else_reaches_a_node(fleet: Fleet) -> None:
+    host = fleet.hosts["n1"]
+    assert not reaches(fleet, "n2")
+    assert told_that_nobody_listens(fleet, "n2")
+    host.run("systemctl restart nftables")  # which begins with taking every table away
+    assert "llama_node" in host.run("nft list tables").stdout
+    assert not reaches(fleet, "n2")
+    arguments = ("site.yml", "--limit", "n1,gw", "--tags", "configure")
+    fleet.control.play(*arguments, llama_node_firewall=False)
+    try:
+        assert reaches(fleet, "n2")
+    finally:
+        fleet.control.play(*arguments)
+    assert not reaches(fleet, "n2")
+    assert fleet.chat()["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.gate
 def test_a_server_that_is_killed_comes_back(fleet: Fleet) -> None:
     host = fleet.hosts["n1"]
     before = host.run("systemctl show -p MainPID --value llama-server-numa0").stdout.strip()
@@ -93,7 +163,7 @@ def test_the_alerts_are_raised_by_metrics_that_exist(fleet: Fleet) -> None:
     host = fleet.hosts["gw"]
     rules = host.run("cat /etc/prometheus/llama-gateway-rules.yml").stdout
     told = host.fetch("http://127.0.0.1:8001/metrics")
-    told += host.fetch(f"{fleet.nodes()['n1-numa0']['url']}/metrics")
+    told += asked(fleet, "n1", "/metrics", key=node_key(fleet, "n1"))[1]
     named = set(re.findall(r"\b(?:llama_gateway|llamacpp:)\w+", rules))
     families = set(re.findall(r"^# TYPE (\S+)", told, re.MULTILINE))
     assert {name.removesuffix("_bucket") for name in named} <= families
@@ -113,7 +183,7 @@ def test_the_units_are_sound_and_closed(fleet: Fleet, name: str, unit: str) -> N
 @pytest.mark.gate
 def test_a_node_is_added_under_load(fleet: Fleet) -> None:
     fleet.control.groups["llama_nodes"].append("n3")
-    with Load(fleet.url) as load:
+    with Load(fleet.url, headers=fleet.headers) as load:
         load.wait_for(20)
         fleet.control.play("site.yml")
         wait_for(lambda: fleet.nodes()["n3-numa0"]["requests"] > 0)
@@ -125,7 +195,7 @@ def test_a_node_is_added_under_load(fleet: Fleet) -> None:
 def test_llama_cpp_and_the_gateway_are_upgraded_under_load(fleet: Fleet, parcels: Parcels) -> None:
     fleet.control.variables["llama_gateway_release_wheel"] = str(parcels.newer_wheel())
     fleet.control.variables["llama_node_slots"] = 3
-    with Load(fleet.url) as load:
+    with Load(fleet.url, headers=fleet.headers) as load:
         load.wait_for(20)
         fleet.control.play("upgrade.yml")
         load.wait_for(20)
@@ -136,10 +206,34 @@ def test_llama_cpp_and_the_gateway_are_upgraded_under_load(fleet: Fleet, parcels
     assert {node["state"] for node in fleet.nodes().values()} == {"ready"}
 
 
+def test_nodes_get_keys_and_new_ones_under_load(fleet: Fleet) -> None:
+    """An older fleet has none; then they are renewed, in two runs."""
+    control = fleet.control
+    control.play("site.yml", llama_node_key=False, llama_node_firewall=False)
+    assert asked(fleet, "n1", "/props")[0] == 200
+    with Load(fleet.url, headers=fleet.headers) as load:
+        load.wait_for(5)
+        control.play("site.yml")
+        load.wait_for(5)
+        first = node_key(fleet, "n1")
+        assert asked(fleet, "n1", "/props")[0] == 401
+        control.play("site.yml", llama_node_key_rotate=True)
+        load.wait_for(5)
+        control.play("site.yml")
+        load.wait_for(5)
+    assert load.failures == []
+    assert asked(fleet, "n1", "/props", key=first)[0] == 401
+    assert asked(fleet, "n1", "/props", key=node_key(fleet, "n1"))[0] == 200
+    assert len(fleet.hosts["gw"].run("ls /etc/llama-gateway/keys").stdout.split()) == len(
+        control.groups["llama_nodes"]
+    )
+    assert control.play("site.yml").changed == {}
+
+
 @pytest.mark.gate
 def test_a_node_is_removed_under_load(fleet: Fleet) -> None:
     fleet.control.groups["llama_nodes"].remove("n3")
-    with Load(fleet.url) as load:
+    with Load(fleet.url, headers=fleet.headers) as load:
         load.wait_for(20)
         fleet.control.play("site.yml")
         load.wait_for(20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.server
+import json
 import shutil
 import threading
 import zipfile
@@ -22,6 +23,9 @@ from tests.deploy.hosts import NETWORK
 from tests.deploy.parcels import Parcels
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
+
+
+SIGNATURE = "marked-a5%2F"
 
 
 def refused(control: Control, *arguments: str, **extra: Any) -> Played:
@@ -68,7 +72,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
     def do_GET(self) -> None:
         wanted = self.headers.get("Range", "")
         self.mirror.fetched.append((self.path, wanted))
-        file = self.mirror.folder / self.path[1:]
+        file = self.mirror.folder / self.path[1:].partition("?")[0]
         if not (wanted and self.mirror.sends_parts and file.is_file()):
             with contextlib.suppress(ConnectionError):  # a client that wanted a part leaves
                 super().do_GET()
@@ -237,14 +241,18 @@ def test_each_host_may_have_its_own_model_and_llama_cpp(fleet: Fleet, tmp_path: 
         del fleet.control.host_variables[first]
 
 
-def test_a_public_listener_without_keys(fleet: Fleet) -> None:
-    told = refused(fleet.control, gateway_host="0.0.0.0").text
+def test_a_listener_or_an_edge_without_keys(fleet: Fleet) -> None:
+    told = refused(fleet.control, gateway_settings={}, gateway_host="0.0.0.0").text
     assert "gw: the gateway would listen on 0.0.0.0 (gateway_host) and ask nobody for a key" in told
-    fleet.control.play(
-        *("site.yml", "--tags", "preflight"),
-        gateway_host="0.0.0.0",
-        gateway_settings={"keys": [{"id": "team-a", "sha256": "0" * 64, "name": "Team A"}]},
-    )
+    told = refused(fleet.control, gateway_settings={"keys": []}).text
+    assert "gw: the edge on gw would open the gateway to everybody: it has no keys" in told
+    fleet.control.play(*("site.yml", "--tags", "preflight"), gateway_host="0.0.0.0")
+
+
+def test_a_key_that_a_process_would_show(fleet: Fleet) -> None:
+    for arguments in (["--api-key", "marked"], ["--api-key=marked"]):
+        told = refused(fleet.control, llama_node_extra_args=arguments).text
+        assert "llama_node_extra_args holds --api-key" in told
 
 
 def test_a_half_done_run_goes_on_where_it_stopped(fleet: Fleet, mirror: Mirror) -> None:
@@ -254,14 +262,16 @@ def test_a_half_done_run_goes_on_where_it_stopped(fleet: Fleet, mirror: Mirror) 
     wanted: dict[str, Any] = {
         "llama_node_model_file": "",
         "llama_node_model_mirrors": [f"{mirror.url}/none.gguf"],
-        "llama_node_model_url": f"{mirror.url}/other.gguf",
+        "llama_node_model_url": f"{mirror.url}/other.gguf?signed={SIGNATURE}",
         "llama_node_model_name": "demo",
     }
     with replaced(fleet.control, "llama_nodes", ["n1"]):
         told = fleet.control.play(
-            "site.yml", good=False, **wanted, llama_node_model_sha256="1" * 64
+            "site.yml", "-vvv", good=False, **wanted, llama_node_model_sha256="1" * 64
         ).text
         assert "it was taken away. Remedy: mend llama_node_model_sha256" in told
+        # What the play was started with is told by Ansible itself.
+        assert f"signed={SIGNATURE}" not in told.replace(json.dumps(wanted)[1:-1], "")
         assert fleet.chat()["model"] == "demo"  # what ran still runs
         digest = hashlib.sha256(model).hexdigest()
         partial_name = f"/var/lib/llama-node/models/{digest[:12]}-other.gguf.partial"
@@ -270,7 +280,8 @@ def test_a_half_done_run_goes_on_where_it_stopped(fleet: Fleet, mirror: Mirror) 
         mirror.fetched.clear()
         fleet.control.play("site.yml", **wanted, llama_node_model_sha256=digest)
         part = "bytes=1000000-"
-        assert mirror.fetched == [("/none.gguf", part), ("/other.gguf", part)]
+        signed = f"/other.gguf?signed={SIGNATURE}"
+        assert mirror.fetched == [("/none.gguf", part), (signed, part)]
         assert "other.gguf" in n1.run("systemctl cat llama-server-numa0").stdout
         assert n1.run("ls /var/lib/llama-node/models").stdout.split() == [
             f"{digest[:12]}-other.gguf",

@@ -79,6 +79,7 @@ def units(tmp_path: Path, topology: dict[str, Any], **variables: Any) -> dict[st
             "units": {},
             "marks": [],
         },
+        "llama_node_key_print": "0123456789abcdef",
         "llama_node_model_file": "mistral-7b.gguf",
         "llama_node_model_sum": "a" * 64,
         "llama_node_program": "/opt/llama-node/1",
@@ -138,6 +139,17 @@ def test_one_socket_is_left_to_the_kernel(tmp_path: Path) -> None:
     assert "CPUAffinity" not in text
     assert "--no-mmap" not in text
     assert "--slots 5 --ctx 20480 --threads 2 " in text
+
+
+def test_a_server_asks_for_the_hosts_key_which_no_process_shows(tmp_path: Path) -> None:
+    machine = make_machine(tmp_path / "machine", [[[0], [1]]])
+    topology = described(read_topology(machine))
+    (text,) = units(tmp_path, topology).values()
+    assert " --api-key-file /var/lib/llama-node/api.key" in text
+    assert "\nEnvironment=LLAMA_NODE_KEYS=0123456789abcdef\n" in text
+    (tmp_path / "units").rename(tmp_path / "keyed")
+    (text,) = units(tmp_path, topology, llama_node_key=False).values()
+    assert "key" not in text.lower()
 
 
 def test_signs_that_systemd_expands_reach_the_server_as_they_are(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ TYPES = {
 OF_A_RUN = {
     *("drain", "drain_all", "drain_deadline", "drain_timeout"),
     *("remove", "remove_all", "remove_models", "remove_timeout", "remove_deadline"),
-    *("verify_key", "verify_model", "llama_install"),
+    *("verify_key", "verify_key_file", "verify_model", "llama_install"),
 }
 
 

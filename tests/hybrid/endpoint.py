@@ -115,6 +115,8 @@ class Endpoint:
         self.paths[path] += 1
         if self.key is not None and fields.get("authorization") != f"Bearer {self.key}":
             self._answer(writer, 401, _error("Incorrect API key provided", "invalid_api_key"))
+        elif "openai-organization" in fields:
+            self._answer(writer, 401, _error("No such organization", "mismatched_organization"))
         elif (method, path) == ("GET", "/v1/models") and self.lists:
             self._answer(writer, 200, {"object": "list", "data": [{"id": self.model}]})
         elif (method, path) == ("POST", "/v1/chat/completions"):

@@ -371,6 +371,19 @@ async def test_a_key_that_only_a_request_shows_to_be_wrong_is_told_too(tmp_path:
 
 
 @in_virtual_time
+async def test_a_clients_own_organization_locks_nobody_out(tmp_path: Path) -> None:
+    async with a_site(tmp_path, Endpoint(), [a_cpu()]) as site:
+        for _ in range(5):
+            foreign = {"X-Priority": "premium", "OpenAI-Organization": "org-of-another"}
+            body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+            reply = await site.running.client.post(CHAT, json=body, headers=foreign)
+            assert reply.status_code == 200
+        assert (await site.node())["state"] == "ready"
+        answer = await site.ask("premium")
+        assert (answer.status, answer.tier) == (200, "gpu")
+
+
+@in_virtual_time
 async def test_a_key_that_was_mended_is_used_at_once(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu()], key="wrong") as site:
         await site.ask("premium")

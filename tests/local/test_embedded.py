@@ -72,6 +72,36 @@ def test_no_web_page_may_call_it(url: str) -> None:
     assert answer.headers.get("Access-Control-Allow-Origin", "") == ""
 
 
+def test_keys_of_a_file_are_asked_for(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("older-key\nnewer-key\n")
+    server = spawn_demo_server(extra=("--api-key-file", str(keys)))
+    try:
+        url = wait_for_demo_server(server)
+        for path in ("/props", "/slots", "/metrics"):
+            assert get(f"{url}{path}").status_code == 401
+            for key, status in (("older-key", 200), ("newer-key", 200), ("key", 401)):
+                answer = get(f"{url}{path}", headers={"Authorization": f"Bearer {key}"})
+                assert answer.status_code == status, (path, key)
+        assert get(f"{url}/health").status_code == 200
+    finally:
+        stop_demo_server(server)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\n \n", "schlüssel".encode()])
+def test_a_file_without_a_key_opens_nothing(tmp_path: Path, content: bytes | None) -> None:
+    keys = tmp_path / "keys"
+    if content is not None:
+        keys.write_bytes(content)
+    server = spawn_demo_server(extra=("--api-key-file", str(keys)))
+    try:
+        with pytest.raises(AssertionError, match=f"embedded: --api-key-file {keys} "):
+            wait_for_demo_server(server)
+        assert server.process.wait(LIMIT) == 1
+    finally:
+        stop_demo_server(server)
+
+
 def test_it_runs_on_to_its_length_in_printable_words(url: str) -> None:
     choice = chat(url, "Tell me of the sea.", max_tokens=300)
     assert choice["finish_reason"] == "length"

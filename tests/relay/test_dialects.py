@@ -244,12 +244,19 @@ def test_the_error_event_of_messages_is_anthropics() -> None:
         (405, "invalid_request_error"),
         (413, "request_too_large"),
         (429, "rate_limit_error"),
+        (422, "invalid_request_error"),
+        (500, "api_error"),
         (502, "api_error"),
         (503, "overloaded_error"),
+        (504, "timeout_error"),
+        (529, "overloaded_error"),
     ],
 )
-def test_an_error_body_of_messages_has_anthropics_type(status: int, kind: str) -> None:
-    body = msgspec.json.decode(MESSAGES.error_body(GatewayError(status, "x", "m"), "req_1"))
+def test_an_error_of_messages_has_anthropics_type(status: int, kind: str) -> None:
+    data = MESSAGES.error_body(GatewayError(status, "x", "m"), "req_1")
+    event = MESSAGES.error_event(GatewayError(status, "x", "m"), "req_1")
+    assert event == b"event: error\ndata: " + data + b"\n\n"
+    body = msgspec.json.decode(data)
     assert (body["type"], body["error"]["type"]) == ("error", kind)
     assert body["request_id"] == "req_1"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from gateway.config.routing import ModelRule
-from gateway.relay.naming import MOST_MEANINGS, Meaning, Names
+from gateway.relay import naming
+from gateway.relay.naming import LONGEST_KEPT, MOST_MEANINGS, Meaning, Names
 
 
 def names(**rules: ModelRule) -> Names:
@@ -49,3 +50,12 @@ def test_an_alias_fans_out_to_a_bound() -> None:
 def test_a_meaning_is_worked_out_once() -> None:
     some = names(gpt=ModelRule(use=("mistral",)))
     assert some.meanings("gpt") is some.meanings("gpt")
+
+
+def test_a_name_of_any_length_means_itself_but_only_short_ones_are_kept() -> None:
+    some = names()
+    kept = naming._plain.cache_info().currsize
+    for length in (LONGEST_KEPT + 1, 1_000_000):
+        name = "x" * length
+        assert some.meanings(name) == (Meaning(name),)
+    assert naming._plain.cache_info().currsize == kept

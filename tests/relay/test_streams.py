@@ -8,13 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.relay import sse
 from gateway.relay.routes import ROUTES
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.gateways import until
-from tests.relay.house import DIALECTS, MESSAGES, Stream, a_house
+from tests.relay.house import DIALECTS, FIRST, MESSAGES, Stream, a_house
 from tests.virtual import in_virtual_time
 
 AFTER = 12
@@ -54,6 +55,58 @@ def check_failed(path: str, reply: Stream, text: str | None = None) -> None:
     assert value["error"]["type"] == ("api_error" if path == "/v1/messages" else "server_error")
     if text is not None:
         assert value["error"]["message"].startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "kind"),
+    [
+        ({"code": 400, "type": "invalid_request_error"}, 400, "invalid_request_error"),
+        ({"type": "invalid_request_error"}, 400, "invalid_request_error"),
+        ({"type": "request_too_large"}, 413, "request_too_large"),
+        ({"type": "rate_limit_error"}, 429, "rate_limit_error"),
+        ({"type": "overloaded_error"}, 503, "overloaded_error"),
+        ({"code": 529}, 529, "overloaded_error"),
+        ({"type": "timeout_error"}, 504, "timeout_error"),
+        ({"type": "authentication_error"}, 502, "api_error"),
+        ({"code": 500, "type": "server_error"}, 502, "api_error"),
+        ({"code": "x"}, 502, "api_error"),
+    ],
+)
+@pytest.mark.parametrize("path", [DIALECTS[0], "/v1/messages"])
+@in_virtual_time
+async def test_a_nodes_error_in_a_stream_keeps_what_it_stands_for(
+    tmp_path: Path, path: str, said: dict[str, Any], code: int, kind: str
+) -> None:
+    error = b"data: " + msgspec.json.encode({"error": {**said, "message": "It says so"}}) + b"\n\n"
+    if path == "/v1/messages":
+        error = b"event: error\n" + error
+    one, two = EmulatedNode(answer_tokens=40), EmulatedNode(answer_tokens=40)
+    async with a_house(tmp_path, one, two, nodes=FIRST, resume="off") as house:
+        one.faults.next("insert", after_events=AFTER, data=error)
+        reply = await house.stream(path)
+        (told,) = reply.errors
+        assert told["message"].startswith("It says so")
+        if path == "/v1/messages":
+            assert told["type"] == kind
+        await house.rests()
+        (record,) = house.finished
+        assert record.code == code
+        # What the request itself is wrong in is nobody's fault.
+        assert house.node("a").failures == (0 if code in {400, 413} else 1)
+
+
+@in_virtual_time
+async def test_what_a_node_finds_wrong_with_a_request_is_asked_of_no_other(tmp_path: Path) -> None:
+    error = b'data: {"error":{"code":400,"message":"It says so"}}\n\n'
+    one, two = EmulatedNode(answer_tokens=40), EmulatedNode(answer_tokens=40)
+    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+        for stream in (True, False):
+            one.faults.next("insert", after_events=AFTER, data=error)
+            reply = await house.ask(stream=stream)
+            assert "It says so" in reply.text
+            assert reply.status_code == (200 if stream else 400)
+        assert two.requests == 0
+        assert [outcome for _, outcome in house.outcomes] == ["request_error"] * 2
 
 
 @pytest.mark.parametrize(("path", "kind", "options"), BROKEN)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 
@@ -130,6 +131,51 @@ def test_what_needs_no_slot_goes_to_a_full_node() -> None:
     desk = Desk((1,))
     desk.fill()
     assert desk.arrive(slots=0)[1] is not None
+
+
+def test_a_node_gets_few_at_once_that_need_no_slot_and_of_one_caller_half() -> None:
+    desk = Desk((1, 1), LineRules(slotless=3))
+    owners = ["a"] * 9 + ["b"] * 9
+    placed = [desk.arrive(slots=0, owner=owner, caller=owner)[1] for owner in owners]
+    assert [number for number, one in enumerate(placed) if one is not None] == [0, 1, 2, 3, 9, 10]
+    assert [row.slotless for row in desk.rows] == [3, 3]
+    assert desk.dispatcher.waiting == 12
+    assert desk.dispatcher.depths()[Priority.NORMAL] == 12
+    served = [one.ask.owner for _ in range(8) for one in desk.finish(desk.running[0], 1.0)]
+    assert min(Counter(served).values()) >= 3, "in turn"
+    while desk.running:
+        desk.finish(desk.running[0], 2.0)
+    assert desk.dispatcher.waiting == 0
+    assert [(row.slotless, row.owners) for row in desk.rows] == [(0, {})] * 2
+
+
+def test_neither_slots_nor_what_needs_none_wait_for_the_other() -> None:
+    desk = Desk((1,), LineRules(slotless=1))
+    full, none = desk.fill()[0], desk.arrive(slots=0)[1]
+    assert none is not None
+    narrow, _ = desk.arrive()
+    slotless, _ = desk.arrive(slots=0)
+    wait = desk.dispatcher.predicted_wait(desk.ask(), 0.0)
+    for _ in range(50):
+        desk.arrive(slots=0, priority=Priority.URGENT)
+    assert desk.dispatcher.predicted_wait(desk.ask(), 0.0) == wait
+    assert [one.ask for one in desk.finish(full, 1.0)] == [narrow]
+    assert [one.ask.slots for one in desk.finish(none, 1.0)] == [0]
+    assert desk.dispatcher.withdraw(slotless)
+    assert {wait for ask, wait in desk.dispatcher.places(1.0) if not ask.slots} == {math.inf}
+
+
+def test_what_needs_no_slot_leaves_the_estimates_of_those_who_wait_for_one_alone() -> None:
+    desk = Desk((1,), LineRules(slotless=1))
+    desk.fill()
+    desk.arrive(slots=0)
+    desk.arrive(prompt=500.0)
+    before = [list(queued) for queued in desk.pool.queued]
+    ask, placement = desk.arrive(slots=0, prompt=500.0)
+    assert placement is None
+    assert [list(queued) for queued in desk.pool.queued] == before
+    desk.dispatcher.withdraw(ask)
+    assert [list(queued) for queued in desk.pool.queued] == before
 
 
 def test_a_wide_request_is_not_starved_by_narrow_ones() -> None:

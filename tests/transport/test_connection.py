@@ -514,6 +514,34 @@ def test_a_reply_is_the_same_in_whatever_pieces_it_comes(reply: bytes, cuts: set
         assert connection.take() == b"hello"
 
 
+def interim(reply: bytes) -> bytes:
+    """Behind a head that tells the length of all that follows."""
+    return b"HTTP/1.1 103 E\r\nContent-Length: %d\r\n\r\n%b" % (len(reply), reply)
+
+
+@given(
+    replies=st.lists(
+        st.sampled_from([OK, OK.replace(b"OK", b"Fine"), interim(OK), interim(interim(OK)),
+                         OK.replace(b"5", b"2")[:-3], OK.replace(b"con", b"X: y\r\ncon")]),
+        min_size=2, max_size=5,
+    ),
+    cuts=st.sets(st.integers(1, 200), max_size=2),
+)  # fmt: skip
+def test_a_reply_is_the_same_whatever_came_before_it(replies: list[bytes], cuts: set[int]) -> None:
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        connection = Connection(loop)
+        connection.connection_made(Silent())
+        for reply in replies:
+            alone = fed(loop, [reply])
+            connection.send(ASK)
+            places = [0, *sorted(cut for cut in cuts if cut < len(reply)), len(reply)]
+            for begin, end in itertools.pairwise(places):
+                connection.data_received(reply[begin:end])
+            assert connection.complete
+            assert (connection.status, connection.take()) == (alone.status, alone.take())
+            assert sorted(connection.headers) == sorted(alone.headers)
+
+
 @given(
     reply=st.sampled_from(REPLIES),
     changes=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1, max_size=6),

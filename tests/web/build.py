@@ -61,6 +61,7 @@ class House:
     version: str = "1.2.3"
     inventory_error: str | None = None
     settings_error: str | None = None
+    keys_lost: str | None = None
     ended: list[RequestFinished] = field(default_factory=list)
 
     @property

@@ -27,7 +27,14 @@ from gateway.relay.routes import ROUTES
 from gateway.relay.values import Value, object_of
 from gateway.relay.verdict import is_overflow
 from gateway.request import Request
-from gateway.transport.errors import ConnectFailed, Errored, Overdue, Reset, UpstreamError
+from gateway.transport.errors import (
+    ConnectFailed,
+    ConnectTimedOut,
+    Errored,
+    Overdue,
+    Reset,
+    UpstreamError,
+)
 from gateway.transport.taskless import in_task
 
 if TYPE_CHECKING:
@@ -255,18 +262,23 @@ class Carrier:
         return head, data
 
     def _blame(self, attempt: Attempt, failure: UpstreamError) -> None:
-        if isinstance(failure, Refused) or failure.outcome in {"cancelled", "moved", "exhausted"}:
+        if isinstance(failure, Refused) or failure.outcome in _BLAMELESS:
             return
         if _out_of_time(failure) and self._live.request.deadline is not None:
             return  # its client would not wait longer
-        node, fleet = attempt.lease.node, self._means.fleet
-        fleet.failed(node, self._means.clock(), attempt.lease.taken)
+        lease, fleet, now = attempt.lease, self._means.fleet, self._means.clock()
+        node = lease.node
+        if isinstance(failure, ConnectFailed | ConnectTimedOut):
+            fleet.failed(node, now, lease.taken)
+        else:
+            self._means.settler.doubt(self._live, lease, now, begun=True)
         if failure.outcome == Reset.outcome:
-            self._means.settler.quarantine.died(
-                self._live.request, node.name, attempt.lease.taken, self._means.clock()
-            )
+            self._means.settler.quarantine.died(self._live.request, node.name, lease.taken, now)
         if isinstance(failure, ConnectFailed):
             fleet.unreachable(node, str(failure))
+
+
+_BLAMELESS = frozenset({"cancelled", "moved", "exhausted", "request_error"})
 
 
 def _out_of_time(failure: UpstreamError) -> bool:

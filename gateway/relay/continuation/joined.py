@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway.relay import sse
 from gateway.relay.continuation.joining import Joiner
 from gateway.relay.values import NoJson, object_of
-from gateway.relay.verdict import message_of
+from gateway.relay.verdict import message_of, status_of
 from gateway.transport.errors import Errored, Garbage
 
 
@@ -27,7 +27,8 @@ class Joined:
             try:
                 value = object_of(data)
                 if value.get("error") or sse.event_name(event) == b"error":
-                    raise Errored(message_of(data) or "The node failed in the middle of it")
+                    said = message_of(data) or "The node failed in the middle of it"
+                    raise Errored(said, status_of(data))
                 out.append(self.joiner.feed(value))
             except (NoJson, TypeError, AttributeError):
                 raise Garbage("An event of the node's stream can't be read") from None

@@ -20,6 +20,7 @@ _TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
+    529: "overloaded_error",
 }
 _OPENINGS = frozenset({"message_start", "content_block_start", "ping"})
 
@@ -37,14 +38,11 @@ class Messages(Dialect):
         kind = _TYPES.get(error.status)
         if kind is None:
             kind = "invalid_request_error" if error.status < 500 else "api_error"
-        return self._body(kind, error, tag)
-
-    def error_event(self, error: GatewayError, tag: str) -> bytes:
-        return b"event: error\ndata: " + self._body("api_error", error, tag) + b"\n\n"
-
-    def _body(self, kind: str, error: GatewayError, tag: str) -> bytes:
         fields = {"type": kind, "message": error.message}
         return msgspec.json.encode({"type": "error", "error": fields, "request_id": tag})
+
+    def error_event(self, error: GatewayError, tag: str) -> bytes:
+        return b"event: error\ndata: " + self.error_body(error, tag) + b"\n\n"
 
     def heartbeat(self) -> bytes:
         return b'event: ping\ndata: {"type": "ping"}\n\n'

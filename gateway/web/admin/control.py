@@ -46,6 +46,10 @@ class Control(Protocol):
         """What is wrong with the settings on disk, while older ones are in force."""
 
     @property
+    def keys_lost(self) -> str | None:
+        """Why the public listener lets nobody in though it listens; None: it does."""
+
+    @property
     def closing(self) -> bool:
         """Whether it is shutting down."""
 

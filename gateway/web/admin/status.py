@@ -70,6 +70,7 @@ class Status:
                 "slots_busy": sum(node.slots_busy for node in nodes),
                 "inventory_error": control.inventory_error,
                 "settings_error": control.settings_error,
+                "keys_lost": control.keys_lost,
             }
         )
 

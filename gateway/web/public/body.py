@@ -10,6 +10,8 @@ from typing import TypeVar
 
 from gateway import errors
 from gateway.config.listeners import LimitSettings
+from gateway.errors import GatewayError
+from gateway.web.public.buffered import Buffered, Share
 from gateway.web.public.turn import Turn
 
 T = TypeVar("T")
@@ -20,26 +22,6 @@ MARK = b"\xef\xbb\xbf"
 WORKING = 8 << 20
 """Bytes that are made of a large body at most while it is prepared: a piece, and its beginning
 parsed (`relay/structure.py`)."""
-
-BUSY_RETRY = 2.0
-"""Seconds to advise when the memory for bodies is used up."""
-
-
-@dataclass(slots=True)
-class Buffered:
-    """Bytes of request bodies held by the whole process."""
-
-    held: int = 0
-
-    def take(self, size: int, limit: int) -> None:
-        """Count more bytes. Raises: GatewayError 429 when they pass the limit."""
-        if self.held + size > limit:
-            raise errors.queue_full("The memory for request bodies is used up.", BUSY_RETRY)
-        self.held += size
-
-    def release(self, size: int) -> None:
-        """These bytes are gone."""
-        self.held -= size
 
 
 @dataclass(slots=True)
@@ -63,46 +45,62 @@ class Steps:
 
 
 def take_body(turn: Turn, limits: LimitSettings, buffered: Buffered) -> bytes | None:
-    """The whole body if it is here already; else None, and `read_body` is to be asked.
+    """The whole body if it is here already and small; else None, and `read_body` is to be asked.
 
-    Its bytes stay counted in `buffered` until the caller releases them. Raises: GatewayError 413,
-    429; ClientClosed.
+    Its bytes stay counted in `buffered.held` until the caller takes them off. Raises: GatewayError
+    413.
     """
     if turn.length > limits.body_bytes:
         raise errors.body_too_large(limits.body_bytes)
     if turn.more_body:
         return None
-    body = turn.take()
-    if len(body) > limits.body_bytes:
+    size = len(turn.body)
+    if size > limits.body_bytes:
         raise errors.body_too_large(limits.body_bytes)
-    buffered.take(len(body), limits.buffered_bytes)
-    return body
+    if turn.disconnected or not buffered.takes_small(size, limits.buffered_bytes):
+        return None
+    return turn.take()
 
 
-async def read_body(turn: Turn, limits: LimitSettings, buffered: Buffered) -> bytes:
-    """A body that comes in several pieces, as fast as it must.
+async def read_body(turn: Turn, limits: LimitSettings, buffered: Buffered, share: Share) -> bytes:
+    """A body that is large, or comes in several pieces, as fast as it must.
 
-    Raises: GatewayError 408, 413, 429; ClientClosed.
+    Its bytes stay counted in `share` until the caller releases it. Raises: GatewayError 408, 413,
+    429; ClientClosed.
     """
+    here = not turn.more_body
+    if here:
+        body = turn.take()
+        buffered.take(share, len(body), limits.buffered_bytes)
+        return body
     began = asyncio.get_running_loop().time()
     size = 0
     # It grows in place, and gives its bytes away without a copy.
     whole = io.BytesIO()
+    ended: list[GatewayError] = []
+
+    def end(error: GatewayError) -> bool:
+        """Read no more of it."""
+        ended.append(error)
+        turn.spoil(error)
+        return True
+
+    share.refuse = end
     try:
         async with asyncio.timeout(limits.body_timeout) as limit:
             while True:
                 part = await turn.read()
-                buffered.take(len(part), limits.buffered_bytes)
+                if ended:
+                    raise ended[0]
+                buffered.take(share, len(part), limits.buffered_bytes)
                 size += len(part)
                 if size > limits.body_bytes:
-                    raise errors.body_too_large(limits.body_bytes)  # noqa: TRY301
+                    raise errors.body_too_large(limits.body_bytes)
                 whole.write(part)
                 if not turn.more_body and not turn.body:
                     return whole.getvalue()
                 limit.reschedule(began + limits.body_timeout + size / limits.body_rate)
     except TimeoutError:
-        buffered.release(size)
         raise errors.request_timeout("The body took too long to arrive.") from None
-    except BaseException:
-        buffered.release(size)
-        raise
+    finally:
+        share.refuse = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from gateway.config.routing import CATCH_ALL
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Node
 from gateway.relay.naming import Names
@@ -30,19 +31,26 @@ class Catalogue:
     def all(self) -> list[str]:
         """Every public name: nodes' models in the inventory's order, then the settings' names."""
         every = dict.fromkeys((*self.fleet.catalogue.model_names(), *self.names.rules))
-        return [name for name in every if name in self]
+        return [name for name in every if name != CATCH_ALL and name in self]
 
     def __contains__(self, name: str) -> bool:
-        return self.caller.may_use(name) and any(
-            self.fleet.catalogue.known(meaning.name) for meaning in self.names.meanings(name)
+        """Whether a request for this name would find nodes, by the catch-all too."""
+        known = self._known(name)
+        allowed = self.caller.may_use(name) or (known != name and self.caller.may_use(known))
+        return allowed and any(
+            self.fleet.catalogue.known(meaning.name) for meaning in self.names.meanings(known)
         )
+
+    def _known(self, name: str) -> str:
+        """The name that the settings or the nodes know it by."""
+        return CATCH_ALL if self.names.caught(name, self.fleet.catalogue) else name
 
     def nodes(self, names: Iterable[str]) -> list[Node]:
         """The nodes that serve any of these names, down or not, each once."""
         serving = (
             node
             for name in names
-            for meaning in self.names.meanings(name)
+            for meaning in self.names.meanings(self._known(name))
             for node in self.fleet.catalogue.nodes_for(meaning.name)
         )
         return list(dict.fromkeys(serving))

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from gateway import errors
+from gateway.access.anonymous import OPEN, Door
 from gateway.access.callers import address_of, priority_of
 from gateway.access.keys import KeyRing
 from gateway.access.parties import NamingHeaders
@@ -28,11 +29,13 @@ from gateway.relay.relay import Relay
 from gateway.relay.reply import Remainder, Reply
 from gateway.relay.routes import Route, is_editing
 from gateway.relay.volatile import Volatile
+from gateway.request import Request
 from gateway.scheduling.latest import Latest
 from gateway.transport.errors import UpstreamError
 from gateway.transport.taskless import in_task
 from gateway.web.public import nodes_error
-from gateway.web.public.body import MARK, WORKING, Buffered, Steps, read_body, take_body
+from gateway.web.public.body import MARK, WORKING, Steps, read_body, take_body
+from gateway.web.public.buffered import Buffered, Share
 from gateway.web.public.heads import (
     STREAM_LINES,
     error_fields,
@@ -43,7 +46,7 @@ from gateway.web.public.heads import (
     tag_of,
 )
 from gateway.web.public.heartbeat import PROGRESS_EVERY, Heartbeat
-from gateway.web.public.origins import allowed_origin
+from gateway.web.public.origins import PageRules, allowed_origin
 from gateway.web.public.preamble import Preamble, understood
 from gateway.web.public.turn import Turn
 
@@ -58,12 +61,17 @@ class Snapshot:
     rules: Rules
     loopback: bool
     """Whether the listener can be reached from this machine alone."""
-    expose_node: bool
+    door: Door
+    pages: PageRules | None
+    """What callers without a key are held to."""
 
     @classmethod
-    def of(cls, settings: Settings, *, loopback: bool) -> Snapshot:
-        """The snapshot of these settings for a listener that is `loopback` or not."""
-        expose = settings.listen.expose_node
+    def of(cls, settings: Settings, *, loopback: bool, before: Door = OPEN) -> Snapshot:
+        """The snapshot of these settings for a listener that is `loopback` or not.
+
+        `before`: the door under the settings before these.
+        """
+        keys, anonymous = len(settings.keys), settings.allow_anonymous
         identity = settings.identity
         return cls(
             settings=settings,
@@ -76,7 +84,8 @@ class Snapshot:
                 Volatile(settings.prompts.volatile, settings.prompts.strip),
             ),
             loopback=loopback,
-            expose_node=loopback if expose is None else expose,
+            door=before.after(keys=keys, allow_anonymous=anonymous),
+            pages=PageRules.of(settings, loopback=loopback),
         )
 
 
@@ -115,8 +124,9 @@ class _Exchange:
     """One request and its reply."""
 
     __slots__ = (
-        "_body_size", "_edge", "_editing", "_heartbeat", "_live", "_reply", "_route", "_shown",
-        "_snapshot", "_turn", "received", "record", "request_id",
+        "_body_size", "_edge", "_editing", "_exposes", "_heartbeat", "_live", "_reply", "_route",
+        "_share",
+        "_shown", "_snapshot", "_turn", "received", "record", "request_id",
     )  # fmt: skip
 
     def __init__(self, edge: Edge, route: Route, turn: Turn) -> None:
@@ -129,9 +139,14 @@ class _Exchange:
         """The editor session that waits for this, and for nothing before it."""
         self._reply: Reply | None = None
         self._heartbeat: Heartbeat | None = None
+        self._exposes = False
+        """Whether the reply may name nodes."""
         self._shown = 0.0
         """When it is known to have shown its client a sign of life."""
         self._body_size = 0
+        """Of a small body; else ..."""
+        self._share: Share | None = None
+        """... what it holds of the memory for them."""
         self.received = edge.clock()
         self.request_id = edge.next_id()
         memory, headers = turn.memory, turn.headers
@@ -145,9 +160,12 @@ class _Exchange:
             edge, settings = self._edge, self._snapshot.settings
             preamble = self._admitted()
             body = take_body(self._turn, settings.limits, edge.buffered)
-            if body is None:
-                body = await read_body(self._turn, settings.limits, edge.buffered)
-            self._body_size = len(body)
+            if body is not None:
+                self._body_size = len(body)
+            else:
+                share = self._share = Share(preamble.caller.id, preamble.party)
+                body = await read_body(self._turn, settings.limits, edge.buffered, share)
+                share.refuse = self._turned_away
             if len(body) < LARGE or self._route.form:
                 live = self._live = self._prepared(preamble, body)
             else:
@@ -162,6 +180,9 @@ class _Exchange:
             else:
                 await self._pass_on(self._reply, self._reply.rest)
         except GatewayError as error:
+            self.record.code, self.record.reason = error.status, error.code
+            if self._live is not None and self._live.request.own_timer:
+                await self._let_it_time_out(self._live.request)
             self.refuse(error)
         except (ClientClosed, asyncio.CancelledError):
             record.code, record.reason = 499, "client_closed"
@@ -185,10 +206,14 @@ class _Exchange:
                 snapshot.keys,
                 snapshot.naming,
                 loopback=snapshot.loopback,
+                closed=snapshot.door.closed,
             )
+            if snapshot.pages is not None and preamble.caller.anonymous:
+                snapshot.pages.check(turn.headers, turn.own_address, posts=True)
             memory.headers, memory.version, memory.preamble = turn.headers, snapshot, preamble
             memory.tag = tag_of(turn.headers)
         self.record.caller = preamble.caller.id
+        self._exposes = preamble.exposes
         if self._edge.refusing:
             raise errors.shutting_down()
         return preamble
@@ -202,11 +227,12 @@ class _Exchange:
         edge, rules = self._edge, self._snapshot.rules
         # What is made of it on the way counts while it is there.
         made = min(len(body), WORKING)
-        edge.buffered.take(made, rules.limits.buffered_bytes)
+        share = self._share or Share(preamble.caller.id, preamble.party)
+        edge.buffered.take(share, made, rules.limits.buffered_bytes)
         try:
             return await self._prepared_in_steps(preamble, body)
         finally:
-            edge.buffered.release(made)
+            edge.buffered.release(share, made)
 
     async def _prepared_in_steps(self, preamble: Preamble, body: bytes) -> Live:
         steps, rules = self._edge.steps, self._snapshot.rules
@@ -242,19 +268,21 @@ class _Exchange:
             tier if isinstance(tier, str) else None,
             preamble.caller,
         )
+        patience, own_timer = preamble.plain_patience, preamble.own_timer
+        if peeked.stream or self._snapshot.settings.heartbeat_plain:
+            patience, own_timer = preamble.patience, False
         incoming = Incoming(
             self.request_id,
             record.id,
             self._route,
             preamble.fields,
-            preamble.patience
-            if peeked.stream or self._snapshot.settings.heartbeat_plain
-            else preamble.plain_patience,
+            patience,
             body,
             preamble.caller,
             self.received,
             preamble.party,
             preamble.session,
+            own_timer,
         )
         catalogue = edge.fleet.catalogue
         made = prepare_form if self._route.form else prepare
@@ -273,6 +301,10 @@ class _Exchange:
         proxies = self._snapshot.settings.listen.trusted_proxies
         address = address_of(self._turn.headers, self._turn.address, proxies)
         return f"{party} {address} {model}"
+
+    def _turned_away(self, error: GatewayError) -> bool:
+        """End it with `error` if it waits for a slot; whether it did."""
+        return self._edge.relay.means.scheduler.turn_away(self.request_id, error)
 
     def _replace(self, session: str, live: Live) -> None:
         """Nobody reads the earlier completion of this session any more."""
@@ -332,11 +364,22 @@ class _Exchange:
             attempt.on_fail = turn.hurry
             await turn.drained()
 
+    async def _let_it_time_out(self, request: Request) -> None:
+        """Past the deadline of an official client, its own timer is to end the request.
+
+        An error in that very moment it would take for the gateway's, and ask again.
+        """
+        assert request.deadline is not None
+        now = self._edge.clock()
+        if now >= request.deadline - SAME_MOMENT:
+            await in_task()
+            await asyncio.sleep(request.deadline + LINGERS + SAME_MOMENT - now)
+
     def refuse(self, error: GatewayError) -> None:
         """End with an error: a reply of its own, or an event if the stream has begun."""
         record, dialect, turn = self.record, self._route.dialect, self._turn
         record.code, record.reason = error.status, error.code
-        if self._snapshot.expose_node:
+        if self._exposes:
             error.name_nodes()
         if turn.response_started:
             told = dialect.error_event if record.stream else dialect.error_body
@@ -354,7 +397,11 @@ class _Exchange:
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None  # which holds on to this
-        edge.buffered.release(self._body_size)
+        if self._share is None:
+            edge.buffered.held -= self._body_size
+        else:
+            edge.buffered.release(self._share)
+            self._share.refuse = None  # which holds on to this
         if self._reply is not None and self._reply.rest is not None:
             self._reply.rest.close()
         if self._live is not None:
@@ -368,9 +415,7 @@ class _Exchange:
         """The gateway's lines of a head; not `known`: how the request will fare."""
         anthropic = self._route.dialect.name == "messages"
         if known:
-            fields = own_fields(
-                self.record, anthropic=anthropic, expose_node=self._snapshot.expose_node
-            )
+            fields = own_fields(self.record, anthropic=anthropic, expose_node=self._exposes)
         else:
             fields = first_fields(self.record, anthropic=anthropic)
         cors = self._snapshot.settings.cors
@@ -432,7 +477,15 @@ class _Exchange:
             turn.write(beat)
         else:
             turn.begin(200, lines + self._own_fields(known=False), beat)
+            if self._live is not None:
+                self._live.request.begun = True
 
+
+SAME_MOMENT = 0.01
+"""Seconds by which a timer may be early."""
+
+LINGERS = 2.0
+"""Seconds past its deadline before an official client is told that its time is over."""
 
 IN_TIME = 0.01
 """Part of its interval by which a sign of life may come before its time."""

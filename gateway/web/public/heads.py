@@ -111,6 +111,8 @@ def error_fields(error: GatewayError) -> Headers:
         found.append((b"x-should-retry", b"false"))
     if error.status == 401:
         found.append((b"www-authenticate", b"Bearer"))
+    if error.status == 415:
+        found.append((b"accept-encoding", b"identity"))
     if error.allow is not None:
         found.append((b"allow", error.allow.encode()))
     return found

@@ -1,12 +1,77 @@
-"""Which web pages may read a routed reply; Starlette's middleware does the rest (`site.cors`)."""
+"""Which web pages may ask, and which may read a routed reply.
+
+Where callers are served without a key, every page that a browser of this machine shows could ask
+as well: by a name of its own that resolves to 127.0.0.1 (DNS rebinding), or by a form that it posts
+(request forgery), which needs no permission. Starlette's middleware tells browsers what pages may
+read (`site.cors`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
+
+from gateway import errors
+from gateway.access.hosts import Hosts, is_same_origin
 from gateway.config.listeners import CorsSpec
+from gateway.config.settings import Settings
 from gateway.request import Headers
 from gateway.web.public.heads import EXPOSED
 
 _EXPOSED = ", ".join(EXPOSED).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class PageRules:
+    """What is asked of requests whose callers show no key."""
+
+    hosts: Hosts
+    origins: frozenset[str]
+    """Of pages that may post, besides the listener's own."""
+
+    @classmethod
+    def of(cls, settings: Settings, *, loopback: bool) -> Self | None:
+        """The rules of a listener that is `loopback` or not; None: anybody may ask in any way.
+
+        Behind trusted proxies `Host` is what they make it, and on other addresses than loopback
+        everybody was let in on purpose. Both are held to `listen.hosts`, where it is set.
+        """
+        listen = settings.listen
+        if not listen.hosts and (not loopback or listen.trusted_proxies):
+            return None
+        cors = settings.cors
+        return cls(Hosts((listen.host, *listen.hosts)), frozenset(cors.origins if cors else ()))
+
+    def check(self, headers: Headers, own_address: object, *, posts: bool) -> None:
+        """Raise GatewayError 403 unless the request can't be a foreign page's.
+
+        `own_address` is the one that the connection came to.
+        """
+        host = _value(headers, b"host") or ""
+        if not self.hosts.include(host, own_address):
+            raise errors.host_not_allowed(host)
+        if posts and self._is_foreign(headers, host):
+            raise errors.origin_not_allowed(_value(headers, b"origin") or "another site")
+
+    def _is_foreign(self, headers: Headers, host: str) -> bool:
+        site, origin = _value(headers, b"sec-fetch-site"), _value(headers, b"origin")
+        if origin is None:
+            return site == "cross-site"
+        if site in _OWN_SITES or is_same_origin(origin, host):
+            return False
+        if not self.origins.isdisjoint((origin, "*")):
+            return False
+        # Others than the web's are extensions and programs that their user has installed.
+        return origin.lower().startswith(("http:", "https:")) or origin.lower() == "null"
+
+
+_OWN_SITES = frozenset({"same-origin", "none"})
+"""What a browser says of requests by the page's own origin, and by its user; no page can."""
+
+
+def _value(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str | None:
+    return next((value.decode("latin-1") for name, value in headers if name == wanted), None)
 
 
 def allowed_origin(cors: CorsSpec, headers: Headers) -> Headers:

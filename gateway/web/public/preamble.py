@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from gateway import errors
+from gateway.access.anonymous import is_local
 from gateway.access.callers import asked_class, caller_of
 from gateway.access.keys import KeyRing
 from gateway.access.parties import NamingHeaders
@@ -28,10 +29,14 @@ class Preamble:
     """`X-Request-Timeout`: seconds the client will wait for the whole answer."""
     plain_patience: float | None
     """The same for a plain answer, where official clients tell what they will wait."""
+    own_timer: bool
+    """Whether `plain_patience` is what such a client tells of a timer of its own."""
     fields: bytes
     """The lines that are passed on to a node."""
     progress: bool
     """`X-Gateway-Progress: 1`: the client wants to know how long it will wait."""
+    exposes: bool
+    """Whether its reply may name nodes."""
 
 
 @dataclass(slots=True)
@@ -54,35 +59,54 @@ def understood(
     naming: NamingHeaders,
     *,
     loopback: bool,
+    closed: bool,
 ) -> Preamble:
     """What these fields say. Raises: GatewayError 400, 401."""
+    listen = settings.listen
+    local = is_local(headers, loopback_listener=loopback, trusted_proxies=listen.trusted_proxies)
     caller = caller_of(
         headers,
         address,
         ring,
         allow_anonymous=settings.allow_anonymous,
         loopback_listener=loopback,
-        trusted_proxies=settings.listen.trusted_proxies,
+        trusted_proxies=listen.trusted_proxies,
+        closed=closed,
+        local=local,
     )
     progress = False
     for name, value in headers:
-        if name == b"content-encoding" and value.lower() != b"identity":
-            raise errors.invalid_request("A compressed body is not understood; send it plain.")
+        if name == b"content-encoding" and value.strip().lower() not in _PLAIN:
+            raise errors.compressed_body()
         if name == b"x-gateway-progress":
             progress = value.strip().lower() in _YES
     party = naming.party(headers, caller)
+    patience = _patience(headers)
+    of_client = _client_patience(headers)
+    own_timer = of_client is not None and (patience is None or of_client < patience)
     return Preamble(
         caller,
         party,
         naming.session(headers, party),
         asked_class(headers),
-        _patience(headers),
-        _plain_patience(headers),
-        to_node(headers),
+        patience,
+        of_client if own_timer else patience,
+        own_timer,
+        to_node(headers, settings.headers.to_nodes),
         progress,
+        local if listen.expose_node is None else listen.expose_node,
     )
 
 
+def exposes_nodes(headers: Headers, settings: Settings, *, loopback: bool) -> bool:
+    """Whether the reply to these fields may name nodes: as the settings say, else locally."""
+    listen = settings.listen
+    if listen.expose_node is not None:
+        return listen.expose_node
+    return is_local(headers, loopback_listener=loopback, trusted_proxies=listen.trusted_proxies)
+
+
+_PLAIN = frozenset({b"", b"identity"})
 _YES = frozenset({b"1", b"true", b"yes", b"on"})
 
 
@@ -106,9 +130,9 @@ _SDK_TIMEOUTS = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout"})
 """What the official clients of OpenAI and Anthropic tell of themselves, in seconds."""
 
 
-def _plain_patience(headers: Headers) -> float | None:
-    """The shortest time that the client names; what is no time is none of our business."""
-    found = _patience(headers)
+def _client_patience(headers: Headers) -> float | None:
+    """The shortest time that an official client names; what is none is none of our business."""
+    found: float | None = None
     for name, value in headers:
         if name in _SDK_TIMEOUTS:
             try:

@@ -1,14 +1,19 @@
 """uvicorn's HTTP protocol with the limits that it lacks, which no ASGI app could set.
 
 By itself uvicorn reads headers without end and waits for ever for the rest of a request line. It
-also reads on for ever what a client sends after its request was refused half-way.
+also reads on for ever what a client sends after its request was refused half-way, and makes a task
+of every request that a packet holds.
+
+Here what has come is cut where a request ends: httptools gets one head, then its body, and the
+next head only when the reply before it is complete. What comes meanwhile waits as bytes
+(`backlog.py`). So nothing of one request depends on how the bytes of another were sent.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Awaitable, Callable, Mapping
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
 
@@ -18,12 +23,23 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from gateway import errors
+from gateway.access.callers import IPNetwork
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.relay.dialects import CHAT
 from gateway.relay.routes import ROUTES, Route
 from gateway.transport.known_head import KnownHead
+from gateway.web.public.backlog import HELD_BYTES, PIECE_BYTES, Backlog, Flow
+from gateway.web.public.chunked import ChunkedBody
+from gateway.web.public.connections import (
+    EXTRA_SECONDS,
+    Connections,
+    Seat,
+    only_health,
+    too_many,
+)
 from gateway.web.public.heads import refusal
+from gateway.web.public.target import REQUEST_LINE, with_one_host
 from gateway.web.public.turn import STATUS_LINES, Line, Turn
 
 Serve = Callable[[Route, Turn], Awaitable[None]]
@@ -33,7 +49,14 @@ LINGER_SECONDS = 2.0
 
 LINGER_BYTES = 8 * 1024 * 1024
 
+HEADER_FIELDS = 256
+"""Most fields of a head: each costs a call into Python, and a look by whoever seeks one."""
+
+EMPTY_BYTES = 16
+"""Line ends that may stand before a request (RFC 9112, section 2.2)."""
+
 _UPGRADE = frozenset({b"upgrade", b"http2-settings"})
+_END = b"\r\n\r\n"
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -43,6 +66,9 @@ class BoundedProtocol(HttpToolsProtocol):
     routes: Mapping[bytes, Route]
     """Served by `serve`, when posted to; all else by the ASGI application."""
     serve: Serve
+    backlog: Backlog
+    """Of all connections of the listener."""
+    seats: Connections
     retiring = False
     """Another process takes new connections: each reply here is its connection's last."""
 
@@ -56,62 +82,91 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.url = b""
         self._in_head = True
-        self._in_body = False
-        self._head_bytes = 0
-        self._arrived = 0
-        """No head that is being read can have more bytes than this."""
-        self._idle_since = 0.0
+        """What is read next belongs to a head, and not to a body."""
+        self._partial = b""
+        """The part of a head that has come."""
+        self._left = 0
+        """Bytes of the body that are to come, where its length was told."""
+        self._chunks: ChunkedBody | None = None
+        """The body that is being read, where it is chunked."""
+        self._held = bytearray()
+        """What has come and is not read before the reply to what came before it is complete."""
+        self._in_backlog = False
+        self.idle_since = 0.0
         self._length = b""
+        self._coding: bytes | None = None
+        self._http_10 = False
         self._line: Line | None = None
         self._known: KnownHead | None = None
         """The head of the last routed request that came whole."""
         self._timer: asyncio.TimerHandle | None = None
-        self._running: RequestResponseCycle | None = None
-        """The request that is served; more may be pipelined behind it."""
         self._lingered = -1
         """Bytes read since the request was refused; negative while none was."""
         self._deaf = False
         """Nothing that comes is a request any more."""
-        self._rest_at: int | None = None
-        """Where in what has come the rest of a request stands that wished for an upgrade."""
         self._begun: Turn | None = None
         """To be started when what has come is read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self.routes:
-            address = self.client[0] if self.client else None
-            self._line = Line(
-                transport, self.flow, address, self.serve, self.on_response_complete, self.tasks
-            )
-        if len(self.connections) > self.limits.connections:
-            self._refuse(errors.queue_full("Too many connections.", 1.0))
-            # Not a moment longer than it takes to say so: there are too many.
-            self.transport.close()
+        self.flow: Flow = Flow(transport)
+        address = self.client[0] if self.client else None
+        self.idle_since = self.loop.time()
+        seat = self.seats.enter(self, address)
+        if seat is not Seat.OWN:
+            self._take_briefly(seat)
             return
+        if self.routes:
+            serve = (
+                self.seats.attributed(self.serve) if self.seats.is_proxy(address) else self.serve
+            )
+            self._line = Line(
+                transport, self.flow, address, serve, self.on_response_complete, self.tasks
+            )
         self._timer = self.loop.call_later(self.limits.header_timeout, self._head_is_late)
+
+    def _take_briefly(self, seat: Seat) -> None:
+        """There are too many: ask for nothing but the gateway's health, and soon, or not at all."""
+        if seat is Seat.NONE:
+            self.give_way()
+            return
+        self.routes, self.app = {}, only_health(self.app)
+        self._timer = self.loop.call_later(EXTRA_SECONDS, self.give_way)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way, and its client has taken every reply."""
+        return not (self._waits or self._held or self.transport.get_write_buffer_size())
+
+    @property
+    def reading(self) -> bool:
+        """Whether the body of its request is still coming."""
+        turn: object = self.cycle
+        return isinstance(turn, Turn) and turn.more_body and not turn.response_started
+
+    def give_way(self) -> None:
+        """Close, since there are too many; one that has had no reply yet is told."""
+        turn: object = self.cycle
+        if isinstance(turn, Turn) and self.reading:
+            turn.spoil(too_many())
+            return
+        if turn is None or self._partial:
+            self._refuse(too_many())
+        # Not a moment longer than it takes to say so.
+        self._disarm()
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self.seats.leave(self)
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
-        running = self._running
         super().connection_lost(exc)
-        if running is not None and running is not self.cycle:
-            # uvicorn tells only the last of several pipelined requests.
-            running.disconnected = not running.response_complete
-            running.message_event.set()
         # They hold this object as it holds them, and the collector rarely looks.
-        self._line = self._running = self.cycle = None  # type: ignore[assignment]
-        self.pipeline.clear()
+        self._line = self.cycle = None  # type: ignore[assignment]
+        self._held.clear()
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle
-        turn: object = cycle
-        if isinstance(turn, Turn):
-            turn.start_soon()
-        else:
-            super()._start_asgi_task(cycle, app)
+    # What has come, cut into requests.
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -123,33 +178,135 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
             if self._deaf:
                 return
-        if self._known is not None and self._in_head and not self._head_bytes:
+        between = self._in_head and not self._partial
+        if self._held:
+            self._hold(data)
+            return
+        if self._known is not None and between:
             body = self._known.body(data)
-            if body is not None and self.cycle.response_complete:
+            if body is not None and not self._waits:
                 self._repeats(body)
                 return
-        self._arrived = self._head_bytes + len(data)
-        super().data_received(data)
-        if self._rest_at is not None:
-            rest, self._rest_at = data[self._rest_at :], None
-            self._go_on_plainly(rest)
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > self.limits.header_bytes:
-                self._refuse(errors.headers_too_large(self.limits.header_bytes))
-            elif self._timer is None and self._head_bytes:
-                self._timer = self.loop.call_later(self.limits.header_timeout, self._head_is_late)
+        read = self._read(data)
+        if read < len(data):
+            self._hold(data[read:])
+            self._go_on_soon()
+            between = False
         if self._begun is not None:
             turn, self._begun = self._begun, None
-            if not turn.more_body:
+            if between and not turn.more_body:
+                # One whole request, from the first byte of its head on.
                 self._learn(turn, data)
             turn.start()
 
+    @property
+    def _waits(self) -> bool:
+        """Whether the next request has to wait: for a reply, or for a client that takes none."""
+        cycle: RequestResponseCycle | None = self.cycle
+        return self.flow.write_paused or (cycle is not None and not cycle.response_complete)
+
+    def _hold(self, data: bytes) -> None:
+        """Keep what is not read now, and read no more from the client when that is much."""
+        self._held += data
+        if len(self._held) > HELD_BYTES:
+            self.flow.full = True
+            self.flow.pause_reading()
+
+    def _go_on_soon(self) -> None:
+        """Go on with what is held, when it is this connection's turn."""
+        if self._held and not self._in_backlog and not (self._in_head and self._waits):
+            self._in_backlog = True
+            self.backlog.add(self._go_on)
+
+    def _go_on(self) -> None:
+        self._in_backlog = False
+        held = self._held
+        if not held or self.transport.is_closing():
+            return
+        if self._in_head and not self._partial and held.startswith(b"\r\n"):
+            # Some clients end a body with a line end that its length does not count.
+            del held[:2]
+        del held[: self._read(bytes(held[:PIECE_BYTES]))]
+        if self.flow.full and len(held) <= HELD_BYTES:
+            self.flow.full = False
+            if self._in_head or len(self.cycle.body) <= HELD_BYTES:
+                self.flow.resume_reading()
+        self._go_on_soon()
+        if self._begun is not None:
+            turn, self._begun = self._begun, None
+            turn.start()
+
+    def _read(self, data: bytes) -> int:
+        """Read what is its turn, a bounded amount of work; how many bytes that was."""
+        at, size = 0, len(data)
+        while at < size and not self._deaf:
+            if self._in_head:
+                if self._waits:
+                    return at
+                at = self._read_head(data, at)
+            elif self._chunks is not None:
+                return self._read_chunks(self._chunks, data, at)
+            else:
+                part = data[at : at + self._left]
+                self._left -= len(part)
+                at += len(part)
+                self._parse(part)
+        return size if self._deaf else at
+
+    def _read_head(self, data: bytes, at: int) -> int:
+        """Read a head, or what has come of it; up to where."""
+        partial, most = self._partial, self.limits.header_bytes
+        if not partial:
+            self.url = b""
+        part, tail = data[at:], partial[-3:]
+        end = (tail + part).find(_END)
+        if end >= 0:
+            part = part[: end + len(_END) - len(tail)]
+        if len(partial) + len(part) > most:
+            self._parse(part[: most - len(partial)])  # which may tell its path
+            self._refuse(errors.headers_too_large(most))
+            return len(data)
+        head = partial + part
+        line = REQUEST_LINE.match(head) if end >= 0 else None
+        if line is not None:
+            self._http_10 = line[1] == b"0"
+            self._partial = b""
+        elif end >= 0 and (len(head) > EMPTY_BYTES or head.strip(b"\r\n")):
+            self._refuse(_no_http())
+            return len(data)
+        else:
+            self._partial = head
+            if self._timer is None:
+                self._timer = self.loop.call_later(self.limits.header_timeout, self._head_is_late)
+        self._parse(part)
+        return at + len(part)
+
+    def _read_chunks(self, chunks: ChunkedBody, data: bytes, at: int) -> int:
+        try:
+            at, body = chunks.feed(data, at)
+        except GatewayError as error:
+            self._refuse(error)
+            return len(data)
+        if body:
+            self.on_body(body)
+        if chunks.done:
+            self._chunks = None
+            self._parse(b"0\r\n\r\n")  # it has seen nothing of the body
+        return at
+
+    def _parse(self, part: bytes) -> None:
+        try:
+            self.parser.feed_data(part)
+        except httptools.HttpParserUpgrade:
+            self._go_on_plainly()
+        except httptools.HttpParserError as error:
+            ours = error.__context__
+            self._refuse(ours if isinstance(ours, GatewayError) else _no_http())
+
     def _learn(self, turn: Turn, data: bytes) -> None:
         """Know the head of this request, which has just come, when it comes again."""
-        current: object = self.cycle
         usual = turn.keep_alive and self._length and not self.expect_100_continue
-        self._known = KnownHead.of(data) if usual and current is turn else None
+        self._known = KnownHead.of(data) if usual else None
         self._known_as = turn.route, turn.headers
 
     def _repeats(self, body: bytes) -> None:
@@ -157,9 +314,10 @@ class BoundedProtocol(HttpToolsProtocol):
         assert self._line is not None
         keep_alive = not self.retiring
         turn: Any = Turn(self._line, *self._known_as, len(body), body=body, keep_alive=keep_alive)
-        self.cycle = self._running = turn
-        self._in_head = False
+        self.cycle = turn
         turn.start()
+
+    # What the parser calls.
 
     def on_message_begin(self) -> None:
         # uvicorn would build the ASGI scope here, which most requests don't need.
@@ -167,8 +325,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.expect_100_continue = False
         self.headers = []
         self._length = b""
-        self._in_head = True
-        self._head_bytes = 0
+        self._coding = None
 
     def _make_scope(self) -> None:
         """What uvicorn does at the beginning of a message."""
@@ -187,34 +344,40 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
+        elif name == b"transfer-encoding":
+            # Twice is none of those that are understood.
+            self._coding = value if self._coding is None else b""
         self.headers.append((name, value))
+        if len(self.headers) > HEADER_FIELDS:
+            raise errors.too_many_headers(HEADER_FIELDS)
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._in_body = True
-        self._head_bytes = 0
-        self._disarm()
-        most = self.limits.header_bytes
-        if self._arrived > most:
-            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-            if size > most:
-                raise errors.headers_too_large(most)
         if self.parser.should_upgrade():
             return
+        self._disarm()
+        self.headers = with_one_host(self.headers, self.url, http_10=self._http_10)
+        if self._coding is not None:
+            if self._http_10 or self._length or self._coding.strip(b" \t").lower() != b"chunked":
+                raise errors.invalid_request("The length of this request's body is unclear.")
+            self._chunks = ChunkedBody(self.limits.header_bytes)
+        self._left = int(self._length or 0)
         if self.parser.get_method() == b"POST":
             route = self.routes.get(self.url, None) or self._route_of(self.url)
             if route is not None:
+                self._in_head = False
                 self._take_turn(route)
                 return
         self._make_scope()
         super().on_headers_complete()
+        self._in_head = False
         if self.retiring:
             self.cycle.keep_alive = False
 
     def retire(self) -> None:
         """Let the request that is served be the last; an idle connection has one more."""
-        if self._running is not None and not self._running.response_started:
-            self._running.keep_alive = False
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and not cycle.response_started:
+            cycle.keep_alive = False
 
     def _route_of(self, url: bytes) -> Route | None:
         """The route of a URL that is not the bare path: with a query, escapes, or a host."""
@@ -227,25 +390,16 @@ class BoundedProtocol(HttpToolsProtocol):
     def _take_turn(self, route: Route) -> None:
         """Serve a routed request: as uvicorn would, but for the ASGI messages."""
         assert self._line is not None
-        http_10 = self.parser.get_http_version() == "1.0"
-        turn = Turn(
+        turn = self._begun = Turn(
             self._line,
             route,
             self.headers,
-            int(self._length or 0),
-            http_10=http_10,
-            keep_alive=not (http_10 or self.retiring) and self.parser.should_keep_alive(),
+            self._left,
+            http_10=self._http_10,
+            keep_alive=not (self._http_10 or self.retiring) and self.parser.should_keep_alive(),
             expects_continue=self.expect_100_continue,
         )
-        cycle = cast("RequestResponseCycle", turn)
-        before: RequestResponseCycle | None = self.cycle
-        self.cycle = cycle
-        if before is None or before.response_complete:
-            self._running = cycle
-            self._begun = turn
-        else:
-            self.flow.pause_reading()
-            self.pipeline.appendleft((cycle, self.app))
+        self.cycle = cast("RequestResponseCycle", turn)
 
     def on_body(self, body: bytes) -> None:
         if not self.transport.is_closing():
@@ -254,7 +408,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
-        self._in_body = False
+        self._in_head = True
         if self._lingered >= 0:
             self._lingered = -1
             self._disarm()
@@ -264,23 +418,23 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if not self.pipeline:
-            # Line ends between requests are no request: they must not keep a connection either.
-            self._in_head = not self._in_body
-        # From here as uvicorn's own, but for one timer a connection instead of one a reply.
+        # As uvicorn's own, but for one timer a connection instead of one a reply.
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
         if self.flow.read_paused:
             self.flow.resume_reading()
-        if self.pipeline:
-            self._start_asgi_task(*self.pipeline.pop())
-        else:
-            self._idle_since = self.loop.time()
-            if self.timeout_keep_alive_task is None:
-                self._watch_idleness(self.timeout_keep_alive)
-        if self._in_body:
+        if self._held:
+            self._go_on_soon()
+        self.idle_since = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self._watch_idleness(self.timeout_keep_alive)
+        if not self._in_head:
             self._linger()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._go_on_soon()
 
     def _watch_idleness(self, seconds: float) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(
@@ -289,9 +443,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         self.timeout_keep_alive_task = None
-        if not self.cycle.response_complete or self._head_bytes or self.transport.is_closing():
+        if (
+            not self.cycle.response_complete
+            or self._partial
+            or self._held
+            or self.transport.is_closing()
+        ):
             return  # it is looked at again when the reply is complete
-        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        left = self.idle_since + self.timeout_keep_alive - self.loop.time()
         if left > 0:
             self._watch_idleness(left)
         else:
@@ -300,22 +459,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _unset_keepalive_if_required(self) -> None:
         """Nothing: uvicorn would end the timer with each request; this one looks for itself."""
 
-    def send_400_response(self, msg: str) -> None:
-        """What httptools could not parse, or we would not, in the contract's form."""
-        raised = sys.exception()
-        ours = raised.__context__ if raised is not None else None
-        self._refuse(
-            ours
-            if isinstance(ours, GatewayError)
-            else GatewayError(400, "invalid_request", "This is not a valid HTTP request.")
-        )
-
-    def _unsupported_upgrade_warning(self) -> None:
-        upgrade = sys.exception()
-        assert upgrade is not None
-        self._rest_at = upgrade.args[0]
-
-    def _go_on_plainly(self, rest: bytes) -> None:
+    def _go_on_plainly(self) -> None:
         """Read a request that wished for another protocol as the plain one that it is as well.
 
         Java's HTTP client wishes for HTTP/2 with every first request (RFC 9110, section 7.8).
@@ -324,8 +468,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if method == b"CONNECT":
             self._refuse(errors.method_not_allowed("CONNECT", "GET, POST"))
             return
-        version = self.parser.get_http_version().encode()
-        lines = [b"%b %b HTTP/%b\r\n" % (method, self.url, version)]
+        lines = [b"%b %b HTTP/1.1\r\n" % (method, self.url)]
         if self._length:
             lines.append(b"content-length: %b\r\n" % self._length)
         for name, value in self.headers:
@@ -336,7 +479,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 lines.append(b"%b: %b\r\n" % (name, value))
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        super().data_received(b"".join(lines) + b"\r\n" + rest)
+        self._parse(b"".join(lines) + b"\r\n")
 
     def _disarm(self) -> None:
         if self._timer is not None:
@@ -346,33 +489,31 @@ class BoundedProtocol(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         self._timer = None
         if self._in_head and not self.transport.is_closing():
-            if self._head_bytes:
+            if self._partial:
                 self._refuse(errors.request_timeout("The head of the request took too long."))
             else:
                 self.transport.close()
 
     def _refuse(self, error: GatewayError) -> None:
-        """Answer without any app, and close. A request before this one is answered first."""
+        """Answer without any app, and close."""
         if self._deaf or self.transport.is_closing():
             return
         self._disarm()
         self._deaf = True
         self._lingered = 0
-        running = self._running
-        if running is not None and not running.response_complete:
-            if running is not self.cycle or not running.more_body:
-                running.keep_alive = False
-                return
+        self._held.clear()
+        if not self._in_head:
             # The rest of its own body is what was wrong.
+            running = self.cycle
             turn: object = running
-            if isinstance(turn, Turn):
+            if not running.response_complete and isinstance(turn, Turn):
                 turn.spoil(error)
+                return
+            if running.response_complete or running.response_started:
+                self.transport.close()
                 return
             running.disconnected = True
             running.message_event.set()
-            if running.response_started:
-                self.transport.close()
-                return
         route = self.routes.get(self.url)
         fields, body = refusal(error, route.dialect if route is not None else CHAT)
         head = STATUS_LINES[error.status] + fields + b"connection: close\r\n\r\n"
@@ -384,16 +525,25 @@ class BoundedProtocol(HttpToolsProtocol):
         self._lingered = 0
         self._disarm()
         if self._deaf and self.transport.can_write_eof():
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # the client has just left
+                self.transport.write_eof()
         self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
 
-def bounded(limits: LimitSettings, serve: Serve | None = None) -> type[BoundedProtocol]:
-    """The protocol class with these limits, for a uvicorn `Config`.
+def _no_http() -> GatewayError:
+    return GatewayError(400, "invalid_request", "This is not a valid HTTP request.")
 
-    With `serve`, POSTs to the routed paths go there and not to the ASGI application.
+
+def bounded(
+    limits: LimitSettings, serve: Serve | None = None, proxies: Sequence[IPNetwork] = ()
+) -> type[BoundedProtocol]:
+    """The protocol class with these limits, for a uvicorn `Config` of one listener.
+
+    With `serve`, POSTs to the routed paths go there and not to the ASGI application. Connections
+    of `proxies` are those of the addresses that they forward.
     """
-    own: dict[str, Any] = {"limits": limits, "routes": {}}
+    seats = Connections(limits.connections, proxies)
+    own: dict[str, Any] = {"limits": limits, "routes": {}, "backlog": Backlog(), "seats": seats}
     if serve is not None:
         own["routes"] = {path.encode(): route for path, route in ROUTES.items()}
         own["serve"] = staticmethod(serve)

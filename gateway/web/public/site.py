@@ -21,6 +21,7 @@ from gateway.web.public.catalogue import Catalogue, for_anthropic, listing, prop
 from gateway.web.public.edge import Edge
 from gateway.web.public.elsewhere import instead
 from gateway.web.public.heads import EXPOSED
+from gateway.web.public.preamble import exposes_nodes
 from gateway.web.public.readiness import unreadiness
 
 
@@ -83,14 +84,14 @@ class _Site:
         catalogue = self._catalogue(request)
         if not request.path_params["id"]:
             raise errors.not_found("/v1/models/", instead("/v1/models/"))
-        name = self._checked(catalogue, request.path_params["id"])
+        name = self._checked(request, catalogue, request.path_params["id"])
         card = catalogue.card(name, self.created)
         return Json(for_anthropic(card) if _is_anthropic(request) else card)
 
     async def props(self, request: Request) -> Response:
         catalogue = self._catalogue(request)
         name = request.query_params.get("model") or self._default(catalogue)
-        names = catalogue.all() if name is None else [self._checked(catalogue, name)]
+        names = catalogue.all() if name is None else [self._checked(request, catalogue, name)]
         return Json(properties(catalogue.nodes(names)))
 
     async def health(self, _: Request) -> Response:
@@ -112,20 +113,31 @@ class _Site:
             allow_anonymous=snapshot.settings.allow_anonymous,
             loopback_listener=snapshot.loopback,
             trusted_proxies=snapshot.settings.listen.trusted_proxies,
+            closed=snapshot.door.closed,
         )
+        if snapshot.pages is not None and caller.anonymous:
+            server = request.scope.get("server")
+            own_address = server[0] if server else None
+            snapshot.pages.check(request.scope["headers"], own_address, posts=False)
         if not self.edge.fleet.probed.is_set():
             raise errors.starting("The nodes are being asked what they serve.")
         return Catalogue(self.edge.fleet, snapshot.rules.names, caller)
 
-    def _checked(self, catalogue: Catalogue, name: str) -> str:
+    def _checked(self, request: Request, catalogue: Catalogue, name: str) -> str:
         """The name, if it is one of the catalogue. Raises: GatewayError (404, 503)."""
         if name in catalogue:
             return name
         if catalogue.caller.may_use(name):
             error = self.edge.fleet.catalogue.unknown(name)
             if error.code == "no_node":
-                raise error.name_nodes() if self.edge.snapshot.expose_node else error
+                raise error.name_nodes() if self._exposes(request) else error
         raise errors.model_not_found(echoed(name), catalogue.all())
+
+    def _exposes(self, request: Request) -> bool:
+        snapshot = self.edge.snapshot
+        return exposes_nodes(
+            request.scope["headers"], snapshot.settings, loopback=snapshot.loopback
+        )
 
     def _default(self, catalogue: Catalogue) -> str | None:
         name = self.edge.snapshot.settings.default_model

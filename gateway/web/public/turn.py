@@ -1,6 +1,6 @@
 """One routed request and its reply on a client's connection, without ASGI in between.
 
-uvicorn still parses, keeps alive, pipelines and shuts down: a `Turn` stands where its
+uvicorn still parses, keeps alive and shuts down: a `Turn` stands where its
 `RequestResponseCycle` would, with the attributes that its protocol uses of one. What goes is the
 price of an event, two messages and two writes for each reply (`docs/performance.md`).
 """
@@ -123,6 +123,12 @@ class Turn(Taskless):
         """The client's, if it has one."""
         return self._line.address
 
+    @property
+    def own_address(self) -> object:
+        """The one that the client has connected to."""
+        name = self._transport.get_extra_info("sockname")
+        return name[0] if isinstance(name, tuple) else None
+
     # What uvicorn's protocol calls.
 
     @property
@@ -149,10 +155,6 @@ class Turn(Taskless):
             self.run_in_task(self._served())
         else:
             self.run(self._served())
-
-    def start_soon(self) -> None:
-        """Serve the request, but not now: who says so may be at the end of another one."""
-        self.run_in_task(self._served())
 
     async def _served(self) -> None:
         try:

@@ -71,7 +71,7 @@ def request(
 ) -> bytes:
     """The bytes of a request."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"{method} {path} HTTP/1.1", "Host: gateway", *fields]
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", *fields]
     lines.append(f"Content-Length: {len(data) if length is None else length}")
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 

@@ -143,7 +143,13 @@ async def test_errors_have_the_form_of_the_api_that_was_asked(
         (["X-Request-Timeout: -1"], {}, (400, "invalid_request")),
         (["X-Request-Timeout: inf"], {}, (400, "invalid_request")),
         (["X-Request-Timeout: \xff"], {}, (400, "invalid_request")),
-        (["Content-Encoding: gzip"], {}, (400, "invalid_request")),
+        (["Content-Encoding: gzip"], {}, (415, "unsupported_media_type")),
+        (["Content-Encoding: identity, br"], {}, (415, "unsupported_media_type")),
+        (
+            ["Content-Encoding: identity", "content-encoding:  zstd"],
+            {},
+            (415, "unsupported_media_type"),
+        ),
         ([], {"model": "nobody"}, (404, "model_not_found")),
         ([], {"model": "x" * 100_000}, (404, "model_not_found")),
     ],
@@ -217,7 +223,7 @@ async def test_a_client_that_sends_first_and_reads_then_sees_the_413(
 
 async def test_an_endless_chunked_body_is_413_in_bounded_memory(gate: Public) -> None:
     chunk = b"8000\r\n" + b"x" * 0x8000 + b"\r\n"
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: g\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     async with wired(gate.url) as wire:
         await wire.send(head)
         sent = 0
@@ -232,7 +238,7 @@ async def test_an_endless_chunked_body_is_413_in_bounded_memory(gate: Public) ->
 
 async def test_an_endless_chunked_body_shows_its_413_to_a_client_that_looks(gate: Public) -> None:
     chunk = b"8000\r\n" + b"x" * 0x8000 + b"\r\n"
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: g\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     async with wired(gate.url) as wire:
         await wire.send(head + chunk * 20)
         assert told(await answer(wire)) == (413, "request_too_large")
@@ -275,11 +281,12 @@ async def test_bodies_that_fill_the_memory_for_them_are_429(tmp_path: Path) -> N
         b"X: " + b"y" * 20_000 + b"\r\n",
         b"X: " + b"y" * 2_000_000,
         b"y" * 300_000,
+        b"a:\r\n" * 300,
     ],
 )
 async def test_a_head_that_is_too_large_is_431(gate: Public, head: bytes) -> None:
     async with wired(gate.url) as wire:
-        await wire.send(f"POST {CHAT} HTTP/1.1\r\nHost: g\r\n".encode() + head + b"\r\n")
+        await wire.send(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode() + head + b"\r\n")
         found = await answer(wire)
         assert told(found) == (431, "headers_too_large")
         assert found.headers["connection"] == "close"
@@ -335,9 +342,10 @@ async def test_a_body_that_comes_in_pieces_is_put_together(gate: Public) -> None
         b"GET / HTTP/1.1\r\n folded: x\r\n\r\n",
         b"GET / HTTP/1.1\r\nX: a\r\n b\r\n\r\n",
         b"GET / HTTP/1.1\r\nX: a\0b\r\n\r\n",
-        b"GET /\xff HTTP/1.1\r\nHost: g\r\n\r\n",
-        b"GET / / HTTP/1.1\r\nHost: g\r\n\r\n",
-        b"GET http:// HTTP/1.1\r\nHost: g\r\n\r\n",
+        b"\r\n" * 100,
+        b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET / / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET http:// HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 )
 async def test_what_is_not_http_is_400_in_json(gate: Public, data: bytes) -> None:
@@ -349,7 +357,7 @@ async def test_what_is_not_http_is_400_in_json(gate: Public, data: bytes) -> Non
         assert await wire.rest() == b""
 
 
-SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: g\r\n\r\n"
+SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -378,7 +386,7 @@ SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: g\r\n\r\n"
 async def test_a_request_of_unclear_length_is_400_and_ends_its_connection(
     gate: Public, fields: bytes
 ) -> None:
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: g\r\n".encode() + fields + b"\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode() + fields + b"\r\n"
     async with wired(gate.url) as wire:
         await wire.send(head + b"0\r\n\r\n" + SMUGGLED)
         found = await answer(wire)
@@ -391,7 +399,7 @@ async def test_a_request_of_unclear_length_is_400_and_ends_its_connection(
     "body", [b"zz\r\nhello", b"5\r\nhelloworld", b"-1\r\n", b"fffffffffffffffff\r\n", b"5 \n"]
 )
 async def test_broken_chunks_are_400_and_end_the_connection(gate: Public, body: bytes) -> None:
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: g\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     async with wired(gate.url) as wire:
         await wire.send(head)
         await asyncio.sleep(0.05)
@@ -407,7 +415,7 @@ async def test_broken_chunks_are_400_and_end_the_connection(gate: Public, body: 
 
 
 async def test_chunked_requests_with_extensions_and_trailers_are_understood(gate: Public) -> None:
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: g\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     data = json.dumps({**HELLO, "max_tokens": 1}).encode()
     chunks = b"".join(b"1;x=y\r\n%c\r\n" % byte for byte in data)
     async with wired(gate.url) as wire:
@@ -415,6 +423,40 @@ async def test_chunked_requests_with_extensions_and_trailers_are_understood(gate
         assert (await answer(wire)).status == 200
         await wire.send(request({**HELLO, "max_tokens": 1}))
         assert (await answer(wire)).status == 200
+
+
+@pytest.mark.parametrize("where", ["trailers", "one trailer", "extensions"])
+async def test_bytes_around_a_chunked_body_are_bounded(gate: Public, where: str) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n"
+    begin, more = {
+        "trailers": (b"{}\r\n0\r\n", b"X-Name: value\r\n" * 100),
+        "one trailer": (b"{}\r\n0\r\nX: ", b"y" * 1000),
+        "extensions": (b"", b"{}\r\n2;" + b"y" * 200 + b"\r\n"),
+    }[where]
+    async with wired(gate.url) as wire:
+        await wire.send(head.encode() + begin)
+        await wire.send(more * 100)
+        assert told(await answer(wire)) == (431, "headers_too_large")
+        with suppress(ConnectionError):
+            assert await wire.rest() == b""
+    assert gate.node.requests == 0
+
+
+async def test_trailers_say_nothing(gate: Public) -> None:
+    """Neither of their own request, nor of one that repeats its head."""
+    data = json.dumps({**HELLO, "max_tokens": 1}).encode()
+    said = b"X-Priority: batch\r\nX-Request-ID: theirs\r\nConnection: close\r\nX-Own: 1\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    whole = head.encode() + b"%x\r\n%b\r\n0\r\n" % (len(data), data) + said + b"\r\n"
+    async with wired(gate.url) as wire:
+        for pieces in ([whole], [whole[:-100], whole[-100:]], [whole[:-1], whole[-1:]]):
+            for piece in pieces:
+                await wire.send(piece)
+                await asyncio.sleep(0.01)
+            found = await answer(wire)
+            assert (found.status, found.headers["x-gateway-class"]) == (200, "normal")
+            assert found.headers["x-request-id"] != "theirs"
+            assert "x-own" not in gate.node.seen[-1].headers
 
 
 async def test_pipelined_requests_are_answered_in_their_order(gate: Public) -> None:
@@ -434,9 +476,8 @@ async def test_a_request_before_a_broken_one_is_answered_before_the_connection_e
     gate.node.faults.next("hang", seconds=0.2)
     async with wired(gate.url) as wire:
         await wire.send(request({**HELLO, "max_tokens": 1}) + b"garbage\r\n\r\n")
-        found = await answer(wire)
-        assert found.status == 200
-        assert found.headers["connection"] == "close"
+        assert (await answer(wire)).status == 200
+        assert told(await answer(wire)) == (400, "invalid_request")
         assert await wire.rest() == b""
 
 
@@ -456,8 +497,8 @@ async def test_an_old_client_gets_an_answer_without_chunks(gate: Public) -> None
 @pytest.mark.parametrize(
     "path",
     [
-        f"http://gateway{CHAT}",
-        f"http://other.example:80{CHAT}?x=y",
+        f"http://localhost{CHAT}",
+        f"HTTP://127.0.0.1:80{CHAT}?x=y",
         f"{CHAT}?a=b",
         "/v1/chat/%63ompletions",
     ],
@@ -502,6 +543,32 @@ async def test_a_wish_for_another_protocol_is_passed_over(gate: Public, protocol
     seen = gate.node.seen[0]
     assert not {"upgrade", "http2-settings"} & set(seen.headers)
     assert len(seen.body) > 100_000
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_wishes_for_another_protocol_in_one_packet_are_answered_once_each(
+    gate: Public, protocol: str, chunked: bool
+) -> None:
+    def wishing(tokens: int) -> bytes:
+        fields = ["Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}"]
+        whole = request({**HELLO, "max_tokens": tokens}, *fields)
+        if chunked:
+            head, _, body = whole.partition(b"\r\n\r\n")
+            head = head.rpartition(b"\r\n")[0] + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
+            whole = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+        return whole
+
+    plain = request({**HELLO, "max_tokens": 4})
+    get = request(b"", "Connection: Upgrade", f"Upgrade: {protocol}", method="GET", path="/health")
+    async with wired(gate.url) as wire:
+        await wire.send(wishing(2) + wishing(3) + get + plain + wishing(5))
+        for tokens in (2, 3, None, 4, 5):
+            found = json.loads((await answer(wire)).body)
+            assert (found["usage"]["completion_tokens"] if tokens else None) == tokens
+        await wire.send(plain)
+        assert (await answer(wire)).status == 200
+    assert gate.node.requests == 5
 
 
 async def test_connections_beyond_the_limit_are_429(tmp_path: Path) -> None:

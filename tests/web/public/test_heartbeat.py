@@ -137,7 +137,7 @@ async def test_a_nodes_own_400_is_an_event_then_and_keeps_its_code_in_the_record
         rest = body
         while rest.startswith(beat):
             rest = rest.removeprefix(beat)
-        told(path, rest, "Bad request")
+        told(path, rest, "Bad request", "invalid_request_error")
         record = await gate.last()
         assert record.code == 400
 
@@ -158,7 +158,7 @@ async def test_a_502_is_an_event_then_and_keeps_its_code_in_the_record(
         assert (record.code, record.reason) == (502, "node_failed")
 
 
-def told(path: str, data: bytes, message: str) -> None:
+def told(path: str, data: bytes, message: str, kind: str = "api_error") -> None:
     """One error event in the form of the API, and nothing behind it."""
     assert data.endswith(b"\n\n")
     assert data.count(b"\n\n") == 1
@@ -169,24 +169,27 @@ def told(path: str, data: bytes, message: str) -> None:
     assert b"[DONE]" not in data
     if path == "/v1/messages":
         assert value["type"] == "error"
-        assert value["error"]["type"] == "api_error"
+        assert value["error"]["type"] == kind
         assert value["request_id"].startswith("req_")
     if path == "/v1/responses":
         assert value["type"] == "error"
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 @in_virtual_time
-async def test_a_wait_that_was_too_long_is_an_event_then(tmp_path: Path) -> None:
+async def test_a_wait_that_was_too_long_is_an_event_then(tmp_path: Path, path: str) -> None:
     settings = {**BEATING, "queue": {"max_wait": 0.3}}
     async with public(tmp_path, settings, EmulatedNode(slots=1)) as other:
         other.node.faults.next("hang", after_events=0)
         async with wired(other.url) as first, wired(other.url) as wire:
             await first.send(stream())
             await until(lambda: other.node.busy == 1)
-            await wire.send(stream())
+            await wire.send(stream(path))
             assert (await wire.head()).startswith(b"HTTP/1.1 200 ")
             body = await body_of(wire)
-            told(CHAT, body.lstrip(b":\n"), "No slot came free")
+            while body.startswith(PING):
+                body = body.removeprefix(PING)
+            told(path, body.lstrip(b":\n"), "No slot came free", "overloaded_error")
             assert [(one.code, one.reason) for one in other.told()] == [(503, "queue_timeout")]
 
 

@@ -72,6 +72,44 @@ async def test_half_a_body_and_then_silence_is_408(tmp_path: Path) -> None:
         assert (await gate.last()).code == 408
 
 
+@pytest.mark.parametrize("part", ["", "2", "2;a=", "2\r\n{", "2\r\n{}", "2\r\n{}\r\n0\r\nX: y"])
+@in_virtual_time
+async def test_half_a_chunked_body_and_then_silence_is_408(tmp_path: Path, part: str) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
+        await wire.send(f"{head}{part}".encode())
+        assert told(await answer(wire)) == (408, "request_timeout")
+        assert await wire.rest() == b""
+
+
+@in_virtual_time
+async def test_a_client_that_is_told_to_go_on_and_does_not_is_408(tmp_path: Path) -> None:
+    async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
+        await wire.send(request(b"", "Expect: 100-continue", length=100))
+        assert await wire.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert told(await answer(wire)) == (408, "request_timeout")
+
+
+@in_virtual_time
+async def test_half_a_request_behind_a_whole_one_has_its_own_time(tmp_path: Path) -> None:
+    async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
+        gate.node.faults.next("hang", seconds=1.0)
+        await wire.send(request({**HELLO, "max_tokens": 1}) + request()[:60])
+        assert (await answer(wire)).status == 200
+        assert told(await answer(wire)) == (408, "request_timeout")
+
+
+@in_virtual_time
+async def test_a_line_end_behind_a_body_does_not_end_a_connection(tmp_path: Path) -> None:
+    """Old clients send one that the length does not count."""
+    async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
+        await wire.send(request({**HELLO, "max_tokens": 1}) + b"\r\n")
+        assert (await answer(wire)).status == 200
+        await asyncio.sleep(5.0)
+        await wire.send(request({**HELLO, "max_tokens": 1}))
+        assert (await answer(wire)).status == 200
+
+
 @in_virtual_time
 async def test_a_body_a_byte_at_a_time_is_408(tmp_path: Path) -> None:
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
@@ -97,8 +135,8 @@ async def test_requests_that_are_spoilt_are_answered_or_ended(tmp_path: Path) ->
                 {**HELLO, "max_tokens": 1}, "X-Request-ID: a", "Content-Type: application/json"
             ),
             request({**HELLO, "max_tokens": 1, "stream": True}, "Connection: keep-alive, X-A"),
-            f"POST {CHAT} HTTP/1.1\r\nHost: g\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{{}}\r\n"
-            "0\r\n\r\n".encode(),
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+            "2\r\n{}\r\n0\r\n\r\n".encode(),
             request(b"", method="GET", path="/v1/models?x=%20#y"),
         ]
 

@@ -1,6 +1,6 @@
 """Looks at a host and says what would keep the play from ending well, before anything is changed.
 
-Run as `python3 - SPEC` on the host, with a JSON object of what the roles want. Writes a JSON object
+Run by vars/main.yml with a JSON object of what the roles want as its argument. Writes a JSON object
 of what is there, with `problems`: sentences that name the variable and the remedy. Changes nothing
 and needs nothing but Python's own library.
 """
@@ -106,6 +106,7 @@ def look_at_unit(name: str) -> dict[str, Any]:
         "loaded": words.get("LoadState") == "loaded",
         "state": words.get("ActiveState", "inactive"),
         "digest": environment(pid).get("LLAMA_NODE_DIGEST", ""),
+        "keys": environment(pid).get("LLAMA_NODE_KEYS", ""),
         "memory": own_memory(pid),
     }
 
@@ -242,13 +243,18 @@ def look_at_model(model: dict[str, Any], problems: list[str]) -> dict[str, Any]:
             break
     if not size and model["urls"]:
         problems.append(
-            f"the model can't be fetched from {model['urls'][-1]}: {why}. Remedy: "
+            f"the model can't be fetched from {unsigned(model['urls'][-1])}: {why}. Remedy: "
             "llama_node_model_url or llama_node_model_mirrors with an address that answers here, "
             "or llama_node_model_file, to send it from the control machine"
         )
     partial = Path(f"{path}.partial")
     there = partial.stat().st_size if partial.is_file() else 0
     return {"verified": False, "bytes": size or 0, "missing": max(0, (size or 0) - there)}
+
+
+def unsigned(url: str) -> str:
+    """An address without what may be a secret in it: a password, or a signature."""
+    return re.sub(r"[?#].*", "?...", re.sub(r"//[^/@]*@", "//...@", url), count=1)
 
 
 def size_of(url: str) -> tuple[int | None, str]:

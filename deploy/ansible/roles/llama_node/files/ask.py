@@ -1,0 +1,32 @@
+"""Asks a server what it is, by the key of a file: `python3 - URL [KEYS]`, its /props.
+
+The key passes through no command line and no variable of the play.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.request
+from pathlib import Path
+
+TIMEOUT = 30.0  # seconds
+
+
+def main(url: str, keys: str = "") -> dict[str, object]:
+    """What the gateway's inventory wants of it; raises OSError while it doesn't answer."""
+    request = urllib.request.Request(f"{url}/props")
+    if keys:
+        request.add_header("Authorization", f"Bearer {Path(keys).read_text().split()[0]}")
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(request, timeout=TIMEOUT) as answer:
+        told = json.load(answer)
+    return {"model_alias": told.get("model_alias", ""), "total_slots": told["total_slots"]}
+
+
+if __name__ == "__main__":
+    try:
+        told = main(*sys.argv[1:])
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        sys.exit(f"{sys.argv[1]}/props: {error}")
+    sys.stdout.write(json.dumps(told) + "\n")

@@ -1,0 +1,80 @@
+"""The key of a host: made once, and renewed so that no server ever refuses the gateway."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FILES = Path(__file__).parents[2] / "deploy/ansible/roles/llama_node/files"
+
+
+@pytest.fixture(scope="module")
+def keys() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("node_keys", FILES / "keys.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_a_key_is_made_once(keys: ModuleType) -> None:
+    (made,) = first = keys.wanted([], rotate=False, running=[])
+    assert len(made) == 64
+    assert keys.wanted([], rotate=False, running=[]) != first
+    for running in ([], [""], [keys.fingerprint(first)]):
+        assert keys.wanted(first, rotate=False, running=running) == first
+
+
+def test_a_renewed_key_is_known_to_every_server_before_the_gateway_sends_it(
+    keys: ModuleType,
+) -> None:
+    """Two servers, of which the play may stop after each; the gateway sends the first of a file."""
+    file = keys.wanted([], rotate=False, running=[])
+    servers = [file, file]
+
+    def play(*, rotate: bool, restarted: int) -> None:
+        nonlocal file
+        running = [keys.fingerprint(known) for known in servers]
+        file = keys.wanted(file, rotate=rotate, running=running)
+        for number in range(len(servers)):
+            assert file[0] in servers[number]
+            if number < restarted:
+                servers[number] = file
+
+    (old,) = file
+    play(rotate=True, restarted=1)  # it stopped half-way
+    play(rotate=False, restarted=1)
+    assert file[0] == old
+    play(rotate=True, restarted=2)
+    assert len(file) == 2  # begun once, however often it is asked for
+    play(rotate=False, restarted=1)
+    assert file[0] != old
+    play(rotate=False, restarted=2)
+    assert servers == [file, file]
+    assert len(file) == 1
+    assert old not in file
+
+
+def test_what_tells_keys_apart_tells_nothing_of_them(keys: ModuleType) -> None:
+    prints = {keys.fingerprint(one) for one in ([], ["a"], ["b"], ["a", "b"], ["ab"])}
+    assert len(prints) == 5
+    assert {len(one) for one in prints} == {16}
+
+
+@pytest.mark.parametrize("content", [b"\x00key\n", "schlüssel\n".encode(), b"x" * 5000])
+def test_a_file_of_something_else_is_left_alone(
+    keys: ModuleType, tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "api.key").write_bytes(content)
+    with pytest.raises(SystemExit, match="Remedy: "):
+        keys.read(tmp_path / "api.key")
+    assert (tmp_path / "api.key").read_bytes() == content
+
+
+def test_an_empty_file_holds_no_key(keys: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "api.key").write_text("\n")
+    assert keys.read(tmp_path / "api.key") == keys.read(tmp_path / "none") == []

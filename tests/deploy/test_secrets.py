@@ -1,0 +1,233 @@
+"""No task shows a secret: to who watches, on a command line, or in a file for everybody."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.control import ansible_programs
+
+PLAYBOOKS = Path(__file__).parents[2] / "deploy/ansible"
+# What an operator gives that is a secret, or a file that holds one.
+GIVEN = {"verify_key", "verify_key_file"}
+FILES = {"edge_tls_key", "gateway_files"}
+# Made of a secret, and not one.
+HARMLESS = {
+    "gateway_digest",  # a hash of all that needs a restart
+    "gateway_settings_made",  # names the file of the admin key where there is one
+    "gateway_key_paths_found",  # names of files, by a hash of a key of 256 bits
+    "monitoring_keyed",
+}
+COMMANDS = {"ansible.builtin.command", "ansible.builtin.shell", "ansible.builtin.raw"}
+WRITERS = {"ansible.builtin.copy", "ansible.builtin.template"}
+# What a task only decides by, or is called, is never shown with its values.
+UNSHOWN = {"when", "name", "until", "failed_when", "changed_when", "notify", "register", "tags"}
+CLOSED = {"0600", "0640"}
+
+Task = dict[str, Any]
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text()) or []
+
+
+def tasks_of(told: Any) -> Iterator[Task]:
+    """The tasks of a playbook or of a file of tasks, those of blocks too."""
+    for one in told:
+        inner = [
+            one.get(part, [])
+            for part in (
+                "tasks",
+                "pre_tasks",
+                "post_tasks",
+                "handlers",
+                "block",
+                "rescue",
+                "always",
+            )
+        ]
+        if any(inner):
+            for part in inner:
+                yield from tasks_of(part)
+        else:
+            yield one
+
+
+def all_tasks() -> list[Task]:
+    found: list[Task] = []
+    for pattern in ("*.yml", "plays/*.yml", "roles/*/tasks/*.yml", "roles/*/handlers/*.yml"):
+        for path in sorted(PLAYBOOKS.glob(pattern)):
+            if not path.name.startswith("."):
+                found += tasks_of(read(path))
+    return found
+
+
+def module_of(task: Task) -> str:
+    return next((key for key in task if key.startswith("ansible.builtin.")), "")
+
+
+def arguments_of(task: Task) -> dict[str, Any]:
+    arguments = task.get(module_of(task))
+    return arguments if isinstance(arguments, dict) else {"_": arguments}
+
+
+def mentions(told: object, names: set[str]) -> set[str]:
+    """Those of the names that an expression in it takes the value of."""
+    expressions = re.findall(r"\{[{%](.*?)[%}]\}", json.dumps(told), re.DOTALL)
+    words = {word for one in expressions for word in re.findall(r"\w+", re.sub(r"'.*?'", "", one))}
+    return names & words
+
+
+def secrets_of(tasks: list[Task]) -> set[str]:
+    """The variables that hold one, by whatever way it came into them."""
+    found = set(GIVEN)
+    for path in PLAYBOOKS.glob("roles/*/meta/argument_specs.yml"):
+        for entry in read(path)["argument_specs"].values():
+            found |= {name for name, told in entry["options"].items() if told.get("no_log")}
+    found -= FILES
+    texts: dict[str, Any] = {}
+    for path in PLAYBOOKS.glob("roles/*/[dv]*/main.yml"):
+        texts |= read(path) or {}
+    for task in tasks:
+        if module_of(task) == "ansible.builtin.slurp" and is_key(arguments_of(task)["src"]):
+            found.add(task["register"])
+    words = {name: set(re.findall(r"\w+", json.dumps(text))) for name, text in texts.items()}
+    while more := {name for name in words if words[name] & found} - found - HARMLESS:
+        found |= more
+    return found
+
+
+def is_key(path: str) -> bool:
+    return bool(re.search(r"key|\.pem|environment", path))
+
+
+TASKS = all_tasks()
+SECRETS = secrets_of(TASKS)
+
+
+def test_the_secrets_are_known() -> None:
+    assert {"gateway_admin_key", "gateway_environment", "monitoring_scrapes"} <= SECRETS
+    assert {"monitoring_key", "edge_verify_key", "gateway_verify_key"} <= SECRETS
+    assert {"gateway_node_key", "gateway_node_keys", "monitoring_node_keys"} <= SECRETS
+    assert len(TASKS) > 150
+
+
+def complaint(task: Task) -> str:
+    """What is wrong with a task; nothing where it shows no secret."""
+    module, arguments = module_of(task), arguments_of(task)
+    used = mentions({key: value for key, value in task.items() if key not in UNSHOWN}, SECRETS)
+    writes = module in WRITERS
+    if writes:
+        used |= mentions(task, FILES)
+        used |= {name for name in [str(arguments.get("dest", ""))] if is_key(name)}
+    if module == "ansible.builtin.slurp":
+        used |= {name for name in [str(arguments["src"])] if is_key(name)}
+    if not used:
+        return ""
+    if task.get("no_log") is not True:
+        return f"shows {used}"
+    if module in COMMANDS:
+        return f"has {used} on a command line"
+    if writes and (task.get("diff") is not False or arguments["mode"] not in CLOSED):
+        return f"writes {used} for --diff, or for everybody"
+    return ""
+
+
+def test_a_task_that_has_a_secret_shows_nothing() -> None:
+    told = {str(task.get("name")): complaint(task) for task in TASKS}
+    assert {name: why for name, why in told.items() if why} == {}
+
+
+COPY = {"ansible.builtin.copy": {"content": "{{ gateway_admin_key }}", "dest": "a", "mode": "0600"}}
+
+
+@pytest.mark.parametrize(
+    ("task", "complains"),
+    [
+        (COPY | {"no_log": True, "diff": False}, False),
+        (COPY | {"diff": False}, True),
+        (COPY | {"no_log": True}, True),
+        ({"ansible.builtin.debug": {"msg": "{{ edge_verify_key }}"}}, True),
+        ({"ansible.builtin.debug": {"msg": "Remedy: gateway_admin_key"}}, False),
+        ({"ansible.builtin.uri": {"headers": {"a": "{{ {'b': gateway_verify_key} }}"}}}, True),
+        ({"ansible.builtin.command": {"argv": ["{{ verify_key }}"]}, "no_log": True}, True),
+        ({"ansible.builtin.slurp": {"src": "/etc/node/api.key"}}, True),
+        ({"ansible.builtin.command": {"argv": ["a"]}, "loop": "{{ [gateway_admin_key] }}"}, True),
+        ({"ansible.builtin.fail": {"msg": "a"}, "when": "gateway_admin_key"}, False),
+    ],
+)
+def test_what_shows_a_secret_is_seen(task: Task, complains: bool) -> None:
+    assert bool(complaint(task)) == complains
+
+
+def only(role: str, file: str, name: str) -> Task:
+    """The task of a role by its name, for a play of its own."""
+    (found,) = (
+        task
+        for task in tasks_of(read(PLAYBOOKS / f"roles/{role}/tasks/{file}.yml"))
+        if task["name"] == name
+    )
+    found.pop("notify", None)
+    found["become"] = False
+    for key in ("owner", "group"):
+        arguments_of(found).pop(key, None)
+    return found
+
+
+@pytest.mark.net
+@pytest.mark.timeout(200)
+def test_the_key_of_the_edge_and_that_of_a_check_are_not_told(tmp_path: Path) -> None:
+    """The very tasks, with all that Ansible can be made to tell; the edge answers nothing."""
+    secrets = {"edge_tls_key": "marked-private-key", "edge_tls_certificate": "a-certificate"}
+    for name, content in secrets.items():
+        (tmp_path / name).write_text(f"{content}\n")
+    (tmp_path / "sent").mkdir()
+    (tmp_path / "verify").write_text("lg_marked-verify-key\n")
+    play = {
+        "hosts": "front",
+        "connection": "local",
+        "gather_facts": False,
+        "tasks": [
+            {
+                "ansible.builtin.include_vars": {
+                    "file": str(PLAYBOOKS / f"roles/edge/{part}/main.yml")
+                }
+            }
+            for part in ("defaults", "vars")
+        ]
+        + [
+            {"ansible.builtin.set_fact": {name: str(tmp_path / name) for name in secrets}},
+            {"ansible.builtin.set_fact": {"edge_tls": str(tmp_path / "sent"), "edge_port": 1}},
+            only("edge", "configure", "Send the certificate"),
+            only("edge", "verify", "Chat from the control machine"),
+        ],
+    }
+    (tmp_path / "play.yml").write_text(yaml.safe_dump([play]))
+    inventory: dict[str, Any] = {
+        "all": {"vars": {"ansible_python_interpreter": "/usr/bin/python3"}},
+        "edge": {"hosts": {"front": {"ansible_host": "127.0.0.1"}}},
+        "gateway": {},
+    }
+    (tmp_path / "hosts.json").write_text(json.dumps(inventory))
+    told = subprocess.run(
+        [
+            *(str(ansible_programs() / "ansible-playbook"), "-i", str(tmp_path / "hosts.json")),
+            *("-vvv", "--diff", "-e", f"verify_key_file={tmp_path}/verify"),
+            str(tmp_path / "play.yml"),
+        ],
+        cwd=PLAYBOOKS,
+        capture_output=True,
+        text=True,
+        timeout=190,
+        check=True,
+    ).stdout
+    assert (tmp_path / "sent/key.pem").read_text() == "marked-private-key\n"
+    assert "Chat from the control machine" in told
+    assert "marked" not in told.replace(str(tmp_path), "")

@@ -1,0 +1,40 @@
+"""The units that are shipped as they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from gateway.access.exposure import is_loopback
+from gateway.config.settings import Settings
+
+FOLDER = Path(__file__).parents[2] / "deploy/systemd"
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def lines(name: str, key: str) -> list[str]:
+    return re.findall(rf"(?m)^{key}=(.*)$", (FOLDER / name).read_text())
+
+
+def test_the_socket_listens_where_the_gateway_would() -> None:
+    settings = Settings()
+    (address,) = lines("llama-gateway.socket", "ListenStream")
+    assert address == f"{settings.listen.host}:{settings.listen.port}"
+    assert is_loopback(settings.listen.host)
+
+
+def test_the_memory_of_the_unit_is_above_the_worst_of_the_default_limits() -> None:
+    """Of two processes: a successor starts in the same unit."""
+    limits = Settings().limits
+    (most,) = lines("llama-gateway.service", "MemoryMax")
+    bodies = limits.buffered_bytes * 5 // 4
+    worst = 2 * ((768 << 20) + limits.connections * 25600 + bodies)
+    assert worst <= int(most[:-1]) * UNITS[most[-1]]
+
+
+def test_a_server_reads_its_key_from_a_file() -> None:
+    name = "llama-server@.service"
+    (start,) = lines(name, "ExecStart")
+    assert " --api-key-file ${CREDENTIALS_DIRECTORY}/api.key" in start
+    (credential,) = lines(name, "LoadCredential")
+    assert credential.startswith("api.key:")

@@ -1,0 +1,193 @@
+"""Whatever becomes of the settings file while the gateway runs, it opens no door."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from gateway.access.keys import new_key
+from tests.emulator import EmulatedNode
+from tests.gateways import Running, running_gateway, until
+from tests.web.build import CHAT
+
+KEY = new_key("team")
+OTHER = new_key("other")
+HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+
+
+def keyed(*keys: Any, **settings: Any) -> dict[str, Any]:
+    return {"keys": [{"id": key.id, "sha256": key.sha256} for key in keys], **settings}
+
+
+async def asked(running: Running, key: str | None = None, path: str = CHAT) -> int:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    if path != CHAT:
+        return (await running.client.get(path, headers=headers)).status_code
+    return (await running.client.post(path, json=HELLO, headers=headers)).status_code
+
+
+async def doors(running: Running, key: str | None = None) -> set[int]:
+    """What every door that asks for a key says."""
+    return {await asked(running, key, path) for path in (CHAT, "/v1/models", "/props")}
+
+
+async def status(running: Running) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin:
+        found: dict[str, Any] = (await admin.get("/admin/status")).json()
+        return found
+
+
+async def logged(folder: Path, words: str) -> None:
+    await until(lambda: words in (folder / "gateway.log").read_text())
+
+
+def truncated(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def written(text: str) -> Callable[[Path], None]:
+    def write(file: Path) -> None:
+        file.write_text(text)
+
+    return write
+
+
+def half_written(file: Path) -> None:
+    text = file.read_text()
+    file.write_text(text[: text.index("sha256") + 10])
+
+
+def replaced_by_a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def linked_to_nowhere(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file.with_name("nowhere"))
+
+
+ACCIDENTS = {
+    "truncated": truncated,
+    "white space": written(" \n\n"),
+    "comments": written("# keys:\n#   - id: team\n"),
+    "null": written("null\n"),
+    "a marker": written("---\n"),
+    "zeros": written("\0" * 200),
+    "half a key": half_written,
+    "no mapping": written("keys"),
+    "a bad hash": written(yaml.safe_dump(keyed(KEY)).replace(KEY.sha256, "x")),
+    "no YAML": written("keys: [\n"),
+    "deleted": Path.unlink,
+    "a folder": replaced_by_a_folder,
+    "a dead link": linked_to_nowhere,
+}
+
+
+async def by_watching(running: Running) -> None:
+    await until(lambda: running.gateway.settings_error is not None)
+
+
+async def by_signal(running: Running) -> None:
+    running.gateway.reload_soon()
+    await until(lambda: running.gateway.settings_error is not None)
+
+
+async def by_request(running: Running) -> None:
+    async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin:
+        assert (await admin.post("/admin/reload")).status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("accident", "reload"),
+    [
+        *((accident, by_watching) for accident in ACCIDENTS),
+        ("truncated", by_signal),
+        ("truncated", by_request),
+        ("comments", by_request),
+    ],
+)
+async def test_an_accident_to_the_settings_leaves_the_old_ones_in_force(
+    accident: str, reload: Callable[[Running], Awaitable[None]], tmp_path: Path
+) -> None:
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], keyed(KEY)) as running:
+        assert await doors(running) == {401}
+        ACCIDENTS[accident](running.settings_file)
+        await reload(running)
+        assert await doors(running) == {401}
+        assert await doors(running, KEY.text) == {200}
+        told = await status(running)
+        assert str(running.settings_file) in told["settings_error"]
+        assert told["keys_lost"] is None
+        await logged(tmp_path, "settings are invalid")
+        if running.settings_file.is_dir():
+            running.settings_file.rmdir()
+        running.write_settings(keyed(KEY, OTHER))
+        await until(lambda: len(running.gateway.settings.keys) == 2)
+        assert (await status(running))["settings_error"] is None
+
+
+@pytest.mark.parametrize("without", [{}, {"keys": []}, {"allow_anonymous": True}])
+async def test_when_the_last_key_goes_nobody_comes_in_until_there_is_one(
+    without: dict[str, Any], tmp_path: Path
+) -> None:
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], keyed(KEY)) as running:
+        running.write_settings(without)
+        await until(lambda: not running.gateway.settings.keys)
+        for key in (None, KEY.text, "anything"):
+            assert await doors(running, key) == {401}
+        told = await status(running)
+        assert told["settings_error"] is None
+        assert "restart" in told["keys_lost"]
+        await logged(tmp_path, "the settings have lost their last API key")
+        assert (await running.client.get("/health")).status_code == 200
+
+        running.write_settings({"allow_anonymous": True, "queue": {"max": 7}})
+        await until(lambda: running.gateway.settings.queue.max == 7)
+        assert await doors(running) == {401}
+
+        running.write_settings(keyed(OTHER))
+        await until(lambda: bool(running.gateway.settings.keys))
+        assert await doors(running) == {401}
+        assert await doors(running, OTHER.text) == {200}
+        assert (await status(running))["keys_lost"] is None
+
+
+async def test_a_restart_opens_it(tmp_path: Path) -> None:
+    async with EmulatedNode() as node:
+        async with running_gateway(tmp_path, [node.url], keyed(KEY)) as running:
+            running.write_settings({})
+            await until(lambda: not running.gateway.settings.keys)
+            assert await doors(running) == {401}
+        async with running_gateway(tmp_path, [node.url], {}) as running:
+            assert await doors(running) == {200}
+
+
+async def test_who_was_let_in_beside_the_keys_still_is(tmp_path: Path) -> None:
+    beside = {"allow_anonymous": True}
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url], keyed(KEY, **beside)) as running,
+    ):
+        assert await doors(running) == {200}
+        running.write_settings(beside)
+        await until(lambda: not running.gateway.settings.keys)
+        assert await doors(running) == {200}
+        running.write_settings({})
+        await until(lambda: not running.gateway.settings.allow_anonymous)
+        assert await doors(running) == {401}
+
+
+async def test_comments_alone_are_no_error_where_nothing_was_set(tmp_path: Path) -> None:
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
+        gateway = running.gateway
+        gateway.settings = gateway.options.over(type(gateway.settings)())
+        running.settings_file.write_text("# queue:\n")
+        await gateway.reload()
+        assert gateway.settings_error is None
