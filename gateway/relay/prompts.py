@@ -2,7 +2,8 @@
 
 llama.cpp's server would queue them on one node. Here each takes slots as they come free, on any
 node, in the line where all others wait. The next one enters that line when the one before it has
-left it, so that no request ever has more than one place there, however many prompts it brings.
+left it: however many prompts a request brings, it has one place there, and one more for each of
+them whose node failed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -19,6 +21,7 @@ from gateway.errors import GatewayError
 from gateway.events import Bus, RequestFinished
 from gateway.relay import sse, verdict
 from gateway.relay.attempt import Attempt, Write
+from gateway.relay.journey import JSON
 from gateway.relay.large import PARSED, Body
 from gateway.relay.live import Live
 from gateway.relay.merging import MERGING, Merging
@@ -34,8 +37,6 @@ MOST_BYTES = PARSED
 """Of several prompts together: they are told apart in one go."""
 MOST_BESIDE = 8 << 20
 """Bytes of what is sent again with each prompt, of all of them together."""
-
-JSON = b"content-type: application/json; charset=utf-8\r\n"
 
 _RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -195,7 +196,7 @@ class Prompts:
         try:
             if self._live.ended_by is not None:
                 raise self._live.ended_by  # noqa: TRY301
-            self._run(self._start())
+            self._run(self._start)
             if streams:
                 first = await self._next()
                 self._live.record.ttft = self._clock() - self._live.request.received
@@ -276,13 +277,13 @@ class Prompts:
             record.caller, record.stream = parent.caller, request.stream
             part = Part(request, record)
             self._parts[request.id] = part
-            self._run(self._answered(index, part))
+            self._run(partial(self._answered, index, part))
             await part.begun.wait()
 
-    def _run(self, coroutine: Awaitable[None]) -> None:
+    def _run(self, work: Callable[[], Awaitable[None]]) -> None:
         async def guarded() -> None:
             try:
-                await coroutine
+                await work()
             except Exception as error:  # noqa: BLE001 - whoever reads raises it
                 self._fail(error)
 

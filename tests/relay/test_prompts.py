@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.access.keys import new_key
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.relay.large import LARGE, read_large
@@ -194,6 +195,27 @@ async def test_a_full_line_refuses_the_whole_or_nothing(tmp_path: Path) -> None:
         refused = await house.ask(PATH, prompt=WORDS)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert (await begun).status_code == 200
+
+
+@in_virtual_time
+async def test_what_has_begun_yields_to_nobody(tmp_path: Path) -> None:
+    many, few = new_key("many"), new_key("few")
+    keys = [{"id": key.id, "sha256": key.sha256} for key in (many, few)]
+    one = EmulatedNode(slots=4, decode_tps=20.0)
+    async with a_house(tmp_path, one, queue={"max": 4}, keys=keys) as house:
+        scheduler = house.running.gateway.scheduler
+        bearer = {"authorization": f"Bearer {many.text}"}
+        ask = [
+            asyncio.create_task(house.ask(PATH, prompt=WORDS[:2] * 4, headers=bearer))
+            for _ in range(4)
+        ]
+        running = house.running.gateway.registry
+        await until(lambda: sum(1 for live in running if live.attempt is not None) == 4)
+        await until(lambda: all(one.request.admitted for one in scheduler.waiting()))
+        await until(lambda: len(scheduler.waiting()) == 4)
+        other = await house.ask(PATH, prompt="one", headers={"authorization": f"Bearer {few.text}"})
+        assert (other.status_code, other.json()["error"]["code"]) == (429, "queue_full")
+        assert [(await each).status_code for each in ask] == [200] * 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
