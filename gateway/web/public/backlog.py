@@ -17,6 +17,9 @@ from uvicorn.protocols.http.flow_control import FlowControl
 HELD_BYTES = 64 * 1024
 """What may wait on one connection before it is no longer read from; one read can add 256 KB."""
 
+MOST_HELD = 64 * 1024 * 1024
+"""What may wait on all connections of a listener before those are cut whose client sends requests
+and takes no replies: what waits there would stay until `limits.send_timeout`."""
 
 PIECE_BYTES = 16 * 1024
 """Most of it that is looked at in one turn."""
@@ -28,6 +31,8 @@ class Backlog:
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
         self._scheduled = False
+        self.held = 0
+        """Bytes that wait on all connections."""
 
     def add(self, go_on: Callable[[], None]) -> None:
         """Call `go_on` when it is its turn."""

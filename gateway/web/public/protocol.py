@@ -29,7 +29,7 @@ from gateway.errors import GatewayError
 from gateway.relay.dialects import CHAT
 from gateway.relay.routes import ROUTES, Route
 from gateway.transport.known_head import KnownHead
-from gateway.web.public.backlog import HELD_BYTES, PIECE_BYTES, Backlog, Flow
+from gateway.web.public.backlog import HELD_BYTES, MOST_HELD, PIECE_BYTES, Backlog, Flow
 from gateway.web.public.chunked import ChunkedBody
 from gateway.web.public.connections import (
     EXTRA_SECONDS,
@@ -91,6 +91,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """The body that is being read, where it is chunked."""
         self._held = bytearray()
         """What has come and is not read before the reply to what came before it is complete."""
+        self._counted = 0
+        """How much of it the listener's backlog counts."""
         self._in_backlog = False
         self.idle_since = 0.0
         self._length = b""
@@ -165,6 +167,7 @@ class BoundedProtocol(HttpToolsProtocol):
         # They hold this object as it holds them, and the collector rarely looks.
         self._line = self.cycle = None  # type: ignore[assignment]
         self._held.clear()
+        self._count_held()
 
     # What has come, cut into requests.
 
@@ -208,9 +211,21 @@ class BoundedProtocol(HttpToolsProtocol):
     def _hold(self, data: bytes) -> None:
         """Keep what is not read now, and read no more from the client when that is much."""
         self._held += data
+        self._count_held()
+        self._cut_if_crowded()
         if len(self._held) > HELD_BYTES:
             self.flow.full = True
             self.flow.pause_reading()
+
+    def _count_held(self) -> None:
+        held = len(self._held)
+        self.backlog.held += held - self._counted
+        self._counted = held
+
+    def _cut_if_crowded(self) -> None:
+        """Break off where a client takes no replies, if too much waits on all connections."""
+        if self._held and self.flow.write_paused and self.backlog.held > MOST_HELD:
+            self.transport.abort()
 
     def _go_on_soon(self) -> None:
         """Go on with what is held, when it is this connection's turn."""
@@ -227,6 +242,7 @@ class BoundedProtocol(HttpToolsProtocol):
             # Some clients end a body with a line end that its length does not count.
             del held[:2]
         del held[: self._read(bytes(held[:PIECE_BYTES]))]
+        self._count_held()
         if self.flow.full and len(held) <= HELD_BYTES:
             self.flow.full = False
             if self._in_head or len(self.cycle.body) <= HELD_BYTES:
@@ -432,6 +448,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._in_head:
             self._linger()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._cut_if_crowded()
+
     def resume_writing(self) -> None:
         super().resume_writing()
         self._go_on_soon()
@@ -502,6 +522,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._deaf = True
         self._lingered = 0
         self._held.clear()
+        self._count_held()
         if not self._in_head:
             # The rest of its own body is what was wrong.
             running = self.cycle

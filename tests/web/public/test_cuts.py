@@ -18,6 +18,7 @@ from uvicorn.server import ServerState
 
 from gateway.access.keys import new_key
 from gateway.config.listeners import LimitSettings
+from gateway.web.public import protocol
 from gateway.web.public.protocol import BoundedProtocol, bounded
 from tests.virtual import VirtualLoop
 from tests.web.build import House, a_house
@@ -249,5 +250,35 @@ def test_who_takes_no_replies_is_not_served_on(bench: Bench) -> None:
         assert transport.sent.count(b"HTTP/1.1 ") == answered + held
         assert transport.reads()
         connection.connection_lost(None)
+
+    bench.loop.run_until_complete(ask())
+
+
+def test_where_too_much_waits_who_takes_no_replies_is_cut(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are cut, and who takes replies is served; what waits is counted to the byte."""
+    monkeypatch.setattr(protocol, "MOST_HELD", 300_000)
+    whole = asking("anna", "a", "plain")
+    requests = 100_000 // len(whole)
+
+    async def ask() -> None:
+        config = uvicorn.Config(bench.house.site, http=bench.kind, ws="none", log_config=None)
+        connections, transports = [], [Transport() for _ in range(5)]
+        for transport in transports:
+            connection = bench.kind(config, ServerState(), {}, bench.loop)
+            connection.connection_made(transport)
+            connection.data_received(whole * requests)
+            if transport is not transports[-1]:
+                connection.pause_writing()
+            connections.append(connection)
+        assert [transport.closed for transport in transports] == [False] * 3 + [True, False]
+        held = sum(len(connection._held) for connection in connections)
+        assert bench.kind.backlog.held == held
+        await asyncio.sleep(1.0)
+        assert transports[-1].sent.count(b"HTTP/1.1 ") == requests
+        for connection in connections:
+            connection.connection_lost(None)
+        assert bench.kind.backlog.held == 0
 
     bench.loop.run_until_complete(ask())

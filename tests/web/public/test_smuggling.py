@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket as unix_socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -177,11 +178,17 @@ async def edge(
         binary, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", "error.log"
     )
     try:
-        await until(socket.exists)
+        await until(lambda: _is_listening(socket))
         yield socket
     finally:
         process.terminate()
         await process.wait()
+
+
+def _is_listening(path: Path) -> bool:
+    """Whether it can be connected to: nginx binds first, and listens a moment later."""
+    with unix_socket.socket(unix_socket.AF_UNIX) as trial:
+        return trial.connect_ex(str(path)) == 0
 
 
 @asynccontextmanager
