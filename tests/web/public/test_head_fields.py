@@ -64,7 +64,7 @@ async def test_what_a_client_says_goes_on_to_the_node(gate: Public) -> None:
         "X-Auth-Token: secret",
         "X-OpenWebUI-User-Email: anna@example.org",
         "Referer: https://intranet/page",
-        "Origin: https://intranet",
+        "Origin: app://page",
         "X-Forwarded-For: 192.0.2.1",
     ],
 )
