@@ -104,12 +104,18 @@ def secrets_of(tasks: list[Task]) -> set[str]:
     return found
 
 
+def closed_results(tasks: list[Task]) -> set[str]:
+    """What tasks that say nothing have found: what they were given is in it."""
+    return {task["register"] for task in tasks if task.get("no_log") and "register" in task}
+
+
 def is_key(path: str) -> bool:
     return bool(re.search(r"key|\.pem|environment", path))
 
 
 TASKS = all_tasks()
 SECRETS = secrets_of(TASKS)
+RESULTS = closed_results(TASKS)
 
 
 def test_the_secrets_are_known() -> None:
@@ -127,6 +133,10 @@ def complaint(task: Task) -> str:
     if writes:
         used |= mentions(task, FILES)
         used |= {name for name in [str(arguments.get("dest", ""))] if is_key(name)}
+    # A loop tells what it goes over, whatever its label is.
+    loop = str(task.get("loop", ""))
+    if not re.search(r"range\(|map\(attribute", loop):
+        used |= mentions(loop, RESULTS)
     if module == "ansible.builtin.slurp":
         used |= {name for name in [str(arguments["src"])] if is_key(name)}
     if not used:
@@ -160,6 +170,8 @@ COPY = {"ansible.builtin.copy": {"content": "{{ gateway_admin_key }}", "dest": "
         ({"ansible.builtin.command": {"argv": ["{{ verify_key }}"]}, "no_log": True}, True),
         ({"ansible.builtin.slurp": {"src": "/etc/node/api.key"}}, True),
         ({"ansible.builtin.command": {"argv": ["a"]}, "loop": "{{ [gateway_admin_key] }}"}, True),
+        ({"ansible.builtin.debug": {"msg": "a"}, "loop": "{{ gateway_chat.results }}"}, True),
+        ({"ansible.builtin.debug": {"msg": "{{ edge_chat.status }}"}}, False),
         ({"ansible.builtin.fail": {"msg": "a"}, "when": "gateway_admin_key"}, False),
     ],
 )
