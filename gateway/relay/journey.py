@@ -68,11 +68,18 @@ class AttemptFailed(Exception):  # noqa: N818 - as `Overdue` and its like
     """An attempt came to nothing. `error` is what the client gets when no other may follow."""
 
     def __init__(
-        self, error: GatewayError, *, again: bool = True, answer: Reply | None = None
+        self,
+        error: GatewayError,
+        *,
+        again: bool = True,
+        reached: bool = True,
+        answer: Reply | None = None,
     ) -> None:
         super().__init__(error.message)
         self.error = error
         self.again = again
+        self.reached = reached
+        """Whether a node has had it: one that nobody has had multiplies no load."""
         self.answer = answer
         """A node's own error, to be passed on if nobody knows better."""
 
@@ -347,7 +354,8 @@ class Journey:
             return AttemptFailed(as_error(failure))
         out_of_time = isinstance(failure, Overdue) and failure.limit == "total"
         now = self._means.clock()
-        if isinstance(failure, ConnectFailed | ConnectTimedOut):
+        reached = not isinstance(failure, ConnectFailed | ConnectTimedOut)
+        if not reached:
             self._means.fleet.failed(node, now, attempt.lease.taken)
         elif not out_of_time or (request.deadline is None and attempt.lease.last_moved is None):
             self._settler.doubt(self._live, attempt.lease, now, begun=False)
@@ -357,4 +365,4 @@ class Journey:
             self._settler.quarantine.died(request, node.name, attempt.lease.taken, now)
             if (refusal := self._quarantined()) is not None:
                 return refusal
-        return AttemptFailed(as_error(failure), again=not out_of_time)
+        return AttemptFailed(as_error(failure), again=not out_of_time, reached=reached)

@@ -61,7 +61,9 @@ class Relay:
         share, least = self._allowed()
         return self.budget.left(self.means.clock(), share=share, least=least)
 
-    def _affordable(self) -> bool:
+    def _affordable(self, failure: BaseException | None) -> bool:
+        if isinstance(failure, AttemptFailed) and not failure.reached:
+            return True
         share, least = self._allowed()
         return self.budget.spend(self.means.clock(), share=share, least=least)
 

@@ -20,6 +20,9 @@ WINDOW = 60.0
 """Seconds of the past that the budget counts."""
 
 
+Affordable = Callable[[BaseException | None], bool]
+
+
 class RetryBudget:
     """Keeps an outage from being multiplied: retries are at most a share of recent requests."""
 
@@ -59,19 +62,23 @@ class RetryBudget:
 
 
 class _OutOfBudget(stop_base):
-    def __init__(self, affordable: Callable[[], bool]) -> None:
+    def __init__(self, affordable: Affordable) -> None:
         self._affordable = affordable
 
     def __call__(self, retry_state: RetryCallState) -> bool:
-        return not self._affordable()
+        outcome = retry_state.outcome
+        return not self._affordable(None if outcome is None else outcome.exception())
 
 
 def retrying(
     settings: RetrySettings,
     may_retry: Callable[[BaseException], bool],
-    affordable: Callable[[], bool],
+    affordable: Affordable,
 ) -> AsyncRetrying:
-    """The loop of tenacity for one request; `affordable` is asked once for each further attempt."""
+    """The loop of tenacity for one request; `affordable` is asked once for each further attempt.
+
+    It is told how the attempt before it failed.
+    """
     return AsyncRetrying(
         stop=stop_after_attempt(settings.attempts) | _OutOfBudget(affordable),
         wait=wait_random_exponential(multiplier=settings.backoff, max=settings.backoff_max),

@@ -16,7 +16,9 @@ LIMIT = 30.0  # seconds any one wait may take
 def post(path: str, body: dict[str, Any] | None = None, headers: str = "") -> bytes:
     """The bytes of a request; `headers` are whole lines with their ends."""
     data = json.dumps(body or {}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n{headers}\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n{headers}\r\n"
+    )
     return head.encode() + data
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.fleet.states import State
+from gateway.relay.retry import RetryBudget
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.gateways import until
 from tests.relay.house import DIALECTS, FIRST, MESSAGES, a_house
@@ -139,6 +140,13 @@ async def test_a_retry_goes_to_another_host_if_there_is_one(tmp_path: Path) -> N
         assert (await house.ask()).headers["x-gateway-node"] == "b"
 
 
+class Spent(RetryBudget):
+    """A budget with nothing in it."""
+
+    def left(self, now: float, *, share: float, least: int) -> int:
+        return 0
+
+
 @in_virtual_time
 async def test_attempts_have_an_end(tmp_path: Path) -> None:
     servers = [EmulatedNode() for _ in range(4)]
@@ -162,6 +170,20 @@ async def test_an_outage_is_not_multiplied(tmp_path: Path) -> None:
         for _ in range(12):
             assert (await house.ask()).status_code == 502
         assert len(house.attempts) == 12 + 5
+
+
+@in_virtual_time
+async def test_what_reached_no_node_costs_no_budget(tmp_path: Path) -> None:
+    one = EmulatedNode(slots=8, answer_tokens=4)
+    retries = {"budget": 0.0, "budget_min": 0}
+    async with a_house(tmp_path, one, retries=retries, health={"interval": 3600}) as house:
+        house.running.gateway.relay.budget = Spent()
+        await one.kill()
+        asked = [asyncio.create_task(house.ask()) for _ in range(6)]
+        await until(lambda: len(house.running.gateway.scheduler.waiting()) == 6)
+        await one.revive()
+        await house.running.gateway.fleet.probe("a")
+        assert [(await reply).status_code for reply in asked] == [200] * 6
 
 
 @in_virtual_time

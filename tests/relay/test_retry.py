@@ -73,7 +73,7 @@ async def tried(settings: RetrySettings, affordable: Callable[[], bool], *, may:
         raise OSError
 
     with contextlib.suppress(OSError):
-        async for trial in retrying(settings, lambda _: may, affordable):
+        async for trial in retrying(settings, lambda _: may, lambda _: affordable()):
             with trial:
                 fail()
     return count
