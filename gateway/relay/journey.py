@@ -305,7 +305,7 @@ class Journey:
         if status in self._erring or not self._means.scheduler.elsewhere(request, node):
             return answer
         self._erring.append(status)
-        self._live.doubts.append(Doubt(lease, counted=False))
+        self._live.doubts += (Doubt(lease, counted=False),)
         raise AttemptFailed(errors.node_failed("Every node tried failed."), answer=answer)
 
     def _refused(self, status: int, content: bytes, node: Node) -> Exception:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gateway.errors import GatewayError
@@ -59,7 +59,7 @@ class Live:
     """What waits and runs of a request of several prompts, by id; None: it is one itself."""
     on_end: Callable[[GatewayError], None] | None = None
     """Called when it is ended, by what runs its parts."""
-    doubts: list[Doubt] = field(default_factory=list)
+    doubts: tuple[Doubt, ...] = ()
     """Its failures of which it is yet to be seen who is to blame."""
 
     def end(self, error: GatewayError) -> None:

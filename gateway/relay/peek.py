@@ -61,6 +61,7 @@ class Peek(msgspec.Struct):
 
 
 _PEEK = msgspec.json.Decoder(Peek)
+_NO_OPTIONS = (NOTHING,) * 14
 _ANY = msgspec.json.Decoder()
 _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -96,6 +97,27 @@ def peek(body: bytes) -> Peek:
         # How deep is too deep differs between Pythons, but not the answer: `prepare` refuses what
         # is nested less deeply than any of them minds.
         raise errors.invalid_request("The body is nested too deeply.") from None
+
+
+def has_options(peeked: Peek) -> bool:
+    """Whether it has any field that `grammar.check` and `sampling.check` look at."""
+    # As one tuple: to look at each by itself costs twice as much.
+    return (
+        peeked.tools,
+        peeked.grammar,
+        peeked.json_schema,
+        peeked.response_format,
+        peeked.text,
+        peeked.output_config,
+        peeked.output_format,
+        peeked.stop,
+        peeked.stop_sequences,
+        peeked.logit_bias,
+        peeked.samplers,
+        peeked.dry_sequence_breakers,
+        peeked.response_fields,
+        peeked.grammar_triggers,
+    ) != _NO_OPTIONS
 
 
 def _may_spell(body: bytes) -> bool:

@@ -66,11 +66,19 @@ def prepare(
 ) -> Request:
     """A request that can be sent to nodes. Raises: GatewayError."""
     route, limits, body = incoming.route, rules.limits, incoming.body
-    levels, vision = _looked_at(body, limits, route.prompt)
-    if grammar.is_bound(peeked):
-        grammar.check(peeked, levels, limits)
-    if route.streams:
-        sampling.check(peeked, limits)
+    raw = getattr(peeked, route.prompt) if route.prompt in _PROMPTS else peek.NOTHING
+    if isinstance(body, bytes):
+        levels = peek.depth(body, limits.json_depth)
+        if levels > limits.json_depth:
+            raise _too_deep(limits)
+        vision = peek.may_link(body) and _checked_media(*_links(body), limits.media_hosts, route)
+        tokens = peek.count_tokens(raw, BYTES_PER_TOKEN)
+    else:
+        levels, found = body.levels, body.addresses()
+        vision = _checked_media(found, body.pictures, limits.media_hosts, route)
+        tokens = body.count_tokens(route.prompt, BYTES_PER_TOKEN)
+    if peek.has_options(peeked):
+        _check_options(peeked, levels, route, limits)
     model, meanings = _meant(peeked.model, rules, incoming.caller, catalogue)
     bodies: dict[str, Body] = {}
     slots = 1 if route.occupies else 0
@@ -89,11 +97,6 @@ def prepare(
         bodies[meaning.name] = edits.applied(ruled, edit) if edit else ruled
         if route.streams:
             slots = max(slots, _slots(seen, limits.n))
-    raw = getattr(peeked, route.prompt) if route.prompt in _PROMPTS else peek.NOTHING
-    if isinstance(body, bytes):
-        tokens = peek.count_tokens(raw, BYTES_PER_TOKEN)
-    else:
-        tokens = body.count_tokens(route.prompt, BYTES_PER_TOKEN)
     # By place: told by name, so many values cost more than all the rest of this function.
     request = Request(
         incoming.id,
@@ -118,8 +121,9 @@ def prepare(
         request.own_timer = incoming.own_timer
     request.writes = route.streams
     if route.streams:
-        request.several = _several(incoming, peeked, priority, rules, catalogue)
-        _generates(request, body, peeked, route, rules.volatile)
+        if route.prompt == "prompt":
+            request.several = _several(incoming, peeked, priority, rules, catalogue)
+        _generates(request, body, peeked, raw, route, rules.volatile)
     else:
         request.text = int(tokens * BYTES_PER_TOKEN)
     request.party = incoming.party or incoming.caller.id
@@ -128,7 +132,12 @@ def prepare(
 
 
 def _generates(
-    request: Request, body: Body, peeked: peek.Peek, route: Route, volatile: Volatile
+    request: Request,
+    body: Body,
+    peeked: peek.Peek,
+    raw: msgspec.Raw,
+    route: Route,
+    volatile: Volatile,
 ) -> None:
     """Note what is to be known of a request whose answer is generated."""
     request.stream = bool(peeked.stream)
@@ -137,7 +146,6 @@ def _generates(
         request.assembled = assembly.fits(route.path, body, peeked.messages, request.slots)
     request.max_tokens = _max_tokens(peeked)
     if isinstance(body, bytes):
-        raw = getattr(peeked, route.prompt) if route.prompt in _PROMPTS else peek.NOTHING
         size = peek.measure(raw, peeked.tools, peeked.system, peeked.instructions)
         request.prompt = fingerprint(body, route, request.model, volatile)
     else:
@@ -146,20 +154,18 @@ def _generates(
     request.text, request.ids, request.media = size
 
 
-def _looked_at(body: Body, limits: LimitSettings, field: str | None) -> tuple[int, bool]:
-    """How deeply it is nested, 0 if that can't matter, and whether it holds a picture.
+def _check_options(peeked: peek.Peek, levels: int, route: Route, limits: LimitSettings) -> None:
+    """See that none of its options costs a node more than it may. Raises: GatewayError 400."""
+    if grammar.is_bound(peeked):
+        grammar.check(peeked, levels, limits)
+    if route.streams:
+        sampling.check(peeked, limits)
 
-    Raises: GatewayError 400.
-    """
-    if not isinstance(body, bytes):
-        found, pictures = body.addresses(), body.pictures
-        return body.levels, _checked_media(found, pictures, limits.media_hosts, field)
-    levels = peek.depth(body, limits.json_depth)
-    if levels > limits.json_depth:
-        raise errors.invalid_request(
-            f"The body is nested deeper than {limits.json_depth} levels ('limits.json_depth')."
-        )
-    return levels, peek.may_link(body) and _checked_media(*_links(body), limits.media_hosts, field)
+
+def _too_deep(limits: LimitSettings) -> errors.GatewayError:
+    return errors.invalid_request(
+        f"The body is nested deeper than {limits.json_depth} levels ('limits.json_depth')."
+    )
 
 
 _PROMPTS = frozenset({"prompt", "messages", "input"})
@@ -222,9 +228,6 @@ def prepare_form(
 def _several(
     incoming: Incoming, peeked: peek.Peek, priority: Priority, rules: Rules, catalogue: Catalogue
 ) -> prompts.Several | None:
-    if incoming.route.prompt != "prompt":
-        return None
-
     def make(index: int, body: bytes) -> Generator[None, None, Request]:
         return _part(incoming, index, body, priority, rules, catalogue)
 
@@ -251,6 +254,8 @@ def _part(
 
 def _slots(peeked: peek.Peek, limit: int) -> int:
     """Slots that a prompt takes at once: one for each answer."""
+    if peeked.n is None and peeked.n_cmpl is None:
+        return 1
     answers = 1
     for name in ("n", "n_cmpl"):
         asked = edits.whole(getattr(peeked, name)) or 1
@@ -287,7 +292,7 @@ def _checked_media(
     links: list[str],
     pictures: bool,  # noqa: FBT001
     hosts: tuple[str, ...],
-    field: str | None,
+    route: Route,
 ) -> bool:
     """Whether the body holds a picture; links that a node would fetch are refused."""
     for link in links:
@@ -295,7 +300,7 @@ def _checked_media(
             raise errors.invalid_request(
                 "Only 'data:' URLs may be sent for images and files: the node would have to fetch "
                 "anything else. An operator can allow hosts in 'limits.media_hosts'.",
-                field or "messages",
+                route.prompt or "messages",
             )
     return pictures
 

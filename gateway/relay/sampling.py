@@ -28,17 +28,6 @@ _NUMBER = msgspec.json.Decoder(bool | int | float | None)
 
 def check(peeked: Peek, limits: LimitSettings) -> None:
     """See that none is larger than it may. Raises: GatewayError 400."""
-    if (
-        peeked.stop
-        is peeked.stop_sequences
-        is peeked.logit_bias
-        is peeked.samplers
-        is peeked.dry_sequence_breakers
-        is peeked.response_fields
-        is peeked.grammar_triggers
-        is NOTHING
-    ):
-        return
     for name, setting in (
         ("stop", "stop_bytes"),
         ("stop_sequences", "stop_bytes"),

@@ -84,7 +84,7 @@ class Settler:
         """
         caller = live.request.caller.id
         self.fleet.failed(lease.node, now, lease.taken, caller=caller, certain=False)
-        live.doubts.append(Doubt(lease, begun))
+        live.doubts += (Doubt(lease, begun),)
 
     def answered(self, live: Live, node: Node, *, wholly: bool) -> None:
         """This node answers what others have failed: `wholly`, or as far as its first content."""
@@ -97,7 +97,7 @@ class Settler:
             lease, counted = doubt.lease, doubt.counted
             if lease.node is not node:
                 self.fleet.failed(lease.node, now, lease.taken, caller=caller, counted=counted)
-        live.doubts = left
+        live.doubts = tuple(left)
 
     def tell(self, live: Live, attempt: Attempt, outcome: str) -> None:
         """An attempt is over that came to nothing."""

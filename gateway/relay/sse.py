@@ -102,12 +102,10 @@ class EventGate:
         return chunk[:end] + rest
 
     def _check_size(self) -> None:
-        """See that what is held back may be an event. Raises: Garbage."""
-        size = len(self._tail)
-        if size > self._limit:
-            most = max(self._limit, min(self._limit + TOKEN_BYTES * self.events, self._ceiling))
-            if size > most:
-                raise Garbage(f"An event is larger than {most} bytes")
+        """See that what is held back, which is much, may be an event. Raises: Garbage."""
+        most = max(self._limit, min(self._limit + TOKEN_BYTES * self.events, self._ceiling))
+        if len(self._tail) > most:
+            raise Garbage(f"An event is larger than {most} bytes")
 
     def _whole(self, chunk: bytes) -> bytes:
         if not chunk:
@@ -122,14 +120,16 @@ class EventGate:
         if end < 3:  # neither was found
             end = len(tail) if tail.endswith(b"\n") and _ONLY_COMMENTS.match(tail) else 0
         if not end:
-            self._check_size()
+            if len(tail) > self._limit:
+                self._check_size()
             return b""
         whole = bytes(tail[:end])
         del tail[:end]
         if tail.endswith(b"\n") and _ONLY_COMMENTS.match(tail):
             whole += tail
             tail.clear()
-        self._check_size()
+        if len(tail) > self._limit:
+            self._check_size()
         if whole.startswith(b":") or b"\n:" in whole:
             whole = _COMMENTS.sub(self._comment, whole)
         self.events += sum(1 for _ in _BOUNDARY.finditer(whole))

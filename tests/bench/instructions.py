@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _counted(checkout: Path, requests: int) -> dict[str, int]:
     """Instructions of each scenario's requests. Raises: RuntimeError."""
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-instructions-"))
-    async with Upstream(1, 64, Script(tokens=TOKENS, interval=0.0, burst=10)) as node:
+    async with Upstream(1, 64, Script(tokens=TOKENS, interval=0.0, burst=TOKENS)) as node:
         with claim_port(HOST) as claim:
             address = (HOST, port_of(claim))
             process = _started(checkout, folder, address, node.ports[0])

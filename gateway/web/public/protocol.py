@@ -187,7 +187,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._known is not None and between:
             body = self._known.body(data)
-            if body is not None and not self._waits:
+            if body is not None and self.cycle.response_complete and not self.flow.write_paused:
                 self._repeats(body)
                 return
         read = self._read(data)
