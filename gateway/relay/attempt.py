@@ -162,12 +162,12 @@ class Attempt:
     @property
     def fields(self) -> bytes:
         """The lines of the reply's head that go on to the client."""
-        connection, also = self._connection, self._settings.headers.to_clients
+        connection, settings = self._connection, self._settings
         if connection is None or connection.headers is not self.headers:
-            return fields.to_client(self.headers, also)
-        if connection.digest is None or connection.digest_of is not also:
-            connection.digest = fields.to_client(self.headers, also)
-            connection.digest_of = also
+            return fields.to_client(self.headers, settings.headers.to_clients)
+        if connection.digest is None or connection.digest_of is not settings:
+            connection.digest = fields.to_client(self.headers, settings.headers.to_clients)
+            connection.digest_of = settings
         return connection.digest
 
     async def open(self, head: bytes, body: bytes | Pieces) -> None:

@@ -247,11 +247,13 @@ class _Exchange:
 
     def _prepared(self, preamble: Preamble, body: Body) -> Live:
         """The request that the body makes. Raises: GatewayError."""
-        edge, record = self._edge, self.record
-        if self._route.form and isinstance(body, bytes):
-            peeked = forms.peek(body, self._turn.headers)
-        elif not isinstance(body, bytes):
+        edge, record, route = self._edge, self.record, self._route
+        made = prepare
+        if not isinstance(body, bytes):
             peeked = body.peek()
+        elif route.form:
+            peeked = forms.peek(body, self._turn.headers)
+            made = prepare_form
         else:
             try:
                 peeked = peek(body)
@@ -274,7 +276,7 @@ class _Exchange:
         incoming = Incoming(
             self.request_id,
             record.id,
-            self._route,
+            route,
             preamble.fields,
             patience,
             body,
@@ -285,14 +287,13 @@ class _Exchange:
             own_timer,
         )
         catalogue = edge.fleet.catalogue
-        made = prepare_form if self._route.form else prepare
         request = made(incoming, peeked, record.priority, self._snapshot.rules, catalogue)
         record.stream = request.stream
         for name in request.candidates:
             if catalogue.known(name):
                 record.model = request.model
                 break
-        if is_editing(self._route, peeked) and self._snapshot.settings.queue.latest_wins:
+        if is_editing(route, peeked) and self._snapshot.settings.queue.latest_wins:
             self._editing = request.session or self._whereabouts(request.party, request.model)
         return Live(request, record)
 
