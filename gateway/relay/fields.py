@@ -39,10 +39,9 @@ def to_node(headers: Headers, also: tuple[str, ...] = ()) -> bytes:
     via: list[bytes] = []
     for name, value in headers:
         if name in passed or (name.startswith(_EITHER_WAY) and not _SECRET.search(name)):
-            if value[:33].lower() == _FORM:
-                # curl says so of all that it posts; llama.cpp's server then takes 8 kB at most.
-                value = b"application/json"
-            lines.append(name + b": " + value + b"\r\n")
+            # curl says so of all that it posts; llama.cpp's server then takes 8 kB at most.
+            kind = b"application/json" if value[:33].lower() == _FORM else value
+            lines.append(name + b": " + kind + b"\r\n")
         elif name == b"connection":
             if value.lower() not in _HARMLESS:
                 named.update(_names_in(value))
