@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from gateway.access.exposure import is_loopback
 
-_AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
+_AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{0,5}))?")
 _ORIGIN = re.compile(rf"(https?)://{_AUTHORITY.pattern}")
 _PORTS = {"http": 80, "https": 443}
 

@@ -7,14 +7,16 @@ from collections.abc import Callable
 
 import msgspec
 
+from gateway import errors
 from gateway.config.settings import Settings
 from gateway.fleet.lease import Lease
 from gateway.relay import fields, sampling, sse
 from gateway.relay.continuation.seam import Seam
 from gateway.relay.dialects import Dialect, Part
 from gateway.relay.promised import check_plain, is_event_stream
+from gateway.relay.routes import ROUTES
 from gateway.relay.sse import EventGate
-from gateway.relay.verdict import as_body, message_of, status_of
+from gateway.relay.verdict import as_body, is_overflow, message_of, overflow_sizes, status_of
 from gateway.relay.watch import Limits, Watch, limits_of, out_of_time
 from gateway.request import Headers, Pieces, Request
 from gateway.transport.connection import Connection
@@ -309,15 +311,24 @@ class Attempt:
         kept = []
         for event in sse.split(passed):
             if mark and mark in event:
-                data = sse.payload(event)
-                said = message_of(data) or "The node failed in the middle of it"
-                self.fail(Errored(said, status_of(data)))
+                self.fail(self._errored(sse.payload(event)))
                 break
             kept.append(event)
             if ends and dialect.is_end(event):
                 self.said_all = True
                 break
         return b"".join(kept)
+
+    def _errored(self, data: bytes) -> Errored:
+        """What the node's error event tells."""
+        said = message_of(data) or "The node failed in the middle of it"
+        failure = Errored(said, status_of(data))
+        if is_overflow(failure.status, data, self.request):
+            tokens, context = overflow_sizes(data)
+            context = context or self.lease.node.context
+            param = ROUTES[self.request.path].prompt
+            failure.told = errors.context_length_exceeded(tokens, context, param)
+        return failure
 
     def fail(self, error: UpstreamError) -> None:
         """End it from outside: whoever waits gets `error`."""

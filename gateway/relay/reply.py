@@ -215,6 +215,8 @@ def as_error(failure: UpstreamError | None) -> GatewayError:
         return failure.error
     if isinstance(failure, Overdue):
         return errors.node_timeout(f"{failure}.")
+    if isinstance(failure, Errored) and failure.told is not None:
+        return failure.told
     if isinstance(failure, Errored) and failure.status in _TOLD:
         status = failure.status
         wait = errors.UNHEARD_RETRY_AFTER if status in {429, 503, 529} else None

@@ -15,6 +15,8 @@ UpstreamError
 
 from __future__ import annotations
 
+from gateway.errors import GatewayError
+
 
 class UpstreamError(Exception):
     """A node could not be asked, or did not answer to the end."""
@@ -66,6 +68,8 @@ class Errored(UpstreamError):  # noqa: N818
     def __init__(self, message: str, status: int = 500) -> None:
         super().__init__(message)
         self.status = status
+        self.told: GatewayError | None = None
+        """What the client is told, where that is known better than by the status."""
         if self.of_request:
             self.outcome = "request_error"
 

@@ -34,6 +34,13 @@ def test_what_a_node_can_use_passes_and_ours_are_added() -> None:
     assert sent(*fields) == [b": ".join(field) for field in fields] + OWN
 
 
+@pytest.mark.parametrize(
+    "value", [b"application/x-www-form-urlencoded", b"Application/X-WWW-Form-urlencoded; a=b"]
+)
+def test_what_curl_says_of_any_body_becomes_what_it_is(value: bytes) -> None:
+    assert sent((b"content-type", value)) == [b"content-type: application/json", *OWN]
+
+
 STAY_HERE = [
     "authorization", "x-api-key", "api-key", "cookie", "proxy-authorization",
     "x-priority", "x-request-timeout", "x-gateway-progress", "x-gateway-anything",

@@ -109,6 +109,29 @@ async def test_what_a_node_finds_wrong_with_a_request_is_asked_of_no_other(tmp_p
         assert [outcome for _, outcome in house.outcomes] == ["request_error"] * 2
 
 
+@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("stream", [True, False])
+@in_virtual_time
+async def test_an_overflow_behind_the_first_content_is_told_in_our_words(
+    tmp_path: Path, path: str, stream: bool
+) -> None:
+    said = {
+        "code": 400,
+        "type": "exceed_context_size_error",
+        "message": "request (9000 tokens) exceeds the available context size (4096 tokens)",
+    }
+    error = b"data: " + msgspec.json.encode({"error": said}) + b"\n\n"
+    if path == "/v1/messages":
+        error = b"event: error\ndata: " + msgspec.json.encode(said) + b"\n\n"
+    one = EmulatedNode(answer_tokens=40)
+    async with a_house(tmp_path, one) as house:
+        one.faults.next("insert", after_events=AFTER, data=error)
+        reply = await house.ask(path, stream=stream)
+        assert "prompt is too long: 9000 tokens > 4096 maximum" in reply.text
+        assert reply.status_code == (200 if stream else 400)
+        assert house.node("a").failures == 0
+
+
 @pytest.mark.parametrize(("path", "kind", "options"), BROKEN)
 @in_virtual_time
 async def test_what_breaks_after_its_first_content_ends_with_an_error_event(

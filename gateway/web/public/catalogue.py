@@ -29,8 +29,12 @@ class Catalogue:
     caller: Caller
 
     def all(self) -> list[str]:
-        """Every public name: nodes' models in the inventory's order, then the settings' names."""
-        every = dict.fromkeys((*self.fleet.catalogue.model_names(), *self.names.rules))
+        """Every public name: nodes' models in the inventory's order, then the settings' names.
+
+        Then those that the caller's key names and the catch-all takes.
+        """
+        own = sorted(self.caller.models or ()) if self.names.catches else ()
+        every = dict.fromkeys((*self.fleet.catalogue.model_names(), *self.names.rules, *own))
         return [name for name in every if name != CATCH_ALL and name in self]
 
     def __contains__(self, name: str) -> bool:

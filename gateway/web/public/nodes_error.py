@@ -21,8 +21,8 @@ def as_error(reply: Reply) -> GatewayError:
 
 
 def body_of(reply: Reply, dialect: Dialect, tag: str) -> bytes:
-    """Its body as it is, unless the API has a form of its own that llama.cpp doesn't use."""
-    if dialect.name != "messages" or _is_anthropics(reply.content):
+    """Its body as it is, unless it is empty or the API has a form that llama.cpp doesn't use."""
+    if reply.content and (dialect.name != "messages" or _is_anthropics(reply.content)):
         return reply.content
     return dialect.error_body(as_error(reply), tag)
 

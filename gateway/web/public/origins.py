@@ -8,6 +8,7 @@ read (`site.cors`).
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
@@ -41,7 +42,8 @@ class PageRules:
         if not listen.hosts and (not loopback or listen.trusted_proxies):
             return None
         cors = settings.cors
-        return cls(Hosts((listen.host, *listen.hosts)), frozenset(cors.origins if cors else ()))
+        names = (listen.host, *listen.hosts, socket.gethostname(), *_FROM_CONTAINERS)
+        return cls(Hosts(names), frozenset(cors.origins if cors else ()))
 
     def check(self, headers: Headers, own_address: object, *, posts: bool) -> None:
         """Raise GatewayError 403 unless the request can't be a foreign page's.
@@ -63,8 +65,27 @@ class PageRules:
         if not self.origins.isdisjoint((origin, "*")):
             return False
         # Others than the web's are extensions and programs that their user has installed.
-        return origin.lower().startswith(("http:", "https:")) or origin.lower() == "null"
+        origin = origin.lower()
+        return origin.startswith(("http:", "https:", "null")) and origin not in _PROGRAMS
 
+
+_FROM_CONTAINERS = (
+    "host.docker.internal",
+    "gateway.docker.internal",
+    "kubernetes.docker.internal",
+    "host.containers.internal",
+    "host.lima.internal",
+    "host.orb.internal",
+    "host.rancher-desktop.internal",
+    "host.minikube.internal",
+)
+"""What a machine is called within the containers that Docker, Podman, Lima, OrbStack, Rancher and
+Minikube run on it. Nobody can own such a name: `.internal` is not delegated."""
+
+_PROGRAMS = frozenset(
+    f"{scheme}://{name}.localhost" for scheme in ("http", "https") for name in ("tauri", "wails")
+)
+"""What programs made with Tauri and Wails call their own pages on Windows and Android."""
 
 _OWN_SITES = frozenset({"same-origin", "none"})
 """What a browser says of requests by the page's own origin, and by its user; no page can."""

@@ -135,6 +135,10 @@ async def test_a_key_needs_the_name_or_the_star(node: EmulatedNode, tmp_path: Pa
     }  # fmt: skip
     async with running_gateway(tmp_path, [node.url], TO_DEMO | {"keys": keys}) as running:
         for name, key in made.items():
+            listed = await running.client.get("/v1/models", headers={"x-api-key": key.text})
+            names = {card["id"] for card in listed.json()["data"]}
+            # Of what the star takes, only the key can say a name.
+            assert names == served[name] & {"demo", *(allowed[name] or ())}
             for model in ("demo", "gpt-4o", "o3"):
                 good = (200, None) if model in served[name] else (403, "model_not_allowed")
                 assert outcome(await asked(running, model, key.text)) == good, (name, model)

@@ -71,6 +71,16 @@ async def test_what_is_in_their_form_passes_as_it_is(tmp_path: Path) -> None:
         assert (reply.status_code, reply.text) == (400, ANTHROPICS)
 
 
+@pytest.mark.parametrize("path", [path for path in DIALECTS if path != "/v1/messages"])
+@in_virtual_time
+async def test_an_error_without_words_gets_some(tmp_path: Path, path: str) -> None:
+    async with a_house(tmp_path, node := EmulatedNode()) as house:
+        node.faults.next("status", status=413, body="", path=path)
+        reply = await house.ask(path)
+        assert (reply.status_code, reply.headers["content-type"]) == (413, "application/json")
+        assert reply.json()["error"]["code"] == "request_too_large"
+
+
 @pytest.mark.parametrize("body", ["<html>no</html>", "", '{"error":7}'])
 @in_virtual_time
 async def test_what_is_no_json_is_told_by_its_status(tmp_path: Path, body: str) -> None:

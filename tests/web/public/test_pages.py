@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,19 @@ def told(found: Answer) -> tuple[int, str | None]:
         "chat.internal",
         "CHAT.internal:443",
         "192.0.2.7",
+        "host.docker.internal:8000",
+        "host.containers.internal",
+        socket.gethostname(),
     ],
 )
 @pytest.mark.parametrize("absolute", [False, True])
 async def test_the_listeners_names_are_answered_to(gate: Public, host: str, absolute: bool) -> None:
     data = asking("evil.example", path=f"http://{host}{CHAT}") if absolute else asking(host)
     assert (await gate.ask(data)).status == 200
+
+
+async def test_a_port_may_be_left_empty(gate: Public) -> None:
+    assert (await gate.ask(asking("localhost:"))).status == 200
 
 
 @pytest.mark.parametrize(
@@ -77,6 +85,8 @@ async def test_the_listeners_names_are_answered_to(gate: Public, host: str, abso
         "evil",
         "127.0.0.1.evil.example",
         "localhost.evil.example",
+        "docker.internal",
+        "evil.docker.internal",
         "xlocalhost",
         "10.0.0.1",
         "0.0.0.0",
@@ -167,6 +177,10 @@ async def test_a_target_without_a_host_is_400(gate: Public, target: str) -> None
         (["Sec-Fetch-Site: none"], True),
         (["Origin: vscode-webview://abc"], True),
         (["Origin: app://obsidian.md"], True),
+        (["Origin: http://tauri.localhost"], True),
+        (["Origin: https://Wails.localhost"], True),
+        (["Origin: http://tauri.localhost:8080"], False),
+        (["Origin: http://evil.localhost"], False),
     ],
 )
 async def test_a_page_of_another_origin_does_not_post(
