@@ -184,6 +184,7 @@ class _Exchange:
             if self._live is not None and self._live.request.own_timer:
                 await self._let_it_time_out(self._live.request)
             self.refuse(error)
+            errors.forget_trace(error)
         except (ClientClosed, asyncio.CancelledError):
             record.code, record.reason = 499, "client_closed"
             raise
@@ -350,7 +351,8 @@ class _Exchange:
             while (chunk := await rest.next(turn.write)) != b"":
                 if chunk is None or turn.write(chunk):
                     await self._taken(rest)
-        except UpstreamError:
+        except UpstreamError as failure:
+            errors.forget_trace(failure)
             # Half of a plain answer is out: it must not look like a whole one.
             record.code, record.reason = 502, "node_failed"
             turn.abort()
