@@ -7,6 +7,7 @@ import itertools
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from gateway import errors
 from gateway.access.anonymous import OPEN, Door
@@ -34,7 +35,15 @@ from gateway.scheduling.latest import Latest
 from gateway.transport.errors import UpstreamError
 from gateway.transport.taskless import in_task
 from gateway.web.public import nodes_error
-from gateway.web.public.body import MARK, WORKING, Steps, read_body, take_body
+from gateway.web.public.body import (
+    MARK,
+    SIMPLE,
+    WORKING,
+    Steps,
+    is_intricate,
+    read_body,
+    take_body,
+)
 from gateway.web.public.buffered import Buffered, Share
 from gateway.web.public.heads import (
     STREAM_LINES,
@@ -166,8 +175,14 @@ class _Exchange:
                 share = self._share = Share(preamble.caller.id, preamble.party)
                 body = await read_body(self._turn, settings.limits, edge.buffered, share)
                 share.refuse = self._turned_away
-            if len(body) < LARGE or self._route.form:
+            if len(body) < SIMPLE or self._route.form:
                 live = self._live = self._prepared(preamble, body)
+            elif len(body) < LARGE:
+                live = self._live = (
+                    await self._prepared_in_turn(preamble, body)
+                    if is_intricate(body)
+                    else self._prepared(preamble, body)
+                )
             else:
                 live = self._live = await self._prepared_large(preamble, body)
             edge.registry.add(live)
@@ -218,6 +233,10 @@ class _Exchange:
         if self._edge.refusing:
             raise errors.shutting_down()
         return preamble
+
+    async def _prepared_in_turn(self, preamble: Preamble, body: bytes) -> Live:
+        await in_task()
+        return await self._edge.steps.once(partial(self._prepared, preamble, body))
 
     async def _prepared_large(self, preamble: Preamble, body: bytes) -> Live:
         """The same of a body that takes more than a moment: others have their turn in between.
@@ -305,7 +324,9 @@ class _Exchange:
 
     def _turned_away(self, error: GatewayError) -> bool:
         """End it with `error` if it waits for a slot; whether it did."""
-        return self._edge.relay.means.scheduler.turn_away(self.request_id, error)
+        live, scheduler = self._live, self._edge.relay.means.scheduler
+        waiting = [self.request_id] if live is None or live.parts is None else live.parts
+        return any(scheduler.turn_away(one, error) for one in waiting)
 
     def _replace(self, session: str, live: Live) -> None:
         """Nobody reads the earlier completion of this session any more."""
