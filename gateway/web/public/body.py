@@ -11,6 +11,7 @@ from typing import TypeVar
 from gateway import errors
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
+from gateway.relay.large import LARGE
 from gateway.web.public.buffered import Buffered, Share
 from gateway.web.public.turn import Turn
 
@@ -60,9 +61,9 @@ class Steps:
                 await asyncio.sleep(0)
 
 
-def is_intricate(body: bytes) -> bool:
-    """Whether a small body takes milliseconds, since it holds very many objects and lists."""
-    return body.count(b"{") + body.count(b"[") > MOST_CONTAINERS
+def takes_turns(body: bytes) -> bool:
+    """Whether it takes milliseconds to prepare, being large or of very many objects and lists."""
+    return len(body) >= LARGE or body.count(b"{") + body.count(b"[") > MOST_CONTAINERS
 
 
 def take_body(turn: Turn, limits: LimitSettings, buffered: Buffered) -> bytes | None:

@@ -40,9 +40,9 @@ from gateway.web.public.body import (
     SIMPLE,
     WORKING,
     Steps,
-    is_intricate,
     read_body,
     take_body,
+    takes_turns,
 )
 from gateway.web.public.buffered import Buffered, Share
 from gateway.web.public.heads import (
@@ -175,16 +175,10 @@ class _Exchange:
                 share = self._share = Share(preamble.caller.id, preamble.party)
                 body = await read_body(self._turn, settings.limits, edge.buffered, share)
                 share.refuse = self._turned_away
-            if len(body) < SIMPLE or self._route.form:
+            if len(body) < SIMPLE or self._route.form or not takes_turns(body):
                 live = self._live = self._prepared(preamble, body)
-            elif len(body) < LARGE:
-                live = self._live = (
-                    await self._prepared_in_turn(preamble, body)
-                    if is_intricate(body)
-                    else self._prepared(preamble, body)
-                )
             else:
-                live = self._live = await self._prepared_large(preamble, body)
+                live = self._live = await self._prepared_in_turn(preamble, body)
             edge.registry.add(live)
             if self._editing is not None:
                 self._replace(self._editing, live)
@@ -235,15 +229,13 @@ class _Exchange:
         return preamble
 
     async def _prepared_in_turn(self, preamble: Preamble, body: bytes) -> Live:
-        await in_task()
-        return await self._edge.steps.once(partial(self._prepared, preamble, body))
-
-    async def _prepared_large(self, preamble: Preamble, body: bytes) -> Live:
         """The same of a body that takes more than a moment: others have their turn in between.
 
         Raises: GatewayError.
         """
         await in_task()
+        if len(body) < LARGE:
+            return await self._edge.steps.once(partial(self._prepared, preamble, body))
         edge, rules = self._edge, self._snapshot.rules
         # What is made of it on the way counts while it is there.
         made = min(len(body), WORKING)

@@ -153,7 +153,7 @@ async def test_of_requests_whose_nodes_fail(
     events: int | None,
     left: Left,
 ) -> None:
-    after = {} if events is None else {"after_events": events}
+    after: dict[str, Any] = {} if events is None else {"after_events": events}
     node = EmulatedNode(slots=2, keepalive_requests=1)
     async with public(tmp_path, {"health": {"interval": 60}}, node, well=False) as gate:
         for _ in range(times):
