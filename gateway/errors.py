@@ -72,6 +72,24 @@ class GatewayError(Exception):
         return "server_error"
 
 
+MOST_CAUSES = 16
+"""Errors behind an error whose traces are let go of."""
+
+
+def forget_trace(error: BaseException) -> None:
+    """Let go of where an error came from, and of what caused it, once it is dealt with.
+
+    A trace holds the frames that it passed, and one of these mostly the error: the request and its
+    body would stay in memory until the collector comes by, though nothing counts them any more.
+    """
+    cause: BaseException | None = error
+    for _ in range(MOST_CAUSES):
+        if cause is None:
+            break
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+
+
 class ClientClosed(Exception):  # noqa: N818 - not an error: the client left, nobody is told
     """The client left before the answer was complete; 499 in logs and metrics only."""
 

@@ -231,8 +231,8 @@ class _Chain:
         return len(self.blocks) >= MOST_BLOCKS
 
     def prompt(self) -> Prompt | None:
-        """All of it; None: there is nothing."""
-        if not self.blocks:
+        """All of it; None: there is nothing, or blocks without a single letter."""
+        if not (self.blocks and self.size):
             return None
         return Prompt(
             tuple(self.blocks),

@@ -260,6 +260,8 @@ class Prompts:
         """End all that still runs."""
         self._over = True
         self._live.on_end = None
+        if self._failed is not None:
+            errors.forget_trace(self._failed)
         for task in self._tasks:
             task.cancel()
         for part in list(self._parts.values()):

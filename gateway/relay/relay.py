@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from gateway.errors import forget_trace
 from gateway.relay.journey import AttemptFailed, Journey, Means
 from gateway.relay.live import Live
 from gateway.relay.prompts import Prompts
@@ -41,9 +42,12 @@ class Relay:
         """Once the first attempt has failed, tenacity takes over: it costs too much before."""
 
         def may_retry(error: BaseException) -> bool:
+            # What repeats it holds it, and is held by the frames that it came through.
+            forget_trace(error)
             return isinstance(error, AttemptFailed) and error.again
 
         await in_task()
+        forget_trace(first)
         try:
             async for trial in retrying(self.means.settings.retries, may_retry, self._affordable):
                 with trial:

@@ -119,7 +119,10 @@ class Rest:
             else:
                 chunk = await self._next_joined(self._joined)
         except UpstreamError as failure:
-            return await self._end(failure, write)
+            try:
+                return await self._end(failure, write)
+            finally:
+                errors.forget_trace(failure)
         return await self._end(None, write) if chunk == b"" else chunk
 
     async def _next_joined(self, joined: Joined) -> bytes:

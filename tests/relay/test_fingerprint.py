@@ -328,6 +328,12 @@ def test_bytes_of_any_kind_are_no_error(data: bytes) -> None:
         assert of(data, path) is None
 
 
+@pytest.mark.parametrize("messages", [[{}] * 200, [{"content": []}] * 40, [{"role": ""}] * 200])
+def test_messages_without_a_single_letter_have_none(messages: list[Any]) -> None:
+    # No share of nothing can be told: a memory of prompts would divide by its size.
+    assert of(json.dumps({"messages": messages}).encode()) is None
+
+
 def test_a_prompt_without_end_has_bounded_blocks() -> None:
     prompt = taken(chat(LONG, *["a" * 500_000] * 12))
     assert len(prompt.blocks) == MOST_BLOCKS

@@ -7,6 +7,7 @@ import itertools
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from gateway import errors
 from gateway.access.anonymous import OPEN, Door
@@ -34,7 +35,15 @@ from gateway.scheduling.latest import Latest
 from gateway.transport.errors import UpstreamError
 from gateway.transport.taskless import in_task
 from gateway.web.public import nodes_error
-from gateway.web.public.body import MARK, WORKING, Steps, read_body, take_body
+from gateway.web.public.body import (
+    MARK,
+    SIMPLE,
+    WORKING,
+    Steps,
+    read_body,
+    take_body,
+    takes_turns,
+)
 from gateway.web.public.buffered import Buffered, Share
 from gateway.web.public.heads import (
     STREAM_LINES,
@@ -166,10 +175,10 @@ class _Exchange:
                 share = self._share = Share(preamble.caller.id, preamble.party)
                 body = await read_body(self._turn, settings.limits, edge.buffered, share)
                 share.refuse = self._turned_away
-            if len(body) < LARGE or self._route.form:
+            if len(body) < SIMPLE or self._route.form or not takes_turns(body):
                 live = self._live = self._prepared(preamble, body)
             else:
-                live = self._live = await self._prepared_large(preamble, body)
+                live = self._live = await self._prepared_in_turn(preamble, body)
             edge.registry.add(live)
             if self._editing is not None:
                 self._replace(self._editing, live)
@@ -184,6 +193,7 @@ class _Exchange:
             if self._live is not None and self._live.request.own_timer:
                 await self._let_it_time_out(self._live.request)
             self.refuse(error)
+            errors.forget_trace(error)
         except (ClientClosed, asyncio.CancelledError):
             record.code, record.reason = 499, "client_closed"
             raise
@@ -218,12 +228,14 @@ class _Exchange:
             raise errors.shutting_down()
         return preamble
 
-    async def _prepared_large(self, preamble: Preamble, body: bytes) -> Live:
+    async def _prepared_in_turn(self, preamble: Preamble, body: bytes) -> Live:
         """The same of a body that takes more than a moment: others have their turn in between.
 
         Raises: GatewayError.
         """
         await in_task()
+        if len(body) < LARGE:
+            return await self._edge.steps.once(partial(self._prepared, preamble, body))
         edge, rules = self._edge, self._snapshot.rules
         # What is made of it on the way counts while it is there.
         made = min(len(body), WORKING)
@@ -305,7 +317,9 @@ class _Exchange:
 
     def _turned_away(self, error: GatewayError) -> bool:
         """End it with `error` if it waits for a slot; whether it did."""
-        return self._edge.relay.means.scheduler.turn_away(self.request_id, error)
+        live, scheduler = self._live, self._edge.relay.means.scheduler
+        waiting = [self.request_id] if live is None or live.parts is None else live.parts
+        return any(scheduler.turn_away(one, error) for one in waiting)
 
     def _replace(self, session: str, live: Live) -> None:
         """Nobody reads the earlier completion of this session any more."""
@@ -351,7 +365,8 @@ class _Exchange:
             while (chunk := await rest.next(turn.write)) != b"":
                 if chunk is None or turn.write(chunk):
                     await self._taken(rest)
-        except UpstreamError:
+        except UpstreamError as failure:
+            errors.forget_trace(failure)
             # Half of a plain answer is out: it must not look like a whole one.
             record.code, record.reason = 502, "node_failed"
             turn.abort()

@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -25,7 +26,7 @@ from tests.emulator import EmulatedNode
 from tests.emulator.wire import wired
 from tests.gateways import until
 from tests.virtual import in_virtual_time
-from tests.web.public.asking import HELLO, answer, public, request
+from tests.web.public.asking import HELLO, Public, answer, public, request
 
 KINDS = (BoundedProtocol, FlowControl, Line, Live, Request, RequestResponseCycle, Turn)
 SHORT = {**HELLO, "max_tokens": 2}
@@ -106,3 +107,69 @@ async def test_of_a_connection_that_served_many(tmp_path: Path, left: Left) -> N
         await asyncio.sleep(0)
     gate.ended.clear()
     await until(lambda: not left(), seen=left)
+
+
+def fleeting(gate: Public, left: Left) -> Callable[[], bool]:
+    """Whether no more is there than before, once all has been told of the requests."""
+
+    def gone() -> bool:
+        gate.told().clear()
+        return not (gate.running.gateway.registry or left())
+
+    return gone
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "codes"),
+    [
+        ({"queue": {"max": 2}}, (), {200, 429}),
+        ({"queue": {"max_wait": 1}}, (), {200, 503}),
+        ({}, ("X-Request-Timeout: 0.5",), {503, 504}),
+    ],
+    ids=["refused", "waited too long", "deadline"],
+)
+@in_virtual_time
+async def test_of_requests_that_no_slot_comes_for(
+    tmp_path: Path, settings: dict[str, Any], fields: tuple[str, ...], codes: set[int], left: Left
+) -> None:
+    node = EmulatedNode(slots=1, decode_tps=20, keepalive_requests=1)
+    async with public(tmp_path, {"health": {"interval": 60}, **settings}, node) as gate:
+        asked = [gate.chat(*fields, max_tokens=40) for _ in range(8)]
+        assert {found.status for found in await asyncio.gather(*asked)} == codes
+        del asked
+        await until(fleeting(gate, left), 2.0, left)
+
+
+@pytest.mark.parametrize("times", [1, 2, 9])
+@pytest.mark.parametrize("fault", [{"kind": "reset"}, {"kind": "status", "status": 500}])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("events", [None, 2])
+@in_virtual_time
+async def test_of_requests_whose_nodes_fail(
+    tmp_path: Path,
+    times: int,
+    fault: dict[str, Any],
+    stream: bool,
+    events: int | None,
+    left: Left,
+) -> None:
+    after: dict[str, Any] = {} if events is None else {"after_events": events}
+    node = EmulatedNode(slots=2, keepalive_requests=1)
+    async with public(tmp_path, {"health": {"interval": 60}}, node, well=False) as gate:
+        for _ in range(times):
+            node.faults.next(**fault, **after)
+        await gate.chat(max_tokens=20, stream=stream)
+        await until(fleeting(gate, left), 2.0, left)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_of_several_prompts_of_which_one_fails(
+    tmp_path: Path, stream: bool, left: Left
+) -> None:
+    node = EmulatedNode(slots=2, context=200, keepalive_requests=1)
+    async with public(tmp_path, {"health": {"interval": 60}}, node) as gate:
+        body = {"prompt": ["far too long " * 9000, "short"], "stream": stream, "max_tokens": 2}
+        found = await gate.ask(request(body, path="/v1/completions"))
+        assert b"prompt is too long" in found.body
+        await until(fleeting(gate, left), 2.0, left)

@@ -111,6 +111,25 @@ async def test_a_body_that_waits_for_a_slot_goes_for_anothers(tmp_path: Path) ->
 
 
 @in_virtual_time
+async def test_so_does_one_of_several_prompts_until_the_first_has_begun(tmp_path: Path) -> None:
+    limits = {"buffered_bytes": 80_000, "body_bytes": 100_000}
+    node = EmulatedNode(slots=1, decode_tps=20)
+    async with shared(tmp_path, node, limits=limits) as gate:
+        body = {"prompt": ["a", "b"], "max_tokens": 20, "x": "x" * 12_000}
+        data = request(body, key(A), path="/v1/completions")
+        theirs = [asyncio.create_task(gate.ask(data)) for _ in range(5)]
+        # The second prompt of the first waits, and the first prompts of the others.
+        await until(lambda: len(gate.running.gateway.scheduler.waiting()) == 5)
+        other = {**HELLO, "max_tokens": 20, "x": "x" * 20_000}
+        found = asyncio.create_task(gate.ask(request(other, key(B))))
+        await until(lambda: any(task.done() for task in theirs))
+        assert [task.result().status for task in theirs if task.done()] == [429]
+        assert not theirs[0].done()
+        assert (await found).status == 200
+        assert Counter([(await task).status for task in theirs]) == {200: 4, 429: 1}
+
+
+@in_virtual_time
 async def test_an_only_body_may_use_the_reserve(tmp_path: Path) -> None:
     # It counts twice while it is prepared.
     limits = {"buffered_bytes": 200_000, "body_bytes": 100_000}
