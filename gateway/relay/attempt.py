@@ -382,7 +382,8 @@ class Attempt:
             try:
                 while not connection.status:
                     await connection.arrival()
-            except Stale:
+            except Stale as error:
+                errors.forget_trace(error)
                 connection.close()
                 self._connection = None
                 self._sent = False

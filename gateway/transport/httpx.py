@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 
+from gateway.errors import forget_trace
 from gateway.transport.connection import Connection
 from gateway.transport.errors import (
     ConnectFailed,
@@ -73,7 +74,8 @@ class PoolTransport(httpx.AsyncBaseTransport):
                 connection.send(data, body, bodyless=request.method == "HEAD")
                 async with Within(limits.get("read")):
                     await connection.head()
-            except Stale:
+            except Stale as error:
+                forget_trace(error)
                 connection.close()
                 connection = None
             except TimeoutError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from gateway.errors import forget_trace
 from gateway.fleet.lease import Lease
 from gateway.relay.values import NoJson, Value, object_of
 from gateway.transport.connection import Connection
@@ -56,7 +57,8 @@ class Questions:
                 connection.send(data, body)
                 await connection.head()
                 answer = await _whole(connection)
-            except Stale:
+            except Stale as error:
+                forget_trace(error)
                 connection.close()
             except BaseException:
                 connection.close()

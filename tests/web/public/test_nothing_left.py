@@ -20,6 +20,8 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from gateway.relay.live import Live
 from gateway.request import Request
+from gateway.transport.connection import Connection
+from gateway.transport.errors import Stale
 from gateway.web.public.protocol import BoundedProtocol
 from gateway.web.public.turn import Line, Turn
 from tests.emulator import EmulatedNode
@@ -172,4 +174,26 @@ async def test_of_several_prompts_of_which_one_fails(
         body = {"prompt": ["far too long " * 9000, "short"], "stream": stream, "max_tokens": 2}
         found = await gate.ask(request(body, path="/v1/completions"))
         assert b"prompt is too long" in found.body
+        await until(fleeting(gate, left), 2.0, left)
+
+
+@in_virtual_time
+async def test_of_requests_that_met_a_stale_connection(
+    tmp_path: Path, left: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrival, stale = Connection.arrival, 0
+
+    def arrival_after_the_end(self: Connection, *sink: Any) -> Any:
+        nonlocal stale
+        if stale:
+            stale -= 1
+            self._error = Stale("The node has closed it")
+        return arrival(self, *sink)
+
+    monkeypatch.setattr(Connection, "arrival", arrival_after_the_end)
+    async with public(tmp_path, {"health": {"interval": 60}}, EmulatedNode()) as gate:
+        for _ in range(3):
+            stale = 1
+            assert (await gate.chat(max_tokens=2)).status == 200
+            assert not stale
         await until(fleeting(gate, left), 2.0, left)
