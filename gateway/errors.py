@@ -104,6 +104,11 @@ def invalid_request(message: str, param: str | None = None) -> GatewayError:
     return GatewayError(400, "invalid_request", message, param=param)
 
 
+def nested_too_deeply(limit: int) -> GatewayError:
+    """400: `limit` is in levels."""
+    return invalid_request(f"The body is nested deeper than {limit} levels ('limits.json_depth').")
+
+
 def context_length_exceeded(
     prompt_tokens: int | None, context: int | None, param: str | None = "messages"
 ) -> GatewayError:

@@ -80,7 +80,7 @@ def ruled(body: B, rules: tuple[ModelRule, ...]) -> B:
     """`body` with the rules' parameters stripped, defaulted and set; itself if they have none."""
     if not rules or not any(rule.set or rule.default or rule.strip for rule in rules):
         return body
-    fields = _fields(body)
+    fields = fields_of(body)
     for rule in rules:
         for name in rule.strip:
             fields.pop(name, None)
@@ -96,7 +96,7 @@ def ruled(body: B, rules: tuple[ModelRule, ...]) -> B:
 
 def applied(body: B, edit: Edit) -> B:
     """`body` with `edit` made."""
-    fields = _fields(body)
+    fields = fields_of(body)
     for name, value in edit.items():
         if value is msgspec.UNSET:
             fields.pop(name, None)
@@ -109,12 +109,13 @@ def renamed(body: B, model: str) -> B:
     """`body` with another model's name, in the place where the old one stood."""
     if isinstance(body, bytes) and body.startswith(b"--"):
         return forms.renamed(body, model)  # type: ignore[return-value]
-    fields = _fields(body)
+    fields = fields_of(body)
     fields["model"] = _raw(model)
     return _body(body, fields)
 
 
-def _fields(body: Body) -> dict[str, msgspec.Raw]:
+def fields_of(body: Body) -> dict[str, msgspec.Raw]:
+    """The fields of a body that has been peeked at, each as the client's own bytes."""
     return _FIELDS.decode(body) if isinstance(body, bytes) else body.fields()
 
 

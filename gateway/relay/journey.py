@@ -25,6 +25,7 @@ from gateway.relay.live import Doubt, Ended, Live, Moved
 from gateway.relay.reply import Lost, Reply, Rest, as_error, may_go_on
 from gateway.relay.routes import PLAINEST, ROUTES
 from gateway.relay.settle import Settler
+from gateway.relay.steps import Steps
 from gateway.relay.values import object_of
 from gateway.relay.verdict import Verdict
 from gateway.relay.watch import Watch
@@ -53,6 +54,8 @@ class Means:
     bus: Bus
     watch: Watch
     clock: Callable[[], float]
+    steps: Steps = field(default_factory=Steps)
+    """Of all requests that take long to prepare."""
     settler: Settler = field(init=False)
 
     def __post_init__(self) -> None:

@@ -70,7 +70,7 @@ def prepare(
     if isinstance(body, bytes):
         levels = peek.depth(body, limits.json_depth)
         if levels > limits.json_depth:
-            raise _too_deep(limits)
+            raise errors.nested_too_deeply(limits.json_depth)
         vision = peek.may_link(body) and _checked_media(*_links(body), limits.media_hosts, route)
         tokens = peek.count_tokens(raw, BYTES_PER_TOKEN)
     else:
@@ -160,12 +160,6 @@ def _check_options(peeked: peek.Peek, levels: int, route: Route, limits: LimitSe
         grammar.check(peeked, levels, limits)
     if route.streams:
         sampling.check(peeked, limits)
-
-
-def _too_deep(limits: LimitSettings) -> errors.GatewayError:
-    return errors.invalid_request(
-        f"The body is nested deeper than {limits.json_depth} levels ('limits.json_depth')."
-    )
 
 
 _PROMPTS = frozenset({"prompt", "messages", "input"})

@@ -18,15 +18,17 @@ import msgspec
 from gateway import errors
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
-from gateway.events import Bus, RequestFinished
+from gateway.events import RequestFinished
 from gateway.relay import sse, verdict
 from gateway.relay.attempt import Attempt, Write
-from gateway.relay.journey import JSON
+from gateway.relay.edits import fields_of
+from gateway.relay.journey import JSON, Means
 from gateway.relay.large import PARSED, Body
 from gateway.relay.live import Live
 from gateway.relay.merging import MERGING, Merging
 from gateway.relay.reply import Remainder, Reply, as_error
 from gateway.relay.routes import ROUTES
+from gateway.relay.steps import Steps
 from gateway.request import Request
 from gateway.transport.errors import UpstreamError
 
@@ -39,7 +41,6 @@ MOST_BESIDE = 8 << 20
 """Bytes of what is sent again with each prompt, of all of them together."""
 
 _RAWS = msgspec.json.Decoder(list[msgspec.Raw])
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 Make = Callable[[int, bytes], Generator[None, None, Request]]
@@ -56,15 +57,10 @@ class Several:
     make: Make
     """Makes the request of one of them."""
 
-    async def part(self, index: int) -> Request:
-        """The request of one prompt. Raises: GatewayError."""
-        steps = self.make(index, msgspec.json.encode(self.fields | {"prompt": self.prompts[index]}))
-        while True:
-            try:
-                next(steps)
-            except StopIteration as made:
-                return made.value  # type: ignore[no-any-return]
-            await asyncio.sleep(0)
+    async def part(self, index: int, steps: Steps) -> Request:
+        """The request of one prompt, made in these steps. Raises: GatewayError."""
+        body = msgspec.json.encode(self.fields | {"prompt": self.prompts[index]})
+        return await steps.run(self.make(index, body))
 
 
 def split(raw: msgspec.Raw) -> list[msgspec.Raw]:
@@ -118,7 +114,7 @@ def several(body: Body, raw: msgspec.Raw, limits: LimitSettings, make: Make) -> 
             f"prompts: more than {MOST_BESIDE} bytes in all. Send fewer at a time.",
             "prompt",
         )
-    fields = _FIELDS.decode(body) if isinstance(body, bytes) else body.fields()
+    fields = fields_of(body)
     fields.pop("prompt")
     return Several(prompts or split(raw), fields, make)
 
@@ -161,16 +157,15 @@ class Prompts:
         self,
         live: Live,
         relay: Callable[[Live], Awaitable[Reply]],
-        bus: Bus,
-        clock: Callable[[], float],
-        most: int,
+        means: Means,
     ) -> None:
-        """`most`: bytes that a plain answer may have."""
         self._live = live
         self._relay = relay
-        self._bus = bus
-        self._clock = clock
-        self._most = most
+        self._bus = means.bus
+        self._clock = means.clock
+        self._steps = means.steps
+        self._most = means.settings.limits.response_bytes
+        """Bytes that a plain answer may have."""
         self._several: Several = live.request.several
         self._left = len(self._several.prompts)
         self._merging: Merging = MERGING[live.request.path](
@@ -273,7 +268,7 @@ class Prompts:
         """Start each when the one before it has its slots."""
         parent = self._live.record
         for index in range(len(self._several.prompts)):
-            request = await self._several.part(index)
+            request = await self._several.part(index, self._steps)
             request.admitted = index > 0
             record = RequestFinished(request.tag, request.path, parent.model, request.priority)
             record.caller, record.stream = parent.caller, request.stream

@@ -28,9 +28,7 @@ class Relay:
         """The reply to a live request. Raises: GatewayError."""
         if live.request.several is not None:
             await in_task()
-            means = self.means
-            most = means.settings.limits.response_bytes
-            return await Prompts(live, self, means.bus, means.clock, most).reply()
+            return await Prompts(live, self, self.means).reply()
         self.budget.request(self.means.clock())
         journey = Journey(self.means, live)
         try:

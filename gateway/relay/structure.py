@@ -350,9 +350,7 @@ class _Walk:
                     raise errors.invalid_request("The body must be one object.")
                 kinds.append(kind)
                 if len(kinds) > deepest:
-                    raise errors.invalid_request(
-                        f"The body is nested deeper than {deepest} levels ('limits.json_depth')."
-                    )
+                    raise errors.nested_too_deeply(deepest)
                 self.found.levels = max(self.found.levels, len(kinds))
                 pending, self._pending = self._pending, None
                 names.append(pending)

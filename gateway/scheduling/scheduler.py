@@ -208,14 +208,9 @@ class Scheduler:
         return True
 
     def turn_away(self, request_id: str, error: errors.GatewayError) -> bool:
-        """End the wait of a request that has not been at a node yet; whether there was one.
-
-        Nor may it be part of one that has.
-        """
+        """End the wait of a request if it may be turned away; whether there was one."""
         ticket = self._tickets.of_request(request_id)
-        if ticket is None or ticket.granted.done():
-            return False
-        if ticket.request.failed or ticket.request.admitted:
+        if ticket is None or not ticket.may_go:
             return False
         self._refuse(ticket, error)
         self._match_soon()

@@ -29,6 +29,16 @@ class Ticket:
     number: int = -1
     """Its place among the times that `Tickets` keeps."""
 
+    @property
+    def may_go(self) -> bool:
+        """Whether it can be turned away.
+
+        What has been at a node once can't, nor what is part of a request that has: its reply may
+        have begun.
+        """
+        request = self.request
+        return not (request.failed or request.admitted or self.granted.done())
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting:

@@ -85,16 +85,14 @@ class Tickets:
     def newest(self, caller: str, user: str) -> Ticket | None:
         """The newest of a user that can be turned away, of its lowest class.
 
-        What has been at a node once can't, nor what is part of a request that has: its reply may
-        have begun. One whose client has been told to wait by a heartbeat is the last choice, since
-        its error comes in a reply of status 200.
+        One whose client has been told to wait by a heartbeat is the last choice, since its error
+        comes in a reply of status 200.
         """
         told: Ticket | None = None
         for ticket in reversed(self._of.get((caller, user), ())):
-            request = ticket.request
-            if request.failed or request.admitted or ticket.granted.done():
+            if not ticket.may_go:
                 continue
-            if not request.begun:
+            if not ticket.request.begun:
                 return ticket
             told = told or ticket
         return told

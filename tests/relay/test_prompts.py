@@ -15,6 +15,7 @@ from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.relay.large import LARGE, read_large
 from gateway.relay.prompts import MOST_BESIDE, MOST_BYTES, several, split
+from gateway.relay.steps import Steps
 from gateway.web.admin.requests import cancelled
 from tests.emulator import EmulatedNode
 from tests.gateways import until
@@ -85,7 +86,7 @@ def ended(steps: Any) -> Any:
 async def test_each_is_sent_with_all_else_that_the_body_says(length: int) -> None:
     body = {"model": "a", "prompt": ["b" * length, [1, 2]], "seed": 7}
     found = made(body)
-    parts = [json.loads(await found.part(index)) for index in range(2)]
+    parts = [json.loads(await found.part(index, Steps())) for index in range(2)]
     assert parts == [{**body, "prompt": "b" * length}, {**body, "prompt": [1, 2]}]
 
 

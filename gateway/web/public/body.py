@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
-from typing import TypeVar
 
 from gateway import errors
 from gateway.config.listeners import LimitSettings
@@ -14,8 +11,6 @@ from gateway.errors import GatewayError
 from gateway.relay.large import LARGE
 from gateway.web.public.buffered import Buffered, Share
 from gateway.web.public.turn import Turn
-
-T = TypeVar("T")
 
 MARK = b"\xef\xbb\xbf"
 """The byte order mark that some clients put in front of UTF-8."""
@@ -29,36 +24,6 @@ its turn: 60 kB hold 20,000, 6-9 ms, and one client may send hundreds of them at
 WORKING = 8 << 20
 """Bytes that are made of a large body at most while it is prepared: a piece, and its beginning
 parsed (`relay/structure.py`)."""
-
-
-@dataclass(slots=True)
-class Steps:
-    """Runs what takes many steps, one step of all such work in each round of the event loop."""
-
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    async def run(self, work: Generator[None, None, T]) -> T:
-        """Run it to its end, whose value it returns."""
-        try:
-            while True:
-                async with self._turn:
-                    try:
-                        next(work)
-                    finally:
-                        # Whoever waits for the turn has it in the next round.
-                        await asyncio.sleep(0)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        finally:
-            work.close()
-
-    async def once(self, work: Callable[[], T]) -> T:
-        """The same of work that is one step."""
-        async with self._turn:
-            try:
-                return work()
-            finally:
-                await asyncio.sleep(0)
 
 
 def takes_turns(body: bytes) -> bool:

@@ -39,7 +39,6 @@ from gateway.web.public.body import (
     MARK,
     SIMPLE,
     WORKING,
-    Steps,
     read_body,
     take_body,
     takes_turns,
@@ -113,7 +112,6 @@ class Edge:
     refusing: bool = False
     """... and takes nothing more."""
     buffered: Buffered = field(default_factory=Buffered)
-    steps: Steps = field(default_factory=Steps)
     """What takes the turns of large bodies."""
     latest: Latest[Live] = field(default_factory=Latest)
     """What editors wait for: a newer one of the same session ends it."""
@@ -235,7 +233,7 @@ class _Exchange:
         """
         await in_task()
         if len(body) < LARGE:
-            return await self._edge.steps.once(partial(self._prepared, preamble, body))
+            return await self._edge.relay.means.steps.once(partial(self._prepared, preamble, body))
         edge, rules = self._edge, self._snapshot.rules
         # What is made of it on the way counts while it is there.
         made = min(len(body), WORKING)
@@ -247,7 +245,7 @@ class _Exchange:
             edge.buffered.release(share, made)
 
     async def _prepared_in_steps(self, preamble: Preamble, body: bytes) -> Live:
-        steps, rules = self._edge.steps, self._snapshot.rules
+        steps, rules = self._edge.relay.means.steps, self._snapshot.rules
         body = body.removeprefix(MARK)
         large = await steps.run(read_large(body, rules.limits))
         live = self._prepared(preamble, large)

@@ -10,6 +10,7 @@ from gateway.access.anonymous import is_local
 from gateway.access.callers import asked_class, caller_of
 from gateway.access.keys import KeyRing
 from gateway.access.parties import NamingHeaders
+from gateway.config.listeners import ListenSettings
 from gateway.config.settings import Settings
 from gateway.relay.fields import to_node
 from gateway.request import Caller, Headers
@@ -94,16 +95,20 @@ def understood(
         own_timer,
         to_node(headers, settings.headers.to_nodes),
         progress,
-        local if listen.expose_node is None else listen.expose_node,
+        _exposes(listen, local=local),
     )
 
 
 def exposes_nodes(headers: Headers, settings: Settings, *, loopback: bool) -> bool:
     """Whether the reply to these fields may name nodes: as the settings say, else locally."""
     listen = settings.listen
-    if listen.expose_node is not None:
-        return listen.expose_node
-    return is_local(headers, loopback_listener=loopback, trusted_proxies=listen.trusted_proxies)
+    proxies = listen.trusted_proxies
+    local = is_local(headers, loopback_listener=loopback, trusted_proxies=proxies)
+    return _exposes(listen, local=local)
+
+
+def _exposes(listen: ListenSettings, *, local: bool) -> bool:
+    return local if listen.expose_node is None else listen.expose_node
 
 
 _PLAIN = frozenset({b"", b"identity"})

@@ -38,14 +38,6 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Publi
             yield found
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def gate(house: Public) -> AsyncIterator[Public]:
-    """One gateway for all: whatever a test does to it must not be noticed by the next."""
-    house.forget()
-    yield house
-    await house.is_well()
-
-
 def told(found: Answer) -> tuple[int, str | None]:
     return found.status, found.code
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from gateway.access.keys import new_key
 from tests.emulator import EmulatedNode
@@ -18,19 +16,6 @@ from tests.web.public.asking import HELLO, Answer, Public, answer, public, reque
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SHORT = {**HELLO, "max_tokens": 2}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
-    async with public(tmp_path_factory.mktemp("gate")) as found:
-        yield found
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def gate(house: Public) -> AsyncIterator[Public]:
-    house.forget()
-    yield house
-    await house.is_well()
 
 
 # To the node.

@@ -31,13 +31,6 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Publi
         yield found
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def gate(house: Public) -> AsyncIterator[Public]:
-    house.forget()
-    yield house
-    await house.is_well()
-
-
 def asking(host: str, *fields: str, path: str = CHAT, method: str = "POST") -> bytes:
     body = SHORT if method == "POST" else b""
     return request(body, *fields, path=path, method=method).replace(

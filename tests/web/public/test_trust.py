@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from gateway.access.keys import new_key
 from gateway.relay.routes import ROUTES
@@ -41,19 +39,6 @@ GENERATING = [
 
 def body_for(path: str) -> dict[str, Any]:
     return BODIES.get(ROUTES[path].prompt or "", {"content": "Hello"})
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
-    async with public(tmp_path_factory.mktemp("gate")) as found:
-        yield found
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def gate(house: Public) -> AsyncIterator[Public]:
-    house.forget()
-    yield house
-    await house.is_well()
 
 
 def has_come(gate: Public, requests: int) -> bool:
