@@ -15,46 +15,48 @@ import structlog
 
 from gateway import __version__, errors
 from gateway.access.exposure import is_loopback
-from gateway.addresses import bind_listeners, open_listeners
+from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.listeners import LimitSettings
-from gateway.config.live import needs_restart
-from gateway.config.problems import ConfigError, Problem
-from gateway.config.settings import Refused, Settings, load_settings
-from gateway.config.watch import changes
-from gateway.events import Bus, InventoryChanged, SettingsChanged
-from gateway.fleet.drains import Drains
+from gateway.config.settings import RejectedFiles, Settings, changed_restart_keys, load_settings
+from gateway.config.watch import watch_files
+from gateway.events import EventBus, InventoryChanged, SettingsChanged
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.last_seen import LastSeen
-from gateway.observe.event_lines import subscribe
+from gateway.fleet.state_files import DrainedNodes, PropertiesStore
+from gateway.handover import (
+    HandoverFailed,
+    InheritedState,
+    bind_listeners,
+    open_listeners,
+    start_successor,
+    successor_environment,
+)
+from gateway.observe.event_log import log_events
 from gateway.observe.logs import Logs
 from gateway.observe.metrics import Metrics
-from gateway.open_files import raise_open_files, within
-from gateway.options import Options, drains_file, last_seen_file, read_key
-from gateway.relay.journey import Means
-from gateway.relay.live import Registry
-from gateway.relay.relay import Relay
-from gateway.relay.watch import Watch
+from gateway.proxy.context import ProxyContext
+from gateway.proxy.forwarder import Forwarder
+from gateway.proxy.in_flight import InFlightRegistry
+from gateway.proxy.timeouts import TimeoutMonitor
+from gateway.scheduling.autoscaler import Autoscaler
 from gateway.scheduling.scheduler import Scheduler
-from gateway.scheduling.standby import Standby
-from gateway.succession import Inheritance, SuccessionFailed, legacy, start_successor
-from gateway.systemd import Notifier
-from gateway.transport.names import Names
-from gateway.transport.upstream import connect
+from gateway.startup import Options, drains_file, properties_file, read_admin_key
+from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
+from gateway.transport.node_client import open_node_client
+from gateway.transport.resolver import Resolver
 from gateway.web.admin.app import admin_app
-from gateway.web.admin.control import Reloaded
-from gateway.web.admin.deadlines import Deadlines
-from gateway.web.admin.totals import Totals
-from gateway.web.admin.view import View
+from gateway.web.admin.control import ReloadResult
+from gateway.web.admin.metrics_source import MetricsSource, Totals
+from gateway.web.admin.nodes import DrainDeadlines
+from gateway.web.handler import HandlerConfig, ProxyHandler
 from gateway.web.listener import Listener
-from gateway.web.public.edge import Edge, Snapshot
-from gateway.web.public.protocol import bounded
-from gateway.web.public.site import cors, public_site
+from gateway.web.protocol import protocol_class
+from gateway.web.site import public_app, with_cors
 
-FIRST_PROBES = 10.0
+FIRST_PROBES_SECONDS = 10.0
 """Seconds in which nodes are learnt of before it is said that they are served."""
 
-LAST_WORDS = 5.0
+FINAL_REPLY_SECONDS = 5.0
 """Seconds for clients to read how their request ended, once the grace is over."""
 
 KEYS_LOST = (
@@ -75,15 +77,15 @@ class Gateway:
         options: Options,
         settings: Settings,
         logs: Logs,
-        inheritance: Inheritance | None = None,
+        inherited: InheritedState | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         self.options = options
-        self._inheritance = inheritance or Inheritance()
+        self._inheritance = inherited or InheritedState()
         self.settings = settings
         self.clock = clock
-        self.started = self.clock()
+        self.started_at = self.clock()
         self.inventory_error: str | None = None
         self.settings_error: str | None = None
         self.stopping = asyncio.Event()
@@ -94,30 +96,40 @@ class Gateway:
         self._tasks: set[asyncio.Task[None]] = set()
         self._reloading = asyncio.Lock()
         self._succeeding = asyncio.Lock()
-        self._notifier = Notifier()
+        self._notifier = SystemdNotifier()
         rng = rng or random.Random()
-        self.bus = Bus(lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work))
-        self._names = Names()
+        self.bus = EventBus(
+            lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work)
+        )
+        self._names = Resolver()
         self.fleet = Fleet(
-            connect=functools.partial(connect, names=self._names),
+            connect=functools.partial(open_node_client, resolver=self._names),
             health=settings.health,
             timeouts=settings.timeouts,
             bus=self.bus,
             clock=self.clock,
             rng=rng,
-            drains=Drains(drains_file(options)),
-            last_seen=LastSeen(last_seen_file(options)),
+            drained_nodes=DrainedNodes(drains_file(options)),
+            properties_store=PropertiesStore(properties_file(options)),
         )
-        self.scheduler = Scheduler(self.fleet, settings, self.clock, rng, catch_up=self.bus.flush)
-        self.standby = Standby(self.fleet, self.scheduler, settings, self.bus, self.clock)
-        self.watch = Watch(self.clock)
-        self.means = Means(self.scheduler, self.fleet, settings, self.bus, self.watch, self.clock)
-        self.relay = Relay(self.means)
-        self.registry = Registry()
+        self.scheduler = Scheduler(
+            self.fleet, settings, self.clock, rng, learn_pending=self.bus.flush
+        )
+        self.autoscaler = Autoscaler(self.fleet, self.scheduler, settings, self.bus, self.clock)
+        self.timeout_monitor = TimeoutMonitor(self.clock)
+        self.proxy_context = ProxyContext(
+            self.scheduler, self.fleet, settings, self.bus, self.timeout_monitor, self.clock
+        )
+        self.forwarder = Forwarder(self.proxy_context)
+        self.registry = InFlightRegistry()
         self._loopback = is_loopback(settings.listen.host)
-        self.edge = Edge(
-            Snapshot.of(settings, loopback=self._loopback, before=self._inheritance.door),
-            self.relay,
+        self.handler = ProxyHandler(
+            HandlerConfig.of(
+                settings,
+                loopback=self._loopback,
+                previous_access=self._inheritance.anonymous_access,
+            ),
+            self.forwarder,
             self.fleet,
             self.registry,
             self.bus,
@@ -125,69 +137,71 @@ class Gateway:
         )
         self.metrics = Metrics(
             self.bus,
-            View(
+            MetricsSource(
                 self.fleet,
                 self.scheduler,
                 self.registry,
                 lambda: self.inventory_error,
-                self.relay.retries_left,
+                self.forwarder.retries_left,
             ),
         )
         self.totals = Totals(self.metrics)
-        self.deadlines = Deadlines(self.registry)
-        self.lines = subscribe(self.bus, logs, access=settings.logging.access)
+        self.drain_deadlines = DrainDeadlines(self.registry)
+        self.event_log = log_events(self.bus, logs, access_log=settings.logging.access)
         self._logs = logs
-        self._site = public_site(self.edge, self.scheduler)
+        self._site = public_app(self.handler, self.scheduler)
         self._framed = self._site
         self._frame()
-        self.public: Listener | None = None
-        self.admin: Listener | None = None
+        self.public_listener: Listener | None = None
+        self.admin_listener: Listener | None = None
 
     @property
     def closing(self) -> bool:
         """Whether it is on its way out."""
-        return self.edge.closing
+        return self.handler.closing
 
     @property
     def keys_lost(self) -> str | None:
         """Why nobody is let in, with the remedy; None: callers are."""
-        return KEYS_LOST if self.edge.snapshot.door.closed else None
+        return KEYS_LOST if self.handler.config.anonymous_access.locked else None
 
     @property
     def _has_defaults(self) -> bool:
-        return self.settings == self.options.over(Settings())
+        return self.settings == self.options.apply_to(Settings())
 
     # Life.
 
     @contextlib.asynccontextmanager
     async def running(self, inventory: Inventory) -> AsyncIterator[None]:
         """Serve inside this context. Raises: StartError."""
-        files = raise_open_files()
+        files = raise_open_file_limit()
         try:
-            self.public, self.admin = self._listeners(files)
+            self.public_listener, self.admin_listener = self._listeners(files)
             await self.fleet.start(inventory)
-            self._own(self.standby.run(), "start and stop standby nodes")
+            self._own(self.autoscaler.run(), "start and stop standby nodes")
             self._own(self._watch_files(inventory), "watch the files")
             self._own(self._notifier.feed_watchdog(), "feed the watchdog")
-            if self._inheritance.ready is not None:
+            if self._inheritance.ready_fd is not None:
                 # The predecessor serves until the nodes are known here.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.fleet.probed.wait(), FIRST_PROBES)
-            open_listeners(self.public, self.admin)
+                    await asyncio.wait_for(
+                        self.fleet.first_probes_done.wait(), FIRST_PROBES_SECONDS
+                    )
+            open_listeners(self.public_listener, self.admin_listener)
             log.info(
                 "listening",
                 version=__version__,
-                public=self.public.url,
-                admin=self.admin.url,
+                public=self.public_listener.url,
+                admin=self.admin_listener.url,
                 nodes=len(self.fleet.nodes),
                 open_files=files,
             )
             if self.keys_lost is not None:
                 log.warning("locked", why=self.keys_lost)
-            self._notifier.tell("READY=1", f"STATUS=serving on {self.public.url}")
-            self._inheritance.tell_ready()
+            self._notifier.notify("READY=1", f"STATUS=serving on {self.public_listener.url}")
+            self._inheritance.notify_ready()
             # Only now: until then the predecessor writes.
-            self._own(self.fleet.last_seen.keep_saved(), "save what nodes said")
+            self._own(self.fleet.properties_store.save_loop(), "save what nodes said")
             yield
         finally:
             await self._end()
@@ -199,31 +213,33 @@ class Gateway:
         self._told.set()
         self.stopping.set()
 
-    def succeed_soon(self) -> None:
+    def schedule_handover(self) -> None:
         """Start a successor, and make room for it when it is ready (SIGUSR2)."""
-        if not self.options.command:
+        if not self.options.restart_command:
             log.warning("no successor", why="only 'llama-gateway serve' can be succeeded")
         elif not self.stopping.is_set() and not self._succeeding.locked():
             self._own(self._succeed(), "succession")
 
     async def _succeed(self) -> None:
-        assert self.public is not None
-        assert self.admin is not None
+        assert self.public_listener is not None
+        assert self.admin_listener is not None
         async with self._succeeding:
-            sockets = {"public": self.public.sock, "admin": self.admin.sock}
-            command = self.options.command
+            sockets = {"public": self.public_listener.sock, "admin": self.admin_listener.sock}
+            command = self.options.restart_command
             log.info("starting a successor", command=command[0])
             try:
-                fixed = self._inheritance.fixed
-                door, config = self.edge.snapshot.door, self.options.config
-                told = legacy(door, config, customised=not self._has_defaults)
-                self._successor = await start_successor(command, sockets, fixed=fixed, told=told)
-            except SuccessionFailed as error:
+                fixed = self._inheritance.from_systemd
+                door, config = self.handler.config.anonymous_access, self.options.settings_file
+                told = successor_environment(door, config, customised=not self._has_defaults)
+                self._successor = await start_successor(
+                    command, sockets, from_systemd=fixed, extra_environment=told
+                )
+            except HandoverFailed as error:
                 log.error("no successor", why=str(error))  # noqa: TRY400 - the message says it all
                 return
-            self.standby.release()
-            self.fleet.last_seen.release()
-            self._notifier.tell(f"MAINPID={self._successor.pid}")
+            self.autoscaler.hand_over()
+            self.fleet.properties_store.stop_saving()
+            self._notifier.notify(f"MAINPID={self._successor.pid}")
             self.stopping.set()
 
     async def shut_down(self) -> int:
@@ -232,29 +248,29 @@ class Gateway:
         After a successor has taken over, the grace begins with a signal to end.
         """
         shutdown = self.settings.shutdown
-        assert self.public is not None
+        assert self.public_listener is not None
         if self._successor is not None:
             log.info("succeeded", pid=self._successor.pid, in_flight=len(self.registry))
-            closing = asyncio.create_task(self.public.retire())
+            closing = asyncio.create_task(self.public_listener.drain())
             # Nobody waits for its end: what runs has the time that each request has anyway.
             told = asyncio.create_task(self._told.wait())
             await asyncio.wait([closing, told], return_when=asyncio.FIRST_COMPLETED)
             told.cancel()
         else:
-            self._notifier.tell("STOPPING=1")
+            self._notifier.notify("STOPPING=1")
             log.info("shutting down", in_flight=len(self.registry), grace=shutdown.grace)
-            self.edge.closing = True
+            self.handler.closing = True
             await self._unless_at_once(asyncio.sleep(shutdown.delay))
-            self.edge.refusing = True
-            closing = asyncio.create_task(self.public.close())
+            self.handler.rejecting = True
+            closing = asyncio.create_task(self.public_listener.close())
         try:
             if not await self._unless_at_once(asyncio.wait([closing], timeout=shutdown.grace)):
                 return 1
             if not closing.done():
-                left = self.registry.end_where(lambda _: True, errors.shutting_down())
+                left = self.registry.cancel_where(lambda _: True, errors.shutting_down())
                 self.scheduler.refuse_all(errors.shutting_down)
                 log.warning("the grace is over", ended=left)
-                await self._unless_at_once(asyncio.wait([closing], timeout=LAST_WORDS))
+                await self._unless_at_once(asyncio.wait([closing], timeout=FINAL_REPLY_SECONDS))
         finally:
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
@@ -274,16 +290,16 @@ class Gateway:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for listener in (self.public, self.admin):
+        for listener in (self.public_listener, self.admin_listener):
             if listener is not None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(listener.close(), 1.0)
-        self.deadlines.close()
-        self.watch.close()
+        self.drain_deadlines.close()
+        self.timeout_monitor.close()
         self.scheduler.close()
         await self.fleet.aclose()
         self._names.close()
-        self.fleet.last_seen.save()
+        self.fleet.properties_store.save()
         self.bus.flush()
         log.info("ended")
 
@@ -302,17 +318,19 @@ class Gateway:
     def _listeners(self, files: int) -> tuple[Listener, Listener]:
         listen, admin = self.settings.listen, self.settings.admin
         limits = self.settings.limits
-        clients, asking = within(files, limits.connections, limits.connections)
+        clients, asking = connection_limits(files, limits.connections, limits.connections)
         if clients < limits.connections:
             log.warning("fewer connections than the settings say", most=clients, open_files=files)
         key = None
         if admin.key_file is not None:
-            key = read_key(admin.key_file)
+            key = read_admin_key(admin.key_file)
         public_sock, admin_sock = bind_listeners(self.settings, self._inheritance)
         public = Listener(
             self._public,
             public_sock,
-            protocol=bounded(_at_most(clients, limits), self.edge.serve, listen.trusted_proxies),
+            protocol=protocol_class(
+                _at_most(clients, limits), self.handler.serve, listen.trusted_proxies
+            ),
             keep_alive=listen.keep_alive,
             certificate=listen.tls.cert if listen.tls else None,
             key=listen.tls.key if listen.tls else None,
@@ -323,13 +341,13 @@ class Gateway:
             registry=self.registry,
             metrics=self.metrics,
             totals=self.totals,
-            deadlines=self.deadlines,
-            control=self,
+            drain_deadlines=self.drain_deadlines,
+            gateway=self,
             host=admin.host,
             key=key,
             extra_hosts=admin.hosts,
         )
-        protocol = bounded(_at_most(asking, limits))
+        protocol = protocol_class(_at_most(asking, limits))
         return public, Listener(app, admin_sock, protocol=protocol, keep_alive=listen.keep_alive)
 
     async def _public(self, scope: Any, receive: Any, send: Any) -> None:
@@ -338,16 +356,16 @@ class Gateway:
     def _frame(self) -> None:
         """Put CORS around the site, where the settings ask for it."""
         self._framed = (
-            self._site if self.settings.cors is None else cors(self._site, self.settings.cors)
+            self._site if self.settings.cors is None else with_cors(self._site, self.settings.cors)
         )
 
     # Reload.
 
-    def reload_soon(self) -> None:
+    def schedule_reload(self) -> None:
         """Read both files again (SIGHUP)."""
         self._own(self._reload_quietly(inventory=True, settings=True), "reload")
 
-    async def reload(self) -> Reloaded:
+    async def reload(self) -> ReloadResult:
         """Read both files again. Raises: ConfigError; then what was invalid has not changed."""
         async with self._reloading:
             problems: list[Problem] = []
@@ -362,21 +380,26 @@ class Gateway:
                 problems += error.problems
             if change is None or changed is None:
                 raise ConfigError(problems)
-            return Reloaded(change, changed)
+            return ReloadResult(change, changed)
 
     async def _watch_files(self, inventory: Inventory) -> None:
-        paths = [path for path in (self.options.nodes, self.options.config) if path is not None]
-        edits = changes(paths)
+        paths = [
+            path
+            for path in (self.options.inventory_file, self.options.settings_file)
+            if path is not None
+        ]
+        edits = watch_files(paths)
         # What was edited since they were read for the start, which may have taken minutes.
         await self._reload_quietly(inventory=await self._differs_from(inventory), settings=True)
         async for changed in edits:
             await self._reload_quietly(
-                inventory=self.options.nodes in changed, settings=self.options.config in changed
+                inventory=self.options.inventory_file in changed,
+                settings=self.options.settings_file in changed,
             )
 
     async def _differs_from(self, inventory: Inventory) -> bool:
         try:
-            return await asyncio.to_thread(load_inventory, self.options.nodes) != inventory
+            return await asyncio.to_thread(load_inventory, self.options.inventory_file) != inventory
         except (ConfigError, OSError):
             return True
 
@@ -392,7 +415,7 @@ class Gateway:
 
     async def _reload_inventory(self) -> InventoryChanged:
         try:
-            inventory = await asyncio.to_thread(load_inventory, self.options.nodes)
+            inventory = await asyncio.to_thread(load_inventory, self.options.inventory_file)
             change = self.fleet.apply(inventory)
         except (ConfigError, OSError) as error:
             self.inventory_error = str(error)
@@ -405,28 +428,30 @@ class Gateway:
     async def _reload_settings(self) -> SettingsChanged:
         try:
             # An empty file changes nothing: it may be half of an edit, or of a full disk.
-            refused: Refused = "nothing" if self._has_defaults else "empty"
-            path = self.options.config
-            loaded = await asyncio.to_thread(load_settings, path, refused=refused)
+            refused: RejectedFiles = "nothing" if self._has_defaults else "empty"
+            path = self.options.settings_file
+            loaded = await asyncio.to_thread(load_settings, path, rejected=refused)
         except (ConfigError, OSError) as error:
             self.settings_error = str(error)
             self.bus.publish(SettingsChanged(error=self.settings_error))
             raise
         self.settings_error = None
-        settings = self.options.over(loaded)
+        settings = self.options.apply_to(loaded)
         old, self.settings = self.settings, settings
-        change = SettingsChanged(needs_restart=needs_restart(old, settings))
+        change = SettingsChanged(needs_restart=changed_restart_keys(old, settings))
         if settings == old:
             return change
-        self.means.settings = settings
+        self.proxy_context.settings = settings
         self.scheduler.configure(settings)
-        self.standby.settings = settings
+        self.autoscaler.settings = settings
         self.fleet.configure(settings.health, settings.timeouts)
-        before = self.edge.snapshot.door
-        self.edge.snapshot = Snapshot.of(settings, loopback=self._loopback, before=before)
-        if self.keys_lost is not None and not before.closed:
+        before = self.handler.config.anonymous_access
+        self.handler.config = HandlerConfig.of(
+            settings, loopback=self._loopback, previous_access=before
+        )
+        if self.keys_lost is not None and not before.locked:
             log.warning("locked", why=self.keys_lost)
-        self.lines.access = settings.logging.access
+        self.event_log.access_log = settings.logging.access
         self._logs.configure(settings.logging.level)
         self._frame()
         self.bus.publish(change)

@@ -1,7 +1,7 @@
 """What can go wrong, in the contract's words: one exception, and a function per cause.
 
 A `GatewayError` knows nothing of HTTP forms: each dialect renders it as its official client
-expects (`gateway.relay.dialects`).
+expects (`gateway.proxy.api`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self
 
-RETRY_AFTER_UNTIL_NOT_RETRIED = 60.0
+LONGEST_RETRYABLE_WAIT = 60.0
 """Seconds. Official SDKs repeat 429 and 5xx by themselves; a longer wait is not worth repeating."""
 
 
-UNHEARD_RETRY_AFTER = 5.0
+UNREPORTED_RETRY_AFTER = 5.0
 """Seconds to advise while a node has not said what it serves; about one interval of the probes."""
 
 LONGEST_ECHO = 200
@@ -38,7 +38,7 @@ class GatewayError(Exception):
         retryable: bool = True,
         details: dict[str, int] | None = None,
         allow: str | None = None,
-        with_names: str | None = None,
+        message_with_nodes: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -46,12 +46,12 @@ class GatewayError(Exception):
         self.message = message
         self.param = param
         self.retry_after = retry_after
-        self.retryable = retryable and (retry_after or 0.0) <= RETRY_AFTER_UNTIL_NOT_RETRIED
+        self.retryable = retryable and (retry_after or 0.0) <= LONGEST_RETRYABLE_WAIT
         self.details = details or {}
         self.allow = allow
-        self._with_names = with_names
+        self._with_names = message_with_nodes
 
-    def name_nodes(self) -> Self:
+    def reveal_nodes(self) -> Self:
         """Tell nodes by name and reason: only where clients may know them."""
         self.message = self._with_names or self.message
         return self
@@ -76,7 +76,7 @@ MOST_CAUSES = 16
 """Errors behind an error whose traces are let go of."""
 
 
-def forget_trace(error: BaseException) -> None:
+def drop_traceback(error: BaseException) -> None:
     """Let go of where an error came from, and of what caused it, once it is dealt with.
 
     A trace holds the frames that it passed, and one of these mostly the error: the request and its
@@ -155,12 +155,12 @@ def invalid_api_key() -> GatewayError:
     )
 
 
-def too_many_keys(most: int) -> GatewayError:
+def too_many_keys(limit: int) -> GatewayError:
     """401: more different keys than are looked at."""
     return GatewayError(
         401,
         "invalid_api_key",
-        f"More than {most} different API keys were sent. Send one.",
+        f"More than {limit} different API keys were sent. Send one.",
         retryable=False,
     )
 
@@ -218,9 +218,9 @@ def model_not_found(model: str, known: list[str]) -> GatewayError:
     )
 
 
-def not_found(path: str, instead: str | None = None) -> GatewayError:
+def not_found(path: str, suggestion: str | None = None) -> GatewayError:
     """404: no such path; `instead` says what to use."""
-    hint = f" {instead}" if instead else ""
+    hint = f" {suggestion}" if suggestion else ""
     return GatewayError(404, "not_found", f"There is nothing at '{_echoed(path)}'.{hint}")
 
 
@@ -256,9 +256,9 @@ def headers_too_large(limit: int) -> GatewayError:
     return GatewayError(431, "headers_too_large", f"The headers are larger than {limit} bytes.")
 
 
-def too_many_headers(most: int) -> GatewayError:
+def too_many_headers(limit: int) -> GatewayError:
     """431: `most` is how many fields a head may have."""
-    return GatewayError(431, "headers_too_large", f"There are more than {most} header fields.")
+    return GatewayError(431, "headers_too_large", f"There are more than {limit} header fields.")
 
 
 def compressed_body() -> GatewayError:
@@ -286,24 +286,26 @@ def no_node(message: str, retry_after: float) -> GatewayError:
     return GatewayError(503, "no_node", message, retry_after=retry_after)
 
 
-def unheard(model: str | None, silent: Sequence[tuple[str, str, str]], nodes: int) -> GatewayError:
+def no_node_reported(
+    model: str | None, unreported: Sequence[tuple[str, str, str]], node_count: int
+) -> GatewayError:
     """503: no node is known to serve this name, but `silent` ones have never said what they serve.
 
     `silent`: name, state and reason of each; `nodes`: how many there are in all.
     """
     what = "any model" if model is None else f"the model '{_echoed(model)}'"
     begin = f"No node has said that it serves {what}"
-    count = f"{len(silent)} of {nodes} node{'' if nodes == 1 else 's'}"
-    states = ", ".join(sorted({state for _, state, _ in silent}))
-    named = "; ".join(f"'{name}' is {state} ({reason})" for name, state, reason in silent[:3])
-    more = f"; and {len(silent) - 3} more" if len(silent) > 3 else ""
+    count = f"{len(unreported)} of {node_count} node{'' if node_count == 1 else 's'}"
+    states = ", ".join(sorted({state for _, state, _ in unreported}))
+    named = "; ".join(f"'{name}' is {state} ({reason})" for name, state, reason in unreported[:3])
+    more = f"; and {len(unreported) - 3} more" if len(unreported) > 3 else ""
     remedy = "'llama-gateway nodes' on the gateway's machine"
     return GatewayError(
         503,
         "no_node",
         f"{begin}, but {count} never said what it serves ({states}). {remedy} tells more.",
-        retry_after=UNHEARD_RETRY_AFTER,
-        with_names=f"{begin}, but {count} never said what it serves: {named}{more}. "
+        retry_after=UNREPORTED_RETRY_AFTER,
+        message_with_nodes=f"{begin}, but {count} never said what it serves: {named}{more}. "
         f"{remedy} shows all.",
     )
 

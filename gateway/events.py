@@ -14,13 +14,13 @@ from gateway.request import Priority
 class RequestFinished:
     """A request has ended, however it did. Seconds and tokens."""
 
-    id: str
+    x_request_id: str
     path: str
     model: str = "unknown"
     """A name that the fleet serves, or `unknown`."""
     priority: Priority = Priority.NORMAL
     caller: str = "unknown"
-    code: int = 200
+    status: int = 200
     """The true outcome: 499 when the client left, the error's code after a heartbeat's 200."""
     reason: str | None = None
     """The contract's error code, if it failed."""
@@ -30,12 +30,12 @@ class RequestFinished:
     fallback: str | None = None
     """Why it ran on another tier than its class belongs to, if it did."""
     attempts: int = 0
-    queue: float = 0.0
+    queue_seconds: float = 0.0
     """Seconds spent waiting for a slot."""
     ttft: float | None = None
     """Seconds until the first content went out; None when none did."""
-    duration: float = 0.0
-    overhead: float | None = None
+    duration_seconds: float = 0.0
+    overhead_seconds: float | None = None
     """Seconds between arrival and dispatch that were not spent waiting for a slot."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -48,7 +48,7 @@ class RequestFinished:
 class AttemptEnded:
     """One attempt on one node is over. `outcome` is a word of a small set, never free text."""
 
-    request_id: str
+    x_request_id: str
     node: str
     outcome: str
     seconds: float
@@ -59,14 +59,14 @@ class AttemptEnded:
 class StreamResumed:
     """An answer whose node failed goes on elsewhere, or can't: then `node` is None."""
 
-    request_id: str
-    failed: str
+    x_request_id: str
+    failed_node: str
     """The node that did."""
-    node: str | None
+    resumed_on: str | None
     """The one that goes on."""
     tokens: int
     """That had gone out, about."""
-    why: str | None = None
+    failure: str | None = None
     """Why nobody can; never any of the answer's text."""
 
 
@@ -75,9 +75,9 @@ class NodeChanged:
     """A node's state has changed; `reason` is for an operator to act on."""
 
     node: str
-    old: str | None
+    old_state: str | None
     """None: the node is new."""
-    new: str | None
+    new_state: str | None
     """None: the node has left the fleet."""
     reason: str
 
@@ -128,14 +128,14 @@ class HookEnded:
 E = TypeVar("E")
 
 
-SOON = 0.05
+DEFER_SECONDS = 0.05
 """Seconds that work which nobody waits for may be put off."""
 
-MOST_PUT_OFF = 512
+MOST_DEFERRED = 512
 """Pieces of such work; more are done at once."""
 
 
-class Bus:
+class EventBus:
     """Hands each event to its subscribers, in order. Subscribers must not raise.
 
     What nobody waits for is put off a little and then done in one go: the same code run many
@@ -143,9 +143,11 @@ class Bus:
     function after so many seconds; without it nothing is put off.
     """
 
-    def __init__(self, later: Callable[[float, Callable[[], None]], object] | None = None) -> None:
+    def __init__(
+        self, call_later: Callable[[float, Callable[[], None]], object] | None = None
+    ) -> None:
         self._subscribers: dict[type, list[Callable[[Any], None]]] = defaultdict(list)
-        self._later = later
+        self._later = call_later
         self._put_off: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def subscribe(self, kind: type[E], subscriber: Callable[[E], None]) -> None:
@@ -159,18 +161,18 @@ class Bus:
         for subscriber in self._subscribers.get(type(event), ()):
             subscriber(event)
 
-    def publish_soon(self, event: object) -> None:
+    def publish_deferred(self, event: object) -> None:
         """The same, within `SOON` seconds."""
-        self.soon(self._tell, event)
+        self.defer(self._tell, event)
 
-    def soon(self, work: Callable[..., None], *arguments: Any) -> None:
+    def defer(self, work: Callable[..., None], *arguments: Any) -> None:
         """Call `work` within `SOON` seconds, before anything that is published after this."""
         put_off = self._put_off
         put_off.append((work, arguments))
-        if self._later is None or len(put_off) >= MOST_PUT_OFF:
+        if self._later is None or len(put_off) >= MOST_DEFERRED:
             self.flush()
         elif len(put_off) == 1:
-            self._later(SOON, self.flush)
+            self._later(DEFER_SECONDS, self.flush)
 
     def flush(self) -> None:
         """Do what was put off."""

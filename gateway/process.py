@@ -11,24 +11,24 @@ from typing import Any
 import structlog
 import uvloop
 
-from gateway.app import FIRST_PROBES, Gateway
+from gateway.app import FIRST_PROBES_SECONDS, Gateway
 from gateway.config.inventory import Inventory
 from gateway.config.settings import Settings
-from gateway.observe.logs import Logs, set_up
-from gateway.options import Options, read
-from gateway.succession import Inheritance, inherit
+from gateway.handover import InheritedState, inherit_from_environment
+from gateway.observe.logs import Logs, set_up_logging
+from gateway.startup import Options, load_checked
 
 
 def run(options: Options) -> int:
     """Serve until a signal ends it; the exit status. Raises: StartError."""
-    inheritance = inherit()
-    options = inheritance.over(options)
-    settings, inventory = read(options, empty=not inheritance.customised)
-    with set_up(settings.logging.level, settings.logging.format) as logs:
-        return start(serve(options, settings, inventory, logs, inheritance=inheritance))
+    inheritance = inherit_from_environment()
+    options = inheritance.apply_to(options)
+    settings, inventory = load_checked(options, allow_empty=not inheritance.customised)
+    with set_up_logging(settings.logging.level, settings.logging.format) as logs:
+        return run_event_loop(serve(options, settings, inventory, logs, inherited=inheritance))
 
 
-def start(main: Any) -> int:
+def run_event_loop(main: Any) -> int:
     """Run a coroutine on the event loop that the gateway is made for."""
     # Requests leave next to no cycles behind, and a look at all objects for each few hundred of
     # them cost 7 % of the time. What is here by now stays to the end.
@@ -47,7 +47,7 @@ async def serve(
     logs: Logs,
     on_ready: Callable[[Gateway], None] | None = None,
     *,
-    inheritance: Inheritance | None = None,
+    inherited: InheritedState | None = None,
 ) -> int:
     """Serve until a signal ends it; the exit status. Raises: StartError.
 
@@ -55,13 +55,13 @@ async def serve(
     """
     for problem in inventory.warnings:
         structlog.get_logger().warning("inventory", warning=str(problem))
-    gateway = Gateway(options, settings, logs, inheritance)
+    gateway = Gateway(options, settings, logs, inherited)
     loop = asyncio.get_running_loop()
     signals = {
         signal.SIGTERM: gateway.stop,
         signal.SIGINT: gateway.stop,
-        signal.SIGHUP: gateway.reload_soon,
-        signal.SIGUSR2: gateway.succeed_soon,
+        signal.SIGHUP: gateway.schedule_reload,
+        signal.SIGUSR2: gateway.schedule_handover,
     }
     for number, handler in signals.items():
         loop.add_signal_handler(number, handler)
@@ -78,10 +78,10 @@ async def serve(
 
 async def _nodes_known(gateway: Gateway) -> bool:
     """Wait for the first probes, for `FIRST_PROBES` seconds; False: the end has come before."""
-    events = (gateway.fleet.probed, gateway.stopping)
+    events = (gateway.fleet.first_probes_done, gateway.stopping)
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     try:
-        await asyncio.wait(waits, timeout=FIRST_PROBES, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waits, timeout=FIRST_PROBES_SECONDS, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for wait in waits:
             wait.cancel()

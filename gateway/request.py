@@ -15,7 +15,7 @@ Endpoint = Literal["chat", "embeddings", "rerank", "infill", "audio", "vision"]
 """What a node can do, as `endpoints` in the inventory names it."""
 
 
-class Pieces(Protocol):
+class SegmentedBody(Protocol):
     """A large body: what is sent is its pieces, one after the other."""
 
     def __len__(self) -> int:
@@ -48,6 +48,7 @@ class Priority(enum.IntEnum):
 
 
 _LABELS = {priority: priority.name.lower() for priority in Priority}
+
 _BY_LABEL = {label: priority for priority, label in _LABELS.items()}
 
 
@@ -57,14 +58,14 @@ class Caller:
 
     id: str
     name: str
-    best: Priority
+    max_priority: Priority
     """The highest class this caller gets, whatever it asks for."""
     models: frozenset[str] | None = None
     """Public model names it may use; None: all."""
     anonymous: bool = False
-    names_users: bool = False
+    trust_user_headers: bool = False
     """Whether it is trusted to name its end users by header."""
-    usual: Priority = Priority.NORMAL
+    default_priority: Priority = Priority.NORMAL
     """The class of a request that names none."""
 
     def may_use(self, model: str) -> bool:
@@ -81,69 +82,69 @@ class Request:
 
     id: str
     """Unique in this process, whatever the client sent."""
-    tag: str
+    x_request_id: str
     """`X-Request-ID`: the client's own if it sent a sane one, else `id`."""
     path: str
     """The path as nodes know it, for example `/v1/chat/completions`."""
-    fields: bytes
+    header_lines: bytes
     """Header lines of the client's that are passed on, each with its line end."""
     bodies: dict[str, Any]
     """What is sent, for each name of `candidates`: bytes, or a large body (`Pieces`)."""
-    said: str | None
+    model_in_body: str | None
     """The model's name in those bodies; None: they name none."""
     caller: Caller
     priority: Priority
     model: str
     """The public name asked for, or the default."""
-    candidates: tuple[str, ...]
+    model_names: tuple[str, ...]
     """The names it stands for after aliases, in order of preference."""
     endpoint: Endpoint
-    received: float
+    received_at: float
     stream: bool = False
-    assembled: bool = False
+    may_assemble: bool = False
     """Whether its plain answer may be made of a stream's events."""
-    vision: bool = False
+    needs_vision: bool = False
     slots: int = 1
-    probabilities: bool = False
+    logprobs: bool = False
     """Whether the answer tells those of tokens that might have been."""
     prompt_tokens: int = 0
     """An estimate that would rather be too low; tokens."""
     max_tokens: int | None = None
-    native: bool = False
+    llama_cpp_only: bool = False
     """Only llama.cpp's own server knows the path."""
     deadline: float | None = None
     """When the client stops waiting for the whole answer."""
-    own_timer: bool = False
+    client_has_timer: bool = False
     """Whether it does so by a timer of its own, and needn't be told in that moment."""
-    failed: AbstractSet[str] = frozenset()
+    failed_nodes: AbstractSet[str] = frozenset()
     """Nodes that failed this request: others go first."""
-    refused: AbstractSet[str] = frozenset()
+    excluded_nodes: AbstractSet[str] = frozenset()
     """Nodes that said they can't serve it: never asked again."""
-    unsupported: AbstractSet[str] = frozenset()
+    unsupported_nodes: AbstractSet[str] = frozenset()
     """Those of them that said that they don't do this at all (501)."""
-    hint: str | None = None
+    unsupported_hint: str | None = None
     """What the last of these advised."""
-    smallest_context: int = 0
+    min_context: int = 0
     """Tokens a node must have room for, learnt from an overflow elsewhere."""
-    text: int = 0
+    text_bytes: int = 0
     """Bytes of the prompt's text."""
-    ids: int = 0
+    exact_tokens: int = 0
     """Tokens of the prompt that are known exactly, since they were sent as ids."""
-    media: int = 0
+    media_tokens: int = 0
     """Tokens that its pictures and sounds may have."""
-    writes: bool = True
+    generates: bool = True
     """Whether the answer is generated; embeddings, say, are read only."""
-    prompt: Any = None
-    """Its fingerprint (`fleet/prefixes.py`); None: no cache is worth thinking of."""
-    expected: tuple[float, float] | None = None
+    prompt_key: Any = None
+    """Its fingerprint (`fleet/prompt_tree.py`); None: no cache is worth thinking of."""
+    expected_tokens: tuple[float, float] | None = None
     """Expected tokens of the prompt and of each answer, once somebody has asked."""
-    party: str = ""
+    fairness_key: str = ""
     """Whom the queue is fair to: the caller, or the end user that a trusted one names."""
-    several: Any = None
-    """The prompts that are answered one by one (`relay/prompts.py`); None: it is one."""
+    prompt_list: Any = None
+    """The prompts that are answered one by one (`proxy/multi_prompt.py`); None: it is one."""
     admitted: bool = False
     """Whether it is part of one that has been let in: no length of the line refuses it."""
-    begun: bool = False
+    response_started: bool = False
     """Whether its client has had the head of a reply, to be told that it is not forgotten."""
     session: str | None = None
     """The conversation or editor that it belongs to, if a header names one; with its party."""

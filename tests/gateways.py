@@ -15,9 +15,9 @@ import httpx
 import yaml
 
 from gateway.app import Gateway
-from gateway.fleet.states import State
-from gateway.observe.logs import set_up
-from gateway.options import Options, read
+from gateway.fleet.node import NodeState
+from gateway.observe.logs import set_up_logging
+from gateway.startup import Options, load_checked
 from tests.virtual import VirtualLoop, now
 
 START_LIMIT = 60.0
@@ -62,7 +62,7 @@ async def running_gateway(
 ) -> AsyncIterator[Running]:
     """A gateway over these nodes (URLs, or mappings as in `nodes.yaml`) and settings.
 
-    `options` are those of `gateway.options.Options`. With `wait_ready` it is entered once every
+    `options` are those of `gateway.startup.Options`. With `wait_ready` it is entered once every
     node has been probed and one at least is ready.
     """
     specs = [
@@ -73,34 +73,36 @@ async def running_gateway(
     _write(nodes_file, {"nodes": specs})
     _write(settings_file, _patient(settings or {}))
     chosen = Options(
-        nodes=nodes_file,
-        config=settings_file,
-        **{"port": 0, "admin_port": 0, "state": folder / "state", **options},
+        inventory_file=nodes_file,
+        settings_file=settings_file,
+        **{"port": 0, "admin_port": 0, "state_dir": folder / "state", **options},
     )
-    loaded, inventory = read(chosen)
+    loaded, inventory = load_checked(chosen)
     with (
         (folder / "gateway.log").open("ab") as log,
-        set_up("debug", "json", fd=log.fileno()) as logs,
+        set_up_logging("debug", "json", fd=log.fileno()) as logs,
     ):
         gateway = Gateway(chosen, loaded, logs, clock=clock, rng=rng)
         async with gateway.running(inventory):
-            assert gateway.public is not None
-            assert gateway.admin is not None
+            assert gateway.public_listener is not None
+            assert gateway.admin_listener is not None
             if wait_ready:
                 async with asyncio.timeout(START_LIMIT):
-                    await gateway.fleet.probed.wait()
+                    await gateway.fleet.first_probes_done.wait()
                 await until(
-                    lambda: any(node.state is State.READY for node in gateway.fleet.nodes.values()),
+                    lambda: any(
+                        node.state is NodeState.READY for node in gateway.fleet.nodes.values()
+                    ),
                     START_LIMIT,
                     lambda: [f"{n.name}: {n.reason}" for n in gateway.fleet.nodes.values()],
                 )
             async with httpx.AsyncClient(
-                base_url=gateway.public.url, timeout=120.0, trust_env=False, verify=NO_TLS
+                base_url=gateway.public_listener.url, timeout=120.0, trust_env=False, verify=NO_TLS
             ) as client:
                 yield Running(
                     gateway,
-                    gateway.public.url,
-                    gateway.admin.url,
+                    gateway.public_listener.url,
+                    gateway.admin_listener.url,
                     nodes_file,
                     settings_file,
                     client,

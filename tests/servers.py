@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from gateway.local.demo_model import Size, ensure_demo_model
-from gateway.local.locking import lock_limit
-from gateway.local.server_command import server_environment
+from gateway.tools.local.demo_model import DemoSize, ensure_demo_model
+from gateway.tools.local.memory import memlock_limit
+from gateway.tools.local.server_command import server_environment
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -39,12 +39,12 @@ LOCKED = 4 << 20  # bytes that a server of the small demo model must be allowed 
 
 def may_lock() -> bool:
     """Whether this machine lets a server lock the demo model in memory."""
-    limit = lock_limit()
+    limit = memlock_limit()
     return limit is None or limit >= LOCKED
 
 
 @functools.cache
-def demo_model(size: Size = "small") -> Path:
+def demo_model(size: DemoSize = "small") -> Path:
     """The demo model in a folder of this process, removed at its end."""
     return ensure_demo_model(_folder(), size)
 
@@ -98,7 +98,7 @@ def spawn_demo_server(
     slots: int = 2,
     context: int = 4096,
     embedding: bool = False,
-    size: Size = "small",
+    size: DemoSize = "small",
     port: int = 0,
     alias: str = "demo",
     extra: tuple[str, ...] = (),
@@ -106,7 +106,7 @@ def spawn_demo_server(
     """Start a server without waiting for it; `context` is tokens of one slot."""
     log = tempfile.TemporaryFile()  # noqa: SIM115
     command = [
-        *(sys.executable, "-m", "gateway.local.embedded", "--parent", str(os.getpid())),
+        *(sys.executable, "-m", "gateway.tools.local.embedded", "--parent", str(os.getpid())),
         *("--model", str(demo_model(size)), "--alias", alias, "--port", str(port)),
         *("--slots", str(slots), "--ctx", str(slots * context), "--threads", "1"),
         *(("--embedding",) if embedding else ()),
@@ -155,7 +155,7 @@ def running_demo_servers(
     slots: int = 2,
     context: int = 4096,
     embedding: bool = False,
-    size: Size = "small",
+    size: DemoSize = "small",
 ) -> Iterator[list[DemoServer]]:
     """`n` servers that answer, started side by side, as objects with `url`, `pid` and `kill()`."""
     servers: list[DemoServer] = []
@@ -178,7 +178,7 @@ def demo_servers(
     slots: int = 2,
     context: int = 4096,
     embedding: bool = False,
-    size: Size = "small",
+    size: DemoSize = "small",
 ) -> Iterator[list[str]]:
     """The base URLs of `n` servers that answer."""
     with running_demo_servers(
@@ -194,7 +194,7 @@ async def start_demo_servers(
     *,
     context: int = 4096,
     embedding: bool = False,
-    size: Size = "small",
+    size: DemoSize = "small",
     extra: tuple[str, ...] = (),
 ) -> AsyncIterator[list[str]]:
     """The same for an asynchronous test; the loop isn't blocked while they start."""

@@ -18,10 +18,10 @@ import httpx
 import pytest
 import yaml
 
-from tests.cli.running import Ran, run
 from tests.emulator import EmulatedNode
 from tests.emulator.wire import wired
-from tests.web.public.asking import HELLO, answer, request
+from tests.tools.cli.running import Ran, run
+from tests.web.asking import HELLO, answer, request
 
 pytestmark = pytest.mark.slow
 

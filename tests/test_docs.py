@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from gateway.cli import app
+from gateway.tools.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

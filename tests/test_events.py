@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.events import AttemptEnded, Bus, NodeChanged
+from gateway.events import AttemptEnded, EventBus, NodeChanged
 
 
 def changed(name: str) -> NodeChanged:
@@ -10,7 +10,7 @@ def changed(name: str) -> NodeChanged:
 
 
 def test_every_subscriber_hears_of_its_own_kind_in_order() -> None:
-    bus = Bus()
+    bus = EventBus()
     first: list[object] = []
     second: list[object] = []
     bus.subscribe(NodeChanged, first.append)
@@ -23,7 +23,7 @@ def test_every_subscriber_hears_of_its_own_kind_in_order() -> None:
 
 
 def test_what_nobody_asked_for_is_forgotten() -> None:
-    bus = Bus()
+    bus = EventBus()
     bus.publish(changed("a"))
     late: list[object] = []
     bus.subscribe(NodeChanged, late.append)

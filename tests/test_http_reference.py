@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gateway.events import AttemptEnded, Bus, HookEnded, RequestFinished
-from gateway.observe.metrics import Metrics, NodeSample, Snapshot
-from gateway.relay.routes import ROUTES
+from gateway.events import AttemptEnded, EventBus, HookEnded, RequestFinished
+from gateway.observe.metrics import Metrics, MetricsSnapshot, NodeSample
+from gateway.proxy.inbound.routes import ROUTES
 from gateway.web.admin import app as admin
 from tests.fleet.build import a_spec
 from tests.web.build import a_house
@@ -57,9 +57,9 @@ def metrics_told() -> dict[str, tuple[str, set[str]]]:
 
 def metrics_made() -> dict[str, tuple[str, set[str]]]:
     """Each family of a page on which every family has a sample."""
-    bus = Bus()
+    bus = EventBus()
     node = NodeSample("a", "ready", 2, 1, decode_tps=10.0, prefill_tps=100.0)
-    metrics = Metrics(bus, lambda: Snapshot([node], retry_budget=1.0))
+    metrics = Metrics(bus, lambda: MetricsSnapshot([node], retry_budget=1.0))
     bus.publish(RequestFinished("r1", "/v1/completions", tier="cpu"))
     bus.publish(AttemptEnded("r1", "a", "ok", 1.0))
     bus.publish(HookEnded("a", "start", "ok", 1.0, ""))

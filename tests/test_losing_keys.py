@@ -95,7 +95,7 @@ async def by_watching(running: Running) -> None:
 
 
 async def by_signal(running: Running) -> None:
-    running.gateway.reload_soon()
+    running.gateway.schedule_reload()
     await until(lambda: running.gateway.settings_error is not None)
 
 
@@ -187,7 +187,7 @@ async def test_who_was_let_in_beside_the_keys_still_is(tmp_path: Path) -> None:
 async def test_comments_alone_are_no_error_where_nothing_was_set(tmp_path: Path) -> None:
     async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
         gateway = running.gateway
-        gateway.settings = gateway.options.over(type(gateway.settings)())
+        gateway.settings = gateway.options.apply_to(type(gateway.settings)())
         running.settings_file.write_text("# queue:\n")
         await gateway.reload()
         assert gateway.settings_error is None

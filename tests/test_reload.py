@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from gateway.app import Gateway
-from gateway.config.problems import ConfigError
+from gateway.config.errors import ConfigError
 from gateway.events import InventoryChanged, SettingsChanged
-from gateway.observe.logs import set_up
-from gateway.options import Options, read
+from gateway.observe.logs import set_up_logging
+from gateway.startup import Options, load_checked
 from tests.gateways import until
 
 DEAD = "http://127.0.0.1:9"
@@ -22,11 +22,11 @@ DEAD = "http://127.0.0.1:9"
 @pytest.fixture
 def given(tmp_path: Path) -> Options:
     chosen = Options(
-        nodes=tmp_path / "nodes.yaml",
-        config=tmp_path / "gateway.yaml",
+        inventory_file=tmp_path / "nodes.yaml",
+        settings_file=tmp_path / "gateway.yaml",
         port=0,
         admin_port=0,
-        state=tmp_path / "state",
+        state_dir=tmp_path / "state",
     )
     write_nodes(chosen, "first")
     write_settings(chosen, "queue: {max: 5}")
@@ -35,12 +35,12 @@ def given(tmp_path: Path) -> Options:
 
 def write_nodes(given: Options, *names: str) -> None:
     nodes = [{"name": name, "url": f"{DEAD}/{name}"} for name in names]
-    replace(given.nodes, yaml.safe_dump({"nodes": nodes}))
+    replace(given.inventory_file, yaml.safe_dump({"nodes": nodes}))
 
 
 def write_settings(given: Options, text: str) -> None:
-    assert given.config is not None
-    replace(given.config, text)
+    assert given.settings_file is not None
+    replace(given.settings_file, text)
 
 
 def replace(path: Path, text: str) -> None:
@@ -52,11 +52,11 @@ def replace(path: Path, text: str) -> None:
 @asynccontextmanager
 async def started(given: Options, edit: Callable[[], None]) -> AsyncIterator[Gateway]:
     """A gateway whose files are edited after they were read and before it watches them."""
-    settings, inventory = read(given)
+    settings, inventory = load_checked(given)
     edit()
     with (
-        (given.nodes.parent / "log").open("ab") as log,
-        set_up("info", "json", fd=log.fileno()) as logs,
+        (given.inventory_file.parent / "log").open("ab") as log,
+        set_up_logging("info", "json", fd=log.fileno()) as logs,
     ):
         gateway = Gateway(given, settings, logs)
         async with gateway.running(inventory):
@@ -91,7 +91,7 @@ async def test_without_an_edit_nothing_is_told(given: Options) -> None:
 
 async def test_a_reload_that_was_asked_for_tells_the_problems_of_both_files(given: Options) -> None:
     async with started(given, lambda: None) as gateway:
-        replace(given.nodes, "nodes: 3\n")
+        replace(given.inventory_file, "nodes: 3\n")
         write_settings(given, "queue: {max: many}")
         with pytest.raises(ConfigError) as caught:
             await gateway.reload()
@@ -99,8 +99,8 @@ async def test_a_reload_that_was_asked_for_tells_the_problems_of_both_files(give
 
 
 async def test_two_nodes_of_one_server_are_warned_of(given: Options) -> None:
-    log = given.nodes.parent / "log"
+    log = given.inventory_file.parent / "log"
     async with started(given, lambda: None):
         one = {"name": "one", "url": DEAD}
-        replace(given.nodes, yaml.safe_dump({"nodes": [one, {**one, "name": "other"}]}))
+        replace(given.inventory_file, yaml.safe_dump({"nodes": [one, {**one, "name": "other"}]}))
         await until(lambda: "the nodes one and other are one server" in log.read_text())

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from gateway.access.keys import new_key
-from gateway.fleet.last_seen import LastSeen
+from gateway.fleet.state_files import PropertiesStore
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
 
@@ -285,7 +285,7 @@ async def test_drains_and_what_nodes_said_last_over_a_succession(tmp_path: Path)
             assert (await again.get("/admin/nodes/one")).json()["state"] == "draining"
     files = sorted((tmp_path / "state" / "llama-gateway").iterdir())
     assert [file.name.partition("-")[0] for file in files] == ["drains", "seen"]
-    assert LastSeen(files[1]).of(a_spec("one", node.url)).models == ("demo",)
+    assert PropertiesStore(files[1]).recall(a_spec("one", node.url)).models == ("demo",)
 
 
 async def test_sockets_of_systemd_are_listened_on_and_passed_on(tmp_path: Path) -> None:

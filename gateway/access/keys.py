@@ -16,21 +16,23 @@ from typing import NamedTuple, Protocol
 from gateway import errors
 from gateway.request import Caller, Headers, Priority
 
-PREFIX = "lg"
+KEY_PREFIX = "lg"
 
-KEY_CHARACTERS = 512
+MOST_KEY_CHARACTERS = 512
 """Anything longer is no key; so nobody can have us hash much."""
 
 MOST_KEYS = 4
 """Different keys in one request, each of which costs a hash; there are three fields for them."""
 
 _ID_ALPHABET = string.ascii_lowercase + string.digits
+
 _SECRET_ALPHABET = string.ascii_letters + string.digits
+
 _SECRET_CHARACTERS = 43
 """62 ** 43 is just above 2 ** 256."""
 
 
-class KeySpec(Protocol):
+class KeyDefinition(Protocol):
     """A key as the settings hold it."""
 
     @property
@@ -62,7 +64,7 @@ class KeySpec(Protocol):
         """Whether it may name its end users."""
 
 
-class NewKey(NamedTuple):
+class ApiKey(NamedTuple):
     """A key that was just made; `text` is shown once and kept nowhere."""
 
     text: str
@@ -75,7 +77,7 @@ class KeyRing:
 
     __slots__ = ("_by_id", "_nobody")
 
-    def __init__(self, specs: Iterable[KeySpec] = ()) -> None:
+    def __init__(self, specs: Iterable[KeyDefinition] = ()) -> None:
         self._by_id = {spec.id: (bytes.fromhex(spec.sha256), _caller(spec)) for spec in specs}
         # What an unknown id is compared with, so that it costs the same time as a known one.
         self._nobody = (secrets.token_bytes(32), None)
@@ -91,7 +93,7 @@ class KeyRing:
         return caller if same else None
 
 
-def new_key(id: str | None = None) -> NewKey:  # noqa: A002 - the word the settings use
+def new_key(id: str | None = None) -> ApiKey:  # noqa: A002 - the word the settings use
     """A fresh random key; `id` must hold no underscore.
 
     Raises: ValueError.
@@ -103,21 +105,21 @@ def new_key(id: str | None = None) -> NewKey:  # noqa: A002 - the word the setti
     if not id or "_" in id:
         raise ValueError("a key's id is not empty and has no underscore")
     secret = "".join(secrets.choice(_SECRET_ALPHABET) for _ in range(_SECRET_CHARACTERS))
-    return NewKey(f"{PREFIX}_{id}_{secret}", id, _digest(secret).hex())
+    return ApiKey(f"{KEY_PREFIX}_{id}_{secret}", id, _digest(secret).hex())
 
 
-def hash_key(text: str) -> NewKey:
+def hash_key(text: str) -> ApiKey:
     """The parts of a key that somebody already has.
 
     Raises: ValueError if it does not read `lg_<id>_<secret>`.
     """
     key_id, secret = _split(text)
     if not key_id or not secret:
-        raise ValueError(f"a key reads {PREFIX}_<id>_<secret>")
-    return NewKey(text, key_id, _digest(secret).hex())
+        raise ValueError(f"a key reads {KEY_PREFIX}_<id>_<secret>")
+    return ApiKey(text, key_id, _digest(secret).hex())
 
 
-def presented(headers: Headers) -> list[str]:
+def presented_keys(headers: Headers) -> list[str]:
     """The keys a request carries, each once: clients send a dummy in one field, the key in another.
 
     They stand in `Authorization: Bearer`, `x-api-key` and `api-key`. An empty one, which clients
@@ -136,19 +138,19 @@ def presented(headers: Headers) -> list[str]:
     return found
 
 
-def holder(headers: Headers, ring: KeyRing) -> Caller | None:
+def caller_from_keys(headers: Headers, key_ring: KeyRing) -> Caller | None:
     """Whose key the request carries; None where it carries none. One good key is enough.
 
     Raises: errors.GatewayError (401) if none of its keys is good, if two are of different callers,
     or if there are more than `MOST_KEYS`.
     """
-    keys = presented(headers)
+    keys = presented_keys(headers)
     if not keys:
         return None
     if len(keys) > MOST_KEYS:
         raise errors.too_many_keys(MOST_KEYS)
     # Each of them is looked at, so that the time does not tell which one is good.
-    holders = {caller.id: caller for key in keys if (caller := ring.find(key)) is not None}
+    holders = {caller.id: caller for key in keys if (caller := key_ring.find(key)) is not None}
     if not holders:
         raise errors.invalid_api_key()
     if len(holders) > 1:
@@ -165,32 +167,32 @@ def _bearer(value: bytes) -> bytes:
 
 
 def _split(text: str) -> tuple[str, str]:
-    if len(text) > KEY_CHARACTERS:
+    if len(text) > MOST_KEY_CHARACTERS:
         return "", ""
     prefix, _, rest = text.partition("_")
     key_id, _, secret = rest.partition("_")
-    return (key_id, secret) if prefix == PREFIX else ("", "")
+    return (key_id, secret) if prefix == KEY_PREFIX else ("", "")
 
 
 def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
 
 
-def _caller(spec: KeySpec) -> Caller:
+def _caller(spec: KeyDefinition) -> Caller:
     usual = _class(spec, spec.class_ or Priority.NORMAL.label)
     best = _class(spec, spec.max_class) if spec.max_class else usual
     models = None if spec.models is None else frozenset(spec.models)
     return Caller(
         id=spec.id,
         name=spec.name or spec.id,
-        best=best,
-        usual=usual,
+        max_priority=best,
+        default_priority=usual,
         models=models,
-        names_users=spec.trust_user_headers,
+        trust_user_headers=spec.trust_user_headers,
     )
 
 
-def _class(spec: KeySpec, name: str) -> Priority:
+def _class(spec: KeyDefinition, name: str) -> Priority:
     priority = Priority.parse(name)
     if priority is None:
         raise ValueError(f"key '{spec.id}': there is no class '{name}'")

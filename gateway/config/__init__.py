@@ -1,7 +1,7 @@
 """The inventory (`config/nodes.yaml`) and the settings (`config/gateway.yaml`)."""
 
+from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, NodeSpec, load_inventory
-from gateway.config.problems import ConfigError, Problem
 from gateway.config.settings import Settings, load_settings
 
 __all__ = [

@@ -21,17 +21,16 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from gateway.config.units import parse_duration, parse_size
-
 # No wait of the gateway is meant to be longer than a week; a larger figure is a slip of units.
-LONGEST_WAIT = 7 * 86400.0
+LONGEST_DURATION = 7 * 86400.0
+
 LARGEST_SIZE = 1 << 40
 
 
 class ConfigModel(BaseModel):
     """A mapping of a configuration file: unknown keys are errors, an empty value is no value."""
 
-    elsewhere: ClassVar[Mapping[str, str]] = {}
+    misplaced_keys: ClassVar[Mapping[str, str]] = {}
     """Keys that people look for here, and where to write what they mean."""
 
     model_config = ConfigDict(
@@ -53,14 +52,14 @@ class ConfigModel(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TypeLabel:
     """How the reference names a type, and the unit that its numbers are in."""
 
     name: str
     unit: str = ""
 
 
-def wrong(message: str, remedy: str = "", key: str = "") -> PydanticCustomError:
+def validation_error(message: str, remedy: str = "", key: str = "") -> PydanticCustomError:
     """Build the error that a validator raises: what is wrong, and what to do about it.
 
     `key` names the key to blame where it isn't the validated one but one beside it.
@@ -71,7 +70,9 @@ def wrong(message: str, remedy: str = "", key: str = "") -> PydanticCustomError:
 
 def _number(value: object) -> object:
     if isinstance(value, (bool, str)):
-        raise wrong("must be a number", "without quotes" if isinstance(value, str) else "")
+        raise validation_error(
+            "must be a number", "without quotes" if isinstance(value, str) else ""
+        )
     return value
 
 
@@ -79,7 +80,7 @@ def _duration(value: object) -> float:
     try:
         return parse_duration(value)
     except ValueError:
-        raise wrong(
+        raise validation_error(
             "must be a duration", 'seconds such as 30 or 0.5, or "30s", "5m", "1h"'
         ) from None
 
@@ -94,12 +95,12 @@ def _size(value: object) -> int:
     try:
         return parse_size(value)
     except ValueError:
-        raise wrong(
+        raise validation_error(
             "must be a number of bytes", 'such as 65536, "64KiB", "500kB" or "1GiB"'
         ) from None
 
 
-def one_or_many(value: object) -> object:
+def as_list(value: object) -> object:
     """Let a single text stand for a list of one."""
     return [value] if isinstance(value, str) else value
 
@@ -110,7 +111,7 @@ def existing_file(value: object, info: ValidationInfo) -> object:
     Without a file (settings built in code) the path stays as it is.
     """
     if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
-        raise wrong("must be the path of a file")
+        raise validation_error("must be the path of a file")
     folder = (info.context or {}).get("folder")
     if folder is None:
         return Path(value)
@@ -120,7 +121,7 @@ def existing_file(value: object, info: ValidationInfo) -> object:
     except OSError:
         found = False
     if not found:
-        raise wrong(
+        raise validation_error(
             # The path isn't shown: a key may have been pasted here.
             "there is no such file",
             f"create it or correct the path; a relative one starts in {folder}",
@@ -132,7 +133,7 @@ def _network(value: object) -> object:
     if isinstance(value, (ipaddress.IPv4Network, ipaddress.IPv6Network)):
         return value
     if not isinstance(value, str):
-        raise wrong("must be an address or a network", "such as 127.0.0.1 or 10.0.0.0/8")
+        raise validation_error("must be an address or a network", "such as 127.0.0.1 or 10.0.0.0/8")
     try:
         return ipaddress.ip_network(value.strip())
     except ValueError:
@@ -141,7 +142,7 @@ def _network(value: object) -> object:
         remedy = f"write {ipaddress.ip_network(value.strip(), strict=False)}"
     except ValueError:
         remedy = "such as 127.0.0.1, 10.0.0.0/8 or fd00::/8"
-    raise wrong("must be an address or a network", remedy)
+    raise validation_error("must be an address or a network", remedy)
 
 
 def _lower(value: object) -> object:
@@ -164,7 +165,9 @@ def is_host(text: str) -> bool:
 
 def _host(value: object) -> object:
     if isinstance(value, str) and not is_host(value):
-        raise wrong("must be a host name or an IP address", "without a scheme, a path or a port")
+        raise validation_error(
+            "must be a host name or an IP address", "without a scheme, a path or a port"
+        )
     return value
 
 
@@ -174,25 +177,25 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 def _variable(value: object) -> object:
     # The value is never shown: a key pasted here by mistake must not reach a log.
     if isinstance(value, str) and not _VARIABLE.fullmatch(value):
-        raise wrong(
+        raise validation_error(
             "must be the name of an environment variable", "the name such as NODE_KEY, not the key"
         )
     return value
 
 
-def json_value(value: object) -> object:
+def check_json_value(value: object) -> object:
     """Check that a value can be written as JSON for a node."""
     match value:
         case float() if not math.isfinite(value):
-            raise wrong("must be a finite number")
+            raise validation_error("must be a finite number")
         case int() if not -(1 << 63) <= value < 1 << 63:
-            raise wrong("must be a number of at most 64 bits")
+            raise validation_error("must be a number of at most 64 bits")
         case Mapping():
             for item in value.values():
-                json_value(item)
+                check_json_value(item)
         case list() | tuple():
             for item in value:
-                json_value(item)
+                check_json_value(item)
     return value
 
 
@@ -202,9 +205,11 @@ _DURATION_SCHEMA = {
         {"type": "string", "pattern": r"^\s*([0-9.]+\s*(ms|s|m|h|d)\s*)+$"},
     ]
 }
+
 _SWITCHABLE_SCHEMA = {
     "anyOf": [*_DURATION_SCHEMA["anyOf"], {"enum": ["off", False]}],
 }
+
 _SIZE_SCHEMA = {
     "anyOf": [
         {"type": "integer", "minimum": 1},
@@ -212,62 +217,172 @@ _SIZE_SCHEMA = {
     ]
 }
 
-Text = Annotated[str, Field(min_length=1, max_length=1024), Kind("text")]
-Host = Annotated[str, BeforeValidator(_host), Kind("host name or address")]
-Port = Annotated[int, BeforeValidator(_number), Field(ge=0, le=65535), Kind("port")]
-Count = Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000_000), Kind("number")]
+NonEmptyText = Annotated[str, Field(min_length=1, max_length=1024), TypeLabel("text")]
+
+Host = Annotated[str, BeforeValidator(_host), TypeLabel("host name or address")]
+
+Port = Annotated[int, BeforeValidator(_number), Field(ge=0, le=65535), TypeLabel("port")]
+
+Count = Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000_000), TypeLabel("number")]
+
 CountOrZero = Annotated[
-    int, BeforeValidator(_number), Field(ge=0, le=1_000_000_000), Kind("number")
+    int, BeforeValidator(_number), Field(ge=0, le=1_000_000_000), TypeLabel("number")
 ]
-Amount = Annotated[
+
+Money = Annotated[
     float,
     BeforeValidator(_number),
     Field(ge=0, le=1e9, allow_inf_nan=False),
-    Kind("amount", "currency"),
+    TypeLabel("amount", "currency"),
 ]
-Share = Annotated[
-    float, BeforeValidator(_number), Field(ge=0, le=1, allow_inf_nan=False), Kind("share, 0 to 1")
+
+Fraction = Annotated[
+    float,
+    BeforeValidator(_number),
+    Field(ge=0, le=1, allow_inf_nan=False),
+    TypeLabel("share, 0 to 1"),
 ]
+
 Factor = Annotated[
-    float, BeforeValidator(_number), Field(gt=0, le=1e6, allow_inf_nan=False), Kind("factor")
+    float, BeforeValidator(_number), Field(gt=0, le=1e6, allow_inf_nan=False), TypeLabel("factor")
 ]
+
 Seconds = Annotated[
     float,
-    Field(gt=0, le=LONGEST_WAIT),
+    Field(gt=0, le=LONGEST_DURATION),
     BeforeValidator(_duration),
     WithJsonSchema(_DURATION_SCHEMA),
-    Kind("duration", "s"),
+    TypeLabel("duration", "s"),
 ]
+
 SecondsOrZero = Annotated[
     float,
-    Field(ge=0, le=LONGEST_WAIT),
+    Field(ge=0, le=LONGEST_DURATION),
     BeforeValidator(_duration),
     WithJsonSchema(_DURATION_SCHEMA),
-    Kind("duration", "s"),
+    TypeLabel("duration", "s"),
 ]
+
 SecondsOrOff = Annotated[
     float,
-    Field(ge=0, le=LONGEST_WAIT),
+    Field(ge=0, le=LONGEST_DURATION),
     BeforeValidator(_switchable_duration),
     WithJsonSchema(_SWITCHABLE_SCHEMA),
-    Kind("duration or `off`", "s"),
+    TypeLabel("duration or `off`", "s"),
 ]
-Size = Annotated[
+
+ByteCount = Annotated[
     int,
     Field(ge=1, le=LARGEST_SIZE),
     BeforeValidator(_size),
     WithJsonSchema(_SIZE_SCHEMA),
-    Kind("size", "bytes"),
+    TypeLabel("size", "bytes"),
 ]
+
 ExistingFile = Annotated[
-    Path, BeforeValidator(existing_file), WithJsonSchema({"type": "string"}), Kind("path of a file")
+    Path,
+    BeforeValidator(existing_file),
+    WithJsonSchema({"type": "string"}),
+    TypeLabel("path of a file"),
 ]
+
 Network = Annotated[
     ipaddress.IPv4Network | ipaddress.IPv6Network,
     BeforeValidator(_network),
     WithJsonSchema({"type": "string"}),
-    Kind("network"),
+    TypeLabel("network"),
 ]
-Variable = Annotated[str, BeforeValidator(_variable), Kind("name of a variable")]
-Lowered = BeforeValidator(_lower)
-JsonMap = Mapping[str, Annotated[Any, BeforeValidator(json_value)]]
+
+EnvVarName = Annotated[str, BeforeValidator(_variable), TypeLabel("name of a variable")]
+
+Lowercased = BeforeValidator(_lower)
+
+JsonMap = Mapping[str, Annotated[Any, BeforeValidator(check_json_value)]]
+
+_DURATION = re.compile(r"(?:(?:\d+(?:\.\d*)?|\.\d+)\s*(?:ms|s|m|h|d)\s*)+")
+
+_DURATION_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|m|h|d)")
+
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+_NUMBER = re.compile(r"\d+(?:\.\d*)?|\.\d+")
+
+_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(b|kb|mb|gb|tb|kib|mib|gib|tib)", re.IGNORECASE)
+
+_BYTES = {
+    "b": 1,
+    "kb": 1000,
+    "mb": 1000**2,
+    "gb": 1000**3,
+    "tb": 1000**4,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
+
+# A text longer than this is no duration or size, and isn't worth matching.
+_LONGEST = 40
+
+
+def parse_duration(value: object) -> float:
+    """Turn a number of seconds or a text such as `30s`, `250ms`, `1h30m` into seconds.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return _finite(value)
+    if isinstance(value, str) and len(value) <= _LONGEST and value.isascii():
+        text = value.strip()
+        if _NUMBER.fullmatch(text):
+            return float(text)
+        if _DURATION.fullmatch(text):
+            parts = _DURATION_PART.findall(text)
+            return math.fsum(float(number) * _SECONDS[unit] for number, unit in parts)
+    raise ValueError("not a duration")
+
+
+def parse_size(value: object) -> int:
+    """Turn a number of bytes or a text such as `64MiB`, `1 GiB`, `500kB` into bytes.
+
+    Raises ValueError for anything else, a fraction of a byte included.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, float) and _finite(value).is_integer():
+        return int(value)
+    if isinstance(value, str) and len(value) <= _LONGEST and value.isascii():
+        text = value.strip()
+        if text.isdigit():
+            return int(text)
+        if found := _SIZE.fullmatch(text):
+            size = float(found[1]) * _BYTES[found[2].lower()]
+            if size.is_integer():
+                return int(size)
+    raise ValueError("not a size")
+
+
+def format_size(size: int) -> str:
+    """Write bytes in the largest binary unit that divides them: `64MiB`, `1GiB`, `1000 bytes`."""
+    for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size and size % factor == 0:
+            return f"{size // factor}{unit}"
+    return f"{size}"
+
+
+def format_duration(seconds: float) -> str:
+    """Write seconds shortly: `15s`, `0.05s`, `5m`, `1h`."""
+    for unit, factor in (("h", 3600), ("m", 60)):
+        if seconds and seconds % factor == 0:
+            return f"{seconds / factor:g}{unit}"
+    return f"{seconds:g}s"
+
+
+def _finite(value: float) -> float:
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError("out of range") from None
+    if not math.isfinite(number):
+        raise ValueError("not finite")
+    return number

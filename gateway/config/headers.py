@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from gateway.config.fields import ConfigModel, Kind, one_or_many, wrong
-from gateway.config.waiting import HeaderName
+from gateway.config.fields import (
+    ConfigModel,
+    TypeLabel,
+    as_list,
+    validation_error,
+)
 
 _HOP = frozenset(
     {
@@ -40,6 +45,7 @@ _CREDENTIALS = frozenset(
         "x-api-key",
     }
 )
+
 _OWN = frozenset(
     {
         "accept-encoding",
@@ -51,33 +57,48 @@ _OWN = frozenset(
         "x-should-retry",
     }
 )
+
 _OWN_PREFIXES = ("access-control-", "x-accel-", "x-gateway-")
 
 
 def _may_pass(name: str) -> str:
     lowered = name.lower()
     if "*" in name:
-        raise wrong("must be one header's name, not a pattern", "write each name")
+        raise validation_error("must be one header's name, not a pattern", "write each name")
     if lowered in _HOP:
-        raise wrong(
+        raise validation_error(
             f"{name} can't pass",
             "it belongs to one connection or body, and is made anew; leave it away",
         )
     if lowered in _CREDENTIALS:
-        raise wrong(
+        raise validation_error(
             f"{name} can't pass",
             "it holds somebody's credentials; a node's own key is its api_key_env or api_key_file "
             "in the inventory",
         )
     if lowered in _OWN or lowered.startswith(_OWN_PREFIXES):
-        raise wrong(f"{name} can't pass", "the gateway itself reads or writes it; leave it away")
+        raise validation_error(
+            f"{name} can't pass", "the gateway itself reads or writes it; leave it away"
+        )
     return name
+
+
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
+
+
+def _header(value: object) -> object:
+    if not isinstance(value, str) or not _HEADER.fullmatch(value):
+        raise validation_error("must be the name of a header", "such as X-OpenWebUI-User-Id")
+    return value
+
+
+HeaderName = Annotated[str, BeforeValidator(_header), TypeLabel("header name")]
 
 
 _Names = Annotated[
     tuple[Annotated[HeaderName, AfterValidator(_may_pass)], ...],
-    BeforeValidator(one_or_many),
-    Kind("list of header names"),
+    BeforeValidator(as_list),
+    TypeLabel("list of header names"),
 ]
 
 
@@ -107,3 +128,35 @@ class HeaderSettings(ConfigModel):
             )
         ),
     ] = ()
+
+
+class IdentitySettings(ConfigModel):
+    """Whom a request belongs to, where one key serves many people.
+
+    The names are read from keys with `trust_user_headers`, and from local callers (no key, a
+    loopback listener, no proxy); those of sessions from everybody, each within its own caller.
+    """
+
+    user_headers: Annotated[
+        tuple[HeaderName, ...],
+        BeforeValidator(as_list),
+        Field(
+            description=(
+                "Headers that name the end user, the first that is there: the queue is fair "
+                "between these people. An empty list trusts nobody."
+            )
+        ),
+        TypeLabel("list of header names"),
+    ] = ("X-OpenWebUI-User-Id", "X-User-Id")
+    session_headers: Annotated[
+        tuple[HeaderName, ...],
+        BeforeValidator(as_list),
+        Field(
+            description=(
+                "Headers that name the conversation or the editor's session, the first that is "
+                "there: it keeps its node, as long as no other is a good deal quicker, and what "
+                "replaces an earlier request is told by it."
+            )
+        ),
+        TypeLabel("list of header names"),
+    ] = ("X-OpenWebUI-Chat-Id", "X-Claude-Code-Session-Id", "X-Session-Id")

@@ -8,25 +8,26 @@ from typing import Annotated, Literal, get_args
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from gateway.config.fields import (
+    ByteCount,
     ConfigModel,
     Count,
     CountOrZero,
     ExistingFile,
     Host,
-    Kind,
-    Lowered,
+    Lowercased,
     Network,
+    NonEmptyText,
     Port,
     Seconds,
     SecondsOrZero,
-    Size,
-    Text,
-    one_or_many,
-    wrong,
+    TypeLabel,
+    as_list,
+    validation_error,
 )
 
-Class = Literal["urgent", "premium", "normal", "batch"]
-_CLASSES = get_args(Class)
+PriorityName = Literal["urgent", "premium", "normal", "batch"]
+
+_CLASSES = get_args(PriorityName)
 
 MIB = 1 << 20
 
@@ -54,7 +55,7 @@ class ListenSettings(ConfigModel):
     tls: Annotated[TlsFiles | None, Field(description="Serve https with this certificate.")] = None
     trusted_proxies: Annotated[
         tuple[Network, ...],
-        BeforeValidator(one_or_many),
+        BeforeValidator(as_list),
         Field(
             description=(
                 "Proxies in front of the gateway, as addresses or networks. Only theirs is the "
@@ -62,11 +63,11 @@ class ListenSettings(ConfigModel):
                 "needed, or `allow_anonymous`."
             )
         ),
-        Kind("list of networks"),
+        TypeLabel("list of networks"),
     ] = ()
     hosts: Annotated[
         tuple[Host, ...],
-        BeforeValidator(one_or_many),
+        BeforeValidator(as_list),
         Field(
             description=(
                 "Further names by which requests without a key may ask. On a loopback address "
@@ -75,7 +76,7 @@ class ListenSettings(ConfigModel):
                 "only where this is set."
             )
         ),
-        Kind("list of host names"),
+        TypeLabel("list of host names"),
     ] = ()
     expose_node: Annotated[
         bool | None,
@@ -85,7 +86,7 @@ class ListenSettings(ConfigModel):
                 "loopback listener only, to nobody who comes through a proxy."
             )
         ),
-        Kind("true or false"),
+        TypeLabel("true or false"),
     ] = None
     keep_alive: Annotated[
         Seconds, Field(description="An idle client connection is closed after this time.")
@@ -106,24 +107,25 @@ class AdminSettings(ConfigModel):
     ] = None
     hosts: Annotated[
         tuple[Host, ...],
-        BeforeValidator(one_or_many),
+        BeforeValidator(as_list),
         Field(
             description=(
                 "Further names by which the listener may be asked. Requests with another `Host` "
                 "are refused, so that no web page reaches it through a browser."
             )
         ),
-        Kind("list of host names"),
+        TypeLabel("list of host names"),
     ] = ()
 
 
 _ID = re.compile(r"[A-Za-z0-9.-]{1,64}")
+
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 
 
 def _key_id(value: object) -> object:
     if isinstance(value, str) and not _ID.fullmatch(value):
-        raise wrong(
+        raise validation_error(
             "must be 1 to 64 letters, digits, '.' or '-'", "the part between lg_ and _ of the key"
         )
     return value
@@ -133,7 +135,9 @@ def _sha256(value: object) -> object:
     # Never shown: the key itself may have been pasted here.
     if isinstance(value, str):
         if not _SHA256.fullmatch(value):
-            raise wrong("must be 64 hexadecimal digits", "`llama-gateway keys hash` makes them")
+            raise validation_error(
+                "must be 64 hexadecimal digits", "`llama-gateway keys hash` makes them"
+            )
         return value.lower()
     return value
 
@@ -148,7 +152,7 @@ class KeySpec(ConfigModel):
             description="Public part of the key `lg_<id>_<secret>`; unique.",
             json_schema_extra={"pattern": f"^{_ID.pattern}$"},
         ),
-        Kind("text"),
+        TypeLabel("text"),
     ]
     sha256: Annotated[
         str,
@@ -158,16 +162,16 @@ class KeySpec(ConfigModel):
             json_schema_extra={"pattern": f"^{_SHA256.pattern}$"},
             repr=False,
         ),
-        Kind("64 hex digits"),
+        TypeLabel("64 hex digits"),
     ]
     name: Annotated[
         str,
         Field(description="Who uses it; shown in logs and metrics.", max_length=256),
-        Kind("text"),
+        TypeLabel("text"),
     ] = ""
     class_: Annotated[
-        Class | None,
-        Lowered,
+        PriorityName | None,
+        Lowercased,
         Field(
             validation_alias="class",
             serialization_alias="class",
@@ -178,8 +182,8 @@ class KeySpec(ConfigModel):
         ),
     ] = None
     max_class: Annotated[
-        Class | None,
-        Lowered,
+        PriorityName | None,
+        Lowercased,
         Field(
             description=(
                 "Highest class that it may ask for; higher ones are lowered. "
@@ -188,15 +192,15 @@ class KeySpec(ConfigModel):
         ),
     ] = None
     models: Annotated[
-        tuple[Text, ...] | None,
-        BeforeValidator(one_or_many),
+        tuple[NonEmptyText, ...] | None,
+        BeforeValidator(as_list),
         Field(
             description=(
                 'Public names it may use; `"*"` allows what the catch-all of `models` takes. '
                 "Left away: all."
             )
         ),
-        Kind("list of names"),
+        TypeLabel("list of names"),
     ] = None
     trust_user_headers: Annotated[
         bool,
@@ -206,15 +210,17 @@ class KeySpec(ConfigModel):
                 "`identity.user_headers`."
             )
         ),
-        Kind("true or false"),
+        TypeLabel("true or false"),
     ] = False
 
     @field_validator("max_class")
     @classmethod
-    def _covers_the_class(cls, best: Class | None, info: ValidationInfo) -> Class | None:
+    def _covers_the_class(
+        cls, best: PriorityName | None, info: ValidationInfo
+    ) -> PriorityName | None:
         usual = info.data.get("class_")
         if best is not None and usual is not None and _CLASSES.index(usual) < _CLASSES.index(best):
-            raise wrong(
+            raise validation_error(
                 f"is below the key's class, {usual}",
                 f"raise it to {usual}, or lower class to {best}",
             )
@@ -222,12 +228,13 @@ class KeySpec(ConfigModel):
 
 
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#]+")
+
 _HEADER = re.compile(r"\*|[!#$%&'+.^_`|~0-9A-Za-z-]+")
 
 
 def _origin(value: object) -> object:
     if isinstance(value, str) and not _ORIGIN.fullmatch(value):
-        raise wrong(
+        raise validation_error(
             'must be an origin or "*"', "such as https://chat.example.org, without a path or slash"
         )
     return value
@@ -235,7 +242,7 @@ def _origin(value: object) -> object:
 
 def _header(value: object) -> object:
     if isinstance(value, str) and not _HEADER.fullmatch(value):
-        raise wrong('must be the name of a header or "*"')
+        raise validation_error('must be the name of a header or "*"')
     return value
 
 
@@ -244,15 +251,15 @@ class CorsSpec(ConfigModel):
 
     origins: Annotated[
         tuple[Annotated[str, BeforeValidator(_origin)], ...],
-        BeforeValidator(one_or_many),
+        BeforeValidator(as_list),
         Field(description='Origins that may ask, or `"*"` for every one.', min_length=1),
-        Kind("list of origins"),
+        TypeLabel("list of origins"),
     ]
     headers: Annotated[
         tuple[Annotated[str, BeforeValidator(_header)], ...],
-        BeforeValidator(one_or_many),
+        BeforeValidator(as_list),
         Field(description="Request headers that pages may send."),
-        Kind("list of header names"),
+        TypeLabel("list of header names"),
     ] = ("*",)
     max_age: Annotated[
         SecondsOrZero, Field(description="How long a browser may remember the permission.")
@@ -260,14 +267,14 @@ class CorsSpec(ConfigModel):
     credentials: Annotated[
         bool,
         Field(description="Let browsers send cookies and certificates. Not together with `*`."),
-        Kind("true or false"),
+        TypeLabel("true or false"),
     ] = False
 
     @field_validator("credentials")
     @classmethod
     def _not_for_every_page(cls, credentials: bool, info: ValidationInfo) -> bool:  # noqa: FBT001
         if credentials and "*" in info.data.get("origins", ()):
-            raise wrong('can\'t be true with the origin "*"', "name the origins")
+            raise validation_error('can\'t be true with the origin "*"', "name the origins")
         return credentials
 
 
@@ -275,13 +282,14 @@ class LimitSettings(ConfigModel):
     """Bounds on what clients may send and ask for, and on what is kept in memory."""
 
     body_bytes: Annotated[
-        Size, Field(description="Largest request body; a larger one is answered with 413.")
+        ByteCount, Field(description="Largest request body; a larger one is answered with 413.")
     ] = 64 * MIB
     header_bytes: Annotated[
-        Size, Field(description="Largest head of a request; a larger one is answered with 431.")
+        ByteCount,
+        Field(description="Largest head of a request; a larger one is answered with 431."),
     ] = 64 << 10
     buffered_bytes: Annotated[
-        Size,
+        ByteCount,
         Field(
             description=(
                 "Request bodies in memory at one time, all together; shared as the places of "
@@ -299,9 +307,9 @@ class LimitSettings(ConfigModel):
         ),
     ] = 30.0
     body_rate: Annotated[
-        Size,
+        ByteCount,
         Field(description="Bytes per second that a body beyond `body_timeout` must average."),
-        Kind("size", "bytes/s"),
+        TypeLabel("size", "bytes/s"),
     ] = 16384
     send_timeout: Annotated[
         Seconds,
@@ -326,7 +334,7 @@ class LimitSettings(ConfigModel):
     max_tokens: Annotated[
         Count | None,
         Field(description="Tokens one answer may have; more is lowered to it. Unset: no bound."),
-        Kind("number", "tokens"),
+        TypeLabel("number", "tokens"),
     ] = None
     n_probs: Annotated[
         CountOrZero,
@@ -337,7 +345,7 @@ class LimitSettings(ConfigModel):
         ),
     ] = 64
     stop_bytes: Annotated[
-        Size,
+        ByteCount,
         Field(
             description=(
                 "Largest `stop` (or `stop_sequences`), all its texts together; above it, 400."
@@ -345,10 +353,10 @@ class LimitSettings(ConfigModel):
         ),
     ] = 4096
     logit_bias_bytes: Annotated[
-        Size, Field(description="Largest `logit_bias` and `response_fields`; above it, 400.")
+        ByteCount, Field(description="Largest `logit_bias` and `response_fields`; above it, 400.")
     ] = 64 << 10
     event_bytes: Annotated[
-        Size,
+        ByteCount,
         Field(
             description=(
                 "Largest single event in a node's stream, beside 32 bytes for each byte of the "
@@ -358,11 +366,11 @@ class LimitSettings(ConfigModel):
         ),
     ] = MIB
     response_bytes: Annotated[
-        Size,
+        ByteCount,
         Field(description="Largest plain answer that is held back while it may still be retried."),
     ] = 64 * MIB
     resume_bytes: Annotated[
-        Size,
+        ByteCount,
         Field(
             description=(
                 "Text of one answer that is kept so that another node can go on with it; a longer "
@@ -373,10 +381,10 @@ class LimitSettings(ConfigModel):
     json_depth: Annotated[
         Annotated[Count, Field(le=900)],
         Field(description="Deepest nesting of a request's JSON; above it, 400."),
-        Kind("number"),
+        TypeLabel("number"),
     ] = 128
     grammar_bytes: Annotated[
-        Size,
+        ByteCount,
         Field(
             description=(
                 "Largest grammar (`grammar`), and largest schema that a node makes one of "
@@ -392,18 +400,18 @@ class LimitSettings(ConfigModel):
                 "above it, 400."
             )
         ),
-        Kind("number"),
+        TypeLabel("number"),
     ] = 64
     media_hosts: Annotated[
         tuple[Host, ...],
-        BeforeValidator(one_or_many),
+        BeforeValidator(as_list),
         Field(
             description=(
                 "Hosts whose remote image URLs are passed on. All others are refused, since the "
                 "node would fetch them; `data:` URLs always pass."
             )
         ),
-        Kind("list of host names"),
+        TypeLabel("list of host names"),
     ] = ()
     json_containers: Annotated[
         Count,
@@ -413,12 +421,12 @@ class LimitSettings(ConfigModel):
                 "above it, 400."
             )
         ),
-        Kind("number"),
+        TypeLabel("number"),
     ] = 100_000
     json_strings: Annotated[
         Count,
         Field(description="Strings, names included, that such JSON may hold; above it, 400."),
-        Kind("number"),
+        TypeLabel("number"),
     ] = 500_000
     json_numbers: Annotated[
         Count,
@@ -428,12 +436,12 @@ class LimitSettings(ConfigModel):
                 "400."
             )
         ),
-        Kind("number"),
+        TypeLabel("number"),
     ] = 4_000_000
     json_fields: Annotated[
         Count,
         Field(description="Fields of such a body itself; above it, 400."),
-        Kind("number"),
+        TypeLabel("number"),
     ] = 1000
     grammar_properties: Annotated[
         Count,
@@ -443,8 +451,8 @@ class LimitSettings(ConfigModel):
                 "since a node's work grows with the cube of their number."
             )
         ),
-        Kind("number"),
+        TypeLabel("number"),
     ] = 400
     tools_bytes: Annotated[
-        Size, Field(description="All `tools` of a request together; above it, 400.")
+        ByteCount, Field(description="All `tools` of a request together; above it, 400.")
     ] = MIB

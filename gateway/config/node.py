@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     BeforeValidator,
@@ -16,23 +17,23 @@ from pydantic import (
     field_validator,
 )
 
-from gateway.config.elastic import Hook, hook_of
+from gateway.config.autoscaling import Hook, command_as_hook
 from gateway.config.fields import (
-    Amount,
     ConfigModel,
     Count,
+    EnvVarName,
     ExistingFile,
     Factor,
     Host,
-    Kind,
+    Money,
+    NonEmptyText,
     Seconds,
-    Text,
-    Variable,
-    one_or_many,
-    wrong,
+    TypeLabel,
+    as_list,
+    is_host,
+    validation_error,
 )
-from gateway.config.node_key import key_from_file, key_from_variable
-from gateway.config.urls import node_url, url_host
+from gateway.config.secrets import key_from_file, key_from_variable
 
 Endpoint = Literal["chat", "embeddings", "rerank", "infill", "audio", "vision"]
 
@@ -41,7 +42,9 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 def _node_name(value: object) -> object:
     if isinstance(value, str) and (not _NAME.fullmatch(value) or value in {".", ".."}):
-        raise wrong("must be 1 to 128 letters, digits, '.', '_' or '-'", "such as epyc-a-numa0")
+        raise validation_error(
+            "must be 1 to 128 letters, digits, '.', '_' or '-'", "such as epyc-a-numa0"
+        )
     return value
 
 
@@ -49,7 +52,7 @@ def _slots(value: object) -> object:
     if value == "auto":
         return None
     if isinstance(value, (bool, str)):
-        raise wrong('must be a number of slots or "auto"')
+        raise validation_error('must be a number of slots or "auto"')
     return value
 
 
@@ -63,17 +66,21 @@ def _models(value: object) -> object:
         case list() | tuple() if all(isinstance(name, str) for name in value):
             models = {name: name for name in value}
         case _:
-            raise wrong("must be a name, a list of names, or a mapping {public name: node's name}")
+            raise validation_error(
+                "must be a name, a list of names, or a mapping {public name: node's name}"
+            )
     if not models:
-        raise wrong("must name a model", "leave the key away to take what the server says")
+        raise validation_error(
+            "must name a model", "leave the key away to take what the server says"
+        )
     return models
 
 
 class TokenCost(ConfigModel):
     """The price of a million tokens, in the settings' currency."""
 
-    prompt: Annotated[Amount, Field(description="Price of a million prompt tokens.")] = 0.0
-    completion: Annotated[Amount, Field(description="Price of a million generated tokens.")] = 0.0
+    prompt: Annotated[Money, Field(description="Price of a million prompt tokens.")] = 0.0
+    completion: Annotated[Money, Field(description="Price of a million generated tokens.")] = 0.0
 
 
 class NodeTimeouts(ConfigModel):
@@ -111,7 +118,7 @@ class NodeTls(ConfigModel):
     verify: Annotated[
         bool,
         Field(description="`false` trusts any certificate. For a closed network only."),
-        Kind("true or false"),
+        TypeLabel("true or false"),
     ] = True
     server_name: Annotated[
         Host | None,
@@ -122,14 +129,67 @@ class NodeTls(ConfigModel):
     @classmethod
     def _key_has_a_certificate(cls, key: Path | None, info: ValidationInfo) -> Path | None:
         if key is not None and info.data.get("cert", key) is None:
-            raise wrong("needs `cert`", "name the certificate that this key belongs to")
+            raise validation_error("needs `cert`", "name the certificate that this key belongs to")
         return key
+
+
+_EXAMPLE = "such as http://10.0.0.11:8080"
+
+_PORT = re.compile(r":([0-9]{1,20})$")
+
+_PATH = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=:@%/-]*")
+
+
+def normalise_node_url(value: object) -> object:
+    """Normalise a node's address: http or https, a host, perhaps a port and a path prefix.
+
+    The scheme and the host come back in lower case and the path without its last slash. The
+    address itself is never shown in an error: it may hold a password.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        parts = urlsplit(value)
+        host = parts.hostname or ""
+    except ValueError:
+        raise validation_error("is no valid URL", _EXAMPLE) from None
+    try:
+        port = parts.port
+    except ValueError:
+        shown = _PORT.search(parts.netloc)
+        said = f" {shown[1]}" if shown else ""
+        raise validation_error(
+            f"has a wrong port{said}", f"a port is a number up to 65535, {_EXAMPLE}"
+        ) from (None)
+    if parts.scheme not in {"http", "https"} or not host:
+        raise validation_error("must be an http or https URL with a host", _EXAMPLE)
+    if "@" in parts.netloc:
+        raise validation_error(
+            "must not hold a user or a password",
+            "name the node's key by api_key_env or api_key_file",
+        )
+    if "?" in value or "#" in value:
+        raise validation_error(
+            "must not have a query or a fragment", "leave away what follows ? or #"
+        )
+    if not is_host(host) or port == 0:
+        raise validation_error("must name a valid host and port", _EXAMPLE)
+    path = parts.path.rstrip("/")
+    if not _PATH.fullmatch(path):
+        raise validation_error(
+            "has characters in its path that a URL can't have", "percent-encode them"
+        )
+    if path.endswith("/v1"):
+        raise validation_error("must not end in /v1", "leave /v1 away; the gateway adds it")
+    bracketed = f"[{host}]" if ":" in host else host
+    netloc = bracketed if port is None else f"{bracketed}:{port}"
+    return f"{parts.scheme}://{netloc}{path}"
 
 
 class NodeSpec(ConfigModel):
     """One node: a llama.cpp server, or another OpenAI-compatible endpoint."""
 
-    elsewhere: ClassVar[Mapping[str, str]] = {
+    misplaced_keys: ClassVar[Mapping[str, str]] = {
         "port": "it is part of the url: http://10.0.0.11:8080",
         "address": "it is called url: http://10.0.0.11:8080",
         "api_key": "name its variable in api_key_env, or its file in api_key_file",
@@ -143,17 +203,17 @@ class NodeSpec(ConfigModel):
             examples=["epyc-a"],
             json_schema_extra={"pattern": f"^{_NAME.pattern}$"},
         ),
-        Kind("text"),
+        TypeLabel("text"),
     ]
     url: Annotated[
         str,
-        BeforeValidator(node_url),
+        BeforeValidator(normalise_node_url),
         Field(
             description="Address without `/v1`; a path prefix is kept.",
             examples=["http://10.0.0.11:8080"],
             json_schema_extra={"pattern": r"^(https?://|.*\$\{)"},
         ),
-        Kind("URL"),
+        TypeLabel("URL"),
     ]
     kind: Annotated[
         Literal["llama.cpp", "openai"],
@@ -167,10 +227,10 @@ class NodeSpec(ConfigModel):
             {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 65536}, {"const": "auto"}]}
         ),
         Field(description="Requests it works on at once. `auto`: what the server says."),
-        Kind("number or `auto`"),
+        TypeLabel("number or `auto`"),
     ] = None
     models: Annotated[
-        Mapping[Text, Text] | None,
+        Mapping[NonEmptyText, NonEmptyText] | None,
         BeforeValidator(_models),
         WithJsonSchema(
             {
@@ -192,11 +252,11 @@ class NodeSpec(ConfigModel):
                 "Left away: what the server says."
             ),
         ),
-        Kind("text, list or mapping"),
+        TypeLabel("text, list or mapping"),
     ] = None
     endpoints: Annotated[
         frozenset[Endpoint] | None,
-        BeforeValidator(one_or_many),
+        BeforeValidator(as_list),
         Field(
             description=(
                 "Which APIs it serves: `chat`, `embeddings`, `rerank`, `infill`, `audio`, "
@@ -204,12 +264,12 @@ class NodeSpec(ConfigModel):
                 "Left away: all but what the node refuses with 501."
             )
         ),
-        Kind("list"),
+        TypeLabel("list"),
     ] = None
     context: Annotated[
         Count | None,
         Field(description="Tokens of one slot. Left away: what the server says."),
-        Kind("number", "tokens"),
+        TypeLabel("number", "tokens"),
     ] = None
     host: Annotated[
         Host,
@@ -220,10 +280,10 @@ class NodeSpec(ConfigModel):
             ),
             validate_default=True,
         ),
-        Kind("text"),
+        TypeLabel("text"),
     ] = ""
     cost_per_hour: Annotated[
-        Amount, Field(description="What an hour of it costs, in the settings' currency.")
+        Money, Field(description="What an hour of it costs, in the settings' currency.")
     ] = 0.0
     cost_per_million_tokens: Annotated[
         TokenCost | None,
@@ -233,7 +293,7 @@ class NodeSpec(ConfigModel):
         Factor, Field(description="First guess of its relative speed, until it is measured.")
     ] = 1.0
     api_key_env: Annotated[
-        Variable | None,
+        EnvVarName | None,
         Field(description="Name of the environment variable that holds the node's key."),
     ] = None
     api_key_file: Annotated[
@@ -249,7 +309,7 @@ class NodeSpec(ConfigModel):
     enabled: Annotated[
         bool,
         Field(description="`false`: it stays in the file and gets nothing."),
-        Kind("true or false"),
+        TypeLabel("true or false"),
     ] = True
     standby: Annotated[
         bool,
@@ -259,29 +319,29 @@ class NodeSpec(ConfigModel):
                 "hooks never."
             )
         ),
-        Kind("true or false"),
+        TypeLabel("true or false"),
     ] = False
     start: Annotated[
         Hook | None,
-        BeforeValidator(hook_of),
+        BeforeValidator(command_as_hook),
         Field(
             description=(
                 "What starts a standby node: a list (program, arguments), or the mapping below. "
                 "Needs `stop` and `model`."
             )
         ),
-        Kind("list or mapping"),
+        TypeLabel("list or mapping"),
     ] = None
     stop: Annotated[
         Hook | None,
-        BeforeValidator(hook_of),
+        BeforeValidator(command_as_hook),
         Field(description="What stops it, written as `start` is.", validate_default=True),
-        Kind("list or mapping"),
+        TypeLabel("list or mapping"),
     ] = None
     labels: Annotated[
-        Mapping[Text, str],
+        Mapping[NonEmptyText, str],
         Field(description='Free words about it, such as `{numa: "0"}`.', max_length=64),
-        Kind("mapping of texts"),
+        TypeLabel("mapping of texts"),
     ] = {}
 
     @field_validator("host", mode="before")
@@ -296,12 +356,14 @@ class NodeSpec(ConfigModel):
             return stop
         if info.data["start"] is None:
             if stop is not None:
-                raise wrong("is missing", "a node with `stop` needs it", "start")
+                raise validation_error("is missing", "a node with `stop` needs it", "start")
             return None
         if stop is None:
-            raise wrong("is missing", "a node that the gateway starts must be stopped, too")
+            raise validation_error(
+                "is missing", "a node that the gateway starts must be stopped, too"
+            )
         if "models" in info.data and info.data["models"] is None:
-            raise wrong(
+            raise validation_error(
                 "is missing",
                 "name what it serves: it can't be asked while it does not run",
                 "model",
@@ -309,7 +371,7 @@ class NodeSpec(ConfigModel):
         return stop
 
     @property
-    def elastic(self) -> bool:
+    def autoscaled(self) -> bool:
         """Whether the gateway starts and stops it."""
         return self.standby and self.start is not None and self.stop is not None
 
@@ -317,7 +379,7 @@ class NodeSpec(ConfigModel):
     @classmethod
     def _one_price(cls, cost: TokenCost | None, info: ValidationInfo) -> TokenCost | None:
         if cost is not None and info.data.get("cost_per_hour"):
-            raise wrong(
+            raise validation_error(
                 "can't stand beside cost_per_hour", "a node is paid by the hour or by the token"
             )
         return cost
@@ -326,7 +388,7 @@ class NodeSpec(ConfigModel):
     @classmethod
     def _one_key(cls, path: Path | None, info: ValidationInfo) -> Path | None:
         if path is not None and info.data.get("api_key_env"):
-            raise wrong("can't stand beside api_key_env", "keep one of the two")
+            raise validation_error("can't stand beside api_key_env", "keep one of the two")
         return path
 
     @field_validator("api_key", mode="before")
@@ -336,7 +398,7 @@ class NodeSpec(ConfigModel):
         if env is None:
             return key
         if key is not None:
-            raise wrong(
+            raise validation_error(
                 "a key must not stand in this file", "name it by api_key_env or api_key_file"
             )
         if variable := info.data.get("api_key_env"):
@@ -344,3 +406,8 @@ class NodeSpec(ConfigModel):
         if path := info.data.get("api_key_file"):
             return key_from_file(path)
         return None
+
+
+def url_host(url: str) -> str:
+    """Tell the host of an address that `node_url` has normalised."""
+    return urlsplit(url).hostname or ""

@@ -10,12 +10,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from gateway.config.fields import ConfigModel, Kind
-from gateway.config.live import is_fixed_at_start
+from gateway.config.fields import ConfigModel, TypeLabel, format_duration, format_size
 from gateway.config.node import NodeSpec
-from gateway.config.settings import Settings
-from gateway.config.shape import keys_of, model_in
-from gateway.config.units import show_duration, show_size
+from gateway.config.settings import Settings, is_restart_key
+from gateway.config.validation import keys_of, nested_model
 
 _HEAD = """\
 # Configuration
@@ -99,7 +97,7 @@ Every key has a default. Later versions bring `store`; this one refuses it.
 """
 
 
-def reference() -> str:
+def reference_page() -> str:
     """Write the page as Markdown."""
     told: set[type[ConfigModel]] = set()
     nodes, settings = _sections(NodeSpec, "nodes[]", told), _sections(Settings, "", told)
@@ -117,14 +115,14 @@ def _sections(model: type[ConfigModel], path: str, told: set[type[ConfigModel]])
         [title, "| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
     )
     for key, field in keys.items():
-        inner = model_in(field.annotation)
+        inner = nested_model(field.annotation)
         if inner is not None and inner not in told:
             yield from _sections(inner, f"{path}.{key}{_many(field)}".lstrip("."), told)
 
 
 def _row(path: str, key: str, field: FieldInfo) -> str:
     meaning = field.description or ""
-    if is_fixed_at_start(f"{path}.{key}".lstrip(".")):
+    if is_restart_key(f"{path}.{key}".lstrip(".")):
         meaning += " *Restart.*"
     cells = (f"`{key}`", _type(field), _default(field), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
@@ -142,14 +140,14 @@ def _many(field: FieldInfo) -> str:
     return {"list": "[]", "mapping of rules": ".<name>"}.get(kind.name, "")
 
 
-def _kind(field: FieldInfo) -> Kind | None:
-    found = [part for part in field.metadata if isinstance(part, Kind)]
+def _kind(field: FieldInfo) -> TypeLabel | None:
+    found = [part for part in field.metadata if isinstance(part, TypeLabel)]
     return found[-1] if found else next(_kinds(field.annotation), None)
 
 
-def _kinds(annotation: Any) -> Iterator[Kind]:
+def _kinds(annotation: Any) -> Iterator[TypeLabel]:
     for part in _parts(annotation):
-        if isinstance(part, Kind):
+        if isinstance(part, TypeLabel):
             yield part
         elif get_origin(part) is not None:
             yield from _kinds(part)
@@ -184,9 +182,9 @@ def _default(field: FieldInfo) -> str:
     kind = _kind(field)
     unit = kind.unit if kind else ""
     if unit == "s":
-        return f"`{show_duration(value)}`"
+        return f"`{format_duration(value)}`"
     if unit in {"bytes", "bytes/s"}:
-        return f"`{show_size(value)}`"
+        return f"`{format_size(value)}`"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, tuple):
@@ -204,4 +202,4 @@ def _auto(field: FieldInfo) -> bool:
 if __name__ == "__main__":
     page = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/reference/configuration.md")
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(reference(), encoding="utf-8")
+    page.write_text(reference_page(), encoding="utf-8")

@@ -11,14 +11,14 @@ from gateway.config.fields import (
     ConfigModel,
     Count,
     CountOrZero,
+    Fraction,
     JsonMap,
-    Kind,
+    NonEmptyText,
     Seconds,
     SecondsOrZero,
-    Share,
-    Text,
-    one_or_many,
-    wrong,
+    TypeLabel,
+    as_list,
+    validation_error,
 )
 
 # What a request is, not how it is answered: a rule that touched these would make another one of it.
@@ -29,7 +29,9 @@ def _parameters(value: object) -> object:
     if isinstance(value, (Mapping, list, tuple)):
         for name in value:
             if name in _NOT_PARAMETERS:
-                raise wrong(f"can't hold {name}", "a rule is for parameters such as temperature")
+                raise validation_error(
+                    f"can't hold {name}", "a rule is for parameters such as temperature"
+                )
     return value
 
 
@@ -37,38 +39,38 @@ class ModelRule(ConfigModel):
     """What a public model name stands for, and what is done to requests for it."""
 
     use: Annotated[
-        tuple[Text, ...],
-        BeforeValidator(one_or_many),
+        tuple[NonEmptyText, ...],
+        BeforeValidator(as_list),
         Field(
             description=(
                 "The model meant, or a list: the first that can serve. Left away: the name itself."
             )
         ),
-        Kind("name or list"),
+        TypeLabel("name or list"),
     ] = ()
     set: Annotated[
         JsonMap,
         BeforeValidator(_parameters),
         Field(description="Parameters that every request gets, whatever it says."),
-        Kind("mapping"),
+        TypeLabel("mapping"),
     ] = Field(default_factory=dict)
     default: Annotated[
         JsonMap,
         BeforeValidator(_parameters),
         Field(description="Parameters that a request gets if it doesn't name them."),
-        Kind("mapping"),
+        TypeLabel("mapping"),
     ] = Field(default_factory=dict)
     max_tokens: Annotated[
         Count | None,
         Field(description="Tokens one answer may have; a request for more is lowered."),
-        Kind("number", "tokens"),
+        TypeLabel("number", "tokens"),
     ] = None
     strip: Annotated[
-        tuple[Text, ...],
+        tuple[NonEmptyText, ...],
         BeforeValidator(_parameters),
-        BeforeValidator(one_or_many),
+        BeforeValidator(as_list),
         Field(description="Parameters that are taken out of every request."),
-        Kind("list of names"),
+        TypeLabel("list of names"),
     ] = ()
 
 
@@ -83,15 +85,17 @@ def check_catch_all(rules: Mapping[str, ModelRule]) -> None:
     """
     rule = rules.get(CATCH_ALL)
     if rule is not None and not rule.use:
-        raise wrong('"*" names no model', 'write "*": {use: NAME}, with a model that a node serves')
+        raise validation_error(
+            '"*" names no model', 'write "*": {use: NAME}, with a model that a node serves'
+        )
     for name, one in rules.items():
         if CATCH_ALL in one.use:
-            raise wrong(
+            raise validation_error(
                 f'{name} uses "*", which is no model', "name the models that are meant instead"
             )
 
 
-def find_loop(rules: Mapping[str, ModelRule]) -> list[str]:
+def find_alias_loop(rules: Mapping[str, ModelRule]) -> list[str]:
     """Find names whose `use` leads back to them, in the order of the loop; empty if none.
 
     A name that uses itself isn't a loop: it means the nodes' model of that name.
@@ -156,7 +160,7 @@ class HealthSettings(ConfigModel):
     @classmethod
     def _not_below_open(cls, longest: float, info: ValidationInfo) -> float:
         if longest < info.data.get("open", 0.0):
-            raise wrong("must not be less than `open`", "raise open_max or lower open")
+            raise validation_error("must not be less than `open`", "raise open_max or lower open")
         return longest
 
 
@@ -193,7 +197,7 @@ class RetrySettings(ConfigModel):
     attempts: Annotated[
         Annotated[Count, Field(le=100)],
         Field(description="Attempts in all; 1 never retries."),
-        Kind("number"),
+        TypeLabel("number"),
     ] = 3
     backoff: Annotated[
         SecondsOrZero, Field(description="Wait before the first retry; doubles, with jitter.")
@@ -202,7 +206,7 @@ class RetrySettings(ConfigModel):
         SecondsOrZero, Field(description="Longest wait before a retry.", validate_default=True)
     ] = 2.0
     budget: Annotated[
-        Share,
+        Fraction,
         Field(description="Retries allowed, as a share of the last minute's requests."),
     ] = 0.2
     budget_min: Annotated[
@@ -232,5 +236,7 @@ class RetrySettings(ConfigModel):
     @classmethod
     def _not_below_backoff(cls, longest: float, info: ValidationInfo) -> float:
         if longest < info.data.get("backoff", 0.0):
-            raise wrong("must not be less than `backoff`", "raise backoff_max or lower backoff")
+            raise validation_error(
+                "must not be less than `backoff`", "raise backoff_max or lower backoff"
+            )
         return longest

@@ -12,27 +12,28 @@ from typing import Any
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
-from gateway.config.elastic import hook_of
-from gateway.config.fields import ConfigModel, one_or_many
+from gateway.config.autoscaling import command_as_hook
+from gateway.config.fields import ConfigModel, as_list
 from gateway.config.inventory import Inventory
 from gateway.config.settings import Settings
-from gateway.config.shape import keys_of, models_in
+from gateway.config.validation import keys_of, models_below
 
-Schema = dict[str, Any]
+JsonSchema = dict[str, Any]
 
 # `${VAR}` may stand wherever a value may.
-_REFERENCE: Schema = {
+_REFERENCE: JsonSchema = {
     "type": "string",
     "pattern": r"\$\{",
     "description": "${VAR} or ${VAR:-default}",
 }
-_TO_REFERENCE: Schema = {"$ref": "#/$defs/Reference"}
+
+_TO_REFERENCE: JsonSchema = {"$ref": "#/$defs/Reference"}
 
 # Bounds that pydantic leaves under its own names when a validator stands before them.
 _BOUNDS = {"ge": "minimum", "le": "maximum", "gt": "exclusiveMinimum", "lt": "exclusiveMaximum"}
 
 
-def nodes_schema() -> Schema:
+def nodes_schema() -> JsonSchema:
     """Describe `config/nodes.yaml` as it is written."""
     schema = _schema_of(Inventory, "Inventory of llama-gateway")
     defaults = copy.deepcopy(schema["$defs"]["NodeSpec"])
@@ -45,7 +46,7 @@ def nodes_schema() -> Schema:
     return schema
 
 
-def settings_schema() -> Schema:
+def settings_schema() -> JsonSchema:
     """Describe `config/gateway.yaml` as it is written."""
     return _schema_of(Settings, "Settings of llama-gateway")
 
@@ -60,10 +61,10 @@ def write_schemas(folder: Path) -> None:
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def _schema_of(model: type[ConfigModel], title: str) -> Schema:
+def _schema_of(model: type[ConfigModel], title: str) -> JsonSchema:
     written = model.model_json_schema(mode="validation", by_alias=True)
-    definitions: dict[str, Schema] = written.pop("$defs")
-    for one in models_in(model):
+    definitions: dict[str, JsonSchema] = written.pop("$defs")
+    for one in models_below(model):
         schema = written if one is model else definitions[one.__name__]
         _as_written(one, schema)
     definitions["Reference"] = _REFERENCE
@@ -71,7 +72,7 @@ def _schema_of(model: type[ConfigModel], title: str) -> Schema:
     return {"$schema": dialect, **written, "title": title, "$defs": definitions}
 
 
-def _as_written(model: type[ConfigModel], schema: Schema) -> None:
+def _as_written(model: type[ConfigModel], schema: JsonSchema) -> None:
     """Turn the schema of a model's values into that of the YAML they are written in."""
     schema.pop("title")
     required = schema.get("required", ())
@@ -83,7 +84,7 @@ def _as_written(model: type[ConfigModel], schema: Schema) -> None:
     }
 
 
-def _property(field: FieldInfo, schema: Schema, *, required: bool) -> Schema:
+def _property(field: FieldInfo, schema: JsonSchema, *, required: bool) -> JsonSchema:
     described = {"description": schema.pop("description", "")}
     default = schema.pop("default", None)
     if default is not None and not isinstance(default, (dict, list)) and default != "":
@@ -91,9 +92,9 @@ def _property(field: FieldInfo, schema: Schema, *, required: bool) -> Schema:
     schema.pop("title", None)
     choices = schema["anyOf"] if set(schema) == {"anyOf"} else [schema]
     choices = [_bounded(choice) for choice in choices if choice != {"type": "null"}]
-    if _has(field, hook_of):
+    if _has(field, command_as_hook):
         choices.append({"type": "array", "items": {"type": "string"}, "minItems": 1})
-    if _has(field, one_or_many):
+    if _has(field, as_list):
         choices = [choice["items"] for choice in choices if "items" in choice] + choices
     if not any(_any_text(choice) for choice in choices):
         choices.append(_TO_REFERENCE)
@@ -105,7 +106,7 @@ def _property(field: FieldInfo, schema: Schema, *, required: bool) -> Schema:
     return {**described, "anyOf": choices}
 
 
-def _bounded(schema: Schema) -> Schema:
+def _bounded(schema: JsonSchema) -> JsonSchema:
     """Name bounds as JSON Schema does, and let items and values be references too."""
     named = {_BOUNDS.get(key, key): value for key, value in schema.items()}
     for inner in ("items", "additionalProperties"):
@@ -117,7 +118,7 @@ def _bounded(schema: Schema) -> Schema:
     return named
 
 
-def _any_text(schema: Schema) -> bool:
+def _any_text(schema: JsonSchema) -> bool:
     """Tell whether every text, so a reference too, is valid."""
     return schema.get("type") == "string" and not {"pattern", "enum", "const"} & schema.keys()
 

@@ -3,46 +3,53 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from gateway.config.elastic import ElasticSettings
+from gateway.config.autoscaling import ElasticSettings
+from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import (
     ConfigModel,
-    Kind,
-    Lowered,
+    Lowercased,
+    NonEmptyText,
     SecondsOrOff,
     SecondsOrZero,
-    Text,
-    wrong,
+    TypeLabel,
+    validation_error,
 )
-from gateway.config.headers import HeaderSettings
-from gateway.config.hybrid import HybridSettings
+from gateway.config.headers import HeaderSettings, IdentitySettings
 from gateway.config.listeners import (
     AdminSettings,
-    Class,
     CorsSpec,
     KeySpec,
     LimitSettings,
     ListenSettings,
+    PriorityName,
 )
-from gateway.config.problems import ConfigError, Problem
 from gateway.config.prompts import PromptSettings
+from gateway.config.queue import ClassRule, QueueSettings
 from gateway.config.routing import (
     HealthSettings,
     ModelRule,
     RetrySettings,
     TimeoutSettings,
     check_catch_all,
-    find_loop,
+    find_alias_loop,
 )
-from gateway.config.tree import Entry, Items, Scalar, Table, table
-from gateway.config.validation import repeated, told_once, validate
-from gateway.config.waiting import ClassRule, IdentitySettings, QueueSettings
-from gateway.config.yaml_source import Source, read_yaml
+from gateway.config.tiers import HybridSettings
+from gateway.config.validation import find_duplicates, validate, without_duplicates
+from gateway.config.yaml_file import (
+    YamlDocument,
+    YamlEntry,
+    YamlList,
+    YamlMapping,
+    YamlScalar,
+    mapping_of,
+    read_yaml,
+)
 
 
 class LoggingSettings(ConfigModel):
@@ -50,16 +57,16 @@ class LoggingSettings(ConfigModel):
 
     level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        Lowered,
+        Lowercased,
         Field(description="The least that is worth a line."),
     ] = "info"
     format: Annotated[
         Literal["auto", "console", "json"],
-        Lowered,
+        Lowercased,
         Field(description="`auto`: readable on a terminal, JSON otherwise."),
     ] = "auto"
     access: Annotated[
-        bool, Field(description="One line for each request."), Kind("true or false")
+        bool, Field(description="One line for each request."), TypeLabel("true or false")
     ] = True
 
 
@@ -93,7 +100,7 @@ def _empty_rule(value: object) -> object:
 
 def _named(value: object) -> object:
     if isinstance(value, Mapping) and "" in value:
-        raise wrong("a model's name can't be empty")
+        raise validation_error("a model's name can't be empty")
     return value
 
 
@@ -110,14 +117,14 @@ class Settings(ConfigModel):
                 "takes the last one away, every request is 401 until there is one, or a restart."
             )
         ),
-        Kind("list"),
+        TypeLabel("list"),
     ] = ()
     allow_anonymous: Annotated[
         bool,
         Field(
             description="Serve without keys on an address that isn't loopback, or behind a proxy."
         ),
-        Kind("true or false"),
+        TypeLabel("true or false"),
     ] = False
     headers: Annotated[
         HeaderSettings, Field(description="Header fields that pass besides those that always do.")
@@ -137,16 +144,16 @@ class Settings(ConfigModel):
                 '`"*": {use: NAME}` takes every name that is not known otherwise.'
             )
         ),
-        Kind("mapping of rules"),
+        TypeLabel("mapping of rules"),
     ] = {}
     default_model: Annotated[
-        Text | None,
+        NonEmptyText | None,
         Field(description="Model of a request that names none. Unset: the only one there is."),
     ] = None
     classes: Annotated[
-        Mapping[Class, Annotated[ClassRule, BeforeValidator(_empty_rule)]],
+        Mapping[PriorityName, Annotated[ClassRule, BeforeValidator(_empty_rule)]],
         Field(description="Rules for `urgent`, `premium`, `normal` and `batch`."),
-        Kind("mapping of rules"),
+        TypeLabel("mapping of rules"),
     ] = {}
     queue: Annotated[QueueSettings, Field(description="Waiting for a slot.")] = QueueSettings()
     policy: Annotated[
@@ -207,7 +214,7 @@ class Settings(ConfigModel):
                 "commits status 200: a later error has that status too, and its own in the body."
             )
         ),
-        Kind("true or false"),
+        TypeLabel("true or false"),
     ] = False
     logging: Annotated[LoggingSettings, Field(description="What is logged.")] = LoggingSettings()
     shutdown: Annotated[ShutdownSettings, Field(description="From SIGTERM to the end.")] = (
@@ -220,16 +227,20 @@ class Settings(ConfigModel):
         seen: set[str] = set()
         for key in keys:
             if key.id in seen:
-                raise wrong(f"two keys have the id {key.id}", "a key's id must be unique")
+                raise validation_error(
+                    f"two keys have the id {key.id}", "a key's id must be unique"
+                )
             seen.add(key.id)
         return keys
 
     @field_validator("classes")
     @classmethod
-    def _only_batch_yields(cls, rules: Mapping[Class, ClassRule]) -> Mapping[Class, ClassRule]:
+    def _only_batch_yields(
+        cls, rules: Mapping[PriorityName, ClassRule]
+    ) -> Mapping[PriorityName, ClassRule]:
         for name, rule in rules.items():
             if rule.reserve_slots is not None and name != "batch":
-                raise wrong(
+                raise validation_error(
                     f"`reserve_slots` can't be set for {name}",
                     "it is for batch, which leaves slots free for the other classes",
                 )
@@ -239,8 +250,8 @@ class Settings(ConfigModel):
     @classmethod
     def _no_loops(cls, models: Mapping[str, ModelRule]) -> Mapping[str, ModelRule]:
         check_catch_all(models)
-        if loop := find_loop(models):
-            raise wrong(
+        if loop := find_alias_loop(models):
+            raise validation_error(
                 f"the names stand for each other: {' -> '.join(loop)}",
                 "let one of them name a model that a node serves",
             )
@@ -248,10 +259,10 @@ class Settings(ConfigModel):
 
 
 # Keys of the contract that later versions bring: told apart from slips of the pen.
-NOT_YET = frozenset({"store"})
+RESERVED_KEYS = frozenset({"store"})
 
 
-Refused = Literal["nothing", "blank", "empty"]
+RejectedFiles = Literal["nothing", "blank", "empty"]
 """Which settings files are a problem that name no setting (`load_settings`)."""
 
 _EMPTY_REMEDY = "write the settings into it; {} stands for every default, which asks for no key"
@@ -261,7 +272,7 @@ def load_settings(
     path: Path | None,
     env: Mapping[str, str] | None = None,
     *,
-    refused: Refused = "nothing",
+    rejected: RejectedFiles = "nothing",
 ) -> Settings:
     """Read the settings from a YAML file; without a path, every key has its default.
 
@@ -277,16 +288,16 @@ def load_settings(
     env = os.environ if env is None else env
     source = read_yaml(path, env)
     root = source.root
-    if root.tree == Scalar(None):
-        if refused == "empty" or (refused == "blank" and source.blank and path.is_file()):
+    if root.tree == YamlScalar(None):
+        if rejected == "empty" or (rejected == "blank" and source.blank and path.is_file()):
             raise ConfigError([Problem(path, 0, "", "the file is empty", _EMPTY_REMEDY)])
-        root = Entry(table({}), root.line, root.key)
+        root = YamlEntry(mapping_of({}), root.line, root.key)
     problems = list(source.problems)
-    if isinstance(root.tree, Table):
+    if isinstance(root.tree, YamlMapping):
         problems += [
             Problem(path, entry.line, key, "not supported by this version yet", "remove it")
             for key, entry in root.tree.entries.items()
-            if key in NOT_YET
+            if key in RESERVED_KEYS
         ]
     else:
         remedy = "write keys with values, such as queue: {max: 100}"
@@ -294,12 +305,58 @@ def load_settings(
     settings, wrongs = validate(Settings, source, root, env)
     problems += [*wrongs, *_same_ids(source, root)]
     if problems or settings is None:
-        raise ConfigError(told_once(problems))
+        raise ConfigError(without_duplicates(problems))
     return settings
 
 
-def _same_ids(source: Source, root: Entry) -> list[Problem]:
-    keys = root.tree.entries.get("keys") if isinstance(root.tree, Table) else None
-    if keys is None or not isinstance(keys.tree, Items):
+def _same_ids(source: YamlDocument, root: YamlEntry) -> list[Problem]:
+    keys = root.tree.entries.get("keys") if isinstance(root.tree, YamlMapping) else None
+    if keys is None or not isinstance(keys.tree, YamlList):
         return []
-    return repeated(source, keys.tree.entries, "id", "the key")
+    return find_duplicates(source, keys.tree.entries, "id", "the key")
+
+
+# What is fixed when a listener opens. Everything else is read anew after a reload.
+RESTART_KEYS = (
+    "listen",
+    "admin",
+    "limits.connections",
+    "limits.header_bytes",
+    "limits.header_timeout",
+    "limits.send_timeout",
+)
+
+
+def changed_restart_keys(old: Settings, new: Settings) -> tuple[str, ...]:
+    """Name the changed keys that only a restart brings into force, such as `listen.port`."""
+    return tuple(key for key in _changed(old, new) if is_restart_key(key))
+
+
+def is_restart_key(key: str) -> bool:
+    """Tell whether a key, such as `listen.port`, is read only when the gateway starts."""
+    return any(key == fixed or key.startswith(f"{fixed}.") for fixed in RESTART_KEYS)
+
+
+def _changed(old: ConfigModel, new: ConfigModel, prefix: str = "") -> Iterator[str]:
+    for name in type(old).model_fields:
+        before, after = getattr(old, name), getattr(new, name)
+        if before == after:
+            continue
+        if isinstance(before, ConfigModel) and isinstance(after, ConfigModel):
+            yield from _changed(before, after, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+MASK = "********"
+
+
+def masked_settings(settings: Settings) -> dict[str, Any]:
+    """Turn settings into what JSON can hold, with the hashes of keys masked.
+
+    Paths of key files stay: they are places, not secrets.
+    """
+    shown = settings.model_dump(mode="json", by_alias=True)
+    for key in shown["keys"]:
+        key["sha256"] = MASK
+    return shown

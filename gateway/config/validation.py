@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
+from gateway.config.errors import Problem
 from gateway.config.fields import ConfigModel
-from gateway.config.problems import Problem
-from gateway.config.shape import keys_of, model_at
-from gateway.config.tree import Entry, Items, Scalar, Table, plain
-from gateway.config.yaml_source import Source
+from gateway.config.yaml_file import (
+    YamlDocument,
+    YamlEntry,
+    YamlList,
+    YamlMapping,
+    YamlScalar,
+    to_plain,
+)
 
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
-Model = TypeVar("Model", bound=ConfigModel)
+ModelT = TypeVar("ModelT", bound=ConfigModel)
 
 # More than this of one mapping is not told.
 _ERRORS = 200
 
 _BOUNDS = frozenset({"greater_than", "greater_than_equal", "less_than", "less_than_equal"})
+
 _MESSAGES = {
     "missing": "is missing",
     "bool_type": "must be true or false",
@@ -48,14 +54,14 @@ _MESSAGES = {
 
 
 def validate(
-    model: type[Model], source: Source, entry: Entry, env: Mapping[str, str]
-) -> tuple[Model | None, list[Problem]]:
+    model: type[ModelT], source: YamlDocument, entry: YamlEntry, env: Mapping[str, str]
+) -> tuple[ModelT | None, list[Problem]]:
     """Build a model from the mapping of an entry; None where it has problems.
 
     Relative paths start in the file's folder; `env` holds the nodes' keys.
     """
     context = {"folder": source.file.parent, "env": env}
-    data = plain(entry.tree)
+    data = to_plain(entry.tree)
     try:
         return model.model_validate(data, context=context, by_alias=True, by_name=False), []
     except ValidationError as error:
@@ -72,7 +78,7 @@ def validate(
     return None, [_problem(error, model, source.file, entry) for error in errors[:_ERRORS]]
 
 
-def unknown_key(key: str, known: Iterable[str]) -> str:
+def unknown_key_remedy(key: str, known: Iterable[str]) -> str:
     """Tell which key was probably meant, and which ones there are."""
     known = sorted(known)
     meant = _meant(key, known)
@@ -85,7 +91,7 @@ def _meant(word: str, known: Iterable[str]) -> str:
     return f"did you mean {by_small[near[0]]}?" if near else ""
 
 
-def told_once(problems: Iterable[Problem]) -> list[Problem]:
+def without_duplicates(problems: Iterable[Problem]) -> list[Problem]:
     """Put problems in the order of the file, each place and message once.
 
     A value that could not be read (its variable is missing) has its own problem; what validation
@@ -100,57 +106,61 @@ def told_once(problems: Iterable[Problem]) -> list[Problem]:
     return sorted(kept, key=lambda problem: problem.line)
 
 
-def repeated(source: Source, items: Iterable[Entry], key: str, what: str) -> list[Problem]:
+def find_duplicates(
+    source: YamlDocument, items: Iterable[YamlEntry], key: str, noun: str
+) -> list[Problem]:
     """Tell of items of a list that share what must be unique, with the lines of both."""
     problems = []
-    first: dict[str, Entry] = {}
+    first: dict[str, YamlEntry] = {}
     for item in items:
-        entry = item.tree.entries.get(key) if isinstance(item.tree, Table) else None
-        if entry is None or not isinstance(entry.tree, Scalar) or entry.tree.value is None:
+        entry = item.tree.entries.get(key) if isinstance(item.tree, YamlMapping) else None
+        if entry is None or not isinstance(entry.tree, YamlScalar) or entry.tree.value is None:
             continue
-        other = first.setdefault(entry.tree.text or str(entry.tree.value), entry)
+        other = first.setdefault(entry.tree.raw_text or str(entry.tree.value), entry)
         if other is not entry:
-            message = f"{what} in line {other.line} has this {key} already"
+            message = f"{noun} in line {other.line} has this {key} already"
             remedy = f"give each its own {key}"
             problems.append(Problem(source.file, entry.line, entry.key, message, remedy))
     return problems
 
 
-def _find(entry: Entry, loc: Iterable[str | int]) -> Entry:
+def _find(entry: YamlEntry, loc: Iterable[str | int]) -> YamlEntry:
     """Follow a location as far as the file has it; parts that only a type has are skipped."""
     for part in loc:
         match entry.tree, part:
-            case Table(entries=entries), str() if part in entries:
+            case YamlMapping(entries=entries), str() if part in entries:
                 entry = entries[part]
-            case Items(entries=items), int() if part < len(items):
+            case YamlList(entries=items), int() if part < len(items):
                 entry = items[part]
     return entry
 
 
-def _wants_text(error: ErrorDetails, entry: Entry) -> bool:
+def _wants_text(error: ErrorDetails, entry: YamlEntry) -> bool:
     if error["type"] != "string_type":
         return False
     tree = _find(entry, error["loc"]).tree
-    return isinstance(tree, Scalar) and tree.text is not None
+    return isinstance(tree, YamlScalar) and tree.raw_text is not None
 
 
-def _put(data: Any, loc: tuple[str | int, ...], entry: Entry) -> None:
+def _put(data: Any, loc: tuple[str | int, ...], entry: YamlEntry) -> None:
     for part in loc[:-1]:
         # A list that stands for a mapping (`start: [...]`) lacks the part that only a type has.
         if not (isinstance(data, list) and isinstance(part, str)):
             data = data[part]
-    if isinstance(entry.tree, Scalar):
-        data[loc[-1]] = entry.tree.text
+    if isinstance(entry.tree, YamlScalar):
+        data[loc[-1]] = entry.tree.raw_text
 
 
-def _problem(error: ErrorDetails, model: type[ConfigModel], file: Path, entry: Entry) -> Problem:
+def _problem(
+    error: ErrorDetails, model: type[ConfigModel], file: Path, entry: YamlEntry
+) -> Problem:
     loc = error["loc"]
     context = error.get("ctx", {})
     kind = error["type"]
     if blamed := context.get("key"):
         loc = (*loc[:-1], blamed)
     found = _find(entry, loc)
-    parent = model_at(model, loc[:-1]) or model
+    parent = model_at_path(model, loc[:-1]) or model
     key = found.key
     if found is _find(entry, loc[:-1]) and loc and loc[-1] in keys_of(parent):
         # A key that the file doesn't have: it is missing, or its default doesn't fit.
@@ -162,7 +172,7 @@ def _problem(error: ErrorDetails, model: type[ConfigModel], file: Path, entry: E
         remedy = _added(str(loc[-1]), parent)
     elif kind == "extra_forbidden":
         message = "unknown key"
-        remedy = _placed(str(loc[-1]), parent) or unknown_key(str(loc[-1]), keys_of(parent))
+        remedy = _placed(str(loc[-1]), parent) or unknown_key_remedy(str(loc[-1]), keys_of(parent))
     elif kind == "literal_error":
         message, remedy = _literal(context["expected"], error["input"])
     elif kind == "string_type" and isinstance(error["input"], (bool, int, float)):
@@ -188,8 +198,8 @@ def _added(key: str, model: type[ConfigModel]) -> str:
 
 def _placed(key: str, model: type[ConfigModel]) -> str:
     """Tell where a key belongs that is unknown here; empty: nowhere near."""
-    if key in model.elsewhere:
-        return model.elsewhere[key]
+    if key in model.misplaced_keys:
+        return model.misplaced_keys[key]
     sections = [
         name
         for name, field in keys_of(model).items()
@@ -205,3 +215,67 @@ def _literal(expected: str, value: object) -> tuple[str, str]:
     names = allowed.replace(" or ", ", ").split(", ")
     message = f"must be {allowed}" if len(names) == 1 else f"must be one of: {', '.join(names)}"
     return message, _meant(str(value), names)
+
+
+def keys_of(model: type[ConfigModel]) -> dict[str, FieldInfo]:
+    """Tell the keys of a mapping by the names that the file uses."""
+    return {
+        field.validation_alias if isinstance(field.validation_alias, str) else name: field
+        for name, field in model.model_fields.items()
+        if not field.exclude
+    }
+
+
+def nested_model(annotation: Any) -> type[ConfigModel] | None:
+    """Find the model inside of a type: of itself, of its items, or of its values."""
+    if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
+        return annotation
+    origin = get_origin(annotation)
+    parts = get_args(annotation)
+    if origin is Annotated:
+        parts = parts[:1]
+    elif origin not in {Union, types.UnionType, tuple} and len(parts) == 2:  # a mapping
+        parts = parts[1:]
+    for part in parts:
+        if (found := nested_model(part)) is not None:
+            return found
+    return None
+
+
+def models_below(model: type[ConfigModel]) -> list[type[ConfigModel]]:
+    """List a model and all models below it, each once, in the order of the keys."""
+    found = [model]
+    for one in found:
+        for field in keys_of(one).values():
+            inner = nested_model(field.annotation)
+            if inner is not None and inner not in found:
+                found.append(inner)
+    return found
+
+
+def model_at_path(model: type[ConfigModel], path: Sequence[str | int]) -> type[ConfigModel] | None:
+    """Find the model of the mapping at a place below another model."""
+    current: type[ConfigModel] | None = model
+    inside = True  # the next part is a key of `current`, not an index or a free name
+    for part in path:
+        if current is None:
+            return None
+        if inside:
+            field = keys_of(current).get(str(part))
+            if field is None:
+                return None
+            current = nested_model(field.annotation)
+            inside = not _many(field.annotation)
+        else:
+            inside = True
+    return current
+
+
+def _many(annotation: Any) -> bool:
+    """Tell whether a type holds several models, by index or by name."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _many(get_args(annotation)[0])
+    if origin in {Union, types.UnionType}:
+        return any(_many(part) for part in get_args(annotation))
+    return origin is not None and nested_model(annotation) is not None

@@ -11,6 +11,7 @@ from watchfiles import awatch
 
 # Parts of a change that follow each other faster than this are one change (seconds).
 _SETTLE = 0.1
+
 # A file that never rests is reported after this many settling times all the same.
 _ROUNDS = 20
 
@@ -18,8 +19,8 @@ _ROUNDS = 20
 _Print = tuple[int, ...] | None
 
 
-def changes(
-    paths: Iterable[Path], *, stop: asyncio.Event | None = None, poll: float = 2.0
+def watch_files(
+    paths: Iterable[Path], *, stop: asyncio.Event | None = None, poll_interval: float = 2.0
 ) -> AsyncGenerator[set[Path], None]:
     """Yield the paths whose content changed since this call, once a change has settled.
 
@@ -32,7 +33,7 @@ def changes(
     set; cancelling the task that iterates ends it as well.
     """
     files = tuple(paths)
-    return _changes(files, _prints(files), _Either(stop or asyncio.Event()), poll)
+    return _changes(files, _prints(files), _Either(stop or asyncio.Event()), poll_interval)
 
 
 async def _changes(

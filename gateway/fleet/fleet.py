@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import logging
+import random
+from collections.abc import Callable, Mapping
 
-from gateway.events import Bus, InventoryChanged, NodeChanged, NodeDrift
-from gateway.fleet.catalogue import Catalogue
+from gateway.config.inventory import Inventory, NodeSpec
+from gateway.config.routing import HealthSettings, TimeoutSettings
+from gateway.events import EventBus, InventoryChanged, NodeChanged, NodeDrift
 from gateway.fleet.circuit import Circuit
-from gateway.fleet.departures import Departures
-from gateway.fleet.facts import differences
-from gateway.fleet.health import Watch
-from gateway.fleet.last_seen import LastSeen
-from gateway.fleet.node import Node, Rules
-from gateway.fleet.probes import refuses_our_key
-from gateway.fleet.probing import Answer, Outcome, Probing
+from gateway.fleet.health import HealthMonitor, judge_state
+from gateway.fleet.model_index import ModelIndex
+from gateway.fleet.node import Lease, Node, NodeSettings, NodeState, connection_key, server_identity
+from gateway.fleet.probe_history import ProbeAnswer, ProbeHistory, ProbeResult
+from gateway.fleet.probes import key_rejected_reason
 from gateway.fleet.reclaim import Reclaimer
-from gateway.fleet.sameness import server, ways
-from gateway.fleet.speed import weigh
-from gateway.fleet.states import State, judge
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Mapping
-
-    from gateway.config.inventory import Inventory, NodeSpec
-    from gateway.config.routing import HealthSettings, TimeoutSettings
-    from gateway.fleet.drains import Drains
-    from gateway.fleet.lease import Lease
-    from gateway.fleet.timings import Sample
-    from gateway.request import Endpoint
-    from gateway.transport.upstream import Connect, Upstream
+from gateway.fleet.server_properties import inventory_drift
+from gateway.fleet.speed import SpeedSample, compare_speeds
+from gateway.fleet.state_files import DrainedNodes, PropertiesStore
+from gateway.request import Endpoint
+from gateway.transport.node_client import NodeClient, OpenNodeClient
 
 PROBES_AT_ONCE = 256
 """Nodes probed at the same moment, at most; when all are black holes a thousand take 8 s."""
-WEIGH_EVERY = 5.0
+
+COMPARE_SPEEDS_EVERY = 5.0
 """Seconds between two comparisons of all nodes' speeds."""
 
 
@@ -49,32 +41,32 @@ class Fleet:
     def __init__(
         self,
         *,
-        connect: Connect,
+        connect: OpenNodeClient,
         health: HealthSettings,
         timeouts: TimeoutSettings,
-        bus: Bus,
+        bus: EventBus,
         clock: Callable[[], float],
         rng: random.Random,
-        drains: Drains,
-        last_seen: LastSeen | None = None,
+        drained_nodes: DrainedNodes,
+        properties_store: PropertiesStore | None = None,
     ) -> None:
         self.nodes: dict[str, Node] = {}
-        self.catalogue = Catalogue()
-        self.probed = asyncio.Event()
+        self.model_index = ModelIndex()
+        self.first_probes_done = asyncio.Event()
         """Set when every node of the first inventory has been probed once."""
         self.on_capacity: Callable[[], None] | None = None
         self.on_change: Callable[[Node | None], None] | None = None
         self._connect = connect
-        self._rules = Rules(health, timeouts)
+        self._rules = NodeSettings(health, timeouts)
         self._bus = bus
         self._clock = clock
         self._rng = rng
-        self._drains = drains
-        self.last_seen = last_seen or LastSeen()
+        self._drains = drained_nodes
+        self.properties_store = properties_store or PropertiesStore()
         self._reclaimer = Reclaimer()
         self._gate = asyncio.Semaphore(PROBES_AT_ONCE)
-        self._watches: dict[Node, Watch] = {}
-        self._departures = Departures()
+        self._watches: dict[Node, HealthMonitor] = {}
+        self._departures = ClosingNodes()
         self._chores: asyncio.Task[None] | None = None
         self._unprobed: set[Node] = set()
 
@@ -96,7 +88,7 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._reclaimer.aclose()
         for node in self.nodes.values():
-            self._departures.close(node.upstream)
+            self._departures.close_upstream(node.upstream)
         await self._departures.aclose()
 
     # The inventory and the settings.
@@ -130,36 +122,36 @@ class Fleet:
                 change.removed.append(name)
                 reason = "removed from the inventory"
                 self._bus.publish(NodeChanged(name, node.state.value, None, reason))
-        self.catalogue.renew(self.nodes.values())
-        weigh(self.nodes.values())
+        self.model_index.set_nodes(self.nodes.values())
+        compare_speeds(self.nodes.values())
         self._tell_change()
         for node in self.nodes.values():
-            self.settle(node)
+            self.refresh_state(node)
         self._note_probed()
         self._tell_capacity()
         return change
 
     def configure(self, health: HealthSettings, timeouts: TimeoutSettings) -> None:
         """Put changed settings in force."""
-        self._rules = Rules(health, timeouts)
+        self._rules = NodeSettings(health, timeouts)
         for node in (*self.nodes.values(), *self._departures.nodes):
-            node.rules = self._rules
-            node.circuit.rules = health
+            node.settings = self._rules
+            node.circuit.settings = health
         for watch in self._watches.values():
             watch.reschedule()
 
-    def _plan(self, inventory: Inventory) -> list[tuple[NodeSpec, Node | None, Upstream | None]]:
+    def _plan(self, inventory: Inventory) -> list[tuple[NodeSpec, Node | None, NodeClient | None]]:
         """Each node with what is known of its server and, where needed, new ways to it."""
-        plan: list[tuple[NodeSpec, Node | None, Upstream | None]] = []
+        plan: list[tuple[NodeSpec, Node | None, NodeClient | None]] = []
         try:
             for spec in inventory.nodes:
                 node = self._known(spec)
-                fresh = node is None or ways(node.spec) != ways(spec)
+                fresh = node is None or connection_key(node.spec) != connection_key(spec)
                 plan.append((spec, node, self._connect(spec) if fresh else None))
         except BaseException:
             for _, _, upstream in plan:
                 if upstream is not None:
-                    self._departures.close(upstream)
+                    self._departures.close_upstream(upstream)
             raise
         return plan
 
@@ -168,39 +160,39 @@ class Fleet:
         here = self.nodes.get(spec.name)
         leaving = [node for node in self._departures.nodes if node.name == spec.name]
         for node in leaving if here is None else (here, *leaving):
-            if server(node.spec) == server(spec):
+            if server_identity(node.spec) == server_identity(spec):
                 return node
         return None
 
-    def _add(self, spec: NodeSpec, upstream: Upstream, told: State | None) -> Node:
+    def _add(self, spec: NodeSpec, upstream: NodeClient, told: NodeState | None) -> Node:
         node = Node(
             spec=spec,
             upstream=upstream,
-            rules=self._rules,
+            settings=self._rules,
             clock=self._clock,
             circuit=Circuit(self._rules.health, self._rng),
-            facts=self.last_seen.of(spec),
-            on_return=self._returned,
-            on_abandon=self._reclaimer.watch,
+            properties=self.properties_store.recall(spec),
+            on_lease_released=self._returned,
+            on_lease_abandoned=self._reclaimer.watch,
         )
         self._enter(node, told)
         return node
 
     def _keep(
-        self, node: Node, spec: NodeSpec, upstream: Upstream | None, told: State | None
+        self, node: Node, spec: NodeSpec, upstream: NodeClient | None, told: NodeState | None
     ) -> None:
         """Go on with a node that the inventory describes anew."""
         if node.spec == spec and not node.removed:
             return
-        begins = not node.wanted
+        begins = not node.in_service
         node.spec = spec
         if upstream is not None:
-            node.unlock()
-            self._departures.replace(node, upstream)
+            node.clear_key_rejection()
+            self._departures.replace_upstream(node, upstream)
         if begins:
-            node.probing = Probing()
+            node.probe_history = ProbeHistory()
         if begins or upstream is not None:
-            node.probing.next = self._clock()
+            node.probe_history.next_probe_at = self._clock()
         if node.removed:
             node.removed = False
             self._departures.nodes.discard(node)
@@ -208,12 +200,12 @@ class Fleet:
         else:
             self._watches[node].wake()
 
-    def _enter(self, node: Node, told: State | None) -> None:
+    def _enter(self, node: Node, told: NodeState | None) -> None:
         """Begin to watch; `told`: the state of this name that the world knows of."""
         node.draining = node.name in self._drains
-        node.state, node.reason = judge(node, self._clock())
+        node.state, node.reason = judge_state(node, self._clock())
         self._unprobed.add(node)
-        self._watches[node] = Watch(node, self.settle, self._gate, self._rng)
+        self._watches[node] = HealthMonitor(node, self.refresh_state, self._gate, self._rng)
         if node.state is not told:
             old = None if told is None else told.value
             self._bus.publish(NodeChanged(node.name, old, node.state.value, node.reason))
@@ -221,8 +213,8 @@ class Fleet:
     def _leave(self, node: Node) -> None:
         """Give it nothing more, and close it when it has ended what it runs."""
         node.removed = True
-        self._departures.own(self._watches.pop(node).cancel())
-        self._departures.leave(node)
+        self._departures.own_task(self._watches.pop(node).cancel())
+        self._departures.close_when_idle(node)
 
     # What happens to nodes.
 
@@ -231,88 +223,88 @@ class Fleet:
         node = self.nodes[name]
         self._drains.add(name)
         node.draining = True
-        self.settle(node)
+        self.refresh_state(node)
 
     def resume(self, name: str) -> None:
         """End a drain. Raises KeyError."""
         node = self.nodes[name]
         self._drains.remove(name)
         node.draining = False
-        self.settle(node)
+        self.refresh_state(node)
 
-    def switched(self, node: Node, *, anew: bool = False) -> None:
+    def lifecycle_changed(self, node: Node, *, reset_probes: bool = False) -> None:
         """The power of a standby node has changed; `anew`: what its probes said is void."""
-        if anew:
-            node.probing = Probing(next=self._clock())
-        self.settle(node)
+        if reset_probes:
+            node.probe_history = ProbeHistory(next_probe_at=self._clock())
+        self.refresh_state(node)
         if (watch := self._watches.get(node)) is not None:
             watch.wake()
 
-    async def probe(self, name: str) -> Outcome:
+    async def probe(self, name: str) -> ProbeResult:
         """Probe now; closes the node's circuit if it answers. Raises KeyError."""
         node = self.nodes[name]
         outcome = await self._watches[node].probe()
         if outcome.up:
             node.circuit.close(self._clock())
-        self.settle(node)
+        self.refresh_state(node)
         return outcome
 
-    def succeeded(self, node: Node, now: float, began: float | None = None) -> None:
+    def request_succeeded(self, node: Node, now: float, began: float | None = None) -> None:
         """A request that `began` then (a lease's `taken`) went well."""
-        node.accepted = True
+        node.key_accepted = True
         doubted = node.circuit.failures
-        if node.circuit.succeeded(now, began):
+        if node.circuit.record_success(now, began):
             self._turned(node)
         elif doubted:
             self._tell_change(node)
 
-    def failed(
+    def request_failed(
         self,
         node: Node,
         now: float,
         began: float | None = None,
         *,
         caller: str | None = None,
-        certain: bool = True,
-        counted: bool = False,
+        node_at_fault: bool = True,
+        already_counted: bool = False,
     ) -> None:
         """A request that `began` then (a lease's `taken`) failed, and the node is to blame.
 
         Not `certain`: the node, or what the `caller` has asked for. `counted`: it was told
         before, as not certain.
         """
-        node.failures += not counted
+        node.failures += not already_counted
         if (watch := self._watches.get(node)) is not None:
-            watch.hurry()
-        if node.circuit.failed(now, began, caller=caller, certain=certain):
+            watch.probe_soon()
+        if node.circuit.record_failure(now, began, caller=caller, node_at_fault=node_at_fault):
             self._turned(node)
         else:
             self._tell_change(node)
 
-    def unreachable(self, node: Node, why: str) -> None:
+    def connect_failed(self, node: Node, detail: str) -> None:
         """A request found nobody there: as good as a probe that found it."""
-        self._noticed(node, Answer.REFUSED, why)
+        self._noticed(node, ProbeAnswer.CONNECTION_REFUSED, detail)
 
-    def loading(self, node: Node) -> None:
+    def model_loading(self, node: Node) -> None:
         """A request was told that the model is still being loaded."""
-        self._noticed(node, Answer.LOADING, "the server is loading its model")
+        self._noticed(node, ProbeAnswer.LOADING, "the server is loading its model")
 
-    def locked(self, node: Node, path: str, status: int) -> None:
+    def key_rejected(self, node: Node, path: str, status: int) -> None:
         """A request was told that our key is wrong (401)."""
-        node.lock(refuses_our_key(path, status), self._clock())
-        self.settle(node)
+        node.key_rejected(key_rejected_reason(path, status), self._clock())
+        self.refresh_state(node)
 
-    def overloaded(self, lease: Lease, now: float, retry_after: float | None) -> None:
+    def node_overloaded(self, lease: Lease, now: float, retry_after: float | None) -> None:
         """A request was told 429 or 503: too much at once, or too soon."""
-        if lease.node.learn_refusal(lease, now, retry_after):
+        if lease.node.record_refusal(lease, now, retry_after):
             self._turned(lease.node)
 
-    def answered(self, lease: Lease, prompt: float, completion: float) -> None:
+    def adjust_limit(self, lease: Lease, prompt_tokens: float, completion_tokens: float) -> None:
         """A whole answer after so many tokens: its node may take more at once, or less."""
-        if lease.node.learn_limit(lease, prompt, completion):
-            self.settle(lease.node)
+        if lease.node.record_answer(lease, prompt_tokens, completion_tokens):
+            self.refresh_state(lease.node)
 
-    def refuses(self, node: Node, endpoint: Endpoint, hint: str | None = None) -> None:
+    def endpoint_refused(self, node: Node, endpoint: Endpoint, hint: str | None = None) -> None:
         """A request was told that the node does not do this (501), and perhaps why.
 
         It is asked again some minutes later. Where it has written answers before, it is the
@@ -320,80 +312,89 @@ class Fleet:
         """
         if endpoint == "chat" and node.speed.decode_tps is not None:
             return
-        node.facts.refused.add(endpoint)
-        node.refused_at = self._clock()
+        node.properties.refused.add(endpoint)
+        node.endpoint_refused_at = self._clock()
         if hint is not None:
-            node.hints[endpoint] = hint
-        self.catalogue.node_changed()
+            node.refusal_hints[endpoint] = hint
+        self.model_index.node_changed()
 
-    def learn(self, node: Node, timings: Mapping[str, object], lease: Lease | None = None) -> None:
+    def learn_timings(
+        self, node: Node, timings: Mapping[str, object], lease: Lease | None = None
+    ) -> None:
         """Take in llama.cpp's `timings` of a whole answer; with the lease, our clock's word too."""
         if lease is None or lease.slots:
-            seen = None if lease is None else lease.seen()
-            self._measured(node, node.speed.learn(timings, seen))
+            seen = None if lease is None else lease.observed_timing()
+            self._measured(node, node.speed.learn_timings(timings, seen))
 
-    def observe(self, lease: Lease, prompt: float, cached: float, completion: float) -> None:
+    def learn_clocked(
+        self, lease: Lease, prompt_tokens: float, cached_tokens: float, completion_tokens: float
+    ) -> None:
         """The same for a whole answer without timings, by its tokens and our clock."""
-        seen, node = lease.seen(), lease.node
+        seen, node = lease.observed_timing(), lease.node
         if seen is not None:
-            self._measured(node, node.speed.clocked(prompt, cached, completion / lease.slots, seen))
+            self._measured(
+                node,
+                node.speed.learn_clocked(
+                    prompt_tokens, cached_tokens, completion_tokens / lease.slots, seen
+                ),
+            )
 
-    def _measured(self, node: Node, sample: Sample) -> None:
-        if node.pace.learn(sample, self._clock()):
-            self.settle(node)
+    def _measured(self, node: Node, sample: SpeedSample) -> None:
+        if node.degradation.learn(sample, self._clock()):
+            self.refresh_state(node)
 
-    def _noticed(self, node: Node, answer: Answer, detail: str) -> None:
+    def _noticed(self, node: Node, answer: ProbeAnswer, detail: str) -> None:
         health = self._rules.health
-        node.probing.note(
-            Outcome(answer, detail), rise=health.rise, fall=health.fall, sign_of_life=None
+        node.probe_history.record(
+            ProbeResult(answer, detail), rise=health.rise, fall=health.fall, sign_of_life=None
         )
         if (watch := self._watches.get(node)) is not None:
-            watch.hurry()
-        self.settle(node)
+            watch.probe_soon()
+        self.refresh_state(node)
 
-    def settle(self, node: Node) -> None:
+    def refresh_state(self, node: Node) -> None:
         """Bring the node's state in line with what is known, and tell who must know."""
         if node.removed:
             return
         now = self._clock()
-        self.catalogue.node_changed()
+        self.model_index.node_changed()
         old = node.state
-        node.state, node.reason = judge(node, now)
+        node.state, node.reason = judge_state(node, now)
         if node.state is not old:
             self._bus.publish(NodeChanged(node.name, old.value, node.state.value, node.reason))
-        if node.probing.down:
-            self._reclaimer.give_up(node)
+        if node.probe_history.down:
+            self._reclaimer.release_all(node)
         self._compare(node)
-        if node.probing.probed and node in self._unprobed:
+        if node.probe_history.probed and node in self._unprobed:
             self._unprobed.discard(node)
             if not self._unprobed:
-                self.probed.set()
+                self.first_probes_done.set()
         self._tell_change(node)
-        free = node.free(now)
-        if free > node.announced:
+        free = node.free_slots(now)
+        if free > node.announced_free:
             self._tell_capacity()
-        node.announced = free
+        node.announced_free = free
 
     def _compare(self, node: Node) -> None:
         """See whether what the server says has changed."""
-        node.note_model()
-        if (models := node.public_models) != node.listed:
-            node.listed = models
-            self.catalogue.names_changed()
-        self.last_seen.note(node)
-        if (drift := differences(node.spec, node.facts)) != node.drift:
+        node.forget_replaced_model()
+        if (models := node.public_models) != node.indexed_models:
+            node.indexed_models = models
+            self.model_index.models_changed()
+        self.properties_store.record(node)
+        if (drift := inventory_drift(node.spec, node.properties)) != node.drift:
             node.drift = drift
             self._bus.publish(NodeDrift(node.name, drift))
 
     def _turned(self, node: Node) -> None:
         """The circuit has opened or closed."""
-        self.switched(node)
+        self.lifecycle_changed(node)
 
     def _returned(self, lease: Lease) -> None:
         """A lease has been given back; who placed it has counted it already."""
         if lease.node.removed or lease.upstream is not lease.node.upstream:
-            self._departures.returned(lease.node)
-        if lease.placement is None or lease.trial or lease.node.state is State.EJECTED:
+            self._departures.lease_released(lease.node)
+        if lease.placement is None or lease.trial or lease.node.state is NodeState.EJECTED:
             self._tell_change(lease.node)
         self._tell_capacity()
 
@@ -407,16 +408,77 @@ class Fleet:
 
     def _note_probed(self) -> None:
         """Forget the nodes that need no first probe any more; when none is left, all are."""
-        self._unprobed = {n for n in self._unprobed if n.wanted and not n.probing.probed}
+        self._unprobed = {n for n in self._unprobed if n.in_service and not n.probe_history.probed}
         if not self._unprobed:
-            self.probed.set()
+            self.first_probes_done.set()
 
     async def _weigh_now_and_then(self) -> None:
         while True:
-            await asyncio.sleep(WEIGH_EVERY)
-            weigh(self.nodes.values())
+            await asyncio.sleep(COMPARE_SPEEDS_EVERY)
+            compare_speeds(self.nodes.values())
             now = self._clock()
             for node in self.nodes.values():
-                if node.pace.refresh(now):
-                    self.settle(node)
+                if node.degradation.refresh(now):
+                    self.refresh_state(node)
             self._tell_change()
+
+
+log = logging.getLogger(__name__)
+
+
+class ClosingNodes:
+    """Owns what the fleet has let go of."""
+
+    def __init__(self) -> None:
+        self.nodes: set[Node] = set()
+        """Removed nodes that still run something."""
+        self._replaced: list[tuple[Node, NodeClient]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def close_when_idle(self, node: Node) -> None:
+        """Close this node when it has ended what it runs."""
+        self.nodes.add(node)
+        self.lease_released(node)
+
+    def replace_upstream(self, node: Node, upstream: NodeClient) -> None:
+        """Give the node new ways; the old ones stay open for the leases that use them."""
+        self._replaced.append((node, node.upstream))
+        node.upstream = upstream
+        self.lease_released(node)
+
+    def lease_released(self, node: Node) -> None:
+        """A lease of this node has ended: close what only it kept open."""
+        if node in self.nodes and not node.leases:
+            self.nodes.discard(node)
+            self.close_upstream(node.upstream)
+        if self._replaced:
+            replaced, self._replaced = self._replaced, []
+            for owner, upstream in replaced:
+                if any(lease.upstream is upstream for lease in owner.leases):
+                    self._replaced.append((owner, upstream))
+                else:
+                    self.close_upstream(upstream)
+
+    def close_upstream(self, upstream: NodeClient) -> None:
+        """Close it now, in the background."""
+        self.own_task(asyncio.create_task(_close_upstream(upstream)))
+
+    def own_task(self, task: asyncio.Task[None]) -> None:
+        """Wait for this task at the end."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def aclose(self) -> None:
+        """Close everything, whatever still runs."""
+        for upstream in [node.upstream for node in self.nodes] + [old for _, old in self._replaced]:
+            self.close_upstream(upstream)
+        self.nodes.clear()
+        self._replaced.clear()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _close_upstream(upstream: NodeClient) -> None:
+    try:
+        await upstream.aclose()
+    except Exception:
+        log.exception("The connections to a node could not be closed")

@@ -5,29 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import httpx
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from gateway.config.autoscaling import Hook
+from gateway.config.inventory import NodeSpec
 
-    from gateway.config.elastic import Hook
-    from gateway.config.inventory import NodeSpec
-
-LARGEST_OUTPUT = 4096
+MOST_OUTPUT = 4096
 """Bytes of a hook's output, or of the answer to it, that are kept: the last ones."""
+
 KILL_AFTER = 2.0
 """Seconds between SIGTERM and SIGKILL."""
+
 MASK = "****"
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class HookResult:
     """How a hook ended. `detail` is for an operator; `outcome` a word of a small set."""
 
     outcome: str
@@ -44,7 +42,7 @@ class Result:
 
 async def run_hook(
     hook: Hook, spec: NodeSpec, timeout: float, clock: Callable[[], float]
-) -> Result:
+) -> HookResult:
     """Run it to its end, or for `timeout` seconds. Cancelled, it leaves no process behind."""
     began = clock()
     output = bytearray()
@@ -61,7 +59,7 @@ async def run_hook(
     secrets = [secret.get_secret_value() for secret in hook.secrets.values()]
     if spec.api_key is not None:
         secrets.append(spec.api_key.get_secret_value())
-    return Result(outcome, _shown(detail, secrets), clock() - began, _shown(output, secrets))
+    return HookResult(outcome, _shown(detail, secrets), clock() - began, _shown(output, secrets))
 
 
 async def _run(command: Iterable[str], spec: NodeSpec, output: bytearray) -> tuple[str, str]:
@@ -114,7 +112,7 @@ def _keep_last(loop: asyncio.AbstractEventLoop, reader: int, output: bytearray) 
     if not part:
         loop.remove_reader(reader)
     output += part
-    del output[:-LARGEST_OUTPUT]
+    del output[:-MOST_OUTPUT]
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
@@ -145,8 +143,8 @@ async def _call(hook: Hook, output: bytearray) -> tuple[str, str]:
         ):
             async for part in response.aiter_bytes():
                 output += part
-                if len(output) > LARGEST_OUTPUT:
-                    del output[LARGEST_OUTPUT:]
+                if len(output) > MOST_OUTPUT:
+                    del output[MOST_OUTPUT:]
                     break
             status = response.status_code
     except httpx.HTTPError as error:

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import httpx
 import msgspec
 
-from gateway.fleet.facts import busy_slots
-from gateway.fleet.probing import Answer, Outcome
-from gateway.transport.patience import Within
+from gateway.fleet.node import Node
+from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
+from gateway.fleet.server_properties import count_slots
+from gateway.transport.timeout import LoopTimeout
 
-if TYPE_CHECKING:
-    from gateway.fleet.node import Node
-
-LARGEST_ANSWER = 4 << 20
+LARGEST_RESPONSE = 4 << 20
 """Bytes; `/slots` of a server with many slots and `/props` with a long template stay far below."""
-GONE = frozenset({404, 405, 501})
+
+NOT_FOUND_STATUSES = frozenset({404, 405, 501})
 """There is no such endpoint."""
-LOCKED = frozenset({401, 403})
-ASK_AGAIN = 300.0
+
+KEY_REJECTED_STATUSES = frozenset({401, 403})
+
+RETRY_REFUSED_AFTER = 300.0
 """Seconds after which a node is asked again for what it refused with 501."""
-NAME_IT = "say in the inventory what it serves (model: ...)"
+
+NAME_MODEL_HINT = "say in the inventory what it serves (model: ...)"
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ProbeResponse:
     """A status and a body that was read to its end."""
 
     status: int
@@ -40,134 +41,138 @@ class Reply:
             return None
 
 
-async def ask(node: Node, path: str) -> Reply | Outcome:
+async def fetch(node: Node, path: str) -> ProbeResponse | ProbeResult:
     """GET `path`, within the probe's limit and in bounded memory; an Outcome if that failed."""
     began = node.clock()
-    limit = node.rules.health.timeout
+    limit = node.settings.health.timeout
 
-    def ended(answer: Answer, detail: str) -> Outcome:
-        return Outcome(answer, detail, node.clock() - began)
+    def ended(answer: ProbeAnswer, detail: str) -> ProbeResult:
+        return ProbeResult(answer, detail, node.clock() - began)
 
     try:
         async with (
-            Within(limit),
-            node.upstream.client.stream("GET", path, timeout=limit) as response,
+            LoopTimeout(limit),
+            node.upstream.http.stream("GET", path, timeout=limit) as response,
         ):
             body = bytearray()
             async for part in response.aiter_bytes():
                 body += part
-                if len(body) > LARGEST_ANSWER:
-                    return ended(Answer.FAILED, f"{path} answers without end")
-            return Reply(response.status_code, bytes(body))
+                if len(body) > LARGEST_RESPONSE:
+                    return ended(ProbeAnswer.FAILED, f"{path} answers without end")
+            return ProbeResponse(response.status_code, bytes(body))
     except (TimeoutError, httpx.TimeoutException):
-        return ended(Answer.TIMED_OUT, f"no answer to {path} within {limit:g} s")
+        return ended(ProbeAnswer.TIMED_OUT, f"no answer to {path} within {limit:g} s")
     except httpx.ConnectError as error:
-        return ended(Answer.REFUSED, f"no connection to {node.spec.url} ({_why(error)})")
+        return ended(
+            ProbeAnswer.CONNECTION_REFUSED, f"no connection to {node.spec.url} ({_why(error)})"
+        )
     except httpx.TransportError as error:
-        return ended(Answer.FAILED, f"{path} broke off ({_why(error)})")
+        return ended(ProbeAnswer.FAILED, f"{path} broke off ({_why(error)})")
     except Exception as error:  # noqa: BLE001 - whatever one node causes, the others are watched
-        return ended(Answer.FAILED, f"{path} could not be asked ({_why(error)})")
+        return ended(ProbeAnswer.FAILED, f"{path} could not be asked ({_why(error)})")
 
 
-async def check_alive(node: Node) -> Outcome:
+async def check_alive(node: Node) -> ProbeResult:
     """The cheapest question that tells whether the node can take work."""
     began = node.clock()
     if node.spec.kind == "openai":
         return await discover(node)
-    reply = await ask(node, "/health")
-    if isinstance(reply, Outcome):
+    reply = await fetch(node, "/health")
+    if isinstance(reply, ProbeResult):
         return reply
     answer, detail = _judge_health(reply)
-    return Outcome(answer, detail, node.clock() - began)
+    return ProbeResult(answer, detail, node.clock() - began)
 
 
-async def discover(node: Node) -> Outcome:
+async def discover(node: Node) -> ProbeResult:
     """Ask what the server is and take it in. UP also if it would not say all, but its models."""
     began = node.clock()
     paths = ["/v1/models"] if node.spec.kind == "openai" else ["/v1/models", "/props"]
-    facts = node.facts
-    before = facts.identity()
+    facts = node.properties
+    before = facts.version_key()
     for path in paths:
-        reply = await ask(node, path)
-        if isinstance(reply, Outcome):
+        reply = await fetch(node, path)
+        if isinstance(reply, ProbeResult):
             return reply
         answer, detail = _judge_discovery(node, path, reply.status)
-        if answer is not Answer.UP:
-            return Outcome(answer, detail, node.clock() - began)
+        if answer is not ProbeAnswer.UP:
+            return ProbeResult(answer, detail, node.clock() - began)
         if reply.status == httpx.codes.OK:
-            facts.forget_remembered()
+            facts.clear_remembered()
             if path == "/props":
                 facts.read_props(reply.json())
             else:
                 facts.read_models(reply.json())
     if node.spec.kind == "llama.cpp" and not facts.models and node.spec.models is None:
         # A server from before 2024, which would be ready for ever and get nothing.
-        told = f"its /v1/models and /props name no model: {NAME_IT}"
-        return Outcome(Answer.NAMELESS, told, node.clock() - began)
-    long_ago = node.clock() >= node.refused_at + ASK_AGAIN
-    if long_ago or facts.identity() != before or node.probing.discovered is None:
+        told = f"its /v1/models and /props name no model: {NAME_MODEL_HINT}"
+        return ProbeResult(ProbeAnswer.NO_MODEL, told, node.clock() - began)
+    long_ago = node.clock() >= node.endpoint_refused_at + RETRY_REFUSED_AFTER
+    if long_ago or facts.version_key() != before or node.probe_history.discovered_at is None:
         # Another build or model, or begun anew, perhaps with other options: what the old one
         # refused says nothing about it. Neither does it for ever.
         facts.refused.clear()
-    return Outcome(Answer.UP, "", node.clock() - began)
+    return ProbeResult(ProbeAnswer.UP, "", node.clock() - began)
 
 
-async def read_slots(node: Node) -> int | None:
+async def probe_slots(node: Node) -> int | None:
     """How many slots the node says are busy; None if it would not say.
 
     Learns whether there is such an endpoint.
     """
-    reply = await ask(node, "/slots")
-    if isinstance(reply, Outcome):
+    reply = await fetch(node, "/slots")
+    if isinstance(reply, ProbeResult):
         # No process, no busy slot.
-        return 0 if reply.answer is Answer.REFUSED else None
-    if reply.status in GONE | LOCKED:
-        node.facts.slots_endpoint = False
-    counts = busy_slots(reply.json()) if reply.status == httpx.codes.OK else None
+        return 0 if reply.answer is ProbeAnswer.CONNECTION_REFUSED else None
+    if reply.status in NOT_FOUND_STATUSES | KEY_REJECTED_STATUSES:
+        node.properties.slots_endpoint = False
+    counts = count_slots(reply.json()) if reply.status == httpx.codes.OK else None
     if counts is None:
         return None
-    node.facts.slots_endpoint = True
-    node.facts.slots = node.facts.slots or counts[1]
+    node.properties.slots_endpoint = True
+    node.properties.slots = node.properties.slots or counts[1]
     return counts[0]
 
 
-def _judge_health(reply: Reply) -> tuple[Answer, str]:
+def _judge_health(reply: ProbeResponse) -> tuple[ProbeAnswer, str]:
     if reply.status == httpx.codes.OK:
-        return Answer.UP, ""
+        return ProbeAnswer.UP, ""
     if reply.status == httpx.codes.SERVICE_UNAVAILABLE and b"loading model" in reply.body.lower():
-        return Answer.LOADING, "the server is loading its model"
-    if reply.status in LOCKED:
+        return ProbeAnswer.LOADING, "the server is loading its model"
+    if reply.status in KEY_REJECTED_STATUSES:
         return _locked("/health", reply.status)
-    if reply.status in GONE:
-        return Answer.FAILED, (
+    if reply.status in NOT_FOUND_STATUSES:
+        return ProbeAnswer.FAILED, (
             f"/health answers {reply.status}: is this a llama.cpp server? "
             "Another one needs kind: openai in the inventory"
         )
-    return Answer.FAILED, f"/health answers {reply.status}"
+    return ProbeAnswer.FAILED, f"/health answers {reply.status}"
 
 
-def _judge_discovery(node: Node, path: str, status: int) -> tuple[Answer, str]:
+def _judge_discovery(node: Node, path: str, status: int) -> tuple[ProbeAnswer, str]:
     if status == httpx.codes.OK:
-        return Answer.UP, ""
+        return ProbeAnswer.UP, ""
     if node.spec.kind == "openai":
         # Some services hide their list, even from keys that may use their models.
-        hidden = status in GONE or (status in LOCKED and node.spec.api_key is not None)
+        hidden = status in NOT_FOUND_STATUSES or (
+            status in KEY_REJECTED_STATUSES and node.spec.api_key is not None
+        )
         if hidden and node.spec.models is not None:
-            return Answer.UP, ""
-        if status in GONE:
-            return Answer.FAILED, f"{path} answers {status}: {NAME_IT}"
-    elif status in GONE:
-        return Answer.UP, ""
-    if status in LOCKED:
+            return ProbeAnswer.UP, ""
+        if status in NOT_FOUND_STATUSES:
+            return ProbeAnswer.FAILED, f"{path} answers {status}: {NAME_MODEL_HINT}"
+    elif status in NOT_FOUND_STATUSES:
+        return ProbeAnswer.UP, ""
+    if status in KEY_REJECTED_STATUSES:
         return _locked(path, status)
-    return Answer.FAILED, f"{path} answers {status}"
+    return ProbeAnswer.FAILED, f"{path} answers {status}"
 
 
-def _locked(path: str, status: int) -> tuple[Answer, str]:
-    return Answer.LOCKED, refuses_our_key(path, status)
+def _locked(path: str, status: int) -> tuple[ProbeAnswer, str]:
+    return ProbeAnswer.KEY_REJECTED, key_rejected_reason(path, status)
 
 
-def refuses_our_key(path: str, status: int) -> str:
+def key_rejected_reason(path: str, status: int) -> str:
     """What an operator reads of a node that this status on this path came from."""
     return (
         f"it refuses our key ({status} on {path}): set api_key_env or api_key_file in the inventory"

@@ -17,22 +17,22 @@ _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 def labels(**values: str) -> str:
     """The braces of a sample, values escaped: `{node="a",state="ready"}`."""
-    return "{" + ",".join(f'{name}="{escaped(value)}"' for name, value in values.items()) + "}"
+    return "{" + ",".join(f'{name}="{escape_label(value)}"' for name, value in values.items()) + "}"
 
 
-def escaped(value: str) -> str:
+def escape_label(value: str) -> str:
     """A label's value as the format wants it, without the quotes."""
     return value.translate(_ESCAPES)
 
 
-def number(value: float) -> str:
+def format_value(value: float) -> str:
     """A sample's value."""
     if math.isfinite(value):
         return repr(value)
     return "NaN" if math.isnan(value) else ("+Inf" if value > 0 else "-Inf")
 
 
-class Page:
+class MetricsPage:
     """The text of one scrape, family by family."""
 
     __slots__ = ("_lines", "_prefix")
@@ -41,18 +41,18 @@ class Page:
         self._prefix = prefix
         self._lines: list[str] = []
 
-    def family(
-        self, name: str, kind: str, meaning: str, samples: Iterable[tuple[str, float]]
+    def add_family(
+        self, name: str, metric_type: str, help_text: str, samples: Iterable[tuple[str, float]]
     ) -> None:
         """One family; each sample is its labels with their braces (or nothing) and its value."""
         full = self._prefix + name
-        self._lines.append(f"# HELP {full} {meaning}\n# TYPE {full} {kind}\n")
-        self._lines.extend(f"{full}{braces} {number(value)}\n" for braces, value in samples)
+        self._lines.append(f"# HELP {full} {help_text}\n# TYPE {full} {metric_type}\n")
+        self._lines.extend(f"{full}{braces} {format_value(value)}\n" for braces, value in samples)
 
-    def histogram(self, name: str, meaning: str, histogram: Histogram) -> None:
+    def add_histogram(self, name: str, help_text: str, histogram: Histogram) -> None:
         """One histogram without labels."""
         full = self._prefix + name
-        self._lines.append(f"# HELP {full} {meaning}\n# TYPE {full} histogram\n")
+        self._lines.append(f"# HELP {full} {help_text}\n# TYPE {full} histogram\n")
         below = 0
         for bound, count in zip(histogram.bounds, histogram.counts, strict=False):
             below += count
@@ -63,7 +63,7 @@ class Page:
             f"{full}_sum {histogram.sum!r}\n{full}_count {total}\n"
         )
 
-    def text(self) -> str:
+    def render(self) -> str:
         """All of it."""
         return "".join(self._lines)
 

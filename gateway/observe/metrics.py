@@ -15,18 +15,18 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from gateway import __version__
 from gateway.events import (
     AttemptEnded,
-    Bus,
+    EventBus,
     HookEnded,
     NodeChanged,
     RequestFinished,
     StreamResumed,
 )
-from gateway.observe.exposition import Histogram, Page, escaped, labels
+from gateway.observe.exposition import Histogram, MetricsPage, escape_label, labels
 from gateway.request import Priority
 
-PREFIX = "llama_gateway_"
+METRIC_PREFIX = "llama_gateway_"
 
-STATES = (
+NODE_STATES = (
     "standby",
     "draining",
     "down",
@@ -39,17 +39,19 @@ STATES = (
 )
 """Every state a node can be in, as the admin API names them."""
 
-MODELS = 1000
+MOST_MODELS = 1000
 """Distinct model labels; what comes beyond is `other`."""
 
-NODES = 10_000
+MOST_NODES = 10_000
 """Distinct node labels; what comes beyond is `other`."""
 
-OTHER = "other"
+OTHER_LABEL = "other"
 
 # A CPU node may take an hour over an answer; a refusal takes a millisecond.
 _UP_TO_AN_HOUR = (1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
+
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, *_UP_TO_AN_HOUR)
+
 _OVERHEAD = (
     0.0001,
     0.00025,
@@ -81,7 +83,7 @@ class NodeSample:
 
 
 @dataclass(slots=True)
-class Snapshot:
+class MetricsSnapshot:
     """What is, at the moment of a scrape."""
 
     nodes: Sequence[NodeSample] = ()
@@ -96,7 +98,7 @@ class Snapshot:
 
 
 @dataclass(slots=True)
-class Counts:
+class RequestCounts:
     """Requests of one kind, and their tokens."""
 
     requests: int = 0
@@ -104,7 +106,7 @@ class Counts:
     cached: int = 0
     completion: int = 0
 
-    def add(self, other: Counts) -> None:
+    def add(self, other: RequestCounts) -> None:
         """Count what `other` has counted, too."""
         self.requests += other.requests
         self.prompt += other.prompt
@@ -115,10 +117,10 @@ class Counts:
 class Metrics:
     """Counts the events of `bus`; `snapshot` is called at each scrape and must be quick."""
 
-    def __init__(self, bus: Bus, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(self, bus: EventBus, snapshot: Callable[[], MetricsSnapshot]) -> None:
         self._snapshot = snapshot
         self._flush = bus.flush
-        self._requests: dict[tuple[Priority, str, int], Counts] = {}
+        self._requests: dict[tuple[Priority, str, int], RequestCounts] = {}
         self._models: set[str] = set()
         self._attempts: dict[str, dict[str, int]] = {}
         self._hooks: dict[tuple[str, str, str], int] = {}
@@ -138,34 +140,34 @@ class Metrics:
 
     def finished(self, event: RequestFinished) -> None:
         """Count a request that has ended."""
-        counts = self._requests.get((event.priority, event.model, event.code))
+        counts = self._requests.get((event.priority, event.model, event.status))
         if counts is None:
             counts = self._first(event)
         counts.requests += 1
         counts.prompt += event.prompt_tokens
         counts.cached += event.cached_tokens
         counts.completion += event.completion_tokens
-        self._duration.observe(event.duration)
+        self._duration.observe(event.duration_seconds)
         if event.ttft is not None:
             self._ttft.observe(event.ttft)
-        if event.overhead is not None:
-            self._overhead.observe(event.overhead)
-        if event.attempts or event.queue:
-            self._queue.observe(event.queue)
+        if event.overhead_seconds is not None:
+            self._overhead.observe(event.overhead_seconds)
+        if event.attempts or event.queue_seconds:
+            self._queue.observe(event.queue_seconds)
         if event.tier is not None:
             self._cost[event.tier] = self._cost.get(event.tier, 0.0) + event.cost
 
-    def _first(self, event: RequestFinished) -> Counts:
+    def _first(self, event: RequestFinished) -> RequestCounts:
         """The counts for an event of which there was none before, or that has no place left."""
         model = event.model
         if model not in self._models:
-            if len(self._models) < MODELS:
+            if len(self._models) < MOST_MODELS:
                 self._models.add(model)
             else:
-                model = OTHER
-        return self._requests.setdefault((event.priority, model, event.code), Counts())
+                model = OTHER_LABEL
+        return self._requests.setdefault((event.priority, model, event.status), RequestCounts())
 
-    def counted(self) -> Iterator[tuple[int, Counts]]:
+    def counts_by_status(self) -> Iterator[tuple[int, RequestCounts]]:
         """Requests that have ended until now, by their code: each code may come several times."""
         self._flush()
         for (_, _, code), counts in self._requests.items():
@@ -175,7 +177,7 @@ class Metrics:
         """Count an attempt on a node."""
         outcomes = self._attempts.get(event.node)
         if outcomes is None:
-            node = event.node if len(self._attempts) < NODES else OTHER
+            node = event.node if len(self._attempts) < MOST_NODES else OTHER_LABEL
             outcomes = self._attempts.setdefault(node, {})
         outcomes[event.outcome] = outcomes.get(event.outcome, 0) + 1
 
@@ -186,21 +188,21 @@ class Metrics:
 
     def resumed(self, event: StreamResumed) -> None:
         """Count a stream that goes on elsewhere."""
-        self._resumed += event.node is not None
+        self._resumed += event.resumed_on is not None
 
     def node_changed(self, event: NodeChanged) -> None:
         """Forget a node that has left the fleet."""
-        if event.new is None:
+        if event.new_state is None:
             self._attempts.pop(event.node, None)
 
     def render(self) -> bytes:
         """The page that Prometheus scrapes, in the form of `exposition.CONTENT_TYPE`."""
         self._flush()
         snapshot = self._snapshot()
-        page = Page(PREFIX)
+        page = MetricsPage(METRIC_PREFIX)
         self._put_requests(page)
         self._put_fleet(page, snapshot.nodes)
-        page.family(
+        page.add_family(
             "queue_depth",
             "gauge",
             "Requests that wait for a slot.",
@@ -209,26 +211,28 @@ class Metrics:
                 for priority in Priority
             ),
         )
-        page.family("in_flight", "gauge", "Requests that wait or run.", [("", snapshot.in_flight)])
-        page.family(
+        page.add_family(
+            "in_flight", "gauge", "Requests that wait or run.", [("", snapshot.in_flight)]
+        )
+        page.add_family(
             "inventory_error",
             "gauge",
             "1 while the inventory on disk is invalid and an older one is in force.",
             [("", int(snapshot.inventory_error))],
         )
         if snapshot.retry_budget is not None:
-            page.family(
+            page.add_family(
                 "retry_budget",
                 "gauge",
                 "Retries that could be made now.",
                 [("", snapshot.retry_budget)],
             )
         build = labels(version=__version__, python=platform.python_version())
-        page.family("build_info", "gauge", "The version that runs.", [(build, 1)])
-        return page.text().encode() + generate_latest(self._process)
+        page.add_family("build_info", "gauge", "The version that runs.", [(build, 1)])
+        return page.render().encode() + generate_latest(self._process)
 
-    def _put_requests(self, page: Page) -> None:
-        page.family(
+    def _put_requests(self, page: MetricsPage) -> None:
+        page.add_family(
             "requests_total",
             "counter",
             "Requests that have ended, by their true status; 499: the client left.",
@@ -237,14 +241,16 @@ class Metrics:
                 for (priority, model, code), counts in self._requests.items()
             ),
         )
-        page.family("tokens_total", "counter", "Tokens of requests that ended.", self._each_token())
-        page.family(
+        page.add_family(
+            "tokens_total", "counter", "Tokens of requests that ended.", self._each_token()
+        )
+        page.add_family(
             "resumed_streams_total",
             "counter",
             "Streams that went on elsewhere when their node failed.",
             [("", self._resumed)],
         )
-        page.family(
+        page.add_family(
             "cost_total",
             "counter",
             "Cost of requests that ended, in the settings' currency.",
@@ -256,19 +262,19 @@ class Metrics:
             ("queue_seconds", "Time spent waiting for a slot.", self._queue),
             ("overhead_seconds", "From arrival to dispatch, less the wait.", self._overhead),
         ):
-            page.histogram(name, meaning, histogram)
+            page.add_histogram(name, meaning, histogram)
 
     def _each_token(self) -> Iterator[tuple[str, float]]:
-        models: dict[str, Counts] = {}
+        models: dict[str, RequestCounts] = {}
         for (_, model, _), counts in self._requests.items():
-            models.setdefault(model, Counts()).add(counts)
+            models.setdefault(model, RequestCounts()).add(counts)
         for model, counts in models.items():
             for kind in ("prompt", "cached", "completion"):
                 yield labels(model=model, kind=kind), getattr(counts, kind)
 
-    def _put_fleet(self, page: Page, nodes: Sequence[NodeSample]) -> None:
+    def _put_fleet(self, page: MetricsPage, nodes: Sequence[NodeSample]) -> None:
         self._forget_all_but(node.name for node in nodes)
-        page.family(
+        page.add_family(
             "attempts_total",
             "counter",
             "Attempts on a node that are over.",
@@ -278,7 +284,7 @@ class Metrics:
                 for outcome, count in outcomes.items()
             ),
         )
-        page.family(
+        page.add_family(
             "hooks_total",
             "counter",
             "Hooks that have started or stopped a standby node, or failed to.",
@@ -287,14 +293,14 @@ class Metrics:
                 for (node, hook, outcome), count in self._hooks.items()
             ),
         )
-        page.family(
+        page.add_family(
             "node_state",
             "gauge",
             "1 for the state a node is in, 0 for the others.",
             (
                 (f'{{node="{name}",state="{state}"}}', int(state == current))
-                for name, current in [(escaped(node.name), node.state) for node in nodes]
-                for state in STATES
+                for name, current in [(escape_label(node.name), node.state) for node in nodes]
+                for state in NODE_STATES
             ),
         )
         braces = [labels(node=node.name) for node in nodes]
@@ -317,11 +323,11 @@ class Metrics:
                 for brace, value in zip(braces, values, strict=True)
                 if value is not None
             ]
-            page.family(family, "gauge", meaning, known)
+            page.add_family(family, "gauge", meaning, known)
 
     def _forget_all_but(self, names: Iterable[str]) -> None:
         """Drop what a node's last attempts, ending after it had left, have made again."""
-        kept = {*names, OTHER}
+        kept = {*names, OTHER_LABEL}
         for gone in [node for node in self._attempts if node not in kept]:
             del self._attempts[gone]
         for key in [key for key in self._hooks if key[0] not in kept]:

@@ -12,13 +12,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from gateway.config.hybrid import SpillSettings
-    from gateway.config.node import NodeSpec
+from gateway.config.node import NodeSpec
+from gateway.config.tiers import SpillSettings
 
-GRANULES = 512
+WINDOW_PARTS = 512
 """Parts that a window is kept in: what happened in one part leaves the window together."""
 
 TEMPLATE_TOKENS = 512
@@ -33,9 +31,9 @@ class SlidingSum:
     together: with the last of them (`late`: never too low) or the first (never too high).
     """
 
-    def __init__(self, span: float, *, late: bool) -> None:
+    def __init__(self, span: float, *, overestimate: bool) -> None:
         self.span = span
-        self._late = late
+        self._late = overestimate
         self._parts: deque[tuple[float, float]] = deque()
         """Of each part the time that it leaves by, its last or first addition's, and its sum."""
         self._newest = self._latest = -math.inf
@@ -48,7 +46,7 @@ class SlidingSum:
         self._latest = now
         self.value(now)
         parts = self._parts
-        if parts and now - self._newest < self.span / GRANULES:
+        if parts and now - self._newest < self.span / WINDOW_PARTS:
             when, before = parts[-1]
             parts[-1] = (now if self._late else when, before + amount)
         else:
@@ -71,14 +69,14 @@ class SlidingSum:
         self.span = span
 
 
-class Reservation:
+class SpillReservation:
     """A share of the budget that one request holds until it is over."""
 
-    __slots__ = ("_budget", "most")
+    __slots__ = ("_budget", "most_cost")
 
-    def __init__(self, budget: Budget, most: float) -> None:
-        self._budget: Budget | None = budget
-        self.most = most
+    def __init__(self, budget: SpillBudget, most_cost: float) -> None:
+        self._budget: SpillBudget | None = budget
+        self.most_cost = most_cost
 
     def settle(self, cost: float, *, happened: bool, now: float) -> None:
         """It came to `cost`; `happened`: it counts as one of the requests that spilled over.
@@ -87,17 +85,17 @@ class Reservation:
         """
         if self._budget is not None:
             budget, self._budget = self._budget, None
-            budget.settled(self.most, cost, happened=happened, now=now)
+            budget.settled(self.most_cost, cost, happened=happened, now=now)
 
     def cancel(self) -> None:
         """It never went out."""
         if self._budget is not None:
             budget, self._budget = self._budget, None
-            budget.settled(self.most, 0.0, happened=False, now=-math.inf)
+            budget.settled(self.most_cost, 0.0, happened=False, now=-math.inf)
 
 
 @dataclass(slots=True)
-class Budget:
+class SpillBudget:
     """The budget of one gateway. It outlives reloads: `configure` changes its bounds alone.
 
     `share` holds whenever a request is let in: of the requests within the window that ends then,
@@ -105,32 +103,32 @@ class Budget:
     was paid in it is at most the budget and one request.
     """
 
-    rules: SpillSettings
-    asked: SlidingSum = field(init=False)
+    settings: SpillSettings
+    arrivals: SlidingSum = field(init=False)
     spilled: SlidingSum = field(init=False)
     paid: SlidingSum = field(init=False)
-    open: int = 0
+    outstanding: int = 0
     """Reservations that are out."""
     _reserved: float = 0.0
     _boundless: int = 0
     """How many of them have no bound."""
 
     def __post_init__(self) -> None:
-        span = self.rules.window
-        self.asked = SlidingSum(span, late=False)
-        self.spilled = SlidingSum(span, late=True)
-        self.paid = SlidingSum(span, late=True)
+        span = self.settings.window
+        self.arrivals = SlidingSum(span, overestimate=False)
+        self.spilled = SlidingSum(span, overestimate=True)
+        self.paid = SlidingSum(span, overestimate=True)
 
-    def configure(self, rules: SpillSettings) -> None:
+    def configure(self, settings: SpillSettings) -> None:
         """Other bounds; what was spent and what is reserved stays counted."""
-        self.rules = rules
-        for kept in (self.asked, self.spilled, self.paid):
-            kept.resize(rules.window)
+        self.settings = settings
+        for kept in (self.arrivals, self.spilled, self.paid):
+            kept.resize(settings.window)
 
     @property
-    def money(self) -> float:
+    def money_limit(self) -> float:
         """What may be paid within one window; infinity: no bound."""
-        rules = self.rules
+        rules = self.settings
         if rules.money_per_hour is None:
             return math.inf
         return rules.money_per_hour * rules.window / 3600
@@ -142,39 +140,39 @@ class Budget:
 
     def arrived(self, now: float) -> None:
         """A request of a class that may spill over: each one earns a share."""
-        self.asked.add(now, 1.0)
+        self.arrivals.add(now, 1.0)
 
-    def affordable(self, now: float) -> bool:
+    def can_spill(self, now: float) -> bool:
         """Whether one more may spill over."""
-        share = self.rules.share
+        share = self.settings.share
         if share is not None:
-            spilled = self.spilled.value(now) + self.open + 1
-            if spilled > share * self.asked.value(now) + 1e-9:
+            spilled = self.spilled.value(now) + self.outstanding + 1
+            if spilled > share * self.arrivals.value(now) + 1e-9:
                 return False
-        money = self.money
+        money = self.money_limit
         return money == math.inf or self.paid.value(now) + self.reserved < money
 
-    def reserve(self, now: float, most: float) -> Reservation | None:
+    def reserve(self, now: float, most_cost: float) -> SpillReservation | None:
         """Let one more spill over that costs `most` at most; None: the budget is used up."""
-        if not self.affordable(now):
+        if not self.can_spill(now):
             return None
-        if math.isnan(most) or most < 0:
-            most = math.inf
-        self.open += 1
-        if most == math.inf:
+        if math.isnan(most_cost) or most_cost < 0:
+            most_cost = math.inf
+        self.outstanding += 1
+        if most_cost == math.inf:
             self._boundless += 1
         else:
-            self._reserved += most
-        return Reservation(self, most)
+            self._reserved += most_cost
+        return SpillReservation(self, most_cost)
 
-    def settled(self, most: float, cost: float, *, happened: bool, now: float) -> None:
+    def settled(self, most_cost: float, cost: float, *, happened: bool, now: float) -> None:
         """A reservation of `most` is over; called by it, once."""
-        self.open -= 1
-        if most == math.inf:
+        self.outstanding -= 1
+        if most_cost == math.inf:
             self._boundless -= 1
         else:
-            self._reserved -= most
-        if self.open == 0:
+            self._reserved -= most_cost
+        if self.outstanding == 0:
             self._reserved = 0.0  # what rounding left
         if happened:
             self.spilled.add(now, 1.0)
@@ -182,7 +180,7 @@ class Budget:
             self.paid.add(now, cost)
 
 
-def price(
+def cost_of(
     spec: NodeSpec,
     total: int,
     *,
@@ -201,7 +199,7 @@ def price(
     return spec.cost_per_hour * min(1.0, slots / max(1, total)) * max(0.0, seconds) / 3600
 
 
-def most(
+def most_cost(
     spec: NodeSpec,
     total: int,
     *,
@@ -216,7 +214,7 @@ def most(
     `max_tokens` and `context` are of one slot; `seconds` is the longest that it may run.
     """
     if spec.cost_per_million_tokens is None:
-        return price(spec, total, prompt=0, completion=0, slots=slots, seconds=seconds)
+        return cost_of(spec, total, prompt=0, completion=0, slots=slots, seconds=seconds)
     width = max(1, slots)
     room = math.inf if context is None else float(context)
     answer = min(math.inf if max_tokens is None else float(max_tokens), room)

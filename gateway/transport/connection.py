@@ -12,21 +12,26 @@ from typing import Self, cast
 
 import httptools
 
-from gateway.request import Headers, Pieces
-from gateway.transport.errors import Garbage, Reset, Stale, UpstreamError
+from gateway.request import Headers, SegmentedBody
+from gateway.transport.errors import (
+    ConnectionReset,
+    InvalidResponse,
+    StaleConnection,
+    UpstreamError,
+)
 from gateway.transport.known_head import KnownHead
 
-HEAD_BYTES = 64 * 1024
+MOST_HEAD_BYTES = 64 * 1024
 """Largest head of a reply, interim ones included; llama.cpp's has some 500 bytes."""
 
-HIGH_WATER = 256 * 1024
+BODY_HIGH_WATER = 256 * 1024
 """Bytes of body kept for a reader that lags before the socket is no longer read."""
 
 STALE_SECONDS = 1.0
 """A reused connection that breaks later than this had reached the node."""
 
 
-class Connection(asyncio.Protocol):
+class NodeConnection(asyncio.Protocol):
     """Sends one request at a time and reads its reply, part by part."""
 
     __slots__ = (
@@ -45,15 +50,15 @@ class Connection(asyncio.Protocol):
         "_waiter",
         "alive",
         "complete",
-        "digest",
-        "digest_of",
+        "head_cache",
+        "head_cache_key",
         "headers",
         "idle_since",
         "on_body",
         "on_wake",
-        "received",
+        "received_bytes",
+        "requests_sent",
         "reusable",
-        "served",
         "status",
         "transport",
     )
@@ -62,7 +67,7 @@ class Connection(asyncio.Protocol):
         self._loop = loop
         self.transport: asyncio.Transport | None = None
         self.alive = False
-        self.served = 0
+        self.requests_sent = 0
         self.idle_since = 0.0
         self._waiter: asyncio.Future[None] | None = None
         self.on_wake: Callable[[bool], None] | None = None
@@ -76,9 +81,9 @@ class Connection(asyncio.Protocol):
         """The head of the last reply of status 200 that came whole."""
         self._known_headers: Headers = []
         """Its fields, all but the length."""
-        self.digest: bytes | None = None
+        self.head_cache: bytes | None = None
         """What its user has made of `headers`, the length apart; kept while a head repeats."""
-        self.digest_of: object = None
+        self.head_cache_key: object = None
         """What its user has made it by, besides."""
         self._clear()
 
@@ -87,7 +92,7 @@ class Connection(asyncio.Protocol):
         self.headers: Headers = []
         self.complete = False
         self.reusable = False
-        self.received = 0
+        self.received_bytes = 0
         self._framed = False
         self._bodyless = False
         self._error: UpstreamError | None = None
@@ -99,31 +104,33 @@ class Connection(asyncio.Protocol):
 
     # What the caller does.
 
-    def send(self, data: bytes, body: bytes | Pieces = b"", *, bodyless: bool = False) -> None:
+    def send(
+        self, data: bytes, body: bytes | SegmentedBody = b"", *, bodyless: bool = False
+    ) -> None:
         """Start an exchange. `bodyless`: a HEAD request, whose reply has a head alone."""
-        if self.served:
+        if self.requests_sent:
             self._clear()
-        self.served += 1
+        self.requests_sent += 1
         self._bodyless = bodyless
         self._sent_at = self._loop.time()
         transport = self.transport
         if transport is None or transport.is_closing():
             self._break(self._reset("The node had closed the connection"))
             return
-        if len(body) < HEAD_BYTES:
+        if len(body) < MOST_HEAD_BYTES:
             transport.write(data + body)  # type: ignore[operator]
         else:
             transport.write(data)
             for piece in (body,) if isinstance(body, bytes) else body.pieces():
                 transport.write(piece)
 
-    async def head(self) -> int:
+    async def read_status(self) -> int:
         """The reply's status, once its head is here; `headers` is set then.
 
         Raises: UpstreamError.
         """
         while not self.status:
-            await self.arrival()
+            await self.wait_for_data()
         return self.status
 
     async def read(self) -> bytes:
@@ -134,10 +141,10 @@ class Connection(asyncio.Protocol):
         while not self._parts or self._bodyless:
             if self.complete:
                 return b""
-            await self.arrival()
-        return self.take()
+            await self.wait_for_data()
+        return self.read_nowait()
 
-    def take(self) -> bytes:
+    def read_nowait(self) -> bytes:
         """What `read` would return without waiting; empty if nothing has come."""
         parts = self._parts
         if not parts:
@@ -152,7 +159,7 @@ class Connection(asyncio.Protocol):
         return data
 
     @property
-    def unread(self) -> bool:
+    def has_unread(self) -> bool:
         """Whether body bytes have come that `read` has not returned yet."""
         return bool(self._parts)
 
@@ -168,7 +175,7 @@ class Connection(asyncio.Protocol):
         if self.transport is not None:
             self.transport.abort()
 
-    def arrival(self, sink: Callable[[], bool] | None = None) -> Awaitable[object]:
+    def wait_for_data(self, sink: Callable[[], bool] | None = None) -> Awaitable[object]:
         """Done when more has come, or the end. Raises: UpstreamError, if nothing can come.
 
         `sink` is called first when more has come, from within the event loop; as long as it says
@@ -201,13 +208,13 @@ class Connection(asyncio.Protocol):
             self._error = error
         self._wake()
 
-    def _reset(self, message: str) -> Reset:
+    def _reset(self, message: str) -> ConnectionReset:
         stale = (
-            self.served > 1
-            and not self.received
+            self.requests_sent > 1
+            and not self.received_bytes
             and self._loop.time() - self._sent_at < STALE_SECONDS
         )
-        return Stale(message) if stale else Reset(message)
+        return StaleConnection(message) if stale else ConnectionReset(message)
 
     # What the event loop calls.
 
@@ -217,42 +224,44 @@ class Connection(asyncio.Protocol):
         self.alive = True
 
     def data_received(self, data: bytes) -> None:
-        if self.complete or not self.served:
+        if self.complete or not self.requests_sent:
             # A reply to a question nobody asked: the connection can't be trusted.
             self.reusable = False
             self.close()
             return
-        if self._known is not None and not self.received and not self._bodyless:
-            body = self._known.body(data)
+        if self._known is not None and not self.received_bytes and not self._bodyless:
+            body = self._known.match_body(data)
             if body is not None:
                 self._repeats(len(data), body)
                 return
-        self.received += len(data)
+        self.received_bytes += len(data)
         self._pending += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             ours = error.__context__
             self._break(
-                ours if isinstance(ours, Garbage) else Garbage("The node's reply is not HTTP")
+                ours
+                if isinstance(ours, InvalidResponse)
+                else InvalidResponse("The node's reply is not HTTP")
             )
             self.close()
             return
         except httptools.HttpParserUpgrade:
-            self._break(Garbage("The node wants to change the protocol"))
+            self._break(InvalidResponse("The node wants to change the protocol"))
             self.close()
             return
         if self.status:
-            if self.received == len(data):
+            if self.received_bytes == len(data):
                 self._learn(data)
             sink = self._sink
             if sink is None or not sink():
                 self._wake()
-            if self._pending > HIGH_WATER and not self._paused and not self.complete:
+            if self._pending > BODY_HIGH_WATER and not self._paused and not self.complete:
                 self._paused = True
                 assert self.transport is not None
                 self.transport.pause_reading()
-        elif self.received > HEAD_BYTES:
+        elif self.received_bytes > MOST_HEAD_BYTES:
             self._break(_large_head())
             self.close()
 
@@ -260,12 +269,12 @@ class Connection(asyncio.Protocol):
         """Know the head of this reply when it comes again; an interim reply's is none."""
         whole = self.complete and self.reusable and not self._bodyless
         if whole and self.status == 200 and data.startswith(b" 200 ", len(b"HTTP/1.1")):
-            self._known = KnownHead.of(data)
+            self._known = KnownHead.from_message(data)
             self._known_headers = [f for f in self.headers if f[0] != b"content-length"]
 
     def _repeats(self, size: int, body: bytes) -> None:
         """A whole reply has come whose head is known."""
-        self.received = size
+        self.received_bytes = size
         self.headers = [(b"content-length", b"%d" % len(body)), *self._known_headers]
         self.status = 200
         self.complete = self.reusable = self._framed = True
@@ -280,7 +289,7 @@ class Connection(asyncio.Protocol):
         del self._parser  # it holds this object: only the collector would find out
         self.alive = False
         self.reusable = False
-        if not self.served or self.complete:
+        if not self.requests_sent or self.complete:
             return
         if self.status and not self._framed and exc is None and self._error is None:
             # Nothing else ends such a body; what was reset, or failed from this side, is cut.
@@ -295,19 +304,19 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self.status:
-            raise Garbage("The node says more than it was asked")
+            raise InvalidResponse("The node says more than it was asked")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status:  # else it is a trailer, which nobody asked for
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self.digest = None
+        self.head_cache = None
         status = self._parser.get_status_code()
         if status < 200:
             self.headers = []
             return
-        if self.received > HEAD_BYTES and _size(self.headers) > HEAD_BYTES:
+        if self.received_bytes > MOST_HEAD_BYTES and _head_size(self.headers) > MOST_HEAD_BYTES:
             raise _large_head()
         for name, value in self.headers:
             if name == b"content-length" or (
@@ -329,9 +338,9 @@ class Connection(asyncio.Protocol):
         self.reusable = self._parser.should_keep_alive()
 
 
-def _large_head() -> Garbage:
-    return Garbage(f"The head of the node's reply is larger than {HEAD_BYTES} bytes")
+def _large_head() -> InvalidResponse:
+    return InvalidResponse(f"The head of the node's reply is larger than {MOST_HEAD_BYTES} bytes")
 
 
-def _size(headers: Headers) -> int:
+def _head_size(headers: Headers) -> int:
     return sum(len(name) + len(value) for name, value in headers)

@@ -36,31 +36,31 @@ class ConnectTimedOut(UpstreamError):  # noqa: N818
     outcome = "connect_timeout"
 
 
-class Exhausted(UpstreamError):  # noqa: N818
+class LocalResourcesExhausted(UpstreamError):  # noqa: N818
     """This machine has no descriptor or port left: the node is not to blame."""
 
     outcome = "exhausted"
 
 
-class Reset(UpstreamError):  # noqa: N818
+class ConnectionReset(UpstreamError):  # noqa: N818
     """The connection broke before the reply was complete."""
 
     outcome = "reset"
 
 
-class Stale(Reset):
+class StaleConnection(ConnectionReset):
     """A reused connection that the node had closed: the request never reached it."""
 
     outcome = "stale"
 
 
-class Garbage(UpstreamError):  # noqa: N818
+class InvalidResponse(UpstreamError):  # noqa: N818
     """What came back is not HTTP."""
 
     outcome = "garbage"
 
 
-class Errored(UpstreamError):  # noqa: N818
+class NodeReportedError(UpstreamError):
     """The node told of an error after it had begun to answer; `status` is what it stands for."""
 
     outcome = "error_event"
@@ -68,18 +68,18 @@ class Errored(UpstreamError):  # noqa: N818
     def __init__(self, message: str, status: int = 500) -> None:
         super().__init__(message)
         self.status = status
-        self.told: GatewayError | None = None
+        self.client_error: GatewayError | None = None
         """What the client is told, where that is known better than by the status."""
-        if self.of_request:
+        if self.is_request_fault:
             self.outcome = "request_error"
 
     @property
-    def of_request(self) -> bool:
+    def is_request_fault(self) -> bool:
         """Whether the request itself is wrong, so that every node would say so."""
         return self.status in {400, 413, 422}
 
 
-class Overdue(UpstreamError):  # noqa: N818
+class UpstreamTimeout(UpstreamError):  # noqa: N818
     """A limit passed; `limit` names it: `first_byte`, `silence`, `total`."""
 
     def __init__(self, limit: str, message: str) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 
-_LENGTH = re.compile(rb"\r\ncontent-length:[ ]?([0-9]{1,9})(?=\r\n)", re.IGNORECASE)
-_END = b"\r\n\r\n"
+_CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ ]?([0-9]{1,9})(?=\r\n)", re.IGNORECASE)
 
-MOST_DIGITS = 9
+_HEAD_END = b"\r\n\r\n"
+
+MOST_LENGTH_DIGITS = 9
 """Of a body's length: what has more does not come in one read."""
 
 
@@ -30,28 +31,28 @@ class KnownHead:
         self._size = self._begin + int(digits)
 
     @classmethod
-    def of(cls, data: bytes) -> KnownHead | None:
+    def from_message(cls, data: bytes) -> KnownHead | None:
         """The head of the whole message that `data` is, or None if there is more to it than that.
 
         What was parsed of it holds for every message whose `body` is then found.
         """
-        end = data.find(_END) + len(_END)
-        found = _LENGTH.findall(data, 0, end)
+        end = data.find(_HEAD_END) + len(_HEAD_END)
+        found = _CONTENT_LENGTH.findall(data, 0, end)
         if len(found) != 1 or len(data) - end != int(found[0]):
             # Also where the parser saw the head end before that.
             return None
-        length = _LENGTH.search(data, 0, end)
+        length = _CONTENT_LENGTH.search(data, 0, end)
         assert length is not None
         return cls(data[: length.start(1)], length[1], data[length.end(1) : end])
 
-    def body(self, data: bytes) -> bytes | None:
+    def match_body(self, data: bytes) -> bytes | None:
         """The body, if `data` is a whole message with this head and nothing else."""
         if len(data) == self._size and data.startswith(self._whole):
             return data[self._begin :]
         start = self._start
         if not data.startswith(self._before):
             return None
-        end = data.find(b"\r", start, start + MOST_DIGITS + 1)
+        end = data.find(b"\r", start, start + MOST_LENGTH_DIGITS + 1)
         if end <= start or not data.startswith(self._behind, end):
             return None
         digits = data[start:end]

@@ -12,16 +12,16 @@ import errno
 import ssl
 from dataclasses import dataclass
 
-from gateway.transport.connection import Connection
-from gateway.transport.errors import ConnectFailed, ConnectTimedOut, Exhausted
-from gateway.transport.names import Names
-from gateway.transport.patience import Within
-from gateway.transport.taskless import in_task
+from gateway.transport.connection import NodeConnection
+from gateway.transport.eager_task import ensure_task
+from gateway.transport.errors import ConnectFailed, ConnectTimedOut, LocalResourcesExhausted
+from gateway.transport.resolver import Resolver
+from gateway.transport.timeout import LoopTimeout
 
 IDLE_SECONDS = 4.0
 """Below the 5 s after which llama.cpp's server closes (cpp-httplib's keep-alive timeout)."""
 
-RESOLVING = 0.75
+RESOLVE_SHARE = 0.75
 """Part of the time for a connection in which its host's name must be resolved: a probe that has no
 more time than that can still tell why it failed."""
 
@@ -29,37 +29,37 @@ IDLE_CONNECTIONS = 1024
 """Idle connections kept for one node; what comes back beyond is closed."""
 
 
-_OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
+_LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 """What this machine lacks, not the node."""
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class NodeAddress:
     """Where a node is, and what every request to it carries."""
 
     host: str
     port: int
-    prefix: bytes
+    path_prefix: bytes
     """Path prefix, without a slash at its end."""
-    fields: bytes
+    header_lines: bytes
     """Header lines that every request to this node has: Host, the node's key."""
     tls: ssl.SSLContext | None = None
     server_name: str | None = None
 
 
-class Pool:
+class ConnectionPool:
     """Connections to one origin."""
 
-    def __init__(self, origin: Origin, names: Names | None = None) -> None:
-        self.origin = origin
-        self._names = names or Names()
-        self.opened = 0
+    def __init__(self, origin: NodeAddress, resolver: Resolver | None = None) -> None:
+        self.address = origin
+        self._names = resolver or Resolver()
+        self.connections_opened = 0
         self._loop = asyncio.get_running_loop()
-        self._idle: list[Connection] = []
+        self._idle: list[NodeConnection] = []
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
 
-    def idle(self) -> Connection | None:
+    def take_idle(self) -> NodeConnection | None:
         """An open connection that was used lately, or None."""
         oldest = self._loop.time() - IDLE_SECONDS
         while self._idle:
@@ -69,14 +69,14 @@ class Pool:
             connection.close()
         return None
 
-    async def connect(self, timeout: float) -> Connection:
+    async def connect(self, timeout: float) -> NodeConnection:
         """A new connection within `timeout` seconds, to the first address that takes it.
 
         Raises: ConnectFailed, ConnectTimedOut, Exhausted.
         """
-        await in_task()
-        host, until = self.origin.host, self._loop.time() + timeout
-        addresses = await self._names.addresses(host, timeout * RESOLVING)
+        await ensure_task()
+        host, until = self.address.host, self._loop.time() + timeout
+        addresses = await self._names.addresses(host, timeout * RESOLVE_SHARE)
         failure: ConnectFailed | ConnectTimedOut | None = None
         for number, address in enumerate(addresses):
             left = max(0.0, until - self._loop.time())
@@ -88,18 +88,18 @@ class Pool:
                 failure = error
             else:
                 if number:
-                    self._names.worked(host, address)
+                    self._names.connected(host, address)
                 return connection
-        self._names.failed(host)
+        self._names.connect_failed(host)
         assert failure is not None
         raise failure
 
-    async def _connect(self, address: str, timeout: float) -> Connection:
-        origin = self.origin
+    async def _connect(self, address: str, timeout: float) -> NodeConnection:
+        origin = self.address
         try:
-            async with Within(timeout):
+            async with LoopTimeout(timeout):
                 _, connection = await self._loop.create_connection(
-                    lambda: Connection(self._loop),
+                    lambda: NodeConnection(self._loop),
                     address,
                     origin.port,
                     ssl=origin.tls,
@@ -109,13 +109,13 @@ class Pool:
             raise
         except (OSError, ssl.SSLError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or type(error).__name__
-            if getattr(error, "errno", None) in _OURS:
-                raise Exhausted(f"No connection could be opened: {reason}") from None
+            if getattr(error, "errno", None) in _LOCAL_ERRNOS:
+                raise LocalResourcesExhausted(f"No connection could be opened: {reason}") from None
             raise ConnectFailed(f"The connection failed: {reason}") from None
-        self.opened += 1
+        self.connections_opened += 1
         return connection
 
-    def give(self, connection: Connection) -> None:
+    def release(self, connection: NodeConnection) -> None:
         """Take back a connection whose exchange is over, for another one if it allows that."""
         if (
             self._closed

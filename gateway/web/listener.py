@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import socket
-from collections.abc import Iterator
+import struct
+import termios
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import structlog
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from gateway.web.public.protocol import BoundedProtocol
-from gateway.web.stalls import Stalls
+from gateway.web.protocol import BoundedProtocol
 
-BACKLOG = 4096
+LISTEN_BACKLOG = 4096
 
-LOOK = 0.05
+DRAIN_POLL_SECONDS = 0.05
 """Seconds between two looks whether all clients have left."""
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.ending = asyncio.Event()
@@ -52,7 +56,7 @@ class Listener:
         self.scheme = "http" if certificate is None else "https"
         self.sock = sock
         self._protocol = protocol
-        self._stalls: Stalls | None = None
+        self._stalls: StallMonitor | None = None
         config = uvicorn.Config(
             app,
             http=protocol,
@@ -65,11 +69,11 @@ class Listener:
             date_header=False,
             proxy_headers=False,
             timeout_keep_alive=max(1, round(keep_alive)),
-            backlog=BACKLOG,
+            backlog=LISTEN_BACKLOG,
             ssl_certfile=certificate,
             ssl_keyfile=key,
         )
-        self._server = _Server(config)
+        self._server = _UvicornServer(config)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -83,28 +87,28 @@ class Listener:
 
         Of two sockets that were bound at the same time only one can listen.
         """
-        self.sock.listen(BACKLOG)
+        self.sock.listen(LISTEN_BACKLOG)
         self._task = asyncio.create_task(self._server.serve([self.sock]), name=self.url)
-        self._stalls = Stalls(self._connections, self._protocol.limits.send_timeout)
+        self._stalls = StallMonitor(self._connections, self._protocol.limits.send_timeout)
 
     def _connections(self) -> list[BoundedProtocol]:
         found = self._server.server_state.connections
         return [connection for connection in found if isinstance(connection, BoundedProtocol)]
 
-    async def retire(self) -> None:
+    async def drain(self) -> None:
         """Accept nothing more, and wait until every client has left.
 
         Another process accepts on the same socket. A connection that is kept alive gets one more
         reply, which says that it closes: closed at once, it might be just about to be used.
         """
-        self._protocol.retiring = True
+        self._protocol.draining = True
         for server in self._server.servers:
             server.close()
         for connection in self._connections():
-            connection.retire()
+            connection.drain()
         # uvicorn tells nobody when a connection ends.
         while self._server.server_state.connections:  # noqa: ASYNC110
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def close(self) -> None:
         """Accept nothing more, and wait until what runs is over. Cancel it to end at once."""
@@ -127,7 +131,7 @@ class Listener:
                 self._stalls.close()
 
 
-def resolved(host: str, port: int) -> list[tuple[str, int]]:
+def resolve_addresses(host: str, port: int) -> list[tuple[str, int]]:
     """The addresses that `host` stands for. Raises: OSError."""
     return [(str(address[0]), int(address[1])) for *_, address in _found(host, port)]
 
@@ -138,7 +142,7 @@ def _found(host: str, port: int) -> list[Any]:
     )
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """A socket that is bound and not listening yet; `port` 0 takes a free one. Raises: OSError."""
     family, kind, protocol, _, address = _found(host, port)[0]
     sock = socket.socket(family, kind, protocol)
@@ -153,3 +157,69 @@ def bind(host: str, port: int) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+log = structlog.get_logger()
+
+STALLED_POLLS = 10
+"""So many in a row have to find that a client took nothing. They are counted, and not the seconds,
+since a gateway that stood still itself has sent nothing meanwhile."""
+
+
+class StallMonitor:
+    """Cuts connections that have taken nothing for `limit` seconds; one timer for all of them."""
+
+    def __init__(self, connections: Callable[[], Iterable[BoundedProtocol]], limit: float) -> None:
+        self._connections = connections
+        self._limit = limit
+        self._waiting: dict[BoundedProtocol, tuple[int, int]] = {}
+        """Those that have not taken all: how much is left, and how many looks found it no less."""
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(limit / STALLED_POLLS, self._look)
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        self._timer = self._loop.call_later(self._limit / STALLED_POLLS, self._look)
+        waiting = {}
+        for connection in list(self._connections()):
+            unsent = _unsent(connection)
+            if not unsent:
+                continue
+            before, looks = self._waiting.get(connection, (unsent + 1, 0))
+            looks = 0 if unsent < before else looks + 1
+            if looks < STALLED_POLLS:
+                waiting[connection] = unsent, looks
+                continue
+            log.info("a client took nothing for too long", seconds=self._limit, unsent=unsent)
+            connection.transport.abort()
+        self._waiting = waiting
+
+
+def _unsent(connection: BoundedProtocol) -> int:
+    """Bytes that its client has yet to take; 0 as well while more are written, which hides it."""
+    transport: asyncio.Transport = connection.transport
+    cycle: RequestResponseCycle | None = connection.cycle
+    if cycle is None or not (connection.flow.write_paused or cycle.response_complete):
+        return 0
+    own = transport.get_write_buffer_size()
+    return own and own + _in_kernel(transport)
+
+
+def _in_kernel(transport: asyncio.Transport) -> int:
+    """Bytes that the client's machine has not acknowledged.
+
+    The kernel takes more of ours only when a third of its own buffer, perhaps a megabyte, is free.
+    """
+    sock = transport.get_extra_info("socket")
+    told = bytearray(_INT.size)
+    try:
+        fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, told)
+    except OSError:
+        return 0
+    return int(_INT.unpack(told)[0])
+
+
+_INT = struct.Struct("i")

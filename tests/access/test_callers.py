@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.access.callers import FORWARDED_HOPS, address_of, asked_class, caller_of, priority_of
+from gateway.access.callers import (
+    MOST_FORWARDED_HOPS,
+    client_address,
+    effective_priority,
+    identify_caller,
+    priority_header,
+)
 from gateway.access.keys import KeyRing, new_key
 from gateway.errors import GatewayError
 from gateway.request import Caller, Headers, Priority
@@ -22,7 +28,7 @@ PROXIES = (ip_network("10.0.0.0/8"), ip_network("fd00::/8"))
 def caller(
     headers: Headers, ring: KeyRing, *, allow_anonymous: bool = False, loopback: bool = False
 ) -> Caller:
-    return caller_of(
+    return identify_caller(
         headers,
         "192.0.2.7",
         ring,
@@ -37,7 +43,7 @@ def test_a_good_key_names_its_holder_on_every_listener(
     loopback: bool, allow_anonymous: bool
 ) -> None:
     found = caller(WITH_KEY, RING, loopback=loopback, allow_anonymous=allow_anonymous)
-    assert (found.id, found.best) == ("team", Priority.PREMIUM)
+    assert (found.id, found.max_priority) == ("team", Priority.PREMIUM)
 
 
 @pytest.mark.parametrize("loopback", [True, False])
@@ -60,22 +66,22 @@ def test_where_there_are_keys_one_is_needed(loopback: bool) -> None:
 def test_where_there_are_keys_anonymous_callers_may_be_allowed() -> None:
     found = caller([], RING, allow_anonymous=True)
     assert found.anonymous
-    assert (found.id, found.best) == ("anonymous:192.0.2.7", Priority.NORMAL)
+    assert (found.id, found.max_priority) == ("anonymous:192.0.2.7", Priority.NORMAL)
 
 
 def test_an_anonymous_caller_of_a_loopback_listener_gets_every_class() -> None:
-    assert caller([], KeyRing(), loopback=True).best is Priority.URGENT
+    assert caller([], KeyRing(), loopback=True).max_priority is Priority.URGENT
 
 
 @pytest.mark.parametrize("name", ["forwarded", "x-forwarded-for", "x-real-ip", "via"])
 def test_whoever_comes_through_a_proxy_is_no_local_caller(name: str) -> None:
     found = caller([(name.encode(), b"127.0.0.1")], KeyRing(), loopback=True)
-    assert (found.id, found.best) == ("anonymous:192.0.2.7", Priority.NORMAL)
-    assert not found.names_users
+    assert (found.id, found.max_priority) == ("anonymous:192.0.2.7", Priority.NORMAL)
+    assert not found.trust_user_headers
 
 
 def test_behind_trusted_proxies_nobody_is_local() -> None:
-    found = caller_of(
+    found = identify_caller(
         [],
         "10.0.0.1",
         KeyRing(),
@@ -83,27 +89,27 @@ def test_behind_trusted_proxies_nobody_is_local() -> None:
         loopback_listener=True,
         trusted_proxies=PROXIES,
     )
-    assert (found.best, found.names_users) == (Priority.NORMAL, False)
+    assert (found.max_priority, found.trust_user_headers) == (Priority.NORMAL, False)
 
 
 @pytest.mark.parametrize("allow_anonymous", [True, False])
 def test_where_the_keys_were_lost_nobody_comes_in(allow_anonymous: bool) -> None:
     for headers in ([], WITH_KEY):
         with pytest.raises(GatewayError) as caught:
-            caller_of(
+            identify_caller(
                 headers,
                 "127.0.0.1",
                 KeyRing(),
                 allow_anonymous=allow_anonymous,
                 loopback_listener=True,
-                closed=True,
+                locked=True,
             )
         assert caught.value.status == 401
 
 
 def test_where_there_are_no_keys_a_key_that_clients_must_send_means_nothing() -> None:
     assert caller(WRONG_KEY, KeyRing(), loopback=True).anonymous
-    assert caller(WRONG_KEY, KeyRing(), allow_anonymous=True).best is Priority.NORMAL
+    assert caller(WRONG_KEY, KeyRing(), allow_anonymous=True).max_priority is Priority.NORMAL
 
 
 def test_a_public_listener_that_lost_its_last_key_lets_nobody_in() -> None:
@@ -140,26 +146,26 @@ def test_the_address_is_the_rightmost_that_is_no_trusted_proxy(
     peer: str | None, forwarded: list[bytes], address: str
 ) -> None:
     headers = [(b"x-forwarded-for", value) for value in forwarded]
-    assert address_of(headers, peer, PROXIES) == address
+    assert client_address(headers, peer, PROXIES) == address
 
 
 def test_without_trusted_proxies_the_peer_is_the_caller() -> None:
     headers = [(b"x-forwarded-for", b"198.51.100.1")]
-    assert address_of(headers, "::ffff:10.0.0.1", ()) == "10.0.0.1"
-    assert address_of(headers, "2001:db8::1", ()) == "2001:db8::1"
+    assert client_address(headers, "::ffff:10.0.0.1", ()) == "10.0.0.1"
+    assert client_address(headers, "2001:db8::1", ()) == "2001:db8::1"
 
 
 def test_an_endless_list_of_proxies_is_read_only_so_far() -> None:
-    value = b"198.51.100.1" + b",10.0.0.2" * FORWARDED_HOPS
-    assert address_of([(b"x-forwarded-for", value)], "10.0.0.1", PROXIES) == "10.0.0.2"
+    value = b"198.51.100.1" + b",10.0.0.2" * MOST_FORWARDED_HOPS
+    assert client_address([(b"x-forwarded-for", value)], "10.0.0.1", PROXIES) == "10.0.0.2"
 
 
 @given(st.binary(max_size=200))
 def test_no_forwarded_field_whatever_is_an_error(value: bytes) -> None:
-    assert address_of([(b"x-forwarded-for", value)], "10.0.0.1", PROXIES)
+    assert client_address([(b"x-forwarded-for", value)], "10.0.0.1", PROXIES)
 
 
-ANYBODY = Caller(id="x", name="x", best=Priority.URGENT)
+ANYBODY = Caller(id="x", name="x", max_priority=Priority.URGENT)
 
 
 @pytest.mark.parametrize(
@@ -181,13 +187,13 @@ def test_the_class_comes_from_the_header_then_the_body_then_the_tier(
     header: bytes | None, body: str | None, tier: str | None, priority: Priority
 ) -> None:
     headers = [] if header is None else [(b"x-priority", header)]
-    assert priority_of(asked_class(headers), body, tier, ANYBODY) is priority
+    assert effective_priority(priority_header(headers), body, tier, ANYBODY) is priority
 
 
 @pytest.mark.parametrize("header", [b"high", b"", b"\xff" * 5000])
 def test_an_unknown_class_is_400_and_names_the_known_ones(header: bytes) -> None:
     with pytest.raises(GatewayError) as caught:
-        priority_of(asked_class([(b"x-priority", header)]), "normal", None, ANYBODY)
+        effective_priority(priority_header([(b"x-priority", header)]), "normal", None, ANYBODY)
     assert (caught.value.status, caught.value.code) == (400, "invalid_request")
     assert caught.value.param == "X-Priority"
     assert "urgent, premium, normal, batch" in caught.value.message
@@ -206,8 +212,8 @@ def test_an_unknown_class_is_400_and_names_the_known_ones(header: bytes) -> None
 def test_the_caller_s_best_class_caps_without_an_error(
     asked: bytes, best: Priority, got: Priority
 ) -> None:
-    holder = Caller(id="x", name="x", best=best)
-    assert priority_of(asked_class([(b"x-priority", asked)]), None, None, holder) is got
+    holder = Caller(id="x", name="x", max_priority=best)
+    assert effective_priority(priority_header([(b"x-priority", asked)]), None, None, holder) is got
 
 
 @pytest.mark.parametrize(
@@ -227,5 +233,5 @@ def test_a_request_that_names_no_class_gets_its_key_s(
 ) -> None:
     ring = KeyRing([Spec(KEY.id, KEY.sha256, class_=usual, max_class=best)])
     headers = WITH_KEY + ([] if asked is None else [(b"x-priority", asked)])
-    assert priority_of(asked_class(headers), None, None, caller(headers, ring)) is got
-    assert priority_of(asked_class(headers), None, "auto", caller(headers, ring)) is got
+    assert effective_priority(priority_header(headers), None, None, caller(headers, ring)) is got
+    assert effective_priority(priority_header(headers), None, "auto", caller(headers, ring)) is got

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from gateway.access.exposure import (
-    admin_refusal,
-    edge_refusal,
+    admin_listener_problem,
     is_loopback,
-    public_refusal,
-    shared_refusal,
+    port_conflict,
+    proxied_listener_problem,
+    public_listener_problem,
 )
 
 
@@ -35,33 +35,33 @@ def test_these_may_be_reached_from_elsewhere(host: str) -> None:
 
 
 def test_a_public_address_needs_a_key_or_the_word_that_it_is_meant() -> None:
-    refusal = public_refusal("0.0.0.0", keys=0, allow_anonymous=False)
+    refusal = public_listener_problem("0.0.0.0", keys=0, allow_anonymous=False)
     assert refusal is not None
     assert "0.0.0.0" in refusal
     assert "keys hash" in refusal
     assert "--allow-anonymous" in refusal
-    assert public_refusal("0.0.0.0", keys=1, allow_anonymous=False) is None
-    assert public_refusal("0.0.0.0", keys=0, allow_anonymous=True) is None
-    assert public_refusal("127.0.0.1", keys=0, allow_anonymous=False) is None
+    assert public_listener_problem("0.0.0.0", keys=1, allow_anonymous=False) is None
+    assert public_listener_problem("0.0.0.0", keys=0, allow_anonymous=True) is None
+    assert public_listener_problem("127.0.0.1", keys=0, allow_anonymous=False) is None
 
 
 def test_behind_a_proxy_a_key_is_needed_or_the_word_that_none_is_meant() -> None:
-    refusal = edge_refusal(proxies=1, keys=0, allow_anonymous=False)
+    refusal = proxied_listener_problem(proxies=1, keys=0, allow_anonymous=False)
     assert refusal is not None
     assert "listen.trusted_proxies" in refusal
     assert "keys hash" in refusal
     assert "--allow-anonymous" in refusal
-    assert edge_refusal(proxies=1, keys=1, allow_anonymous=False) is None
-    assert edge_refusal(proxies=1, keys=0, allow_anonymous=True) is None
-    assert edge_refusal(proxies=0, keys=0, allow_anonymous=False) is None
+    assert proxied_listener_problem(proxies=1, keys=1, allow_anonymous=False) is None
+    assert proxied_listener_problem(proxies=1, keys=0, allow_anonymous=True) is None
+    assert proxied_listener_problem(proxies=0, keys=0, allow_anonymous=False) is None
 
 
 def test_the_admin_listener_needs_a_key_anywhere_but_on_loopback() -> None:
-    refusal = admin_refusal("0.0.0.0", has_key=False)
+    refusal = admin_listener_problem("0.0.0.0", has_key=False)
     assert refusal is not None
     assert "--admin-key-file" in refusal
-    assert admin_refusal("0.0.0.0", has_key=True) is None
-    assert admin_refusal("::1", has_key=False) is None
+    assert admin_listener_problem("0.0.0.0", has_key=True) is None
+    assert admin_listener_problem("::1", has_key=False) is None
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,6 @@ def test_the_admin_listener_needs_a_key_anywhere_but_on_loopback() -> None:
 def test_two_listeners_do_not_fit_on_one_address(
     host: str, admin_host: str, port: int, admin_port: int, refused: bool
 ) -> None:
-    refusal = shared_refusal(host, admin_host, port, admin_port)
+    refusal = port_conflict(host, admin_host, port, admin_port)
     assert (refusal is not None) == refused
     assert refusal is None or "--admin-port" in refusal

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.access import keys
-from gateway.access.keys import KeyRing, hash_key, holder, new_key, presented
+from gateway.access.keys import KeyRing, caller_from_keys, hash_key, new_key, presented_keys
 from gateway.errors import GatewayError
 from gateway.request import Caller, Priority
 
@@ -32,7 +32,7 @@ def test_a_key_finds_its_holder() -> None:
     assert caller is not None
     assert caller.id == key.id
     assert caller.name == "Team A"
-    assert caller.best is Priority.PREMIUM
+    assert caller.max_priority is Priority.PREMIUM
     assert caller.may_use("mistral-7b")
     assert not caller.may_use("phi-4-mini")
     assert not caller.anonymous
@@ -83,7 +83,7 @@ def test_whatever_is_presented_costs_one_hash(monkeypatch: pytest.MonkeyPatch) -
         hashed.clear()
         ring.find(text)
         assert len(hashed) == 1
-        assert hashed[0] <= keys.KEY_CHARACTERS
+        assert hashed[0] <= keys.MOST_KEY_CHARACTERS
 
 
 def test_a_secret_with_an_underscore_of_somebody_s_own_making_works() -> None:
@@ -148,7 +148,7 @@ def test_nobody_is_found_on_an_empty_ring() -> None:
 def test_keys_are_read_from_three_fields_each_once(
     headers: list[tuple[bytes, bytes]], found: list[str]
 ) -> None:
-    assert presented(headers) == found
+    assert presented_keys(headers) == found
 
 
 TEAM, OTHER = new_key("team"), new_key("other")
@@ -165,13 +165,13 @@ def sent(*keys: tuple[str, str]) -> list[tuple[bytes, bytes]]:
 def test_one_good_key_is_enough_wherever_a_dummy_stands(good: str, dummy: str) -> None:
     others = [(name, dummy + name) for name in FIELDS if name != good]
     for fields in ([(good, TEAM.text), *others], [*others, (good, TEAM.text)]):
-        found = holder(sent(*fields), RING)
+        found = caller_from_keys(sent(*fields), RING)
         assert found is not None
         assert found.id == "team"
 
 
 def test_the_same_key_in_every_field_is_one_key() -> None:
-    found = holder(sent(*((name, TEAM.text) for name in FIELDS)), RING)
+    found = caller_from_keys(sent(*((name, TEAM.text) for name in FIELDS)), RING)
     assert found is not None
     assert found.id == "team"
 
@@ -187,15 +187,15 @@ def test_the_same_key_in_every_field_is_one_key() -> None:
 )
 def test_good_keys_of_two_callers_are_refused_with_the_remedy(keys: list[tuple[str, str]]) -> None:
     with pytest.raises(GatewayError, match=r"different callers.*Send one of them") as caught:
-        holder(sent(*keys), RING)
+        caller_from_keys(sent(*keys), RING)
     assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
 
 
 def test_without_a_good_key_the_request_is_refused_and_without_any_it_is_nobodys() -> None:
     with pytest.raises(GatewayError) as caught:
-        holder(sent(("authorization", "a"), ("x-api-key", "lg_team_wrong")), RING)
+        caller_from_keys(sent(("authorization", "a"), ("x-api-key", "lg_team_wrong")), RING)
     assert caught.value.status == 401
-    assert holder([(b"authorization", b"Bearer "), (b"x-api-key", b"")], RING) is None
+    assert caller_from_keys([(b"authorization", b"Bearer "), (b"x-api-key", b"")], RING) is None
 
 
 def test_so_many_keys_that_each_costs_a_hash_are_refused_unseen(
@@ -211,12 +211,12 @@ def test_so_many_keys_that_each_costs_a_hash_are_refused_unseen(
 
     monkeypatch.setattr(KeyRing, "find", counting)
     with pytest.raises(GatewayError, match=f"More than {keys.MOST_KEYS}") as caught:
-        holder(
+        caller_from_keys(
             sent(("authorization", TEAM.text), *(("x-api-key", str(i)) for i in range(999))), ring
         )
     assert (caught.value.status, hashed) == (401, [])
     fields = [("x-api-key", TEAM.text), *(("api-key", str(i)) for i in range(keys.MOST_KEYS - 1))]
-    assert holder(sent(*fields), ring) is not None
+    assert caller_from_keys(sent(*fields), ring) is not None
     assert len(hashed) == keys.MOST_KEYS
 
 

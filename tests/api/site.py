@@ -73,8 +73,8 @@ class Site:
         return (
             not any(self.leased.values())
             and not len(gateway.registry)
-            and not gateway.scheduler.waiting()
-            and not gateway.edge.buffered.held
+            and not gateway.scheduler.queue_positions()
+            and not gateway.handler.body_memory.total_bytes
         )
 
     async def until_idle(self, limit: float = 60.0) -> None:

@@ -142,7 +142,7 @@ async def test_an_unknown_model_is_not_found(anthropic: AsyncAnthropic, site: Si
     with pytest.raises(package.NotFoundError, match="'nobody'") as caught:
         await anthropic.messages.create(**ASK | {"model": "nobody"})
     assert kind(caught.value) == "not_found_error"
-    assert [record.code for record in site.records] == [404]
+    assert [record.status for record in site.records] == [404]
 
 
 async def test_a_prompt_that_is_too_long_is_a_bad_request(anthropic: AsyncAnthropic) -> None:
@@ -184,7 +184,7 @@ async def test_a_wait_that_was_too_long_is_an_overload_and_not_repeated(
                 await client.messages.create(**ASK)
         assert caught.value.status_code == 503
         assert kind(caught.value) == "overloaded_error"
-        assert [record.code for record in site.records].count(503) == 1
+        assert [record.status for record in site.records].count(503) == 1
 
 
 async def test_an_error_behind_a_sign_of_life_keeps_its_type(
@@ -199,7 +199,7 @@ async def test_an_error_behind_a_sign_of_life_keeps_its_type(
                     await read(waiting)
         assert isinstance(caught.value.body, dict)
         assert caught.value.body["error"]["type"] == "overloaded_error"
-        assert [record.code for record in site.records].count(503) == 1
+        assert [record.status for record in site.records].count(503) == 1
 
 
 async def test_a_full_queue_is_a_rate_limit(tmp_path: Path, narrow_url: str) -> None:

@@ -48,7 +48,7 @@ async def test_a_stream_that_is_left_frees_its_slot_at_once(narrow: Site, narrow
     assert await broken_off(narrow_url)
     await narrow.until_idle()
     [record] = narrow.records
-    assert (record.code, record.reason, record.attempts) == (499, "client_closed", 1)
+    assert (record.status, record.reason, record.attempts) == (499, "client_closed", 1)
     assert record.completion_tokens > 0  # what was generated counts, though it was cut short
     assert the_node(narrow).failures == 0
 
@@ -61,13 +61,15 @@ async def test_a_plain_request_that_is_left_frees_its_slot_at_once(
     asked = asyncio.create_task(narrow.http.post(PATH, json=body))
     await until_busy(narrow_url, 1)
     await until(
-        lambda: any(live.attempt and live.attempt.events > 5 for live in narrow.gateway.registry)
+        lambda: any(
+            live.attempt and live.attempt.event_count > 5 for live in narrow.gateway.registry
+        )
     )
     asked.cancel()
     await until_busy(narrow_url, 0)
     assert await broken_off(narrow_url)
     await until(lambda: narrow.records)
-    assert narrow.records[0].code == 499
+    assert narrow.records[0].status == 499
     assert (await narrow.http.post(PATH, json=SHORT)).status_code == 200
     assert the_node(narrow).failures == 0
 
@@ -82,15 +84,15 @@ async def test_what_can_only_be_answered_plainly_holds_its_slot_until_the_server
     await until_busy(narrow_url, 1)
     asked.cancel()
     await until(lambda: narrow.records)
-    assert narrow.records[0].code == 499
+    assert narrow.records[0].status == 499
     assert narrow.leased == {"node-0": 1}
     queued = asyncio.create_task(narrow.http.post(PATH, json=SHORT))
-    await until(narrow.gateway.scheduler.waiting)
+    await until(narrow.gateway.scheduler.queue_positions)
     # Nothing reaches the server while it is still at work for nobody.
     while not queued.done():
         assert await deferred(narrow_url) == 0
     assert (await queued).status_code == 200
-    assert narrow.records[1].queue > 0.1
+    assert narrow.records[1].queue_seconds > 0.1
     assert the_node(narrow).failures == 0
 
 
@@ -108,7 +110,7 @@ async def test_a_client_that_gives_up_gets_its_own_error_and_frees_the_slot(
             )
     await until(lambda: narrow.records)
     await narrow.until_idle()
-    assert [record.code for record in narrow.records] == [499]
+    assert [record.status for record in narrow.records] == [499]
 
 
 async def deferred(url: str) -> int:
@@ -137,7 +139,7 @@ async def test_a_server_is_never_given_more_than_it_has_slots(
             await anext(parts)
             for number in range(3):
                 asked.append(group.create_task(ask(number)))
-                await until(lambda n=number: len(narrow.gateway.scheduler.waiting()) > n)
+                await until(lambda n=number: len(narrow.gateway.scheduler.queue_positions()) > n)
             await anext(parts)  # the slot is still taken
         looks = 0
         while not all(task.done() for task in asked):
@@ -146,7 +148,7 @@ async def test_a_server_is_never_given_more_than_it_has_slots(
             looks += 1
     assert looks > 3
     assert order == [0, 1, 2]  # first come, first served
-    assert [record.queue > 0 for record in narrow.records] == [False, True, True, True]
+    assert [record.queue_seconds > 0 for record in narrow.records] == [False, True, True, True]
 
 
 async def test_who_leaves_the_queue_is_never_sent(narrow: Site, narrow_url: str) -> None:
@@ -154,11 +156,11 @@ async def test_who_leaves_the_queue_is_never_sent(narrow: Site, narrow_url: str)
         parts = answer.aiter_bytes()
         await anext(parts)
         waiting = asyncio.create_task(narrow.http.post(PATH, json=SHORT))
-        await until(narrow.gateway.scheduler.waiting)
+        await until(narrow.gateway.scheduler.queue_positions)
         waiting.cancel()
-        await until(lambda: not narrow.gateway.scheduler.waiting())
+        await until(lambda: not narrow.gateway.scheduler.queue_positions())
         await until(lambda: narrow.records)
         [record] = narrow.records
-        assert (record.code, record.attempts, record.node) == (499, 0, None)
+        assert (record.status, record.attempts, record.node) == (499, 0, None)
         assert await deferred(narrow_url) == 0
         await anext(parts)  # the other one runs on

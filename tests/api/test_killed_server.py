@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from gateway.events import StreamResumed
-from gateway.fleet.states import State
-from gateway.local.plan import ServerSpec
-from gateway.local.supervisor import LocalFleet
+from gateway.fleet.node import NodeState
+from gateway.tools.local.plan import ServerSpec
+from gateway.tools.local.supervisor import LocalFleet
 from tests.api.site import HELLO, Site, a_site, busy
 from tests.gateways import until
 from tests.servers import demo_model
@@ -102,7 +102,7 @@ def _tokens(value: dict[str, Any]) -> Any:
 def the_fleet(folder: Path, nodes: int, slots: int) -> LocalFleet:
     model = demo_model()
     specs = [
-        ServerSpec(f"node-{n}", model, "demo", slots=slots, context=2048, threads=1, numa=0)
+        ServerSpec(f"node-{n}", model, "demo", slots=slots, context=2048, threads=1, numa_node=0)
         for n in range(nodes)
     ]
     return LocalFleet(specs, folder, base_port=0)
@@ -114,7 +114,7 @@ def torn(site: Site, spared: set[str]) -> str | None:
     waiting: set[str | None] = set()
     for live in site.gateway.registry:
         if live.attempt is not None:
-            began = live.attempt.streams and live.attempt.events > 5
+            began = live.attempt.is_sse and live.attempt.event_count > 5
             (begun if began else waiting).add(live.record.node)
     both = (begun & waiting) - spared
     return both.pop() if both else None
@@ -123,7 +123,7 @@ def torn(site: Site, spared: set[str]) -> str | None:
 def under_way(site: Site) -> int:
     """Answers of which something has come."""
     attempts = [live.attempt for live in site.gateway.registry]
-    return sum(attempt is not None and attempt.events > 0 for attempt in attempts)
+    return sum(attempt is not None and attempt.event_count > 0 for attempt in attempts)
 
 
 async def test_a_killed_server_costs_no_answer(tmp_path: Path) -> None:
@@ -131,7 +131,9 @@ async def test_a_killed_server_costs_no_answer(tmp_path: Path) -> None:
         the_fleet(tmp_path, NODES, slots=2) as fleet,
         a_site(tmp_path, fleet.inventory(), SETTINGS) as site,
     ):
-        await until(lambda: all(n.state is State.READY for n in site.gateway.fleet.nodes.values()))
+        await until(
+            lambda: all(n.state is NodeState.READY for n in site.gateway.fleet.nodes.values())
+        )
         resumed: list[StreamResumed] = []
         site.gateway.bus.subscribe(StreamResumed, resumed.append)
         crowd = Crowd(site, random.Random(5))
@@ -150,10 +152,10 @@ async def test_a_killed_server_costs_no_answer(tmp_path: Path) -> None:
         assert all(seen.complete for seen in crowd.seen)
         assert len(crowd.seen) > 3 * CLIENTS
         assert len(resumed) >= 1
-        assert all(event.node is not None for event in resumed)
+        assert all(event.resumed_on is not None for event in resumed)
 
         await site.until_idle()
-        codes = [record.code for record in site.records]
+        codes = [record.status for record in site.records]
         assert codes == [200] * len(crowd.seen)
         assert max(record.attempts for record in site.records) > 1
         assert [await busy(url) for url in fleet.urls] == [0] * NODES
@@ -172,10 +174,10 @@ async def kill_one(site: Site, fleet: LocalFleet, crowd: Crowd, killed: set[str]
     untouched = [seen for seen in crowd.seen if not seen.over and not seen.began]
     assert untouched
     node = site.gateway.fleet.nodes[name]
-    await until(lambda: node.state is not State.READY)
+    await until(lambda: node.state is not NodeState.READY)
     await until(lambda: all(seen.over for seen in untouched), limit=120)
     assert all(seen.complete for seen in untouched)
-    await until(lambda: node.state is State.READY and node.leased > 0, limit=120)
+    await until(lambda: node.state is NodeState.READY and node.leased > 0, limit=120)
     assert fleet.pids[index] not in {None, pid}
 
 

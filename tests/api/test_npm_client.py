@@ -96,7 +96,7 @@ async def test_errors(script: Path, site: Site) -> None:
         "class": ("BadRequestError", "invalid_request"),
         "endpoint": ("InternalServerError", "not_supported"),
     }
-    assert [record.code for record in site.records] == [404, 400, 501]  # each asked for once
+    assert [record.status for record in site.records] == [404, 400, 501]  # each asked for once
 
 
 async def test_an_abort_frees_the_slot(script: Path, tmp_path: Path, narrow_url: str) -> None:
@@ -107,7 +107,7 @@ async def test_an_abort_frees_the_slot(script: Path, tmp_path: Path, narrow_url:
         assert await broken_off(narrow_url)
         await site.until_idle()
         [record] = site.records
-        assert (record.code, record.reason) == (499, "client_closed")
+        assert (record.status, record.reason) == (499, "client_closed")
         assert process.returncode is None
         assert await result(process) is None
 

@@ -13,7 +13,7 @@ import openai as package
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from gateway.local.demo_model import TRAINED_CONTEXT
+from gateway.tools.local.demo_model import TRAINED_CONTEXT
 from tests.api.conftest import CONTEXT, SETTINGS
 from tests.api.site import FIXED, HELLO, Site
 
@@ -366,4 +366,4 @@ async def test_the_client_asks_once_for_what_succeeds(openai: AsyncOpenAI, site:
     assert package.DEFAULT_MAX_RETRIES == 2
     await openai.chat.completions.create(**CHAT)
     await site.until_idle()
-    assert [(record.code, record.attempts) for record in site.records] == [(200, 1)]
+    assert [(record.status, record.attempts) for record in site.records] == [(200, 1)]

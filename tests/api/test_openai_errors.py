@@ -44,7 +44,7 @@ async def test_an_unknown_model_is_not_found_and_asked_for_once(
         await openai.chat.completions.create(**CHAT | {"model": "nobody"})
     assert told_of(caught.value) == (404, "model_not_found", "model_not_found")
     assert caught.value.param == "model"
-    assert [record.code for record in site.records] == [404]
+    assert [record.status for record in site.records] == [404]
 
 
 async def test_an_unknown_model_is_not_told_either(openai: AsyncOpenAI) -> None:
@@ -88,7 +88,7 @@ async def test_a_nodes_own_bad_request_passes_through_and_blames_nobody(
     with pytest.raises(package.BadRequestError) as caught:
         await openai.chat.completions.create(**CHAT | {"messages": "hello"})
     assert caught.value.body == direct.json()["error"]
-    assert [(record.code, record.attempts) for record in site.records] == [(400, 1)]
+    assert [(record.status, record.attempts) for record in site.records] == [(400, 1)]
     assert site.gateway.fleet.nodes["chat"].failures == 0
 
 
@@ -146,7 +146,7 @@ async def test_what_no_node_does_is_told_with_the_servers_own_hint_and_asked_onc
     with pytest.raises(package.InternalServerError, match="audio input") as caught:
         await openai.audio.transcriptions.create(model="demo", file=("a.wav", b"RIFF" * 9))
     assert told_of(caught.value) == (501, "not_supported", "not_supported")
-    assert [record.code for record in site.records] == [501, 501]
+    assert [record.status for record in site.records] == [501, 501]
 
 
 async def test_a_remote_picture_is_refused(openai: AsyncOpenAI) -> None:
@@ -190,7 +190,7 @@ async def test_keys_decide_who_may_ask_for_what(
                 assert told_of(refused.value) == (401, "invalid_api_key", "invalid_api_key")
                 with pytest.raises(package.AuthenticationError):
                     await client.models.list()
-        codes = [record.code for record in site.records]
+        codes = [record.status for record in site.records]
         assert codes == [200, 200, 403, 401, 401, 401]
         assert full.text.rpartition("_")[2] not in (tmp_path / "gateway.log").read_text()
 
@@ -247,9 +247,9 @@ async def test_a_client_that_is_told_to_come_back_succeeds_then(
             await client.chat.completions.create(**CHAT)
         async with held(site):
             answer = asyncio.create_task(client.chat.completions.create(**CHAT))
-            await until(lambda: any(record.code == 429 for record in site.records))
+            await until(lambda: any(record.status == 429 for record in site.records))
         assert (await answer).choices[0].message.content
-        codes = [record.code for record in site.records]
+        codes = [record.status for record in site.records]
         assert codes.count(429) >= 1
         assert codes[-1] == 200
 
@@ -266,7 +266,7 @@ async def test_a_wait_that_was_too_long_is_not_repeated(tmp_path: Path, narrow_u
         assert told_of(caught.value) == (503, "queue_timeout", "queue_timeout")
         assert caught.value.response.headers["x-should-retry"] == "false"
         assert int(caught.value.response.headers["retry-after"]) >= 1
-        assert [record.code for record in site.records] == [503]
+        assert [record.status for record in site.records] == [503]
 
 
 @pytest.mark.slow
@@ -283,7 +283,7 @@ async def test_a_fleet_that_is_out_may_be_asked_again(
             assert told_of(caught.value) == (503, "no_node", "no_node")
             assert int(caught.value.response.headers["retry-after"]) >= 1
             assert "x-should-retry" not in caught.value.response.headers
-            assert [record.code for record in site.records] == [503]
+            assert [record.status for record in site.records] == [503]
 
 
 @pytest.mark.parametrize("path", ["embeddings", "rerank"])
@@ -295,7 +295,7 @@ async def test_what_no_node_can_do_is_not_repeated(
         await openai.post(f"/{path}", cast_to=object, body=body)
     assert told_of(caught.value) == (501, "not_supported", "not_supported")
     assert caught.value.response.headers["x-should-retry"] == "false"
-    assert [record.code for record in site.records] == [501]
+    assert [record.status for record in site.records] == [501]
 
 
 async def test_an_answer_that_is_not_there_in_time_is_not_repeated(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ async def test_an_answer_that_is_not_there_in_time_is_not_repeated(tmp_path: Pat
                     await asked
                 assert told_of(caught.value) == (504, "node_timeout", "node_timeout")
                 assert caught.value.response.headers["x-should-retry"] == "false"
-                assert [record.code for record in site.records] == [504]
+                assert [record.status for record in site.records] == [504]
                 assert site.gateway.fleet.nodes["node-0"].leased == 1  # it still runs there
             finally:
                 os.kill(server.pid, signal.SIGCONT)
@@ -327,9 +327,9 @@ async def test_a_client_that_waits_no_longer_raises_its_own_time_out(tmp_path: P
             with pytest.raises(package.APITimeoutError):
                 await client.chat.completions.create(**LONG, extra_headers=told)
             await site.until_idle()
-            assert [record.code for record in site.records] == [504]
+            assert [record.status for record in site.records] == [504]
             node = site.gateway.fleet.nodes["node-0"]
-            assert (node.failures, node.circuit.suspects) == (0, set())
+            assert (node.failures, node.circuit.suspect_callers) == (0, set())
 
 
 # In the middle of a stream.
@@ -366,7 +366,7 @@ async def test_a_node_that_dies_in_mid_stream_is_an_error_of_the_client(
             assert caught.value.code == "node_failed"
             await site.until_idle()
             [record] = site.records
-            assert (record.code, record.reason) == (502, "node_failed")
+            assert (record.status, record.reason) == (502, "node_failed")
             assert record.completion_tokens >= 20
 
 
@@ -383,7 +383,7 @@ async def test_requests_that_the_operator_cancels_are_errors_of_their_clients(
         stream = await client.chat.completions.create(**LONG, stream=True)
         tag = {"X-Request-ID": "waiting-1"}
         queued = asyncio.create_task(client.chat.completions.create(**CHAT, extra_headers=tag))
-        await until(site.gateway.scheduler.waiting)
+        await until(site.gateway.scheduler.queue_positions)
         told = (await admin.get("/admin/requests")).json()["requests"]
         assert [request["state"] for request in told] == ["running", "waiting"]
         for name in ("waiting-1", told[0]["id"]):

@@ -40,7 +40,7 @@ async def test_more_prompts_than_slots_are_one_answer_in_order(
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert ours["usage"][name] == sum(usage[name] for usage in singles)
     (record,) = site.records
-    assert (record.code, record.attempts) == (200, 1)
+    assert (record.status, record.attempts) == (200, 1)
     assert record.prompt_tokens == ours["usage"]["prompt_tokens"]
     assert record.completion_tokens == ours["usage"]["completion_tokens"]
 
@@ -129,7 +129,7 @@ async def test_one_prompt_that_is_too_long_is_the_error_of_all(
         assert caught.value.code == "context_length_exceeded"
         assert caught.value.param == "prompt"
     await site.until_idle()
-    assert [record.code for record in site.records] == [400]
+    assert [record.status for record in site.records] == [400]
 
 
 async def test_more_answers_to_one_prompt_than_slots_stay_a_bad_request(

@@ -68,7 +68,7 @@ async def test_a_stream_is_the_servers_own(
     assert direct.count(b"\n\n") > 3 or body.get("max_tokens") == 1
     assert settled(ours) == settled(direct)
     await site.until_idle()
-    assert [record.code for record in site.records] == [200]
+    assert [record.status for record in site.records] == [200]
 
 
 @pytest.mark.parametrize(("path", "body"), [STREAMS[0], STREAMS[5], *STREAMS[7:]])
@@ -83,7 +83,7 @@ async def test_who_asks_for_progress_gets_the_servers_own_stream_as_well(
 async def test_a_long_prompt_tells_how_much_of_it_is_read(
     tmp_path: Path, narrow_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.web.public.edge.PROGRESS_EVERY", 0.02)
+    monkeypatch.setattr("gateway.web.handler.PROGRESS_SECONDS", 0.02)
     # Seconds of reading, of which no pause of a machine hides all.
     body = {"messages": [{"role": "user", "content": "river stone " * 2000}], "max_tokens": 3}
     async with a_site(tmp_path, [narrow_url]) as site:
@@ -107,7 +107,7 @@ async def test_concurrent_streams_keep_to_themselves(site: Site) -> None:
         asked = [
             asyncio.create_task(streamed(site.http, "/v1/chat/completions", body)) for _ in range(8)
         ]
-        await until(lambda: len(site.gateway.scheduler.waiting()) == 8)
+        await until(lambda: len(site.gateway.scheduler.queue_positions()) == 8)
     finally:
         fleet.resume("chat")
     streams = await asyncio.gather(*asked)
@@ -116,7 +116,7 @@ async def test_concurrent_streams_keep_to_themselves(site: Site) -> None:
         assert len(ids) == 1
         assert data.endswith(b"data: [DONE]\n\n")
         assert data.count(b'"content":"') == 60
-    queues = [record.queue for record in site.records]
+    queues = [record.queue_seconds for record in site.records]
     assert len(queues) == 8
     assert max(queues) > min(queues)  # there are four slots
 

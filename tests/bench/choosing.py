@@ -15,9 +15,8 @@ import time
 from dataclasses import dataclass, field
 
 from gateway.request import Priority
-from gateway.scheduling.ask import Ask, Tiers
-from gateway.scheduling.board import Board
-from gateway.scheduling.dispatch import Dispatcher, LineRules, Placement
+from gateway.scheduling.dispatcher import Dispatcher, DispatchRules, Placement
+from gateway.scheduling.placement_state import PlacementState, QueuedRequest, TierSets
 
 SYSTEM_TOKENS = 1500.0
 WARM_NODES = 20
@@ -35,47 +34,47 @@ class Crowd:
     now: float = 0.0
     dispatcher: Dispatcher = field(init=False)
     _rng: random.Random = field(init=False)
-    _groups: tuple[Tiers, ...] = field(init=False)
+    _groups: tuple[TierSets, ...] = field(init=False)
     _running: list[tuple[float, int, Placement]] = field(default_factory=list)
     _asked: int = 0
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
-        board = Board()
+        board = PlacementState()
         rows = [
             board.add(
                 f"node-{i}",
                 total=2,
-                prefill=600 if i % 3 else 250,
+                prefill_tps=600 if i % 3 else 250,
                 token_base=1 / 40 if i % 3 else 1 / 16,
                 token_step=0.1 / 40,
             )
             for i in range(self.nodes)
         ]
-        self._groups = ((board.pool(rows),),)
-        self.dispatcher = Dispatcher(board, LineRules(), random.Random(self.seed))
+        self._groups = ((board.candidate_set(rows),),)
+        self.dispatcher = Dispatcher(board, DispatchRules(), random.Random(self.seed))
         for _ in range(2 * self.nodes if self.waiting else 0):
             ask = self.ask()
             ask.cached = {}  # so that none waits for a warm node while slots are free
-            self._begin(self.dispatcher.arrive(ask, self.now))
+            self._begin(self.dispatcher.place_or_queue(ask, self.now))
         while self.dispatcher.waiting < self.waiting:
-            self._begin(self.dispatcher.arrive(self.ask(), self.now))
+            self._begin(self.dispatcher.place_or_queue(self.ask(), self.now))
 
-    def ask(self) -> Ask:
+    def ask(self) -> QueuedRequest:
         """One more request, with its conversation on one node and its beginning on some."""
         rng = self._rng
         self._asked += 1
         warm = dict.fromkeys(rng.sample(range(self.nodes), min(WARM_NODES, self.nodes)), 1500.0)
         said = SYSTEM_TOKENS + rng.expovariate(1 / 800)
         warm[rng.randrange(self.nodes)] = said
-        return Ask(
+        return QueuedRequest(
             f"{self._asked}",
             self._groups,
             Priority.NORMAL,
             f"caller {rng.randrange(self.callers)}",
             self.now,
-            prompt=said + rng.expovariate(1 / 100),
-            completion=1 + rng.expovariate(1 / 180),
+            prompt_tokens=said + rng.expovariate(1 / 100),
+            completion_tokens=1 + rng.expovariate(1 / 180),
             cached=warm,
         )
 
@@ -84,9 +83,9 @@ class Crowd:
         self.now, _, placement = heapq.heappop(self._running)
         ask = self.ask()
         begin = time.process_time()
-        self.dispatcher.finished(placement, self.now, ask.prompt, 0.0, ask.completion)
+        self.dispatcher.finished(placement, self.now, ask.prompt_tokens, 0.0, ask.completion_tokens)
         placements = self.dispatcher.match(self.now)
-        placed = self.dispatcher.arrive(ask, self.now)
+        placed = self.dispatcher.place_or_queue(ask, self.now)
         took = time.process_time() - begin
         for one in (*placements, placed):
             self._begin(one)
@@ -96,7 +95,7 @@ class Crowd:
         if placement is not None:
             # Lengths are not what they were expected to be.
             seconds = (placement.ends - self.now) * self._rng.uniform(0.3, 2.0)
-            item = (self.now + seconds, int(placement.ask.id), placement)
+            item = (self.now + seconds, int(placement.queued.id), placement)
             heapq.heappush(self._running, item)
 
 
@@ -109,9 +108,9 @@ def small_fleet(rounds: int) -> float:
         ask.cached = {}
     begin = time.process_time()
     for ask in asks:
-        placement = dispatcher.arrive(ask, ask.entered)
+        placement = dispatcher.place_or_queue(ask, ask.received_at)
         assert placement is not None
-        dispatcher.finished(placement, ask.entered, 100.0, 0.0, 100.0)
+        dispatcher.finished(placement, ask.received_at, 100.0, 0.0, 100.0)
     return (time.process_time() - begin) / rounds
 
 
@@ -134,7 +133,7 @@ def main() -> None:
     asks = [open_fleet.ask() for _ in range(options.nodes)]
     begin = time.process_time()
     for ask in asks:
-        open_fleet.dispatcher.arrive(ask, 0.0)
+        open_fleet.dispatcher.place_or_queue(ask, 0.0)
     took = (time.process_time() - begin) / len(asks)
     print(f"{options.nodes} nodes, nobody waiting: {took * 1e6:.0f} us an arrival")
     print(f"4 nodes, nobody waiting: {small_fleet(20_000) * 1e6:.1f} us an arrival and its end")

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.local.ports import claim_port, port_of
+from gateway.tools.local.server_process import claim_port, claimed_port
 from tests.bench.arguments import positive
 from tests.bench.load import Address, ChatConnection, Load
 from tests.bench.scenarios import chat, plain_load, stream_load
@@ -95,7 +95,7 @@ async def _counted(checkout: Path, requests: int) -> dict[str, int]:
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-instructions-"))
     async with Upstream(1, 64, Script(tokens=TOKENS, interval=0.0, burst=TOKENS)) as node:
         with claim_port(HOST) as claim:
-            address = (HOST, port_of(claim))
+            address = (HOST, claimed_port(claim))
             process = _started(checkout, folder, address, node.ports[0])
         try:
             await _until_ready(process, address, folder)

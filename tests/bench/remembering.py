@@ -13,14 +13,19 @@ from collections.abc import Callable
 
 import psutil
 
-from gateway.fleet.memory import Memory, Prompt
-from gateway.relay.fingerprint import BLOCK, BYTES_PER_TOKEN, fingerprint
-from gateway.relay.routes import ROUTES
-from gateway.relay.volatile import BUILT_IN, Volatile
+from gateway.fleet.prompt_cache import FleetPromptCache, PromptKey
+from gateway.proxy.inbound.prompt_key import (
+    BLOCK_BYTES,
+    BUILT_IN_PATTERNS,
+    BYTES_PER_TOKEN,
+    VolatileLines,
+    build_prompt_key,
+)
+from gateway.proxy.inbound.routes import ROUTES
 
 NODES, SLOTS, CONVERSATIONS = 1000, 2, 60
 CHAT = ROUTES["/v1/chat/completions"]
-TOKENS = BLOCK / BYTES_PER_TOKEN
+TOKENS = BLOCK_BYTES / BYTES_PER_TOKEN
 
 
 def best(call: Callable[[], object], times: int) -> float:
@@ -48,21 +53,21 @@ def grown(blocks: tuple[int, ...], count: int, rng: random.Random) -> tuple[int,
     return blocks
 
 
-def served(memory: Memory, row: int, blocks: tuple[int, ...]) -> Prompt:
+def served(memory: FleetPromptCache, row: int, blocks: tuple[int, ...]) -> PromptKey:
     """One request as the gateway tells of it."""
-    prompt = Prompt(blocks, len(blocks) * TOKENS)
-    cached = memory.cached(prompt).get(row, 0.0)
-    memory.placed(row, prompt)
-    memory.finished(row, prompt, prompt.tokens, cached, 150)
+    prompt = PromptKey(blocks, len(blocks) * TOKENS)
+    cached = memory.cached_tokens(prompt).get(row, 0.0)
+    memory.request_placed(row, prompt)
+    memory.request_finished(row, prompt, prompt.tokens, cached, 150)
     return prompt
 
 
-def a_fleet(rng: random.Random) -> tuple[Memory, Prompt, int]:
+def a_fleet(rng: random.Random) -> tuple[FleetPromptCache, PromptKey, int]:
     """A thousand nodes full of conversations behind 20 system prompts of 12 blocks.
 
     Also a prompt of 30 blocks that goes on after one of them, and the requests it took.
     """
-    memory = Memory()
+    memory = FleetPromptCache()
     systems = [grown((), 12, rng) for _ in range(20)]
     count = 0
     blocks: tuple[int, ...] = ()
@@ -75,18 +80,21 @@ def a_fleet(rng: random.Random) -> tuple[Memory, Prompt, int]:
                 served(memory, row, blocks)
                 count += 1
     blocks = grown(blocks, 30 - len(blocks), rng)
-    return memory, Prompt(blocks, len(blocks) * TOKENS), count
+    return memory, PromptKey(blocks, len(blocks) * TOKENS), count
 
 
 def main() -> None:
     rng = random.Random(1)
-    for name, volatile in (("", Volatile()), (", stripping", Volatile(strip=BUILT_IN))):
+    for name, volatile in (
+        ("", VolatileLines()),
+        (", stripping", VolatileLines(strip=BUILT_IN_PATTERNS)),
+    ):
         for size, messages in ((300, 1), (8_000, 8), (120_000, 60)):
             body = a_body(size, messages, rng)
 
-            def prepare(body: bytes = body, volatile: Volatile = volatile) -> None:
-                volatile.edit(body)
-                fingerprint(body, CHAT, "m", volatile)
+            def prepare(body: bytes = body, volatile: VolatileLines = volatile) -> None:
+                volatile.strip_edit(body)
+                build_prompt_key(body, CHAT, "m", volatile)
 
             cost = best(prepare, 2_000_000 // (size + 1000))
             print(f"fingerprint of {size:7,} bytes in {messages:2} messages{name}: {cost:6.1f} us")
@@ -100,14 +108,14 @@ def main() -> None:
     grew = (process.memory_info().rss - resident) / 1e6
     print(f"one request, asked, placed and finished, fleet of {NODES:,}: {cost:6.1f} us")
     print(f"index of {NODES:,} full nodes: {grew:6.1f} MB")
-    known = len(memory.cached(prompt))
-    cost = best(lambda: memory.recall(prompt), 500)
+    known = len(memory.cached_tokens(prompt))
+    cost = best(lambda: memory.lookup(prompt), 500)
     print(f"asking for 30 blocks, of which {known} nodes know some: {cost:6.1f} us")
-    cold = Prompt(grown((), 30, rng), 30 * TOKENS)
+    cold = PromptKey(grown((), 30, rng), 30 * TOKENS)
     print(
-        f"asking for 30 blocks that nobody knows: {best(lambda: memory.recall(cold), 5000):6.1f} us"
+        f"asking for 30 blocks that nobody knows: {best(lambda: memory.lookup(cold), 5000):6.1f} us"
     )
-    small = Memory()
+    small = FleetPromptCache()
     for row in range(4):
         small.resize(row, SLOTS)
     short = grown((), 2, rng)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from gateway.local.ports import claim_port, port_of
+from gateway.tools.local.server_process import claim_port, claimed_port
 from tests.bench.load import Address
 
 HOST = "127.0.0.1"
@@ -227,7 +227,7 @@ async def running(
         raise TargetError(f"{target.name} is not installed ({target.remedy})")
     # Nobody else gets the port before the target has it: it sets SO_REUSEADDR, as all servers do.
     with claim_port(HOST) as claim:
-        plan = Plan(folder, port_of(claim), upstreams)
+        plan = Plan(folder, claimed_port(claim), upstreams)
         command = target.command(program, plan)
         if not command:
             yield Running((HOST, upstreams[0]), None)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.scheduling.matching import CANDIDATES, DECLINES
+from gateway.scheduling.matching import MOST_COMPARED, MOST_DECLINES
 from tests.bench.choosing import Crowd, small_fleet
 
 
@@ -13,7 +13,7 @@ def test_what_is_compared_for_one_placement_is_bounded_however_many_wait(waiting
     for _ in range(100):
         crowd.step()
     assert crowd.dispatcher.waiting >= waiting
-    assert crowd.dispatcher.evaluations - before <= 100 * (2 * CANDIDATES + DECLINES)
+    assert crowd.dispatcher.evaluations - before <= 100 * (2 * MOST_COMPARED + MOST_DECLINES)
 
 
 def test_the_small_fleet_is_timed_with_work_that_was_placed() -> None:

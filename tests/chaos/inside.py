@@ -110,7 +110,15 @@ class Inside:
             await asyncio.sleep(0.05)
             turns += 1
         records = [
-            [r.id, r.code, r.reason, r.attempts, r.node, r.completion_tokens, r.duration]
+            [
+                r.x_request_id,
+                r.status,
+                r.reason,
+                r.attempts,
+                r.node,
+                r.completion_tokens,
+                r.duration_seconds,
+            ]
             for r in self._finished
         ]
         outcomes: dict[str, int] = {}
@@ -155,9 +163,9 @@ def _counts(running: Running) -> dict[str, Any]:
     gateway = running.gateway
     counts: dict[str, Any] = {
         "requests": len(gateway.registry),
-        "waiting": len(gateway.scheduler.waiting()),
-        "buffered": gateway.edge.buffered.held,
-        "watched": len(gateway.watch._watched),
+        "waiting": len(gateway.scheduler.queue_positions()),
+        "buffered": gateway.handler.body_memory.total_bytes,
+        "watched": len(gateway.timeout_monitor._watched),
         "reclaiming": [
             task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("reclaim")
         ],

@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 
 import httpx
 
-from gateway.local.ports import claim_port, port_of
+from gateway.tools.local.server_process import claim_port, claimed_port
 from tests.chaos.asks import EMULATED, REAL, Ask, real_bodies
 from tests.chaos.reading import read_plain
 from tests.chaos.wire import Wire
@@ -57,7 +57,7 @@ class Emulator:
         self._within = within
         # Nobody else gets the port while the node is down.
         self._claim = claim_port(LOOPBACK)
-        self._process = self._spawn(port_of(self._claim))
+        self._process = self._spawn(claimed_port(self._claim))
         self.url = self.own_url = ""
         self._desk = ""
         self.leaving = asyncio.Lock()
@@ -108,7 +108,7 @@ class Emulator:
         if self._process.poll() is None:
             return
         self._end()
-        self._process = self._spawn(port_of(self._claim))
+        self._process = self._spawn(claimed_port(self._claim))
         await self._listens()
 
     async def heal(self) -> None:
@@ -136,7 +136,7 @@ class Real:
         self.name = name
         self.wire = wire
         self.url = wire.url
-        self.own_url = f"http://{LOOPBACK}:{port_of(claim)}"
+        self.own_url = f"http://{LOOPBACK}:{claimed_port(claim)}"
         self.leaving = asyncio.Lock()
         """Held by what ends or stops the process, until it is back."""
         self._server = server
@@ -145,9 +145,9 @@ class Real:
     @classmethod
     async def start(cls, name: str) -> Self:
         claim = claim_port(LOOPBACK)
-        server = _spawn_real(port_of(claim))
+        server = _spawn_real(claimed_port(claim))
         await asyncio.to_thread(wait_for_demo_server, server, START_LIMIT)
-        wire = await Wire((LOOPBACK, port_of(claim))).__aenter__()
+        wire = await Wire((LOOPBACK, claimed_port(claim))).__aenter__()
         return cls(name, server, wire, claim)
 
     @property
@@ -161,7 +161,7 @@ class Real:
         if self._server.process.poll() is None:
             return
         stop_demo_server(self._server)
-        self._server = _spawn_real(port_of(self._claim))
+        self._server = _spawn_real(claimed_port(self._claim))
         await asyncio.to_thread(wait_for_demo_server, self._server, START_LIMIT)
 
     async def heal(self) -> None:

@@ -176,9 +176,9 @@ class Trouble:
         """What the state file is written to first: where it leads to a full device, it is full."""
         state = self.folder / "state"
         state.mkdir(exist_ok=True)
-        from gateway.options import Options, drains_file
+        from gateway.startup import Options, drains_file
 
-        file = drains_file(Options(nodes=self.folder / "nodes.yaml", state=state))
+        file = drains_file(Options(inventory_file=self.folder / "nodes.yaml", state_dir=state))
         return file.with_name(f"{file.name}.{self.gateway.pid}.new")
 
     async def _admin(self, path: str) -> bool:

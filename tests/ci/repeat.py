@@ -118,9 +118,17 @@ def _spans(body: Sequence[ast.stmt], wanted: Sequence[str]) -> Iterator[range]:
 
 
 def _modules(own: str, tree: ast.Module) -> set[str]:
-    """Return the modules of the gateway that a file of tests mirrors or imports."""
+    """Return the modules of the gateway that a file of tests mirrors or imports.
+
+    `test_wait_queue_order.py` mirrors `wait_queue.py`: what follows the module's name says which
+    side of it is tested.
+    """
     path = Path(own)
-    found = {str(Path("gateway", *path.parts[1:-1], path.name.removeprefix("test_")))}
+    words = path.stem.removeprefix("test_").split("_")
+    found = {
+        str(Path("gateway", *path.parts[1:-1], "_".join(words[:count]) + ".py"))
+        for count in range(1, len(words) + 1)
+    }
     for statement in ast.walk(tree):
         if isinstance(statement, ast.Import):
             names = [name.name for name in statement.names]

@@ -12,7 +12,7 @@ import pytest
 from tests.ci import repeat
 from tests.ci.repeat import Change, Run, change, judge, known, read, report, touched
 
-TEST = "tests/relay/test_sse.py::test_one[a]"
+TEST = "tests/proxy/test_sse.py::test_one[a]"
 
 
 def git(folder: Path, *words: str, when: int = 1_700_000_000) -> None:
@@ -59,7 +59,7 @@ class TestThree:
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
     """A project with one file of tests."""
-    path = tmp_path / "tests" / "relay" / "test_sse.py"
+    path = tmp_path / "tests" / "proxy" / "test_sse.py"
     path.parent.mkdir(parents=True)
     path.write_text(SOURCE)
     return tmp_path
@@ -72,13 +72,13 @@ def test_a_test_that_fails_twice_fails_the_gate(house: Path) -> None:
 
 
 def test_a_flaky_test_far_from_the_change_passes(house: Path) -> None:
-    verdict = judge({TEST: True}, {"gateway/cli/keys.py": {1}, "README.md": {1}}, house)
+    verdict = judge({TEST: True}, {"gateway/tools/cli/keys.py": {1}, "README.md": {1}}, house)
     assert verdict.flaky == [TEST]
     assert verdict.passed
 
 
 def test_a_flaky_test_near_the_change_fails_the_gate(house: Path) -> None:
-    verdict = judge({TEST: True}, {"gateway/relay/sse.py": {1}}, house)
+    verdict = judge({TEST: True}, {"gateway/proxy/sse.py": {1}}, house)
     assert verdict.touched == [TEST]
     assert not verdict.passed
 
@@ -94,12 +94,12 @@ def test_a_flaky_test_near_the_change_fails_the_gate(house: Path) -> None:
 def test_lines_of_other_tests_are_not_the_tests_affair(
     house: Path, test: str, near: set[int], far: set[int]
 ) -> None:
-    file = "tests/relay/test_sse.py"
+    file = "tests/proxy/test_sse.py"
     assert {line for line in near if touched(f"{file}::{test}", {file: {line}}, house)} == near
     assert not touched(f"{file}::{test}", {file: far}, house)
 
 
-@pytest.mark.parametrize("module", ["gateway/relay/sse.py", "gateway/fleet/node.py"])
+@pytest.mark.parametrize("module", ["gateway/proxy/sse.py", "gateway/fleet/node.py"])
 def test_the_module_that_is_mirrored_or_imported_counts_as_a_whole(
     house: Path, module: str
 ) -> None:
@@ -107,7 +107,7 @@ def test_the_module_that_is_mirrored_or_imported_counts_as_a_whole(
 
 
 def test_more_than_three_flaky_tests_fail_the_gate(house: Path) -> None:
-    names = [f"tests/relay/test_sse.py::test_{number}" for number in range(4)]
+    names = [f"tests/proxy/test_sse.py::test_{number}" for number in range(4)]
     assert judge(dict.fromkeys(names[:3], True), {}, house).passed
     assert not judge(dict.fromkeys(names, True), {}, house).passed
 
@@ -137,7 +137,7 @@ def test_the_report_shows_how_a_flaky_test_failed_and_where_it_belongs(house: Pa
     assert f"FLAKY {TEST}" in told
     assert "assert 1 == 2" in told
     assert "add it to docs/flaky.md" in told
-    listed = "| `tests/relay/test_sse.py::test_one` | a race |"
+    listed = "| `tests/proxy/test_sse.py::test_one` | a race |"
     assert "docs/flaky.md knows it" in report(judge({TEST: True}, {}, house), run, listed)
 
 

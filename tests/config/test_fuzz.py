@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.config import ConfigError, Inventory, Problem, Settings, load_inventory, load_settings
-from gateway.config.masking import masked
 from gateway.config.node import NodeSpec
-from gateway.config.shape import keys_of, models_in
+from gateway.config.settings import masked_settings
+from gateway.config.validation import keys_of, models_below
 
 ENV = {"N": "42", "T": "text", "B": "true", "E": "", "J": "{a: [1"}
 
 KEYS = sorted(
-    {key for model in (*models_in(NodeSpec), *models_in(Settings)) for key in keys_of(model)}
+    {key for model in (*models_below(NodeSpec), *models_below(Settings)) for key in keys_of(model)}
     | {"nodes", "defaults", "api_key", "resume", "<<", ""}
 )
 SCALARS = st.one_of(
@@ -56,7 +56,9 @@ INVENTORIES = VALUES | st.fixed_dictionaries(
     optional={"defaults": mapping(NodeSpec)},
 )
 SETTINGS = VALUES | st.dictionaries(
-    st.sampled_from(sorted(keys_of(Settings))), VALUES | mapping(*models_in(Settings)), max_size=6
+    st.sampled_from(sorted(keys_of(Settings))),
+    VALUES | mapping(*models_below(Settings)),
+    max_size=6,
 )
 
 
@@ -100,7 +102,7 @@ def test_any_yaml_is_settings_or_a_config_error(file: Path, value: object) -> No
     found = loaded(load_settings, file, yaml.safe_dump(value))
     if found is not None:
         assert isinstance(found, Settings)
-        assert masked(found)
+        assert masked_settings(found)
 
 
 @fuzzed

@@ -6,22 +6,22 @@ from pathlib import Path
 from gateway.config import Settings
 from gateway.config.fields import ConfigModel
 from gateway.config.node import NodeSpec
-from gateway.config.reference import reference
-from gateway.config.shape import keys_of, models_in
+from gateway.config.reference import reference_page
+from gateway.config.validation import keys_of, models_below
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
 
 
 def models() -> list[type[ConfigModel]]:
-    return [*models_in(NodeSpec), *models_in(Settings)]
+    return [*models_below(NodeSpec), *models_below(Settings)]
 
 
 def test_the_page_in_the_tree_is_up_to_date() -> None:
-    assert PAGE.read_text() == reference(), "run: python -m gateway.config.reference"
+    assert PAGE.read_text() == reference_page(), "run: python -m gateway.config.reference"
 
 
 def test_every_key_has_a_row_and_a_meaning() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.*) \|$", reference(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.*) \|$", reference_page(), re.MULTILINE)
     assert sorted(row[0] for row in rows) == sorted(
         key for model in models() for key in keys_of(model)
     )
@@ -32,11 +32,11 @@ def test_every_key_has_a_row_and_a_meaning() -> None:
 
 
 def test_the_tables_keep_their_four_columns() -> None:
-    for line in reference().splitlines():
+    for line in reference_page().splitlines():
         if line.startswith("| `") and "LLAMA_GATEWAY" not in line:
             assert len(re.split(r"(?<!\\)\|", line)) == 6
 
 
 def test_what_is_never_written_in_a_file_is_not_told() -> None:
-    assert "`api_key`" not in reference()
-    assert "`models` | text, list" not in reference()
+    assert "`api_key`" not in reference_page()
+    assert "`models` | text, list" not in reference_page()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config import ConfigError, Settings, load_settings
-from gateway.config.routing import ModelRule, find_loop
+from gateway.config.routing import ModelRule, find_alias_loop
 from tests.config.conftest import LoadSettings, Problems
 
 HASH = "0123456789abcdef" * 4
@@ -291,10 +291,10 @@ def test_a_file_that_names_nothing_is_refused_where_it_would_replace_settings(
     file = tmp_path / "gateway.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match="is empty") as caught:
-        load_settings(file, {}, refused="empty")
+        load_settings(file, {}, rejected="empty")
     assert "{}" in caught.value.problems[0].remedy
     file.write_text("{}")
-    assert load_settings(file, {}, refused="empty") == Settings()
+    assert load_settings(file, {}, rejected="empty") == Settings()
 
 
 def test_a_name_may_use_itself_and_fall_back(load_gateway: LoadSettings) -> None:
@@ -303,8 +303,8 @@ def test_a_name_may_use_itself_and_fall_back(load_gateway: LoadSettings) -> None
 
 def test_a_long_chain_of_names_is_no_loop_and_no_recursion() -> None:
     chain = {f"m{i}": ModelRule(use=(f"m{i + 1}",)) for i in range(20_000)}
-    assert find_loop(chain) == []
-    assert len(find_loop({**chain, "m20000": ModelRule(use=("m0",))})) == 20_002
+    assert find_alias_loop(chain) == []
+    assert len(find_alias_loop({**chain, "m20000": ModelRule(use=("m0",))})) == 20_002
 
 
 GRAPHS = st.dictionaries(
@@ -315,7 +315,7 @@ GRAPHS = st.dictionaries(
 @given(GRAPHS)
 def test_a_loop_is_found_exactly_where_there_is_one(graph: dict[str, list[str]]) -> None:
     rules = {name: ModelRule(use=tuple(used)) for name, used in graph.items()}
-    loop = find_loop(rules)
+    loop = find_alias_loop(rules)
 
     # The other way: take away names that lead nowhere until nothing changes.
     left = {name: {one for one in used if one != name} for name, used in graph.items()}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config.watch import changes
+from gateway.config.watch import watch_files
 
 # Seconds; a poll of ten minutes in a test proves that the system told.
 LIMIT = 60.0
@@ -55,7 +55,7 @@ class Watch:
 async def watching(*paths: Path, poll: float = POLL) -> AsyncIterator[Watch]:
     watch = Watch(paths[0].with_name("marker"))
     files = (*paths, watch.marker)
-    task = asyncio.create_task(watch.run(changes(files, stop=watch.stop, poll=poll)))
+    task = asyncio.create_task(watch.run(watch_files(files, stop=watch.stop, poll_interval=poll)))
     try:
         await watch.until_it_stands()
         yield watch
@@ -153,7 +153,7 @@ async def test_a_file_that_is_not_there_yet_is_seen_when_it_comes(file: Path) ->
 
 
 async def test_a_change_before_the_first_look_is_not_lost(file: Path) -> None:
-    reports = changes([file], poll=0.5)
+    reports = watch_files([file], poll_interval=0.5)
     file.write_text("nodes: [1]\n")
     async with asyncio.timeout(LIMIT), contextlib.aclosing(reports):
         assert await anext(reports) == {file}
@@ -161,7 +161,7 @@ async def test_a_change_before_the_first_look_is_not_lost(file: Path) -> None:
 
 async def test_cancelling_ends_it_and_leaves_the_stop_event_alone(file: Path) -> None:
     watch = Watch(file)
-    task = asyncio.create_task(watch.run(changes([file], stop=watch.stop, poll=NEVER)))
+    task = asyncio.create_task(watch.run(watch_files([file], stop=watch.stop, poll_interval=NEVER)))
     await watch.until_it_stands()
     task.cancel()
     async with asyncio.timeout(LIMIT):

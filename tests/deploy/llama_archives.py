@@ -30,7 +30,7 @@ for flag in ("--metrics", "--slots", "--jinja", "--no-webui", "--no-mmap", "--ml
 given = parser.parse_args()
 if given.mlock and ctypes.CDLL(None, use_errno=True).mlockall(1 | 2) != 0:  # now and later
     sys.exit(f"mlockall: {os.strerror(ctypes.get_errno())}")
-from gateway.local.embedded import main
+from gateway.tools.local.embedded import main
 main(["--model", given.model, "--alias", given.alias, "--host", given.host, "--port", given.port,
       "--slots", given.parallel, "--ctx", given.c, "--threads", given.t, "--batch", given.b,
       "--ubatch", given.ub, "--cache-ram", given.cache_ram]

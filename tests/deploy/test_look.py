@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from gateway.local.description import described
-from gateway.local.topology import read_topology
-from tests.local.machine import make_machine, two_sockets_with_smt
+from gateway.tools.local.topology import read_topology, topology_as_dict
+from tests.tools.local.machine import make_machine, two_sockets_with_smt
 
 LOOK = Path(__file__).parents[2] / "deploy/ansible/roles/preflight/files/look.py"
 GIB = 1 << 30
@@ -33,7 +32,7 @@ def look() -> ModuleType:
 @pytest.fixture
 def two_sockets(tmp_path: Path) -> dict[str, Any]:
     """64 GiB in two nodes; three quarters of each are free."""
-    return described(read_topology(make_machine(tmp_path, two_sockets_with_smt())))
+    return topology_as_dict(read_topology(make_machine(tmp_path, two_sockets_with_smt())))
 
 
 def told(

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from gateway.local.description import described
-from gateway.local.topology import read_topology
+from gateway.tools.local.topology import read_topology, topology_as_dict
 from tests.deploy.control import PLAYBOOKS, ansible_programs
-from tests.local.machine import (
+from tests.tools.local.machine import (
     ALTRA,
     EPYC,
     GRAVITON_3,
@@ -105,7 +104,7 @@ def run(tmp_path: Path, tasks: str, variables: dict[str, Any]) -> None:
 
 def test_each_socket_has_its_server_bound_to_its_cores_and_memory(tmp_path: Path) -> None:
     machine = make_machine(tmp_path / "machine", two_sockets_with_smt())
-    topology = described(read_topology(machine))
+    topology = topology_as_dict(read_topology(machine))
     made = units(tmp_path, topology)
     assert list(made) == ["llama-server-numa0.service", "llama-server-numa1.service"]
     for number, text in enumerate(made.values()):
@@ -126,7 +125,7 @@ def test_one_socket_is_left_to_the_kernel(tmp_path: Path) -> None:
     machine = make_machine(tmp_path / "machine", [[[0], [1]]])
     (text,) = units(
         tmp_path,
-        described(read_topology(machine)),
+        topology_as_dict(read_topology(machine)),
         llama_node_slots=5,
         llama_node_allow_from=["10.0.0.10"],
         llama_node_mlock=True,
@@ -143,7 +142,7 @@ def test_one_socket_is_left_to_the_kernel(tmp_path: Path) -> None:
 
 def test_a_server_asks_for_the_hosts_key_which_no_process_shows(tmp_path: Path) -> None:
     machine = make_machine(tmp_path / "machine", [[[0], [1]]])
-    topology = described(read_topology(machine))
+    topology = topology_as_dict(read_topology(machine))
     (text,) = units(tmp_path, topology).values()
     assert " --api-key-file /var/lib/llama-node/api.key" in text
     assert "\nEnvironment=LLAMA_NODE_KEYS=0123456789abcdef\n" in text
@@ -156,7 +155,7 @@ def test_signs_that_systemd_expands_reach_the_server_as_they_are(tmp_path: Path)
     machine = make_machine(tmp_path / "machine", [[[0], [1]]])
     (text,) = units(
         tmp_path,
-        described(read_topology(machine)),
+        topology_as_dict(read_topology(machine)),
         llama_node_extra_args=["--grammar", "root ::= $x %n"],
     ).values()
     (start,) = (line for line in text.splitlines() if line.startswith("ExecStart="))
@@ -165,7 +164,7 @@ def test_signs_that_systemd_expands_reach_the_server_as_they_are(tmp_path: Path)
 
 def test_systemd_knows_every_line_and_little_is_open(tmp_path: Path) -> None:
     machine = make_machine(tmp_path / "machine", two_sockets_with_smt())
-    made = units(tmp_path, described(read_topology(machine)), llama_node_mlock=True)
+    made = units(tmp_path, topology_as_dict(read_topology(machine)), llama_node_mlock=True)
     folder = tmp_path / "systemd"
     folder.mkdir()
     for name, text in made.items():
@@ -191,7 +190,7 @@ def test_systemd_knows_every_line_and_little_is_open(tmp_path: Path) -> None:
 
 def test_what_tune_pins_to_stands_alone(tmp_path: Path) -> None:
     machine = make_machine(tmp_path / "machine", two_sockets_with_smt())
-    topology = described(read_topology(machine))
+    topology = topology_as_dict(read_topology(machine))
     options = {"CPUAffinity": "0 1"}
     for text in units(tmp_path, topology, llama_node_service_options=options).values():
         assert [line for line in text.splitlines() if line.startswith("CPUAffinity")] == [
@@ -213,7 +212,7 @@ def test_llama_cpp_is_built_for_the_instructions_that_the_cpu_has(tmp_path: Path
     machines = []
     for name, (architecture, cpuinfo) in fixtures.items():
         root = make_machine(tmp_path / name, [[[0], [1]]], cpuinfo=cpuinfo)
-        told = described(read_topology(root))
+        told = topology_as_dict(read_topology(root))
         machines.append({"name": name, "architecture": architecture, "topology": told})
     written = tmp_path / "switches.json"
     variables = str(PLAYBOOKS / "roles/llama_node/vars/main.yml")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from socket import socket
 from typing import Any, Self
 
-from gateway.local.ports import claim_port, port_of
+from gateway.tools.local.server_process import claim_port, claimed_port
 from tests.elastic.site import MODEL
 from tests.emulator import EmulatedNode
 
@@ -36,7 +36,7 @@ class Machine:
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{port_of(self.claim)}"
+        return f"http://{HOST}:{claimed_port(self.claim)}"
 
     async def obey(self, order: str) -> tuple[int, str]:
         """Status and body of the answer."""
@@ -53,7 +53,7 @@ class Machine:
 
     async def _boot(self) -> None:
         await asyncio.sleep(BOOT)
-        port = port_of(self.claim)
+        port = claimed_port(self.claim)
         self._node = await EmulatedNode(port=port, model=MODEL, **self.options).__aenter__()
 
     async def end(self) -> None:
@@ -83,7 +83,7 @@ class Cloud:
 
     def node(self, name: str, **keys: Any) -> dict[str, Any]:
         """The line of the inventory for a machine; `keys` are more of it."""
-        hook = f"http://{HOST}:{port_of(self._claim)}"
+        hook = f"http://{HOST}:{claimed_port(self._claim)}"
         return {
             "name": name,
             "url": self.machines[name].url,
@@ -97,7 +97,7 @@ class Cloud:
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(
-            self._called, HOST, port_of(self._claim), reuse_port=True
+            self._called, HOST, claimed_port(self._claim), reuse_port=True
         )
         return self
 

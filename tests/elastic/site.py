@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from gateway.fleet.states import State
+from gateway.fleet.node import NodeState
 from tests.gateways import NO_TLS, Running, until
 
 MODEL = "demo"
@@ -56,7 +56,7 @@ async def order(running: Running, path: str) -> None:
         (await admin.post(f"/admin/{path}")).raise_for_status()
 
 
-async def until_state(running: Running, name: str, state: State, limit: float = LIMIT) -> None:
+async def until_state(running: Running, name: str, state: NodeState, limit: float = LIMIT) -> None:
     node = running.gateway.fleet.nodes[name]
     try:
         await until(lambda: node.state is state, limit)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gateway.fleet.states import State
-from gateway.local.ports import claim_port, port_of
+from gateway.fleet.node import NodeState
+from gateway.tools.local.server_process import claim_port, claimed_port
 from tests.elastic import machine
 from tests.elastic.site import MODEL, ask, settings, until_state
 from tests.gateways import running_gateway
@@ -31,7 +31,7 @@ class Machines:
     def node(self, name: str) -> dict[str, Any]:
         """A line of the inventory for one more."""
         self.claims.append(claim_port("127.0.0.1"))
-        port = port_of(self.claims[-1])
+        port = claimed_port(self.claims[-1])
         command = [sys.executable, str(Path(machine.__file__))]
         return {
             "name": name,
@@ -56,7 +56,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
     made = Machines(folder)
     yield made
     for claim in made.claims:
-        machine.end(folder, str(port_of(claim)))
+        machine.end(folder, str(claimed_port(claim)))
         claim.close()
 
 
@@ -65,10 +65,10 @@ async def test_a_request_that_only_a_standby_node_serves_starts_it_and_waits(
 ) -> None:
     nodes = [machines.node("spare")]
     async with running_gateway(tmp_path, nodes, settings(), wait_ready=False) as running:
-        await until_state(running, "spare", State.STANDBY)
+        await until_state(running, "spare", NodeState.STANDBY)
         assert (await running.client.get("/ready")).status_code == 200
         answer = await ask(running)
         assert answer.status_code == 200
         assert answer.headers["x-gateway-node"] == "spare"
-        await until_state(running, "spare", State.STANDBY)
+        await until_state(running, "spare", NodeState.STANDBY)
     assert machines.orders() == ["start", "stop"]

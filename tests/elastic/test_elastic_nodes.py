@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from gateway.fleet.power import Phase
-from gateway.fleet.states import State
+from gateway.fleet.lifecycle import LifecyclePhase
+from gateway.fleet.node import NodeState
 from tests.elastic.cloud import Cloud
 from tests.elastic.site import MODEL, ask, metrics, order, settings, shown, until_state
 from tests.emulator import EmulatedNode
@@ -32,8 +32,8 @@ async def test_a_burst_starts_standby_nodes_and_afterwards_they_are_stopped(
             cloud.node("spare-2", cost_per_hour=1.0),
         ]
         async with running_gateway(tmp_path, nodes, settings()) as running:
-            await until_state(running, "spare-1", State.STANDBY)
-            await until_state(running, "spare-2", State.STANDBY)
+            await until_state(running, "spare-1", NodeState.STANDBY)
+            await until_state(running, "spare-2", NodeState.STANDBY)
             assert first.orders == second.orders == []
             answers = await asyncio.gather(
                 *(ask(running, f"question {number}", 20) for number in range(16))
@@ -41,8 +41,8 @@ async def test_a_burst_starts_standby_nodes_and_afterwards_they_are_stopped(
             assert [answer.status_code for answer in answers] == [200] * 16
             served = {answer.headers["x-gateway-node"] for answer in answers}
             assert served >= {"base", "spare-1"}
-            await until_state(running, "spare-1", State.STANDBY)
-            await until_state(running, "spare-2", State.STANDBY)
+            await until_state(running, "spare-1", NodeState.STANDBY)
+            await until_state(running, "spare-2", NodeState.STANDBY)
             assert first.orders == ["start", "stop"]
             assert second.orders in ([], ["start", "stop"])
             told = await shown(running, "spare-1")
@@ -57,7 +57,7 @@ async def test_a_burst_starts_standby_nodes_and_afterwards_they_are_stopped(
 async def one_standby(folder: Path, cloud: Cloud, chosen: dict[str, Any]) -> AsyncIterator[Running]:
     """A gateway whose only node, `spare`, stands by."""
     async with running_gateway(folder, [cloud.node("spare")], chosen, wait_ready=False) as running:
-        await until_state(running, "spare", State.STANDBY)
+        await until_state(running, "spare", NodeState.STANDBY)
         yield running
 
 
@@ -113,9 +113,9 @@ async def test_a_stop_hook_that_fails_is_tried_again_and_the_node_counts_as_runn
             assert (await ask(running)).status_code == 200
             node = running.gateway.fleet.nodes["spare"]
             await until(lambda: "its stop hook failed" in node.reason)
-            assert node.state is State.DRAINING
+            assert node.state is NodeState.DRAINING
             del spare.answers["stop"]
-            await until_state(running, "spare", State.STANDBY)
+            await until_state(running, "spare", NodeState.STANDBY)
         assert spare.orders[0] == "start"
         assert set(spare.orders[1:]) == {"stop"}
 
@@ -127,10 +127,10 @@ async def test_limits_are_reloaded(tmp_path: Path) -> None:
         async with one_standby(tmp_path, cloud, settings()) as running:
             running.write_settings(settings(min=1))
             await order(running, "reload")  # virtual time does not wait for the watch of the files
-            await until_state(running, "spare", State.READY)
+            await until_state(running, "spare", NodeState.READY)
             running.write_settings(settings())
             await order(running, "reload")
-            await until_state(running, "spare", State.STANDBY)
+            await until_state(running, "spare", NodeState.STANDBY)
         assert spare.orders == ["start", "stop"]
 
 
@@ -141,13 +141,13 @@ async def test_a_gateway_that_comes_back_finds_what_runs(tmp_path: Path) -> None
         nodes = [cloud.node("spare-1"), cloud.node("spare-2")]
         chosen = settings(min=1)
         async with running_gateway(tmp_path, nodes, chosen, wait_ready=False) as running:
-            await until(lambda: running.gateway.fleet.nodes["spare-1"].state is State.READY)
+            await until(lambda: running.gateway.fleet.nodes["spare-1"].state is NodeState.READY)
         async with running_gateway(tmp_path, nodes, chosen, wait_ready=False) as running:
-            await until_state(running, "spare-1", State.READY)
-            await until_state(running, "spare-2", State.STANDBY)
+            await until_state(running, "spare-1", NodeState.READY)
+            await until_state(running, "spare-2", NodeState.STANDBY)
             assert (await ask(running)).status_code == 200
-            power = running.gateway.fleet.nodes["spare-1"].power
-            await until(lambda: power.phase is Phase.ON)
+            power = running.gateway.fleet.nodes["spare-1"].lifecycle
+            await until(lambda: power.phase is LifecyclePhase.ON)
         assert (first.orders, second.orders) == (["start"], [])
 
 
@@ -158,14 +158,14 @@ async def test_a_drained_one_is_left_alone_until_it_is_resumed(tmp_path: Path) -
         async with running_gateway(
             tmp_path, [cloud.node("spare")], settings(), wait_ready=False
         ) as running:
-            await until_state(running, "spare", State.STANDBY)
+            await until_state(running, "spare", NodeState.STANDBY)
             assert (await ask(running)).status_code == 200
             await order(running, "nodes/spare/drain")
             assert (await shown(running, "spare"))["state"] == "draining"
             await asyncio.sleep(10.0)  # far more than `stop_after`
             assert spare.orders == ["start"]
             await order(running, "nodes/spare/resume")
-            await until_state(running, "spare", State.STANDBY)
+            await until_state(running, "spare", NodeState.STANDBY)
             assert spare.orders == ["start", "stop"]
 
 
@@ -178,7 +178,7 @@ async def test_a_node_that_is_not_needed_ends_its_work_before_it_is_stopped(
         nodes = [{"name": "base", "url": base.url}, cloud.node("spare")]
         chosen = settings(min=1, stop_after=0.5)
         async with running_gateway(tmp_path, nodes, chosen) as running:
-            await until_state(running, "spare", State.READY)
+            await until_state(running, "spare", NodeState.READY)
             await order(running, "nodes/base/drain")
             node = running.gateway.fleet.nodes["spare"]
             long = asyncio.create_task(ask(running, "a long story", 80))
@@ -186,14 +186,14 @@ async def test_a_node_that_is_not_needed_ends_its_work_before_it_is_stopped(
             await order(running, "nodes/base/resume")
             running.write_settings(settings(min=0, stop_after=0.5))
             await order(running, "reload")
-            await until_state(running, "spare", State.DRAINING)
+            await until_state(running, "spare", NodeState.DRAINING)
             assert node.leases
             assert "the others could do its work" in node.reason
             assert (await ask(running)).headers["x-gateway-node"] == "base"
             answer = await long
             assert answer.status_code == 200
             assert answer.json()["usage"]["completion_tokens"] == 80
-            await until_state(running, "spare", State.STANDBY)
+            await until_state(running, "spare", NodeState.STANDBY)
         assert spare.orders == ["start", "stop"]
 
 
@@ -204,7 +204,7 @@ async def test_a_node_with_work_of_others_is_not_stopped(tmp_path: Path) -> None
         async with running_gateway(
             tmp_path, [cloud.node("spare")], settings(), wait_ready=False
         ) as running:
-            await until_state(running, "spare", State.STANDBY)
+            await until_state(running, "spare", NodeState.STANDBY)
             assert (await ask(running, tokens=2)).status_code == 200
             # Somebody else, past the gateway.
             began = now()
@@ -216,4 +216,4 @@ async def test_a_node_with_work_of_others_is_not_stopped(tmp_path: Path) -> None
             assert answer.json()["usage"]["completion_tokens"] == 80
             assert now() - began > 3.0  # more than `stop_after`
             assert spare.orders == ["start"]
-            await until_state(running, "spare", State.STANDBY)
+            await until_state(running, "spare", NodeState.STANDBY)

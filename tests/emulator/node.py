@@ -10,7 +10,7 @@ from math import inf
 from socket import socket
 from typing import Any, Self
 
-from gateway.local.ports import claim_port, port_of
+from gateway.tools.local.server_process import claim_port, claimed_port
 from tests.emulator import control, vectors
 from tests.emulator.cache import PromptCache
 from tests.emulator.compute import Compute
@@ -188,7 +188,7 @@ class EmulatedNode:
             return
         if not self.port:
             self._claim = claim_port(self.host)
-            self.port = port_of(self._claim)
+            self.port = claimed_port(self._claim)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
             lambda: Connection(self),

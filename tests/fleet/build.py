@@ -12,15 +12,13 @@ from typing import Any, cast
 
 from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
-from gateway.events import Bus, NodeChanged, NodeDrift
+from gateway.events import EventBus, NodeChanged, NodeDrift
 from gateway.fleet.circuit import Circuit
-from gateway.fleet.drains import Drains
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.lease import Lease
-from gateway.fleet.node import Node, Rules
-from gateway.fleet.states import State
+from gateway.fleet.node import Lease, Node, NodeSettings, NodeState
+from gateway.fleet.state_files import DrainedNodes
 from gateway.request import Priority
-from gateway.transport.upstream import Upstream, connect
+from gateway.transport.node_client import NodeClient, open_node_client
 from tests.virtual import now
 
 QUICK: dict[str, Any] = {
@@ -55,8 +53,8 @@ class NoUpstream:
         self.closed = True
 
 
-def no_upstream() -> Upstream:
-    return cast("Upstream", NoUpstream())
+def no_upstream() -> NodeClient:
+    return cast("NodeClient", NoUpstream())
 
 
 def a_spec(name: str = "a", url: str = "http://127.0.0.1:9", **keys: Any) -> NodeSpec:
@@ -67,26 +65,26 @@ def a_node(
     clock: Clock | None = None,
     *,
     health: dict[str, Any] | None = None,
-    state: State = State.READY,
+    state: NodeState = NodeState.READY,
     **keys: Any,
 ) -> Node:
     """A node that is up, without a fleet."""
     clock = clock or Clock()
-    rules = Rules(HealthSettings(**health or {}), TimeoutSettings())
+    rules = NodeSettings(HealthSettings(**health or {}), TimeoutSettings())
     node = Node(
         spec=a_spec(**keys),
         upstream=no_upstream(),
-        rules=rules,
+        settings=rules,
         clock=clock,
         circuit=Circuit(rules.health, random.Random(7)),
     )
-    node.probing.probed = node.probing.up = True
+    node.probe_history.probed = node.probe_history.up = True
     node.state = state
     return node
 
 
 def take(node: Node, slots: int = 1, **keys: Any) -> Lease:
-    return node.take(slots, "request", Priority.NORMAL, node.clock(), **keys)
+    return node.take_lease(slots, "request", Priority.NORMAL, node.clock(), **keys)
 
 
 @dataclass
@@ -102,19 +100,19 @@ class Running:
     def __getitem__(self, name: str) -> Node:
         return self.fleet.nodes[name]
 
-    def state(self, name: str) -> State:
+    def state(self, name: str) -> NodeState:
         return self.fleet.nodes[name].state
 
     def states(self, name: str) -> list[str | None]:
         """The states that a node has gone through."""
-        return [change.new for change in self.changes if change.node == name]
+        return [change.new_state for change in self.changes if change.node == name]
 
     async def until(self, condition: Callable[[], bool], limit: float = 30.0) -> None:
         async with asyncio.timeout(limit):
             while not condition():  # noqa: ASYNC110 - any condition of a test
                 await asyncio.sleep(0.002)
 
-    async def until_state(self, name: str, state: State, limit: float = 30.0) -> None:
+    async def until_state(self, name: str, state: NodeState, limit: float = 30.0) -> None:
         try:
             await self.until(lambda: self[name].state is state, limit)
         except TimeoutError:
@@ -129,7 +127,7 @@ def inventory(*specs: NodeSpec) -> Inventory:
 @asynccontextmanager
 async def a_fleet(
     *specs: NodeSpec,
-    connect: Callable[[NodeSpec], Upstream] = connect,
+    connect: Callable[[NodeSpec], NodeClient] = open_node_client,
     drains: Path | None = None,
     clock: Callable[[], float] = now,
     probed: bool = True,
@@ -137,7 +135,7 @@ async def a_fleet(
     **health: Any,
 ) -> AsyncIterator[Running]:
     """A fleet that runs, with quick probes; `probed`: waits for its first probes."""
-    bus = Bus()
+    bus = EventBus()
     fleet = Fleet(
         connect=connect,
         health=HealthSettings(**(QUICK | health)),
@@ -145,7 +143,7 @@ async def a_fleet(
         bus=bus,
         clock=clock,
         rng=random.Random(7),
-        drains=Drains(drains),
+        drained_nodes=DrainedNodes(drains),
     )
     running = Running(fleet)
     bus.subscribe(NodeChanged, running.changes.append)
@@ -159,7 +157,7 @@ async def a_fleet(
     try:
         if probed:
             async with asyncio.timeout(30):
-                await fleet.probed.wait()
+                await fleet.first_probes_done.wait()
         yield running
     finally:
         await fleet.aclose()

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gateway.fleet.lease import Lease, Phase
+from gateway.fleet.node import Lease, LeasePhase
 from tests.fleet.build import Clock, a_node, a_spec, no_upstream, take
 
 
@@ -18,7 +18,7 @@ class Counting(RuleBasedStateMachine):
         super().__init__()
         self.clock = Clock()
         self.node = a_node(self.clock, slots=4)
-        self.node.on_return = self._returned
+        self.node.on_lease_released = self._returned
         self.leases: list[Lease] = []
         self.returns = 0
         self.ended = 0
@@ -39,9 +39,9 @@ class Counting(RuleBasedStateMachine):
     def ends(self, data: st.DataObject, how: str) -> None:
         lease = data.draw(st.sampled_from(self.leases))
         held = lease.held
-        abandoned = lease.phase is Phase.RECLAIM
+        abandoned = lease.phase is LeasePhase.RECLAIM
         if how == "back":
-            lease.give_back()
+            lease.release()
         elif how == "abandon":
             lease.abandon()
             assert lease.held is held
@@ -64,12 +64,12 @@ class Counting(RuleBasedStateMachine):
     def moves(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(self.leases))
         phase = lease.phase
-        lease.head_came(self.clock())
-        lease.moved(self.clock())
-        if phase in {Phase.RECLAIM, Phase.OVER}:
+        lease.head_received(self.clock())
+        lease.content_received(self.clock())
+        if phase in {LeasePhase.RECLAIM, LeasePhase.RELEASED}:
             assert lease.phase is phase
         else:
-            assert lease.phase is Phase.DECODE
+            assert lease.phase is LeasePhase.DECODE
 
     @rule(slots=st.none() | st.integers(1, 8), removed=st.booleans(), fresh=st.booleans())
     def reloads(self, slots: int | None, removed: bool, fresh: bool) -> None:
@@ -81,9 +81,9 @@ class Counting(RuleBasedStateMachine):
     @rule(busy=st.integers(0, 9), seconds=st.floats(0, 2))
     def is_read(self, busy: int, seconds: float) -> None:
         occupancy = self.node.occupancy
-        with occupancy.reading(self.clock()) as reading:
+        with occupancy.slots_query(self.clock()) as reading:
             self.clock.passes(seconds)
-        occupancy.saw(busy, reading)
+        occupancy.record_busy(busy, reading)
         assert self.node.foreign <= busy
 
     @invariant()
@@ -94,8 +94,8 @@ class Counting(RuleBasedStateMachine):
         assert node.leases == set(held)
         assert node.in_flight == len(held)
         assert node.foreign >= 0
-        assert node.free(self.clock()) >= 0
-        assert node.free(self.clock()) + node.leased <= max(node.slots_total, node.leased)
+        assert node.free_slots(self.clock()) >= 0
+        assert node.free_slots(self.clock()) + node.leased <= max(node.slots_total, node.leased)
         assert node.slots_busy >= node.leased
         assert self.returns == self.ended
 
@@ -107,11 +107,11 @@ TestCounting.settings = settings(max_examples=60, stateful_step_count=40, deadli
 def test_a_lease_is_given_back_once() -> None:
     node = a_node(slots=2)
     lease = take(node, 2)
-    assert (node.leased, node.free(node.clock())) == (2, 0)
-    lease.give_back()
-    lease.give_back()
+    assert (node.leased, node.free_slots(node.clock())) == (2, 0)
+    lease.release()
+    lease.release()
     lease.abandon()
-    assert (node.leased, node.free(node.clock())) == (0, 2)
+    assert (node.leased, node.free_slots(node.clock())) == (0, 2)
 
 
 def test_leaving_the_block_gives_back_unless_the_lease_was_abandoned() -> None:
@@ -122,7 +122,7 @@ def test_leaving_the_block_gives_back_unless_the_lease_was_abandoned() -> None:
     with take(node) as lease:
         lease.abandon()
     assert node.leased == 1
-    assert lease.phase is Phase.RECLAIM
+    assert lease.phase is LeasePhase.RECLAIM
 
 
 def test_a_negative_number_of_slots_is_refused() -> None:

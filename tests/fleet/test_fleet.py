@@ -14,26 +14,24 @@ from hypothesis import strategies as st
 
 from gateway.config.inventory import NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
-from gateway.events import Bus, NodeChanged
-from gateway.fleet.drains import Drains
+from gateway.events import EventBus, NodeChanged
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.lease import Lease
-from gateway.fleet.node import Node
-from gateway.fleet.states import State
-from gateway.transport.upstream import Upstream, connect
+from gateway.fleet.node import Lease, Node, NodeState
+from gateway.fleet.state_files import DrainedNodes
+from gateway.transport.node_client import NodeClient, open_node_client
 from tests.emulator import EmulatedNode
 from tests.fleet.build import NoUpstream, a_fleet, a_spec, inventory, take
 from tests.virtual import in_virtual_time, now
 
 
-def is_closed(upstream: Upstream) -> bool:
-    return upstream.client.is_closed
+def is_closed(upstream: NodeClient) -> bool:
+    return upstream.http.is_closed
 
 
 @in_virtual_time
 async def test_an_empty_inventory_is_probed_at_once() -> None:
     async with a_fleet() as fleet:
-        assert fleet.fleet.catalogue.model_names() == ()
+        assert fleet.fleet.model_index.model_names() == ()
 
 
 @in_virtual_time
@@ -41,7 +39,7 @@ async def test_a_new_node_is_told_and_becomes_ready() -> None:
     async with EmulatedNode() as server, a_fleet() as fleet:
         change = fleet.fleet.apply(inventory(a_spec(url=server.url)))
         assert (change.added, change.changed, change.removed) == (["a"], [], [])
-        await fleet.until_state("a", State.READY)
+        await fleet.until_state("a", NodeState.READY)
         assert fleet.states("a") == ["starting", "ready"]
 
 
@@ -67,12 +65,12 @@ async def test_labels_and_limits_change_without_a_new_start() -> None:
         )
         assert change.changed == ["a"]
         assert (fleet["a"], node.upstream) == (node, upstream)
-        assert (node.slots_total, node.free(now())) == (5, 4)
+        assert (node.slots_total, node.free_slots(now())) == (5, 4)
         assert node.speed.relative == 3
         assert fleet.capacity > told
-        assert node.state is State.READY
-        lease.give_back()
-        assert node.free(now()) == 5
+        assert node.state is NodeState.READY
+        lease.release()
+        assert node.free_slots(now()) == 5
 
 
 @in_virtual_time
@@ -80,10 +78,10 @@ async def test_fewer_slots_than_run_give_nothing_out() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url, slots=3)) as fleet:
         leases = [take(fleet["a"]) for _ in range(3)]
         fleet.fleet.apply(inventory(a_spec(url=server.url, slots=1)))
-        assert fleet["a"].free(now()) == 0
+        assert fleet["a"].free_slots(now()) == 0
         for lease in leases:
-            lease.give_back()
-        assert fleet["a"].free(now()) == 1
+            lease.release()
+        assert fleet["a"].free_slots(now()) == 1
 
 
 @in_virtual_time
@@ -94,9 +92,9 @@ async def test_a_removed_node_ends_what_it_runs_and_is_closed() -> None:
         assert fleet.fleet.apply(inventory()).removed == ["a"]
         assert fleet.states("a") == ["starting", "ready", None]
         assert "a" not in fleet.fleet.nodes
-        assert node.free(now()) == 0
-        assert (await lease.upstream.client.get("/health")).status_code == 200
-        lease.give_back()
+        assert node.free_slots(now()) == 0
+        assert (await lease.upstream.http.get("/health")).status_code == 200
+        lease.release()
         await fleet.until(lambda: is_closed(node.upstream))
 
 
@@ -109,9 +107,9 @@ async def test_a_removed_name_that_comes_back_meanwhile_goes_on_where_it_was() -
         fleet.fleet.apply(inventory(a_spec(url=server.url)))
         assert fleet["a"] is node
         assert node.leased == 1
-        lease.give_back()
-        await fleet.until_state("a", State.READY)
-        assert node.free(now()) == 2
+        lease.release()
+        await fleet.until_state("a", NodeState.READY)
+        assert node.free_slots(now()) == 2
         assert not is_closed(node.upstream)
         assert fleet.states("a")[:3] == ["starting", "ready", None]
         assert fleet.states("a")[-1] == "ready"
@@ -128,8 +126,8 @@ async def test_another_url_is_another_server_and_work_ends_on_the_old_one() -> N
         lease = take(old)
         assert fleet.fleet.apply(inventory(a_spec(url=two.url))).changed == ["a"]
         assert fleet["a"] is not old
-        await fleet.until_state("a", State.READY)
-        assert fleet["a"].free(now()) == 3
+        await fleet.until_state("a", NodeState.READY)
+        assert fleet["a"].free_slots(now()) == 3
         assert fleet.states("a") == ["starting", "ready", "starting", "ready"]
         assert lease.upstream is old.upstream
         assert not is_closed(old.upstream)
@@ -138,8 +136,8 @@ async def test_another_url_is_another_server_and_work_ends_on_the_old_one() -> N
         fleet.fleet.apply(inventory(a_spec(url=one.url)))
         assert fleet["a"] is old
         await fleet.until(lambda: is_closed(second.upstream))
-        lease.give_back()
-        await fleet.until_state("a", State.READY)
+        lease.release()
+        await fleet.until_state("a", NodeState.READY)
         assert not is_closed(old.upstream)
 
 
@@ -157,12 +155,12 @@ async def test_another_key_opens_new_ways_to_the_same_server() -> None:
         assert node.upstream is not before
         assert lease.upstream is before
         assert node.leased == 1
-        assert (await before.client.get("/health")).status_code == 200
+        assert (await before.http.get("/health")).status_code == 200
         newer = take(node)
-        lease.give_back()
+        lease.release()
         await fleet.until(lambda: is_closed(before))
         assert not is_closed(node.upstream)
-        newer.give_back()
+        newer.release()
 
 
 @in_virtual_time
@@ -171,21 +169,21 @@ async def test_a_corrected_key_is_tried_at_once() -> None:
         EmulatedNode(api_key="right") as server,
         a_fleet(a_spec(url=server.url, api_key="wrong"), interval=60) as fleet,
     ):
-        assert fleet.state("a") is State.DOWN
+        assert fleet.state("a") is NodeState.DOWN
         fleet.fleet.apply(inventory(a_spec(url=server.url, api_key="right")))
-        await fleet.until_state("a", State.READY)
+        await fleet.until_state("a", NodeState.READY)
 
 
 @in_virtual_time
 async def test_a_node_can_be_disabled_and_enabled() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), interval=60) as fleet:
         fleet.fleet.apply(inventory(a_spec(url=server.url, enabled=False)))
-        assert fleet.state("a") is State.STANDBY
-        assert fleet.fleet.catalogue.model_names() == ()
+        assert fleet.state("a") is NodeState.STANDBY
+        assert fleet.fleet.model_index.model_names() == ()
         fleet.fleet.apply(inventory(a_spec(url=server.url)))
         # What was known of it is old: it is probed before it gets work.
-        assert fleet.state("a") is State.STARTING
-        await fleet.until_state("a", State.READY)
+        assert fleet.state("a") is NodeState.STARTING
+        await fleet.until_state("a", NodeState.READY)
         assert fleet.states("a") == ["starting", "ready", "standby", "starting", "ready"]
 
 
@@ -193,11 +191,11 @@ async def test_a_node_can_be_disabled_and_enabled() -> None:
 async def test_an_inventory_that_cannot_be_connected_changes_nothing() -> None:
     opened: list[NoUpstream] = []
 
-    def picky(spec: NodeSpec) -> Upstream:
+    def picky(spec: NodeSpec) -> NodeClient:
         if spec.name == "bad":
             raise OSError("no such CA file")
         opened.append(NoUpstream())
-        return cast("Upstream", opened[-1]) if spec.name == "c" else connect(spec)
+        return cast("NodeClient", opened[-1]) if spec.name == "c" else open_node_client(spec)
 
     async with (
         EmulatedNode() as server,
@@ -206,7 +204,7 @@ async def test_an_inventory_that_cannot_be_connected_changes_nothing() -> None:
         with pytest.raises(OSError, match="CA file"):
             fleet.fleet.apply(inventory(a_spec("c"), a_spec("bad")))
         assert list(fleet.fleet.nodes) == ["a"]
-        assert fleet.state("a") is State.READY
+        assert fleet.state("a") is NodeState.READY
         await fleet.until(lambda: opened[-1].closed)
 
 
@@ -226,17 +224,17 @@ async def test_a_drained_node_gets_nothing_and_lasts_over_a_restart(tmp_path: Pa
         spec = a_spec(url=server.url)
         async with a_fleet(spec, drains=path) as fleet:
             fleet.fleet.drain("a")
-            assert fleet.state("a") is State.DRAINING
-            assert fleet["a"].free(now()) == 0
+            assert fleet.state("a") is NodeState.DRAINING
+            assert fleet["a"].free_slots(now()) == 0
         async with a_fleet(spec, drains=path) as fleet:
-            assert fleet.state("a") is State.DRAINING
+            assert fleet.state("a") is NodeState.DRAINING
             told = fleet.capacity
             fleet.fleet.resume("a")
-            assert fleet.state("a") is State.READY
-            assert fleet["a"].free(now()) == 2
+            assert fleet.state("a") is NodeState.READY
+            assert fleet["a"].free_slots(now()) == 2
             assert fleet.capacity > told
         async with a_fleet(spec, drains=path) as fleet:
-            assert fleet.state("a") is State.READY
+            assert fleet.state("a") is NodeState.READY
 
 
 @in_virtual_time
@@ -260,14 +258,14 @@ async def test_models_are_what_nodes_declare_or_have_said_down_or_not() -> None:
             a_spec("d", model="off", enabled=False),
         ]
         async with a_fleet(*specs) as fleet:
-            assert fleet.fleet.catalogue.model_names() == ("said", "public", "declared")
-            assert [node.name for node in fleet.fleet.catalogue.nodes_for("public")] == ["b", "c"]
-            assert fleet.fleet.catalogue.known("declared")
-            assert not fleet.fleet.catalogue.known("off")
-            assert fleet.fleet.catalogue.nodes_for("off") == ()
+            assert fleet.fleet.model_index.model_names() == ("said", "public", "declared")
+            assert [node.name for node in fleet.fleet.model_index.nodes_for("public")] == ["b", "c"]
+            assert fleet.fleet.model_index.serves("declared")
+            assert not fleet.fleet.model_index.serves("off")
+            assert fleet.fleet.model_index.nodes_for("off") == ()
             await server.kill()
-            await fleet.until_state("a", State.DOWN)
-            assert fleet.fleet.catalogue.known("said")
+            await fleet.until_state("a", NodeState.DOWN)
+            assert fleet.fleet.model_index.serves("said")
 
 
 @in_virtual_time
@@ -275,21 +273,21 @@ async def test_what_a_node_served_is_known_when_it_leaves_and_comes_back_while_i
     async with EmulatedNode(model="said") as server, a_fleet(a_spec(url=server.url)) as fleet:
         await server.kill()
         fleet.fleet.apply(inventory())
-        assert not fleet.fleet.catalogue.known("said")
+        assert not fleet.fleet.model_index.serves("said")
         fleet.fleet.apply(inventory(a_spec(url=server.url)))
-        await fleet.until_state("a", State.DOWN)
-        assert fleet.fleet.catalogue.known("said")
+        await fleet.until_state("a", NodeState.DOWN)
+        assert fleet.fleet.model_index.serves("said")
         # Another server has said nothing.
         fleet.fleet.apply(inventory(a_spec()))
-        assert not fleet.fleet.catalogue.known("said")
+        assert not fleet.fleet.model_index.serves("said")
 
 
 @in_virtual_time
 async def test_another_model_on_a_node_is_noticed() -> None:
     async with EmulatedNode(model="old") as server, a_fleet(a_spec(url=server.url)) as fleet:
-        assert fleet.fleet.catalogue.model_names() == ("old",)
+        assert fleet.fleet.model_index.model_names() == ("old",)
         server.engine.model = "new"
-        await fleet.until(lambda: fleet.fleet.catalogue.model_names() == ("new",))
+        await fleet.until(lambda: fleet.fleet.model_index.model_names() == ("new",))
 
 
 @in_virtual_time
@@ -297,11 +295,11 @@ async def test_a_node_that_has_not_spoken_yet_may_serve_anything() -> None:
     async with EmulatedNode() as server:
         server.loading = True
         async with a_fleet(a_spec(url=server.url)) as fleet:
-            assert fleet.state("a") is State.LOADING
-            assert fleet.fleet.catalogue.unknown("other").code == "no_node"
+            assert fleet.state("a") is NodeState.LOADING
+            assert fleet.fleet.model_index.not_found_error("other").code == "no_node"
             server.loading = False
-            await fleet.until_state("a", State.READY)
-            assert fleet.fleet.catalogue.unknown("other").code == "model_not_found"
+            await fleet.until_state("a", NodeState.READY)
+            assert fleet.fleet.model_index.not_found_error("other").code == "model_not_found"
 
 
 @in_virtual_time
@@ -310,9 +308,9 @@ async def test_changed_settings_are_in_force_at_once() -> None:
         await server.kill()
         health = HealthSettings(interval=0.05, timeout=0.2, fall=1, failures=1)
         fleet.fleet.configure(health, TimeoutSettings(silence=7))
-        await fleet.until_state("a", State.DOWN)
-        assert fleet["a"].silence == 7
-        assert fleet["a"].circuit.rules is health
+        await fleet.until_state("a", NodeState.DOWN)
+        assert fleet["a"].silence_timeout == 7
+        assert fleet["a"].circuit.settings is health
 
 
 @in_virtual_time
@@ -373,7 +371,7 @@ class Play:
         self.told: dict[str, str | None] = {}
         self.everybody: set[Node] = set()
         self.leases: list[Lease] = []
-        bus = Bus()
+        bus = EventBus()
         bus.subscribe(NodeChanged, self.hears)
         self.fleet = Fleet(
             connect=self.opens,
@@ -382,17 +380,17 @@ class Play:
             bus=bus,
             clock=time.monotonic,
             rng=random.Random(7),
-            drains=Drains(),
+            drained_nodes=DrainedNodes(),
         )
 
-    def opens(self, spec: NodeSpec) -> Upstream:
+    def opens(self, spec: NodeSpec) -> NodeClient:
         self.upstreams.append(NoUpstream())
-        return cast("Upstream", self.upstreams[-1])
+        return cast("NodeClient", self.upstreams[-1])
 
     def hears(self, change: NodeChanged) -> None:
-        assert change.old == self.told.get(change.node)
-        assert change.old != change.new
-        self.told[change.node] = change.new
+        assert change.old_state == self.told.get(change.node)
+        assert change.old_state != change.new_state
+        self.told[change.node] = change.new_state
 
     def step(self, what: str, detail: Any) -> None:
         nodes = self.fleet.nodes
@@ -404,10 +402,10 @@ class Play:
             self.leases.extend(take(node, detail) for node in nodes.values())
         elif what in {"back", "abandon"}:
             for lease in self.leases[detail : detail + 1]:
-                lease.give_back() if what == "back" else lease.abandon()
+                lease.release() if what == "back" else lease.abandon()
         elif detail in nodes:
             if what == "fail":
-                self.fleet.failed(nodes[detail], time.monotonic())
+                self.fleet.request_failed(nodes[detail], time.monotonic())
             else:
                 self.fleet.drain(detail) if what == "drain" else self.fleet.resume(detail)
 
@@ -429,7 +427,7 @@ async def play(story: list[tuple[str, Any]]) -> None:
         scene.check()
         await asyncio.sleep(0)
     for lease in scene.leases:
-        lease.give_back()
+        lease.release()
     assert all(node.leased == 0 for node in scene.everybody)
     await asyncio.gather(*scene.fleet._departures._tasks, return_exceptions=True)
     alive = {id(node.upstream) for node in scene.fleet.nodes.values()}

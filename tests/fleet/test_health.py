@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
-from gateway.fleet.states import State
+from gateway.fleet.node import NodeState
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_fleet, a_spec, inventory, take
 from tests.virtual import in_virtual_time, now
@@ -20,8 +20,8 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_to
 async def test_a_node_is_ready_once_it_is_known_what_it_is() -> None:
     async with EmulatedNode(slots=3) as server, a_fleet(a_spec(url=server.url)) as fleet:
         node = fleet["a"]
-        assert node.state is State.READY
-        assert node.free(now()) == 3
+        assert node.state is NodeState.READY
+        assert node.free_slots(now()) == 3
         assert fleet.states("a") == ["starting", "ready"]
         assert fleet.capacity > 0
 
@@ -31,7 +31,7 @@ async def test_all_nodes_are_probed_at_once_at_the_start() -> None:
     async with EmulatedNode() as server:
         specs = [a_spec(f"n{i}", server.url) for i in range(50)]
         async with a_fleet(*specs, interval=60, timeout=5) as fleet:
-            assert all(node.state is State.READY for node in fleet.fleet.nodes.values())
+            assert all(node.state is NodeState.READY for node in fleet.fleet.nodes.values())
 
 
 @in_virtual_time
@@ -40,23 +40,23 @@ async def test_a_node_that_is_not_there_at_the_start_does_not_hold_the_others_up
         EmulatedNode() as server,
         a_fleet(a_spec("a", server.url), a_spec("b")) as fleet,
     ):
-        assert fleet.state("b") is State.DOWN
+        assert fleet.state("b") is NodeState.DOWN
         assert "http://127.0.0.1:9" in fleet["b"].reason
-        assert fleet.state("a") is State.READY
+        assert fleet.state("a") is NodeState.READY
 
 
 @in_virtual_time
 async def test_a_killed_server_goes_down_and_is_ready_again_when_it_is_back() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         await server.kill()
-        await fleet.until_state("a", State.DOWN)
-        assert fleet["a"].free(now()) == 0
+        await fleet.until_state("a", NodeState.DOWN)
+        assert fleet["a"].free_slots(now()) == 0
         told = fleet.capacity
         server.slots.slots.pop()  # it comes back with fewer slots
         await server.revive(loading=True)
-        await fleet.until_state("a", State.LOADING)
+        await fleet.until_state("a", NodeState.LOADING)
         server.loading = False
-        await fleet.until_state("a", State.READY)
+        await fleet.until_state("a", NodeState.READY)
         assert fleet.capacity > told
         assert fleet["a"].slots_total == 1
         assert fleet.states("a") == ["starting", "ready", "down", "loading", "ready"]
@@ -68,10 +68,10 @@ async def test_a_node_whose_model_nobody_names_is_down_until_the_inventory_does(
         server.faults.set("status", path="/v1/models", status=404)
         server.faults.set("status", path="/props", status=404)
         async with a_fleet(a_spec(url=server.url)) as fleet:
-            assert fleet.state("a") is State.DOWN
+            assert fleet.state("a") is NodeState.DOWN
             assert "(model: ...)" in fleet["a"].reason
             fleet.fleet.apply(inventory(a_spec(url=server.url, model="m")))
-            await fleet.until_state("a", State.READY)
+            await fleet.until_state("a", NodeState.READY)
         server.faults.clear()
 
 
@@ -96,17 +96,17 @@ async def test_a_node_that_reads_a_prompt_is_mute_and_not_down() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         lease = take(fleet["a"])
         server.faults.set("mute")
-        await fleet.until_state("a", State.MUTE)
-        assert fleet["a"].free(now()) == 0
+        await fleet.until_state("a", NodeState.MUTE)
+        assert fleet["a"].free_slots(now()) == 0
         assert "it reads a prompt" in fleet["a"].reason
         await asyncio.sleep(2)  # more than `fall` probes
-        assert fleet.state("a") is State.MUTE
+        assert fleet.state("a") is NodeState.MUTE
         told = fleet.capacity
         server.faults.clear()
-        await fleet.until_state("a", State.READY)
+        await fleet.until_state("a", NodeState.READY)
         assert fleet.capacity > told
         assert fleet.states("a") == ["starting", "ready", "mute", "ready"]
-        lease.give_back()
+        lease.release()
 
 
 @pytest.mark.slow
@@ -119,12 +119,12 @@ async def test_a_node_whose_streams_move_is_mute_until_they_stop() -> None:
             server.faults.set("mute")
             until = now() + 2.5
             while now() < until:
-                lease.moved(now())
+                lease.content_received(now())
                 await asyncio.sleep(0.02)
-            assert fleet.state("a") is State.MUTE
-            await fleet.until_state("a", State.DOWN)
+            assert fleet.state("a") is NodeState.MUTE
+            await fleet.until_state("a", NodeState.DOWN)
             assert fleet.states("a") == ["starting", "ready", "mute", "down"]
-            lease.give_back()
+            lease.release()
             server.faults.clear()
 
 
@@ -132,7 +132,7 @@ async def test_a_node_whose_streams_move_is_mute_until_they_stop() -> None:
 async def test_a_silent_node_without_work_goes_down() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         server.faults.set("mute")
-        await fleet.until_state("a", State.DOWN)
+        await fleet.until_state("a", NodeState.DOWN)
         assert fleet.states("a") == ["starting", "ready", "down"]
         server.faults.clear()
 
@@ -141,20 +141,20 @@ async def test_a_silent_node_without_work_goes_down() -> None:
 async def test_a_refused_connection_takes_a_node_down_though_a_stream_moved() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         lease = take(fleet["a"])
-        lease.moved(now())
+        lease.content_received(now())
         await server.kill()
-        await fleet.until_state("a", State.DOWN)
-        lease.give_back()
+        await fleet.until_state("a", NodeState.DOWN)
+        lease.release()
 
 
 @in_virtual_time
 async def test_a_wrong_key_takes_a_node_down_with_the_remedy() -> None:
     async with EmulatedNode(api_key="right") as server:
         async with a_fleet(a_spec(url=server.url, api_key="wrong")) as fleet:
-            assert fleet.state("a") is State.DOWN
+            assert fleet.state("a") is NodeState.DOWN
             assert "api_key_env" in fleet["a"].reason
         async with a_fleet(a_spec(url=server.url, api_key="right")) as fleet:
-            assert fleet.state("a") is State.READY
+            assert fleet.state("a") is NodeState.READY
 
 
 @in_virtual_time
@@ -164,7 +164,7 @@ async def test_a_disabled_node_is_listed_and_left_alone() -> None:
         a_fleet(a_spec(url=server.url, enabled=False)) as fleet,
     ):
         await asyncio.sleep(0.3)
-        assert fleet.state("a") is State.STANDBY
+        assert fleet.state("a") is NodeState.STANDBY
         assert fleet["a"].reason == "enabled: false in the inventory"
         assert server.connections_opened == 0
 
@@ -180,11 +180,11 @@ async def test_work_that_others_put_on_a_node_counts() -> None:
         async with a_fleet(a_spec(url=server.url)) as fleet:
             node = fleet["a"]
             # Known before the node got anything.
-            assert (node.foreign, node.free(now()), node.slots_busy) == (1, 1, 1)
+            assert (node.foreign, node.free_slots(now()), node.slots_busy) == (1, 1, 1)
             told = fleet.capacity
             await others.aclose()
             await fleet.until(lambda: node.foreign == 0)
-            assert node.free(now()) == 2
+            assert node.free_slots(now()) == 2
             assert fleet.capacity > told
 
 
@@ -197,7 +197,7 @@ async def test_our_own_work_is_not_taken_for_others() -> None:
         node = fleet["a"]
         for _ in range(5):
             with take(node) as lease:
-                request = lease.upstream.client.stream(
+                request = lease.upstream.http.stream(
                     "POST", "/v1/chat/completions", json=CHAT | {"max_tokens": 4}
                 )
                 async with request as response:
@@ -229,17 +229,17 @@ async def test_failures_open_the_circuit_and_time_alone_lets_a_trial_in() -> Non
         async with a_fleet(spec, failures=3, interval=60, open=0.3) as fleet:
             node = fleet["a"]
             for _ in range(3):
-                fleet.fleet.failed(node, now())
-            assert node.state is State.EJECTED
+                fleet.fleet.request_failed(node, now())
+            assert node.state is NodeState.EJECTED
             assert node.failures == 3
-            assert node.free(now()) == 0
+            assert node.free_slots(now()) == 0
             told = fleet.capacity
             await fleet.until(lambda: fleet.capacity > told)
-            assert node.free(now()) == 1
+            assert node.free_slots(now()) == 1
             trial = take(node)
             assert trial.trial
-            fleet.fleet.succeeded(node, now(), began=trial.taken)
-            trial.give_back()
+            fleet.fleet.request_succeeded(node, now(), began=trial.taken_at)
+            trial.release()
             assert fleet.states("a") == ["starting", "ready", "ejected", "ready"]
 
 
@@ -252,8 +252,8 @@ async def test_a_failed_request_makes_the_next_probe_come_soon() -> None:
     ):
         await asyncio.sleep(0.1)
         await server.kill()
-        fleet.fleet.failed(fleet["a"], now())
-        await fleet.until_state("a", State.DOWN)
+        fleet.fleet.request_failed(fleet["a"], now())
+        await fleet.until_state("a", NodeState.DOWN)
 
 
 @in_virtual_time
@@ -262,10 +262,10 @@ async def test_an_operators_probe_closes_the_circuit_of_a_node_that_answers() ->
         EmulatedNode() as server,
         a_fleet(a_spec(url=server.url), failures=1, open=60, open_max=60) as fleet,
     ):
-        fleet.fleet.failed(fleet["a"], now())
-        assert fleet.state("a") is State.EJECTED
+        fleet.fleet.request_failed(fleet["a"], now())
+        assert fleet.state("a") is NodeState.EJECTED
         assert (await fleet.fleet.probe("a")).up
-        assert fleet.state("a") is State.READY
+        assert fleet.state("a") is NodeState.READY
         await server.kill()
         assert not (await fleet.fleet.probe("a")).up
 
@@ -285,7 +285,7 @@ async def test_a_node_drained_in_its_slow_start_is_left_in_peace_when_that_has_e
             a_spec(url=server.url), failures=1, interval=60, slow_start=5, clock=clock
         ) as fleet,
     ):
-        fleet.fleet.failed(fleet["a"], now())
+        fleet.fleet.request_failed(fleet["a"], now())
         await fleet.fleet.probe("a")
         fleet.fleet.drain("a")
         before = asked
@@ -298,19 +298,19 @@ async def test_a_node_drained_in_its_slow_start_is_left_in_peace_when_that_has_e
 async def test_what_a_request_finds_out_is_believed_at_once() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), interval=60) as fleet:
         await server.kill()
-        fleet.fleet.unreachable(fleet["a"], "connection refused")
-        assert fleet.state("a") is State.DOWN
+        fleet.fleet.connect_failed(fleet["a"], "connection refused")
+        assert fleet.state("a") is NodeState.DOWN
         assert fleet["a"].reason == "connection refused"
         await server.revive(loading=True)
-        await fleet.until_state("a", State.LOADING)
+        await fleet.until_state("a", NodeState.LOADING)
         server.loading = False
-        await fleet.until_state("a", State.READY)
-        fleet.fleet.loading(fleet["a"])
-        assert fleet.state("a") is State.LOADING
-        await fleet.until_state("a", State.READY)
-        fleet.fleet.refuses(fleet["a"], "rerank")
-        assert not fleet["a"].offers("rerank")
-        fleet.fleet.learn(fleet["a"], {"predicted_n": 10, "predicted_ms": 1000})
+        await fleet.until_state("a", NodeState.READY)
+        fleet.fleet.model_loading(fleet["a"])
+        assert fleet.state("a") is NodeState.LOADING
+        await fleet.until_state("a", NodeState.READY)
+        fleet.fleet.endpoint_refused(fleet["a"], "rerank")
+        assert not fleet["a"].supports("rerank")
+        fleet.fleet.learn_timings(fleet["a"], {"predicted_n": 10, "predicted_ms": 1000})
         assert fleet["a"].speed.decode_tps == 10
 
 
@@ -322,8 +322,8 @@ async def test_a_node_that_has_left_can_still_be_told_of() -> None:
         fleet.fleet.apply(inventory())
         said = list(fleet.changes)
         for _ in range(9):
-            fleet.fleet.failed(node, now())
-        fleet.fleet.unreachable(node, "connection refused")
-        fleet.fleet.succeeded(node, now())
-        lease.give_back()
+            fleet.fleet.request_failed(node, now())
+        fleet.fleet.connect_failed(node, "connection refused")
+        fleet.fleet.request_succeeded(node, now())
+        lease.release()
         assert fleet.changes == said

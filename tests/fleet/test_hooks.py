@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from gateway.config.elastic import Hook
+from gateway.config.autoscaling import Hook
 from gateway.config.inventory import NodeSpec
 from gateway.fleet import hooks
-from gateway.fleet.hooks import LARGEST_OUTPUT, Result, run_hook
+from gateway.fleet.hooks import MOST_OUTPUT, HookResult, run_hook
 from tests.gateways import until
 
 SPEC = NodeSpec(name="spare", url="http://127.0.0.1:9")
@@ -25,7 +25,7 @@ def python(code: str, *arguments: str) -> Hook:
     return Hook(command=(sys.executable, "-c", code, *arguments))
 
 
-async def ran(hook: Hook, timeout: float = 120.0) -> Result:
+async def ran(hook: Hook, timeout: float = 120.0) -> HookResult:
     return await run_hook(hook, SPEC, timeout, time.monotonic)
 
 
@@ -89,7 +89,7 @@ async def test_a_command_that_is_not_there_is_told() -> None:
 async def test_output_is_bounded_and_its_end_is_kept() -> None:
     result = await ran(python("print('x' * 1000000, 'end')"))
     assert result.ok
-    assert len(result.output) <= LARGEST_OUTPUT
+    assert len(result.output) <= MOST_OUTPUT
     assert result.output.endswith("end")
 
 

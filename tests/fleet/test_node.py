@@ -1,119 +1,119 @@
 from __future__ import annotations
 
-from gateway.fleet.limit import MOST, START
-from gateway.fleet.node import LOCKED
-from gateway.fleet.states import State, judge
+from gateway.fleet.concurrency_limit import MOST_LIMIT, START_LIMIT
+from gateway.fleet.health import judge_state
+from gateway.fleet.node import KEY_REJECTED_SECONDS, NodeState
 from tests.fleet.build import Clock, a_node, take
 
 
 def test_slots_are_declared_or_said_or_assumed() -> None:
     node = a_node(slots=3)
-    node.facts.slots = 5
+    node.properties.slots = 5
     assert node.slots_total == 3
     node = a_node()
     assert node.slots_total == 1
-    node.facts.slots = 5
+    node.properties.slots = 5
     assert node.slots_total == 5
-    assert a_node(kind="openai").slots_total == START
+    assert a_node(kind="openai").slots_total == START_LIMIT
 
 
 def test_an_endpoint_that_tells_no_slots_may_yet_turn_out_to_have_more() -> None:
     node = a_node(kind="openai")
-    assert (node.slots_total, node.slots_most) == (START, MOST)
-    assert a_node(kind="openai", slots=2).slots_most == 2
-    assert a_node().slots_most == 1
+    assert (node.slots_total, node.most_slots) == (START_LIMIT, MOST_LIMIT)
+    assert a_node(kind="openai", slots=2).most_slots == 2
+    assert a_node().most_slots == 1
 
 
 def test_the_limit_of_an_endpoint_is_what_it_was_found_to_take() -> None:
     node = a_node(kind="openai")
     lease = take(node)
-    assert node.limit is not None
-    node.limit.refused(lease.taken, node.clock())
-    assert node.slots_total < START
+    assert node.concurrency_limit is not None
+    node.concurrency_limit.record_refusal(lease.taken_at, node.clock())
+    assert node.slots_total < START_LIMIT
     declared = a_node(kind="openai", slots=4)
-    assert declared.limit is not None
-    declared.limit.refused(0.0, declared.clock())
+    assert declared.concurrency_limit is not None
+    declared.concurrency_limit.record_refusal(0.0, declared.clock())
     assert declared.slots_total == 4
 
 
 def test_nothing_is_given_to_an_endpoint_that_asked_for_a_pause() -> None:
     clock = Clock()
     node = a_node(clock, kind="openai", slots=4)
-    assert node.limit is not None
-    node.limit.refused(clock(), clock(), retry_after=20.0)
-    assert (node.paused(clock()), node.free(clock())) == (True, 0)
+    assert node.concurrency_limit is not None
+    node.concurrency_limit.record_refusal(clock(), clock(), retry_after=20.0)
+    assert (node.paused(clock()), node.free_slots(clock())) == (True, 0)
     assert node.next_change(clock()) == clock() + 20.0
     clock.passes(20.0)
-    assert (node.paused(clock()), node.free(clock())) == (False, 4)
+    assert (node.paused(clock()), node.free_slots(clock())) == (False, 4)
 
 
 def test_a_limit_that_shrinks_below_what_runs_leaves_nothing_free() -> None:
     node = a_node(kind="openai")
     leases = [take(node) for _ in range(8)]
-    assert node.limit is not None
-    node.limit.refused(leases[0].taken, node.clock(), retry_after=0.0)
-    assert node.free(node.clock()) == 0
+    assert node.concurrency_limit is not None
+    node.concurrency_limit.record_refusal(leases[0].taken_at, node.clock(), retry_after=0.0)
+    assert node.free_slots(node.clock()) == 0
     for lease in leases[:4]:
-        lease.give_back()
-    assert node.free(node.clock()) == node.slots_total - 4 == 1
+        lease.release()
+    assert node.free_slots(node.clock()) == node.slots_total - 4 == 1
 
 
 def test_context_is_declared_or_said() -> None:
     assert a_node().context is None
     node = a_node()
-    node.facts.context = 4096
+    node.properties.context = 4096
     assert node.context == 4096
     assert a_node(context=2048).context == 2048
 
 
 def test_models_are_declared_by_public_name() -> None:
     node = a_node(model={"gpt-4o-mini": "mistral-7b-q4.gguf"})
-    node.facts.models = ("mistral-7b-q4.gguf",)
-    assert node.serves("gpt-4o-mini") == "mistral-7b-q4.gguf"
-    assert node.serves("mistral-7b-q4.gguf") is None
+    node.properties.models = ("mistral-7b-q4.gguf",)
+    assert node.served_name("gpt-4o-mini") == "mistral-7b-q4.gguf"
+    assert node.served_name("mistral-7b-q4.gguf") is None
     assert node.public_models == {"gpt-4o-mini"}
 
 
 def test_models_are_what_the_server_says_where_nothing_is_declared() -> None:
     node = a_node()
-    assert node.serves("demo") is None
-    node.facts.models = ("demo", "other")
-    assert node.serves("demo") == "demo"
+    assert node.served_name("demo") is None
+    node.properties.models = ("demo", "other")
+    assert node.served_name("demo") == "demo"
     assert node.public_models == {"demo", "other"}
 
 
 def test_endpoints_are_all_but_what_the_node_refused() -> None:
     node = a_node()
-    assert node.offers("rerank")
-    node.facts.refused.add("rerank")
-    assert not node.offers("rerank")
-    assert node.offers("chat")
+    assert node.supports("rerank")
+    node.properties.refused.add("rerank")
+    assert not node.supports("rerank")
+    assert node.supports("chat")
 
 
 def test_declared_endpoints_are_the_only_ones() -> None:
     node = a_node(endpoints=["chat"])
-    assert node.offers("chat")
-    assert not node.offers("embeddings")
-    assert not node.offers("chat", vision=True)
-    assert a_node(endpoints=["chat", "vision"]).offers("chat", vision=True)
+    assert node.supports("chat")
+    assert not node.supports("embeddings")
+    assert not node.supports("chat", vision=True)
+    assert a_node(endpoints=["chat", "vision"]).supports("chat", vision=True)
 
 
 def test_vision_is_offered_unless_the_server_says_it_has_none() -> None:
     node = a_node()
-    assert node.offers("chat", vision=True)
-    node.facts.vision = False
-    assert not node.offers("chat", vision=True)
-    assert node.offers("chat")
+    assert node.supports("chat", vision=True)
+    node.properties.vision = False
+    assert not node.supports("chat", vision=True)
+    assert node.supports("chat")
 
 
 def test_free_slots_leave_out_ours_and_others() -> None:
     node = a_node(slots=4)
     take(node, 1)
     node.occupancy.foreign = 2
-    assert node.free(node.clock()) == 1
+    assert node.free_slots(node.clock()) == 1
     assert node.slots_busy == 3
     node.occupancy.foreign = 9
-    assert node.free(node.clock()) == 0
+    assert node.free_slots(node.clock()) == 0
     assert node.slots_busy == 4
 
 
@@ -121,12 +121,12 @@ def test_busy_slots_are_never_fewer_than_our_leases() -> None:
     node = a_node(slots=1)
     take(node, 3)
     assert node.slots_busy == 3
-    assert node.free(node.clock()) == 0
+    assert node.free_slots(node.clock()) == 0
 
 
 def test_requests_are_counted() -> None:
     node = a_node()
-    take(node).give_back()
+    take(node).release()
     take(node)
     assert node.requests == 2
 
@@ -134,19 +134,19 @@ def test_requests_are_counted() -> None:
 def test_a_key_that_was_refused_is_not_tried_for_a_while() -> None:
     clock = Clock()
     node = a_node(clock)
-    node.lock("wrong key", clock())
-    assert judge(node, clock()) == (State.DOWN, "wrong key")
-    clock.passes(LOCKED)
-    assert judge(node, clock())[0] is State.READY
-    node.lock("wrong key", clock())
-    node.unlock()
-    assert judge(node, clock())[0] is State.READY
+    node.key_rejected("wrong key", clock())
+    assert judge_state(node, clock()) == (NodeState.DOWN, "wrong key")
+    clock.passes(KEY_REJECTED_SECONDS)
+    assert judge_state(node, clock())[0] is NodeState.READY
+    node.key_rejected("wrong key", clock())
+    node.clear_key_rejection()
+    assert judge_state(node, clock())[0] is NodeState.READY
 
 
 def test_a_key_that_was_good_a_moment_ago_must_be_refused_twice() -> None:
     node = a_node()
-    node.accepted = True
-    node.lock("wrong key", node.clock())
-    assert judge(node, node.clock())[0] is State.READY
-    node.lock("wrong key", node.clock())
-    assert judge(node, node.clock())[0] is State.DOWN
+    node.key_accepted = True
+    node.key_rejected("wrong key", node.clock())
+    assert judge_state(node, node.clock())[0] is NodeState.READY
+    node.key_rejected("wrong key", node.clock())
+    assert judge_state(node, node.clock())[0] is NodeState.DOWN

@@ -12,10 +12,10 @@ import pytest
 
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.fleet.circuit import Circuit
-from gateway.fleet.node import Node, Rules
-from gateway.fleet.probes import LARGEST_ANSWER, check_alive, discover, read_slots
-from gateway.fleet.probing import Answer
-from gateway.transport.upstream import connect
+from gateway.fleet.node import Node, NodeSettings
+from gateway.fleet.probe_history import ProbeAnswer
+from gateway.fleet.probes import LARGEST_RESPONSE, check_alive, discover, probe_slots
+from gateway.transport.node_client import open_node_client
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
 from tests.virtual import in_virtual_time, now
@@ -24,8 +24,8 @@ from tests.virtual import in_virtual_time, now
 @asynccontextmanager
 async def node_at(url: str, *, timeout: float = 5.0, **keys: Any) -> AsyncIterator[Node]:
     spec = a_spec(url=url, **keys)
-    rules = Rules(HealthSettings(timeout=timeout), TimeoutSettings())
-    upstream = connect(spec)
+    rules = NodeSettings(HealthSettings(timeout=timeout), TimeoutSettings())
+    upstream = open_node_client(spec)
     try:
         yield Node(spec, upstream, rules, now, Circuit(rules.health, random.Random(7)))
     finally:
@@ -36,7 +36,7 @@ async def node_at(url: str, *, timeout: float = 5.0, **keys: Any) -> AsyncIterat
 async def test_a_healthy_server_is_up() -> None:
     async with EmulatedNode() as server, node_at(server.url) as node:
         outcome = await check_alive(node)
-    assert outcome.answer is Answer.UP
+    assert outcome.answer is ProbeAnswer.UP
     assert outcome.seconds == 0.0  # though in virtual time nothing takes any
 
 
@@ -44,7 +44,7 @@ async def test_a_healthy_server_is_up() -> None:
 async def test_a_path_prefix_is_kept() -> None:
     async with EmulatedNode() as server, node_at(f"{server.url}/some/where") as node:
         outcome = await check_alive(node)
-    assert outcome.answer is Answer.FAILED
+    assert outcome.answer is ProbeAnswer.FAILED
     assert "/health answers 404" in outcome.detail
 
 
@@ -53,10 +53,10 @@ async def test_a_server_that_loads_its_model_is_told_from_one_that_fails() -> No
     async with EmulatedNode() as server, node_at(server.url) as node:
         server.loading = True
         server.faults.next("loading")
-        assert (await check_alive(node)).answer is Answer.LOADING
+        assert (await check_alive(node)).answer is ProbeAnswer.LOADING
         server.faults.next("status", path="/health", status=503, body="overloaded")
         failed = await check_alive(node)
-    assert (failed.answer, failed.detail) == (Answer.FAILED, "/health answers 503")
+    assert (failed.answer, failed.detail) == (ProbeAnswer.FAILED, "/health answers 503")
 
 
 @in_virtual_time
@@ -66,7 +66,7 @@ async def test_a_closed_port_refuses() -> None:
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
         async with node_at(url) as node:
             outcome = await check_alive(node)
-    assert outcome.answer is Answer.REFUSED
+    assert outcome.answer is ProbeAnswer.CONNECTION_REFUSED
     assert url in outcome.detail
 
 
@@ -76,7 +76,7 @@ async def test_a_server_that_does_not_answer_times_out() -> None:
         server.faults.set("mute")
         outcome = await check_alive(node)
         server.faults.clear()
-    assert outcome.answer is Answer.TIMED_OUT
+    assert outcome.answer is ProbeAnswer.TIMED_OUT
     assert outcome.detail == "no answer to /health within 0.2 s"
     assert outcome.seconds == pytest.approx(0.2)
 
@@ -99,7 +99,7 @@ async def test_every_other_answer_is_a_failure(fault: dict[str, Any]) -> None:
         server.faults.set(path="control", **fault)
         outcome = await check_alive(node)
         server.faults.clear()
-    assert outcome.answer is Answer.FAILED
+    assert outcome.answer is ProbeAnswer.FAILED
     assert "/health" in outcome.detail
 
 
@@ -109,16 +109,16 @@ async def test_an_answer_that_trickles_is_cut_at_the_limit() -> None:
         server.faults.set("trickle", path="control", seconds=0.05)
         outcome = await check_alive(node)
         server.faults.clear()
-    assert outcome.answer is Answer.TIMED_OUT
+    assert outcome.answer is ProbeAnswer.TIMED_OUT
     assert outcome.seconds == pytest.approx(0.2)
 
 
 @in_virtual_time
 async def test_an_endless_answer_is_cut_by_size() -> None:
     async with EmulatedNode() as server, node_at(server.url) as node:
-        server.faults.next("status", path="/health", status=200, body="x" * (LARGEST_ANSWER + 1))
+        server.faults.next("status", path="/health", status=200, body="x" * (LARGEST_RESPONSE + 1))
         outcome = await check_alive(node)
-    assert outcome.answer is Answer.FAILED
+    assert outcome.answer is ProbeAnswer.FAILED
     assert "without end" in outcome.detail
 
 
@@ -129,7 +129,7 @@ async def test_a_server_tells_what_it_is() -> None:
         node_at(server.url) as node,
     ):
         assert (await discover(node)).up
-    facts = node.facts
+    facts = node.properties
     assert (facts.slots, facts.context, facts.models, facts.build) == (3, 2048, ("demo",), "b42")
 
 
@@ -139,7 +139,7 @@ async def test_a_wrong_key_is_told_with_its_remedy() -> None:
         async with node_at(server.url) as node:
             assert (await check_alive(node)).up
             outcome = await discover(node)
-        assert outcome.answer is Answer.LOCKED
+        assert outcome.answer is ProbeAnswer.KEY_REJECTED
         assert "401 on /v1/models" in outcome.detail
         assert "api_key_env" in outcome.detail
         async with node_at(server.url, api_key="right") as node:
@@ -150,29 +150,31 @@ async def test_a_wrong_key_is_told_with_its_remedy() -> None:
 async def test_what_is_no_json_teaches_nothing() -> None:
     async with EmulatedNode() as server, node_at(server.url) as node:
         server.faults.set("status", path="control", status=200, body="<html>")
-        assert (await discover(node)).answer is Answer.NAMELESS
-        assert await read_slots(node) is None
+        assert (await discover(node)).answer is ProbeAnswer.NO_MODEL
+        assert await probe_slots(node) is None
         server.faults.clear()
-    assert node.facts.models == ()
+    assert node.properties.models == ()
 
 
 @in_virtual_time
 async def test_another_build_may_do_what_the_old_one_refused() -> None:
     async with EmulatedNode(build="b1") as server, node_at(server.url) as node:
         await discover(node)
-        node.probing.discovered = node.clock()
-        node.facts.refused.add("rerank")
+        node.probe_history.discovered_at = node.clock()
+        node.properties.refused.add("rerank")
         await discover(node)
-        assert node.facts.refused == {"rerank"}
+        assert node.properties.refused == {"rerank"}
         server.build = "b2"
         await discover(node)
-        assert node.facts.refused == set()
+        assert node.properties.refused == set()
 
 
-@pytest.mark.parametrize(("keys", "answer"), [({}, Answer.NAMELESS), ({"model": "m"}, Answer.UP)])
+@pytest.mark.parametrize(
+    ("keys", "answer"), [({}, ProbeAnswer.NO_MODEL), ({"model": "m"}, ProbeAnswer.UP)]
+)
 @in_virtual_time
 async def test_an_old_server_that_names_no_model_needs_one_in_the_inventory(
-    keys: dict[str, Any], answer: Answer
+    keys: dict[str, Any], answer: ProbeAnswer
 ) -> None:
     async with EmulatedNode() as server, node_at(server.url, **keys) as node:
         server.faults.set("status", path="/v1/models", status=404)
@@ -180,52 +182,52 @@ async def test_an_old_server_that_names_no_model_needs_one_in_the_inventory(
         server.faults.set("status", path="/props", status=200, body=body)
         outcome = await discover(node)
         server.faults.clear()
-    assert (outcome.answer, node.facts.context) == (answer, 2048)
-    if answer is Answer.NAMELESS:
+    assert (outcome.answer, node.properties.context) == (answer, 2048)
+    if answer is ProbeAnswer.NO_MODEL:
         assert outcome.detail.endswith("say in the inventory what it serves (model: ...)")
 
 
 @in_virtual_time
 async def test_busy_slots_are_read() -> None:
     async with EmulatedNode(slots=2, decode_tps=50) as server, node_at(server.url) as node:
-        assert await read_slots(node) == 0
+        assert await probe_slots(node) == 0
         body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 50}
-        async with node.upstream.client.stream("POST", "/v1/chat/completions", json=body):
+        async with node.upstream.http.stream("POST", "/v1/chat/completions", json=body):
             await server.until(lambda: server.busy == 1)
-            assert await read_slots(node) == 1
+            assert await probe_slots(node) == 1
 
 
 @in_virtual_time
 async def test_a_server_without_slots_is_not_asked_again() -> None:
     async with EmulatedNode(endpoint_slots=False) as server, node_at(server.url) as node:
-        assert node.tells_slots
-        assert await read_slots(node) is None
-    assert not node.tells_slots
+        assert node.reports_slots
+        assert await probe_slots(node) is None
+    assert not node.reports_slots
 
 
 @in_virtual_time
 async def test_no_process_has_no_busy_slot() -> None:
     async with EmulatedNode() as server, node_at(server.url) as node:
         await server.kill()
-        assert await read_slots(node) == 0
+        assert await probe_slots(node) == 0
 
 
 @pytest.mark.parametrize(
     ("status", "keys", "answer"),
     [
-        (200, {}, Answer.UP),
-        (404, {"model": "x"}, Answer.UP),
-        (404, {}, Answer.FAILED),
-        (401, {"model": "x", "api_key": "k"}, Answer.UP),
-        (403, {"model": "x", "api_key": "k"}, Answer.UP),
-        (401, {"model": "x"}, Answer.LOCKED),
-        (401, {"api_key": "k"}, Answer.LOCKED),
-        (500, {"model": "x", "api_key": "k"}, Answer.FAILED),
+        (200, {}, ProbeAnswer.UP),
+        (404, {"model": "x"}, ProbeAnswer.UP),
+        (404, {}, ProbeAnswer.FAILED),
+        (401, {"model": "x", "api_key": "k"}, ProbeAnswer.UP),
+        (403, {"model": "x", "api_key": "k"}, ProbeAnswer.UP),
+        (401, {"model": "x"}, ProbeAnswer.KEY_REJECTED),
+        (401, {"api_key": "k"}, ProbeAnswer.KEY_REJECTED),
+        (500, {"model": "x", "api_key": "k"}, ProbeAnswer.FAILED),
     ],
 )
 @in_virtual_time
 async def test_another_kind_of_server_is_judged_by_its_list_of_models(
-    status: int, keys: dict[str, Any], answer: Answer
+    status: int, keys: dict[str, Any], answer: ProbeAnswer
 ) -> None:
     async with EmulatedNode() as server, node_at(server.url, kind="openai", **keys) as node:
         server.faults.set("status", path="/health", status=404)
@@ -234,4 +236,4 @@ async def test_another_kind_of_server_is_judged_by_its_list_of_models(
         outcome = await check_alive(node)
         server.faults.clear()
     assert outcome.answer is answer
-    assert node.facts.models == (("gpt",) if status == 200 else ())
+    assert node.properties.models == (("gpt",) if status == 200 else ())

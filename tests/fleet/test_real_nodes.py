@@ -13,9 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.fleet.lease import Phase
-from gateway.fleet.node import Node
-from gateway.fleet.states import State
+from gateway.fleet.node import LeasePhase, Node, NodeState
 from tests.fleet.build import Running, a_fleet, a_spec, take
 from tests.servers import running_demo_servers
 
@@ -31,8 +29,8 @@ async def test_a_real_server_tells_what_it_is_and_is_read_while_it_works() -> No
     with running_demo_servers(1, slots=2, context=CONTEXT) as [server]:
         async with a_fleet(a_spec(url=server.url), **REAL) as fleet:
             node = fleet["a"]
-            assert node.state is State.READY
-            facts = node.facts
+            assert node.state is NodeState.READY
+            facts = node.properties
             assert (facts.slots, facts.context, facts.models) == (2, CONTEXT, ("demo",))
             assert facts.slots_endpoint is True
             assert facts.template
@@ -53,13 +51,13 @@ async def test_a_cut_stream_of_a_real_server_frees_its_slot() -> None:
         async with a_fleet(a_spec(url=server.url), **REAL | {"interval": 60}) as fleet:
             node = fleet["a"]
             lease = take(node)
-            client = lease.upstream.client
+            client = lease.upstream.http
             async with client.stream("POST", "/v1/chat/completions", json=CHAT) as response:
                 parts = response.aiter_bytes()
                 await anext(parts)
-                lease.moved(time.monotonic())
+                lease.content_received(time.monotonic())
             lease.abandon()
-            assert lease.phase is Phase.RECLAIM
+            assert lease.phase is LeasePhase.RECLAIM
             await fleet.until(lambda: not lease.held)
             [slot] = (await client.get("/slots")).json()
             assert not slot["is_processing"]
@@ -71,10 +69,8 @@ async def test_the_timings_of_a_real_server_are_learnt() -> None:
         async with a_fleet(a_spec(url=server.url), **REAL) as fleet:
             node = fleet["a"]
             body = CHAT | {"stream": False, "max_tokens": 30}
-            answer = await node.upstream.client.post(
-                "/v1/chat/completions", json=body, timeout=LIMIT
-            )
-            node.speed.learn(answer.json()["timings"])
+            answer = await node.upstream.http.post("/v1/chat/completions", json=body, timeout=LIMIT)
+            node.speed.learn_timings(answer.json()["timings"])
             assert node.speed.prefill_tps
             assert node.speed.decode_tps
             assert 0 < node.speed.decode_tps < math.inf
@@ -83,16 +79,16 @@ async def test_the_timings_of_a_real_server_are_learnt() -> None:
 async def test_a_real_server_that_hangs_is_mute_with_work_and_down_without() -> None:
     with running_demo_servers(1) as [server]:
         async with a_fleet(a_spec(url=server.url), **REAL | {"timeout": 0.5}) as fleet:
-            await fleet.until_state("a", State.READY, limit=LIMIT)
+            await fleet.until_state("a", NodeState.READY, limit=LIMIT)
             lease = take(fleet["a"])
             os.kill(server.pid, signal.SIGSTOP)
             try:
-                await fleet.until_state("a", State.MUTE, limit=LIMIT)
-                lease.give_back()
-                await fleet.until_state("a", State.DOWN, limit=LIMIT)
+                await fleet.until_state("a", NodeState.MUTE, limit=LIMIT)
+                lease.release()
+                await fleet.until_state("a", NodeState.DOWN, limit=LIMIT)
             finally:
                 os.kill(server.pid, signal.SIGCONT)
-            await fleet.until_state("a", State.READY, limit=LIMIT)
+            await fleet.until_state("a", NodeState.READY, limit=LIMIT)
 
 
 async def test_a_killed_real_server_goes_down_within_seconds() -> None:
@@ -100,9 +96,9 @@ async def test_a_killed_real_server_goes_down_within_seconds() -> None:
         specs = [a_spec("a", one.url), a_spec("b", two.url)]
         async with a_fleet(*specs, **REAL) as fleet:
             await asyncio.to_thread(one.kill)
-            await fleet.until_state("a", State.DOWN, limit=LIMIT)
+            await fleet.until_state("a", NodeState.DOWN, limit=LIMIT)
             assert "no connection" in fleet["a"].reason
-            assert fleet.state("b") is State.READY
+            assert fleet.state("b") is NodeState.READY
 
 
 async def test_decode_speed_is_learnt_by_busy_slots_of_a_real_server() -> None:
@@ -125,14 +121,14 @@ async def _decode(fleet: Running, node: Node) -> float:
     lease, last = take(node), b""
     moved = False
     body = CHAT | {"max_tokens": 400, "timings_per_token": False}
-    async with lease.upstream.client.stream("POST", "/v1/chat/completions", json=body) as response:
+    async with lease.upstream.http.stream("POST", "/v1/chat/completions", json=body) as response:
         async for line in response.aiter_lines():
             if '"content":"' in line and not moved:
                 moved = True
-                lease.moved(time.monotonic())
+                lease.content_received(time.monotonic())
             if '"timings"' in line:
                 last = line.removeprefix("data: ").encode()
-    lease.give_back()
+    lease.release()
     timings = json.loads(last)["timings"]
-    fleet.fleet.learn(node, timings, lease)
+    fleet.fleet.learn_timings(node, timings, lease)
     return float(timings["predicted_ms"]) / 1000 / int(timings["predicted_n"])

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fleet.lease import Lease, Phase
-from gateway.fleet.reclaim import BLIND, blind_hold, let_go, longest_hold
-from gateway.fleet.states import State
+from gateway.fleet.node import Lease, LeasePhase, NodeState
+from gateway.fleet.reclaim import BLIND_HOLD, hold_without_slots, most_hold, released_slots
 from tests.emulator import EmulatedNode
 from tests.fleet.build import Clock, Running, a_fleet, a_node, a_spec, inventory, take
 from tests.virtual import in_virtual_time, now
@@ -21,31 +20,31 @@ from tests.virtual import in_virtual_time, now
 def test_a_slot_that_the_node_shows_free_is_let_go() -> None:
     node = a_node(slots=2)
     take(node).abandon()
-    assert let_go(1, node.leases, 1001.0) == 0
-    assert let_go(0, node.leases, 1001.0) == 1
+    assert released_slots(1, node.leases, 1001.0) == 0
+    assert released_slots(0, node.leases, 1001.0) == 1
 
 
 def test_busy_slots_are_put_down_to_live_requests_first() -> None:
     node = a_node(slots=3)
     take(node)
     take(node).abandon()
-    assert let_go(2, node.leases, 1001.0) == 0
-    assert let_go(1, node.leases, 1001.0) == 1
+    assert released_slots(2, node.leases, 1001.0) == 0
+    assert released_slots(1, node.leases, 1001.0) == 1
 
 
 def test_a_request_that_may_not_have_reached_its_slot_accounts_for_nothing() -> None:
     node = a_node(slots=3)
     take(node)
     take(node).abandon()
-    assert let_go(1, node.leases, 1000.1) == 0
+    assert released_slots(1, node.leases, 1000.1) == 0
 
 
 def test_a_request_left_at_once_may_reach_its_slot_later() -> None:
     node = a_node(slots=3)
     lease = take(node)
     lease.abandon()
-    assert let_go(0, node.leases, 1000.1) == 0
-    assert let_go(0, node.leases, 1000.3) == 1
+    assert released_slots(0, node.leases, 1000.1) == 0
+    assert released_slots(0, node.leases, 1000.3) == 1
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.floats(0, 5))), st.integers(0, 20))
@@ -61,7 +60,7 @@ def test_never_more_than_what_was_abandoned(
         if left:
             lease.abandon()
             abandoned += slots
-    assert 0 <= let_go(busy, node.leases, clock()) <= abandoned
+    assert 0 <= released_slots(busy, node.leases, clock()) <= abandoned
 
 
 def abandoned(*, moved: bool = False, after: float = 0.0, **keys: Any) -> Lease:
@@ -69,25 +68,25 @@ def abandoned(*, moved: bool = False, after: float = 0.0, **keys: Any) -> Lease:
     lease = take(a_node(clock), **keys)
     clock.passes(after)
     if moved:
-        lease.moved(clock())
+        lease.content_received(clock())
     lease.abandon()
     return lease
 
 
 def test_without_slots_to_read_the_hold_is_what_is_known_of_the_request() -> None:
-    assert blind_hold(abandoned(moved=True)) == BLIND
-    assert blind_hold(abandoned(expected_prefill=30.0, after=10.0)) == pytest.approx(20.0)
-    assert blind_hold(abandoned(expected_prefill=30.0, after=50.0)) == BLIND
-    assert blind_hold(abandoned()) == 60.0
+    assert hold_without_slots(abandoned(moved=True)) == BLIND_HOLD
+    assert hold_without_slots(abandoned(expected_prefill=30.0, after=10.0)) == pytest.approx(20.0)
+    assert hold_without_slots(abandoned(expected_prefill=30.0, after=50.0)) == BLIND_HOLD
+    assert hold_without_slots(abandoned()) == 60.0
     plain = abandoned(stream=False, moved=True, expected_total=45.0, after=5.0)
-    assert blind_hold(plain) == pytest.approx(40.0)
-    assert blind_hold(abandoned(stream=False, expected_total=900.0)) == 60.0
-    assert blind_hold(abandoned(stream=False)) == 60.0
+    assert hold_without_slots(plain) == pytest.approx(40.0)
+    assert hold_without_slots(abandoned(stream=False, expected_total=900.0)) == 60.0
+    assert hold_without_slots(abandoned(stream=False)) == 60.0
 
 
 def test_the_longest_hold_grows_with_the_prefill_predicted() -> None:
-    assert longest_hold(abandoned()) == 60.0
-    assert longest_hold(abandoned(expected_prefill=100.0)) == 400.0
+    assert most_hold(abandoned()) == 60.0
+    assert most_hold(abandoned(expected_prefill=100.0)) == 400.0
 
 
 @asynccontextmanager
@@ -95,14 +94,14 @@ async def streaming(fleet: Running, **keys: Any) -> AsyncIterator[Lease]:
     """A chat that runs under a lease; leaving closes its connection."""
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 400}
     lease = take(fleet["a"], stream=True)
-    client = lease.upstream.client
+    client = lease.upstream.http
     async with client.stream("POST", "/v1/chat/completions", json=body | keys) as response:
-        lease.head_came(now())
+        lease.head_received(now())
         if not keys:
             # Kept: an iterator that is dropped closes the connection.
             parts = response.aiter_bytes()
             await anext(parts)
-            lease.moved(now())
+            lease.content_received(now())
         yield lease
 
 
@@ -136,8 +135,8 @@ async def test_a_slot_that_reads_a_prompt_to_its_end_is_held_as_long() -> None:
         lease.abandon()
         await asyncio.sleep(0.4)
         assert server.busy == 1
-        assert lease.phase is Phase.RECLAIM
-        assert fleet["a"].free(now()) == 0
+        assert lease.phase is LeasePhase.RECLAIM
+        assert fleet["a"].free_slots(now()) == 0
         freed = 0.0
 
         def over() -> bool:
@@ -164,8 +163,8 @@ async def test_a_neighbour_that_goes_on_does_not_keep_the_slot() -> None:
             await fleet.until(lambda: not lease.held)
             assert server.busy == 1
             assert neighbour.held
-            assert fleet["a"].free(now()) == 1
-        neighbour.give_back()
+            assert fleet["a"].free_slots(now()) == 1
+        neighbour.release()
 
 
 @in_virtual_time
@@ -211,11 +210,11 @@ async def test_a_node_without_slots_gives_a_cut_stream_back_shortly() -> None:
         a_fleet(a_spec(url=server.url)) as fleet,
     ):
         lease = take(fleet["a"])
-        lease.moved(now())
+        lease.content_received(now())
         began = now()
         lease.abandon()
         await fleet.until(lambda: not lease.held)
-        assert BLIND <= now() - began < 2 * BLIND
+        assert BLIND_HOLD <= now() - began < 2 * BLIND_HOLD
 
 
 @in_virtual_time
@@ -243,5 +242,5 @@ async def test_abandoned_work_of_a_removed_node_is_waited_for() -> None:
             fleet.fleet.apply(inventory())
         lease.abandon()
         await fleet.until(lambda: not lease.held)
-        assert node.state is State.READY
-        await fleet.until(lambda: node.upstream.client.is_closed)
+        assert node.state is NodeState.READY
+        await fleet.until(lambda: node.upstream.http.is_closed)

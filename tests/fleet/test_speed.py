@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fleet.speed import UNMEASURED, Speed, weigh
-from gateway.fleet.timings import Seen
+from gateway.fleet.speed import CPU_PRIOR, ObservedTiming, Speed, compare_speeds
 from tests.emulator import EmulatedNode
 from tests.fleet.build import Running, a_fleet, a_node, a_spec, take
 from tests.virtual import in_virtual_time, now
@@ -32,7 +31,7 @@ def timings(prompt: float = 100, tps: float = 50.0, predicted: float = 32) -> di
 def test_the_first_measurement_is_believed() -> None:
     speed = Speed()
     assert (speed.prefill_tps, speed.decode_tps) == (None, None)
-    speed.learn(timings(tps=50))
+    speed.learn_timings(timings(tps=50))
     assert speed.prefill_tps == pytest.approx(500)
     assert speed.decode_tps == pytest.approx(50)
 
@@ -40,12 +39,12 @@ def test_the_first_measurement_is_believed() -> None:
 def test_one_odd_measurement_moves_it_little_and_a_lasting_change_fully() -> None:
     speed = Speed()
     for _ in range(20):
-        speed.learn(timings(tps=50))
-    speed.learn(timings(tps=0.01))
+        speed.learn_timings(timings(tps=50))
+    speed.learn_timings(timings(tps=0.01))
     assert speed.decode_tps is not None
     assert speed.decode_tps > 40
     for _ in range(100):
-        speed.learn(timings(tps=10))
+        speed.learn_timings(timings(tps=10))
     assert speed.decode_tps == pytest.approx(10, rel=0.05)
 
 
@@ -56,15 +55,15 @@ def test_one_odd_measurement_moves_it_little_and_a_lasting_change_fully() -> Non
 def test_nonsense_is_ignored(bad: Any) -> None:
     for key in ("prompt_n", "prompt_ms", "predicted_n", "predicted_ms"):
         speed = Speed()
-        speed.learn(timings(tps=50))
+        speed.learn_timings(timings(tps=50))
         before = (speed.prefill_tps, speed.decode_tps)
-        speed.learn(timings(tps=50) | {key: bad})
+        speed.learn_timings(timings(tps=50) | {key: bad})
         assert (speed.prefill_tps, speed.decode_tps) == pytest.approx(before), key
 
 
 def test_missing_figures_are_ignored() -> None:
     speed = Speed()
-    speed.learn({})
+    speed.learn_timings({})
     assert (speed.prefill_tps, speed.decode_tps) == (None, None)
 
 
@@ -79,7 +78,7 @@ def test_missing_figures_are_ignored() -> None:
 def test_whatever_it_is_told_a_speed_stays_a_positive_number(told: list[dict[str, object]]) -> None:
     speed = Speed()
     for one in told:
-        speed.learn(one)
+        speed.learn_timings(one)
         for rate in (speed.prefill_tps, speed.decode_tps):
             assert rate is None or 0 < rate < math.inf
 
@@ -87,15 +86,15 @@ def test_whatever_it_is_told_a_speed_stays_a_positive_number(told: list[dict[str
 def test_until_it_is_measured_the_hint_holds() -> None:
     node = a_node(speed_hint=2.5)
     assert node.speed.relative == 2.5
-    weigh([node])
+    compare_speeds([node])
     assert node.speed.relative == 2.5
 
 
 def test_measured_and_guessed_nodes_stand_on_one_scale() -> None:
     slow, fast, guessed = a_node(speed_hint=1), a_node(speed_hint=2), a_node(speed_hint=4)
-    slow.speed.learn(timings(tps=10))
-    fast.speed.learn(timings(tps=20))
-    weigh([slow, fast, guessed])
+    slow.speed.learn_timings(timings(tps=10))
+    fast.speed.learn_timings(timings(tps=20))
+    compare_speeds([slow, fast, guessed])
     assert slow.speed.relative == pytest.approx(1)
     assert fast.speed.relative == pytest.approx(2)
     assert guessed.speed.relative == 4
@@ -104,31 +103,31 @@ def test_measured_and_guessed_nodes_stand_on_one_scale() -> None:
 def test_a_wrong_hint_is_overruled_by_the_measurement() -> None:
     boast, honest, other = a_node(speed_hint=10), a_node(), a_node()
     for node in (boast, honest, other):
-        node.speed.learn(timings(tps=10))
-    weigh([boast, honest, other])
+        node.speed.learn_timings(timings(tps=10))
+    compare_speeds([boast, honest, other])
     assert boast.speed.relative == pytest.approx(honest.speed.relative)
 
 
 def test_nodes_of_different_models_are_not_compared() -> None:
     small, large = a_node(model="small"), a_node(model="large")
-    small.speed.learn(timings(tps=100))
-    large.speed.learn(timings(tps=2))
-    weigh([small, large])
+    small.speed.learn_timings(timings(tps=100))
+    large.speed.learn_timings(timings(tps=2))
+    compare_speeds([small, large])
     assert small.speed.relative == large.speed.relative == pytest.approx(1)
 
 
 def test_nodes_that_only_embed_are_weighed_by_their_prefill() -> None:
     slow, fast = a_node(), a_node()
-    slow.speed.learn({"prompt_n": 100, "prompt_ms": 1000})
-    fast.speed.learn({"prompt_n": 300, "prompt_ms": 1000})
-    weigh([slow, fast])
+    slow.speed.learn_timings({"prompt_n": 100, "prompt_ms": 1000})
+    fast.speed.learn_timings({"prompt_n": 300, "prompt_ms": 1000})
+    compare_speeds([slow, fast])
     assert fast.speed.relative == pytest.approx(3 * slow.speed.relative)
 
 
 def learn_at(speed: Speed, busy: int, per_token: float, times: int = 30) -> None:
     told = {"predicted_n": 40, "predicted_ms": 40_000 * per_token}
     for _ in range(times):
-        speed.learn(told, Seen(40 * per_token + 1, 1, busy=busy))
+        speed.learn_timings(told, ObservedTiming(40 * per_token + 1, 1, busy_slots=busy))
 
 
 def test_decode_is_learnt_by_busy_slots() -> None:
@@ -161,16 +160,19 @@ def test_short_reads_do_not_make_a_node_look_slow_at_long_ones() -> None:
     speed = Speed()
     for _ in range(40):
         for tokens in (20, 1500):
-            speed.learn({"prompt_n": tokens, "prompt_ms": 100 + tokens / 0.6})
+            speed.learn_timings({"prompt_n": tokens, "prompt_ms": 100 + tokens / 0.6})
     assert speed.prefill_tps == pytest.approx(600, rel=0.05)
 
 
 def test_prompts_read_side_by_side_count_at_their_best() -> None:
     speed = Speed()
     for _ in range(5):
-        speed.learn({"prompt_n": 600, "prompt_ms": 1000}, Seen(2, 1))
+        speed.learn_timings({"prompt_n": 600, "prompt_ms": 1000}, ObservedTiming(2, 1))
     for _ in range(50):
-        speed.learn({"prompt_n": 600, "prompt_ms": 2000}, Seen(3, 2, busy=2, readers=2))
+        speed.learn_timings(
+            {"prompt_n": 600, "prompt_ms": 2000},
+            ObservedTiming(3, 2, busy_slots=2, mean_prefills=2),
+        )
     assert speed.prefill_tps == pytest.approx(600, rel=0.05)
 
 
@@ -178,7 +180,7 @@ def test_a_decode_held_up_by_others_prompts_does_not_make_a_node_slow() -> None:
     speed = Speed()
     for _ in range(50):
         told = {"predicted_n": 40, "predicted_ms": 6000}
-        speed.learn(told, Seen(7, 1, busy=2, stalled=4))
+        speed.learn_timings(told, ObservedTiming(7, 1, busy_slots=2, stalled_seconds=4))
     assert speed.seconds_per_token(2) == pytest.approx(0.05, rel=0.1)
 
 
@@ -186,22 +188,22 @@ def test_a_liar_gets_no_more_than_its_hint() -> None:
     """It claims a thousandfold; our clock says 10 s for a hundred tokens."""
     liar, honest = a_node(), a_node()
     for _ in range(20):
-        liar.speed.learn(
+        liar.speed.learn_timings(
             {"prompt_n": 500, "prompt_ms": 1, "predicted_n": 100, "predicted_ms": 10},
-            Seen(15, 5),
+            ObservedTiming(15, 5),
         )
-        honest.speed.learn(timings(tps=10), Seen(4.3, 1))
-    weigh([liar, honest])
+        honest.speed.learn_timings(timings(tps=10), ObservedTiming(4.3, 1))
+    compare_speeds([liar, honest])
     assert liar.speed.relative == pytest.approx(honest.speed.relative)
     assert liar.speed.token_base == pytest.approx(honest.speed.token_base)
-    assert liar.speed.reading == pytest.approx(honest.speed.reading)
+    assert liar.speed.expected_prefill_tps == pytest.approx(honest.speed.expected_prefill_tps)
 
 
 def test_a_node_that_begins_to_lie_keeps_its_true_speed() -> None:
     speed = Speed()
     learn_at(speed, 1, 0.1)
     for _ in range(50):
-        speed.learn({"predicted_n": 100, "predicted_ms": 10}, Seen(11, 1))
+        speed.learn_timings({"predicted_n": 100, "predicted_ms": 10}, ObservedTiming(11, 1))
     assert speed.decode_tps == pytest.approx(10, rel=0.1)
 
 
@@ -214,40 +216,42 @@ def test_an_endpoint_without_timings_is_learnt_by_the_clock() -> None:
 
 def test_an_unmeasured_node_is_reckoned_with_by_its_hint() -> None:
     cpu, fast, gpu = a_node(), a_node(speed_hint=2), a_node(tier="gpu")
-    weigh([cpu, fast, gpu])
-    assert cpu.speed.reading == UNMEASURED.reading
-    assert fast.speed.token_base == UNMEASURED.token_base / 2
-    assert gpu.speed.reading > 10 * cpu.speed.reading
+    compare_speeds([cpu, fast, gpu])
+    assert cpu.speed.expected_prefill_tps == CPU_PRIOR.prefill_tps
+    assert fast.speed.token_base == CPU_PRIOR.token_base / 2
+    assert gpu.speed.expected_prefill_tps > 10 * cpu.speed.expected_prefill_tps
     measured = a_node(speed_hint=0.5)
     learn_at(measured.speed, 1, 0.04)
-    measured.speed.learn({"prompt_n": 1000, "prompt_ms": 5000})
-    weigh([cpu, fast, measured])
+    measured.speed.learn_timings({"prompt_n": 1000, "prompt_ms": 5000})
+    compare_speeds([cpu, fast, measured])
     assert cpu.speed.token_base == pytest.approx(measured.speed.token_base / 2, rel=0.01)
-    assert fast.speed.reading == pytest.approx(4 * measured.speed.reading, rel=0.01)
+    assert fast.speed.expected_prefill_tps == pytest.approx(
+        4 * measured.speed.expected_prefill_tps, rel=0.01
+    )
 
 
 def test_a_change_of_what_to_reckon_with_is_told_by_the_version() -> None:
     node, other = a_node(), a_node()
-    weigh([node, other])
+    compare_speeds([node, other])
     before = node.speed.version
-    weigh([node, other])
+    compare_speeds([node, other])
     assert node.speed.version == before
-    other.speed.learn(timings())
-    weigh([node, other])
+    other.speed.learn_timings(timings())
+    compare_speeds([node, other])
     assert node.speed.version > before
 
 
 def test_a_server_with_another_model_is_measured_anew() -> None:
     node = a_node()
-    node.facts.models = ("small",)
-    node.note_model()
-    node.facts.n_params = 1_000_000
-    node.note_model()
-    node.speed.learn(timings())
-    node.note_model()
+    node.properties.models = ("small",)
+    node.forget_replaced_model()
+    node.properties.n_params = 1_000_000
+    node.forget_replaced_model()
+    node.speed.learn_timings(timings())
+    node.forget_replaced_model()
     assert node.speed.decode_tps is not None
-    node.facts.n_params = 7_000_000
-    node.note_model()
+    node.properties.n_params = 7_000_000
+    node.forget_replaced_model()
     assert [node.speed.prefill_tps, node.speed.decode_tps].count(None) == 2
 
 
@@ -259,7 +263,7 @@ def test_a_server_with_another_model_is_measured_anew() -> None:
                 st.floats(1e-9, 1e12) | st.integers(1, 10**12),
             ),
             st.builds(
-                Seen,
+                ObservedTiming,
                 st.floats(0, 1e6),
                 st.none() | st.floats(0, 1e6),
                 st.floats(0, 100),
@@ -270,12 +274,12 @@ def test_a_server_with_another_model_is_measured_anew() -> None:
     )
 )
 def test_what_is_reckoned_with_stays_finite_and_positive(
-    told: list[tuple[dict[str, object], Seen]],
+    told: list[tuple[dict[str, object], ObservedTiming]],
 ) -> None:
     speed = Speed()
     for one, seen in told:
-        speed.learn(one, seen)
-        assert 0 < speed.reading < math.inf
+        speed.learn_timings(one, seen)
+        assert 0 < speed.expected_prefill_tps < math.inf
         assert 0 < speed.token_base < math.inf
         assert 0 <= speed.token_step < math.inf
         assert 0 < speed.seconds_per_token(8) < math.inf
@@ -301,15 +305,15 @@ async def test_the_truth_is_found_of_a_node_whose_prompts_hold_its_writers_up() 
         lease = take(node)
         words = " ".join(str(rng.random()) for _ in range(rng.choice([2, 5, 20, 60])))
         body = {"messages": [{"role": "user", "content": words}], "stream": True}
-        path, client = "/v1/chat/completions", lease.upstream.client
+        path, client = "/v1/chat/completions", lease.upstream.http
         async with client.stream("POST", path, json=body, timeout=60) as response:
             async for line in response.aiter_lines():
-                if '"content":"' in line and lease.last_moved is None:
-                    lease.moved(now())
+                if '"content":"' in line and lease.last_content_at is None:
+                    lease.content_received(now())
                 if '"timings"' in line:
                     told = line.removeprefix("data: ")
-        lease.give_back()
-        fleet.fleet.learn(node, json.loads(told)["timings"], lease)
+        lease.release()
+        fleet.fleet.learn_timings(node, json.loads(told)["timings"], lease)
 
     async def client(fleet: Running, requests: int) -> None:
         for _ in range(requests):
@@ -319,7 +323,7 @@ async def test_the_truth_is_found_of_a_node_whose_prompts_hold_its_writers_up() 
         await client(fleet, 6)
         await asyncio.gather(*(client(fleet, 8) for _ in range(4)))
         speed = fleet["a"].speed
-        assert speed.reading == pytest.approx(prefill, rel=0.3)
+        assert speed.expected_prefill_tps == pytest.approx(prefill, rel=0.3)
         assert speed.token_base == pytest.approx(1 / decode, rel=0.25)
         assert speed.seconds_per_token(4) == pytest.approx(1 / decode + 3 * step, rel=0.3)
         assert "degraded" not in fleet.states("a")

@@ -328,7 +328,7 @@ async def test_what_did_not_happen_is_not_charged(tmp_path: Path) -> None:
         assert all(answer.whole for answer in answers)
         assert tiers(answers) == {"cpu": 10}
         assert gpu.statuses[429] > 0
-        shown = site.running.gateway.scheduler.hybrid.view(now())["spill"]
+        shown = site.running.gateway.scheduler.tier_policy.view(now())["spill"]
         assert isinstance(shown, dict)
         assert (shown["paid"], shown["reserved"], shown["running"]) == (0.0, 0.0, 0)
 
@@ -388,7 +388,7 @@ async def test_a_key_that_was_mended_is_used_at_once(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu()], key="wrong") as site:
         await site.ask("premium")
         (tmp_path / "gpu.key").write_text("secret\n")
-        site.running.gateway.reload_soon()
+        site.running.gateway.schedule_reload()
         await until(lambda: site.running.gateway.fleet.nodes["gpu"].state.value == "ready")
         assert (await site.ask("premium")).tier == "gpu"
 
@@ -471,7 +471,7 @@ async def test_nothing_stays_reserved_whoever_leaves_and_whatever_dies(tmp_path:
         await asyncio.gather(*clients)
 
         def shown() -> Any:
-            return site.running.gateway.scheduler.hybrid.view(now())["spill"]
+            return site.running.gateway.scheduler.tier_policy.view(now())["spill"]
 
         await until(lambda: shown()["running"] == 0)
         assert shown()["reserved"] == 0.0

@@ -1,7 +1,7 @@
 """Puts small faults into the gateway, one at a time, and counts those that the tests find.
 
-    make test ARGS="--cov=gateway/relay --cov-context=test --cov-report= --junitxml=runs.xml"
-    python -m tests.mutants gateway/relay --coverage .coverage --runs runs.xml --json mutants.json
+    make test ARGS="--cov=gateway/proxy --cov-context=test --cov-report= --junitxml=runs.xml"
+    python -m tests.mutants gateway/proxy --coverage .coverage --runs runs.xml --json mutants.json
 
 Each mutant runs the tests that reach its line, the quickest first, until one fails. A test that
 takes longer than `--longest` is left out. The same seed gives the same mutants of the same code.
@@ -152,7 +152,7 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folders", nargs="+", help="what to put faults into: gateway/relay …")
+    parser.add_argument("folders", nargs="+", help="what to put faults into: gateway/proxy …")
     parser.add_argument("--coverage", type=Path, required=True, help="with contexts of tests")
     parser.add_argument("--runs", type=Path, required=True, help="pytest's --junitxml, for times")
     parser.add_argument("--tests", type=Path, help="node ids that may run, a line each")

@@ -56,7 +56,7 @@ def main() -> None:
             up.send_signal(signal.SIGTERM)
             report["status"] = up.wait(120)
             say(f"ended: {report['status']}")
-        report["left"] = children(1, "gateway.local.embedded")
+        report["left"] = children(1, "gateway.tools.local.embedded")
     except Exception as error:  # noqa: BLE001 - whatever it is, the test shall see it
         report["error"] = repr(error)
     report["log"] = LOG.read_text()[-4000:] if LOG.exists() else ""
@@ -103,7 +103,7 @@ def chat(number: int) -> dict[str, Any]:
         return {"status": error.code, "error": error.read().decode(errors="replace")}
 
 
-def children(parent: int, module: str = "gateway.local.embedded") -> list[int]:
+def children(parent: int, module: str = "gateway.tools.local.embedded") -> list[int]:
     """The servers that a process has started."""
     found = []
     for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():

@@ -15,15 +15,15 @@ import structlog
 
 from gateway.events import (
     AttemptEnded,
-    Bus,
+    EventBus,
     InventoryChanged,
     NodeChanged,
     NodeDrift,
     SettingsChanged,
 )
-from gateway.observe import sink
-from gateway.observe.event_lines import subscribe
-from gateway.observe.logs import VALUE_CHARACTERS, Format, Logs, set_up
+from gateway.observe import logs as sink
+from gateway.observe.event_log import log_events
+from gateway.observe.logs import MOST_VALUE_CHARACTERS, LogFormat, Logs, set_up_logging
 from tests.observe.test_metrics import finished
 
 SECRET = "the prompt nobody may see"
@@ -36,11 +36,11 @@ class Written:
         self.path = path
         self.fd = os.open(path, os.O_CREAT | os.O_RDWR)
         self.logs: Logs | None = None
-        self.bus = Bus()
+        self.bus = EventBus()
 
-    def set_up(self, level: str = "info", form: Format = "auto", *, access: bool = True) -> Logs:
-        self.logs = set_up(level, form, fd=self.fd, environment={})
-        self.lines_of_events = subscribe(self.bus, self.logs, access=access)
+    def set_up(self, level: str = "info", form: LogFormat = "auto", *, access: bool = True) -> Logs:
+        self.logs = set_up_logging(level, form, fd=self.fd, environment={})
+        self.lines_of_events = log_events(self.bus, self.logs, access_log=access)
         return self.logs
 
     def text(self) -> str:
@@ -55,7 +55,7 @@ class Written:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing waits for the last lines, however long a slow machine takes to write them."""
-    monkeypatch.setattr(sink, "CLOSE_SECONDS", 30.0)
+    monkeypatch.setattr(sink, "LOG_FLUSH_SECONDS", 30.0)
 
 
 @pytest.fixture
@@ -75,10 +75,10 @@ def test_a_request_is_one_json_line_with_all_that_is_asked_for(written: Written)
     written.set_up()
     written.bus.publish(
         finished(
-            id="req-1",
-            queue=0.25,
+            x_request_id="req-1",
+            queue_seconds=0.25,
             ttft=1.5,
-            duration=4.0,
+            duration_seconds=4.0,
             attempts=2,
             prompt_tokens=10,
             cached_tokens=4,
@@ -110,7 +110,7 @@ def test_a_request_is_one_json_line_with_all_that_is_asked_for(written: Written)
 
 def test_a_failed_request_says_why(written: Written) -> None:
     written.set_up("warning")
-    written.bus.publish(finished(code=503, reason="no_node", node=None, ttft=None))
+    written.bus.publish(finished(status=503, reason="no_node", node=None, ttft=None))
     written.bus.publish(finished())
     (line,) = written.lines()
     assert (line["level"], line["status"], line["reason"]) == ("warning", 503, "no_node")
@@ -120,9 +120,9 @@ def test_a_failed_request_says_why(written: Written) -> None:
 
 def test_the_access_log_can_be_switched_off_while_it_runs(written: Written) -> None:
     written.set_up()
-    written.bus.publish(finished(id="first"))
-    written.lines_of_events.access = False
-    written.bus.publish(finished(id="second"))
+    written.bus.publish(finished(x_request_id="first"))
+    written.lines_of_events.access_log = False
+    written.bus.publish(finished(x_request_id="second"))
     written.bus.publish(NodeChanged("a", "ready", "down", "connection refused"))
     assert [line.get("id", line["event"]) for line in written.lines()] == ["first", "node"]
 
@@ -261,10 +261,10 @@ def test_python_s_warnings_are_lines_too(written: Written) -> None:
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
-def test_no_text_breaks_out_of_its_line(written: Written, form: Format) -> None:
+def test_no_text_breaks_out_of_its_line(written: Written, form: LogFormat) -> None:
     written.set_up(form=form)
     evil = "/a\nb\x1b[2J\x9b\u2028\ud800"
-    written.bus.publish(finished(path=evil, id="i" * 100_000))
+    written.bus.publish(finished(path=evil, x_request_id="i" * 100_000))
     structlog.get_logger().info("message", value=evil, odd={1: object()})
     arguments = ("one argument too few",)
     logging.getLogger("gateway").warning("%s %s", *arguments)
@@ -273,7 +273,7 @@ def test_no_text_breaks_out_of_its_line(written: Written, form: Format) -> None:
     assert len(lines) == 4
     assert lines[-1] == ""
     assert all(line.isprintable() for line in lines)
-    assert len(lines[0]) < VALUE_CHARACTERS + 1000
+    assert len(lines[0]) < MOST_VALUE_CHARACTERS + 1000
     assert "/a\\nb\\x1b" in lines[0].replace("\\\\", "\\")
     assert "could not be read" in lines[2]
 
@@ -282,10 +282,10 @@ def test_a_terminal_gets_words_and_colours_and_a_file_gets_json(tmp_path: Path) 
     def shown(environment: dict[str, str]) -> str:
         main, terminal = pty.openpty()
         try:
-            logs = set_up(fd=terminal, environment=environment)
-            bus = Bus()
-            subscribe(bus, logs)
-            bus.publish(finished(id="req-1"))
+            logs = set_up_logging(fd=terminal, environment=environment)
+            bus = EventBus()
+            log_events(bus, logs)
+            bus.publish(finished(x_request_id="req-1"))
             logs.close()
             return os.read(main, 10_000).decode()
         finally:

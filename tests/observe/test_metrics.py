@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.events import AttemptEnded, Bus, NodeChanged, RequestFinished
-from gateway.observe.exposition import Histogram, Page, labels
-from gateway.observe.metrics import MODELS, STATES, Metrics, NodeSample, Snapshot
+from gateway.events import AttemptEnded, EventBus, NodeChanged, RequestFinished
+from gateway.observe.exposition import Histogram, MetricsPage, labels
+from gateway.observe.metrics import MOST_MODELS, NODE_STATES, Metrics, MetricsSnapshot, NodeSample
 from gateway.request import Priority
 
 P = "llama_gateway_"
@@ -19,21 +19,21 @@ P = "llama_gateway_"
 
 def finished(**changes: object) -> RequestFinished:
     values: dict[str, object] = {
-        "id": "r1",
+        "x_request_id": "r1",
         "path": "/v1/chat/completions",
         "model": "mistral-7b",
         "priority": Priority.NORMAL,
         "caller": "team",
-        "code": 200,
+        "status": 200,
         "reason": None,
         "stream": True,
         "node": "a",
         "tier": "cpu",
         "attempts": 1,
-        "queue": 0.0,
+        "queue_seconds": 0.0,
         "ttft": 0.4,
-        "duration": 2.0,
-        "overhead": 0.0003,
+        "duration_seconds": 2.0,
+        "overhead_seconds": 0.0003,
     }
     return RequestFinished(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -63,8 +63,8 @@ class Gateway:
     """A bus, its metrics and what a scrape finds."""
 
     def __init__(self) -> None:
-        self.bus = Bus()
-        self.snapshot = Snapshot()
+        self.bus = EventBus()
+        self.snapshot = MetricsSnapshot()
         self.metrics = Metrics(self.bus, lambda: self.snapshot)
 
     def publish(self, *events: object) -> None:
@@ -84,7 +84,7 @@ def gateway() -> Gateway:
 
 
 def test_every_name_of_the_contract_is_on_a_busy_gateway_s_page(gateway: Gateway) -> None:
-    gateway.snapshot = Snapshot(nodes=[NodeSample("a", "ready", 2, 1, 16.5, 250.0)])
+    gateway.snapshot = MetricsSnapshot(nodes=[NodeSample("a", "ready", 2, 1, 16.5, 250.0)])
     gateway.publish(finished(prompt_tokens=3), AttemptEnded("r1", "a", "ok", 1.0))
     kinds = {name: family.type for name, family in gateway.scrape().families.items()}
     # The parser takes the _total off the names of counters.
@@ -109,7 +109,9 @@ def test_every_name_of_the_contract_is_on_a_busy_gateway_s_page(gateway: Gateway
 
 
 def test_names_units_and_help_are_as_promtool_wants_them(gateway: Gateway) -> None:
-    gateway.snapshot = Snapshot(nodes=[NodeSample("a", "ready", 2, 1, 1.0, 1.0)], retry_budget=9)
+    gateway.snapshot = MetricsSnapshot(
+        nodes=[NodeSample("a", "ready", 2, 1, 1.0, 1.0)], retry_budget=9
+    )
     gateway.publish(finished(), AttemptEnded("r1", "a", "ok", 1.0))
     for family in gateway.scrape().families.values():
         assert family.documentation, f"{family.name} has no help"
@@ -126,9 +128,9 @@ def test_requests_are_counted_by_class_model_and_true_code(gateway: Gateway) -> 
     gateway.publish(
         finished(),
         finished(),
-        finished(code=499),
+        finished(status=499),
         finished(priority=Priority.URGENT),
-        finished(model="unknown", code=404),
+        finished(model="unknown", status=404),
     )
     page = gateway.scrape()
     count = page.value("requests_total", **{"class": "normal"}, model="mistral-7b", code="200")
@@ -140,7 +142,7 @@ def test_requests_are_counted_by_class_model_and_true_code(gateway: Gateway) -> 
 
 def test_tokens_and_cost_add_up(gateway: Gateway) -> None:
     once = finished(prompt_tokens=100, cached_tokens=60, completion_tokens=7, cost=0.25)
-    gateway.publish(once, once, finished(tier="gpu", cost=1.5), finished(tier=None, code=429))
+    gateway.publish(once, once, finished(tier="gpu", cost=1.5), finished(tier=None, status=429))
     page = gateway.scrape()
     assert page.value("tokens_total", model="mistral-7b", kind="prompt") == 200
     assert page.value("tokens_total", model="mistral-7b", kind="cached") == 120
@@ -152,9 +154,9 @@ def test_tokens_and_cost_add_up(gateway: Gateway) -> None:
 
 def test_histograms_take_what_was_measured_and_leave_out_what_was_not(gateway: Gateway) -> None:
     gateway.publish(
-        finished(duration=0.3, ttft=None, overhead=None, attempts=0),
-        finished(duration=3000.0, queue=12.0),
-        finished(duration=5000.0, queue=12.0, attempts=0),
+        finished(duration_seconds=0.3, ttft=None, overhead_seconds=None, attempts=0),
+        finished(duration_seconds=3000.0, queue_seconds=12.0),
+        finished(duration_seconds=5000.0, queue_seconds=12.0, attempts=0),
     )
     page = gateway.scrape()
     assert page.value("request_duration_seconds_count") == 3
@@ -187,14 +189,14 @@ def test_every_histogram_reaches_one_hour_and_is_there_before_the_first_request(
 
 
 def test_a_node_is_in_one_state_and_every_other_reads_zero(gateway: Gateway) -> None:
-    gateway.snapshot = Snapshot(
+    gateway.snapshot = MetricsSnapshot(
         nodes=[
             NodeSample("a", "ready", 2, 1, 16.5, 250.0),
             NodeSample("b", "down", 4, 0),
         ]
     )
     page = gateway.scrape()
-    for state in STATES:
+    for state in NODE_STATES:
         assert page.value("node_state", node="a", state=state) == int(state == "ready")
         assert page.value("node_state", node="b", state=state) == int(state == "down")
     assert page.value("node_slots_total", node="b") == 4
@@ -224,7 +226,7 @@ def test_a_node_that_comes_back_counts_from_zero(gateway: Gateway) -> None:
 
 
 def test_the_queue_shows_every_class(gateway: Gateway) -> None:
-    gateway.snapshot = Snapshot(queue={Priority.BATCH: 3}, in_flight=5, inventory_error=True)
+    gateway.snapshot = MetricsSnapshot(queue={Priority.BATCH: 3}, in_flight=5, inventory_error=True)
     page = gateway.scrape()
     assert page.value("queue_depth", **{"class": "batch"}) == 3
     assert page.value("queue_depth", **{"class": "urgent"}) == 0
@@ -235,10 +237,10 @@ def test_the_queue_shows_every_class(gateway: Gateway) -> None:
 
 
 def test_models_without_end_are_counted_as_other(gateway: Gateway) -> None:
-    gateway.publish(*(finished(model=f"m{n}", prompt_tokens=1) for n in range(MODELS + 50)))
+    gateway.publish(*(finished(model=f"m{n}", prompt_tokens=1) for n in range(MOST_MODELS + 50)))
     page = gateway.scrape()
-    assert page.count("requests_total") == MODELS + 1
-    assert page.count("tokens_total") == 3 * (MODELS + 1)
+    assert page.count("requests_total") == MOST_MODELS + 1
+    assert page.count("tokens_total") == 3 * (MOST_MODELS + 1)
     assert page.value("requests_total", **{"class": "normal"}, model="other", code="200") == 50
     assert page.value("tokens_total", model="other", kind="prompt") == 50
 
@@ -258,9 +260,9 @@ def test_a_histogram_s_buckets_hold_what_is_not_above_them(values: list[float]) 
     histogram = Histogram([0.1, 1, 10])
     for value in values:
         histogram.observe(value)
-    page = Page("")
-    page.histogram("h", "meaning", histogram)
-    (family,) = text_string_to_metric_families(page.text())
+    page = MetricsPage("")
+    page.add_histogram("h", "meaning", histogram)
+    (family,) = text_string_to_metric_families(page.render())
     read = {sample.labels.get("le", sample.name): sample.value for sample in family.samples}
     for bound in (0.1, 1.0, 10.0, math.inf):
         name = "+Inf" if bound == math.inf else repr(bound)
@@ -271,9 +273,9 @@ def test_a_histogram_s_buckets_hold_what_is_not_above_them(values: list[float]) 
 
 def test_values_that_are_not_finite_are_written_as_prometheus_reads_them() -> None:
     def written(values: Iterable[float]) -> list[float]:
-        page = Page("")
-        page.family("g", "gauge", "m", [(labels(n=str(n)), v) for n, v in enumerate(values)])
-        (family,) = text_string_to_metric_families(page.text())
+        page = MetricsPage("")
+        page.add_family("g", "gauge", "m", [(labels(n=str(n)), v) for n, v in enumerate(values)])
+        (family,) = text_string_to_metric_families(page.render())
         return [sample.value for sample in family.samples]
 
     assert written([math.inf, -math.inf, 1e-7, 3]) == [math.inf, -math.inf, 1e-7, 3]

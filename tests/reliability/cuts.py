@@ -21,7 +21,7 @@ import httpx
 from openai import AsyncOpenAI
 
 from gateway.events import StreamResumed
-from gateway.relay import sse
+from gateway.proxy import sse
 from tests.gateways import running_gateway
 from tests.reliability.cutter import Plan, cutters
 from tests.servers import start_demo_servers
@@ -124,7 +124,7 @@ async def run(
 
 
 def _count(outcome: Outcome, event: StreamResumed) -> None:
-    outcome.resumed += event.node is not None
+    outcome.resumed += event.resumed_on is not None
 
 
 async def one(

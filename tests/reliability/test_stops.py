@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.relay import sse
+from gateway.proxy import sse
 from tests.gateways import Running, running_gateway
 from tests.reliability.cuts import SETTINGS
 from tests.reliability.cutter import Plan, cutters

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.local import demo_model
-from gateway.local.demo_vocabulary import CHAT_TEMPLATE, Kind, Token, vocabulary
-from gateway.relay import sse
+from gateway.proxy import sse
+from gateway.tools.local import demo_model
+from gateway.tools.local.demo_model import CHAT_TEMPLATE, Token, TokenType, vocabulary
 from tests.gateways import Running, running_gateway
 from tests.reliability.cuts import SETTINGS
 from tests.reliability.cutter import Plan, cutters
@@ -40,7 +40,9 @@ THOUGHT = (
 )
 
 
-@pytest.fixture(scope="module", params=[Kind.USER_DEFINED, Kind.CONTROL], ids=["text", "control"])
+@pytest.fixture(
+    scope="module", params=[TokenType.USER_DEFINED, TokenType.CONTROL], ids=["text", "control"]
+)
 def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """The demo model, taught a thought: its template opens one, and it closes it by itself.
 
@@ -56,8 +58,8 @@ def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo_model, "vocabulary", lambda: tokens)
         patch.setattr(demo_model, "CHAT_TEMPLATE", template.replace(CONTENT, THOUGHT + CONTENT))
-        patch.setitem(demo_model.HELD_DOWN, "</think>", CLOSED)
-        demo_model.write_model(path, demo_model.SHAPES["small"])
+        patch.setitem(demo_model.TOKEN_PENALTIES, "</think>", CLOSED)
+        demo_model.write_model(path, demo_model.DEMO_SHAPES["small"])
     return path
 
 
@@ -126,7 +128,7 @@ async def test_what_reasons_goes_on_wherever_it_is_cut(
         cutters(servers, plan) as urls,
         running_gateway(tmp_path, urls, SETTINGS | {"retries": retries}) as running,
     ):
-        begin = 1 + ((model.stem == Kind.CONTROL.name) is (path == "/v1/messages"))
+        begin = 1 + ((model.stem == TokenType.CONTROL.name) is (path == "/v1/messages"))
         for words, ends, step in QUESTIONS:
             stop = None
             if ends:

@@ -10,12 +10,11 @@ from typing import Any
 
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.config.settings import Settings
-from gateway.events import Bus
-from gateway.fleet.drains import Drains
-from gateway.fleet.facts import Facts
+from gateway.events import EventBus
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.lease import Lease
-from gateway.fleet.node import Node
+from gateway.fleet.node import Lease, Node
+from gateway.fleet.server_properties import ServerProperties
+from gateway.fleet.state_files import DrainedNodes
 from gateway.request import Caller, Priority, Request
 from gateway.scheduling.scheduler import Scheduler
 from tests.fleet.build import a_node, no_upstream
@@ -29,25 +28,27 @@ def node(
 ) -> Node:
     """A node that is ready."""
     made = a_node(name=name, url=f"http://{name}:1", slots=slots, **keys)
-    made.facts = Facts(models=models)
+    made.properties = ServerProperties(models=models)
     return made
 
 
-def a_request(model: str = "demo", *candidates: str, received: float = 0.0, **keys: Any) -> Request:
+def a_request(
+    model: str = "demo", *candidates: str, received_at: float = 0.0, **keys: Any
+) -> Request:
     number = next(_numbers)
     return Request(
         id=f"req_{number}",
-        tag=f"req_{number}",
+        x_request_id=f"req_{number}",
         path="/v1/chat/completions",
-        fields=b"",
+        header_lines=b"",
         bodies={},
-        said=model,
+        model_in_body=model,
         caller=CALLER,
         priority=keys.pop("priority", Priority.NORMAL),
         model=model,
-        candidates=candidates or (model,),
+        model_names=candidates or (model,),
         endpoint=keys.pop("endpoint", "chat"),
-        received=received or float(number),
+        received_at=received_at or float(number),
         **keys,
     )
 
@@ -64,16 +65,16 @@ def a_scheduler(
         connect=lambda _: no_upstream(),
         health=HealthSettings(),
         timeouts=TimeoutSettings(),
-        bus=Bus(),
+        bus=EventBus(),
         clock=chosen,
         rng=random.Random(seed),
-        drains=Drains(None),
+        drained_nodes=DrainedNodes(None),
     )
     for one in nodes:
         one.clock = chosen
-        one.on_return = fleet._returned
+        one.on_lease_released = fleet._returned
         fleet.nodes[one.name] = one
-    fleet.catalogue.renew(nodes)
+    fleet.model_index.set_nodes(nodes)
     return Scheduler(fleet, Settings(**settings), chosen, random.Random(seed))
 
 

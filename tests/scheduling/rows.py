@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.request import Priority
-from gateway.scheduling.ask import Ask, Tiers
-from gateway.scheduling.board import Board, Row
-from gateway.scheduling.dispatch import Dispatcher, Placement
-from gateway.scheduling.matching import LineRules
+from gateway.scheduling.dispatcher import Dispatcher, Placement
+from gateway.scheduling.matching import DispatchRules
+from gateway.scheduling.placement_state import NodeSlots, PlacementState, QueuedRequest, TierSets
 
 _numbers = itertools.count(1)
 
@@ -22,38 +21,38 @@ class Desk:
     """A board of nodes and a dispatcher, played with times that the test gives."""
 
     slots: tuple[int, ...] = (2, 2)
-    rules: LineRules = field(default_factory=LineRules)
+    rules: DispatchRules = field(default_factory=DispatchRules)
     seed: int = 0
     speeds: tuple[float, ...] = ()
     """Prompt tokens/s; tokens are written at a tenth of it."""
-    board: Board = field(default_factory=Board)
+    board: PlacementState = field(default_factory=PlacementState)
     running: list[Placement] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         speeds = self.speeds or (100.0,) * len(self.slots)
-        self.rows: list[Row] = [
-            self.board.add(f"node-{i}", total=slots, prefill=speed, token_base=10.0 / speed)
+        self.rows: list[NodeSlots] = [
+            self.board.add(f"node-{i}", total=slots, prefill_tps=speed, token_base=10.0 / speed)
             for i, (slots, speed) in enumerate(zip(self.slots, speeds, strict=True))
         ]
-        self.pool = self.board.pool(self.rows)
-        self.groups: tuple[Tiers, ...] = ((self.pool,),)
+        self.pool = self.board.candidate_set(self.rows)
+        self.groups: tuple[TierSets, ...] = ((self.pool,),)
         self.dispatcher = Dispatcher(self.board, self.rules, random.Random(self.seed))
 
-    def ask(self, **options: Any) -> Ask:
+    def ask(self, **options: Any) -> QueuedRequest:
         values: dict[str, Any] = {
             "id": str(next(_numbers)),
             "groups": self.groups,
             "priority": Priority.NORMAL,
-            "caller": "somebody",
-            "entered": 0.0,
-            "prompt": 100.0,
-            "completion": 10.0,
+            "fairness_key": "somebody",
+            "received_at": 0.0,
+            "prompt_tokens": 100.0,
+            "completion_tokens": 10.0,
         }
-        return Ask(**values | options)
+        return QueuedRequest(**values | options)
 
-    def arrive(self, now: float = 0.0, **options: Any) -> tuple[Ask, Placement | None]:
-        ask = self.ask(**{"entered": now} | options)
-        placement = self.dispatcher.arrive(ask, now)
+    def arrive(self, now: float = 0.0, **options: Any) -> tuple[QueuedRequest, Placement | None]:
+        ask = self.ask(**{"received_at": now} | options)
+        placement = self.dispatcher.place_or_queue(ask, now)
         if placement is not None:
             self.running.append(placement)
         return ask, placement
@@ -61,7 +60,7 @@ class Desk:
     def fill(self, now: float = 0.0, **options: Any) -> list[Placement]:
         """Takes every slot."""
         placements = []
-        while self.board.open:
+        while self.board.free_rows:
             _, placement = self.arrive(now, **options)
             assert placement is not None
             placements.append(placement)
@@ -69,10 +68,10 @@ class Desk:
 
     def finish(self, placement: Placement, now: float) -> list[Placement]:
         """Ends it as it was expected to be, and gives out what is free."""
-        ask = placement.ask
+        ask = placement.queued
         self.running.remove(placement)
         cached = ask.cached.get(placement.row.index, 0.0)
-        self.dispatcher.finished(placement, now, ask.prompt, cached, ask.completion)
+        self.dispatcher.finished(placement, now, ask.prompt_tokens, cached, ask.completion_tokens)
         return self.match(now)
 
     def match(self, now: float) -> list[Placement]:
@@ -81,16 +80,20 @@ class Desk:
         return placements
 
     def play(
-        self, arrivals: list[tuple[float, Ask]], *, until: float = 1e9, lengths: float = 1.0
-    ) -> dict[Ask, Placement]:
+        self,
+        arrivals: list[tuple[float, QueuedRequest]],
+        *,
+        until: float = 1e9,
+        lengths: float = 1.0,
+    ) -> dict[QueuedRequest, Placement]:
         """Plays arrivals to their end; everything takes `lengths` of what is expected."""
-        placed: dict[Ask, Placement] = {}
+        placed: dict[QueuedRequest, Placement] = {}
         ends: list[tuple[float, int, Placement]] = []
         waiting = sorted(((at, i, ask) for i, (at, ask) in enumerate(arrivals)), reverse=True)
 
         def note(placements: list[Placement], now: float) -> None:
             for one in placements:
-                placed[one.ask] = one
+                placed[one.queued] = one
                 heapq.heappush(ends, (now + (one.ends - now) * lengths, id(one), one))
 
         for _ in range(1_000_000):
@@ -101,7 +104,7 @@ class Desk:
                 break
             if now == times[0]:
                 ask = waiting.pop()[2]
-                placement = self.dispatcher.arrive(ask, now)
+                placement = self.dispatcher.place_or_queue(ask, now)
                 if placement is not None:
                     self.running.append(placement)
                     note([placement], now)

@@ -9,8 +9,7 @@ import pytest
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.request import Priority
-from gateway.scheduling.admission import Admission, bounds_of, predicted_wait
-from gateway.scheduling.rate import CompletionRate
+from gateway.scheduling.admission import Admission, CompletionRate, class_limits, combine_waits
 from tests.scheduling.build import a_request
 
 NORMAL, BATCH, URGENT = Priority.NORMAL, Priority.BATCH, Priority.URGENT
@@ -36,7 +35,7 @@ def test_lower_classes_are_refused_first_as_the_line_fills() -> None:
 @pytest.mark.parametrize(("most", "counts"), [(0, [0] * 4), (1, [1] * 4), (3, [3, 3, 3, 2])])
 def test_a_short_line_has_room_for_all_classes(most: int, counts: list[int]) -> None:
     settings = Settings.model_validate({"queue": {"max": most}})
-    assert [bounds_of(settings, priority).count for priority in Priority] == counts
+    assert [class_limits(settings, priority).most_waiting for priority in Priority] == counts
 
 
 def test_a_full_line_advises_when_a_place_comes_free() -> None:
@@ -85,22 +84,22 @@ def test_a_reload_changes_the_bounds() -> None:
 def test_a_deadline_bounds_the_wait_and_is_refused_at_once_where_it_can_not_be_met() -> None:
     admission = an_admission(queue={"max_wait": 100})
     request = a_request(deadline=1010.0)
-    assert admission.admitted(request, 1, 9.0, 5.0, 1000.0) == 1010.0
-    assert admission.admitted(a_request(), 1, 9.0, 5.0, 1000.0) == 1100.0
+    assert admission.admit(request, 1, 9.0, 5.0, 1000.0) == 1010.0
+    assert admission.admit(a_request(), 1, 9.0, 5.0, 1000.0) == 1100.0
     with pytest.raises(GatewayError) as raised:
-        admission.admitted(request, 1, 11.0, 5.0, 1000.0)
+        admission.admit(request, 1, 11.0, 5.0, 1000.0)
     assert (raised.value.status, raised.value.code) == (503, "queue_timeout")
     assert raised.value.retry_after == 1.0
     # One that has passed already: a prediction of nothing is too much.
     with pytest.raises(GatewayError):
-        admission.admitted(a_request(deadline=999.0), 1, 0.0, 5.0, 1000.0)
+        admission.admit(a_request(deadline=999.0), 1, 0.0, 5.0, 1000.0)
 
 
 def test_what_was_let_in_once_is_not_turned_away_but_for_its_deadline() -> None:
     admission = an_admission(queue={"max": 1})
-    assert admission.admitted(a_request(failed={"a"}), 9, None, 5.0, 0.0) > 0
+    assert admission.admit(a_request(failed_nodes={"a"}), 9, None, 5.0, 0.0) > 0
     with pytest.raises(GatewayError):
-        admission.admitted(a_request(failed={"a"}, deadline=5.0), 9, 6.0, 5.0, 0.0)
+        admission.admit(a_request(failed_nodes={"a"}, deadline=5.0), 9, 6.0, 5.0, 0.0)
 
 
 def test_of_two_predictions_the_lower_is_believed() -> None:
@@ -108,13 +107,13 @@ def test_of_two_predictions_the_lower_is_believed() -> None:
     for moment in range(11):
         rate.completed(float(moment))
     # Eleven in ten seconds: four more take less than four.
-    assert predicted_wait(rate, 1, 3, None, 10.0) == pytest.approx(4 / 1.1)
-    assert predicted_wait(rate, 1, 3, 2.0, 10.0) == 2.0
-    assert predicted_wait(rate, 1, 3, 9.0, 10.0) == pytest.approx(4 / 1.1)
-    assert predicted_wait(CompletionRate(), 1, 3, 9.0, 10.0) == 9.0
-    assert predicted_wait(CompletionRate(), 1, 3, None, 10.0) is None
+    assert combine_waits(rate, 1, 3, None, 10.0) == pytest.approx(4 / 1.1)
+    assert combine_waits(rate, 1, 3, 2.0, 10.0) == 2.0
+    assert combine_waits(rate, 1, 3, 9.0, 10.0) == pytest.approx(4 / 1.1)
+    assert combine_waits(CompletionRate(), 1, 3, 9.0, 10.0) == 9.0
+    assert combine_waits(CompletionRate(), 1, 3, None, 10.0) is None
 
 
 def test_with_nobody_ahead_half_of_one_answers_length_is_believed() -> None:
-    assert predicted_wait(CompletionRate(), 1, 0, 8.0, 0.0) == 4.0
-    assert predicted_wait(CompletionRate(), 1, 0, None, 0.0) is None
+    assert combine_waits(CompletionRate(), 1, 0, 8.0, 0.0) == 4.0
+    assert combine_waits(CompletionRate(), 1, 0, None, 0.0) is None

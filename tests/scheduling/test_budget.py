@@ -9,32 +9,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.config.hybrid import SpillSettings
 from gateway.config.node import TokenCost
+from gateway.config.tiers import SpillSettings
 from gateway.scheduling.budget import (
-    GRANULES,
     TEMPLATE_TOKENS,
-    Budget,
-    Reservation,
+    WINDOW_PARTS,
     SlidingSum,
-    most,
-    price,
+    SpillBudget,
+    SpillReservation,
+    cost_of,
+    most_cost,
 )
 from tests.fleet.build import a_spec
 
 WINDOW = 60.0
 
 
-def a_budget(**keys: float) -> Budget:
-    return Budget(SpillSettings.model_validate({"window": WINDOW, **keys}))
+def a_budget(**keys: float) -> SpillBudget:
+    return SpillBudget(SpillSettings.model_validate({"window": WINDOW, **keys}))
 
 
-def money(amount: float) -> Budget:
+def money(amount: float) -> SpillBudget:
     """A budget of so much within one window."""
     return a_budget(money_per_hour=amount * 3600 / WINDOW)
 
 
-def reserved(budget: Budget, now: float, most: float = 1.0) -> Reservation:
+def reserved(budget: SpillBudget, now: float, most: float = 1.0) -> SpillReservation:
     reservation = budget.reserve(now, most)
     assert reservation is not None
     return reservation
@@ -44,7 +44,7 @@ def reserved(budget: Budget, now: float, most: float = 1.0) -> Reservation:
 
 
 def test_what_was_added_leaves_exactly_after_the_window() -> None:
-    kept = SlidingSum(60.0, late=True)
+    kept = SlidingSum(60.0, overestimate=True)
     kept.add(0.0, 1.0)
     kept.add(10.0, 2.0)
     assert kept.value(59.9) == 3.0
@@ -54,10 +54,10 @@ def test_what_was_added_leaves_exactly_after_the_window() -> None:
 
 
 def test_its_memory_is_bounded_however_much_is_added() -> None:
-    kept = SlidingSum(60.0, late=True)
+    kept = SlidingSum(60.0, overestimate=True)
     for number in range(100_000):
         kept.add(number * 0.001, 1.0)
-    assert len(kept._parts) <= GRANULES + 1
+    assert len(kept._parts) <= WINDOW_PARTS + 1
     assert sys.getsizeof(kept._parts) < 64 * 1024
     assert kept.value(100.0) == pytest.approx(60_000, abs=120)
 
@@ -69,14 +69,14 @@ additions = st.lists(st.tuples(st.floats(0, 3), st.floats(0, 5)), max_size=200)
 def test_it_errs_to_one_side_and_by_one_part_of_the_window_at_most(
     added: list[tuple[float, float]], late: bool, after: float
 ) -> None:
-    kept, now = SlidingSum(60.0, late=late), 0.0
+    kept, now = SlidingSum(60.0, overestimate=late), 0.0
     told = []
     for gap, amount in added:
         now += gap
         kept.add(now, amount)
         told.append((now, amount))
     now += after
-    part = 60.0 / GRANULES
+    part = 60.0 / WINDOW_PARTS
 
     def within(span: float) -> float:
         return math.fsum(amount for when, amount in told if when > now - span)
@@ -149,7 +149,7 @@ def test_what_did_not_happen_is_given_back() -> None:
 
 
 def test_what_is_told_late_does_not_leave_early() -> None:
-    kept = SlidingSum(60.0, late=True)
+    kept = SlidingSum(60.0, overestimate=True)
     kept.add(10.0, 1.0)
     kept.add(5.0, 1.0)
     assert kept.value(69.9) == 2.0
@@ -161,7 +161,7 @@ def test_a_reservation_ends_once() -> None:
     reservation.settle(1.0, happened=True, now=0.0)
     reservation.settle(1.0, happened=True, now=0.0)
     reservation.cancel()
-    assert (budget.open, budget.paid.value(0.0)) == (0, 1.0)
+    assert (budget.outstanding, budget.paid.value(0.0)) == (0, 1.0)
 
 
 @pytest.mark.parametrize("boundless", [math.inf, math.nan, -1.0])
@@ -216,12 +216,12 @@ def test_no_window_ever_costs_more_than_the_budget_and_one_request(
     rng = random.Random(seed)
     budget = money(amount)
     spent: list[Spent] = []
-    running: list[tuple[float, float, Reservation, float]] = []
+    running: list[tuple[float, float, SpillReservation, float]] = []
     now = 0.0
     for number in range(300):
         now += rng.expovariate(1 / gap)
         if reloads and number % 40 == 39:
-            budget.configure(budget.rules.model_copy())
+            budget.configure(budget.settings.model_copy())
         for one in [one for one in running if one[0] <= now]:
             running.remove(one)
             over, let_in, held, cost = one
@@ -260,7 +260,7 @@ def test_whenever_one_is_let_in_no_more_than_the_share_has_been(
     budget = a_budget(share=share)
     asked: list[float] = []
     let_in: list[float] = []
-    running: list[tuple[float, Reservation]] = []
+    running: list[tuple[float, SpillReservation]] = []
     now = 0.0
     for _ in range(300):
         now += rng.expovariate(1 / gap)
@@ -284,15 +284,17 @@ def test_whenever_one_is_let_in_no_more_than_the_share_has_been(
 
 def test_tokens_cost_what_the_inventory_says() -> None:
     spec = a_spec(cost_per_million_tokens=TokenCost(prompt=1.0, completion=4.0))
-    cost = price(spec, 8, prompt=500_000, completion=250_000, slots=1, seconds=99.0)
+    cost = cost_of(spec, 8, prompt=500_000, completion=250_000, slots=1, seconds=99.0)
     assert cost == pytest.approx(1.5)
 
 
 def test_a_node_paid_by_the_hour_costs_its_share_of_the_time() -> None:
     spec = a_spec(cost_per_hour=2.0)
-    assert price(spec, 4, prompt=1e9, completion=1e9, slots=1, seconds=1800) == pytest.approx(0.25)
+    assert cost_of(spec, 4, prompt=1e9, completion=1e9, slots=1, seconds=1800) == pytest.approx(
+        0.25
+    )
     # The limit may have shrunk below what it holds.
-    assert price(spec, 1, prompt=0, completion=0, slots=3, seconds=3600) == pytest.approx(2.0)
+    assert cost_of(spec, 1, prompt=0, completion=0, slots=3, seconds=3600) == pytest.approx(2.0)
 
 
 def test_the_most_is_what_the_longest_answer_to_the_longest_prompt_would_cost() -> None:
@@ -300,7 +302,7 @@ def test_the_most_is_what_the_longest_answer_to_the_longest_prompt_would_cost() 
 
     def of(**keys: int | None) -> float:
         given = {"prompt_bytes": 1000, "max_tokens": 100, "context": None, "slots": 1, **keys}
-        return most(spec, 8, seconds=60.0, **given) * 1e6  # type: ignore[arg-type]
+        return most_cost(spec, 8, seconds=60.0, **given) * 1e6  # type: ignore[arg-type]
 
     assert of() == pytest.approx(1000 + TEMPLATE_TOKENS + 400)
     assert of(slots=2) == pytest.approx(1000 + TEMPLATE_TOKENS + 800)
@@ -311,13 +313,15 @@ def test_the_most_is_what_the_longest_answer_to_the_longest_prompt_would_cost() 
 
 def test_the_most_of_an_answer_that_costs_nothing_is_known() -> None:
     spec = a_spec(cost_per_million_tokens=TokenCost(prompt=1.0))
-    bound = most(spec, 8, prompt_bytes=488, max_tokens=None, context=None, slots=1, seconds=60.0)
+    bound = most_cost(
+        spec, 8, prompt_bytes=488, max_tokens=None, context=None, slots=1, seconds=60.0
+    )
     assert bound * 1e6 == pytest.approx(1000)
 
 
 def test_the_most_by_the_hour_is_the_longest_time() -> None:
     spec = a_spec(cost_per_hour=2.0)
-    bound = most(
+    bound = most_cost(
         spec, 8, prompt_bytes=10**9, max_tokens=None, context=None, slots=1, seconds=3600.0
     )
     assert bound == pytest.approx(0.25)
@@ -331,10 +335,10 @@ def test_nothing_costs_more_than_the_most(
     prompt: float, completion: float, size: int, tokens: int, slots: int, read: float, wrote: float
 ) -> None:
     spec = a_spec(cost_per_million_tokens=TokenCost(prompt=prompt, completion=completion))
-    bound = most(
+    bound = most_cost(
         spec, 8, prompt_bytes=size, max_tokens=tokens, context=None, slots=slots, seconds=1.0
     )
-    came = price(
+    came = cost_of(
         spec, 8, prompt=size * read, completion=tokens * slots * wrote, slots=slots, seconds=9.0
     )
     assert came <= bound + 1e-12

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from gateway import errors
 from gateway.errors import GatewayError
-from gateway.fleet.lease import Lease
-from gateway.fleet.node import Node
-from gateway.fleet.states import State
+from gateway.fleet.node import Lease, Node, NodeState
 from gateway.request import Priority, Request
 from gateway.scheduling.scheduler import Scheduler
 from tests.counting import instructions
@@ -35,7 +33,7 @@ async def test_a_free_slot_is_given_at_once() -> None:
     scheduler = a_scheduler(one)
     lease, model = await scheduler.lease(a_request())
     assert (lease.node, model, one.leased) == (one, "demo", 1)
-    assert scheduler.waiting() == []
+    assert scheduler.queue_positions() == []
 
 
 async def test_who_waits_goes_in_the_order_of_arrival() -> None:
@@ -43,11 +41,11 @@ async def test_who_waits_goes_in_the_order_of_arrival() -> None:
     scheduler = a_scheduler(one)
     first = await asked(scheduler, a_request())
     others = [await asked(scheduler, a_request()) for _ in range(5)]
-    assert [place.position for place in scheduler.waiting()] == [1, 2, 3, 4, 5]
+    assert [place.position for place in scheduler.queue_positions()] == [1, 2, 3, 4, 5]
     running = first
     for following in others:
         assert not following.done()
-        running.result()[0].give_back()
+        running.result()[0].release()
         await settled()
         assert following.done()
         running = following
@@ -61,7 +59,7 @@ async def test_a_retry_keeps_the_place_that_its_arrival_gave_it() -> None:
     running = await asked(scheduler, a_request())
     late = await asked(scheduler, a_request())
     retry = await asked(scheduler, early)
-    running.result()[0].give_back()
+    running.result()[0].release()
     await settled()
     assert retry.done()
     assert not late.done()
@@ -87,7 +85,7 @@ async def test_a_newcomer_does_not_pass_one_that_waits() -> None:
     scheduler = a_scheduler(one)
     running = await asked(scheduler, a_request())
     waiting = await asked(scheduler, a_request())
-    running.result()[0].give_back()
+    running.result()[0].release()
     # Its slot is free, and nobody has been told yet.
     newcomer = asyncio.create_task(scheduler.lease(a_request()))
     await settled()
@@ -103,16 +101,16 @@ async def test_a_wide_request_is_not_starved_by_narrow_ones() -> None:
     running = [await asked(scheduler, a_request()) for _ in range(2)]
     wide = await asked(scheduler, a_request(slots=2))
     narrow = [await asked(scheduler, a_request()) for _ in range(4)]
-    running[0].result()[0].give_back()
+    running[0].result()[0].release()
     await settled()
     assert not wide.done()
     assert not any(task.done() for task in narrow), "its slot was taken away"
     late = await asked(scheduler, a_request())
     assert not late.done()
-    running[1].result()[0].give_back()
+    running[1].result()[0].release()
     await settled()
     assert wide.done()
-    wide.result()[0].give_back()
+    wide.result()[0].release()
     await settled()
     assert [task.done() for task in narrow] == [True, True, False, False]
     scheduler.close()
@@ -126,7 +124,7 @@ async def test_when_a_wide_request_leaves_what_was_kept_for_it_is_free() -> None
     request = a_request(slots=2)
     wide = await asked(scheduler, request)
     narrow = await asked(scheduler, a_request())
-    running[0].result()[0].give_back()
+    running[0].result()[0].release()
     await settled()
     assert not narrow.done()
     assert scheduler.refuse(request.id, errors.node_failed("cancelled"))
@@ -142,7 +140,7 @@ async def test_what_needs_no_slot_passes_all_that_wait() -> None:
     wide = await asked(scheduler, a_request())
     lease, _ = await scheduler.lease(a_request(slots=0))
     assert (lease.slots, one.leased) == (0, 1)
-    lease.give_back()
+    lease.release()
     wide.cancel()
     await settled()
 
@@ -163,8 +161,8 @@ async def test_a_model_that_nobody_has_is_404() -> None:
 
 
 async def test_while_a_node_might_still_have_it_it_is_503() -> None:
-    silent = node("b", models=(), state=State.STARTING)
-    silent.probing.probed = silent.probing.up = False
+    silent = node("b", models=(), state=NodeState.STARTING)
+    silent.probe_history.probed = silent.probe_history.up = False
     with pytest.raises(GatewayError) as raised:
         await a_scheduler(node(), silent).lease(a_request("nothing"))
     assert (raised.value.status, raised.value.code) == (503, "no_node")
@@ -181,11 +179,11 @@ async def test_what_no_node_of_the_model_does_is_501() -> None:
 async def test_a_picture_goes_to_a_node_that_sees_or_nowhere() -> None:
     blind, seeing = node("a", endpoints=["chat"]), node("b", endpoints=["chat", "vision"])
     for _ in range(20):
-        lease, _ = await a_scheduler(blind, seeing).lease(a_request(vision=True))
+        lease, _ = await a_scheduler(blind, seeing).lease(a_request(needs_vision=True))
         assert lease.node is seeing
-        lease.give_back()
+        lease.release()
     with pytest.raises(GatewayError) as raised:
-        await a_scheduler(blind).lease(a_request(vision=True))
+        await a_scheduler(blind).lease(a_request(needs_vision=True))
     assert (raised.value.status, raised.value.code) == (400, "invalid_request")
 
 
@@ -197,7 +195,7 @@ async def test_a_list_of_models_means_the_first_that_can_serve() -> None:
     # A busy one is waited for, one that is out is not.
     waiting = await asked(scheduler, a_request("helper", "x", "y"))
     assert not waiting.done()
-    first.state = State.DOWN
+    first.state = NodeState.DOWN
     scheduler.capacity_changed()
     await settled()
     assert waiting.result()[1] == "y"
@@ -226,11 +224,11 @@ async def test_the_queue_has_an_end_and_advises_by_the_measured_rate() -> None:
 async def test_what_was_let_in_is_not_turned_away_by_a_full_queue() -> None:
     failing, busy = node("a", slots=1), node("b", slots=1)
     scheduler = a_scheduler(failing, busy, queue={"max": 0})
-    early = a_request(failed={"a"})
+    early = a_request(failed_nodes={"a"})
     held = take(busy)
     task = await asked(scheduler, early)
     assert not task.done()
-    held.give_back()
+    held.release()
     await settled()
     assert task.result()[0].node is busy
 
@@ -281,7 +279,7 @@ async def test_a_wait_ends_in_time() -> None:
     with pytest.raises(GatewayError):
         await normal
     assert now() - began == pytest.approx(0.15)
-    assert scheduler.waiting() == []
+    assert scheduler.queue_positions() == []
 
 
 @in_virtual_time
@@ -315,11 +313,11 @@ async def test_a_deadline_that_can_not_be_met_is_told_at_once() -> None:
 
 @in_virtual_time
 async def test_when_every_node_is_out_the_first_to_come_back_is_waited_for() -> None:
-    one = node(state=State.DOWN)
+    one = node(state=NodeState.DOWN)
     scheduler = a_scheduler(one, clock=now)
     task = await asked(scheduler, a_request())
     assert not task.done()
-    one.state = State.READY
+    one.state = NodeState.READY
     scheduler.capacity_changed()
     await settled()
     assert task.done()
@@ -328,15 +326,15 @@ async def test_when_every_node_is_out_the_first_to_come_back_is_waited_for() -> 
 
 @in_virtual_time
 async def test_while_a_trial_is_out_the_node_is_worth_the_ordinary_wait() -> None:
-    one = node(state=State.EJECTED)
+    one = node(state=NodeState.EJECTED)
     one.circuit.trial = object()
     scheduler = a_scheduler(one, clock=now, retries={"wait_for_node": 0.05})
     waiting = asyncio.create_task(scheduler.lease(a_request()))
     await asyncio.sleep(0)
     (ticket,) = scheduler._tickets
-    setattr(ticket, "out_since", now() - 1.0)  # noqa: B010 - mypy would not forget it
+    setattr(ticket, "nodes_down_since", now() - 1.0)  # noqa: B010 - mypy would not forget it
     look(scheduler)
-    assert ticket.out_since is None
+    assert ticket.nodes_down_since is None
     one.circuit.trial = None
     with pytest.raises(GatewayError) as raised:
         await waiting
@@ -345,7 +343,7 @@ async def test_while_a_trial_is_out_the_node_is_worth_the_ordinary_wait() -> Non
 
 @in_virtual_time
 async def test_when_none_comes_back_it_is_no_node() -> None:
-    scheduler = a_scheduler(node(state=State.DOWN), clock=now, retries={"wait_for_node": 0.05})
+    scheduler = a_scheduler(node(state=NodeState.DOWN), clock=now, retries={"wait_for_node": 0.05})
     with pytest.raises(GatewayError) as raised:
         await scheduler.lease(a_request())
     assert (raised.value.status, raised.value.code) == (503, "no_node")
@@ -353,7 +351,7 @@ async def test_when_none_comes_back_it_is_no_node() -> None:
 
 
 async def test_a_node_that_is_mute_is_worth_the_ordinary_wait() -> None:
-    one = node(state=State.MUTE)
+    one = node(state=NodeState.MUTE)
     clock = Clock()
     scheduler = a_scheduler(one, clock=clock, retries={"wait_for_node": 1.0})
     task = await asked(scheduler, a_request())
@@ -361,7 +359,7 @@ async def test_a_node_that_is_mute_is_worth_the_ordinary_wait() -> None:
     look(scheduler)
     await settled()
     assert not task.done()
-    one.state = State.DOWN
+    one.state = NodeState.DOWN
     look(scheduler)
     clock.passes(1.0)
     look(scheduler)
@@ -369,18 +367,18 @@ async def test_a_node_that_is_mute_is_worth_the_ordinary_wait() -> None:
     assert refusal(task).code == "no_node"
 
 
-@pytest.mark.parametrize("state", [State.DRAINING, State.DOWN])
-async def test_a_node_that_leaves_while_it_is_waited_for_is_not_used(state: State) -> None:
+@pytest.mark.parametrize("state", [NodeState.DRAINING, NodeState.DOWN])
+async def test_a_node_that_leaves_while_it_is_waited_for_is_not_used(state: NodeState) -> None:
     busy, other = node("a", slots=1), node("b", slots=1)
     scheduler = a_scheduler(busy, other)
     leases = [await scheduler.lease(a_request()) for _ in range(2)]
     task = await asked(scheduler, a_request())
     by_node = {lease.node.name: lease for lease, _ in leases}
     busy.state = state
-    by_node["a"].give_back()
+    by_node["a"].release()
     await settled()
     assert not task.done()
-    by_node["b"].give_back()
+    by_node["b"].release()
     await settled()
     assert task.result()[0].node is other
 
@@ -392,7 +390,7 @@ async def test_when_the_last_node_is_removed_who_waits_is_told() -> None:
     task = await asked(scheduler, a_request())
     del scheduler.fleet.nodes["a"]
     one.removed = True
-    scheduler.fleet.catalogue.renew([other])
+    scheduler.fleet.model_index.set_nodes([other])
     look(scheduler)
     await settled()
     assert refusal(task).code == "model_not_found"
@@ -402,9 +400,9 @@ async def test_after_a_failure_the_other_node_is_waited_for() -> None:
     failing, busy = node("a", slots=1), node("b", slots=1)
     scheduler = a_scheduler(failing, busy)
     held = take(busy)
-    task = await asked(scheduler, a_request(failed={"a"}))
+    task = await asked(scheduler, a_request(failed_nodes={"a"}))
     assert not task.done()
-    held.give_back()
+    held.release()
     await settled()
     assert task.result()[0].node is busy
 
@@ -412,24 +410,24 @@ async def test_after_a_failure_the_other_node_is_waited_for() -> None:
 async def test_after_a_failure_the_next_model_of_the_list_will_do() -> None:
     failing, other = node("a", models=("x",)), node("b", models=("y",))
     scheduler = a_scheduler(failing, other)
-    lease, model = await scheduler.lease(a_request("helper", "x", "y", failed={"a"}))
+    lease, model = await scheduler.lease(a_request("helper", "x", "y", failed_nodes={"a"}))
     assert (lease.node, model) == (other, "y")
 
 
 async def test_the_only_node_is_tried_again() -> None:
     scheduler = a_scheduler(node("a"))
-    lease, _ = await scheduler.lease(a_request(failed={"a"}))
+    lease, _ = await scheduler.lease(a_request(failed_nodes={"a"}))
     assert lease.node.name == "a"
 
 
 async def test_a_node_that_refused_it_is_not_asked_again() -> None:
     scheduler = a_scheduler(node("a"), node("b"))
     for _ in range(20):
-        lease, _ = await scheduler.lease(a_request(refused={"a"}))
+        lease, _ = await scheduler.lease(a_request(excluded_nodes={"a"}))
         assert lease.node.name == "b"
-        lease.give_back()
+        lease.release()
     with pytest.raises(GatewayError) as raised:
-        await scheduler.lease(a_request(refused={"a", "b"}))
+        await scheduler.lease(a_request(excluded_nodes={"a", "b"}))
     assert raised.value.status == 502
 
 
@@ -440,7 +438,7 @@ async def test_others_work_on_a_node_is_waited_for() -> None:
     task = await asked(scheduler, a_request())
     assert not task.done()
     one.occupancy.foreign = 0
-    scheduler.fleet.settle(one)
+    scheduler.fleet.refresh_state(one)
     await settled()
     assert task.done()
 
@@ -452,9 +450,9 @@ async def test_who_leaves_the_queue_leaves_no_trace() -> None:
     waiting = [await asked(scheduler, a_request()) for _ in range(3)]
     waiting[1].cancel()
     await settled()
-    assert len(scheduler.waiting()) == 2
+    assert len(scheduler.queue_positions()) == 2
     # Granted, and gone in the same instant: the slot must not be lost.
-    running.result()[0].give_back()
+    running.result()[0].release()
     scheduler._match()
     assert one.leased == 1
     waiting[0].cancel()
@@ -462,8 +460,8 @@ async def test_who_leaves_the_queue_leaves_no_trace() -> None:
     assert waiting[0].cancelled()
     assert waiting[2].done()
     assert one.leased == 1
-    waiting[2].result()[0].give_back()
-    assert (one.leased, scheduler.waiting()) == (0, [])
+    waiting[2].result()[0].release()
+    assert (one.leased, scheduler.queue_positions()) == (0, [])
 
 
 async def test_at_the_end_nothing_waits_and_nothing_is_taken() -> None:
@@ -491,7 +489,7 @@ async def test_a_full_queue_is_matched_with_little_work() -> None:
 
     def free_all() -> None:
         for lease in leases:
-            lease.give_back()
+            lease.release()
             scheduler._match()
 
     each = instructions(free_all) / len(leases)
@@ -525,20 +523,20 @@ class World:
             held = sum(lease.slots for lease in self.leases if lease.node is one and lease.held)
             assert one.leased == held
             assert one.leased <= one.slots_total
-            assert self.scheduler.dispatcher.board.by_name[one.name].ours == held
-        waiting = [place.request for place in self.scheduler.waiting()]
+            assert self.scheduler.dispatcher.placement_state.by_name[one.name].ours == held
+        waiting = [place.request for place in self.scheduler.queue_positions()]
         assert {one.id for one in waiting} == set(self.tasks)
-        assert [one.received for one in waiting] == sorted(one.received for one in waiting)
+        assert [one.received_at for one in waiting] == sorted(one.received_at for one in waiting)
         # Nobody waits who could go, unless a wide one keeps the slots.
         now = self.scheduler.clock()
-        board = self.scheduler.dispatcher.board
-        kept = {name for name, row in board.by_name.items() if row.kept is not None}
+        board = self.scheduler.dispatcher.placement_state
+        kept = {name for name, row in board.by_name.items() if row.reserved_for is not None}
         for request in waiting:
             for one in self.nodes:
-                if not one.serves(request.model):
+                if not one.served_name(request.model):
                     continue
                 if request.slots:
-                    assert one.name in kept or one.free(now) < request.slots
+                    assert one.name in kept or one.free_slots(now) < request.slots
                 else:
                     assert not one.capacity(now)
 
@@ -548,7 +546,7 @@ steps = st.one_of(
     st.tuples(st.just("arrive"), st.integers(0, 3), st.sampled_from(["demo", "other"])),
     st.tuples(st.just("finish"), st.integers(0, 50), st.booleans()),
     st.tuples(st.just("cancel"), st.integers(0, 50), st.none()),
-    st.tuples(st.just("state"), st.integers(0, 2), st.sampled_from(list(State))),
+    st.tuples(st.just("state"), st.integers(0, 2), st.sampled_from(list(NodeState))),
     st.tuples(st.just("foreign"), st.integers(0, 2), st.integers(0, 3)),
 )
 
@@ -566,7 +564,7 @@ async def run(script: list[tuple[str, int, Any]]) -> None:
             task = asyncio.create_task(world.scheduler.lease(request))
             world.tasks[request.id] = (request, task)
         elif what == "finish" and (held := [lease for lease in world.leases if lease.held]):
-            held[number % len(held)].give_back()
+            held[number % len(held)].release()
         elif what == "cancel" and world.tasks:
             list(world.tasks.values())[number % len(world.tasks)][1].cancel()
         elif what == "state":
@@ -579,7 +577,7 @@ async def run(script: list[tuple[str, int, Any]]) -> None:
         world.collect()
         world.check()
     for one in nodes:
-        one.state, one.occupancy.foreign = State.READY, 0
+        one.state, one.occupancy.foreign = NodeState.READY, 0
     world.scheduler.capacity_changed()
     for _ in range(200):
         await settled()
@@ -587,10 +585,10 @@ async def run(script: list[tuple[str, int, Any]]) -> None:
         if not world.tasks and not any(lease.held for lease in world.leases):
             break
         for lease in world.leases:
-            lease.give_back()
+            lease.release()
     assert world.tasks == {}
     assert [one.leased for one in nodes] == [0, 0, 0]
-    assert world.scheduler.waiting() == []
+    assert world.scheduler.queue_positions() == []
     world.scheduler.close()
 
 
@@ -608,32 +606,34 @@ async def test_a_prompt_that_was_read_sooner_than_predicted_brings_the_end_forwa
     clock = Clock()
     scheduler = a_scheduler(only, clock=clock)
     long = a_request(prompt_tokens=100_000, stream=True)
-    long.expected = (100_000.0, 10.0)
+    long.expected_tokens = (100_000.0, 10.0)
     lease, _ = await scheduler.lease(long)
     waiting = await asked(scheduler, a_request())
-    before = scheduler.waiting()[0].expected
+    before = scheduler.queue_positions()[0].expected_seconds
     assert before is not None
     clock.now += 1.0
-    lease.moved(clock())
-    after = scheduler.waiting()[0].expected
+    lease.content_received(clock())
+    after = scheduler.queue_positions()[0].expected_seconds
     assert after is not None
     assert after < before
-    lease.give_back()
-    (await waiting)[0].give_back()
+    lease.release()
+    (await waiting)[0].release()
 
 
 async def test_a_prompt_that_can_not_be_read_in_time_is_refused_though_a_slot_is_free() -> None:
     only = node(slots=1)
     clock = Clock()
     scheduler = a_scheduler(only, clock=clock)
-    late = a_request(prompt_tokens=3000, received=clock.now)
-    late.expected = (3000.0, 10.0)
+    late = a_request(prompt_tokens=3000, received_at=clock.now)
+    late.expected_tokens = (3000.0, 10.0)
     late.deadline = clock.now + 0.5
     unmeasured = scheduler.lease_now(late)
     assert unmeasured is not None
-    unmeasured[0].give_back()
-    only.speed.learn({"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9})
-    scheduler.fleet.settle(only)
+    unmeasured[0].release()
+    only.speed.learn_timings(
+        {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
+    )
+    scheduler.fleet.refresh_state(only)
     scheduler.capacity_changed()
     with pytest.raises(GatewayError) as refused:
         scheduler.lease_now(late)
@@ -650,8 +650,8 @@ WROTE = {"predicted_n": 300, "predicted_ms": 30_000.0}
 async def asked_in_a_burst(scheduler: Scheduler, count: int) -> list[asyncio.Task[Any]]:
     tasks = []
     for number in range(count):
-        request = a_request(received=scheduler.clock(), prompt_tokens=3000)
-        request.expected = (3000.0, 300.0)
+        request = a_request(received_at=scheduler.clock(), prompt_tokens=3000)
+        request.expected_tokens = (3000.0, 300.0)
         if number % 2:
             request.deadline = scheduler.clock() + 90.0
         tasks.append(asyncio.create_task(scheduler.lease(request)))
@@ -676,7 +676,7 @@ async def test_a_burst_is_refused_by_a_prediction_only_where_speeds_have_been_me
     one = node(slots=2)
     scheduler = a_scheduler(one, clock=clock, queue={"max": 50, "max_wait": 120})
     for timings in answers:
-        scheduler.fleet.learn(one, timings)
+        scheduler.fleet.learn_timings(one, timings)
     scheduler.capacity_changed()
     tasks = await asked_in_a_burst(scheduler, 40)
     assert any(task.done() and task.exception() is not None for task in tasks) is refuses
@@ -710,9 +710,9 @@ async def test_another_server_has_to_be_measured_anew() -> None:
     one = node(slots=2)
     scheduler = a_scheduler(one, queue={"max": 50, "max_wait": 120})
     for _ in range(2):
-        scheduler.fleet.learn(one, READ | WROTE)
+        scheduler.fleet.learn_timings(one, READ | WROTE)
     one.speed.forget()
-    scheduler.fleet.learn(one, READ | WROTE)
+    scheduler.fleet.learn_timings(one, READ | WROTE)
     scheduler.capacity_changed()
     tasks = await asked_in_a_burst(scheduler, 40)
     assert not any(task.done() and task.exception() is not None for task in tasks)

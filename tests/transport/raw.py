@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from gateway.transport.pool import Origin
+from gateway.transport.pool import NodeAddress
 
 
 @dataclass(slots=True)
@@ -53,9 +53,14 @@ class RawServer:
     """Connections that are open now."""
     failures: list[BaseException] = field(default_factory=list)
 
-    def origin(self, **more: object) -> Origin:
-        fields = {"host": "127.0.0.1", "port": self.port, "prefix": b"", "fields": b"host: n\r\n"}
-        return Origin(**{**fields, **more})  # type: ignore[arg-type]
+    def origin(self, **more: object) -> NodeAddress:
+        fields = {
+            "host": "127.0.0.1",
+            "port": self.port,
+            "path_prefix": b"",
+            "header_lines": b"host: n\r\n",
+        }
+        return NodeAddress(**{**fields, **more})  # type: ignore[arg-type]
 
     async def until(self, condition: Callable[[], bool], limit: float = 30.0) -> None:
         async with asyncio.timeout(limit):

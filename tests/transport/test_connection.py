@@ -11,9 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.transport import connection as module
-from gateway.transport.connection import HEAD_BYTES, HIGH_WATER, Connection
-from gateway.transport.errors import Garbage, Overdue, Reset, Stale, UpstreamError
-from gateway.transport.pool import Pool
+from gateway.transport.connection import BODY_HIGH_WATER, MOST_HEAD_BYTES, NodeConnection
+from gateway.transport.errors import (
+    ConnectionReset,
+    InvalidResponse,
+    StaleConnection,
+    UpstreamError,
+    UpstreamTimeout,
+)
+from gateway.transport.pool import ConnectionPool
 from tests.transport.raw import Peer, RawServer, always, once, raw_server
 
 ASK = b"GET /x HTTP/1.1\r\nhost: n\r\n\r\n"
@@ -22,20 +28,20 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 LIMIT = 30.0
 
 
-async def connected(server: RawServer) -> Connection:
-    return await Pool(server.origin()).connect(LIMIT)
+async def connected(server: RawServer) -> NodeConnection:
+    return await ConnectionPool(server.origin()).connect(LIMIT)
 
 
-async def body_of(connection: Connection) -> bytes:
+async def body_of(connection: NodeConnection) -> bytes:
     parts = []
     async with asyncio.timeout(LIMIT):
-        await connection.head()
+        await connection.read_status()
         while part := await connection.read():
             parts.append(part)
     return b"".join(parts)
 
 
-async def asked(reply: bytes) -> tuple[Connection, bytes]:
+async def asked(reply: bytes) -> tuple[NodeConnection, bytes]:
     """The connection after an exchange, and the body that it read."""
     async with raw_server(once(reply)) as server:
         connection = await connected(server)
@@ -60,7 +66,7 @@ async def test_a_reply_with_a_length_is_read_and_its_connection_may_be_used_agai
         connection = await connected(server)
         for _ in range(3):
             connection.send(ASK)
-            assert await connection.head() == 200
+            assert await connection.read_status() == 200
             assert connection.headers == [(b"content-length", b"5")]
             assert await body_of(connection) == b"hello"
             assert connection.complete
@@ -95,9 +101,9 @@ async def test_parts_that_came_together_are_read_together() -> None:
     async with raw_server(once(CHUNKED + b"3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n")) as server:
         connection = await connected(server)
         connection.send(ASK)
-        await connection.head()
+        await connection.read_status()
         await server.until(lambda: connection.complete)
-        assert connection.unread
+        assert connection.has_unread
         assert await connection.read() == b"hello"
         assert await connection.read() == b""
         connection.close()
@@ -173,7 +179,7 @@ GARBAGE = [
 
 async def test_what_is_not_http_is_told_as_garbage() -> None:
     for reply in GARBAGE:
-        assert isinstance(await failure(reply), Garbage), reply
+        assert isinstance(await failure(reply), InvalidResponse), reply
 
 
 CUT_OFF = [
@@ -188,17 +194,17 @@ CUT_OFF = [
 
 async def test_a_reply_that_is_cut_off_is_a_reset_and_not_stale() -> None:
     for reply in CUT_OFF:
-        assert type(await failure(reply)) is Reset, reply
+        assert type(await failure(reply)) is ConnectionReset, reply
 
 
 async def test_what_came_before_a_cut_is_read_before_it_is_told() -> None:
     async with raw_server(once(CHUNKED + b"5\r\nhello\r\n5\r\nwo")) as server:
         connection = await connected(server)
         connection.send(ASK)
-        await connection.head()
+        await connection.read_status()
         await server.until(lambda: not connection.alive)
         assert await connection.read() == b"hellowo"
-        with pytest.raises(Reset):
+        with pytest.raises(ConnectionReset):
             await connection.read()
 
 
@@ -212,11 +218,11 @@ async def test_a_reset_is_no_end_of_a_body_without_framing() -> None:
     async with raw_server(script) as server:
         connection = await connected(server)
         connection.send(ASK)
-        assert await connection.head() == 200
+        assert await connection.read_status() == 200
         assert await connection.read() == b"half"
         assert connection.transport is not None
         connection.transport.write(ASK)
-        with pytest.raises(Reset):
+        with pytest.raises(ConnectionReset):
             await connection.read()
 
 
@@ -229,11 +235,11 @@ async def test_a_failure_from_this_side_is_no_end_of_a_body_without_framing() ->
     async with raw_server(script) as server:
         connection = await connected(server)
         connection.send(ASK)
-        assert await connection.head() == 200
+        assert await connection.read_status() == 200
         assert await connection.read() == b"half"
-        connection.fail(Overdue("silence", "It was silent"))
+        connection.fail(UpstreamTimeout("silence", "It was silent"))
         await server.until(lambda: server.open == 0)
-        with pytest.raises(Overdue):
+        with pytest.raises(UpstreamTimeout):
             await connection.read()
         assert not connection.complete
 
@@ -243,15 +249,15 @@ async def test_a_failure_from_this_side_is_no_end_of_a_body_without_framing() ->
     [
         b"".join(b"X-Bomb-%d: %s\r\n" % (number, b"b" * 80) for number in range(5000)),
         b"X-Bomb: " + b"b" * 400_000,
-        b"X-Bomb: " + b"b" * (HEAD_BYTES + 1) + b"\r\n\r\n",
+        b"X-Bomb: " + b"b" * (MOST_HEAD_BYTES + 1) + b"\r\n\r\n",
     ],
 )
 async def test_a_head_that_is_too_large_is_garbage(bomb: bytes) -> None:
-    assert isinstance(await failure(b"HTTP/1.1 200 OK\r\n" + bomb), Garbage)
+    assert isinstance(await failure(b"HTTP/1.1 200 OK\r\n" + bomb), InvalidResponse)
 
 
 async def test_interim_replies_without_end_are_garbage() -> None:
-    assert isinstance(await failure(b"HTTP/1.1 100 Continue\r\n\r\n" * 4000), Garbage)
+    assert isinstance(await failure(b"HTTP/1.1 100 Continue\r\n\r\n" * 4000), InvalidResponse)
 
 
 @pytest.mark.parametrize(
@@ -299,8 +305,8 @@ async def test_a_server_that_speaks_first_is_not_listened_to() -> None:
         connection = await connected(server)
         await server.until(lambda: not connection.alive)
         connection.send(ASK)
-        with pytest.raises(Reset):
-            await connection.head()
+        with pytest.raises(ConnectionReset):
+            await connection.read_status()
 
 
 # Reuse.
@@ -319,8 +325,8 @@ async def test_a_reused_connection_that_is_closed_before_a_byte_is_stale() -> No
         connection.send(ASK)
         assert await body_of(connection) == b"hello"
         connection.send(ASK)
-        with pytest.raises(Stale):
-            await connection.head()
+        with pytest.raises(StaleConnection):
+            await connection.read_status()
 
 
 @pytest.mark.usefixtures("however_slow")
@@ -332,8 +338,8 @@ async def test_a_reused_connection_that_broke_while_idle_is_stale() -> None:
         await server.until(lambda: not connection.alive)
         assert not connection.reusable
         connection.send(ASK)
-        with pytest.raises(Stale):
-            await connection.head()
+        with pytest.raises(StaleConnection):
+            await connection.read_status()
 
 
 async def test_a_reused_connection_that_breaks_later_had_reached_the_node(
@@ -352,9 +358,9 @@ async def test_a_reused_connection_that_breaks_later_had_reached_the_node(
         connection.send(ASK)
         assert await body_of(connection) == b"hello"
         connection.send(ASK)
-        with pytest.raises(Reset) as raised:
-            await connection.head()
-        assert type(raised.value) is Reset
+        with pytest.raises(ConnectionReset) as raised:
+            await connection.read_status()
+        assert type(raised.value) is ConnectionReset
 
 
 async def test_a_reused_connection_that_breaks_within_its_head_is_no_stale_one() -> None:
@@ -369,9 +375,9 @@ async def test_a_reused_connection_that_breaks_within_its_head_is_no_stale_one()
         connection.send(ASK)
         assert await body_of(connection) == b"hello"
         connection.send(ASK)
-        with pytest.raises(Reset) as raised:
-            await connection.head()
-        assert type(raised.value) is Reset
+        with pytest.raises(ConnectionReset) as raised:
+            await connection.read_status()
+        assert type(raised.value) is ConnectionReset
 
 
 # Back-pressure, and leaving.
@@ -394,7 +400,7 @@ async def test_a_reader_that_lags_stops_the_node() -> None:
     async with raw_server(script) as server:
         connection = await connected(server)
         connection.send(ASK)
-        await connection.head()
+        await connection.read_status()
         await server.until(lambda: connection._paused)
         stood = -1
         while stood != sent:  # what the kernel's buffers hold is still sent
@@ -402,7 +408,7 @@ async def test_a_reader_that_lags_stops_the_node() -> None:
             await asyncio.sleep(0.1)
         assert stood < 1000
         # One more read of the socket may follow: uvloop's are of 256 KiB.
-        assert connection._pending <= 2 * HIGH_WATER + 65536
+        assert connection._pending <= 2 * BODY_HIGH_WATER + 65536
         assert len(await body_of(connection)) == 1000 * 65536
         connection.close()
 
@@ -436,8 +442,10 @@ async def test_a_reader_that_is_cancelled_leaves_nothing_behind(stage: str) -> N
         connection = await connected(server)
         connection.send(ASK)
         if stage == "body":
-            await connection.head()
-        waiting: Awaitable[object] = connection.read() if stage == "body" else connection.head()
+            await connection.read_status()
+        waiting: Awaitable[object] = (
+            connection.read() if stage == "body" else connection.read_status()
+        )
         reading = asyncio.ensure_future(waiting)
         await asyncio.sleep(0)
         reading.cancel()
@@ -456,10 +464,10 @@ async def test_whoever_waits_for_the_head_learns_of_a_failure_from_this_side() -
     async with raw_server(script) as server:
         connection = await connected(server)
         connection.send(ASK)
-        heading = asyncio.create_task(connection.head())
+        heading = asyncio.create_task(connection.read_status())
         await asyncio.sleep(0)
-        connection.fail(Overdue("first_byte", "Too late"))
-        with pytest.raises(Overdue):
+        connection.fail(UpstreamTimeout("first_byte", "Too late"))
+        with pytest.raises(UpstreamTimeout):
             await heading
         await server.until(lambda: server.open == 0)
 
@@ -483,8 +491,8 @@ class Silent(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
 
-def fed(loop: asyncio.AbstractEventLoop, pieces: list[bytes]) -> Connection:
-    connection = Connection(loop)
+def fed(loop: asyncio.AbstractEventLoop, pieces: list[bytes]) -> NodeConnection:
+    connection = NodeConnection(loop)
     connection.connection_made(Silent())
     connection.send(ASK)
     for piece in pieces:
@@ -511,7 +519,7 @@ def test_a_reply_is_the_same_in_whatever_pieces_it_comes(reply: bytes, cuts: set
         connection = fed(loop, [reply[a:b] for a, b in itertools.pairwise(places)])
         assert connection.status == 200
         assert connection.complete
-        assert connection.take() == b"hello"
+        assert connection.read_nowait() == b"hello"
 
 
 def interim(reply: bytes) -> bytes:
@@ -529,7 +537,7 @@ def interim(reply: bytes) -> bytes:
 )  # fmt: skip
 def test_a_reply_is_the_same_whatever_came_before_it(replies: list[bytes], cuts: set[int]) -> None:
     with contextlib.closing(asyncio.new_event_loop()) as loop:
-        connection = Connection(loop)
+        connection = NodeConnection(loop)
         connection.connection_made(Silent())
         for reply in replies:
             alone = fed(loop, [reply])
@@ -538,7 +546,10 @@ def test_a_reply_is_the_same_whatever_came_before_it(replies: list[bytes], cuts:
             for begin, end in itertools.pairwise(places):
                 connection.data_received(reply[begin:end])
             assert connection.complete
-            assert (connection.status, connection.take()) == (alone.status, alone.take())
+            assert (connection.status, connection.read_nowait()) == (
+                alone.status,
+                alone.read_nowait(),
+            )
             assert sorted(connection.headers) == sorted(alone.headers)
 
 
@@ -556,9 +567,9 @@ def test_a_reply_that_is_spoilt_is_an_answer_or_an_error(
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         connection = fed(loop, [bytes(data[:cut]), bytes(data[cut:])])
         if not connection.complete:
-            connection.take()
+            connection.read_nowait()
             with pytest.raises(UpstreamError):
-                connection.arrival()
+                connection.wait_for_data()
         assert not connection.alive
         assert not connection.reusable
 
@@ -581,26 +592,26 @@ async def test_a_sink_takes_what_comes_until_it_wants_the_reader_woken() -> None
     async with raw_server(script) as server:
         connection = await connected(server)
         connection.send(ASK)
-        await connection.head()
+        await connection.read_status()
         read.set()
 
         def sink() -> bool:
-            taken.append(connection.take())
+            taken.append(connection.read_nowait())
             return b"".join(taken) != b"ab" and not connection.complete
 
         async with asyncio.timeout(LIMIT):
             while b"".join(taken) != b"ab":
-                await connection.arrival(sink)
+                await connection.wait_for_data(sink)
             woken.set()
             while not connection.complete:
-                await connection.arrival(sink)
+                await connection.wait_for_data(sink)
         assert b"".join(taken) == b"abc"
         connection.close()
 
 
 async def test_a_connection_that_has_ended_is_gone_without_the_collector() -> None:
-    def connections() -> list[Connection]:
-        return [one for one in gc.get_objects() if type(one) is Connection]
+    def connections() -> list[NodeConnection]:
+        return [one for one in gc.get_objects() if type(one) is NodeConnection]
 
     gc.collect()
     gc.disable()

@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 
 from gateway.transport import pool as module
-from gateway.transport.connection import Connection
-from gateway.transport.errors import ConnectFailed, ConnectTimedOut, Exhausted, Stale
-from gateway.transport.pool import IDLE_SECONDS, Origin, Pool
+from gateway.transport.connection import NodeConnection
+from gateway.transport.errors import (
+    ConnectFailed,
+    ConnectTimedOut,
+    LocalResourcesExhausted,
+    StaleConnection,
+)
+from gateway.transport.pool import IDLE_SECONDS, ConnectionPool, NodeAddress
 from tests.emulator import EmulatedNode
 from tests.transport.raw import Peer, RawServer, always, nobody_listens, raw_server
 
@@ -22,7 +27,7 @@ LIMIT = 30.0
 class Clock:
     """The loop's clock, as the pool sees it: it stands still until a test puts it forward."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self._loop = pool._loop
         self.now = self._loop.time()
         pool._loop = self  # type: ignore[assignment]
@@ -34,19 +39,19 @@ class Clock:
         return getattr(self._loop, name)
 
 
-def pool_of(node: EmulatedNode | RawServer) -> Pool:
-    return Pool(Origin("127.0.0.1", node.port, b"", b"host: n\r\n"))
+def pool_of(node: EmulatedNode | RawServer) -> ConnectionPool:
+    return ConnectionPool(NodeAddress("127.0.0.1", node.port, b"", b"host: n\r\n"))
 
 
-async def exchanged(pool: Pool) -> Connection:
+async def exchanged(pool: ConnectionPool) -> NodeConnection:
     """One whole exchange, on an idle connection if there is one."""
     async with asyncio.timeout(LIMIT):
         while True:
-            connection = pool.idle() or await pool.connect(LIMIT)
+            connection = pool.take_idle() or await pool.connect(LIMIT)
             connection.send(ASK)
             try:
-                await connection.head()
-            except Stale:
+                await connection.read_status()
+            except StaleConnection:
                 connection.close()
                 continue
             while await connection.read():
@@ -54,8 +59,8 @@ async def exchanged(pool: Pool) -> Connection:
             return connection
 
 
-async def ask(pool: Pool) -> None:
-    pool.give(await exchanged(pool))
+async def ask(pool: ConnectionPool) -> None:
+    pool.release(await exchanged(pool))
 
 
 async def test_requests_one_after_the_other_take_one_connection() -> None:
@@ -63,7 +68,7 @@ async def test_requests_one_after_the_other_take_one_connection() -> None:
         pool = pool_of(node)
         for _ in range(50):
             await ask(pool)
-        assert (node.connections_opened, pool.opened) == (1, 1)
+        assert (node.connections_opened, pool.connections_opened) == (1, 1)
         assert node.control_requests == 50
         pool.close()
 
@@ -83,9 +88,9 @@ async def test_the_connection_used_last_is_used_next() -> None:
         pool = pool_of(server)
         first, second = await exchanged(pool), await exchanged(pool)
         assert first is not second
-        pool.give(first)
-        pool.give(second)
-        assert [pool.idle(), pool.idle(), pool.idle()] == [second, first, None]
+        pool.release(first)
+        pool.release(second)
+        assert [pool.take_idle(), pool.take_idle(), pool.take_idle()] == [second, first, None]
         first.close()
         second.close()
 
@@ -107,7 +112,7 @@ async def test_what_was_idle_for_too_long_is_closed_and_forgotten() -> None:
         await ask(pool)
         assert server.opened == 1
         clock.now += IDLE_SECONDS
-        assert pool.idle() is None
+        assert pool.take_idle() is None
         await server.until(lambda: server.open == 0)
         pool.close()
 
@@ -118,7 +123,7 @@ async def test_the_sweeper_closes_what_nobody_asks_for(monkeypatch: pytest.Monke
         pool = pool_of(server)
         connections = [await exchanged(pool) for _ in range(3)]
         for connection in connections:
-            pool.give(connection)
+            pool.release(connection)
         await server.until(lambda: server.open == 0)
         await server.until(lambda: pool._sweeper is None)
         assert pool._idle == []
@@ -146,7 +151,7 @@ async def test_connections_that_break_in_the_instant_of_their_reuse_are_not_noti
         pool = pool_of(node)
         connections = [await exchanged(pool) for _ in range(5)]
         for connection in connections:
-            pool.give(connection)
+            pool.release(connection)
         node.faults.set("stale", path="*")
         await ask(pool)
         assert node.faults.fired == 5
@@ -169,12 +174,12 @@ async def test_what_can_not_be_used_again_is_closed(
         pool = pool_of(server)
         connection = await pool.connect(LIMIT)
         connection.send(ASK)
-        await connection.head()
+        await connection.read_status()
         await connection.read()
         if spoilt == "closed":
             pool.close()
-        pool.give(connection)
-        assert pool.idle() is None
+        pool.release(connection)
+        assert pool.take_idle() is None
         await server.until(lambda: server.open == 0)
         pool.close()
 
@@ -183,12 +188,12 @@ async def test_a_closed_pool_closes_what_is_idle_and_leaves_what_is_used() -> No
     async with raw_server(always(OK)) as server:
         pool = pool_of(server)
         idle, used = await exchanged(pool), await exchanged(pool)
-        pool.give(idle)
+        pool.release(idle)
         pool.close()
         await server.until(lambda: server.open == 1)
         used.send(ASK)
-        assert await used.head() == 200
-        pool.give(used)
+        assert await used.read_status() == 200
+        pool.release(used)
         await server.until(lambda: server.open == 0)
 
 
@@ -197,19 +202,19 @@ async def test_a_closed_pool_closes_what_is_idle_and_leaves_what_is_used() -> No
 
 async def test_a_refused_connection_is_told() -> None:
     with nobody_listens() as port:
-        pool = Pool(Origin("127.0.0.1", port, b"", b""))
+        pool = ConnectionPool(NodeAddress("127.0.0.1", port, b"", b""))
         with pytest.raises(ConnectFailed, match="The connection failed"):
             await pool.connect(LIMIT)
 
 
 async def test_an_unknown_name_is_told() -> None:
-    pool = Pool(Origin("no-such-node.invalid", 80, b"", b""))
+    pool = ConnectionPool(NodeAddress("no-such-node.invalid", 80, b"", b""))
     with pytest.raises(ConnectFailed):
         await pool.connect(LIMIT)
 
 
 async def test_a_name_that_is_none_is_told() -> None:
-    pool = Pool(Origin("a" * 300, 80, b"", b""))
+    pool = ConnectionPool(NodeAddress("a" * 300, 80, b"", b""))
     with pytest.raises(ConnectFailed):
         await pool.connect(LIMIT)
 
@@ -229,7 +234,7 @@ def full_listener() -> tuple[socket.socket, list[socket.socket]]:
 async def test_a_connection_that_takes_too_long_is_told_and_given_up() -> None:
     listener, waiting = full_listener()
     try:
-        pool = Pool(Origin("127.0.0.1", listener.getsockname()[1], b"", b""))
+        pool = ConnectionPool(NodeAddress("127.0.0.1", listener.getsockname()[1], b"", b""))
         with pytest.raises(ConnectTimedOut, match=r"0\.05 s"):
             await pool.connect(0.05)
     finally:
@@ -240,7 +245,7 @@ async def test_a_connection_that_takes_too_long_is_told_and_given_up() -> None:
 async def test_a_cancelled_connect_leaves_no_socket_open() -> None:
     listener, waiting = full_listener()
     try:
-        pool = Pool(Origin("127.0.0.1", listener.getsockname()[1], b"", b""))
+        pool = ConnectionPool(NodeAddress("127.0.0.1", listener.getsockname()[1], b"", b""))
         connecting = asyncio.create_task(pool.connect(LIMIT))
         await asyncio.sleep(0.02)
         connecting.cancel()
@@ -255,12 +260,12 @@ async def test_a_cancelled_connect_leaves_no_socket_open() -> None:
 async def test_a_machine_without_descriptors_is_not_the_nodes_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pool = Pool(Origin("127.0.0.1", 1, b"", b""))
+    pool = ConnectionPool(NodeAddress("127.0.0.1", 1, b"", b""))
 
     async def create_connection(*_: Any, **__: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")
 
     clock = Clock(pool)
     monkeypatch.setattr(clock, "create_connection", create_connection, raising=False)
-    with pytest.raises(Exhausted, match="Too many open files"):
+    with pytest.raises(LocalResourcesExhausted, match="Too many open files"):
         await pool.connect(LIMIT)

@@ -14,24 +14,23 @@ from starlette.types import ASGIApp
 
 from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
-from gateway.events import Bus, RequestFinished
+from gateway.events import EventBus, RequestFinished
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Node
 from gateway.observe.metrics import Metrics
-from gateway.relay.journey import Means
-from gateway.relay.live import Registry
-from gateway.relay.relay import Relay
-from gateway.relay.watch import Watch
+from gateway.proxy.context import ProxyContext
+from gateway.proxy.forwarder import Forwarder
+from gateway.proxy.in_flight import InFlightRegistry
+from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.scheduler import Scheduler
 from gateway.web.admin.app import admin_app
-from gateway.web.admin.control import Reloaded
-from gateway.web.admin.deadlines import Deadlines
-from gateway.web.admin.totals import Totals
-from gateway.web.admin.view import View
-from gateway.web.listener import Listener, bind
-from gateway.web.public.edge import Edge, Snapshot
-from gateway.web.public.protocol import bounded
-from gateway.web.public.site import public_site
+from gateway.web.admin.control import ReloadResult
+from gateway.web.admin.metrics_source import MetricsSource, Totals
+from gateway.web.admin.nodes import DrainDeadlines
+from gateway.web.handler import HandlerConfig, ProxyHandler
+from gateway.web.listener import Listener, bind_socket
+from gateway.web.protocol import protocol_class
+from gateway.web.site import public_app
 from tests.fleet.build import Running, a_fleet
 from tests.gateways import NO_TLS
 from tests.virtual import now
@@ -48,16 +47,16 @@ class House:
 
     settings: Settings
     running: Running
-    bus: Bus
+    bus: EventBus
     scheduler: Scheduler
-    registry: Registry
-    edge: Edge
-    deadlines: Deadlines
+    registry: InFlightRegistry
+    edge: ProxyHandler
+    deadlines: DrainDeadlines
     site: ASGIApp
     public: httpx.AsyncClient
     admin: httpx.AsyncClient
     clock: Callable[[], float] = now
-    started: float = field(default_factory=now)
+    started_at: float = field(default_factory=now)
     version: str = "1.2.3"
     inventory_error: str | None = None
     settings_error: str | None = None
@@ -75,7 +74,7 @@ class House:
     def __getitem__(self, name: str) -> Node:
         return self.fleet.nodes[name]
 
-    async def reload(self) -> Reloaded:
+    async def reload(self) -> ReloadResult:
         raise AssertionError("a house has no files")
 
     async def until(self, condition: Callable[[], bool], limit: float = 30.0) -> None:
@@ -99,15 +98,17 @@ async def a_house(
     **fleet: Any,
 ) -> AsyncIterator[House]:
     """`fleet` is for `tests.fleet.build.a_fleet`; only a house that is `serving` relays."""
-    chosen, bus, clock = Settings(**settings or {}), Bus(), now
+    chosen, bus, clock = Settings(**settings or {}), EventBus(), now
     async with a_fleet(*specs, **{"timeout": PROBE_LIMIT, **fleet}) as running:
         scheduler = Scheduler(running.fleet, chosen, clock, random.Random(7))
-        registry = Registry()
-        relay = Relay(Means(scheduler, running.fleet, chosen, bus, Watch(clock), clock))
-        snapshot = Snapshot.of(chosen, loopback=loopback)
-        edge = Edge(snapshot, relay, running.fleet, registry, bus, clock)
-        deadlines = Deadlines(registry)
-        site = public_site(edge, scheduler)
+        registry = InFlightRegistry()
+        relay = Forwarder(
+            ProxyContext(scheduler, running.fleet, chosen, bus, TimeoutMonitor(clock), clock)
+        )
+        snapshot = HandlerConfig.of(chosen, loopback=loopback)
+        edge = ProxyHandler(snapshot, relay, running.fleet, registry, bus, clock)
+        deadlines = DrainDeadlines(registry)
+        site = public_app(edge, scheduler)
         house = House(
             settings=chosen,
             running=running,
@@ -123,7 +124,7 @@ async def a_house(
         bus.subscribe(RequestFinished, house.ended.append)
         metrics = Metrics(
             bus,
-            View(
+            MetricsSource(
                 running.fleet,
                 scheduler,
                 registry,
@@ -137,8 +138,8 @@ async def a_house(
             registry=registry,
             metrics=metrics,
             totals=Totals(metrics),
-            deadlines=deadlines,
-            control=house,
+            drain_deadlines=deadlines,
+            gateway=house,
             host=admin_host,
             key=admin_key,
             extra_hosts=admin_hosts,
@@ -156,13 +157,13 @@ async def a_house(
 
 
 @asynccontextmanager
-async def served(site: ASGIApp, edge: Edge) -> AsyncIterator[httpx.AsyncClient]:
+async def served(site: ASGIApp, edge: ProxyHandler) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the public listener as it stands in a gateway, on a real socket."""
-    listen, limits = edge.snapshot.settings.listen, edge.snapshot.settings.limits
+    listen, limits = edge.config.settings.listen, edge.config.settings.limits
     listener = Listener(
         site,
-        bind("127.0.0.1", 0),
-        protocol=bounded(limits, edge.serve),
+        bind_socket("127.0.0.1", 0),
+        protocol=protocol_class(limits, edge.serve),
         keep_alive=listen.keep_alive,
     )
     listener.open()

@@ -8,14 +8,14 @@ import httpx
 import pytest
 import trustme
 
-from gateway.addresses import open_listeners
 from gateway.config.listeners import LimitSettings
-from gateway.options import StartError
-from gateway.web.listener import Listener, bind
-from gateway.web.public.protocol import bounded
+from gateway.handover import open_listeners
+from gateway.startup import StartError
+from gateway.web.listener import Listener, bind_socket
+from gateway.web.protocol import protocol_class
 from tests.emulator.wire import Wire
 from tests.virtual import in_virtual_time, now
-from tests.web.public.asking import HELLO, answer, public, request
+from tests.web.asking import HELLO, answer, public, request
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ async def test_the_public_listener_may_speak_tls(
             await wire.send(data)
             assert (await answer(wire)).status == status
             await wire.leave()
-        connections = gate.running.gateway.public._server.server_state.connections  # type: ignore[union-attr]
+        connections = gate.running.gateway.public_listener._server.server_state.connections  # type: ignore[union-attr]
         await gate.node.until(lambda: not connections)
 
 
@@ -82,16 +82,16 @@ async def test_plain_http_on_a_tls_port_is_closed_and_harms_nobody(
 
 
 async def test_a_port_that_is_taken_is_told() -> None:
-    with bind("127.0.0.1", 0) as sock:
+    with bind_socket("127.0.0.1", 0) as sock:
         sock.listen()
         with pytest.raises(OSError, match="in use"):
-            bind("127.0.0.1", sock.getsockname()[1])
+            bind_socket("127.0.0.1", sock.getsockname()[1])
 
 
 async def test_of_two_that_were_bound_at_the_same_time_the_later_is_told() -> None:
-    protocol = bounded(LimitSettings())
-    first = Listener(_nothing, bind("127.0.0.1", 0), protocol=protocol, keep_alive=0.5)
-    sock = bind("127.0.0.1", first.port)
+    protocol = protocol_class(LimitSettings())
+    first = Listener(_nothing, bind_socket("127.0.0.1", 0), protocol=protocol, keep_alive=0.5)
+    sock = bind_socket("127.0.0.1", first.port)
     second = Listener(_nothing, sock, protocol=protocol, keep_alive=0.5)
     told = rf"127\.0\.0\.1:{first.port} can't be listened on: .*--admin-port"
     with pytest.raises(StartError, match=told):
@@ -101,7 +101,7 @@ async def test_of_two_that_were_bound_at_the_same_time_the_later_is_told() -> No
 
 
 async def test_every_address_is_of_both_families() -> None:
-    with bind("::", 0) as sock:
+    with bind_socket("::", 0) as sock:
         sock.listen()
         for host in ("127.0.0.1", "::1"):
             reader, writer = await asyncio.open_connection(host, sock.getsockname()[1])
@@ -114,7 +114,9 @@ async def test_every_address_is_of_both_families() -> None:
     ("host", "url"), [("127.0.0.1", "http://127.0.0.1:"), ("::1", "http://[::1]:")]
 )
 async def test_a_listener_tells_its_url(host: str, url: str) -> None:
-    listener = Listener(_nothing, bind(host, 0), protocol=bounded(LimitSettings()), keep_alive=0.5)
+    listener = Listener(
+        _nothing, bind_socket(host, 0), protocol=protocol_class(LimitSettings()), keep_alive=0.5
+    )
     assert listener.url.startswith(url)
     await listener.close()
 

@@ -14,19 +14,18 @@ from starlette.types import ASGIApp
 from gateway.fleet.fleet import Fleet
 from gateway.observe.exposition import CONTENT_TYPE
 from gateway.observe.metrics import Metrics
-from gateway.relay.live import Registry
+from gateway.proxy.in_flight import InFlightRegistry
 from gateway.scheduling.scheduler import Scheduler
-from gateway.web.admin.configuration import Configuration
-from gateway.web.admin.control import Control
-from gateway.web.admin.deadlines import Deadlines
-from gateway.web.admin.guard import Guard
-from gateway.web.admin.nodes import Nodes
-from gateway.web.admin.requests import Requests
-from gateway.web.admin.status import Status
-from gateway.web.admin.totals import Totals
-from gateway.web.public.answers import cold_app
+from gateway.web.admin.configuration import ConfigEndpoints
+from gateway.web.admin.control import GatewayControl
+from gateway.web.admin.guard import AdminGuard
+from gateway.web.admin.metrics_source import Totals
+from gateway.web.admin.nodes import DrainDeadlines, NodeEndpoints
+from gateway.web.admin.requests import RequestEndpoints
+from gateway.web.admin.status import StatusEndpoints
+from gateway.web.asgi import asgi_app
 
-INDEX = """\
+INDEX_PAGE = """\
 llama-gateway, admin listener
 
 GET    /metrics                     Prometheus
@@ -49,11 +48,11 @@ def admin_app(
     *,
     fleet: Fleet,
     scheduler: Scheduler,
-    registry: Registry,
+    registry: InFlightRegistry,
     metrics: Metrics,
     totals: Totals,
-    deadlines: Deadlines,
-    control: Control,
+    drain_deadlines: DrainDeadlines,
+    gateway: GatewayControl,
     host: str,
     key: str | None = None,
     extra_hosts: Iterable[str] = (),
@@ -63,13 +62,13 @@ def admin_app(
     The caller owns `deadlines` and closes it. Without `key` nobody needs one: whether that may be
     is for `gateway.access.exposure.admin_refusal` to say before the listener opens.
     """
-    nodes = Nodes(fleet, deadlines)
-    requests = Requests(registry, scheduler)
-    configuration = Configuration(control)
-    status = Status(fleet, scheduler, registry, control, totals)
+    nodes = NodeEndpoints(fleet, drain_deadlines)
+    requests = RequestEndpoints(registry, scheduler)
+    configuration = ConfigEndpoints(gateway)
+    status = StatusEndpoints(fleet, scheduler, registry, gateway, totals)
 
     async def index(_: Request) -> Response:
-        return PlainTextResponse(INDEX)
+        return PlainTextResponse(INDEX_PAGE)
 
     async def scrape(_: Request) -> Response:
         return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
@@ -94,5 +93,5 @@ def admin_app(
         )
     ]
     numbers = itertools.count()
-    guard = Middleware(Guard, key=key, names=(host, *extra_hosts))
-    return cold_app(routes, lambda: f"adm_{next(numbers):x}", [guard])
+    guard = Middleware(AdminGuard, key=key, names=(host, *extra_hosts))
+    return asgi_app(routes, lambda: f"adm_{next(numbers):x}", [guard])

@@ -9,39 +9,38 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.config.masking import masked
-from gateway.config.problems import ConfigError, Problem, printable
-from gateway.config.settings import Settings
+from gateway.config.errors import ConfigError, Problem, single_line
+from gateway.config.settings import Settings, masked_settings
 from gateway.errors import GatewayError
-from gateway.relay.dialects.base import error_fields
-from gateway.web.admin.control import Control
-from gateway.web.public.answers import Json
+from gateway.proxy.api.base import openai_error
+from gateway.web.admin.control import GatewayControl
+from gateway.web.asgi import JsonResponse
 
-LISTED = 50
+MOST_LISTED_PROBLEMS = 50
 """Problems that are told one by one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Configuration:
+class ConfigEndpoints:
     """The endpoints."""
 
-    control: Control
+    gateway: GatewayControl
 
     async def show(self, _: Request) -> Response:
         """The settings in force, secrets masked."""
-        return Json(masked(self.control.settings))
+        return JsonResponse(masked_settings(self.gateway.settings))
 
     async def reload(self, _: Request) -> Response:
         """Read both files again: what has changed, or every problem of the one that is invalid."""
-        before = self.control.settings
+        before = self.gateway.settings
         try:
-            done = await self.control.reload()
+            done = await self.gateway.reload()
         except ConfigError as error:
             return _invalid(str(error.problems[0]), error.problems)
         except OSError as error:
-            return _invalid(printable(str(error)), ())
+            return _invalid(single_line(str(error)), ())
         nodes = done.inventory
-        return Json(
+        return JsonResponse(
             {
                 "nodes": {
                     "added": nodes.added,
@@ -49,14 +48,14 @@ class Configuration:
                     "removed": nodes.removed,
                 },
                 "settings": {
-                    "changed": changed(before, self.control.settings),
+                    "changed": changed_keys(before, self.gateway.settings),
                     "needs_restart": done.settings.needs_restart,
                 },
             }
         )
 
 
-def changed(before: Settings, after: Settings) -> list[str]:
+def changed_keys(before: Settings, after: Settings) -> list[str]:
     """The top-level keys of the settings that differ."""
     return [
         name for name in type(after).model_fields if getattr(before, name) != getattr(after, name)
@@ -73,11 +72,11 @@ def _invalid(first: str, problems: Sequence[Problem]) -> Response:
             "file": str(problem.file),
             "line": problem.line or None,
             "key": problem.key,
-            "message": printable(problem.message),
-            "remedy": printable(problem.remedy),
+            "message": single_line(problem.message),
+            "remedy": single_line(problem.remedy),
         }
-        for problem in problems[:LISTED]
+        for problem in problems[:MOST_LISTED_PROBLEMS]
     ]
-    body = msgspec.json.encode({"error": error_fields(error), "problems": listed})
+    body = msgspec.json.encode({"error": openai_error(error), "problems": listed})
     headers = {"x-gateway-reason": error.code}
     return Response(body, error.status, headers, media_type="application/json")

@@ -11,14 +11,14 @@ from gateway.events import InventoryChanged, SettingsChanged
 
 
 @dataclass(frozen=True, slots=True)
-class Reloaded:
+class ReloadResult:
     """What came of reading both files again."""
 
     inventory: InventoryChanged
     settings: SettingsChanged
 
 
-class Control(Protocol):
+class GatewayControl(Protocol):
     """The running gateway."""
 
     @property
@@ -30,7 +30,7 @@ class Control(Protocol):
         """Monotonic seconds."""
 
     @property
-    def started(self) -> float:
+    def started_at(self) -> float:
         """When the process began to serve, by `clock`."""
 
     @property
@@ -53,7 +53,7 @@ class Control(Protocol):
     def closing(self) -> bool:
         """Whether it is shutting down."""
 
-    async def reload(self) -> Reloaded:
+    async def reload(self) -> ReloadResult:
         """Read the inventory and the settings again and put them in force.
 
         Raises: ConfigError, or OSError where a TLS file can't be used; the file that is to blame

@@ -8,15 +8,15 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.access.hosts import Hosts, is_same_origin
 from gateway.errors import GatewayError
-from gateway.web.public.answers import echoed, refusal
+from gateway.web.asgi import error_response, truncate_echo
+from gateway.web.origins import AllowedHosts, is_same_origin
 
-OPEN = frozenset({"/health", "/ready"})
+KEYLESS_PATHS = frozenset({"/health", "/ready"})
 """Paths that need no key: balancers and supervisors ask them, and they tell nothing."""
 
 
-class Guard:
+class AdminGuard:
     """Lets the right requests through to `app` and refuses the others.
 
     `names` are hosts that the listener may be asked by, besides loopback ones and the address
@@ -26,13 +26,13 @@ class Guard:
     def __init__(self, app: ASGIApp, *, key: str | None, names: Iterable[str]) -> None:
         self._app = app
         self._key = None if key is None else _digest(key.encode())
-        self._hosts = Hosts(names)
+        self._hosts = AllowedHosts(names)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             error = self._objection(scope)
             if error is not None:
-                response = refusal(error, scope)
+                response = error_response(error, scope)
                 if error.status == 401:
                     response.headers["WWW-Authenticate"] = 'Bearer realm="llama-gateway admin"'
                 await response(scope, receive, send)
@@ -43,11 +43,11 @@ class Guard:
         hosts = _values(scope, b"host")
         host = hosts[0] if len(hosts) == 1 else ""
         server = scope.get("server")
-        if not self._hosts.include(host, server[0] if server else None):
+        if not self._hosts.allows(host, server[0] if server else None):
             return GatewayError(
                 403,
                 "host_not_allowed",
-                f"The admin listener is not asked by the host '{echoed(host)}': ask by its "
+                f"The admin listener is not asked by the host '{truncate_echo(host)}': ask by its "
                 "address, or add the name to admin.hosts in the settings.",
             )
         for origin in _values(scope, b"origin"):
@@ -55,9 +55,9 @@ class Guard:
                 return GatewayError(
                     403,
                     "origin_not_allowed",
-                    f"Pages of '{echoed(origin)}' may not use the admin listener.",
+                    f"Pages of '{truncate_echo(origin)}' may not use the admin listener.",
                 )
-        if self._key is None or scope["path"] in OPEN or self._unlocks(scope):
+        if self._key is None or scope["path"] in KEYLESS_PATHS or self._unlocks(scope):
             return None
         return GatewayError(
             401,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.local.ports import claim_port, port_of
+from gateway.tools.local.server_process import claim_port, claimed_port
 from tests.bench.load import Address
 from tests.bench.scheduling import trace
 from tests.bench.scheduling.client import ask
@@ -56,7 +56,7 @@ async def test_what_goes_wrong_is_told() -> None:
         plain = BODY | {"stream_options": None}
         assert (await ask(address(node), plain, 5, now)).problem == "a stream without usage"
     with claim_port(node.host) as nobody:
-        assert "Connect" in (await ask((node.host, port_of(nobody)), BODY, 5, now)).problem
+        assert "Connect" in (await ask((node.host, claimed_port(nobody)), BODY, 5, now)).problem
 
 
 @in_virtual_time

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.fleet.lease import Lease
+from gateway.fleet.node import Lease
 from gateway.request import Request
-from gateway.scheduling.expectations import Expectations, Told
+from gateway.scheduling.demand_model import DemandModel, ReportedTokens
 from tests.bench.scheduling import capacity
 from tests.bench.scheduling.fleet import FLEET, nodes
 from tests.bench.scheduling.play import Record
@@ -48,23 +48,23 @@ def test_nodes_have_cached_what_they_are_believed_to_have(
 ) -> None:
     """Above capacity conversations wait for busy nodes, and go as soon as an answer has ended."""
     beliefs: list[Belief] = []
-    learn = Expectations.learn
+    learn = DemandModel.learn
 
     def noting(
-        self: Expectations,
+        self: DemandModel,
         lease: Lease,
         request: Request,
-        told: Told | None,
+        told: ReportedTokens | None,
         seen: float,
         **keys: bool,
     ) -> None:
         assert told is not None
         placement = lease.placement
-        believed = placement.ask.cached.get(placement.row.index, 0.0)
-        beliefs.append(Belief(believed, told.cached))
+        believed = placement.queued.cached.get(placement.row.index, 0.0)
+        beliefs.append(Belief(believed, told.cached_tokens))
         learn(self, lease, request, told, seen, **keys)
 
-    monkeypatch.setattr(Expectations, "learn", noting)
+    monkeypatch.setattr(DemandModel, "learn", noting)
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         records = runner.run(_played(tmp_path))
     assert [record.problem for record in records if record.problem] == []

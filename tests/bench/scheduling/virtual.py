@@ -117,8 +117,8 @@ async def behind_gateway(
     """A player in front of a running gateway over these nodes, in virtual time."""
     urls = [node.url for node in fleet]
     async with running_gateway(folder, urls, rng=random.Random(seed)) as site:
-        assert site.gateway.public is not None
-        address = site.gateway.public.host, site.gateway.public.port
+        assert site.gateway.public_listener is not None
+        address = site.gateway.public_listener.host, site.gateway.public_listener.port
         yield Player(address, scale, known=known, check=as_emulated, clock=now)
 
 

@@ -7,8 +7,8 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Scope
 
-from gateway.web.admin.guard import OPEN, Guard
-from gateway.web.public.answers import TAG
+from gateway.web.admin.guard import KEYLESS_PATHS, AdminGuard
+from gateway.web.asgi import X_REQUEST_ID_KEY
 
 KEY = "a-long-admin-key"
 REFUSED_HOSTS = [
@@ -36,10 +36,10 @@ async def ask(
     headers: Sequence[tuple[str, str]] = (),
 ) -> httpx.Response:
     """Through the guard; without `host` among the headers a loopback one is sent."""
-    guard = Guard(PlainTextResponse("inside"), key=key, names=names)
+    guard = AdminGuard(PlainTextResponse("inside"), key=key, names=names)
 
     async def app(scope: Scope, receive: object, send: object) -> None:
-        await guard({**scope, TAG: "an-id", "server": server}, receive, send)  # type: ignore[arg-type]
+        await guard({**scope, X_REQUEST_ID_KEY: "an-id", "server": server}, receive, send)  # type: ignore[arg-type]
 
     sent = [(name.encode(), value.encode("latin-1")) for name, value in headers]
     if all(name != b"host" for name, _ in sent):
@@ -86,7 +86,7 @@ async def test_the_address_a_connection_came_to_is_good() -> None:
 
 @pytest.mark.parametrize("host", REFUSED_HOSTS)
 async def test_any_other_host_is_refused(host: str) -> None:
-    for path in ("/admin/status", "/metrics", "/", *sorted(OPEN)):
+    for path in ("/admin/status", "/metrics", "/", *sorted(KEYLESS_PATHS)):
         response = await ask(path, names=("127.0.0.1", "0.0.0.0"), headers=[("host", host)])
         assert refused(response, 403, "host_not_allowed"), path
 
@@ -169,7 +169,7 @@ async def test_without_the_key_nothing_is_told(value: str | None) -> None:
         assert KEY not in response.text
 
 
-@pytest.mark.parametrize("path", sorted(OPEN))
+@pytest.mark.parametrize("path", sorted(KEYLESS_PATHS))
 async def test_health_and_readiness_need_no_key(path: str) -> None:
     assert passed(await ask(path, key=KEY))
 

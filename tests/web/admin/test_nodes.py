@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.request import Priority
-from gateway.web.admin.nodes import LONGEST_DEADLINE
+from gateway.web.admin.nodes import LONGEST_DRAIN_DEADLINE
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
 from tests.virtual import in_virtual_time
@@ -78,9 +78,9 @@ async def test_all_nodes_are_told_in_the_inventorys_order() -> None:
 async def test_work_shows_in_what_is_told() -> None:
     async with EmulatedNode(slots=2) as node, a_house(a_spec("a", node.url), serving=True) as house:
         assert (await house.chat()).status_code == 200
-        lease = house["a"].take(1, "r", Priority.NORMAL, house.clock())
+        lease = house["a"].take_lease(1, "r", Priority.NORMAL, house.clock())
         told = await shown(house, "a")
-        lease.give_back()
+        lease.release()
     assert (told["requests"], told["leased"], told["slots_busy"], told["in_flight"]) == (2, 1, 1, 1)
 
 
@@ -179,7 +179,7 @@ async def test_the_deadline_touches_no_other_node() -> None:
         running = asyncio.create_task(house.chat())
         await house.until(lambda: node.busy == 1)
         await order(house, "b", "drain?deadline=0")
-        await house.until(lambda: house.deadlines.left("b") is None)
+        await house.until(lambda: house.deadlines.seconds_left("b") is None)
         assert (await running).status_code == 200
 
 
@@ -208,7 +208,7 @@ async def test_a_later_deadline_takes_the_place_of_an_earlier_one() -> None:
         assert (await shown(house, "a"))["deadline_in"] is None
 
 
-@pytest.mark.parametrize("word", ["soon", "-1", "nan", "inf", "", f"{LONGEST_DEADLINE + 1}"])
+@pytest.mark.parametrize("word", ["soon", "-1", "nan", "inf", "", f"{LONGEST_DRAIN_DEADLINE + 1}"])
 @in_virtual_time
 async def test_a_deadline_that_is_none_changes_nothing(word: str) -> None:
     async with EmulatedNode() as node, a_house(a_spec("a", node.url)) as house:
@@ -225,7 +225,7 @@ async def test_a_probe_closes_the_circuit_of_a_node_that_answers() -> None:
         EmulatedNode() as node,
         a_house(a_spec("a", node.url), open=60.0, open_max=60.0, failures=1, serving=True) as house,
     ):
-        house.fleet.failed(house["a"], house.clock())
+        house.fleet.request_failed(house["a"], house.clock())
         told = await shown(house, "a")
         assert (told["state"], told["circuit"]["phase"]) == ("ejected", "open")
         assert 30 < told["circuit"]["open_for"] <= 66

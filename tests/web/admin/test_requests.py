@@ -39,11 +39,11 @@ async def start(house: House, node: EmulatedNode, **body: Any) -> asyncio.Task[h
     """A request that has come as far as it can: to a slot, or into the queue."""
     before = len(house.registry)
     waits = node.busy > 0
-    queued = len(house.scheduler.waiting())
+    queued = len(house.scheduler.queue_positions())
     task = asyncio.create_task(house.chat(SECRET, **body))
     await house.until(lambda: len(house.registry) == before + 1)
     await house.until(
-        lambda: len(house.scheduler.waiting()) == queued + 1 if waits else node.busy == 1
+        lambda: len(house.scheduler.queue_positions()) == queued + 1 if waits else node.busy == 1
     )
     return task
 
@@ -94,7 +94,7 @@ async def test_a_waiting_request_can_be_cancelled() -> None:
         answer = await cancel(house, name)
         refused = await asyncio.wait_for(second, 30)
         assert not first.done()
-        assert house.scheduler.waiting() == []
+        assert house.scheduler.queue_positions() == []
         assert [one["id"] for one in await listed(house)] != [name]
         await end(first)
     assert answer.json()["id"] == name
@@ -114,14 +114,14 @@ async def test_a_running_request_can_be_cancelled() -> None:
         event = house.ended[-1]
     assert (refused.status_code, error_of(refused)["code"]) == (503, "cancelled")
     assert "operator" in error_of(refused)["message"]
-    assert (event.code, event.reason) == (503, "cancelled")
+    assert (event.status, event.reason) == (503, "cancelled")
 
 
 @in_virtual_time
 async def test_a_stream_that_is_cancelled_ends_with_its_error_event_and_frees_its_slot() -> None:
     async with a_slow_house() as (house, node):
         task = await start(house, node, stream=True)
-        await house.until(lambda: any(lease.last_moved for lease in house["a"].leases))
+        await house.until(lambda: any(lease.last_content_at for lease in house["a"].leases))
         await cancel(house, (await listed(house))[0]["id"])
         response = await asyncio.wait_for(task, 30)
         await house.until(lambda: node.busy == 0)

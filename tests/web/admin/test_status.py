@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.web.admin.app import INDEX
-from gateway.web.admin.status import SHOWN
+from gateway.web.admin.app import INDEX_PAGE
+from gateway.web.admin.status import MOST_LISTED_WAITING
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
 from tests.virtual import in_virtual_time
@@ -59,7 +59,7 @@ async def test_status_tells_the_gateway_on_one_page() -> None:
 
 
 async def waits(house: House, count: int) -> None:
-    await house.until(lambda: len(house.scheduler.waiting()) == count)
+    await house.until(lambda: len(house.scheduler.queue_positions()) == count)
 
 
 @in_virtual_time
@@ -76,11 +76,13 @@ async def test_status_tells_what_waits_in_its_order_up_to_a_bound() -> None:
                 asyncio.create_task(house.chat("a secret", headers={"x-priority": wanted}))
             )
             await waits(house, queued)
-        await house.until(lambda: all(one.seconds > 0.001 for one in house.scheduler.waiting()))
+        await house.until(
+            lambda: all(one.waited_seconds > 0.001 for one in house.scheduler.queue_positions())
+        )
         response = await house.admin.get("/admin/status")
         few = response.json()
-        tasks += [asyncio.create_task(house.chat()) for _ in range(SHOWN)]
-        await waits(house, SHOWN + 2)
+        tasks += [asyncio.create_task(house.chat()) for _ in range(MOST_LISTED_WAITING)]
+        await waits(house, MOST_LISTED_WAITING + 2)
         many = (await house.admin.get("/admin/status")).json()
         for task in tasks:
             task.cancel()
@@ -95,8 +97,11 @@ async def test_status_tells_what_waits_in_its_order_up_to_a_bound() -> None:
     assert all(one["expected_start"] >= 0 for one in few["waiting"])
     assert few["in_flight"] == 3
     assert "a secret" not in response.text
-    assert (len(many["waiting"]), sum(many["queue"].values())) == (SHOWN, SHOWN + 2)
-    assert left["totals"]["clients_left"] == SHOWN + 3
+    assert (len(many["waiting"]), sum(many["queue"].values())) == (
+        MOST_LISTED_WAITING,
+        MOST_LISTED_WAITING + 2,
+    )
+    assert left["totals"]["clients_left"] == MOST_LISTED_WAITING + 3
     assert left["totals"]["failures"] == 0
 
 
@@ -162,9 +167,9 @@ async def test_the_names_of_the_settings_are_good_and_others_are_not() -> None:
 
 @in_virtual_time
 async def test_the_index_names_every_path_and_none_besides() -> None:
-    paths = re.findall(r"^(GET|POST|DELETE) +(\S+)", INDEX, re.MULTILINE)
+    paths = re.findall(r"^(GET|POST|DELETE) +(\S+)", INDEX_PAGE, re.MULTILINE)
     async with a_house(a_spec("a", DEAD)) as house:
-        assert (await house.admin.get("/")).text == INDEX
+        assert (await house.admin.get("/")).text == INDEX_PAGE
         for method, path in paths:
             asked = path.replace("{name}", "a").replace("{id}", "unknown")
             wrong = await house.admin.request("PATCH", asked)

@@ -353,9 +353,8 @@ def topology(sources: list[tuple[str, str]]) -> dict[str, Any]:
         module.__dict__["__path__"] = []
         sys.modules[name] = module
         exec(compile(text, name, "exec"), module.__dict__)
-    modules = sys.modules
-    read = modules["gateway.local.topology"].read_topology
-    return modules["gateway.local.description"].described(read())
+    module = sys.modules["gateway.tools.local.topology"]
+    return module.topology_as_dict(module.read_topology())
 
 
 def numa_problems(spec: dict[str, Any], found: dict[str, Any]) -> list[str]:

@@ -1,0 +1,72 @@
+"""Whether a standby node runs, as far as its hooks and its probes have told."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+ASSUMED_STARTUP = 60.0
+"""Seconds from a start to work that are expected of a node that has not been started yet."""
+
+
+class LifecyclePhase(enum.Enum):
+    """From standby to work and back."""
+
+    UNKNOWN = "unknown"
+    """Not probed yet: it may run since before this gateway did."""
+    OFF = "off"
+    STARTING = "starting"
+    """Its start hook runs, or it has ended and the server is not up yet."""
+    ON = "on"
+    RETIRING = "retiring"
+    """It ends what it runs and gets nothing new."""
+    STOPPING = "stopping"
+    """Its stop hook runs, or has failed and is tried again."""
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """One standby node. Times are monotonic seconds."""
+
+    phase: LifecyclePhase = LifecyclePhase.UNKNOWN
+    reason: str = ""
+    """For an operator: why it is in this phase."""
+    since: float = -math.inf
+    """When the phase began."""
+    started_at: float = -math.inf
+    """When it was last started."""
+    stopped_at: float = -math.inf
+    """When it was last stopped."""
+    retry_at: float = -math.inf
+    """Not before then is a hook run again, after it has failed."""
+    failures: int = 0
+    """Starts and stops that failed in a row."""
+    startup_seconds: float | None = None
+    """Seconds from its last start to work."""
+    at_max_running: bool = False
+    """It may not be started, since as many run as may."""
+    down_since: float | None = None
+    """Since when it has been down though it should run."""
+
+    def enter(self, phase: LifecyclePhase, reason: str, now: float) -> None:
+        """Begin another phase."""
+        self.phase, self.reason, self.since = phase, reason, now
+        self.down_since = None
+
+    def record_failure(self, now: float, initial: float, longest: float) -> None:
+        """A start or a stop has failed: wait before the next try, longer each time."""
+        wait = min(longest, initial * 2.0 ** min(self.failures, 30))
+        self.failures += 1
+        self.retry_at = now + wait
+
+    def ready_in(self, now: float, cooldown: float) -> float:
+        """Seconds until it is expected to work, if it is started as soon as it may be."""
+        expected = ASSUMED_STARTUP if self.startup_seconds is None else self.startup_seconds
+        if self.phase is LifecyclePhase.OFF:
+            return expected + max(0.0, self.retry_at - now, self.stopped_at + cooldown - now)
+        if self.phase is LifecyclePhase.STARTING:
+            # One that takes longer than the last time is likely to take some more.
+            elapsed = now - self.since
+            return max(expected - elapsed, 1.0 + 0.2 * elapsed)
+        return 1.0

@@ -1,0 +1,176 @@
+"""What a server says about itself, read without trust, and how it differs from the inventory."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from gateway.config.inventory import NodeSpec
+
+MOST_SLOTS = 65_536
+
+MOST_CONTEXT = 1 << 30
+
+MOST_MODELS = 1_000
+
+LONGEST_PROPERTY = 512
+
+MOST_MODEL_SIZE = 1 << 60
+
+
+@dataclass(slots=True)
+class ServerProperties:
+    """What is known from a server's own words. None: it has not said. Kept while it is down."""
+
+    slots: int | None = None
+    context: int | None = None
+    """Tokens of one slot."""
+    trained_context: int | None = None
+    """Tokens that the model was trained for."""
+    models: tuple[str, ...] = ()
+    """Its names for what it serves."""
+    build: str | None = None
+    template: str | None = None
+    """A hash of the chat template."""
+    file: str | None = None
+    """The model's file, without its folder."""
+    vision: bool | None = None
+    audio: bool | None = None
+    slots_endpoint: bool | None = None
+    """Whether it answers `/slots`."""
+    n_params: int | None = None
+    size: int | None = None
+    """Bytes of the model's tensors."""
+    ftype: str | None = None
+    """The quantization's name."""
+    refused: set[str] = field(default_factory=set)
+    """Endpoints that it has refused with 501: `facts.refused.add("rerank")`."""
+    remembered: bool = field(default=False, compare=False)
+    """Whether it said so to an earlier process, or before it left the inventory."""
+
+    def version_key(self) -> tuple[object, ...]:
+        """Changes when another build or another model runs there."""
+        return (self.build, self.models, self.n_params, self.size, self.ftype, self.template)
+
+    def resume_key(self) -> tuple[object, ...]:
+        """What must be the same on two servers for one to go on with what the other wrote.
+
+        As `/props` tells it, so that one question to a server is enough. None: it does not say.
+        """
+        return (self.file, self.ftype, self.template, self.build)
+
+    def clear_remembered(self) -> None:
+        """It answers: what it said to an earlier process must not fill in what it leaves out."""
+        if self.remembered:
+            nothing = ServerProperties()
+            for one in fields(self):
+                setattr(self, one.name, getattr(nothing, one.name))
+
+    def read_props(self, props: object) -> None:
+        """Take in the answer to `/props`; what it does not say stays as it was."""
+        if not isinstance(props, dict):
+            return
+        self.slots = _count(props.get("total_slots"), MOST_SLOTS) or self.slots
+        settings = props.get("default_generation_settings")
+        if isinstance(settings, dict):
+            self.context = _count(settings.get("n_ctx"), MOST_CONTEXT) or self.context
+        self.build = _name(props.get("build_info")) or self.build
+        path = _name(props.get("model_path"))
+        if path is not None:
+            self.file = path.replace("\\", "/").rpartition("/")[2] or None
+        self.ftype = _name(props.get("model_ftype")) or self.ftype
+        template = props.get("chat_template")
+        if isinstance(template, str):
+            # A JSON string may hold lone surrogates, which UTF-8 does not.
+            raw = template.encode("utf-8", "surrogatepass")
+            self.template = hashlib.sha256(raw).hexdigest()[:16]
+        modalities = props.get("modalities")
+        if isinstance(modalities, dict):
+            self.vision = _flag(modalities.get("vision"), self.vision)
+            self.audio = _flag(modalities.get("audio"), self.audio)
+        self.slots_endpoint = _flag(props.get("endpoint_slots"), self.slots_endpoint)
+        alias = _name(props.get("model_alias"))
+        if alias and not self.models:
+            self.models = (alias,)
+
+    def read_models(self, answer: object) -> None:
+        """Take in the answer to `/v1/models`; what it does not say stays as it was."""
+        data = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(data, list):
+            return
+        entries = [entry for entry in data[:MOST_MODELS] if isinstance(entry, dict)]
+        names = [name for entry in entries if (name := _name(entry.get("id")))]
+        self.models = tuple(dict.fromkeys(names))
+        meta = entries[0].get("meta") if len(entries) == 1 else None
+        if isinstance(meta, dict):
+            self.n_params = _count(meta.get("n_params"), MOST_MODEL_SIZE) or self.n_params
+            self.size = _count(meta.get("size"), MOST_MODEL_SIZE) or self.size
+            self.ftype = _name(meta.get("ftype")) or self.ftype
+            self.context = self.context or _count(meta.get("n_ctx"), MOST_CONTEXT)
+            trained = _count(meta.get("n_ctx_train"), MOST_CONTEXT)
+            self.trained_context = trained or self.trained_context
+
+
+def is_plausible(facts: ServerProperties) -> bool:
+    """Whether a server could have said this, as these facts are read from it."""
+    counts = (
+        (facts.slots, MOST_SLOTS),
+        (facts.context, MOST_CONTEXT),
+        (facts.trained_context, MOST_CONTEXT),
+        (facts.n_params, MOST_MODEL_SIZE),
+        (facts.size, MOST_MODEL_SIZE),
+    )
+    names = (*facts.models, *facts.refused)
+    texts = (facts.build, facts.template, facts.file, facts.ftype)
+    return (
+        len(names) <= MOST_MODELS
+        and all(count is None or _count(count, most) for count, most in counts)
+        and all(_name(name) for name in names)
+        and all(text is None or _name(text) for text in texts)
+    )
+
+
+def count_slots(answer: object) -> tuple[int, int] | None:
+    """(busy, all) of an answer to `/slots`; None if it is not one."""
+    if not isinstance(answer, list) or not 0 < len(answer) <= MOST_SLOTS:
+        return None
+    if not all(isinstance(slot, dict) and "is_processing" in slot for slot in answer):
+        return None
+    return sum(slot["is_processing"] is True for slot in answer), len(answer)
+
+
+def inventory_drift(spec: NodeSpec, facts: ServerProperties) -> tuple[str, ...]:
+    """What the server says against what the inventory declares, a sentence each."""
+    if facts.remembered:
+        return ()
+    found = []
+    if spec.slots is not None and facts.slots is not None and spec.slots != facts.slots:
+        found.append(f"slots: the inventory says {spec.slots}, the server has {facts.slots}")
+    if spec.context is not None and facts.context is not None and spec.context != facts.context:
+        found.append(
+            f"context: the inventory says {spec.context} tokens a slot, "
+            f"the server has {facts.context}"
+        )
+    if spec.models is not None and facts.models:
+        missing = sorted(set(spec.models.values()) - set(facts.models))
+        if missing:
+            found.append(
+                f"model: the inventory says {', '.join(missing)}, "
+                f"the server serves {', '.join(facts.models[:8])}"
+            )
+    return tuple(found)
+
+
+def _count(value: Any, most: int) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+        return None
+    return value
+
+
+def _name(value: Any) -> str | None:
+    return value if isinstance(value, str) and 0 < len(value) <= LONGEST_PROPERTY else None
+
+
+def _flag(value: Any, otherwise: bool | None) -> bool | None:  # noqa: FBT001
+    return value if isinstance(value, bool) else otherwise

@@ -1,0 +1,186 @@
+"""What a node's answer means: pass it on, or ask another node, and who is to blame."""
+
+from __future__ import annotations
+
+import enum
+import re
+from email.utils import parsedate_to_datetime
+
+import msgspec
+
+from gateway.proxy.json_values import JSON_ERRORS
+from gateway.request import Headers, Request
+
+
+class ResponseOutcome(enum.Enum):
+    """What to do with a node's reply before anything of it went out."""
+
+    PASS = "pass"  # noqa: S105 - no password
+    """An answer, or an error of the client's own making."""
+    CONTEXT_OVERFLOW = "context_overflow"
+    """The prompt does not fit: a node with a larger context may take it."""
+    REFUSED = "refused"
+    """This node can't serve it: another one, and never this one again."""
+    BUSY = "busy"
+    """Not now: another one."""
+    SERVER_ERROR = "server_error"
+    """It failed, or the request makes every node fail: another one tells which."""
+
+
+MOST_MESSAGE_CHARACTERS = 1024
+"""Characters of a node's message that are looked at."""
+
+_CONTEXT = re.compile(r"exceeds? the available context size|maximum context length is \d")
+"""Of a prompt that is too long: as llama.cpp said it before it had a type for it, and as other
+servers of OpenAI's API do."""
+
+_TOKENS = re.compile(r"^(?:request|input) \((\d{1,9}) tokens\)")
+
+_MOST = re.compile(
+    r"(?:available context size \(|current batch size: |maximum context length is )(\d{1,9})"
+)
+"""Tokens of the prompt and of what it must fit into, where they are said in words alone."""
+
+_REFUSED = frozenset({401, 403, 404, 405, 501})
+
+_BUSY = frozenset({408, 429, 502, 503, 504})
+
+
+_STATUSES = {
+    "invalid_request_error": 400,
+    "exceed_context_size_error": 400,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "request_too_large": 413,
+    "rate_limit_error": 429,
+    "not_supported_error": 501,
+    "overloaded_error": 503,
+    "unavailable_error": 503,
+    "timeout_error": 504,
+}
+"""What the types of errors stand for that llama.cpp, OpenAI and Anthropic have."""
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    type: str | None = None
+    code: object = None
+    n_ctx: int | None = None
+    n_prompt_tokens: int | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error | None = None
+    message: str = ""
+    type: str | None = None
+    code: object = None
+
+
+_ANY = msgspec.json.Decoder()
+
+_BODY = msgspec.json.Decoder(_ErrorBody)
+
+
+def classify(status: int, content: bytes, request: Request) -> ResponseOutcome:
+    """What a reply of this status and (for errors) content means."""
+    if status < 300:
+        return ResponseOutcome.PASS
+    if status in _BUSY:
+        return ResponseOutcome.BUSY
+    if status in _REFUSED or status < 400:
+        return ResponseOutcome.REFUSED
+    if is_context_overflow(status, content, request):
+        return ResponseOutcome.CONTEXT_OVERFLOW
+    return ResponseOutcome.SERVER_ERROR if status >= 500 else ResponseOutcome.PASS
+
+
+def is_context_overflow(status: int, content: bytes, request: Request) -> bool:
+    """Whether the prompt was too long: its own error type, or for embeddings a 500 that says so."""
+    error = _error(content)
+    if error is None:
+        return False
+    if status == 400:
+        return (
+            error.type == "exceed_context_size_error"
+            or error.code == "context_length_exceeded"
+            or _CONTEXT.search(error.message[:MOST_MESSAGE_CHARACTERS]) is not None
+        )
+    return (
+        status == 500
+        and request.endpoint in {"embeddings", "rerank"}
+        and ("too large to process" in error.message or "context size" in error.message)
+    )
+
+
+def context_overflow_sizes(content: bytes) -> tuple[int | None, int | None]:
+    """Tokens of the prompt and of the node's context, as far as its error tells."""
+    error = _error(content)
+    if error is None:
+        return None, None
+    message = error.message[:MOST_MESSAGE_CHARACTERS]
+    tokens = _TOKENS.search(message)
+    context = _MOST.search(message)
+    return (
+        error.n_prompt_tokens or (None if tokens is None else int(tokens[1])),
+        error.n_ctx or (None if context is None else int(context[1])),
+    )
+
+
+def error_event_to_body(content: bytes) -> bytes:
+    """The data of an error event as the body of an error; as it is, if it has that form."""
+    try:
+        value = _ANY.decode(content)
+    except JSON_ERRORS:
+        value = {"message": "The node failed.", "type": "server_error", "code": 500}
+    if isinstance(value, dict) and value.get("error"):
+        return content
+    return msgspec.json.encode({"error": value})
+
+
+def retry_after(headers: Headers, wall_clock: float) -> float | None:
+    """Seconds for which the node asks to be left alone; None: it does not.
+
+    `wall` is the time of day in seconds since 1970: the field may be a date (RFC 9110, 10.2.3).
+    """
+    for name, value in headers:
+        if name == b"retry-after":
+            word = value.decode("latin-1").strip()
+            if word.isascii() and word.isdigit() and len(word) <= 9:
+                return float(word)
+            try:
+                return max(0.0, parsedate_to_datetime(word).timestamp() - wall_clock)
+            except (ValueError, OverflowError):
+                return None
+    return None
+
+
+def error_message(content: bytes) -> str | None:
+    """What the node's error says, if it is one."""
+    error = _error(content)
+    return error.message[:MOST_MESSAGE_CHARACTERS] or None if error is not None else None
+
+
+def is_model_loading(status: int, content: bytes) -> bool:
+    """Whether a 503 says that the model is still being loaded."""
+    return status == 503 and b"Loading model" in content
+
+
+def error_status(content: bytes) -> int:
+    """The status that an error of this body stands for, as its `code` or `type` says; else 500."""
+    error = _error(content)
+    if error is None:
+        return 500
+    code = error.code
+    if isinstance(code, int) and 400 <= code < 600:
+        return code
+    return _STATUSES.get(error.type or "", 500)
+
+
+def _error(content: bytes) -> _Error | None:
+    try:
+        body = _BODY.decode(content)
+    except JSON_ERRORS:
+        return None
+    # On a stream of `/v1/messages` llama.cpp sends the fields of the error alone.
+    return body.error or _Error(message=body.message, type=body.type, code=body.code)

@@ -1,0 +1,211 @@
+"""What the command line says over the files, and what must hold before anything starts."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gateway.access.exposure import (
+    admin_listener_problem,
+    port_conflict,
+    proxied_listener_problem,
+    public_listener_problem,
+)
+from gateway.config.errors import ConfigError, Problem
+from gateway.config.fields import is_host
+from gateway.config.inventory import Inventory, load_inventory
+from gateway.config.settings import RejectedFiles, Settings, load_settings
+from gateway.transport.node_client import node_address
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says; None leaves it to the file."""
+
+    inventory_file: Path
+    settings_file: Path | None = None
+    host: str | None = None
+    port: int | None = None
+    admin_host: str | None = None
+    admin_port: int | None = None
+    admin_key_file: Path | None = None
+    allow_anonymous: bool = False
+    state_dir: Path | None = None
+    """Folder for what lasts over a restart; by default systemd's, else the user's."""
+    restart_command: tuple[str, ...] = ()
+    """What starts this gateway anew, for a successor; empty: it can't be succeeded."""
+
+    def apply_to(self, settings: Settings) -> Settings:
+        """These settings with what the command line says on top."""
+        listen = {"host": self.host, "port": self.port}
+        admin = {"host": self.admin_host, "port": self.admin_port, "key_file": self.admin_key_file}
+        return settings.model_copy(
+            update={
+                "listen": settings.listen.model_copy(update=_given(listen)),
+                "admin": settings.admin.model_copy(update=_given(admin)),
+                "allow_anonymous": settings.allow_anonymous or self.allow_anonymous,
+            }
+        )
+
+
+class StartError(Exception):
+    """The gateway can't start; `status` is the process's exit status."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class StartProblem(NamedTuple):
+    """Why a gateway may not start though its files are valid."""
+
+    key: str
+    """Of the settings or the inventory."""
+    message: str
+    """With the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartupCheck:
+    """Both files, and all that would keep a gateway from starting with them."""
+
+    settings: Settings | None
+    """None: the file has problems. So for the inventory."""
+    inventory: Inventory | None
+    problems: tuple[Problem, ...]
+    """Of both files."""
+    start_problems: tuple[StartProblem, ...]
+
+
+def check_startup(options: Options, *, allow_empty: bool = True) -> StartupCheck:
+    """Look for everything that is wrong; nothing is started and nothing is sent.
+
+    A settings file without a single word is wrong, and where none may be `empty`, one with
+    comments alone as well.
+    """
+    problems: list[Problem] = []
+    refused: list[StartProblem] = []
+    settings = inventory = None
+    try:
+        hollow: RejectedFiles = "blank" if allow_empty else "empty"
+        settings = options.apply_to(load_settings(options.settings_file, rejected=hollow))
+        refused += _refusals(settings)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        inventory = load_inventory(options.inventory_file)
+        refused += _unusable_tls(inventory)
+    except ConfigError as error:
+        problems += error.problems
+    return StartupCheck(settings, inventory, tuple(problems), tuple(refused))
+
+
+def load_checked(options: Options, *, allow_empty: bool = True) -> tuple[Settings, Inventory]:
+    """Both files, checked as `examine` does. Raises: StartError, with all that is wrong."""
+    found = check_startup(options, allow_empty=allow_empty)
+    told = [str(ConfigError(found.problems))] if found.problems else []
+    told += [refusal.message for refusal in found.start_problems]
+    if told or found.settings is None or found.inventory is None:
+        raise StartError("\n".join(told), status=2)
+    return found.settings, found.inventory
+
+
+def _refusals(settings: Settings) -> Iterator[StartProblem]:
+    """Why the listeners may not stand where these settings want them."""
+    listen, admin = settings.listen, settings.admin
+    for key, host in (("listen.host", listen.host), ("admin.host", admin.host)):
+        if not is_host(host.strip("[]")):
+            yield StartProblem(key, f"{key}: {host!r} is no address; write one, or a host's name")
+    for key, refusal in (
+        (
+            "listen.host",
+            public_listener_problem(
+                listen.host, keys=len(settings.keys), allow_anonymous=settings.allow_anonymous
+            ),
+        ),
+        (
+            "listen.trusted_proxies",
+            proxied_listener_problem(
+                proxies=len(listen.trusted_proxies),
+                keys=len(settings.keys),
+                allow_anonymous=settings.allow_anonymous,
+            ),
+        ),
+        ("admin.host", admin_listener_problem(admin.host, has_key=admin.key_file is not None)),
+        ("listen.port", port_conflict(listen.host, admin.host, listen.port, admin.port)),
+    ):
+        if refusal is not None:
+            yield StartProblem(key, refusal)
+    if admin.key_file is not None:
+        try:
+            read_admin_key(admin.key_file)
+        except StartError as error:
+            yield StartProblem("admin.key_file", str(error))
+    if listen.tls is not None:
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(listen.tls.cert, listen.tls.key)
+        except OSError as error:
+            yield StartProblem(
+                "listen.tls",
+                f"listen.tls: {listen.tls.cert} and {listen.tls.key} can't be used ({error}): name "
+                "PEM files of a certificate chain and of the key that belongs to it",
+            )
+
+
+def _unusable_tls(inventory: Inventory) -> Iterator[StartProblem]:
+    for number, spec in enumerate(inventory.nodes):
+        try:
+            node_address(spec)
+        except OSError as error:
+            yield StartProblem(
+                f"nodes[{number}].tls",
+                f"the TLS files of the node '{spec.name}' can't be used ({error}): name PEM files "
+                "in its tls (ca, cert, key)",
+            )
+
+
+def read_admin_key(path: Path) -> str:
+    """The admin key in this file. Raises: StartError."""
+    try:
+        key = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not a text"
+        raise StartError(
+            f"{path}: the admin key can't be read: {why}; make the file, or name "
+            "another with --admin-key-file (admin.key_file)",
+            status=2,
+        ) from None
+    if not key:
+        raise StartError(f"{path}: the file holds no admin key; write one into it", status=2)
+    return key
+
+
+def drains_file(options: Options) -> Path:
+    """Where the drained nodes of this inventory are kept over a restart."""
+    return _state_file(options, "drains")
+
+
+def properties_file(options: Options) -> Path:
+    """Where is kept over a restart what the nodes of this inventory said last."""
+    return _state_file(options, "seen")
+
+
+def _state_file(options: Options, what: str) -> Path:
+    folder = options.state_dir
+    if folder is None and (systemd := os.environ.get("STATE_DIRECTORY", "").partition(":")[0]):
+        folder = Path(systemd)
+    if folder is None:
+        base = os.environ.get("XDG_STATE_HOME")
+        folder = (Path(base) if base else Path.home() / ".local" / "state") / "llama-gateway"
+    which = hashlib.sha256(str(options.inventory_file.absolute()).encode()).hexdigest()[:12]
+    return folder / f"{what}-{which}.json"
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

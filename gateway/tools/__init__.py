@@ -1,0 +1,1 @@
+"""What stands beside the way of a request: commands, simulator, local servers, tuning."""

@@ -1,0 +1,97 @@
+"""The commands. Each has a module of its own, which imports what is heavy only when it runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from gateway import __version__
+from gateway.tools.cli import check, keys, nodes, serve, simulate, topology, tune, up
+from gateway.tools.cli.terminal import (
+    CommandFailed,
+    HelpCommand,
+    HelpGroup,
+    UsageError,
+    print_error,
+    usage_message,
+)
+
+app = typer.Typer(
+    name="llama-gateway",
+    cls=HelpGroup,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=(
+        "Every command explains itself: llama-gateway nodes --help\n"
+        "Exit status: 0 done, 1 it could not do it, 2 wrong usage or configuration."
+    ),
+)
+
+for command, examples in (
+    (up.up, up.EXAMPLES),
+    (serve.serve, serve.EXAMPLES),
+    (check.check, check.EXAMPLES),
+    (nodes.nodes, nodes.EXAMPLES),
+    (simulate.simulate, simulate.EXAMPLES),
+    (topology.topology, topology.EXAMPLES),
+    (tune.tune, tune.EXAMPLES),
+):
+    app.command(cls=HelpCommand, epilog=examples)(command)
+
+app.add_typer(keys.app, name="keys")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"llama-gateway {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and end."
+        ),
+    ] = False,
+) -> None:
+    """One OpenAI-compatible address in front of many llama.cpp servers."""
+
+
+def main() -> NoReturn:
+    """Run the command that the arguments ask for, and end the process with its status."""
+    status = 0
+    try:
+        ended = app(prog_name="llama-gateway", standalone_mode=False)
+        status = ended if isinstance(ended, int) else 0
+    except UsageError as error:
+        status = 2
+        told = usage_message(error)
+        if told is None:
+            print(error.format_message(), file=sys.stderr)
+        else:
+            print_error(told)
+    except typer.Abort:
+        print_error("aborted")
+        status = 1
+    except CommandFailed as error:
+        print_error(str(error))
+        status = error.status
+    except OSError as error:
+        print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        status = 1
+    except Exception as error:
+        # Late: pydantic comes with it, and would double the time of --help and of each completion.
+        from gateway.config.errors import ConfigError
+
+        if not isinstance(error, ConfigError):
+            raise
+        print_error(str(error))
+        status = 2
+    sys.exit(status)

@@ -1,0 +1,138 @@
+"""Options that several commands share. A flag beats the environment, which beats the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_NODES = Path("config/nodes.yaml")
+
+DEFAULT_CONFIG = Path("config/gateway.yaml")
+
+_FILES = "Files"
+
+_LISTENER = "Public listener"
+
+_ADMIN = "Admin listener"
+
+NodesFile = Annotated[
+    Path,
+    typer.Option(
+        "--nodes",
+        envvar="LLAMA_GATEWAY_NODES",
+        metavar="FILE",
+        help="The inventory: which nodes there are.",
+        rich_help_panel=_FILES,
+    ),
+]
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        envvar="LLAMA_GATEWAY_CONFIG",
+        metavar="FILE",
+        show_default=f"{DEFAULT_CONFIG}, if there is one",
+        help="The settings.",
+        rich_help_panel=_FILES,
+    ),
+]
+
+Host = Annotated[
+    str | None,
+    typer.Option(
+        "--host",
+        envvar="LLAMA_GATEWAY_HOST",
+        metavar="ADDRESS",
+        show_default="127.0.0.1",
+        help="Address of the public listener; 0.0.0.0 or :: for all.",
+        rich_help_panel=_LISTENER,
+    ),
+]
+
+Port = Annotated[
+    int | None,
+    typer.Option(
+        "--port",
+        envvar="LLAMA_GATEWAY_PORT",
+        min=0,
+        max=65535,
+        metavar="PORT",
+        show_default="8000",
+        help="Port of the public listener; 0 takes a free one.",
+        rich_help_panel=_LISTENER,
+    ),
+]
+
+AdminHost = Annotated[
+    str | None,
+    typer.Option(
+        "--admin-host",
+        envvar="LLAMA_GATEWAY_ADMIN_HOST",
+        metavar="ADDRESS",
+        show_default="127.0.0.1",
+        help="Address of the admin listener; needs a key where it is not loopback.",
+        rich_help_panel=_ADMIN,
+    ),
+]
+
+AdminPort = Annotated[
+    int | None,
+    typer.Option(
+        "--admin-port",
+        envvar="LLAMA_GATEWAY_ADMIN_PORT",
+        min=0,
+        max=65535,
+        metavar="PORT",
+        show_default="8001",
+        help="Port of the admin listener; 0 takes a free one.",
+        rich_help_panel=_ADMIN,
+    ),
+]
+
+AdminKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--admin-key-file",
+        envvar="LLAMA_GATEWAY_ADMIN_KEY_FILE",
+        metavar="FILE",
+        help="File that holds the admin key.",
+        rich_help_panel=_ADMIN,
+    ),
+]
+
+AllowAnonymous = Annotated[
+    bool,
+    typer.Option(
+        "--allow-anonymous",
+        help="Serve callers without a key, on an address that is not loopback too.",
+        rich_help_panel=_LISTENER,
+    ),
+]
+
+AdminUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--admin-url",
+        metavar="URL",
+        show_default="from the settings, else http://127.0.0.1:8001",
+        help="Where the admin API of the running gateway is.",
+        rich_help_panel=_ADMIN,
+    ),
+]
+
+Json = Annotated[bool, typer.Option("--json", help="Write JSON, for scripts.")]
+
+
+def settings_file(path: Path | None) -> Path | None:
+    """The settings file to read: the one that was named, else the usual one if it is there."""
+    if path is not None:
+        return path
+    return DEFAULT_CONFIG if DEFAULT_CONFIG.is_file() else None
+
+
+def examples_epilog(*lines: tuple[str, str]) -> str:
+    """The end of a command's help: what to type, and what it does."""
+    return "\n".join(("Examples:", *(f"  {typed}\n    {meaning}" for typed, meaning in lines)))

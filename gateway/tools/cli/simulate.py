@@ -1,0 +1,489 @@
+"""`llama-gateway simulate`: what each policy would make of a fleet and its traffic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gateway.tools.cli import options
+from gateway.tools.cli.options import examples_epilog
+from gateway.tools.cli.terminal import CommandFailed, print_json, print_note, print_table
+
+if TYPE_CHECKING:
+    from gateway.tools.simulate.fleets import ServerSetup
+    from gateway.tools.simulate.report import PolicyReport
+    from gateway.tools.simulate.server import SimulatedMachine
+    from gateway.tools.simulate.trace import Trace
+if TYPE_CHECKING:
+    from gateway.scheduling.autoscaling_policy import AutoscalingRules
+    from gateway.tools.simulate.comparison import StandbyResult
+    from gateway.tools.simulate.fleets import ServerSetup
+    from gateway.tools.simulate.server import SimulatedMachine
+    from gateway.tools.simulate.trace import Trace
+
+
+EXAMPLES = examples_epilog(
+    ("llama-gateway simulate --fleet 4x2@40:600,2x2@16:250", "every policy, generated chats"),
+    (
+        "llama-gateway simulate --fleet 100x2@40:600 --generate rate=15,requests=50000,system=3000",
+        "more of them: 15 requests a second, system prompts of 3,000 tokens",
+    ),
+    (
+        "llama-gateway nodes --json > speeds.json && llama-gateway simulate --speeds speeds.json",
+        "your own fleet, as fast as the running gateway has measured it",
+    ),
+    (
+        "llama-gateway simulate --trace yesterday.jsonl --policy least_finish --policy nginx",
+        "your own traffic, two policies",
+    ),
+    (
+        "llama-gateway simulate --fleet 2x2@40:600 --standby 4x2@40:600 --generate burst=8",
+        "bursts: what standby machines save, and what that costs in waits",
+    ),
+    (
+        "llama-gateway simulate --trace AzureLLMInferenceTrace_conv.csv --plot conv.png",
+        "a public trace, and a picture",
+    ),
+)
+
+_FLEET = "Fleet"
+
+_TRAFFIC = "Traffic"
+
+_COLUMNS = (
+    "POLICY",
+    "COMPLETION",
+    "BOUND x",
+    "TTFT P50",
+    "P95",
+    "P99",
+    "WAIT",
+    "SERVICE",
+    "TOKENS/S",
+    "CACHED",
+    "BUSY",
+    "LOAD",
+    "QUEUE",
+    "CPU",
+)
+
+
+def simulate(
+    nodes: options.NodesFile = options.DEFAULT_NODES,
+    fleet: Annotated[
+        str | None,
+        typer.Option(
+            "--fleet",
+            metavar="COUNTxSLOTS@DECODE:PREFILL",
+            show_default="the inventory",
+            help="A made-up fleet instead: nodes, slots each, tokens/s that one request writes, "
+            "tokens/s of a prompt. Several kinds with commas; +0.3 behind one: what another busy "
+            "slot adds to a step (default 0.15).",
+            rich_help_panel=_FLEET,
+        ),
+    ] = None,
+    standby: Annotated[
+        str | None,
+        typer.Option(
+            "--standby",
+            metavar="COUNTxSLOTS@DECODE:PREFILL",
+            help="Elastic machines beside --fleet. Told is what they save: all always on, elastic, "
+            "and without them.",
+            rich_help_panel=_FLEET,
+        ),
+    ] = None,
+    elastic: Annotated[
+        str,
+        typer.Option(
+            "--elastic",
+            metavar="NAME=VALUE,...",
+            help="Their rules, as `elastic` in the settings: start_above, start_after, stop_after, "
+            "cooldown (s), min, max; startup: seconds from a start to work; cost of an hour.",
+            rich_help_panel=_FLEET,
+        ),
+    ] = "startup=60",
+    speeds: Annotated[
+        Path | None,
+        typer.Option(
+            "--speeds",
+            metavar="FILE",
+            help="Speeds of the inventory's nodes: what `llama-gateway nodes --json` writes.",
+            rich_help_panel=_FLEET,
+        ),
+    ] = None,
+    speed: Annotated[
+        str,
+        typer.Option(
+            "--speed",
+            metavar="DECODE:PREFILL",
+            help="Tokens/s of a node that --speeds does not tell, times its `speed_hint`.",
+            rich_help_panel=_FLEET,
+        ),
+    ] = "10:100",
+    batch: Annotated[
+        int,
+        typer.Option(
+            "--batch",
+            min=32,
+            max=65536,
+            metavar="TOKENS",
+            help="Tokens of a step.",
+            rich_help_panel=_FLEET,
+        ),
+    ] = 512,
+    cache_ram: Annotated[
+        int,
+        typer.Option(
+            "--cache-ram",
+            min=0,
+            metavar="MiB",
+            help="Host memory of each node for prompts; 0 for none.",
+            rich_help_panel=_FLEET,
+        ),
+    ] = 8192,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            show_default="generated traffic",
+            help="Requests: JSON lines, or .csv in the layout of the public Azure LLM traces.",
+            rich_help_panel=_TRAFFIC,
+        ),
+    ] = None,
+    skip_broken: Annotated[
+        bool,
+        typer.Option(
+            "--skip-broken",
+            help="Leave broken lines of the trace out, and say how many.",
+            rich_help_panel=_TRAFFIC,
+        ),
+    ] = False,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit",
+            min=1,
+            metavar="N",
+            help="Only the first N requests of the trace.",
+            rich_help_panel=_TRAFFIC,
+        ),
+    ] = None,
+    generate: Annotated[
+        str,
+        typer.Option(
+            "--generate",
+            metavar="NAME=VALUE,...",
+            help="What is made up without a trace: rate (requests/s), requests, turns, tenants, "
+            "system, question, answer, limit (tokens), pause (s), callers, urgent, premium, batch "
+            "(shares); burst (times as many), every, lasting (s).",
+            rich_help_panel=_TRAFFIC,
+        ),
+    ] = "rate=1,requests=5000",
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed", metavar="N", help="Same seed, same traffic.", rich_help_panel=_TRAFFIC
+        ),
+    ] = 1,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            metavar="NAME",
+            show_default="all",
+            help="Repeat it to compare: least_finish, least_loaded, round_robin, prefix_hash; "
+            "nginx (least_conn), haproxy (leastconn, maxconn = slots).",
+        ),
+    ] = None,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="The gateway knows speeds, lengths and caches instead of learning them. "
+            "For fleets of some dozens of nodes.",
+        ),
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw it: .png, .svg or .pdf."),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Play traffic on a model of the fleet, under one policy after the other.
+
+    The model has llama.cpp's slots, batches and prompt caches; the gateway's policies are the very
+    code that it runs. Nothing is sent anywhere. Times are seconds; BOUND x compares the mean
+    completion with one that no schedule could beat.
+    """
+    from gateway.tools.simulate.comparison import UnknownPolicyError, compare, known_policies
+    from gateway.tools.simulate.fleets import FleetError, ServerSetup
+    from gateway.tools.simulate.report import overload_warning
+    from gateway.tools.simulate.simulation import StuckError
+
+    names = list(dict.fromkeys(policy or known_policies()))
+    for name in names:
+        if name not in known_policies():
+            raise CommandFailed(
+                f"--policy {name}: there is no such policy; known: {', '.join(known_policies())}",
+                status=2,
+            )
+    try:
+        machines = _machines(nodes, fleet, speeds, speed, ServerSetup(batch, cache_ram))
+    except FleetError as error:
+        raise CommandFailed(str(error), status=2) from None
+    if standby is not None:
+        _only_for_one_policy(fleet, policy, plot, exact=exact)
+        traffic = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
+        simulate_elastic(
+            machines, standby, elastic, ServerSetup(batch, cache_ram), traffic, seed, as_json
+        )
+        return
+    _check_plot(plot)
+    requests = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
+    try:
+        with _progress(len(names) * len(requests.jobs)) as progress:
+            reports = compare(requests, machines, names, exact=exact, seed=seed, progress=progress)
+    except (StuckError, UnknownPolicyError) as error:
+        raise CommandFailed(str(error)) from None
+    if as_json:
+        print_json(_as_dict(machines, requests, reports))
+    else:
+        print_table(_COLUMNS, map(_row, reports), state_column=0)
+        if told := overload_warning(reports):
+            print(f"\n{told}")
+    if plot is not None:
+        _draw(plot, reports, machines, requests)
+
+
+def _only_for_one_policy(
+    fleet: str | None, policy: list[str] | None, plot: Path | None, *, exact: bool
+) -> None:
+    if fleet is None:
+        raise CommandFailed("--standby stands beside --fleet: describe both", status=2)
+    if policy not in (None, ["least_finish"]) or plot is not None or exact:
+        raise CommandFailed(
+            "--standby compares fleets under least_finish: leave --policy, --plot and --exact away",
+            status=2,
+        )
+
+
+def _machines(
+    nodes: Path, fleet: str | None, speeds: Path | None, speed: str, setup: ServerSetup
+) -> list[SimulatedMachine]:
+    from gateway.tools.simulate import fleets
+
+    if fleet is not None:
+        if speeds is not None:
+            raise fleets.FleetError("--speeds is for an inventory; --fleet holds its own speeds")
+        return fleets.from_text(fleet, setup)
+    from gateway.config.inventory import load_inventory
+
+    usual = fleets.from_text(f"1x1@{speed}", setup)[0]
+    machines, notes = fleets.from_inventory(
+        load_inventory(nodes),
+        {} if speeds is None else fleets.read_speeds(speeds),
+        fleets.NodeSpeeds(usual.prefill_tps, usual.decode_tps, usual.batch_cost),
+        setup,
+    )
+    for line in notes:
+        print_note(line)
+    return machines
+
+
+def _requests(
+    trace: Path | None, generate: str, seed: int, limit: int | None, *, skip_broken: bool
+) -> Trace:
+    if trace is None:
+        from gateway.tools.simulate import traffic as generator
+
+        try:
+            return generator.generate(generator.Traffic.from_text(generate), seed)
+        except ValueError as error:
+            raise CommandFailed(f"--generate: {error}", status=2) from None
+    from gateway.tools.simulate.trace import read_trace
+
+    try:
+        requests = read_trace(trace, skip_broken=skip_broken, limit=limit)
+    except OSError as error:
+        raise CommandFailed(
+            f"--trace {trace}: can't be read: {error.strerror} (check the path and its rights)",
+            status=2,
+        ) from None
+    if requests.skipped:
+        print_note(f"{trace}: left out {requests.skipped} broken lines")
+    return requests
+
+
+def _check_plot(plot: Path | None) -> None:
+    """Told before the work, not after it."""
+    if plot is None:
+        return
+    if plot.suffix.lower() not in {".png", ".svg", ".pdf"}:
+        raise CommandFailed(f"--plot {plot}: must end in .png, .svg or .pdf", status=2)
+    if not plot.parent.is_dir():
+        raise CommandFailed(f"--plot {plot}: there is no folder {plot.parent}", status=2)
+    import importlib.util
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandFailed(
+            "--plot needs the package matplotlib, which is not installed: "
+            "pip install 'llama-gateway[plots]'"
+        )
+
+
+@contextmanager
+def _progress(requests: int) -> Iterator[Callable[[str, int], None] | None]:
+    """A bar on a terminal, nothing elsewhere."""
+    import sys
+
+    from gateway.tools.cli.terminal import console
+
+    shown = console(sys.stderr)
+    if not shown.is_terminal:
+        yield None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=shown, transient=True) as bar:
+        task = bar.add_task("", total=requests)
+        done: dict[str, int] = {}
+
+        def told(name: str, ended: int) -> None:
+            done[name] = ended
+            bar.update(task, completed=sum(done.values()), description=name)
+
+        yield told
+
+
+def _row(report: PolicyReport) -> list[object]:
+    ttft = report.ttft
+    return [
+        report.policy,
+        f"{report.completion.mean:.2f}",
+        f"{report.ratio:.2f}",
+        *(f"{value:.2f}" for value in (ttft.p50, ttft.p95, ttft.p99)),
+        f"{report.wait.mean:.2f}",
+        f"{report.service:.2f}",
+        f"{report.tokens_per_second:.0f}",
+        f"{report.cached_share:.0%}",
+        f"{report.utilisation:.0%}",
+        None if report.load is None else f"{report.load:.0%}",
+        str(report.longest_queue),
+        f"{report.cpu_seconds:.1f}",
+    ]
+
+
+def _as_dict(
+    machines: list[SimulatedMachine], requests: Trace, reports: list[PolicyReport]
+) -> dict[str, Any]:
+    return {
+        "nodes": len(machines),
+        "slots": sum(machine.slots for machine in machines),
+        "requests": len(requests.jobs),
+        "skipped_lines": requests.skipped,
+        "policies": [report.as_dict() for report in reports],
+    }
+
+
+def _draw(
+    plot: Path, reports: list[PolicyReport], machines: list[SimulatedMachine], requests: Trace
+) -> None:
+    from gateway.tools.simulate.report import PlotsNotInstalledError, plot_reports
+
+    slots = sum(machine.slots for machine in machines)
+    title = f"{len(requests.jobs):,} requests on {len(machines):,} nodes of {slots:,} slots"
+    try:
+        plot_reports(plot, reports, title)
+    except PlotsNotInstalledError as error:
+        raise CommandFailed(str(error)) from None
+    print_note(f"drawn: {plot}")
+
+
+_ELASTIC_COLUMNS = (
+    "FLEET",
+    "MACHINE-HOURS",
+    "COST",
+    "STARTS",
+    "WAIT",
+    "WAIT P95",
+    "TTFT P50",
+    "P95",
+    "P99",
+    "COMPLETION",
+)
+
+
+def simulate_elastic(
+    base: list[SimulatedMachine],
+    standby: str,
+    rules_text: str,
+    setup: ServerSetup,
+    trace: Trace,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Play the trace three times and print the table. Raises: CommandFailed."""
+    from gateway.tools.simulate.comparison import compare_elastic
+    from gateway.tools.simulate.fleets import FleetError, from_text
+    from gateway.tools.simulate.simulation import StuckError
+
+    rules, startup, cost = _rules(rules_text)
+    try:
+        spares = from_text(standby, setup)
+    except FleetError as error:
+        raise CommandFailed(f"--standby: {error}", status=2) from None
+    try:
+        found = compare_elastic(trace, base, spares, rules, startup, seed=seed)
+    except StuckError as error:
+        raise CommandFailed(str(error)) from None
+    if as_json:
+        print_json({"fleets": [one.as_dict(cost) for one in found]})
+    else:
+        print_table(_ELASTIC_COLUMNS, [_elastic_row(one, cost) for one in found], state_column=0)
+
+
+def _rules(given: str) -> tuple[AutoscalingRules, float, float]:
+    """The policy's rules, the start-up time and the cost of an hour."""
+    from gateway.scheduling.autoscaling_policy import AutoscalingRules
+
+    values = {"startup": 60.0, "cost": 0.0}
+    whole = ("min", "max")
+    known = (*(field.name for field in fields(AutoscalingRules)), *values)
+    for part in filter(None, given.replace(" ", "").split(",")):
+        name, _, text = part.partition("=")
+        if name not in known:
+            raise CommandFailed(
+                f"--elastic: {name!r} is nothing to set; known: {', '.join(known)}", status=2
+            )
+        try:
+            value = int(text) if name in whole else float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf:
+            kind = "a whole number" if name in whole else "a number"
+            raise CommandFailed(f"--elastic: {part!r}: write {kind} behind the =", status=2)
+        values[name] = value
+    startup, cost = values.pop("startup"), values.pop("cost")
+    if values.get("max", math.inf) < max(1, values.get("min", 0)):
+        raise CommandFailed("--elastic: max must be at least 1, and not below min", status=2)
+    return AutoscalingRules(**values), startup, cost  # type: ignore[arg-type]
+
+
+def _elastic_row(one: StandbyResult, cost: float) -> list[object]:
+    report = one.report
+    ttft, wait = report.ttft, report.wait
+    return [
+        one.fleet,
+        f"{one.machine_hours:.2f}",
+        f"{one.machine_hours * cost:.2f}",
+        one.starts,
+        *(f"{value:.2f}" for value in (wait.mean, wait.p95, ttft.p50, ttft.p95, ttft.p99)),
+        f"{report.completion.mean:.2f}",
+    ]

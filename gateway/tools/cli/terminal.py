@@ -1,0 +1,225 @@
+"""What commands write: words for people, tables that stay whole when piped, errors to stderr."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from inspect import cleandoc
+from typing import TYPE_CHECKING, Any, TextIO
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+PIPED_WIDTH = 10_000
+"""Characters: a table in a pipe is not folded to some terminal's width."""
+
+STATE_COLOURS = {
+    "ready": "green",
+    "degraded": "yellow",
+    "starting": "yellow",
+    "loading": "yellow",
+    "mute": "yellow",
+    "draining": "cyan",
+    "standby": "bright_black",
+    "ejected": "red",
+    "down": "red",
+}
+
+
+class CommandFailed(Exception):  # noqa: N818 - what it tells is not the program's error
+    """The command ends with this message on stderr; `status` 1: could not, 2: wrong usage."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def console(stream: TextIO | None = None) -> Console:
+    """A console on stdout, or on `stream`: coloured on a terminal and plain elsewhere."""
+    from rich.console import Console
+
+    stream = stream or sys.stdout
+    width = None if stream.isatty() else PIPED_WIDTH
+    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+
+
+def print_error(message: str) -> None:
+    """Tell on stderr what is wrong, a line or several."""
+    from rich.text import Text
+
+    from gateway.config.errors import single_line
+
+    for line in message.splitlines() or [""]:
+        console(sys.stderr).print(
+            Text("error: ", style="bold red"), single_line(line), sep="", soft_wrap=True
+        )
+
+
+def print_note(message: str) -> None:
+    """Tell on stderr what is worth knowing, so that stdout stays what was asked for."""
+    from gateway.config.errors import single_line
+
+    # Not folded here: a command is copied from a terminal in one piece.
+    console(sys.stderr).print(single_line(message), soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """Write a value for a script."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, state_column: int
+) -> None:
+    """Write a table; the column number `state` holds states, which get their colours."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        cells = [Text(format_cell(value)) for value in row]
+        cells[state_column].stylize(STATE_COLOURS.get(cells[state_column].plain, ""))
+        table.add_row(*cells)
+    console().print(table)
+
+
+def format_cell(value: object) -> str:
+    """A value as a table shows it; `-` for none."""
+    from gateway.config.errors import single_line
+
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.1f}"
+    if isinstance(value, list | tuple):
+        return ", ".join(format_cell(item) for item in value) or "-"
+    return single_line(str(value))
+
+
+MOST_WIDTH = 100
+"""Columns; longer lines are hard to read."""
+
+LEAST_WIDTH = 20
+
+TWO_COLUMN_WIDTH = 70
+"""From so many columns on, what an option does stands beside it and not below it."""
+
+OPTION_COLUMN_WIDTH = 30
+"""Columns for the options then; a longer one has a line of its own."""
+
+UsageError: Any = typer.BadParameter.__base__
+"""What a command line that is wrong raises, whichever click typer brings."""
+
+
+class HelpCommand(TyperCommand):
+    """A command with this help."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        formatter.write("\n".join(_help(self, ctx)))
+
+
+class HelpGroup(TyperGroup):
+    """A command that has commands below it, with this help."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        formatter.write("\n".join(_help(self, ctx)))
+
+
+def usage_message(error: Exception) -> str | None:
+    """What is wrong with a command line, and where to look; None: nothing, only help was wanted."""
+    assert isinstance(error, UsageError)
+    message = str(error.format_message())
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return None
+    if found := _INVALID.fullmatch(message):
+        why = found["why"].removeprefix("Value error, ").replace("Input should", "must")
+        message = f"{found['option']}: {why}"
+    else:
+        message = message[:1].lower() + message[1:]
+    path = error.ctx.command_path if error.ctx else "llama-gateway"
+    return f"{message.rstrip('.')} (see {path} --help)"
+
+
+_INVALID = re.compile(
+    r"Invalid value for '?(?P<option>.+?)'?(?: \(env var: .+?\))?: (?P<why>.+)", re.DOTALL
+)
+
+
+def _help(command: Any, ctx: Any) -> Iterator[str]:
+    width = max(LEAST_WIDTH, min(MOST_WIDTH, shutil.get_terminal_size().columns))
+    pieces = (ctx.command_path, *command.collect_usage_pieces(ctx))
+    yield from _wrapped(f"Usage: {' '.join(pieces)}", width, indent="  ", first="")
+    for paragraph in cleandoc(command.help or "").split("\n\n"):
+        yield ""
+        yield from _wrapped(paragraph, width)
+    for title, records in _sections(command, ctx).items():
+        yield ""
+        yield f"{title}:"
+        yield from _records(records, width)
+    if command.epilog:
+        yield ""
+        yield from command.epilog.splitlines()
+    yield ""
+
+
+def _sections(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
+    """Arguments, options by their panels, and commands: what to write, and what it does."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for param in command.get_params(ctx):
+        record = param.get_help_record(ctx)
+        if record is not None:
+            usual = "Arguments" if param.param_type_name == "argument" else "Options"
+            title = getattr(param, "rich_help_panel", None) or usual
+            # An argument is followed by its type, which its own word says already.
+            name = record[0].partition(" <")[0]
+            found.setdefault(title, []).append((name, _in_words(record[1])))
+    if isinstance(command, HelpGroup):
+        for name in command.list_commands(ctx):
+            below = command.get_command(ctx, name)
+            if below is not None and not below.hidden:
+                first = cleandoc(below.help or "").partition("\n\n")[0]
+                found.setdefault("Commands", []).append((name, first))
+    return found
+
+
+def _in_words(text: str) -> str:
+    """A default without the brackets around words, and a range as people write it."""
+    text = re.sub(r"default: \((.+?)\)(?=[;\]])", r"default: \1", text)
+    text = re.sub(r"(-?[\d.]+)<=x<=(-?[\d.]+)", r"\1 to \2", text)
+    return re.sub(r"x>=(-?[\d.]+)", r"at least \1", text)
+
+
+def _records(records: list[tuple[str, str]], width: int) -> Iterator[str]:
+    beside = width >= TWO_COLUMN_WIDTH
+    left = min(OPTION_COLUMN_WIDTH, max(len(name) for name, _ in records) + 4) if beside else 6
+    for name, text in records:
+        lines = list(_wrapped(text, width, indent=" " * left))
+        if beside and len(name) + 4 <= left:
+            yield f"  {name}".ljust(left) + (lines[0].lstrip() if lines else "")
+            lines = lines[1:]
+        else:
+            yield f"  {name}"
+        yield from lines
+
+
+def _wrapped(text: str, width: int, *, indent: str = "", first: str | None = None) -> list[str]:
+    return textwrap.wrap(
+        " ".join(text.split()),
+        width,
+        initial_indent=indent if first is None else first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

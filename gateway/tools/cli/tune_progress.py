@@ -1,0 +1,167 @@
+"""What `llama-gateway tune` shows: how far it is, and what it has found."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Self
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from gateway.config.errors import single_line
+from gateway.tools.cli.terminal import console, print_note, print_table
+from gateway.tools.local.memory import format_gib
+from gateway.tools.tune.host_vars import format_figures
+from gateway.tools.tune.measurements import Measurement
+from gateway.tools.tune.other_work import MOST_OTHER_WORK
+from gateway.tools.tune.report import SettingResult, TuningReport
+from gateway.tools.tune.search import PlannedMeasurement, TuningSession
+from gateway.tools.tune.setting import PINNING_LABELS
+
+# Short, so that a terminal of 80 characters shows them in one line.
+REPORT_COLUMNS = (
+    "THR",
+    "BATCH",
+    "SLOTS",
+    "READS",
+    "WRITES",
+    "BUSY",
+    "STALL",
+    "MEM",
+    "SCORE",
+    "GAIN",
+    "N",
+)
+
+
+class TuningProgress:
+    """A line for each measurement, and on a terminal a bar of the time that is used up."""
+
+    def __init__(self, session: TuningSession, minutes: float) -> None:
+        output = console(sys.stderr)
+        self._live = output.is_terminal and not output.is_dumb_terminal
+        self._session = session
+        self._seconds = minutes * 60
+        self._left = self._seconds
+        self._bar = Progress(
+            BarColumn(24),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+            console=output,
+            transient=True,
+            disable=not self._live,
+        )
+        self._task = self._bar.add_task("", total=self._seconds)
+        self._estimated = False
+
+    def measurement_started(self, planned: PlannedMeasurement) -> None:
+        """A measurement begins."""
+        self._left = planned.seconds_left
+        if planned.seconds_each is not None and not self._estimated:
+            self._estimated = True
+            self._estimate(planned.seconds_each, planned.seconds_left)
+        search = self._session.search
+        knob = (
+            "rule of thumb"
+            if search.current_knob is None
+            else search.current_knob.replace("_", "-")
+        )
+        self._bar.update(
+            self._task,
+            completed=self._seconds - planned.seconds_left,
+            description=f"{knob}: {planned.setting}",
+        )
+
+    def measurement_done(self, measurement: Measurement) -> None:
+        """A measurement is done."""
+        left = max(0.0, self._left - measurement.seconds) / 60
+        what = (
+            format_figures(measurement.figures)
+            if measurement.figures
+            else f"does not run: {measurement.error}"
+        )
+        busy = (
+            f"; meanwhile others used {measurement.other_work:.1f} CPUs"
+            if (measurement.other_work or 0.0) > MOST_OTHER_WORK
+            else ""
+        )
+        self._say(
+            f"{len(self._session.measurements):>3}. {measurement.setting}: {what} "
+            f"({measurement.seconds:.0f} s, {left:.1f} min left{busy})"
+        )
+
+    def _estimate(self, each: float, left: float) -> None:
+        expected = self._session.search.expected_measurements()
+        whole = expected * each
+        verdict = (
+            "the time is enough"
+            if whole <= left
+            else f"the time is for {int(left / each)} of them; more: --minutes"
+        )
+        self._say(
+            f"A measurement takes about {each:.0f} s, about {expected} of them "
+            f"{whole / 60:.0f} min: {verdict}."
+        )
+
+    def _say(self, line: str) -> None:
+        if self._live:
+            self._bar.console.print(Text(single_line(line)), soft_wrap=True)
+        else:
+            print_note(line)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+
+def print_report(report: TuningReport) -> None:
+    """The table of all settings, the best first, and what it allows to say."""
+    pinnings = len(report.session.search.space.pinning) > 1
+    print_table(
+        (*REPORT_COLUMNS, "PINNED") if pinnings else REPORT_COLUMNS,
+        (_cells(row, pinning=pinnings) for row in report.results),
+        state_column=0,
+    )
+    request = report.session.request
+    print(
+        "\nREADS, WRITES (alone), BUSY (all slots): tokens/s of one server. STALL: seconds.\n"
+        f"SCORE: seconds for {request.prompt} + {request.answer} tokens, goal "
+        f"{report.session.goal}. GAIN: against the rule of thumb;\nin brackets where it can't be "
+        "told from noise. N: times measured.\n"
+    )
+    for setting, error in report.session.errors().items():
+        print(f"Does not run: {setting}: {single_line(error)}")
+    for line in report.verdict():
+        print(line)
+
+
+def _cells(row: SettingResult, *, pinning: bool) -> list[object]:
+    setting, figures = row.setting, row.figures
+    gain = f"{row.gain:+.1%}"
+    return [
+        str(setting.threads),
+        f"{setting.batch}/{setting.micro_batch}",
+        str(setting.slots),
+        _short(figures.prefill),
+        _short(figures.decode),
+        _short(figures.decode_busy),
+        None if figures.stall is None else f"{figures.stall:.2f}",
+        None if figures.memory is None else format_gib(figures.memory),
+        f"{row.score:.2f}",
+        gain if row.significant else f"({gain})",
+        str(row.repeats),
+        *([PINNING_LABELS[setting.pinning]] if pinning else []),
+    ]
+
+
+def _short(speed: float) -> str:
+    return f"{speed:.0f}" if speed >= 100 else f"{speed:.1f}"

@@ -1,0 +1,266 @@
+"""`llama-gateway up`: llama.cpp servers on this machine, and the gateway over them."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gateway.tools.cli import options
+from gateway.tools.cli.options import examples_epilog
+from gateway.tools.cli.terminal import CommandFailed, print_note
+
+if TYPE_CHECKING:
+    from gateway.config.settings import Settings
+    from gateway.startup import Options
+    from gateway.tools.local.prepare import LocalFleetPlan
+
+
+EXAMPLES = examples_epilog(
+    ("llama-gateway up", "a tiny demo model: everything works, its words mean nothing"),
+    ("llama-gateway up --model mistral-7b.gguf", "a real model, one server per NUMA node"),
+    ("llama-gateway up --model m.gguf --servers 2 --slots 4", "two servers of four slots each"),
+    ("llama-gateway up --server-port 9081", "its servers on ports 9081, 9082, ..."),
+)
+
+_SERVERS = "Servers"
+
+Model = Annotated[
+    Path | None,
+    typer.Option(
+        "--model",
+        metavar="FILE.gguf",
+        show_default="a small demo model of random weights",
+        help="The model to serve.",
+        rich_help_panel=_SERVERS,
+    ),
+]
+
+Servers = Annotated[
+    int | None,
+    typer.Option(
+        "--servers",
+        min=1,
+        max=256,
+        metavar="N",
+        show_default="one per NUMA node",
+        help="How many llama.cpp servers to start.",
+        rich_help_panel=_SERVERS,
+    ),
+]
+
+Slots = Annotated[
+    int,
+    typer.Option(
+        "--slots",
+        min=1,
+        max=256,
+        metavar="N",
+        help="Requests that one server takes at once.",
+        rich_help_panel=_SERVERS,
+    ),
+]
+
+ServerPort = Annotated[
+    int | None,
+    typer.Option(
+        "--server-port",
+        min=0,
+        max=65535,
+        metavar="PORT",
+        show_default="8081",
+        help="Port of the first server, and the next ones of the others; those that are taken are "
+        "passed over. 0 takes free ones.",
+        rich_help_panel=_SERVERS,
+    ),
+]
+
+ServerBin = Annotated[
+    Path | None,
+    typer.Option(
+        "--server-bin",
+        metavar="FILE",
+        show_default="llama-server on PATH, else the embedded one",
+        help="The llama-server program to use.",
+        rich_help_panel=_SERVERS,
+    ),
+]
+
+ForceMemory = Annotated[
+    bool,
+    typer.Option(
+        "--force-memory",
+        help="Start although too little memory would stay free.",
+        rich_help_panel=_SERVERS,
+    ),
+]
+
+Mlock = Annotated[
+    bool,
+    typer.Option(
+        "--mlock",
+        help="Lock the model in memory, so that it is never swapped out.",
+        rich_help_panel=_SERVERS,
+    ),
+]
+
+
+def up(
+    model: Model = None,
+    servers: Servers = None,
+    slots: Slots = 2,
+    server_port: ServerPort = None,
+    server_bin: ServerBin = None,
+    force_memory: ForceMemory = False,
+    mlock: Mlock = False,
+    config: options.ConfigFile = None,
+    host: options.Host = None,
+    port: options.Port = None,
+    admin_host: options.AdminHost = None,
+    admin_port: options.AdminPort = None,
+    admin_key_file: options.AdminKeyFile = None,
+    allow_anonymous: options.AllowAnonymous = False,
+) -> None:
+    """Start llama.cpp servers on this machine, wait until they are ready, and serve.
+
+    Without a model it makes a small one of random weights, to try everything with. The servers
+    end with the gateway, however it ends; one that dies is started again. Their logs are in the
+    cache folder (LLAMA_GATEWAY_CACHE, by default ~/.cache/llama-gateway).
+    """
+    import asyncio
+
+    from gateway.process import run_event_loop
+    from gateway.startup import Options, StartError
+    from gateway.tools.local.errors import LocalFleetError
+    from gateway.tools.local.prepare import plan_local_fleet
+
+    try:
+        plan = plan_local_fleet(
+            model,
+            servers=servers,
+            slots=slots,
+            server_bin=server_bin,
+            force_memory=force_memory,
+            mlock=mlock,
+        )
+        with tempfile.TemporaryDirectory(prefix="llama-gateway-") as folder:
+            given = Options(
+                inventory_file=_written(plan, Path(folder) / "nodes.yaml"),
+                settings_file=options.settings_file(config),
+                host=host,
+                port=port,
+                admin_host=admin_host,
+                admin_port=admin_port,
+                allow_anonymous=allow_anonymous,
+                admin_key_file=admin_key_file,
+                state_dir=Path(folder),
+            )
+            status = run_event_loop(_serve(plan, given, server_port))
+    except LocalFleetError as error:
+        raise CommandFailed(str(error)) from None
+    except StartError as error:
+        raise CommandFailed(str(error), error.status) from None
+    except KeyboardInterrupt:
+        status = 130
+    except asyncio.CancelledError:
+        status = 0
+    raise typer.Exit(status)
+
+
+async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) -> int:
+    """Start the servers and the gateway over them; the exit status."""
+    import asyncio
+
+    from gateway.config.inventory import load_inventory
+    from gateway.handover import reserve_addresses
+    from gateway.observe.logs import set_up_logging
+    from gateway.process import serve
+    from gateway.startup import load_checked
+    from gateway.tools.cli.startup_progress import StartupProgress
+    from gateway.tools.local.server_process import BASE_PORT
+    from gateway.tools.local.supervisor import LocalFleet
+
+    # Until the gateway serves and minds signals itself, this ends the servers that start.
+    here = asyncio.current_task()
+    assert here is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, here.cancel)
+    # Whatever is wrong with the settings is told before a model is loaded.
+    settings, _ = load_checked(given)
+    if plan.is_demo:
+        print_note(
+            "No --model: using the demo model. Its weights are random and its words mean nothing."
+        )
+    servers = (
+        "a llama.cpp server" if len(plan.specs) == 1 else f"{len(plan.specs)} llama.cpp servers"
+    )
+    print_note(f"Starting {servers}; logs are in {plan.log_folder}")
+    starting = StartupProgress([spec.name for spec in plan.specs])
+    async with AsyncExitStack() as ended_with_us:
+        base = BASE_PORT if server_port is None else server_port
+        fleet = LocalFleet(
+            plan.specs,
+            plan.log_folder,
+            binary=plan.binary,
+            on_event=starting.update,
+            base_port=base,
+        )
+        # A port that somebody has is told now too, and no server takes one of ours.
+        with reserve_addresses(settings), starting:
+            await ended_with_us.enter_async_context(fleet)
+        _tell_of_taken(base, fleet.urls)
+        _tell_of_unlocked(plan, fleet.pids)
+        given.inventory_file.write_text(_inventory(fleet.inventory()))
+        inventory = await asyncio.to_thread(load_inventory, given.inventory_file)
+        logs = ended_with_us.enter_context(
+            set_up_logging(settings.logging.level, settings.logging.format)
+        )
+        return await serve(
+            given,
+            settings,
+            inventory,
+            logs,
+            lambda gateway: _invite(
+                gateway.public_listener.url if gateway.public_listener else "", settings
+            ),
+        )
+
+
+def _tell_of_taken(base: int, urls: tuple[str, ...]) -> None:
+    """Say where the servers are, if not on the ports that they should have."""
+    if base and list(urls) != [f"http://127.0.0.1:{base + index}" for index in range(len(urls))]:
+        ports = ", ".join(url.rpartition(":")[2] for url in urls)
+        print_note(f"Not every port from {base} on was to be had: the servers are on {ports}.")
+
+
+def _tell_of_unlocked(plan: LocalFleetPlan, pids: tuple[int | None, ...]) -> None:
+    from gateway.tools.local.memory import memlock_warning
+
+    for spec, pid in zip(plan.specs, pids, strict=True):
+        if spec.mlock and pid is not None and (told := memlock_warning(plan.model, pid)):
+            print_note(f"  {spec.name}: {told}")
+
+
+def _invite(url: str, settings: Settings) -> None:
+    key = " -H 'Authorization: Bearer YOUR-KEY'" if settings.keys else ""
+    print_note(f"Serving an OpenAI-compatible API at {url}/v1 (Ctrl-C ends it). Try:")
+    print_note(
+        f"  curl {url}/v1/chat/completions{key} -d "
+        '\'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40}\''
+    )
+
+
+def _written(plan: LocalFleetPlan, path: Path) -> Path:
+    """An inventory to check the rest with; the servers' real addresses replace it."""
+    nodes = [{"name": spec.name, "url": "http://127.0.0.1:1"} for spec in plan.specs]
+    path.write_text(_inventory(nodes))
+    return path
+
+
+def _inventory(nodes: list[dict[str, object]] | list[dict[str, str]]) -> str:
+    import yaml
+
+    return yaml.safe_dump({"nodes": nodes})

@@ -1,0 +1,127 @@
+"""Whether the servers fit into memory, said with figures before anything is started."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from gateway.tools.local.errors import MemoryLockError, MemoryShortError
+from gateway.tools.local.gguf_file import ModelFile
+from gateway.tools.local.system_files import read_text
+from gateway.tools.local.topology import Topology
+
+GIB = 1 << 30
+
+MEMORY_FACTOR = 1.5  # memory of a server over the size of its model: weights, cache, buffers
+
+MEMORY_RESERVE = 2 * GIB
+
+
+def memory_needed(model_size: int, servers: int) -> int:
+    """Bytes that the servers will take, by the rule of thumb."""
+    return int(model_size * MEMORY_FACTOR) * servers
+
+
+def memory_headroom(topology: Topology, model_size: int, servers: int) -> int:
+    """Bytes beyond what they take and what is kept free; negative when they don't fit."""
+    return topology.memory_available - memory_needed(model_size, servers) - MEMORY_RESERVE
+
+
+def check_memory(
+    topology: Topology,
+    model: ModelFile,
+    bound_to: Sequence[int | None],
+    *,
+    force: bool = False,
+) -> None:
+    """Raise MemoryShortError when the servers would leave less than 2 GiB free.
+
+    `bound_to` names for each server the NUMA node its memory comes from, None for any: the
+    machine as a whole is checked, and so is each node that servers are bound to. `force` lets
+    everything pass.
+    """
+    if force:
+        return
+    rooms = [("this machine", len(bound_to), topology.memory_available)]
+    available = {node.number: node.memory_available for node in topology.nodes}
+    for number, servers in sorted(Counter(n for n in bound_to if n is not None).items()):
+        rooms.append((f"NUMA node {number}", servers, available.get(number, 0)))
+    for where, servers, room in rooms:
+        if room - memory_needed(model.size, servers) < MEMORY_RESERVE:
+            raise _short(model, servers, where, room)
+
+
+def _short(model: ModelFile, servers: int, where: str, room: int) -> MemoryShortError:
+    several = servers > 1
+    return MemoryShortError(
+        f"{model.path}: not enough memory: the model is {format_gib(model.size)}, so "
+        f"{f'{servers} servers need' if several else 'a server needs'} about "
+        f"{format_gib(memory_needed(model.size, servers))} ({MEMORY_FACTOR} x model each), and "
+        f"{format_gib(MEMORY_RESERVE)} must stay free, but {where} has {format_gib(room)} "
+        f"available. Take a smaller "
+        f"model or quantization{', fewer --servers' if several else ''}, or start all the same "
+        "with --force-memory"
+    )
+
+
+def format_gib(size: int) -> str:
+    """A size for people, such as `1.5 GiB`."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / (1 << 20):.0f} MiB"
+
+
+ROOT = Path("/")
+
+CAP_IPC_LOCK = 14  # linux/capability.h
+
+LOCKED_SHARE = 0.9  # of the file that must be locked; its vocabulary is not
+
+
+def memlock_limit(sysroot: Path = ROOT) -> int | None:
+    """Bytes that each server this process starts may lock; None: any, or nothing tells.
+
+    The limit is the hard one, up to which `tools.local.launch` raises it. The capability does
+    without one, where it outlives exec: root's, or an ambient one.
+    """
+    told = dict(_pairs(sysroot / "proc/self/status"))
+    is_root = told.get("Uid", "").split()[1:2] == ["0"]
+    capabilities = int(told.get("CapEff" if is_root else "CapAmb", "0"), 16)
+    if capabilities >> CAP_IPC_LOCK & 1:
+        return None
+    for line in read_text(sysroot / "proc/self/limits").splitlines():
+        if line.startswith("Max locked memory"):
+            hard = line.split()[4]
+            return int(hard) if hard.isdecimal() else None
+    return None
+
+
+def check_memlock(model: ModelFile, limit: int | None) -> None:
+    """Raise MemoryLockError when the limit does not let a server lock the model."""
+    if limit is not None and limit < model.size:
+        raise MemoryLockError(
+            f"{model.path}: --mlock: a server may lock {format_gib(limit)} of memory here, "
+            f"and the model "
+            f"is {format_gib(model.size)}. Remedy: `sudo prlimit --pid $$ "
+            f"--memlock=unlimited` in this "
+            "shell; in a systemd unit LimitMEMLOCK=infinity and AmbientCapabilities=CAP_IPC_LOCK; "
+            "for a container --ulimit memlock=-1; or leave --mlock out"
+        )
+
+
+def memlock_warning(model: ModelFile, pid: int, sysroot: Path = ROOT) -> str | None:
+    """What to tell of a server that has loaded its model, but has not locked all of it."""
+    words = dict(_pairs(sysroot / f"proc/{pid}/status")).get("VmLck", "").split()
+    if not words:
+        return None  # gone, or not Linux
+    locked = int(words[0]) * 1024
+    if locked >= LOCKED_SHARE * model.size:
+        return None
+    return (
+        f"only {format_gib(locked)} of {format_gib(model.size)} is locked in memory; its "
+        f"log may tell why"
+    )
+
+
+def _pairs(path: Path) -> list[tuple[str, str]]:
+    lines = [line.partition(":") for line in read_text(path).splitlines()]
+    return [(key, value.strip()) for key, _, value in lines]

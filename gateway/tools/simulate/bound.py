@@ -1,0 +1,202 @@
+"""A lower bound: a mean completion below which no schedule can come, even one that knows all.
+
+It holds for the nodes of `server.py` and for the arrivals of one run. Nobody can know less than
+these facts, and each is in favour of the schedule:
+
+- every request finds cached what anybody could have: its conversation's last turn and its shared
+  beginning, where an earlier request has read it;
+- on a node it is as fast as if it were alone there: `s`, seconds;
+- a node gives only so much work in a second. A step with p prompt tokens and k writers takes
+  max(base, p / prefill) + step x k, and k is at most the number of slots. So for any share a of
+  0..1 a request costs its node at least
+  `w` = (1 - a) u / prefill + (o - 1) (a (base - step) / slots + step) seconds,
+  for u uncached tokens and o tokens of the answer.
+
+**By capacity.** A request that ends more than D seconds after the last arrival took D seconds or
+more. All others share what the nodes give until then, T seconds each. With a price l >= 0 for a
+second of each kind of node, by weak duality the sum of all completions is at least
+
+    sum over requests of min(D, min over kinds of (s + l w)) - T x sum over nodes of l
+
+whatever D, a and the prices are: they are searched for on a sample, and the sum is taken over all.
+
+**By queueing.** All nodes together are no better than one server of their summed speed that takes
+up the request with the least work left at any time, which is the best order for a single server
+(Schrage, 1968). This one counts above capacity.
+
+The larger of the two is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from gateway.tools.simulate.server import SimulatedMachine
+from gateway.tools.simulate.simulation import SimulationResult
+from gateway.tools.simulate.trace import Job
+
+SAMPLE_REQUESTS = 400
+"""Requests on which the prices are searched for."""
+
+MOST_NODE_KINDS = 6
+"""More kinds of nodes than that are taken together, each as good as the best of its band."""
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+PRICES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
+
+PRICE_ROUNDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Nodes that are alike, or at most as good as this. Seconds a token."""
+
+    nodes: int
+    read: float
+    base: float
+    step: float
+    slots: int
+
+    def alone(self, uncached: int, output: int) -> float:
+        return max(self.base, uncached * self.read) + (output - 1) * self.base
+
+    def rates(self, share: float) -> tuple[float, float]:
+        """What an uncached token and a written one cost the node at least."""
+        writing = share * (self.base - self.step) / self.slots + self.step
+        return (1.0 - share) * self.read, writing
+
+
+def lower_bound(result: SimulationResult) -> float:
+    """Seconds that the mean completion of these arrivals on these nodes can't go below."""
+    jobs = result.jobs
+    if not jobs:
+        return 0.0
+    kinds = _kinds(server.machine for server in result.servers)
+    needs = [(uncached, job.output) for job, uncached in zip(jobs, _uncached(jobs), strict=True)]
+    last = max(job.arrived for job in jobs)
+    capacity = _by_capacity(kinds, needs, last - result.began)
+    queueing = max(_by_queueing(kinds, jobs, needs, share) for share in SHARES)
+    return max(capacity, queueing) / len(jobs)
+
+
+def _uncached(jobs: Sequence[Job]) -> list[int]:
+    """Tokens of each prompt that nobody can have read before."""
+    found = [0] * len(jobs)
+    streams: dict[int, int] = {}
+    heads: set[int] = set()
+    for job in sorted(jobs, key=lambda job: job.began):
+        prompt = job.prompt
+        there = streams.get(prompt.stream, 0)
+        if prompt.prefix:
+            if prompt.prefix in heads:
+                there = max(there, prompt.prefix_tokens)
+            heads.add(prompt.prefix)
+        found[job.id] = max(1, prompt.tokens - there)
+        held = prompt.tokens + job.output - 1
+        streams[prompt.stream] = max(streams.get(prompt.stream, 0), held)
+    return found
+
+
+def _kinds(machines: Iterable[SimulatedMachine]) -> list[_Kind]:
+    counted: dict[tuple[float, float, float, int], int] = {}
+    for machine in machines:
+        step = min(machine.token_step, machine.token_base)
+        key = (machine.token_base, 1.0 / machine.prefill_tps, step, machine.slots)
+        counted[key] = counted.get(key, 0) + 1
+    ranked = sorted(counted.items())
+    band = -(-len(ranked) // MOST_NODE_KINDS)
+    kinds = []
+    for place in range(0, len(ranked), band):
+        part = ranked[place : place + band]
+        base, read, step = (min(key[i] for key, _ in part) for i in range(3))
+        most = max(key[3] for key, _ in part)
+        kinds.append(_Kind(sum(count for _, count in part), read, base, step, most))
+    return kinds
+
+
+def _by_capacity(kinds: list[_Kind], needs: list[tuple[int, int]], span: float) -> float:
+    """The sum of all completions is at least this."""
+    sample = needs[:: max(1, len(needs) // SAMPLE_REQUESTS)]
+    scale = len(needs) / len(sample)
+    slowest = sorted(max(kind.alone(*need) for kind in kinds) for need in sample)
+    best = (0.0, 0.0, 0.0, [0.0] * len(kinds))
+    for late in {slowest[len(slowest) // 2], slowest[-1], 2 * slowest[-1]}:
+        for share in SHARES:
+            prices = [0.0] * len(kinds)
+            value = _dual(kinds, sample, scale, span, late, share, prices)
+            for _ in range(PRICE_ROUNDS):
+                for place in range(len(kinds)):
+                    for price in PRICES:
+                        tried = [*prices[:place], price, *prices[place + 1 :]]
+                        found = _dual(kinds, sample, scale, span, late, share, tried)
+                        if found > value:
+                            value, prices = found, tried
+            if value > best[0]:
+                best = (value, late, share, prices)
+    _, late, share, prices = best
+    return _dual(kinds, needs, 1.0, span, late, share, prices)
+
+
+def _dual(
+    kinds: list[_Kind],
+    needs: list[tuple[int, int]],
+    scale: float,
+    span: float,
+    late: float,
+    share: float,
+    prices: list[float],
+) -> float:
+    paid = sum(price * kind.nodes for price, kind in zip(prices, kinds, strict=True))
+    terms = []
+    for kind, price in zip(kinds, prices, strict=True):
+        read, write = kind.rates(share)
+        terms.append((kind.base, kind.read, price * read, price * write))
+    total = 0.0
+    for uncached, output in needs:
+        least = late
+        written = output - 1
+        for base, reading, priced_read, priced_write in terms:
+            read = uncached * reading
+            cost = max(read, base) + written * base
+            cost += uncached * priced_read + written * priced_write
+            least = min(least, cost)
+        total += least
+    return total * scale - paid * (span + late)
+
+
+def _by_queueing(
+    kinds: list[_Kind], jobs: Sequence[Job], needs: list[tuple[int, int]], share: float
+) -> float:
+    """The sum of all completions on one server of the summed speed, least work left first."""
+    rates = [kind.rates(share) for kind in kinds]
+    read, write = (max(rate[i] for rate in rates) for i in range(2))
+    # Of each kind, how many of the slowest rates it is worth at most, whatever the request.
+    speed = 0.0
+    for kind, (own_read, own_write) in zip(kinds, rates, strict=True):
+        ratios = [
+            slowest / own for slowest, own in ((read, own_read), (write, own_write)) if slowest > 0
+        ]
+        speed += kind.nodes * max(ratios)
+    order = sorted(range(len(jobs)), key=lambda place: jobs[place].arrived)
+    left: list[float] = []
+    total = 0.0
+    now = 0.0
+    for place in order:
+        arrived = jobs[place].arrived
+        while left and now + left[0] <= arrived:
+            now += heappop(left)
+            total += now
+        if left:
+            # Taking from the least keeps it the least.
+            left[0] -= max(0.0, arrived - now)
+        now = max(now, arrived)
+        uncached, output = needs[place]
+        heappush(left, (uncached * read + (output - 1) * write) / speed)
+        total -= arrived
+    while left:
+        now += heappop(left)
+        total += now
+    return total

@@ -1,0 +1,246 @@
+"""What a run came to, in the figures that an operator compares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from pathlib import Path
+
+from gateway.config.queue import QueueSettings
+from gateway.tools.simulate.simulation import SimulationResult
+from gateway.tools.simulate.trace import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Mean and percentiles of a list of seconds."""
+
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Percentiles:
+        """Of values in any order; all zero for none. Percentiles by the nearest rank."""
+        if not values:
+            return cls(0.0, 0.0, 0.0, 0.0)
+        ranked = sorted(values)
+        last = len(ranked) - 1
+        p50, p95, p99 = (ranked[round(share * last)] for share in (0.5, 0.95, 0.99))
+        return cls(sum(ranked) / len(ranked), p50, p95, p99)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyReport:
+    """One policy's figures. Times are seconds from a request's arrival."""
+
+    policy: str
+    requests: int
+    completion: Percentiles
+    """Until the last token."""
+    ttft: Percentiles
+    """Until the first token."""
+    wait: Percentiles
+    """Until a slot took it up: in the front's line or inside a node."""
+    service: float
+    """Mean seconds in a slot."""
+    slots: int
+    classes: dict[str, Percentiles]
+    """TTFT by class."""
+    seconds: float
+    """From the first arrival to the last end."""
+    tokens_per_second: float
+    """Tokens of answers."""
+    cached_share: float
+    """Share of the prompt tokens that a cache held."""
+    utilisation: float
+    """Share of the slots' time in which they worked, while requests came."""
+    load: float | None = None
+    """Seconds of work that came for each second of the slots; None: all came at once."""
+    longest_queue: int = 0
+    """The most requests that waited for a slot at one time."""
+    too_late: int = 0
+    """Requests that waited longer than `LONGEST_WAIT`: the simulation refuses nobody."""
+    bound: float = 0.0
+    """No schedule could have a lower mean completion (`bound.py`); seconds, 0: not computed."""
+    cpu_seconds: float = 0.0
+    """What the simulation of it took."""
+    curve: tuple[float, ...] = field(default=(), repr=False)
+    """Quantiles of TTFT for a plot: 0 %, 0.5 %, ... 100 %."""
+    completion_curve: tuple[float, ...] = field(default=(), repr=False)
+    """The same of the completion."""
+
+    def as_dict(self) -> dict[str, object]:
+        """For a script: without the curves."""
+        told = asdict(self)
+        del told["curve"], told["completion_curve"]
+        return told | {"ratio": self.ratio, "overloaded": self.overloaded}
+
+    @property
+    def ratio(self) -> float:
+        """Mean completion against the bound."""
+        return self.completion.mean / self.bound if self.bound else 0.0
+
+    @property
+    def overloaded(self) -> bool:
+        """Whether more work came than the fleet can do, so that the queue grew while it came."""
+        return (
+            self.load is not None
+            and self.load > 1.0
+            and self.utilisation > OVERLOAD_UTILISATION
+            and self.longest_queue > self.slots
+        )
+
+
+LONGEST_WAIT = QueueSettings().max_wait
+"""Seconds after which the gateway refuses with its default settings (503 `queue_timeout`)."""
+
+OVERLOAD_UTILISATION = 0.85
+"""Busier than this is full: a slot also idles between the turns of conversations."""
+
+CURVE_STEPS = 200
+"""Steps of the curves."""
+
+
+def summarise(
+    policy: str, result: SimulationResult, bound: float = 0.0, cpu_seconds: float = 0.0
+) -> PolicyReport:
+    """Sum up a run; read the jobs before the trace is played again."""
+    jobs = result.jobs
+    seconds = result.ended - result.began
+    slots = sum(server.machine.slots for server in result.servers)
+    prompt = sum(job.prompt.tokens for job in jobs)
+    ttft = [job.first - job.arrived for job in jobs]
+    completion = [job.ended - job.arrived for job in jobs]
+    worked = sum(job.ended - job.began for job in jobs)
+    return PolicyReport(
+        policy,
+        len(jobs),
+        Percentiles.of(completion),
+        Percentiles.of(ttft),
+        Percentiles.of([job.began - job.arrived for job in jobs]),
+        worked / len(jobs) if jobs else 0.0,
+        slots,
+        _by_class(jobs),
+        seconds,
+        sum(job.output for job in jobs) / seconds if seconds else 0.0,
+        sum(job.cached for job in jobs) / prompt if prompt else 0.0,
+        _utilisation(result, slots),
+        _load(jobs, worked, slots),
+        _longest_queue(jobs),
+        sum(job.began - job.arrived > LONGEST_WAIT for job in jobs),
+        bound,
+        cpu_seconds,
+        _curve(ttft),
+        _curve(completion),
+    )
+
+
+def overload_warning(reports: Sequence[PolicyReport]) -> str:
+    """Words for the policies under which the fleet can't do what comes; empty: there is none."""
+    told = "\n".join(
+        f"  {one.policy}: {one.load:.0%} of what it can do; up to {one.longest_queue:,} waited; "
+        f"{one.too_late:,} of {one.requests:,} requests waited longer than {LONGEST_WAIT:.0f} s"
+        for one in reports
+        if one.overloaded
+    )
+    if not told:
+        return ""
+    return f"""\
+OVERLOAD: more work comes than this fleet can do, and the queue grows as long as it comes.
+{told}
+Here everybody waits; the gateway would refuse those after queue.max_wait (503 queue_timeout).
+So the waits above tell how long the traffic lasts. Remedy: more nodes or slots, or less traffic."""
+
+
+def _utilisation(outcome: SimulationResult, slots: int) -> float:
+    """Until the last arrival; of what came all at once, until the end."""
+    last = max((job.arrived for job in outcome.jobs), default=0.0)
+    until = last if last > outcome.began else outcome.ended
+    span = slots * (until - outcome.began)
+    worked = sum(min(job.ended, until) - job.began for job in outcome.jobs if job.began < until)
+    return worked / span if span else 0.0
+
+
+def _load(jobs: Sequence[Job], worked: float, slots: int) -> float | None:
+    """By the times of the trace: in an overload, later turns come late since earlier ones do."""
+    times = [job.time for job in jobs]
+    span = max(times, default=0.0) - min(times, default=0.0)
+    return worked / (slots * span) if slots and span else None
+
+
+def _longest_queue(jobs: Sequence[Job]) -> int:
+    # At the same time a slot comes free before the next one comes.
+    changes = sorted([(job.began, -1) for job in jobs] + [(job.arrived, 1) for job in jobs])
+    return max(accumulate((change for _, change in changes), initial=0))
+
+
+def _by_class(jobs: Sequence[Job]) -> dict[str, Percentiles]:
+    found: dict[str, list[float]] = {}
+    for job in jobs:
+        found.setdefault(job.priority_label, []).append(job.first - job.arrived)
+    return {klass: Percentiles.of(values) for klass, values in found.items()}
+
+
+def _curve(values: list[float]) -> tuple[float, ...]:
+    ranked = sorted(values)
+    last = len(ranked) - 1
+    return (
+        tuple(ranked[round(step * last / CURVE_STEPS)] for step in range(CURVE_STEPS + 1))
+        if ranked
+        else ()
+    )
+
+
+SHOWN_SHARE = 0.99
+"""Share of the requests that the curves show: the last per cent would press the rest together."""
+
+
+class PlotsNotInstalledError(Exception):
+    """The extra that draws is not installed."""
+
+
+def plot_reports(path: Path, reports: Sequence[PolicyReport], title: str) -> None:
+    """Write the curves of time to first token and of completion; the suffix says the format.
+
+    Raises NoPlotsError without the extra `plots`, ValueError for a suffix that nothing is known
+    about, and OSError.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlotsNotInstalledError(
+            f"plots need the package {error.name!r}, which is not installed: "
+            "pip install 'llama-gateway[plots]'"
+        ) from error
+    figure = Figure(figsize=(9, 4), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    shares = [step / CURVE_STEPS for step in range(CURVE_STEPS + 1)]
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, what in zip(panels, ("time to first token", "completion"), strict=True):
+        farthest = 0.0
+        for one in reports:
+            first = what.startswith("time")
+            curve = one.curve if first else one.completion_curve
+            spread = one.ttft if first else one.completion
+            if not curve:
+                continue
+            axes.plot(
+                curve, shares, label=f"{one.policy} (mean {spread.mean:.3g} s)", linewidth=1.3
+            )
+            farthest = max(farthest, curve[round(SHOWN_SHARE * CURVE_STEPS)])
+        axes.set_xlim(0, farthest * 1.02 or 1.0)
+        axes.set_xlabel(f"{what}, seconds")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7, loc="lower right")
+    bound = max((one.bound for one in reports), default=0.0)
+    if bound:
+        panels[1].axvline(bound, color="black", linestyle=":", linewidth=1)
+        panels[1].annotate("bound of the mean", (bound, 0.02), fontsize=7, rotation=90)
+    panels[0].set_ylabel("share of requests")
+    panels[0].set_ylim(0, 1)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path)

@@ -1,0 +1,378 @@
+"""What one simulated request is, and what became of it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gateway.config.errors import ConfigError, Problem
+from gateway.request import Priority
+
+
+class TracePrompt(NamedTuple):
+    """What a run of tokens consists of, as far as a prefix cache can tell.
+
+    `stream` names the text; two prompts of one stream have all tokens of the shorter in common:
+    a conversation is a stream, and each turn reads a little more of it. `shared` of the tokens
+    at its beginning are those of `head`, which other streams may begin with too: a system
+    prompt. Numbers are names: equal means the same text, 0 as `head` means none.
+    """
+
+    stream: int
+    tokens: int
+    prefix: int = 0
+    prefix_tokens: int = 0
+
+
+def common_tokens(one: TracePrompt, other: TracePrompt) -> int:
+    """Tokens that two prompts begin with alike."""
+    if one.stream == other.stream:
+        return min(one.tokens, other.tokens)
+    if one.prefix and one.prefix == other.prefix:
+        return min(one.prefix_tokens, other.prefix_tokens, one.tokens, other.tokens)
+    return 0
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request of a trace, and while it is simulated also its state. Seconds and tokens."""
+
+    id: int
+    """Its place in the trace."""
+    time: float
+    """When it arrives, seconds from the trace's begin; a later turn waits for the earlier one."""
+    prompt: TracePrompt
+    output: int
+    """Tokens of the answer, at least 1. No front knows it before it is there."""
+    max_tokens: int | None = None
+    """`max_tokens` of the request, which fronts may know; None: it did not say."""
+    priority_label: str = "normal"
+    caller: str = ""
+    pause: float = 0.0
+    """A later turn: seconds between the end of the earlier one and this one's arrival."""
+    is_later_turn: bool = False
+    """A later turn: it arrives once the job before it in its session has ended."""
+
+    # What became of it.
+    arrived: float = field(default=0.0, init=False)
+    sent: float = field(default=-1.0, init=False)
+    """When the front sent it to a node; -1: not yet."""
+    began: float = field(default=-1.0, init=False)
+    """When a slot took it up."""
+    first: float = field(default=-1.0, init=False)
+    """When its first token was there."""
+    ended: float = field(default=-1.0, init=False)
+    node: int = field(default=-1, init=False)
+    cached: int = field(default=0, init=False)
+    """Prompt tokens that the slot held already."""
+
+    # What is left of it, while a node works on it.
+    slot: int = field(default=-1, init=False)
+    to_read: int = field(default=0, init=False)
+    to_write: int = field(default=0, init=False)
+
+    front_data: Any = field(default=None, init=False)
+    """Whatever the front keeps beside it."""
+
+    @property
+    def final_prompt(self) -> TracePrompt:
+        """What its slot holds in the end: all but the last token, which is not read any more."""
+        return self.prompt._replace(tokens=self.prompt.tokens + self.output - 1)
+
+    def reset(self) -> None:
+        """Forget what became of it, for another run."""
+        self.arrived = 0.0
+        self.sent = self.began = self.first = self.ended = -1.0
+        self.node = self.slot = -1
+        self.cached = 0
+        self.front_data = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of their times; a job's id is its place."""
+
+    jobs: Sequence[Job]
+    next_turns: Mapping[int, int] = field(default_factory=dict)
+    """Which job follows which in a conversation."""
+    skipped: int = 0
+    """Broken lines that were left out."""
+
+
+MOST_TOKENS = 10_000_000
+
+MOST_SECONDS = 1e9
+
+MOST_PROBLEMS = 20
+"""A file with more broken lines than this is read no further: it is another format."""
+
+LONGEST_TRACE_LINE = 1_000_000
+
+TRACE_KEYS = {
+    "time",
+    "prompt_tokens",
+    "output_tokens",
+    "max_tokens",
+    "class",
+    "caller",
+    "session",
+    "pause",
+    "prefix",
+    "prefix_tokens",
+}
+
+_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+_CLASSES = [priority.label for priority in Priority]
+
+
+class _Broken(Exception):  # noqa: N818 - a line's own mistake, caught by the reader
+    def __init__(self, key: str, message: str, remedy: str, column: int = 0) -> None:
+        super().__init__(message)
+        self.key, self.message, self.remedy, self.column = key, message, remedy, column
+
+
+@dataclass(slots=True)
+class _Names:
+    """Numbers for the names of a file."""
+
+    known: dict[str, int] = field(default_factory=dict)
+
+    def of(self, name: str) -> int:
+        return self.known.setdefault(name, len(self.known) + 1)
+
+
+def read_trace(
+    path: Path,
+    *,
+    skip_broken: bool = False,
+    limit: int | None = None,
+) -> Trace:
+    """Read a trace; `.csv` means the Azure layout, anything else JSON lines.
+
+    `limit`: the first so many requests only. With `skip_broken` broken lines are left out and
+    counted. Raises ConfigError with file, line and remedy otherwise, and OSError.
+    """
+    problems: list[Problem] = []
+    skipped = 0
+    jobs: list[Job] = []
+    read = _Csv() if path.suffix.lower() == ".csv" else _Lines()
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        for number, line in enumerate(_bounded(file), start=1):
+            if limit is not None and len(jobs) >= limit:
+                break
+            try:
+                job = read(line)
+            except _Broken as wrong:
+                # Without its head line a CSV has no columns.
+                hopeless = isinstance(read, _Csv) and not read.has_head
+                if skip_broken and not hopeless:
+                    skipped += 1
+                    continue
+                told = (wrong.key, wrong.message, wrong.remedy, wrong.column)
+                problems.append(Problem(path, number, *told))
+                if hopeless or len(problems) >= MOST_PROBLEMS:
+                    break
+                continue
+            if job is not None:
+                jobs.append(job)
+    if problems:
+        raise ConfigError(problems)
+    if not jobs:
+        raise ConfigError([Problem(path, 0, "", "holds no request", "write one a line")])
+    start = min(job.time for job in jobs)
+    for job in jobs:
+        job.time -= start
+    trace = build_trace(jobs)
+    return Trace(trace.jobs, trace.next_turns, skipped)
+
+
+def _bounded(file: io.TextIOBase) -> Iterator[str]:
+    while line := file.readline(LONGEST_TRACE_LINE):
+        yield line
+
+
+class _Lines:
+    """JSON lines."""
+
+    def __init__(self) -> None:
+        self._streams = _Names()
+        self._heads = _Names()
+        self._single = 0
+        self._time = 0.0
+
+    def __call__(self, line: str) -> Job | None:
+        if not line.strip():
+            return None
+        try:
+            value = json.loads(line.rstrip())
+        except json.JSONDecodeError as error:
+            raise _Broken("", f"{error.msg}", "write one JSON object a line", error.colno) from None
+        except (ValueError, RecursionError):
+            raise _Broken("", "can't be read", "write one JSON object a line") from None
+        if not isinstance(value, dict):
+            raise _Broken("", "is no JSON object", 'write {"prompt_tokens": ...} on each line')
+        unknown = next((key for key in value if key not in TRACE_KEYS), None)
+        if unknown is not None:
+            column = line.find(json.dumps(unknown)) + 1
+            raise _Broken(unknown, "unknown key", f"known: {', '.join(sorted(TRACE_KEYS))}", column)
+
+        def whole(key: str, least: int, otherwise: int | None) -> int:
+            return _whole(value, key, least, otherwise, line)
+
+        prompt = whole("prompt_tokens", 1, None)
+        output = whole("output_tokens", 1, None)
+        shared = whole("prefix_tokens", 0, 0)
+        if shared > prompt:
+            column = _column(line, "prefix_tokens")
+            raise _Broken("prefix_tokens", "more than prompt_tokens", "it is a part of it", column)
+        prefix = _text(value, "prefix", line)
+        session = _text(value, "session", line)
+        klass = _text(value, "class", line) or "normal"
+        if klass not in _CLASSES:
+            column = _column(line, "class")
+            raise _Broken("class", f"{klass!r} is no class", ", ".join(_CLASSES), column)
+        time = _seconds(value, "time", self._time, line)
+        pause = _seconds(value, "pause", 0.0, line, least=0.0)
+        limit = whole("max_tokens", 1, MOST_TOKENS) if "max_tokens" in value else None
+        self._time = time
+        if session:
+            stream = self._streams.of(session)
+        else:
+            self._single += 1
+            stream = -1 - self._single
+        head = self._heads.of(prefix) if prefix and shared else 0
+        return Job(
+            0,
+            time,
+            TracePrompt(stream, prompt, head, shared if head else 0),
+            output if limit is None else min(output, limit),
+            limit,
+            klass,
+            _text(value, "caller", line) or "",
+            pause,
+        )
+
+
+class _Csv:
+    """The Azure layout. Every value is one of a few columns, none with a line end in it."""
+
+    def __init__(self) -> None:
+        self._places: list[int] | None = None
+        self._count = 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the head line has been read."""
+        return self._places is not None
+
+    def __call__(self, line: str) -> Job | None:
+        if not line.strip():
+            return None
+        cells = next(csv.reader([line.strip("\r\n\ufeff")]), [])
+        if self._places is None:
+            names = [cell.strip() for cell in cells]
+            missing = [name for name in _AZURE if name not in names]
+            if missing:
+                remedy = f"begin the file with {','.join(_AZURE)}, or name it .jsonl"
+                raise _Broken("", f"the head line has no {', '.join(missing)}", remedy, 1)
+            self._places = [names.index(name) for name in _AZURE]
+            return None
+        if len(cells) <= max(self._places):
+            raise _Broken("", f"has {len(cells)} cells", "one for each column of the head line")
+        self._count += 1
+        time, prompt, output = (
+            self._cell(cells, place, kind)
+            for place, kind in zip(self._places, (_stamp, _count, _count), strict=True)
+        )
+        # A few requests of the public traces wrote nothing; they read their prompt all the same.
+        written = max(1, int(output))
+        return Job(0, time, TracePrompt(-1 - self._count, max(1, int(prompt))), written)
+
+    def _cell(self, cells: list[str], place: int, kind: Callable[[str], float]) -> float:
+        try:
+            return kind(cells[place].strip())
+        except ValueError as error:
+            name = _AZURE[(self._places or []).index(place)]
+            column = sum(len(cell) + 1 for cell in cells[:place]) + 1
+            raise _Broken(name, f"{cells[place]!r} is not valid", str(error), column) from None
+
+
+def _stamp(text: str) -> float:
+    try:
+        # Seven digits of a second, which fromisoformat does not take everywhere.
+        head, _, fraction = text.partition(".")
+        digits = ""
+        while fraction[:1].isdigit():
+            digits, fraction = digits + fraction[0], fraction[1:]
+        stamp = datetime.fromisoformat(head + fraction)
+        return stamp.replace(tzinfo=UTC).timestamp() + float(f"0.{digits or 0}")
+    except (ValueError, OverflowError, OSError):
+        raise ValueError("write it as 2023-11-16 18:15:46.6805900") from None
+
+
+def _count(text: str) -> float:
+    if not text.isdecimal() or int(text) > MOST_TOKENS:
+        raise ValueError(f"write a whole number of tokens, at most {MOST_TOKENS}")
+    return int(text)
+
+
+def _whole(value: dict[str, Any], key: str, least: int, otherwise: int | None, line: str) -> int:
+    found = value.get(key, otherwise)
+    if found is None:
+        raise _Broken(key, "is missing", f"tell how many, {least} or more")
+    if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= MOST_TOKENS:
+        remedy = f"write a whole number from {least} to {MOST_TOKENS}"
+        raise _Broken(key, f"{_shown(found)} is not valid", remedy, _column(line, key))
+    return found
+
+
+def _seconds(
+    value: dict[str, Any], key: str, otherwise: float, line: str, least: float = -MOST_SECONDS
+) -> float:
+    found = value.get(key, otherwise)
+    sound = isinstance(found, int | float) and not isinstance(found, bool)
+    if not sound or not math.isfinite(found) or not least <= found <= MOST_SECONDS * 10:
+        remedy = "write seconds, such as 12.5"
+        raise _Broken(key, f"{_shown(found)} is not valid", remedy, _column(line, key))
+    return float(found)
+
+
+def _text(value: dict[str, Any], key: str, line: str) -> str:
+    found = value.get(key, "")
+    if not isinstance(found, str):
+        remedy = "write a text in quotes"
+        raise _Broken(key, f"{_shown(found)} is not valid", remedy, _column(line, key))
+    return found
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:40] + "..."
+
+
+def _column(line: str, key: str) -> int:
+    return line.find(f'"{key}"') + 1
+
+
+def build_trace(jobs: list[Job]) -> Trace:
+    """Number jobs by their times and tell which follows which: turns of a stream in their order."""
+    jobs.sort(key=lambda job: job.time)  # stable: turns of a stream keep their order
+    turns: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for place, job in enumerate(jobs):
+        job.id = place
+        stream = job.prompt.stream
+        before = last.get(stream)
+        if before is not None:
+            turns[before] = place
+            job.is_later_turn = True
+        last[stream] = place
+    return Trace(jobs, turns)

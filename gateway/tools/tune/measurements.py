@@ -1,0 +1,227 @@
+"""Measurements in a file, one a line, so that a search goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from gateway.tools.tune.setting import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementLog:
+    """The file at `path`, of which only lines about the same `subject` are used.
+
+    The subject is everything that figures hang on besides the setting: model, server, machine and
+    the sizes of the requests.
+    """
+
+    path: Path
+    subject: dict[str, Any]
+
+    def read(self) -> tuple[list[Measurement], int]:
+        """The measurements of the subject in their order, and how many lines are broken."""
+        if not self.path.exists():
+            return [], 0
+        found: list[Measurement] = []
+        broken = 0
+        for line in self._lines():
+            try:
+                value = json.loads(line)
+                if value["subject"] == self.subject:
+                    found.append(_measurement(value))
+            except (ValueError, TypeError, KeyError):
+                broken += 1
+        return found, broken
+
+    def append(self, one: Measurement) -> None:
+        """Write a line at once. Raises OSError."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps({"subject": self.subject, **asdict(one)}, sort_keys=True)
+        with self.path.open("a+b") as file:
+            # A line that a kill has cut short must not swallow this one.
+            cut = file.tell() > 0 and not self._ends_whole()
+            file.write(("\n" if cut else "").encode() + line.encode() + b"\n")
+
+    def rotate(self) -> None:
+        """Begin anew; what was there stays as `<name>.1`."""
+        if self.path.exists():
+            self.path.replace(self.path.with_name(f"{self.path.name}.1"))
+
+    def _lines(self) -> Iterator[str]:
+        for line in self.path.read_text(errors="replace").splitlines():
+            if line.strip():
+                yield line
+
+    def _ends_whole(self) -> bool:
+        with self.path.open("rb") as file:
+            file.seek(-1, 2)
+            return file.read(1) == b"\n"
+
+
+def _measurement(value: dict[str, Any]) -> Measurement:
+    return Measurement(
+        setting=Setting(**value["setting"]),
+        figures=Figures(**value["figures"]) if value["figures"] is not None else None,
+        error=value["error"],
+        seconds=float(value["seconds"]),
+        at=float(value["at"]),
+        other_work=value["other_work"],
+    )
+
+
+Goal = Literal["latency", "throughput", "balanced"]
+
+GOALS: tuple[Goal, ...] = ("latency", "throughput", "balanced")
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkRequest:
+    """The request that settings are judged by; tokens."""
+
+    prompt: int
+    answer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one server did; the mean where there are several."""
+
+    prefill: float  # prompt tokens/s, alone
+    decode: float  # tokens/s of a request that is alone on its server
+    decode_busy: float  # tokens/s of a server with all its slots busy
+    stall: float | None  # longest silence in s while a neighbour's prompt is read; None: one slot
+    memory: int | None  # bytes of all servers at their peak; None where the system doesn't tell
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One line: the figures of a setting, or why there are none."""
+
+    setting: Setting
+    figures: Figures | None
+    error: str | None
+    seconds: float  # that it took
+    at: float  # Unix time of its end
+    other_work: float | None = None  # CPUs' worth of others meanwhile
+
+
+def score(figures: Figures, request: BenchmarkRequest, goal: Goal) -> float:
+    """Seconds of a request under this goal.
+
+    latency: reading and answering it alone, and the pause that a neighbour's prompt makes. With a
+    single slot a neighbour is waited for instead: half a request in the mean.
+    throughput: what it takes of the server's time while all slots are busy.
+    balanced: the geometric mean of both, so neither unit counts for more.
+    """
+    read = request.prompt / figures.prefill
+    alone = read + request.answer / figures.decode
+    latency = alone + (alone / 2 if figures.stall is None else figures.stall)
+    throughput = read + request.answer / figures.decode_busy
+    match goal:
+        case "latency":
+            return latency
+        case "throughput":
+            return throughput
+        case "balanced":
+            return math.sqrt(latency * throughput)
+
+
+def median_figures(repeats: Sequence[Figures]) -> Figures:
+    """The median of each figure; the most of the memory."""
+    stalls = [one.stall for one in repeats if one.stall is not None]
+    return Figures(
+        prefill=statistics.median(one.prefill for one in repeats),
+        decode=statistics.median(one.decode for one in repeats),
+        decode_busy=statistics.median(one.decode_busy for one in repeats),
+        stall=statistics.median(stalls) if stalls else None,
+        memory=max((one.memory for one in repeats if one.memory is not None), default=None),
+    )
+
+
+def combine_servers(servers: Sequence[Figures]) -> Figures:
+    """The figures of servers that worked at the same time: means, but the longest stall."""
+    stalls = [one.stall for one in servers if one.stall is not None]
+    memories = [one.memory for one in servers if one.memory is not None]
+    return Figures(
+        prefill=statistics.fmean(one.prefill for one in servers),
+        decode=statistics.fmean(one.decode for one in servers),
+        decode_busy=statistics.fmean(one.decode_busy for one in servers),
+        stall=max(stalls) if stalls else None,
+        memory=sum(memories) if memories else None,
+    )
+
+
+PRIOR_NOISE = 0.02  # a share: what a quiet machine shows between two starts of a server
+
+PRIOR_WEIGHT = 2  # repeats that this is worth beside those that were measured
+
+SIGNIFICANT_ERRORS = 3.6
+"""Standard errors by which medians must differ. Some twenty settings are compared: with this a
+search among equals keeps the first one 19 times of 20 (seen in simulated searches)."""
+
+LEAST_GAIN = 0.01  # a share below which no change is worth its risk
+
+
+@dataclass(slots=True)
+class ScoreHistory:
+    """All scores so far."""
+
+    scores: dict[Setting, list[float]] = field(default_factory=dict)
+    failed: set[Setting] = field(default_factory=set)
+
+    def add(self, setting: Setting, score: float | None) -> None:
+        """Take a measurement; None where the setting did not run."""
+        if score is None:
+            self.failed.add(setting)
+        else:
+            self.scores.setdefault(setting, []).append(score)
+
+    def count(self, setting: Setting) -> int:
+        """How often it was measured."""
+        return len(self.scores.get(setting, ()))
+
+    def median_score(self, setting: Setting) -> float:
+        """The median score."""
+        return statistics.median(self.scores[setting])
+
+    def noise(self) -> float:
+        """The standard deviation of one measurement, as a share of it.
+
+        From settings measured more than once, pooled; few repeats are held together by what is
+        usual.
+        """
+        squares, repeats = PRIOR_NOISE**2 * PRIOR_WEIGHT, PRIOR_WEIGHT
+        for scores in self.scores.values():
+            logs = [math.log(score) for score in scores]
+            middle = statistics.fmean(logs)
+            squares += sum((value - middle) ** 2 for value in logs)
+            repeats += len(logs) - 1
+        return math.sqrt(squares / repeats)
+
+    def significant_difference(self, one: Setting, other: Setting) -> float:
+        """The share by which their medians must differ to be told apart."""
+        error = self.noise() * math.sqrt(1 / self.count(one) + 1 / self.count(other))
+        return max(LEAST_GAIN, SIGNIFICANT_ERRORS * error)
+
+    def detectable_difference(self, times: int) -> float:
+        """The share by which two settings must differ that are measured so often."""
+        return max(LEAST_GAIN, SIGNIFICANT_ERRORS * self.noise() * math.sqrt(2 / times))
+
+    def gain(self, one: Setting, other: Setting) -> float:
+        """By which share of the other's score `one` is less; negative where it is more."""
+        return 1 - self.median_score(one) / self.median_score(other)
+
+    def clearly_better(self, one: Setting, other: Setting) -> bool:
+        """Whether `one` is better by more than noise."""
+        ahead = math.log(self.median_score(other) / self.median_score(one))
+        return ahead > self.significant_difference(one, other)

@@ -1,0 +1,110 @@
+"""How much other work this machine does, from `/proc`: it would be measured as well.
+
+Counted is the time that CPUs were not idle, `nice` work and what a hypervisor took included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.tools.local.system_files import read_text
+
+MOST_OTHER_WORK = 0.25
+"""CPUs' worth of other work that is refused: llama.cpp's threads wait for the slowest of them."""
+
+SAMPLE_SECONDS = 3.0  # seconds that a look takes
+
+MOST_NAMED_PROCESSES = 3  # of the busiest processes
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTimes:
+    """Ticks since the machine was started."""
+
+    busy: int
+    total: int
+    cpus: int
+    processes: dict[int, tuple[str, int]]  # name and ticks by id
+
+    @property
+    def known(self) -> bool:
+        """Whether the system tells."""
+        return self.cpus > 0
+
+
+@dataclass(frozen=True, slots=True)
+class OtherWork:
+    """CPUs' worth of work between two looks."""
+
+    busy_cpus: float
+    cpus: int
+    top_processes: tuple[tuple[int, str, float], ...]  # id, name, CPUs
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{name} ({pid}) {share:.0%}" for pid, name, share in self.top_processes)
+        return f"{self.busy_cpus:.1f} of {self.cpus} CPUs are busy" + (
+            f": {names}" if names else ""
+        )
+
+
+def read_cpu_times(cpus: Collection[int], root: Path = Path("/")) -> CpuTimes:
+    """What these CPUs have done so far; zeros where the system doesn't tell."""
+    busy = total = found = 0
+    for line in read_text(root / "proc/stat").splitlines():
+        name, *words = line.split()
+        if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in cpus:
+            user, nice, system, idle, iowait, irq, softirq, steal = (
+                [int(word) for word in words[:8]] + [0] * 8
+            )[:8]
+            working = user + nice + system + irq + softirq + steal
+            busy += working
+            total += working + idle + iowait
+            found += 1
+    return CpuTimes(busy, total, found, _processes(root))
+
+
+def other_work_between(before: CpuTimes, after: CpuTimes, own: Collection[int] = ()) -> OtherWork:
+    """The work of everybody but the processes `own`, which ran at the second look."""
+    ticks = (after.total - before.total) / max(1, after.cpus)  # of one CPU
+    if ticks <= 0:
+        return OtherWork(0.0, after.cpus, ())
+    spent = {
+        pid: (name, used - before.processes.get(pid, (name, 0))[1])
+        for pid, (name, used) in after.processes.items()
+    }
+    ours = sum(used for pid, (_, used) in spent.items() if pid in own)
+    others = sorted(
+        ((pid, name, used / ticks) for pid, (name, used) in spent.items() if pid not in own),
+        key=lambda one: -one[2],
+    )
+    return OtherWork(
+        max(0.0, (after.busy - before.busy - ours) / ticks),
+        after.cpus,
+        tuple(one for one in others[:MOST_NAMED_PROCESSES] if one[2] >= 0.05),
+    )
+
+
+def peak_memory(pid: int, root: Path = Path("/")) -> int | None:
+    """The most bytes that a process has had in memory; None where the system doesn't tell."""
+    for line in read_text(root / f"proc/{pid}/status").splitlines():
+        name, _, value = line.partition(":")
+        if name == "VmHWM" and (words := value.split()):
+            return int(words[0]) * 1024
+    return None
+
+
+def _processes(root: Path) -> dict[int, tuple[str, int]]:
+    found: dict[int, tuple[str, int]] = {}
+    try:
+        ids = [int(entry.name) for entry in (root / "proc").iterdir() if entry.name.isdecimal()]
+    except OSError:
+        return found
+    for pid in ids:
+        # `4711 (any (name)) R ...`: the fields are counted from the last bracket.
+        head, bracket, rest = read_text(root / f"proc/{pid}/stat").rpartition(")")
+        words = rest.split()
+        if bracket and len(words) > 12:
+            found[pid] = (head.partition("(")[2], int(words[11]) + int(words[12]))
+    return found

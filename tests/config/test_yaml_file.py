@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config import ConfigError
+from gateway.config.yaml_file import (
+    MOST_FILE_BYTES,
+    YamlDocument,
+    YamlEntry,
+    YamlList,
+    YamlMapping,
+    YamlScalar,
+    read_yaml,
+    to_plain,
+)
+from tests.counting import instructions
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "file.yaml"
+
+
+def read(file: Path, text: str | bytes, **env: str) -> YamlDocument:
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    return read_yaml(file, env)
+
+
+def value(file: Path, text: str, **env: str) -> object:
+    source = read(file, text, **env)
+    assert not source.problems, source.problems
+    return to_plain(source.root.tree)
+
+
+def refusal(file: Path, text: str | bytes) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(file, text)
+    return str(caught.value).replace(str(file), "F")
+
+
+def entry(source: YamlDocument, *path: str | int) -> YamlEntry:
+    found = source.root
+    for part in path:
+        tree = found.tree
+        if isinstance(part, str):
+            assert isinstance(tree, YamlMapping)
+            found = tree.entries[part]
+        else:
+            assert isinstance(tree, YamlList)
+            found = tree.entries[part]
+    return found
+
+
+def test_every_key_and_item_knows_its_line_and_path(file: Path) -> None:
+    source = read(file, "# head\nnodes:\n  - name: a\n    labels:\n      x: 1\n  -\n    name: b\n")
+    assert entry(source, "nodes").line == 2
+    assert entry(source, "nodes", 0).line == 3
+    assert entry(source, "nodes", 0, "labels", "x") == YamlEntry(
+        YamlScalar(1), 5, "nodes[0].labels.x"
+    )
+    assert entry(source, "nodes", 1, "name") == YamlEntry(YamlScalar("b"), 7, "nodes[1].name")
+
+
+def test_keys_are_texts_whatever_they_look_like(file: Path) -> None:
+    assert value(file, "{1: a, true: b, ~: c, off: d}") == {
+        "1": "a",
+        "true": "b",
+        "~": "c",
+        "off": "d",
+    }
+
+
+def test_quotes_and_tags_make_texts(file: Path) -> None:
+    assert value(file, "[\"1\", 'true', !!str 2, ! 3]") == ["1", "true", "2", "3"]
+    assert value(file, "[!!int 1, !!float 2, !!bool true, !!null ~]") == [1, 2, True, None]
+
+
+@pytest.mark.parametrize(
+    "text", ["!!python/object:os.system x", "!mine 1", "!!int x", "!!binary aGk=", "!!set {a: }"]
+)
+def test_other_tags_are_refused(file: Path, text: str) -> None:
+    (problem,) = read(file, f"a: {text}\n").problems
+    assert (problem.line, problem.key) == (1, "a")
+    assert "tag is not supported" in problem.message
+
+
+@pytest.mark.parametrize("text", ["a:\n\t- b\n", "a:\n  - b: c\n\td: e\n", "a:\n  \tb: c\n \td"])
+def test_tabs_in_front_of_a_line_are_told_as_such(file: Path, text: str) -> None:
+    assert "(indent with spaces, not with tabs)" in refusal(file, text)
+
+
+def test_tabs_elsewhere_are_not_blamed(file: Path) -> None:
+    assert "tab" not in refusal(file, "a: b\tc\nd: e: f")
+
+
+def test_a_duplicate_key_is_told_with_both_lines(file: Path) -> None:
+    source = read(file, "a:\n  b: 1\n  c: 2\n  b: 3\n")
+    assert [str(p).replace(str(file), "F") for p in source.problems] == [
+        "F:4: a.b: this key stands in line 2 already (keep one of them)"
+    ]
+    assert to_plain(source.root.tree) == {"a": {"b": 1, "c": 2}}
+
+
+def test_variables_are_put_in_after_parsing(file: Path) -> None:
+    assert value(file, "a: x${V}", V="1, b: [2]\nc: 3") == {"a": "x1, b: [2]\nc: 3"}
+
+
+def test_a_whole_reference_is_typed_and_a_part_is_text(file: Path) -> None:
+    text = 'a: ${N}\nb: "${N}"\nc: ${N}0\nd: ${T}\ne: ${M:-0.5}\nf: ${E:-}\ng: 5$$\n'
+    assert value(file, text, N="42", T="true") == {
+        "a": 42,
+        "b": 42,
+        "c": "420",
+        "d": True,
+        "e": 0.5,
+        "f": None,
+        "g": "5$",
+    }
+    assert value(file, "a: !!str ${N}\nb: ! '${E:-}'", N="42") == {"a": "42", "b": ""}
+
+
+def test_every_missing_variable_is_told(file: Path) -> None:
+    problems = read(file, "a: ${ONE}\nb:\n  - ${TWO}\n").problems
+    assert [(p.line, p.key, p.message) for p in problems] == [
+        (1, "a", "the variable ONE is not set"),
+        (2 + 1, "b[0]", "the variable TWO is not set"),
+    ]
+
+
+def test_anchors_aliases_and_merge_keys_work(file: Path) -> None:
+    text = """
+base: &base {a: 1, b: 2}
+more: &more {b: 3, c: 4}
+one: {<<: *base, b: 5}
+two: {<<: [*base, *more]}
+three: *base
+"""
+    found = value(file, text)
+    assert isinstance(found, dict)
+    assert found["one"] == {"a": 1, "b": 5}
+    assert found["two"] == {"a": 1, "b": 2, "c": 4}
+    assert found["three"] == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("d: &base {x: 1}\na: {<<: base}\n", "write *base"),
+        ("a: {<<: base}\n", "write *base, and &base after the key of the mapping it stands for"),
+        ("a: {<<: 3}\n", "write *NAME, and &NAME after the key of the mapping it stands for"),
+        ("d: &base {x: 1}\na: {<<: [base]}\n", "write *base"),
+    ],
+)
+def test_a_merge_key_must_name_mappings(file: Path, text: str, remedy: str) -> None:
+    (problem,) = read(file, text).problems
+    assert (problem.message, problem.remedy) == ("must name mappings", remedy)
+
+
+def test_a_billion_laughs_end_soon_and_small(file: Path) -> None:
+    lines = ["a0: &a0 [ha, ha, ha, ha, ha, ha, ha, ha, ha, ha]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    told: list[str] = []
+    assert instructions(lambda: told.append(refusal(file, "\n".join(lines)))) < 200_000
+    assert "more than 500000 values" in told[0]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 100_000, "- " * 100_000, "? " * 50_000])
+def test_deep_nesting_ends_soon(file: Path, text: str) -> None:
+    told: list[str] = []
+    assert instructions(lambda: told.append(refusal(file, text))) < 200_000
+    assert told[0].startswith("F:1:")
+
+
+def test_depth_by_aliases_is_bounded_too(file: Path) -> None:
+    lines = ["a0: &a0 [x]"] + [f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 100)]
+    assert "nested deeper than 64 levels" in refusal(file, "\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: [1, 2\nb: 3\n", "F:2:2: no valid YAML"),
+        ("a: 'x\n", "that began in line 1"),
+        ("a: b: c\n", "F:1:5: no valid YAML: mapping values are not allowed"),
+        ("a:\n\tb: 1\n", "F:2:1: no valid YAML"),
+        ("a: *b\n", "F:1:4: the alias *b has no anchor before it"),
+        ("a: &a [*a]\n", "F:1:8: the alias *a is inside of what it stands for"),
+        ("a: 1\n---\nb: 2\n", "F:2:1: a second document"),
+        ("[a]: 1\n", "a key must be a text"),
+        ("? {a: 1}\n: 1\n", "a key must be a text"),
+        ("&k a: 1\n*k : 2\n", "a key must be a text, not an alias"),
+        ("a: \x07\n", "F:1:4: a control character"),
+        (b"a: 1\nb: \xff\n", "F:2: not UTF-8"),
+        (b"\xff\xfea\x00", "F:1: not UTF-8"),
+        (b"#" * (MOST_FILE_BYTES + 1), "F: larger than 8 MiB"),
+    ],
+)
+def test_what_is_no_yaml_is_told_with_its_place(file: Path, text: str | bytes, told: str) -> None:
+    assert told in refusal(file, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("n:\n  - name: a\n  url: u\n", "F:3:3: .* \\(indent url by 4 spaces, as name above it"),
+        ("n:\n  - name: a\n   url: u\n", "F:3:4: .* \\(indent url by 4 spaces, as name above it"),
+        ("n:\n  - name: a\n      url: u\n", "F:3:10: .* \\(indent url by 4 spaces, as name above"),
+        ("n:\n  - name: a\n\n  # why\n  url: u\n", "F:5:3: .* \\(indent url by 4 spaces"),
+        ("n:\n  host: a\n port: 1\n", "F:3:2: .* \\(indent port by 2 spaces, as host above it"),
+        ("n:\n  - name: a\n    url:http://u\n", "F:3: .* \\(put a space after url:\\)"),
+        ("n:\n\t- a\n", "F:2:1: .* \\(indent with spaces, not with tabs\\)"),
+        ("n:\n  - name: a: b\n", "F:2:12: .* \\(quote a value that holds ': '"),
+        ("a: 1\nb: c: d\n", "F:2:5: .* \\(quote a value that holds ': '"),
+    ],
+)
+def test_what_is_no_yaml_is_told_with_what_to_do(file: Path, text: str, told: str) -> None:
+    assert re.match(told, refusal(file, text))
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="can't be read: No such file or directory"):
+        read_yaml(tmp_path / "none.yaml", {})
+    with pytest.raises(ConfigError, match="can't be read: Is a directory"):
+        read_yaml(tmp_path, {})
+
+
+def test_a_byte_order_mark_is_no_matter(file: Path) -> None:
+    assert to_plain(read(file, b"\xef\xbb\xbfa: 1\n").root.tree) == {"a": 1}
+
+
+def test_an_empty_file_is_null(file: Path) -> None:
+    assert value(file, "") is None
+    assert value(file, "# only a comment\n") is None
+
+
+@given(st.text(max_size=200) | st.text(alphabet="ab:-[]{}&*!|>'\"%#?, \n\t$<", max_size=60))
+def test_any_text_is_a_tree_or_a_config_error(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with contextlib.suppress(ConfigError):
+        to_plain(read_yaml(file, {}).root.tree)

@@ -1,0 +1,286 @@
+"""When a node counts as far below its own past, and when it is well again."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.fleet.degradation import (
+    BASELINE_HALF_LIFE,
+    DEGRADED_STALE,
+    MOST_BASELINES,
+    DegradationDetector,
+)
+from gateway.fleet.node import NodeState
+from gateway.fleet.speed import SpeedSample, TokenTime
+from tests.emulator import EmulatedNode
+from tests.fleet.build import Clock, a_fleet, a_spec, take
+
+
+class Work:
+    """A node that answers a request every `gap` seconds."""
+
+    def __init__(self, gap: float = 10.0) -> None:
+        self.pace = DegradationDetector()
+        self.now = 1000.0
+        self.gap = gap
+        self.rng = random.Random(7)
+
+    def does(
+        self,
+        times: int,
+        speed: float = 1.0,
+        busy: float = 1,
+        context: float = 500,
+        reading: float | None = None,
+    ) -> list[bool]:
+        """So many requests at this share of its proper speed; whether it is degraded after each."""
+        states = []
+        for _ in range(times):
+            self.now += self.gap
+            each = 0.1 * (1 + 0.5 * (busy - 1)) / speed * self.rng.lognormvariate(0, 0.2)
+            read = 0.01 / (reading or speed) * self.rng.lognormvariate(0, 0.2)
+            self.pace.learn(
+                SpeedSample(
+                    TokenTime(context, read, read), TokenTime(40, each, each), busy, context
+                ),
+                self.now,
+            )
+            states.append(self.pace.degraded)
+        return states
+
+
+def test_a_node_at_a_third_of_its_speed_is_degraded_within_a_few_requests() -> None:
+    work = Work()
+    assert not any(work.does(30))
+    states = work.does(10, speed=0.25)
+    assert states[-1]
+    assert not any(states[:4])
+
+
+def test_the_reason_has_figures_and_says_where_to_look() -> None:
+    work = Work()
+    work.does(30)
+    work.does(20, speed=0.2)
+    reason = work.pace.reason(work.now)
+    figures = re.fullmatch(
+        r"writes at (\d+)% of its usual speed \(([\d.]+) tokens/s instead of ([\d.]+)\) for 2 min"
+        r" and reads at \d+% of its usual speed \(.+ tokens/s instead of .+\) for 2 min: look on "
+        r"its host for swapping, other load, CPU frequency and thermal throttling",
+        reason,
+    )
+    assert figures is not None, reason
+    assert [float(figure) for figure in figures.groups()] == pytest.approx([20, 2, 10], rel=0.2)
+    assert "rate limits" in work.pace.reason(work.now, endpoint=True)
+
+
+def test_one_odd_request_is_none() -> None:
+    work = Work()
+    work.does(30)
+    assert not any(work.does(1, speed=0.01) + work.does(5) + work.does(2, speed=0.01))
+    assert not any(work.does(5))
+
+
+def test_a_stall_that_hits_all_requests_at_once_is_none() -> None:
+    work = Work()
+    work.does(30)
+    work.gap = 0.5
+    assert not any(work.does(16, speed=0.1))
+
+
+def test_half_its_speed_is_not_far_below() -> None:
+    work = Work()
+    work.does(30)
+    assert not any(work.does(30, speed=0.55))
+
+
+def test_it_is_well_again_only_clearly_above_where_it_was_taken_for_ill() -> None:
+    work = Work()
+    work.does(30)
+    assert work.does(10, speed=0.25)[-1]
+    assert all(work.does(20, speed=0.48))
+    assert not work.does(10)[-1]
+
+
+def test_more_busy_slots_and_longer_texts_are_no_sign() -> None:
+    work = Work()
+    work.does(30)
+    assert not any(work.does(40, speed=0.3, busy=8, reading=1))
+    assert not any(work.does(40, speed=0.3, context=8000))
+
+
+def test_a_node_without_a_past_is_not_degraded() -> None:
+    assert not any(Work().does(8, speed=0.1))
+
+
+def test_what_lasts_becomes_the_norm_after_hours_of_work() -> None:
+    work = Work(gap=60)
+    work.does(50)
+    assert all(work.does(int(0.5 * BASELINE_HALF_LIFE / 60), speed=0.3)[10:])
+    assert not work.does(int(1.5 * BASELINE_HALF_LIFE / 60), speed=0.3)[-1]
+
+
+def test_a_night_without_work_is_no_time_to_get_used_to_it() -> None:
+    work = Work()
+    work.does(30)
+    work.does(10, speed=0.25)
+    work.now += 12 * 3600
+    assert all(work.does(10, speed=0.25))
+
+
+def test_who_became_faster_is_measured_by_that_soon() -> None:
+    work = Work(gap=60)
+    work.does(30, speed=0.2)
+    work.does(180)
+    assert work.does(20, speed=0.25)[-1]
+
+
+def test_a_degraded_node_that_got_nothing_is_given_another_chance() -> None:
+    work = Work()
+    work.does(30)
+    work.does(12, speed=0.25)
+    assert not work.pace.refresh(work.now + DEGRADED_STALE - 1)
+    work.now += DEGRADED_STALE
+    assert work.pace.refresh(work.now)
+    assert not work.pace.degraded
+    assert work.does(3, speed=0.25)[-1]
+
+
+def test_and_stays_well_if_it_uses_it() -> None:
+    work = Work()
+    work.does(30)
+    work.does(12, speed=0.25)
+    work.now += DEGRADED_STALE
+    work.pace.refresh(work.now)
+    assert not any(work.does(10))
+
+
+def test_a_new_process_starts_without_blame_and_another_model_without_past() -> None:
+    work = Work()
+    work.does(30)
+    work.does(12, speed=0.25)
+    work.pace.server_restarted()
+    assert not any(work.does(4, speed=0.25))
+    assert work.does(6, speed=0.25)[-1]
+    work.pace.forget()
+    assert not any(work.does(20, speed=0.25))
+
+
+def test_short_ones_prove_nothing() -> None:
+    work = Work()
+    work.does(30)
+    for _ in range(50):
+        work.now += 10
+        work.pace.learn(SpeedSample(TokenTime(20, 1, 1), TokenTime(4, 5, 5), 1, 500), work.now)
+    assert not work.pace.degraded
+
+
+def test_what_may_have_been_others_work_is_no_sign() -> None:
+    work = Work()
+    work.does(30)
+    for _ in range(50):
+        work.now += 10
+        work.pace.learn(
+            SpeedSample(TokenTime(500, 0.01, 1), TokenTime(40, 0.1, 5), 1, 500), work.now
+        )
+    assert not work.pace.degraded
+
+
+async def test_the_world_is_told_when_a_node_becomes_degraded_and_when_it_is_well() -> None:
+    clock = Clock()
+    async with (
+        EmulatedNode() as server,
+        a_fleet(a_spec(url=server.url), clock=clock, interval=600_000) as fleet,
+    ):
+        node = fleet["a"]
+
+        def works(times: int, per_token: float) -> None:
+            for _ in range(times):
+                lease = take(node)
+                lease.content_received(clock.passes(1))
+                clock.passes(40 * per_token)
+                lease.release()
+                told = {"predicted_n": 40, "predicted_ms": 40_000 * per_token}
+                fleet.fleet.learn_timings(node, told, lease)
+
+        works(20, 0.1)
+        assert fleet.state("a") is NodeState.READY
+        works(12, 0.5)
+        assert fleet.state("a") is NodeState.DEGRADED
+        assert node.free_slots(clock()) == node.slots_total
+        change = fleet.changes[-1]
+        assert (change.old_state, change.new_state) == ("ready", "degraded")
+        assert change.reason.startswith("writes at 20% of its usual speed (2 tokens/s instead of")
+        works(12, 0.1)
+        assert fleet.state("a") is NodeState.READY
+        assert fleet.states("a")[-2:] == ["degraded", "ready"]
+
+
+async def test_an_endpoint_without_timings_is_judged_by_the_clock() -> None:
+    clock = Clock()
+    async with (
+        EmulatedNode() as server,
+        a_fleet(a_spec(url=server.url, kind="openai"), clock=clock, interval=600_000) as fleet,
+    ):
+        node = fleet["a"]
+
+        def works(times: int, per_token: float) -> None:
+            for _ in range(times):
+                lease = take(node)
+                lease.content_received(clock.passes(1))
+                clock.passes(40 * per_token)
+                lease.release()
+                fleet.fleet.learn_clocked(lease, 300, 100, 41)
+
+        works(20, 0.1)
+        assert node.speed.decode_tps == pytest.approx(10)
+        assert node.speed.prefill_tps == pytest.approx(200)
+        works(12, 0.5)
+        assert fleet.state("a") is NodeState.DEGRADED
+        assert node.reason.endswith("look at the endpoint's load and its rate limits")
+
+
+rates = st.none() | st.builds(
+    lambda tokens, low, width: TokenTime(tokens, low, low * width),
+    st.floats(2, 1e8),
+    st.floats(1e-6, 1e3),
+    st.floats(1, 1e6),
+)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.builds(SpeedSample, rates, rates, st.none() | st.floats(1, 1e9), st.floats(0, 1e9)),
+            st.floats(-10, 1e6),
+        ),
+        max_size=80,
+    )
+)
+def test_whatever_comes_it_has_words_and_bounds(told: list[tuple[SpeedSample, float]]) -> None:
+    pace, now = DegradationDetector(), 0.0
+    for sample, elapsed in told:
+        now += elapsed
+        before = pace.degraded
+        assert pace.learn(sample, now) is (pace.degraded is not before)
+        assert "nan" not in pace.reason(now)
+    assert len(pace.decode.baselines) <= MOST_BASELINES
+
+
+def test_kinds_of_requests_are_bounded() -> None:
+    pace = DegradationDetector()
+    for busy in range(1, 200):
+        for context in range(20):
+            pace.learn(SpeedSample(None, TokenTime(9, 1, 1), busy, 4.0**context), 0.0)
+    assert len(pace.decode.baselines) == MOST_BASELINES
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(45, "45 s"), (600, "10 min"), (9000, "2.5 h")])
+def test_how_long_it_has_lasted_is_told_in_fitting_units(seconds: float, words: str) -> None:
+    pace = DegradationDetector()
+    pace.decode.slow_since, pace.decode.degraded = 1000.0, True
+    assert f"for {words}:" in pace.reason(1000.0 + seconds)

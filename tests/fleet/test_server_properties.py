@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.fleet.server_properties import ServerProperties, count_slots, inventory_drift
+from tests.fleet.build import a_spec
+
+PROPS: dict[str, Any] = {
+    "total_slots": 2,
+    "default_generation_settings": {"n_ctx": 4096},
+    "model_alias": "demo",
+    "build_info": "b11549",
+    "chat_template": "{{ messages }}",
+    "modalities": {"vision": False, "audio": True},
+    "endpoint_slots": True,
+}
+META = {"n_params": 900, "size": 3500, "ftype": "all F32", "n_ctx": 4096, "n_ctx_train": 8192}
+MODELS: dict[str, Any] = {"data": [{"id": "demo", "meta": META}]}
+
+json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from([*PROPS, "data", "id"]), inner),
+)
+
+
+def test_props_tell_slots_context_build_template_and_modalities() -> None:
+    facts = ServerProperties()
+    facts.read_props(PROPS)
+    assert (facts.slots, facts.context, facts.build) == (2, 4096, "b11549")
+    assert (facts.vision, facts.audio, facts.slots_endpoint) == (False, True, True)
+    assert facts.models == ("demo",)
+    assert facts.template is not None
+    assert "messages" not in facts.template
+
+
+def test_models_tell_names_and_size() -> None:
+    facts = ServerProperties()
+    facts.read_models(MODELS)
+    assert facts.models == ("demo",)
+    assert (facts.n_params, facts.size, facts.ftype) == (900, 3500, "all F32")
+    assert (facts.context, facts.trained_context) == (4096, 8192)
+
+
+def test_what_a_later_answer_leaves_out_is_kept() -> None:
+    facts = ServerProperties()
+    facts.read_props(PROPS)
+    facts.read_models(MODELS)
+    facts.read_props({})
+    facts.read_models({})
+    assert (facts.slots, facts.models, facts.n_params) == (2, ("demo",), 900)
+
+
+def test_another_model_is_another_identity() -> None:
+    facts = ServerProperties()
+    facts.read_models(MODELS)
+    before = facts.version_key()
+    facts.read_models({"data": [{"id": "other"}]})
+    assert facts.version_key() != before
+
+
+@pytest.mark.parametrize("bad", [0, -1, True, "2", 2.5, None, 10**30])
+def test_absurd_figures_are_ignored(bad: Any) -> None:
+    facts = ServerProperties()
+    facts.read_props({"total_slots": bad, "default_generation_settings": {"n_ctx": bad}})
+    assert (facts.slots, facts.context) == (None, None)
+
+
+@given(json)
+def test_no_answer_breaks_it(answer: Any) -> None:
+    facts = ServerProperties()
+    facts.read_props(answer)
+    facts.read_models(answer)
+    count_slots(answer)
+    assert all(isinstance(name, str) for name in facts.models)
+
+
+def test_busy_slots_are_counted() -> None:
+    assert count_slots([{"is_processing": True}, {"is_processing": False}]) == (1, 2)
+
+
+@pytest.mark.parametrize("answer", [None, {}, [], [1], [{"id": 0}], "x"])
+def test_what_is_no_list_of_slots_is_not_counted(answer: Any) -> None:
+    assert count_slots(answer) is None
+
+
+def test_differences_name_both_sides() -> None:
+    facts = ServerProperties()
+    facts.read_props(PROPS)
+    spec = a_spec(slots=4, context=8192, model={"public": "phi-4"})
+    assert inventory_drift(spec, facts) == (
+        "slots: the inventory says 4, the server has 2",
+        "context: the inventory says 8192 tokens a slot, the server has 4096",
+        "model: the inventory says phi-4, the server serves demo",
+    )
+
+
+def test_what_is_not_declared_or_not_said_is_no_difference() -> None:
+    facts = ServerProperties()
+    assert inventory_drift(a_spec(slots=4, context=1, model="x"), facts) == ()
+    facts.read_props(PROPS)
+    assert inventory_drift(a_spec(), facts) == ()
+    assert inventory_drift(a_spec(slots=2, context=4096, model={"mine": "demo"}), facts) == ()

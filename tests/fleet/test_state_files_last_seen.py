@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.fleet import state_files
+from gateway.fleet.node import Node
+from gateway.fleet.server_properties import ServerProperties
+from gateway.fleet.state_files import LARGEST_PROPERTIES_FILE, PropertiesStore
+from tests.fleet.build import a_node, a_spec
+
+SAID = ServerProperties(models=("demo",), slots=4, context=4096, vision=False, refused={"rerank"})
+
+
+def saying(facts: ServerProperties, **keys: Any) -> Node:
+    node = a_node(**keys)
+    node.properties = facts
+    return node
+
+
+def written(path: Path, *nodes: Node) -> None:
+    seen = PropertiesStore(path)
+    for node in nodes:
+        seen.record(node)
+    seen.save()
+
+
+def test_what_a_node_said_lasts_over_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "seen.json"
+    written(path, saying(SAID))
+    found = PropertiesStore(path).recall(a_spec())
+    assert found == SAID
+    assert found.remembered
+    assert [file.name for file in path.parent.iterdir()] == ["seen.json"]
+
+
+@pytest.mark.parametrize(
+    "keys", [{"url": "http://127.0.0.1:10"}, {"name": "b"}, {"kind": "openai"}]
+)
+def test_another_server_inherits_nothing(tmp_path: Path, keys: dict[str, Any]) -> None:
+    path = tmp_path / "seen.json"
+    written(path, saying(SAID))
+    assert PropertiesStore(path).recall(a_spec(**keys)) == ServerProperties()
+
+
+def test_the_file_does_not_tell_addresses(tmp_path: Path) -> None:
+    path = tmp_path / "seen.json"
+    written(path, saying(SAID, url="http://secret.example/prefix"))
+    assert "secret" not in path.read_text()
+
+
+def test_what_was_remembered_and_not_said_again_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "seen.json"
+    written(path, saying(SAID))
+    seen = PropertiesStore(path)
+    seen.record(saying(seen.recall(a_spec())))
+    seen.record(saying(SAID, name="b"))
+    seen.save()
+    assert PropertiesStore(path).recall(a_spec()) == SAID
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{", b"[]", b"null", b'{"version": "1"}', b'{"version": 1}', b"\xff" * 9, b"[" * 9999],
+)
+def test_a_damaged_file_is_kept_aside_and_told(
+    tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "seen.json"
+    path.write_bytes(damage)
+    with caplog.at_level(logging.WARNING):
+        assert PropertiesStore(path).recall(a_spec()) == ServerProperties()
+    assert (tmp_path / "seen.json.bad").read_bytes() == damage
+    assert "seen.json.bad" in caplog.text
+    written(path, saying(SAID))
+    assert PropertiesStore(path).recall(a_spec()) == SAID
+
+
+def test_a_file_of_another_version_is_told_and_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "seen.json"
+    written(path, saying(SAID))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
+    with caplog.at_level(logging.WARNING):
+        assert PropertiesStore(path).recall(a_spec()) == ServerProperties()
+    assert "version 2" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"slots": -1},
+        {"slots": "many"},
+        {"context": 1 << 40},
+        {"models": ["x" * 5000]},
+        {"models": ["m"] * 2000},
+        {"refused": 7},
+    ],
+)
+def test_what_no_server_could_have_said_is_left_out_and_the_rest_is_read(
+    tmp_path: Path, facts: dict[str, Any]
+) -> None:
+    path = tmp_path / "seen.json"
+    written(path, saying(SAID), saying(SAID, name="b"))
+    value = json.loads(path.read_text())
+    value["servers"][0]["facts"] |= facts
+    path.write_text(json.dumps(value))
+    seen = PropertiesStore(path)
+    assert seen.recall(a_spec()) == ServerProperties()
+    assert seen.recall(a_spec("b")) == SAID
+
+
+def test_a_folder_that_cannot_be_used_is_told_and_all_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with caplog.at_level(logging.WARNING):
+        written(tmp_path / "file" / "seen.json", saying(SAID))
+    assert "forgotten at a restart" in caplog.text
+    (tmp_path / "folder").mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert PropertiesStore(tmp_path / "folder").recall(a_spec()) == ServerProperties()
+    assert "can't be read" in caplog.text
+
+
+def test_nodes_that_say_too_much_do_not_fill_the_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "seen.json"
+    chatty = [
+        ServerProperties(models=tuple(f"{number}-{name}-{'x' * 490}" for name in range(1000)))
+        for number in range(40)
+    ]
+    with caplog.at_level(logging.WARNING):
+        written(path, *(saying(facts, name=f"n{i}") for i, facts in enumerate(chatty)))
+    assert path.stat().st_size <= LARGEST_PROPERTIES_FILE
+    assert "too much" in caplog.text
+    assert PropertiesStore(path).recall(a_spec("n39")) == chatty[39]
+    assert PropertiesStore(path).recall(a_spec("n0")) == ServerProperties()
+
+
+def test_servers_that_left_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_files, "MOST_SERVERS", 2)
+    seen = PropertiesStore()
+    for name in "abc":
+        seen.record(saying(SAID, name=name))
+    assert seen.recall(a_spec("a")) == ServerProperties()
+    assert seen.recall(a_spec("c")) == SAID
+
+
+async def test_a_change_is_saved_while_it_runs_and_not_after_a_successor_took_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_files, "SAVE_AFTER", 0.0)
+    path = tmp_path / "seen.json"
+    seen = PropertiesStore(path)
+    keeping = asyncio.create_task(seen.save_loop())
+    seen.record(saying(SAID))
+    async with asyncio.timeout(30):
+        while PropertiesStore(path).recall(a_spec()) != SAID:  # noqa: ASYNC110 - a thread writes it
+            await asyncio.sleep(0.005)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    seen.stop_saving()
+    seen.record(saying(ServerProperties(models=("other",))))
+    seen.save()
+    assert PropertiesStore(path).recall(a_spec()) == SAID

@@ -1,0 +1,159 @@
+"""Bodies change in what the contract names, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config.routing import ModelRule
+from gateway.proxy.inbound.edits import apply_edit, apply_rules, required_edit, with_model
+from gateway.proxy.inbound.parsed_body import parse_body
+
+
+def edited(
+    body: bytes,
+    *rules: ModelRule,
+    length_field: str | None = "max_tokens",
+    max_tokens: int | None = None,
+    n_probs: int = 64,
+) -> bytes:
+    after = apply_rules(body, rules)
+    edit = required_edit(
+        parse_body(after),
+        rules,
+        max_tokens_field=length_field,
+        max_tokens=max_tokens,
+        n_probs=n_probs,
+    )
+    return after if edit is None else apply_edit(after, edit)
+
+
+def result(body: dict[str, Any], *rules: ModelRule, **bounds: Any) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(edited(json.dumps(body).encode(), *rules, **bounds))
+    return value
+
+
+PLAIN = (
+    b'{ "model":"a",  "messages":[ {"role":"user", "content":"\\u00e9 \xc3\xa9"} ],'
+    b'"temperature":0.10, "seed":12345678901234567890, "x":null, "priority":3}'
+)
+
+
+def test_a_body_that_needs_no_edit_stays_as_it_is() -> None:
+    assert edited(PLAIN) is PLAIN
+
+
+def test_what_is_inside_stays_byte_for_byte() -> None:
+    inside = b'[ {"role":"user", "content":"\\u00e9 \xc3\xa9\\/", "n":1.50e1} ]'
+    body = b'{"messages":' + inside + b',"id_slot":3,"seed":12345678901234567890,"t":0.10}'
+    out = edited(body)
+    assert inside in out
+    assert b'"seed":12345678901234567890' in out
+    assert b'"t":0.10' in out
+    assert b"id_slot" not in out
+
+
+@pytest.mark.parametrize("field", ["id_slot", "lora"])
+def test_what_chooses_a_slot_or_an_adapter_is_taken_out(field: str) -> None:
+    values: tuple[Any, ...] = (0, -1, None, [], {"id": 1}, "x")
+    for value in values:
+        assert result({"prompt": "a", field: value}) == {"prompt": "a"}
+
+
+def test_an_escaped_key_is_taken_out_too() -> None:
+    assert json.loads(edited(b'{"prompt":"a","id\\u005fslot":1,"id_slot":2}')) == {"prompt": "a"}
+
+
+def test_a_priority_goes_when_it_is_a_class() -> None:
+    assert result({"priority": "batch"}) == {}
+    assert result({"priority": 5}) == {"priority": 5}
+
+
+@pytest.mark.parametrize("field", ["n_probs", "top_logprobs"])
+def test_probabilities_are_bounded(field: str) -> None:
+    assert result({field: 100_000}) == {field: 64}
+    assert result({field: 5}) == {field: 5}
+    assert result({field: 5}, n_probs=0) == {field: 0}
+
+
+@pytest.mark.parametrize(
+    "field", ["max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"]
+)
+def test_a_length_is_lowered_under_any_of_its_names(field: str) -> None:
+    for asked, got in ((100, 100), (101, 100), (-1, 100), (-2, 100), (0, 0), (1e300, 100)):
+        assert result({field: asked}, max_tokens=100) == {field: got}
+
+
+def test_a_length_that_is_missing_is_the_bound() -> None:
+    assert result({}, max_tokens=100) == {"max_tokens": 100}
+    assert result({"max_tokens": None}, max_tokens=100) == {"max_tokens": 100}
+    assert result({}, length_field="n_predict", max_tokens=100) == {"n_predict": 100}
+    assert result({}, length_field=None, max_tokens=100) == {}
+    assert result({}) == {}
+
+
+EXAMPLE = ModelRule(
+    set={"temperature": 0.2}, default={"max_tokens": 512}, max_tokens=2048, strip=("logit_bias",)
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "got"),
+    [
+        ({}, {"max_tokens": 512}),
+        ({"max_tokens": None}, {"max_tokens": 512}),
+        ({"max_tokens": 9}, {"max_tokens": 9}),
+        ({"max_tokens": 9000}, {"max_tokens": 2048}),
+        ({"max_tokens": -1}, {"max_tokens": 2048}),
+        ({"max_completion_tokens": 9}, {"max_completion_tokens": 9}),
+        ({"temperature": 1.5, "logit_bias": [[1, 2]]}, {"max_tokens": 512}),
+    ],
+)
+def test_the_contracts_example_does_what_it_says(
+    asked: dict[str, Any], got: dict[str, Any]
+) -> None:
+    assert result(asked, EXAMPLE) == {"temperature": 0.2, **got}
+
+
+def test_the_operators_bound_holds_for_rules_too() -> None:
+    assert result({}, EXAMPLE, max_tokens=100)["max_tokens"] == 100
+    loud = ModelRule(set={"max_tokens": 5000, "n_probs": 900, "id_slot": 1, "priority": "batch"})
+    assert result({"max_tokens": 7}, loud, max_tokens=100) == {"max_tokens": 100, "n_probs": 64}
+
+
+def test_rules_met_on_the_way_apply_in_their_order() -> None:
+    alias = ModelRule(use=("b",), set={"top_k": 1}, default={"min_p": 0.1}, max_tokens=50)
+    model = ModelRule(set={"top_k": 2}, default={"min_p": 0.2}, max_tokens=80)
+    assert result({}, alias, model) == {"min_p": 0.1, "top_k": 2, "max_tokens": 50}
+
+
+def test_a_rule_may_set_what_is_nested() -> None:
+    rule = ModelRule(set={"chat_template_kwargs": {"a": {"b": [1, {"c": None}]}}})
+    assert result({}, rule) == {"chat_template_kwargs": {"a": {"b": [1, {"c": None}]}}}
+
+
+def test_a_model_gets_another_name_where_it_stands() -> None:
+    assert with_model(b'{"a":1,"model":"x","b":[ 1 ]}', "y/z") == b'{"a":1,"model":"y/z","b":[ 1 ]}'
+    assert with_model(b'{"a":1}', "y") == b'{"a":1,"model":"y"}'
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(codec="utf-8")),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc"), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.text("abcxyz", min_size=1), values, max_size=5))
+def test_an_edit_leaves_everything_else_as_it_was(body: dict[str, Any]) -> None:
+    text = json.dumps(body)
+    assert json.loads(edited(text.encode())) == body
+    assert result({**body, "id_slot": 1, "max_tokens": 7}, max_tokens=5) == {
+        **body,
+        "max_tokens": 5,
+    }

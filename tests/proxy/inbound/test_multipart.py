@@ -1,0 +1,115 @@
+"""A form tells its model in one way only, and passes on byte by byte."""
+
+from __future__ import annotations
+
+import contextlib
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.errors import GatewayError
+from gateway.proxy.inbound.multipart import parse_multipart, with_model
+
+KIND = [(b"content-type", b"multipart/form-data; boundary=b")]
+FILE = (
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="a \\"b\\".wav"; '
+    b"filename*=UTF-8''a.wav\r\nContent-Type: audio/wav\r\n\r\n\x00\xff\r\n\r\n--\r\n"
+)
+END = b"--b--\r\n"
+
+
+def field(value: bytes, name: bytes = b"model") -> bytes:
+    return b'--b\r\ncontent-disposition: form-data; name="%b"\r\n\r\n%b\r\n' % (name, value)
+
+
+def test_a_form_of_a_real_client_is_read() -> None:
+    request = httpx.Request(
+        "POST",
+        "http://x",
+        data={"model": "wh\u00e4le", "language": ""},
+        files={"file": b"RIFF" * 9},
+    )
+    headers = [(name.lower(), value) for name, value in request.headers.raw]
+    assert parse_multipart(request.read(), headers).model == "wh\u00e4le"
+
+
+@pytest.mark.parametrize("fields", [field(b"m") + FILE, FILE + field(b"m")])
+@pytest.mark.parametrize("new", ["m", "longer", "\u00e4", ""])
+def test_only_the_name_is_changed(fields: bytes, new: str) -> None:
+    body = fields + END
+    assert parse_multipart(body, KIND).model == "m"
+    assert (
+        with_model(body, new)
+        == fields.replace(b"\r\n\r\nm\r\n", b"\r\n\r\n%b\r\n" % new.encode()) + END
+    )
+
+
+def test_a_form_without_a_model_gets_one() -> None:
+    assert parse_multipart(FILE + END, KIND).model is None
+    assert parse_multipart(field(b"") + END, KIND).model is None
+    assert parse_multipart(with_model(FILE + END, "m"), KIND).model == "m"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{}",
+        b"--b",
+        b"--b\r\n",
+        END,
+        b"preamble\r\n" + field(b"m") + END,
+        field(b"m"),
+        field(b"m") + field(b"n") + END,
+        field(b"m") + field(b"n", b"MODEL") + END,
+        field(b"m", b"Model") + END,
+        field(b"m\r\nn") + END,
+        field(b"\xff") + END,
+        field(b"m" * 600) + END,
+        field(b"m").replace(b"form-data", b"attachment") + END,
+        field(b"m").replace(b'"model"', b"model") + END,
+        field(b"m").replace(b'"model"', b'"x"; name="model"') + END,
+        field(b"m").replace(b'name="model"', b"name*=UTF-8''model") + END,
+        field(b"m").replace(b"\r\n\r\n", b'\r\nContent-Disposition: form-data; name="x"\r\n\r\n')
+        + END,
+        field(b"a").replace(
+            b"\r\n\r\n", b'\r\nX: y\nContent-Disposition: form-data; name="x"\r\n\r\n'
+        )
+        + END,
+        field(b"m").replace(b"\r\n\r\n", b"\r\nX: " + b"y" * 5000 + b"\r\n\r\n") + END,
+        field(b'x\n--b\nContent-Disposition: form-data; name="model"\n\nm', b"file") + END,
+        b"".join(field(b"", b"x%d" % number) for number in range(70)) + END,
+    ],
+)
+def test_what_could_be_read_in_two_ways_is_refused(body: bytes) -> None:
+    with pytest.raises(GatewayError) as caught:
+        parse_multipart(body, KIND)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_request")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        b"application/json",
+        b"multipart/form-data",
+        b"multipart/mixed; boundary=b",
+        b"multipart/form-data; boundary=" + b"b" * 71,
+        b"multipart/form-data; boundary=b; boundary=c",
+    ],
+)
+def test_what_is_no_form_is_refused(kind: bytes) -> None:
+    with pytest.raises(GatewayError, match="multipart/form-data"):
+        parse_multipart(field(b"m") + END, [(b"content-type", kind)])
+    with pytest.raises(GatewayError, match="multipart/form-data"):
+        parse_multipart(field(b"m") + END, [])
+
+
+@given(st.binary(max_size=200), st.integers(0, 400))
+def test_any_bytes_are_a_form_or_a_400(noise: bytes, at: int) -> None:
+    body = field(b"m") + FILE + END
+    body = body[:at] + noise + body[at:]
+    with contextlib.suppress(GatewayError):
+        model = parse_multipart(body, KIND).model
+        assert parse_multipart(with_model(body, model or ""), KIND).model == model

@@ -1,0 +1,284 @@
+"""From a body to a request: slots, models, deadlines, and the bytes that a node gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.config.listeners import LimitSettings
+from gateway.config.routing import ModelRule
+from gateway.errors import GatewayError
+from gateway.fleet.model_index import ModelIndex
+from gateway.proxy.inbound.model_names import ModelAliases
+from gateway.proxy.inbound.parsed_body import parse_body
+from gateway.proxy.inbound.prepare import IncomingRequest, RequestRules, prepare
+from gateway.proxy.inbound.routes import ROUTES
+from gateway.request import Caller, Priority, Request
+from tests.emulator import EmulatedNode
+from tests.fleet.build import a_node
+from tests.proxy.house import a_house
+from tests.virtual import in_virtual_time
+
+ANYONE = Caller("c", "c", Priority.URGENT)
+PNG = "data:image/png;base64,QUFB"
+
+
+def prepared(
+    body: bytes | dict[str, Any],
+    path: str = "/v1/chat/completions",
+    *,
+    patience: float | None = None,
+    models: dict[str, ModelRule] | None = None,
+    default: str | None = None,
+    known: tuple[str, ...] = ("demo",),
+    caller: Caller = ANYONE,
+    **limits: Any,
+) -> Request:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    incoming = IncomingRequest(
+        id="req_1",
+        x_request_id="tag",
+        route=ROUTES[path],
+        header_lines=b"accept: */*\r\n",
+        client_timeout=patience,
+        body=data,
+        caller=caller,
+        received_at=100.0,
+    )
+    rules = RequestRules(LimitSettings(**limits), ModelAliases(models or {}), default)
+    catalogue = ModelIndex()
+    catalogue.set_nodes([a_node(model=list(known))] if known else [])
+    return prepare(incoming, parse_body(data), Priority.NORMAL, rules, catalogue)
+
+
+def refused(body: Any, *args: Any, **keys: Any) -> tuple[int, str, str | None]:
+    with pytest.raises(GatewayError) as raised:
+        prepared(body, *args, **keys)
+    return raised.value.status, raised.value.code, raised.value.param
+
+
+# Slots.
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "slots"),
+    [
+        ("/v1/chat/completions", {}, 1),
+        ("/v1/chat/completions", {"n": 3}, 3),
+        ("/v1/chat/completions", {"n": None}, 1),
+        ("/v1/chat/completions", {"n": 0}, 1),
+        ("/v1/chat/completions", {"n": -7}, 1),
+        ("/v1/chat/completions", {"n": 2.0}, 2),
+        ("/v1/chat/completions", {"n_cmpl": 2}, 2),
+        ("/v1/completions", {"prompt": "a"}, 1),
+        ("/v1/completions", {"prompt": ["a", "b"]}, 1),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 3}, 3),
+        ("/v1/completions", {"prompt": [1, 2, 3]}, 1),
+        ("/v1/completions", {"prompt": ["a", 7, "b"]}, 1),
+        ("/v1/completions", {"prompt": [[1, 2], [3]]}, 1),
+        ("/completion", {"prompt": ["a", "b", "c"]}, 1),
+        ("/v1/embeddings", {"input": ["a", "b"]}, 1),
+        ("/v1/embeddings", {"input": "a", "n": 9}, 1),
+        ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}, 1),
+        ("/tokenize", {"content": "a"}, 0),
+        ("/v1/messages/count_tokens", {"messages": []}, 0),
+    ],
+)
+def test_a_prompt_takes_a_slot_for_each_answer(path: str, body: dict[str, Any], slots: int) -> None:
+    assert prepared(body, path).slots == slots
+
+
+@pytest.mark.parametrize("n", ["33", "1e9", "1e400", "9" * 30])
+def test_more_answers_than_allowed_are_refused(n: str) -> None:
+    body = f'{{"n":{n}}}'.encode()
+    assert refused(body) == (400, "invalid_request", "n")
+    assert refused(body.replace(b"n", b"n_cmpl"), "/completion")[2] == "n_cmpl"
+
+
+def test_a_rule_that_sets_n_takes_its_slots() -> None:
+    models = {"many": ModelRule(use=("demo",), set={"n": 4})}
+    assert prepared({"model": "many"}, models=models).slots == 4
+    assert refused({"model": "many"}, models=models, n=2)[0] == 400
+
+
+# Models.
+
+
+def test_the_model_is_what_is_said_or_the_default_or_the_only_one() -> None:
+    assert prepared({"model": "a"}, default="b").model == "a"
+    assert prepared({}, default="b").model == "b"
+    assert prepared({"model": None}).model == "demo"
+    assert prepared({}, known=("demo", "x"), caller=caller_of("x")).model == "x"
+    assert refused({}, known=("a", "b")) == (400, "invalid_request", "model")
+    assert refused({}, known=()) == (400, "invalid_request", "model")
+
+
+def caller_of(*models: str) -> Caller:
+    return Caller("c", "c", Priority.NORMAL, frozenset(models))
+
+
+def test_a_key_may_use_an_alias_without_its_model() -> None:
+    models = {"gpt": ModelRule(use=("demo",))}
+    request = prepared({"model": "gpt"}, models=models, caller=caller_of("gpt"))
+    assert (request.model, request.model_names) == ("gpt", ("demo",))
+    assert refused({"model": "demo"}, models=models, caller=caller_of("gpt")) == (
+        403,
+        "model_not_allowed",
+        "model",
+    )
+
+
+def test_each_candidate_has_the_body_that_its_rules_make() -> None:
+    models = {
+        "helper": ModelRule(use=("x", "y"), set={"temperature": 0.5}),
+        "y": ModelRule(max_tokens=10, strip=("seed",)),
+    }
+    request = prepared({"model": "helper", "seed": 1}, models=models)
+    bodies = {name: json.loads(body) for name, body in request.bodies.items()}
+    assert bodies == {
+        "x": {"model": "helper", "seed": 1, "temperature": 0.5},
+        "y": {"model": "helper", "temperature": 0.5, "max_tokens": 10},
+    }
+
+
+def test_a_body_without_need_of_an_edit_is_the_same_object() -> None:
+    body = b'{ "model":"demo", "messages":[] }'
+    request = prepared(body)
+    assert request.bodies["demo"] is body
+
+
+# Limits.
+
+
+def test_deadlines_count_from_the_arrival() -> None:
+    assert prepared({}, patience=2.5).deadline == 102.5
+    assert prepared({}).deadline is None
+
+
+@pytest.mark.parametrize("levels", [200, 2000, 100_000, 1_000_000])
+def test_deep_nesting_is_refused_whatever_this_python_could_read(levels: int) -> None:
+    deep = b'{"a":' + levels * b"[" + levels * b"]" + b"}"
+    assert refused(deep) == (400, "invalid_request", None)
+
+
+def test_nesting_may_be_as_deep_as_the_limit_says() -> None:
+    deep = b'{"a":' + 200 * b"[" + 200 * b"]" + b"}"
+    assert prepared(deep, json_depth=300).bodies["demo"] is deep
+
+
+def test_only_what_generates_streams() -> None:
+    assert prepared({"stream": True}).stream
+    assert not prepared({"stream": True, "input": "a"}, "/v1/embeddings").stream
+    assert not prepared({"stream": None}).stream
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        ({"max_tokens": 5}, 5),
+        ({"max_completion_tokens": 6, "max_tokens": 5}, 6),
+        ({"n_predict": -1}, None),
+        ({}, None),
+    ],
+)
+def test_the_answers_length_is_known_where_it_is_told(
+    body: dict[str, Any], tokens: int | None
+) -> None:
+    assert prepared(body).max_tokens == tokens
+
+
+# Pictures.
+
+
+def picture(url: str) -> dict[str, Any]:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    return {"messages": [{"role": "user", "content": [part]}]}
+
+
+def test_a_picture_needs_a_node_that_sees() -> None:
+    assert prepared(picture(PNG)).needs_vision
+    assert not prepared({"messages": [{"role": "user", "content": "image_url"}]}).needs_vision
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://a/x.png", "https://a/", "HTTPS://a/", "file:///etc/passwd", "http:/a",
+        "ftp://a", "javascript:x", " http://a", "httpbin.internal/x",
+    ],
+)  # fmt: skip
+def test_a_remote_picture_is_refused(url: str) -> None:
+    assert refused(picture(url)) == (400, "invalid_request", "messages")
+
+
+def test_an_operator_may_allow_hosts() -> None:
+    hosts = ("pictures.example",)
+    for url in ("http://pictures.example/x.png", "https://pictures.example:8443/x?y=1"):
+        assert prepared(picture(url), media_hosts=hosts).needs_vision
+    for url in (
+        "http://pictures.example@evil/x",
+        "http://evil\\@pictures.example/",
+        "http://evil#@pictures.example/",
+        "http://pictures.example.evil/",
+        "file://pictures.example/etc/passwd",
+        "http://pictures.example /x",
+        "http://[::1",
+    ):
+        assert refused(picture(url), media_hosts=hosts)[0] == 400
+
+
+# At the node.
+
+
+@in_virtual_time
+async def test_a_node_gets_the_very_bytes_of_the_client(tmp_path: Path) -> None:
+    body = (
+        b'{ "messages":[ {"role":"user", "content":"\\u00e9 \xc3\xa9 \\/ "} ],\n'
+        b'\t"temperature":0.10, "seed":12345678901234567890, "model":"demo", "stream":true }'
+    )
+    one = EmulatedNode()
+    async with a_house(tmp_path, one) as house:
+        reply = await house.running.client.post("/v1/chat/completions", content=body)
+        assert reply.status_code == 200
+        assert one.seen[-1].body == body
+        edited = body.replace(b'"model"', b'"id_slot":1,"model"')
+        await house.running.client.post("/v1/chat/completions", content=edited)
+        inside = body[body.index(b"[") : body.index(b"]") + 1]
+        assert inside in one.seen[-1].body
+        assert b'"temperature":0.10,"seed":12345678901234567890' in one.seen[-1].body
+        assert b"id_slot" not in one.seen[-1].body
+
+
+@in_virtual_time
+async def test_a_node_hears_its_own_name_for_the_model(tmp_path: Path) -> None:
+    one = EmulatedNode()
+    nodes = ({"model": {"public": "inner"}},)
+    models = {"gpt-4o-mini": {"use": "public", "set": {"temperature": 0}}}
+    async with a_house(tmp_path, one, nodes=nodes, models=models) as house:
+        for name in ("public", "gpt-4o-mini"):
+            assert (await house.ask(model=name)).status_code == 200
+            assert json.loads(one.seen[-1].body)["model"] == "inner"
+        assert json.loads(one.seen[-1].body)["temperature"] == 0
+        assert (await house.ask(model="inner")).status_code == 404
+        assert (await house.ask()).status_code == 200
+        assert "model" not in json.loads(one.seen[-1].body)
+
+
+@in_virtual_time
+async def test_a_node_never_hears_of_a_remote_picture(tmp_path: Path) -> None:
+    blind, seeing = EmulatedNode(), EmulatedNode()
+    nodes: tuple[dict[str, Any], ...] = ({}, {"endpoints": ["chat", "vision"]})
+    async with a_house(tmp_path, blind, seeing, nodes=nodes) as house:
+        reply = await house.ask(**picture("http://169.254.169.254/latest"))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_request")
+        assert blind.requests + seeing.requests == 0
+        assert (await house.ask(**picture(PNG))).headers["x-gateway-node"] == "b"
+        source = {"type": "url", "url": "http://169.254.169.254/latest"}
+        content = [{"type": "image", "source": source}]
+        reply = await house.ask("/v1/messages", messages=[{"role": "user", "content": content}])
+        assert reply.status_code == 400
+        assert reply.json()["error"]["type"] == "invalid_request_error"
+        assert blind.requests + seeing.requests == 1

@@ -1,0 +1,349 @@
+"""Prompts that begin alike have blocks that begin alike, however they are written."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.fleet.prompt_tree import PromptKey
+from gateway.proxy.inbound.prompt_key import (
+    BLOCK_BYTES,
+    BUILT_IN_PATTERNS,
+    IMAGE_BYTES,
+    MOST_BLOCKS,
+    SHORTEST_BODY,
+    VolatileLines,
+    build_prompt_key,
+)
+from gateway.proxy.inbound.routes import ROUTES
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+LONG = "so it is long enough to be worth a thought; " * 20
+NONE = VolatileLines()
+
+
+def taken(
+    body: dict[str, Any], path: str = CHAT, model: str = "m", volatile: VolatileLines = NONE
+) -> PromptKey:
+    prompt = of(json.dumps(body).encode(), path, model, volatile)
+    assert prompt is not None
+    return prompt
+
+
+def of(
+    body: bytes, path: str = CHAT, model: str = "m", volatile: VolatileLines = NONE
+) -> PromptKey | None:
+    return build_prompt_key(body, ROUTES[path], model, volatile)
+
+
+def chat(*turns: Any, **more: Any) -> dict[str, Any]:
+    roles = ["system", *["user", "assistant"] * len(turns)]
+    messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+    return {"messages": messages, **more}
+
+
+def shared(one: PromptKey, other: PromptKey) -> int:
+    """Bytes in front that are known to agree."""
+    size = 0
+    for a, b, end in zip(one.blocks, other.blocks, one.ends, strict=False):
+        if a != b:
+            break
+        size = end
+    return size
+
+
+TEXTS = st.text(max_size=1500)
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=6), TEXTS, TEXTS)
+def test_the_next_turn_begins_with_all_blocks_of_the_last(
+    turns: list[str], answer: str, question: str
+) -> None:
+    before = taken(chat(LONG, *turns))
+    after = taken(chat(LONG, *turns, answer, question, stream=True, temperature=0.3))
+    assert after.blocks[: len(before.blocks)] == before.blocks
+    assert after.ends[: len(before.ends)] == before.ends
+    assert before.ends_on_block
+
+
+@given(TEXTS, TEXTS, st.text(max_size=600))
+def test_what_differs_never_matches_beyond_the_difference(
+    one: str, other: str, common: str
+) -> None:
+    first, second = taken(chat(common + one, LONG)), taken(chat(common + other, LONG))
+    if one == other:
+        assert first.blocks == second.blocks
+        return
+    at = len(("system\0" + common).encode())
+    for a, b in zip(one.encode(), other.encode(), strict=False):
+        if a != b:
+            break
+        at += 1
+    assert shared(first, second) <= at
+
+
+@given(TEXTS)
+def test_escapes_and_white_space_make_no_difference(text: str) -> None:
+    body = chat(LONG, text)
+    plain = of(json.dumps(body).encode())
+    for other in (
+        json.dumps(body, ensure_ascii=False).encode(),
+        json.dumps(body, indent=3).encode(),
+        json.dumps(body, separators=(",", ":")).replace("/", "\\/").encode(),
+        json.dumps(body, sort_keys=True).encode(),
+    ):
+        found = of(other)
+        assert plain is not None
+        assert found is not None
+        assert found.blocks == plain.blocks
+
+
+def test_text_counts_the_same_as_a_string_and_as_a_part() -> None:
+    part = [{"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}]
+    for path in (CHAT, MESSAGES):
+        one = taken(chat("be brief", LONG), path)
+        assert taken(chat("be brief", part), path).blocks == one.blocks
+
+
+def test_keys_that_no_template_sees_make_no_difference() -> None:
+    body = chat(LONG, "a")
+    marked = chat(LONG, "a")
+    for message in marked["messages"]:
+        message |= {"id": "1", "cache_control": {"type": "ephemeral"}, "timestamp": 3}
+    assert taken(body).blocks == taken(marked).blocks
+
+
+def test_models_share_nothing() -> None:
+    body = chat(LONG, "a")
+    assert shared(taken(body, model="a"), taken(body, model="b")) == 0
+
+
+def test_tools_stand_in_front_of_all_else() -> None:
+    tools = [{"type": "function", "function": {"name": "look", "description": LONG}}]
+    one = taken(chat(LONG, "a", tools=tools))
+    other = taken(chat("another", LONG, tools=tools))
+    assert shared(one, other) == len(json.dumps(tools))
+    assert shared(one, taken(chat(LONG, "a"))) == 0
+
+
+def test_roles_and_calls_of_tools_count() -> None:
+    question = {"role": "user", "content": LONG}
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    seen = {
+        taken({"messages": [question, last]}).blocks
+        for last in (
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "x"},
+            {"role": "assistant", "content": "x", "tool_calls": [call]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "x", "name": "look"},
+        )
+    }
+    assert len(seen) == 5
+
+
+def test_tools_used_in_messages_count() -> None:
+    question = {"role": "user", "content": LONG}
+    seen = {
+        taken({"messages": [question, {"role": "user", "content": [part]}]}, MESSAGES).blocks
+        for part in (
+            {"type": "text", "text": "a"},
+            {"type": "tool_use", "id": "1", "name": "a", "input": {"x": 1}},
+            {"type": "tool_use", "id": "1", "name": "a", "input": {"x": 2}},
+            {"type": "tool_result", "tool_use_id": "1", "content": "a"},
+            {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text"}]},
+        )
+    }
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        (CHAT, {"type": "image_url", "image_url": {"url": "data:image/png;base64,@"}}),
+        (MESSAGES, {"type": "image", "source": {"type": "base64", "data": "@"}}),
+        (RESPONSES, {"type": "input_image", "image_url": "data:image/png;base64,@"}),
+    ],
+)
+def test_a_picture_counts_as_its_tokens_and_is_told_from_others(
+    path: str, part: dict[str, Any]
+) -> None:
+    def with_picture(data: bytes) -> PromptKey:
+        raw = json.dumps(part).replace("@", base64.b64encode(data).decode())
+        content = [{"type": "text", "text": LONG}, json.loads(raw)]
+        field = "input" if path == RESPONSES else "messages"
+        return taken({field: [{"role": "user", "content": content}]}, path)
+
+    one, other = with_picture(b"a" * 300_000), with_picture(b"a" * 299_999 + b"b")
+    assert IMAGE_BYTES <= one.size <= IMAGE_BYTES + len(LONG) + 100
+    assert one.blocks != other.blocks
+    assert shared(one, other) >= len(LONG)
+
+
+def test_a_picture_that_a_tool_gave_counts_as_its_tokens() -> None:
+    picture = {"type": "image", "source": {"type": "base64", "data": "A" * 100_000}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [picture]}
+    prompt = taken({"messages": [{"role": "user", "content": [result]}]}, MESSAGES)
+    assert prompt.size < IMAGE_BYTES + 100
+
+
+def test_instructions_and_input_are_a_system_prompt_and_messages() -> None:
+    one = taken({"instructions": LONG, "input": "hello"}, RESPONSES)
+    other = taken(
+        {"instructions": LONG, "input": [{"role": "user", "content": "hello"}]}, RESPONSES
+    )
+    assert one.blocks == other.blocks
+    assert one.blocks == taken(chat(LONG, "hello")).blocks
+
+
+def test_a_system_field_is_a_system_message() -> None:
+    turns = [{"role": "user", "content": "hello"}]
+    for system in (LONG, [{"type": "text", "text": LONG}]):
+        one = taken({"system": system, "messages": turns}, MESSAGES)
+        assert one.blocks == taken(chat(LONG, "hello")).blocks
+
+
+def test_a_function_s_output_counts() -> None:
+    call = {"type": "function_call", "name": "look", "arguments": LONG}
+    seen = {
+        taken({"input": [call, {"type": "function_call_output", "output": out}]}, RESPONSES).blocks
+        for out in ("a", "b")
+    }
+    assert len(seen) == 2
+
+
+class TestPlainPrompts:
+    @given(st.text(min_size=SHORTEST_BODY, max_size=4000), st.text(max_size=2000))
+    def test_a_text_that_grows_keeps_its_full_blocks(self, text: str, more: str) -> None:
+        before, after = of_plain(text), of_plain(text + more)
+        if before is None:
+            assert len(text.encode()) < BLOCK_BYTES
+            return
+        assert after is not None
+        assert after.blocks[: len(before.blocks)] == before.blocks
+        assert before.size == len(text.encode())
+        assert before.size - before.ends[-1] < BLOCK_BYTES
+
+    def test_ids_are_counted(self) -> None:
+        ids = list(range(100, 1100))
+        before, after = of_plain(ids), of_plain([*ids, *ids])
+        assert before is not None
+        assert after is not None
+        assert (before.tokens, after.tokens) == (1000, 2000)
+        assert after.blocks[: len(before.blocks)] == before.blocks
+        assert before.share_of(len(before.blocks)) > 0.85
+
+    def test_one_text_in_a_list_is_that_text(self) -> None:
+        one, other = of_plain(LONG), of_plain([LONG])
+        assert one is not None
+        assert other is not None
+        assert one.blocks == other.blocks
+
+    @pytest.mark.parametrize("prompt", [[LONG, LONG], [[1] * 300, [2]], [1, LONG], None, {}, 3])
+    def test_several_prompts_have_no_fingerprint(self, prompt: Any) -> None:
+        assert of_plain(prompt, pad=LONG) is None
+
+    def test_an_infill_keeps_what_stands_before_the_cursor(self) -> None:
+        def infill(prefix: str) -> PromptKey:
+            body = {"input_prefix": prefix, "input_suffix": "end", "input_extra": [{"text": LONG}]}
+            return taken(body, "/infill")
+
+        before, after = infill(LONG), infill(LONG + "more")
+        assert after.blocks == before.blocks
+        assert after.size == before.size + 4
+
+
+def of_plain(prompt: Any, pad: str = "") -> PromptKey | None:
+    return of(json.dumps({"prompt": prompt, "user": pad}).encode(), "/completion")
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.88.{}; cc_entrypoint=cli; cch={};"
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        lambda line: [{"type": "text", "text": line}, {"type": "text", "text": LONG}],
+        lambda line: f"{line}\n{LONG}",
+    ],
+)
+def test_a_billing_line_is_left_out(system: Any) -> None:
+    turns = [{"role": "user", "content": "hello"}]
+
+    def body(line: str) -> dict[str, Any]:
+        return {"system": system(line), "messages": turns}
+
+    one, other = (taken(body(BILLING.format(*x)), MESSAGES) for x in (("a3f", "1"), ("b7", "2")))
+    assert one.blocks == other.blocks
+    assert one.blocks == taken({"system": LONG, "messages": turns}, MESSAGES).blocks
+
+
+def test_lines_of_the_settings_are_left_out_of_the_system_s_part_alone() -> None:
+    volatile = VolatileLines(["Now: "])
+
+    def blocks(time: str, said: str = "") -> tuple[int, ...]:
+        turns = chat(f"Be brief.\nNow: {time}\n{LONG}", f"{said}Now: hello")
+        return taken(turns, volatile=volatile).blocks
+
+    assert blocks("12:00") == blocks("12:01")
+    assert blocks("12:00", "Now: 12:01\n") != blocks("12:00", "Now: 12:02\n")
+
+
+def test_a_prompt_is_unsure_while_its_node_sees_what_was_left_out() -> None:
+    body = chat(f"{BILLING.format(1, 2)}\n{LONG}", "hello")
+    assert taken(body).omits_volatile
+    assert not taken(body, volatile=VolatileLines(strip=BUILT_IN_PATTERNS)).omits_volatile
+    assert not taken(chat(LONG, "hello")).omits_volatile
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/v1/rerank", "/tokenize", "/v1/messages/count_tokens"]
+)
+def test_paths_without_a_prompt_cache_have_none(path: str) -> None:
+    assert of(json.dumps(chat(LONG, "a")).encode(), path) is None
+
+
+def test_a_short_body_has_none() -> None:
+    assert of(json.dumps(chat("be brief", "hello")).encode()) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[]" + b" " * SHORTEST_BODY,
+        b"{" + b" " * SHORTEST_BODY,
+        b"\xff" * SHORTEST_BODY,
+        json.dumps({"messages": 3, "user": LONG}).encode(),
+        json.dumps({"messages": [3], "user": LONG}).encode(),
+        json.dumps({"messages": [], "user": LONG}).encode(),
+        json.dumps({"messages": [{"role": 3}], "user": LONG}).encode(),
+        b'{"messages":' + b"[" * 100_000,
+        b'{"messages":[{"role":"user","content":"\\ud800' + b"a" * 600 + b'"}]}',
+    ],
+)
+def test_what_is_not_understood_has_none_and_is_no_error(body: bytes) -> None:
+    found = of(body)
+    assert found is None or found.blocks
+
+
+@given(st.binary(min_size=SHORTEST_BODY, max_size=600))
+def test_bytes_of_any_kind_are_no_error(data: bytes) -> None:
+    for path in (CHAT, MESSAGES, RESPONSES, "/completion", "/infill"):
+        assert of(data, path) is None
+
+
+@pytest.mark.parametrize("messages", [[{}] * 200, [{"content": []}] * 40, [{"role": ""}] * 200])
+def test_messages_without_a_single_letter_have_none(messages: list[Any]) -> None:
+    # No share of nothing can be told: a memory of prompts would divide by its size.
+    assert of(json.dumps({"messages": messages}).encode()) is None
+
+
+def test_a_prompt_without_end_has_bounded_blocks() -> None:
+    prompt = taken(chat(LONG, *["a" * 500_000] * 12))
+    assert len(prompt.blocks) == MOST_BLOCKS
+    assert prompt.size >= 6_000_000

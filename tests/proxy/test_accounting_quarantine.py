@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway.proxy.accounting import MOST_QUARANTINED, Quarantine
+from gateway.request import Request
+from tests.emulator import EmulatedNode
+from tests.proxy.house import a_house
+from tests.scheduling.build import a_request
+from tests.virtual import in_virtual_time
+
+LONG = 600.0
+
+
+def asking(text: str) -> Request:
+    request = a_request()
+    request.bodies = {"demo": text.encode()}
+    return request
+
+
+def test_what_two_nodes_died_on_is_refused_for_a_while() -> None:
+    quarantine = Quarantine()
+    quarantine.node_lost(asking("x"), "a", 99.0, 100.0)
+    assert quarantine.rejection(asking("x"), 101.0, LONG) is None
+    quarantine.node_lost(asking("x"), "b", 101.0, 110.0)
+    refusal = quarantine.rejection(asking("x"), 120.0, LONG)
+    assert refusal is not None
+    assert (refusal.status, refusal.code, refusal.retryable) == (502, "node_failed", False)
+    assert "590 s" in refusal.message
+    assert quarantine.rejection(asking("x"), 711.0, LONG) is None
+    assert len(quarantine) == 0
+
+
+def test_another_request_is_served_meanwhile() -> None:
+    quarantine = Quarantine()
+    for number, node in enumerate("ab"):
+        quarantine.node_lost(asking("x"), node, number, number)
+    assert quarantine.rejection(asking("y"), 0.0, LONG) is None
+
+
+def test_one_node_that_dies_again_and_again_is_its_own_fault() -> None:
+    quarantine = Quarantine()
+    for number in range(5):
+        quarantine.node_lost(asking("x"), "a", number, number)
+    assert quarantine.rejection(asking("x"), 0.0, LONG) is None
+
+
+def test_nodes_that_are_lost_together_count_as_one() -> None:
+    quarantine = Quarantine()
+    for node in "abc":
+        quarantine.node_lost(asking("x"), node, 5.0, 9.0)
+    assert quarantine.rejection(asking("x"), 9.0, LONG) is None
+
+
+def test_one_that_got_it_in_the_instant_of_the_other_s_loss_counts() -> None:
+    quarantine = Quarantine()
+    quarantine.node_lost(asking("x"), "a", 5.0, 9.0)
+    quarantine.node_lost(asking("x"), "b", 9.0, 9.0)
+    assert quarantine.rejection(asking("x"), 9.0, LONG) is not None
+
+
+def test_an_answer_clears_a_request_of_suspicion() -> None:
+    quarantine = Quarantine()
+    quarantine.node_lost(asking("x"), "a", 0.0, 1.0)
+    quarantine.clear(asking("x"))
+    quarantine.node_lost(asking("x"), "b", 2.0, 3.0)
+    assert quarantine.rejection(asking("x"), 0.0, LONG) is None
+
+
+def test_nothing_is_refused_where_that_is_switched_off() -> None:
+    quarantine = Quarantine()
+    for number, node in enumerate("ab"):
+        quarantine.node_lost(asking("x"), node, number, number)
+    assert quarantine.rejection(asking("x"), 0.0, 0.0) is None
+
+
+def test_the_oldest_suspect_is_forgotten_first() -> None:
+    quarantine = Quarantine()
+    for number in range(MOST_QUARANTINED + 10):
+        quarantine.node_lost(asking(str(number)), "a", 0.0, 0.0)
+    assert len(quarantine) == MOST_QUARANTINED
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@in_virtual_time
+async def test_a_request_that_kills_takes_two_nodes_with_it_and_no_third(
+    tmp_path: Path, *, stream: bool
+) -> None:
+    servers = [EmulatedNode() for _ in range(4)]
+    async with a_house(tmp_path, *servers) as house:
+        for server in servers:
+            server.faults.set("reset")
+        for asked in (1, 2):
+            refused = await house.ask(stream=stream)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (502, "node_failed")
+            assert "2 nodes died" in refused.json()["error"]["message"]
+            assert refused.headers["x-should-retry"] == "false"
+            assert len(house.attempts) == 2, asked
+        for server in servers:
+            server.faults.clear()
+        other = await house.ask(messages=[{"role": "user", "content": "harmless"}])
+        assert other.status_code == 200
+        assert (await house.ask(stream=stream)).status_code == 502
+
+
+@in_virtual_time
+async def test_a_stream_that_takes_its_node_with_it_counts_as_well(tmp_path: Path) -> None:
+    servers = [EmulatedNode() for _ in range(3)]
+    async with a_house(tmp_path, *servers) as house:
+        for server in servers:
+            server.faults.set("reset", after_events=3)
+        stream = await house.stream()
+        assert (stream.status, len(stream.errors)) == (200, 1)
+        assert "2 nodes died" in stream.errors[0]["message"]
+        assert len(house.attempts) == 2, "it went on elsewhere, and that node died too"
+        assert (await house.ask(stream=True)).status_code == 502
+        assert len(house.attempts) == 2
+        assert (house.finished[0].status, house.finished[0].reason) == (502, "node_failed")
+
+
+@in_virtual_time
+async def test_so_does_a_plain_answer_that_is_put_together(tmp_path: Path) -> None:
+    servers = [EmulatedNode() for _ in range(3)]
+    async with a_house(tmp_path, *servers) as house:
+        for server in servers:
+            server.faults.set("reset", after_events=3)
+        refused = await house.ask()
+        assert refused.status_code == 502
+        assert "2 nodes died" in refused.json()["error"]["message"]
+        assert refused.headers["x-should-retry"] == "false"
+        assert len(house.attempts) == 2

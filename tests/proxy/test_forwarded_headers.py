@@ -1,0 +1,118 @@
+"""Which header fields pass, which way."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.proxy.forwarded_headers import headers_for_client, headers_for_node
+
+
+def sent(*headers: tuple[bytes, bytes], also: tuple[str, ...] = ()) -> list[bytes]:
+    return headers_for_node(list(headers), also).split(b"\r\n")[:-1]
+
+
+def told(*names: str, also: tuple[str, ...] = ()) -> list[str]:
+    """The names of these fields of a reply that a client sees."""
+    lines = (
+        headers_for_client([(name.encode(), b"1") for name in names], also).decode().split("\r\n")
+    )
+    return [line.partition(":")[0] for line in lines[:-1]]
+
+
+OWN = [b"accept-encoding: identity", b"via: 1.1 llama-gateway"]
+
+
+def test_what_a_node_can_use_passes_and_ours_are_added() -> None:
+    fields = [
+        (b"content-type", b"application/json"),
+        (b"accept", b"text/event-stream"),
+        (b"user-agent", b"me"),
+        (b"traceparent", b"00-1-2-01"),
+        (b"tracestate", b"a=b"),
+        (b"anthropic-version", b"2023-06-01"),
+        (b"anthropic-beta", b"x"),
+        (b"openai-organization", b"org"),
+    ]
+    assert sent(*fields) == [b": ".join(field) for field in fields] + OWN
+
+
+@pytest.mark.parametrize(
+    "value", [b"application/x-www-form-urlencoded", b"Application/X-WWW-Form-urlencoded; a=b"]
+)
+def test_what_curl_says_of_any_body_becomes_what_it_is(value: bytes) -> None:
+    assert sent((b"content-type", value)) == [b"content-type: application/json", *OWN]
+
+
+STAY_HERE = [
+    "authorization", "x-api-key", "api-key", "cookie", "proxy-authorization",
+    "x-priority", "x-request-timeout", "x-gateway-progress", "x-gateway-anything",
+    "connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade",
+    "host", "content-length", "expect", "accept-encoding", "x-request-id",
+    "cf-access-jwt-assertion", "x-auth-token", "x-openwebui-user-id", "x-openwebui-user-email",
+    "referer", "origin", "x-forwarded-for", "x-real-ip", "forwarded", "x-amzn-oidc-data",
+    "x-goog-iap-jwt-assertion", "x-ms-client-principal", "tailscale-user-login", "baggage",
+    "remote-user", "x-csrf-token", "sec-fetch-site", "x-stainless-os", "x-anything",
+    "anthropic-api-key", "openai-api-key", "anthropic-auth-token", "openai-cookie",
+    "xanthropic-version", "openaix", "content-type-x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAY_HERE)
+def test_secrets_and_what_no_node_can_use_stay_here(name: str) -> None:
+    assert sent((name.encode(), b"secret")) == OWN
+
+
+def test_the_settings_let_further_fields_pass_to_nodes() -> None:
+    fields = [(b"x-openwebui-user-id", b"anna"), (b"x-openwebui-user-email", b"a@b")]
+    assert sent(*fields, also=("X-OpenWebUI-User-Id",)) == [b"x-openwebui-user-id: anna", *OWN]
+
+
+def test_fields_that_connection_names_stay_here() -> None:
+    got = sent((b"accept", b"1"), (b"connection", b"close, Accept"), (b"user-agent", b"2"))
+    assert got == [b"user-agent: 2", *OWN]
+    assert b"accept: 1" in sent((b"connection", b"keep-alive"), (b"accept", b"1"))
+
+
+def test_earlier_proxies_are_told() -> None:
+    assert b"via: 1.0 fred, 1.1 llama-gateway" in sent((b"via", b"1.0 fred"))
+
+
+def test_what_clients_can_use_of_a_reply_passes() -> None:
+    names = [
+        "content-type", "retry-after", "traceparent", "tracestate", "openai-processing-ms",
+        "openai-version", "anthropic-ratelimit-requests-remaining",
+    ]  # fmt: skip
+    assert told(*names) == names
+
+
+NODES_ALONE = [
+    "server", "date", "set-cookie", "transfer-encoding", "content-length", "keep-alive",
+    "connection", "content-encoding", "access-control-allow-origin", "x-gateway-node",
+    "x-request-id", "request-id", "x-accel-redirect", "x-accel-buffering", "x-accel-expires",
+    "x-sendfile", "refresh", "clear-site-data", "strict-transport-security", "location",
+    "content-location", "content-security-policy", "content-disposition", "alt-svc", "link",
+    "report-to", "nel", "public-key-pins", "www-authenticate", "proxy-authenticate",
+    "x-should-retry", "cache-control", "x-powered-by", "x-anything", "sourcemap", "upgrade",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NODES_ALONE)
+def test_what_a_client_would_obey_as_the_gateways_word_stays_here(name: str) -> None:
+    assert told(name) == []
+
+
+def test_the_settings_let_further_fields_pass_to_clients() -> None:
+    also = ("X-RateLimit-Remaining-Requests",)
+    names = ("x-ratelimit-remaining-requests", "x-ratelimit-reset-requests")
+    assert told(*names, also=also) == ["x-ratelimit-remaining-requests"]
+
+
+def test_a_reply_s_fields_that_connection_names_stay_here() -> None:
+    headers = [
+        (b"connection", b"keep-alive, Retry-After"),
+        (b"connection", b"OpenAI-Version"),
+        (b"retry-after", b"1"),
+        (b"openai-version", b"1"),
+        (b"content-type", b"text/event-stream"),
+    ]
+    assert headers_for_client(headers) == b"content-type: text/event-stream\r\n"

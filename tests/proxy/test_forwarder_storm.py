@@ -1,0 +1,109 @@
+"""Whatever goes wrong in whatever order: nothing leaks, and no node gets more than its slots."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.emulator import EmulatedNode
+from tests.gateways import until
+from tests.proxy.house import DIALECTS, House, a_house, saying
+from tests.virtual import in_virtual_time
+
+KINDS = [
+    ("reset", {}),
+    ("close", {"after_events": 3}),
+    ("cut", {"after_events": 2}),
+    ("hang", {"seconds": 0.05}),
+    ("hang", {"after_events": 2, "seconds": 0.6}),
+    ("end", {"after_events": 4}),
+    ("error_event", {"after_events": 0}),
+    ("error_event", {"after_events": 5}),
+    ("garbage", {}),
+    ("status", {"status": 500}),
+    ("status", {"status": 503}),
+    ("status", {"status": 429}),
+    ("status", {"status": 404}),
+    ("split", {}),
+    ("comments", {}),
+]
+
+
+async def a_client(house: House, rng: random.Random, counts: dict[str, int]) -> None:
+    """One client that asks now and then, and sometimes does not wait for the answer."""
+    for _ in range(8):
+        await asyncio.sleep(rng.uniform(0, 0.05))
+        path = rng.choice(DIALECTS)
+        body = saying(path, "word " * rng.randint(1, 30))
+        if rng.random() < 0.2 and path.endswith("completions"):
+            body["n"] = 2
+        stream = rng.random() < 0.7
+        ask = asyncio.create_task(house.ask(path, stream=stream, max_tokens=8, **body))
+        patience = rng.choice([0.02, 0.1, 20.0, 20.0])
+        done, _ = await asyncio.wait([ask], timeout=patience)
+        if not done:
+            ask.cancel()
+            await asyncio.gather(ask, return_exceptions=True)
+            counts["left"] += 1
+            continue
+        with contextlib.suppress(httpx.TransportError):
+            counts["ok" if ask.result().status_code == 200 else "refused"] += 1
+
+
+async def trouble(servers: list[EmulatedNode], rng: random.Random, house: House) -> None:
+    """Faults, deaths and drains, one after another."""
+    while True:
+        await asyncio.sleep(rng.uniform(0, 0.03))
+        server = rng.choice(servers)
+        chance = rng.random()
+        if chance < 0.8:
+            kind, options = rng.choice(KINDS)
+            server.faults.next(kind, **options)  # type: ignore[arg-type]
+        elif chance < 0.9:
+            await server.kill()
+            await asyncio.sleep(rng.uniform(0, 0.05))
+            await server.revive()
+        else:
+            fleet = house.running.gateway.fleet
+            name = rng.choice("abc")
+            fleet.drain(name)
+            await asyncio.sleep(rng.uniform(0, 0.05))
+            fleet.resume(name)
+
+
+def tasks() -> list[str]:
+    return [task.get_name() for task in asyncio.all_tasks()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(2))
+@in_virtual_time
+async def test_after_a_storm_everything_has_come_back(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    servers = [
+        EmulatedNode(slots=2, answer_tokens=8, decode_tps=400, prefill_tps=2000) for _ in range(3)
+    ]
+    counts = {"ok": 0, "refused": 0, "left": 0}
+    timeouts = {"first_byte": 0.5, "silence": 0.4}
+    async with a_house(tmp_path, *servers, timeouts=timeouts, queue={"max": 16}) as house:
+        troubles = asyncio.create_task(trouble(servers, rng, house))
+        await asyncio.gather(*(a_client(house, rng, counts) for _ in range(24)))
+        troubles.cancel()
+        await asyncio.gather(troubles, return_exceptions=True)
+        for server in servers:
+            await server.revive()
+            server.faults.clear()
+        await house.rests()
+        for server in servers:
+            assert server.peak_busy <= 2
+            assert server.queued == 0
+        assert len(house.attempts) >= counts["ok"] > 24
+        assert (await house.ask()).status_code == 200
+        await until(lambda: not any(name.startswith("reclaim") for name in tasks()))
+        assert len(house.running.gateway.proxy_context.timeout_monitor._watched) == 0

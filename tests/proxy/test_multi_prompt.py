@@ -1,0 +1,351 @@
+"""Several prompts in one request: each takes slots as they come, and all are one reply."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.access.keys import new_key
+from gateway.config.listeners import LimitSettings
+from gateway.errors import GatewayError
+from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES, read_large_body
+from gateway.proxy.inbound.prompt_list import (
+    MOST_PROMPTS_BYTES,
+    MOST_REPEATED_BYTES,
+    parse_prompt_list,
+    split_prompts,
+)
+from gateway.proxy.time_slicer import TimeSlicer
+from gateway.web.admin.requests import cancelled_by_operator
+from tests.emulator import EmulatedNode
+from tests.gateways import until
+from tests.proxy.house import FIRST, House, a_house
+from tests.virtual import in_virtual_time
+
+PATH = "/v1/completions"
+WORDS = [f"tell me of the number {number}" for number in range(9)]
+
+
+def raw(value: Any, **layout: Any) -> msgspec.Raw:
+    return msgspec.Raw(json.dumps(value, **layout).encode())
+
+
+# What is one prompt.
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [
+        ("text", 0),
+        ([], 0),
+        ([1, 2, 3], 0),
+        (["a", 5, "b"], 0),
+        ([5, "a"], 0),
+        (["a"], 0),
+        (["a", "b", "c"], 3),
+        ([[1, 2], [3]], 2),
+        ([["a", 1], "b"], 2),
+        ([{"prompt_string": "a"}, {"prompt_string": "b"}], 2),
+        ({"prompt_string": "a"}, 0),
+        (None, 0),
+    ],
+)
+def test_prompts_are_counted_as_the_server_counts_them(prompt: Any, count: int) -> None:
+    assert len(split_prompts(raw(prompt))) == count
+    assert len(split_prompts(raw(prompt, indent=2))) == count
+    assert len(split_prompts(raw(prompt, indent=100))) == count
+
+
+def test_no_prompt_is_none() -> None:
+    assert split_prompts(msgspec.Raw()) == []
+
+
+def made(body: dict[str, Any], **limits: Any) -> Any:
+    data = json.dumps(body).encode()
+    settings = LimitSettings(**limits)
+    whole: Any = data
+    if len(data) >= LARGE_BODY_BYTES:
+        whole = ended(read_large_body(data, settings))
+    return parse_prompt_list(whole, raw(body["prompt"]), settings, as_it_is)
+
+
+def as_it_is(_: int, part: bytes) -> Any:
+    yield
+    return part
+
+
+def ended(steps: Any) -> Any:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+@pytest.mark.parametrize("length", [1, LARGE_BODY_BYTES])
+async def test_each_is_sent_with_all_else_that_the_body_says(length: int) -> None:
+    body = {"model": "a", "prompt": ["b" * length, [1, 2]], "seed": 7}
+    found = made(body)
+    parts = [json.loads(await found.sub_request(index, TimeSlicer())) for index in range(2)]
+    assert parts == [{**body, "prompt": "b" * length}, {**body, "prompt": [1, 2]}]
+
+
+@pytest.mark.parametrize("length", [1, LARGE_BODY_BYTES])
+def test_too_many_prompts_are_a_bad_request(length: int) -> None:
+    assert made({"prompt": ["a" * length] * 5}, prompts=5) is not None
+    with pytest.raises(GatewayError, match="the most is 5") as caught:
+        made({"prompt": ["a" * length] * 6}, prompts=5)
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
+
+
+def test_what_is_split_at_once_is_bounded() -> None:
+    assert made({"prompt": ["a" * (MOST_PROMPTS_BYTES - 100), "b"]}) is not None
+    with pytest.raises(GatewayError, match="Send fewer") as caught:
+        made({"prompt": ["a" * MOST_PROMPTS_BYTES, "b"]})
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
+    assert made({"prompt": "a" * 2 * MOST_PROMPTS_BYTES}) is None
+    assert made({"prompt": [7] * (MOST_PROMPTS_BYTES // 2)}) is None
+
+
+def test_what_would_be_sent_again_with_each_prompt_is_bounded() -> None:
+    body = {"prompt": ["a"] * 1000, "grammar": "x" * (MOST_REPEATED_BYTES // 1000 - 100)}
+    assert made(body) is not None
+    with pytest.raises(GatewayError, match="sent with each") as caught:
+        made(body | {"grammar": "x" * (MOST_REPEATED_BYTES // 1000)})
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
+
+
+# Through a whole gateway.
+
+
+def said(answer: Any) -> dict[int, str]:
+    return {choice["index"]: choice["text"] for choice in answer["choices"]}
+
+
+async def alone(house: House, **body: Any) -> dict[int, str]:
+    """The same prompts, each in a request of its own."""
+    replies = [await house.ask(PATH, prompt=word, **body) for word in WORDS]
+    return {index: said(reply.json())[0] for index, reply in enumerate(replies)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_they_run_on_all_slots_that_are_free(tmp_path: Path, stream: bool) -> None:
+    one = EmulatedNode(slots=2, decode_tps=20.0)
+    two = EmulatedNode(slots=3, decode_tps=20.0)
+    async with a_house(tmp_path, one, two) as house:
+        expected = await alone(house)
+        asked = asyncio.create_task(
+            house.stream(PATH, prompt=WORDS) if stream else house.ask(PATH, prompt=WORDS)
+        )
+        await until(lambda: house.node("a").leased + house.node("b").leased == 5)
+        scheduler = house.running.gateway.scheduler
+        await until(lambda: len(scheduler.queue_positions()) == 1)
+        reply: Any = await asked
+        if stream:
+            got: dict[int, str] = {}
+            for value in reply.values:
+                for choice in value["choices"]:
+                    got[choice["index"]] = got.get(choice["index"], "") + choice["text"]
+            assert got == expected
+            assert reply.body.count(b"data: [DONE]\n\n") == 1
+            assert reply.body.endswith(b"data: [DONE]\n\n")
+        else:
+            assert said(reply.json()) == expected
+            assert list(said(reply.json())) == list(range(len(WORDS)))
+        done = house.finished[len(WORDS) :]
+        assert [(record.status, record.attempts) for record in done] == [(200, 1)]
+        singles = house.finished[: len(WORDS)]
+        assert done[0].completion_tokens == sum(each.completion_tokens for each in singles)
+        assert done[0].prompt_tokens == sum(each.prompt_tokens for each in singles)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_long_ones_are_answered_the_same(tmp_path: Path, stream: bool) -> None:
+    async with a_house(tmp_path, EmulatedNode(slots=2, context=200_000)) as house:
+        prompts = ["a long text " * 8000, "a short one", "and another long one " * 8000]
+        expected = [said((await house.ask(PATH, prompt=one)).json())[0] for one in prompts]
+        if stream:
+            reply = await house.stream(PATH, prompt=prompts)
+            assert reply.errors == []
+            assert reply.status == 200
+        else:
+            answer = (await house.ask(PATH, prompt=prompts)).json()
+            assert list(said(answer).values()) == expected
+
+
+@in_virtual_time
+async def test_others_are_served_between_them(tmp_path: Path) -> None:
+    one = EmulatedNode(slots=1, decode_tps=50.0)
+    async with a_house(tmp_path, one) as house:
+        many = asyncio.create_task(house.ask(PATH, prompt=WORDS))
+        await until(lambda: house.node("a").leased == 1)
+        reply = await house.ask(PATH, prompt="one alone", headers={"X-Priority": "premium"})
+        assert reply.status_code == 200
+        assert not many.done(), "it waited for all of them"
+        assert (await many).status_code == 200
+
+
+@in_virtual_time
+async def test_a_full_line_refuses_the_whole_or_nothing(tmp_path: Path) -> None:
+    one = EmulatedNode(slots=1, decode_tps=50.0)
+    async with a_house(tmp_path, one, queue={"max": 1}) as house:
+        begun = asyncio.create_task(house.ask(PATH, prompt=WORDS))
+        await until(lambda: len(house.running.gateway.scheduler.queue_positions()) == 1)
+        refused = await house.ask(PATH, prompt=WORDS)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert (await begun).status_code == 200
+
+
+@in_virtual_time
+async def test_what_has_begun_yields_to_nobody(tmp_path: Path) -> None:
+    many, few = new_key("many"), new_key("few")
+    keys = [{"id": key.id, "sha256": key.sha256} for key in (many, few)]
+    one = EmulatedNode(slots=4, decode_tps=20.0)
+    async with a_house(tmp_path, one, queue={"max": 4}, keys=keys) as house:
+        scheduler = house.running.gateway.scheduler
+        bearer = {"authorization": f"Bearer {many.text}"}
+        ask = [
+            asyncio.create_task(house.ask(PATH, prompt=WORDS[:2] * 4, headers=bearer))
+            for _ in range(4)
+        ]
+        running = house.running.gateway.registry
+        await until(lambda: sum(1 for live in running if live.attempt is not None) == 4)
+        await until(lambda: all(one.request.admitted for one in scheduler.queue_positions()))
+        await until(lambda: len(scheduler.queue_positions()) == 4)
+        other = await house.ask(PATH, prompt="one", headers={"authorization": f"Bearer {few.text}"})
+        assert (other.status_code, other.json()["error"]["code"]) == (429, "queue_full")
+        assert [(await each).status_code for each in ask] == [200] * 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_one_that_fails_ends_all(tmp_path: Path, stream: bool) -> None:
+    one = EmulatedNode(slots=2, decode_tps=20.0, context=200)
+    async with a_house(tmp_path, one) as house:
+        prompts = [*WORDS[:3], "far too long " * 300, *WORDS[3:]]
+        reply: Any = await (
+            house.stream(PATH, prompt=prompts) if stream else house.ask(PATH, prompt=prompts)
+        )
+        if stream:
+            assert reply.status == 200
+            assert [error["code"] for error in reply.errors] == ["context_length_exceeded"]
+            assert b"[DONE]" not in reply.body
+            (error,) = reply.errors
+        else:
+            assert reply.status_code == 400
+            error = reply.json()["error"]
+        assert "prompt is too long" in error["message"]
+        assert "prompt 4 of 10" in error["message"]
+        assert error["param"] == "prompt"
+        await house.rests()
+        assert [record.status for record in house.finished] == [400]
+        assert one.requests < len(prompts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_who_leaves_takes_all_of_them_with_him(tmp_path: Path, stream: bool) -> None:
+    one = EmulatedNode(slots=2, decode_tps=20.0)
+    async with a_house(tmp_path, one) as house:
+        asked = asyncio.create_task(house.ask(PATH, prompt=WORDS, stream=stream))
+        await until(lambda: one.requests == 4)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        await house.rests()
+        assert [(record.status, record.reason) for record in house.finished] == [
+            (499, "client_closed")
+        ]
+        assert house.node("a").failures == 0
+        assert one.requests == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("part", [False, True])
+@in_virtual_time
+async def test_an_operator_ends_all_by_the_request_or_one_of_its_prompts(
+    tmp_path: Path, stream: bool, part: bool
+) -> None:
+    one = EmulatedNode(slots=1, decode_tps=20.0)
+    async with a_house(tmp_path, one) as house:
+        asked = asyncio.create_task(house.stream(PATH, prompt=WORDS, stream=stream))
+        await until(lambda: one.requests == 2)
+        registry = house.running.gateway.registry
+        assert len(registry) == 1
+        whole, *parts = registry
+        assert [each.request.id.startswith(whole.request.id + ".") for each in parts] == [True] * 2
+        live = registry.find(parts[0].request.id if part else whole.request.x_request_id)
+        assert live is not None
+        live.cancel(cancelled_by_operator())
+        reply = await asked
+        assert b'"code":"cancelled"' in reply.body
+        assert reply.status == (200 if stream else 503)
+        await house.rests()
+        assert [record.status for record in house.finished] == [503]
+
+
+@in_virtual_time
+async def test_a_stream_that_breaks_goes_on_elsewhere(tmp_path: Path) -> None:
+    one = EmulatedNode(slots=2, decode_tps=50.0)
+    two = EmulatedNode(slots=2, decode_tps=50.0)
+    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+        expected = await alone(house, max_tokens=20)
+        one.faults.next("reset", after_events=5)
+        reply = await house.stream(PATH, prompt=WORDS, max_tokens=20)
+        got: dict[int, str] = {}
+        for value in reply.values:
+            for choice in value["choices"]:
+                got[choice["index"]] = got.get(choice["index"], "") + choice["text"]
+        assert reply.errors == []
+        assert got == expected
+
+
+@in_virtual_time
+async def test_a_node_that_fails_some_is_left_for_others(tmp_path: Path) -> None:
+    one, two = EmulatedNode(slots=2), EmulatedNode(slots=2)
+    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+        expected = await alone(house)
+        one.faults.set("status", status=500)
+        reply = await house.ask(PATH, prompt=WORDS)
+        assert said(reply.json()) == expected
+        assert reply.headers["x-gateway-attempts"] == "2"
+
+
+@in_virtual_time
+async def test_usage_comes_once_where_it_is_asked_for(tmp_path: Path) -> None:
+    async with a_house(tmp_path, EmulatedNode(slots=2)) as house:
+        plain = (await house.ask(PATH, prompt=WORDS)).json()["usage"]
+        reply = await house.stream(PATH, prompt=WORDS, stream_options={"include_usage": True})
+        told = [value["usage"] for value in reply.values if value.get("usage")]
+        assert [usage["total_tokens"] for usage in told] == [plain["total_tokens"]]
+        assert reply.values[-1]["choices"] == []
+        without = await house.stream(PATH, prompt=WORDS)
+        assert [value for value in without.values if value.get("usage")] == []
+
+
+@in_virtual_time
+async def test_signs_of_life_stand_between_them(tmp_path: Path) -> None:
+    one = EmulatedNode(slots=1, prefill_tps=0.5, decode_tps=100.0)
+    async with a_house(tmp_path, one, heartbeat=2.0) as house:
+        reply = await house.stream(PATH, prompt=WORDS[:3])
+        assert reply.status == 200
+        assert reply.body.count(b":\n") > 3
+        assert reply.errors == []
+        assert reply.body.endswith(b"data: [DONE]\n\n")
+
+
+@in_virtual_time
+async def test_one_deadline_holds_for_all(tmp_path: Path) -> None:
+    one = EmulatedNode(slots=1, decode_tps=10.0)
+    async with a_house(tmp_path, one) as house:
+        reply = await house.ask(PATH, prompt=WORDS, headers={"X-Request-Timeout": "8"})
+        assert reply.status_code in {503, 504}
+        await house.rests()
+        assert len(house.finished) == 1
+        assert house.finished[0].duration_seconds < 10.0

@@ -1,0 +1,350 @@
+"""Only whole events pass, in order, however the node's bytes are cut."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.proxy.api.base import Api
+from gateway.proxy.api.chat import CHAT, COMPLETIONS
+from gateway.proxy.api.messages import MESSAGES
+from gateway.proxy.api.native import NATIVE
+from gateway.proxy.api.responses import RESPONSES
+from gateway.proxy.sse import (
+    HEARTBEAT,
+    EventFramer,
+    check_utf8,
+    event_name,
+    last_events,
+    payload,
+    split,
+    validated,
+)
+from gateway.transport.errors import InvalidResponse
+from tests.bench import shapes
+
+LIMIT = 1 << 20
+OPEN_COMMENT = re.compile(rb"(?:\A|(?<=\n))(?::\n)+\r?\n")
+"""A comment of our own form with a blank line behind it: what breaks a Go client."""
+WHOLE = re.compile(rb"\A(?:|.*\n\r?\n|(?:.*\n\r?\n)?(?::\n)+)\Z", re.DOTALL)
+
+texts = st.text(st.characters(exclude_characters="\r\n", codec="utf-8"), max_size=12)
+data_lines = texts.map(lambda text: b"data: " + text.encode())
+other_lines = st.sampled_from(
+    [b"event: delta", b"id: 7", b"retry: 10", b"data", b"data:", b"unknown: x", b"event:x"]
+)
+comments = st.one_of(st.just(b":"), texts.map(lambda text: b":" + text.encode()))
+
+
+@st.composite
+def events(draw: st.DrawFn) -> list[bytes]:
+    """The lines of one event; comments may stand before its last line."""
+    lines = [draw(data_lines), *draw(st.lists(st.one_of(data_lines, other_lines), max_size=3))]
+    lines = draw(st.permutations(lines))
+    if draw(st.booleans()):
+        lines.insert(draw(st.integers(0, len(lines) - 1)), draw(comments))
+    return lines
+
+
+@st.composite
+def streams(draw: st.DrawFn, ends: tuple[bytes, ...] = (b"\n", b"\r\n")) -> tuple[bytes, int]:
+    """A stream of events and comments, and how many events it has."""
+    data, count = b"", 0
+    for _ in range(draw(st.integers(0, 6))):
+        end = draw(st.sampled_from(ends))
+        if draw(st.booleans()):
+            data += end.join(draw(events())) + 2 * end
+            count += 1
+        else:
+            data += draw(comments) + end * draw(st.sampled_from([1, 2, 2, 3]))
+    return data, count
+
+
+@st.composite
+def cut(draw: st.DrawFn, data: bytes) -> list[bytes]:
+    places = sorted(draw(st.sets(st.integers(0, len(data)), max_size=8)))
+    return [data[a:b] for a, b in pairwise([0, *places, len(data)])]
+
+
+def parsed(data: bytes) -> list[list[bytes]]:
+    """The events as a client of the standard sees them: their lines without comments."""
+    found: list[list[bytes]] = []
+    lines: list[bytes] = []
+    for line in re.split(rb"\r?\n", data):
+        if not line:
+            if lines:
+                found.append(lines)
+            lines = []
+        elif not line.startswith(b":"):
+            lines.append(line)
+    assert not lines, "half an event went out"
+    return found
+
+
+@given(st.data(), streams())
+def test_the_same_events_come_out_however_they_are_cut(
+    data: st.DataObject, made: tuple[bytes, int]
+) -> None:
+    stream, _ = made
+    gate = EventFramer(LIMIT)
+    passed = b""
+    for chunk in data.draw(cut(stream)):
+        piece = gate.feed(chunk)
+        assert WHOLE.match(piece), "half an event went out"
+        passed += piece
+    assert parsed(passed) == parsed(stream)
+    assert not gate.has_partial
+    assert not OPEN_COMMENT.search(passed)
+
+
+@given(st.data(), st.one_of(streams((b"\n",)), streams((b"\r\n",))))
+def test_events_are_counted_and_comments_are_not(
+    data: st.DataObject, made: tuple[bytes, int]
+) -> None:
+    stream, count = made
+    gate = EventFramer(LIMIT)
+    for chunk in data.draw(cut(stream)):
+        gate.feed(chunk)
+    assert gate.event_count == count
+
+
+@given(st.data(), streams())
+def test_comments_between_events_can_be_taken_out(
+    data: st.DataObject, made: tuple[bytes, int]
+) -> None:
+    stream, _ = made
+    gate = EventFramer(LIMIT, keep_comments=False)
+    passed = b"".join(gate.feed(chunk) for chunk in data.draw(cut(stream)))
+    assert not passed.startswith(b":")
+    assert not re.search(rb"\n\r?\n:", passed)
+    assert parsed(passed) == parsed(stream)
+
+
+SPOKEN = (CHAT, COMPLETIONS, MESSAGES, RESPONSES, NATIVE)
+
+EVENTS = st.sampled_from(
+    [
+        b'data: {"choices":[{"delta":{"content":"data: [DONE]\\n\\n"}}]}\n\n',
+        b'data: {"choices":[],"usage":{"total_tokens":1}}\n\n',
+        b'event: content_block_delta\ndata: {"delta":{"text":"}"}}\n\n',
+        b'event: response.output_text.delta\ndata: {"delta":"a"}\n\n',
+        b'data: {"content":"\xc3\xa4","stop":false}\n\n',
+        b"data: {}\n\n",
+        b"data:{}\n\n",
+        # What needs a closer look.
+        b"data: [DONE]\n\n",
+        b'data: {"content":"","stop":true}\n\n',
+        b'data: {"error":{"message":"no"}}\n\n',
+        b'event: error\ndata: {"message":"no"}\n\n',
+        b"event: message_stop\ndata: {}\n\n",
+        b'event: response.completed\ndata: {"response":{}}\n\n',
+        b'data: {"a":\ndata: 1}\n\n',
+        b'data: {"a":1}\r\n\r\n',
+        b'data: {"a":1} \n\n',
+        b":\n\n",
+        b": reading\n",
+    ]
+)
+
+
+@given(st.data(), st.sampled_from(SPOKEN), st.lists(EVENTS, max_size=12))
+def test_a_glance_finds_what_a_closer_look_would(
+    data: st.DataObject, dialect: Api, made: list[bytes]
+) -> None:
+    stream = b"".join(made)
+    glancing = EventFramer(LIMIT, dialect.ordinary_events)
+    looking = EventFramer(LIMIT, lambda _: None)
+    out = b""
+    for chunk in data.draw(cut(stream)):
+        passed = glancing.feed(chunk)
+        assert passed == looking.feed(chunk)
+        assert looking.special_bytes == len(passed)
+        assert glancing.event_count == looking.event_count
+        assert glancing.has_partial is looking.has_partial
+        usual = passed[: len(passed) - glancing.special_bytes]
+        for event in split(usual):
+            assert payload(event).startswith(b"{"), "it is an object, by its looks"
+            assert payload(event).endswith(b"}")
+            assert not dialect.ends_with_error(event)
+            assert not dialect.is_terminal_event(event) or dialect.terminal_mark_nested
+        out += passed
+    assert parsed(out) == parsed(stream)
+
+
+def test_of_a_whole_stream_in_one_piece_only_its_end_needs_a_closer_look() -> None:
+    gate = EventFramer(LIMIT, CHAT.ordinary_events)
+    stream = shapes.stream_body(200)
+    assert gate.feed(stream) == stream
+    assert gate.event_count == len(list(split(stream)))
+    assert gate.special_bytes == len(CHAT.stream_end)
+
+
+@given(st.data(), st.binary(max_size=400), st.integers(8, 64))
+def test_no_more_than_the_limit_is_held_back(
+    data: st.DataObject, stream: bytes, limit: int
+) -> None:
+    gate = EventFramer(limit)
+    for chunk in data.draw(cut(stream)):
+        try:
+            gate.feed(chunk)
+        except InvalidResponse:
+            return
+        assert len(gate._tail) <= limit
+
+
+@given(st.data(), st.binary(max_size=200))
+def test_any_bytes_pass_as_whole_pieces(data: st.DataObject, stream: bytes) -> None:
+    gate = EventFramer(LIMIT)
+    for chunk in data.draw(cut(stream)):
+        piece = gate.feed(chunk)
+        assert piece.endswith((b"\n\n", b"\n\r\n", HEARTBEAT)) or not piece
+
+
+@pytest.mark.parametrize(
+    ("chunks", "passed"),
+    [
+        ([b":\n\n"], b":\n"),
+        ([b": ping\n\n"], b":\n"),
+        ([b":\r\n\r\n"], b":\n"),
+        ([b":a\n:b\n\n:c\n"], b":\n"),
+        ([b":\n", b"\n"], b":\n"),
+        ([b":\n\n\n"], b":\n"),
+        ([b":\r\n", b"\r", b"\n", b"data: a\r\n\r\n"], b":\ndata: a\r\n\r\n"),
+        ([b"data: a\n\n:\n\ndata: b\n\n"], b"data: a\n\n:\ndata: b\n\n"),
+        ([b"data: a\n\n:\n\n", b"data: b\n\n"], b"data: a\n\n:\ndata: b\n\n"),
+        ([b"data: a\n\n:", b" ping", b"\n", b"\ndata: b\n\n"], b"data: a\n\n:\ndata: b\n\n"),
+        ([b"data: a\n\n\n\n:x\n\n\n\n"], b"data: a\n\n\n\n:\n"),
+        ([b"data: :\n:not here\ndata: b\n\n"], b"data: :\n:not here\ndata: b\n\n"),
+    ],
+)
+def test_a_comment_is_one_line_without_a_blank_one_behind(
+    chunks: list[bytes], passed: bytes
+) -> None:
+    gate = EventFramer(LIMIT)
+    assert b"".join(gate.feed(chunk) for chunk in chunks) == passed
+
+
+def test_a_comment_passes_at_once() -> None:
+    assert EventFramer(LIMIT).feed(b": reading\n") == HEARTBEAT
+
+
+def test_half_an_event_is_held_back_and_told() -> None:
+    gate = EventFramer(LIMIT)
+    assert gate.feed(b"data: a\n\ndata: b") == b"data: a\n\n"
+    assert gate.has_partial
+    assert gate.feed(b"\n\n") == b"data: b\n\n"
+    assert not gate.has_partial
+
+
+@pytest.mark.parametrize("chunk", [b"data: " + 100 * b"x", b":" + 100 * b"x"])
+def test_an_endless_line_is_garbage(chunk: bytes) -> None:
+    gate = EventFramer(64)
+    with pytest.raises(InvalidResponse):
+        gate.feed(chunk)
+
+
+def test_an_endless_line_behind_a_whole_event_is_garbage() -> None:
+    with pytest.raises(InvalidResponse):
+        EventFramer(64).feed(b"data: a\n\ndata: " + 100 * b"x")
+
+
+@given(streams())
+def test_splitting_loses_nothing(made: tuple[bytes, int]) -> None:
+    stream, _ = made
+    assert b"".join(split(stream)) == stream
+
+
+@given(streams((b"\n",)), st.integers(1, 80))
+def test_the_last_events_are_whole(made: tuple[bytes, int], size: int) -> None:
+    stream, _ = made
+    last = last_events(stream, size)
+    assert stream.endswith(last)
+    assert len(last) >= min(size, len(stream))
+    before = stream[: len(stream) - len(last)]
+    assert not before or before.endswith(b"\n\n")
+
+
+def test_no_more_than_the_last_events_are_told() -> None:
+    events = [b"data: %d\n\n" % i for i in range(100)]
+    assert last_events(b"".join(events), 12) == b"".join(events[-2:])
+
+
+def test_an_events_data_is_its_lines_joined() -> None:
+    assert payload(b"event: a\ndata: {\r\ndata:}\r\n\r\n") == b"{\n}"
+    assert payload(b":\ndata: a\n\n") == b"a"
+    assert payload(b": data: no\n\n") == b""
+    assert payload(b"id: 7\n\n") == b""
+
+
+@given(st.lists(st.one_of(data_lines, other_lines), min_size=1, max_size=3), st.booleans())
+def test_an_events_data_is_what_its_data_lines_say(lines: list[bytes], crlf: bool) -> None:
+    end = b"\r\n" if crlf else b"\n"
+    said = [line[5:].strip(b" ") for line in lines if line.startswith(b"data:")]
+    assert payload(end.join(lines) + 2 * end) == b"\n".join(said)
+
+
+def test_an_events_name_is_told() -> None:
+    assert event_name(b"data: event: no\nevent: error\r\n\r\n") == b"error"
+    assert event_name(b"data: x\n\n") == b""
+
+
+EVENT = b'data: {"choices":[]}\n\n'
+NAMED = b'event: delta\ndata: {"delta":"data: {\\"}"}\n\n'
+READABLE = [
+    EVENT, EVENT * 3, NAMED, NAMED * 2, EVENT + b"data: [DONE]\n\n", b"data: null\n\n",
+    b'data:{"a": 1}\n\n', b'data: {\ndata: "a": 1}\n\n', b'id: 7\ndata: {"a": 1}\n\n',
+    b":\n" + EVENT + b":\n", b":\n", EVENT.replace(b"\n", b"\r\n"), b"data: {}\n\n",
+    b'data: {"text": "\xc3\xa9"}\n\n',
+]  # fmt: skip
+
+
+def looked_at(events: bytes) -> bytes:
+    """What goes out of them, where only what is unusual is looked at."""
+    gate = EventFramer(LIMIT)
+    passed = gate.feed(events)
+    assert gate.event_count == len([event for event in split(events) if event != b":\n"])
+    check_utf8(passed)
+    at = len(passed) - gate.special_bytes
+    return passed[:at] + validated(passed[at:])
+
+
+@pytest.mark.parametrize("events", READABLE)
+def test_what_a_client_can_read_passes_as_it_is(events: bytes) -> None:
+    assert looked_at(events) == events
+    assert validated(events) == events
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        b"data: {oops}\n\n" + EVENT,
+        EVENT + b"data: {oops}\n\n",
+        b"data: 7\n\n",
+        b'data: {"text": "\xff"}\n\n',
+        b'data: {"text": "\xff"\n\n',
+        # Those of two streams, or two writers, in one.
+        b'data: {"choices":[{"te' + EVENT,
+        EVENT[:-1] + EVENT,
+        EVENT + b'data: {"choices":[{"te' + EVENT,
+        NAMED[:30] + NAMED,
+        b'data:{"a":' + EVENT,
+        b"data: {" + EVENT,
+    ],
+)
+def test_what_no_client_can_read_is_garbage(events: bytes) -> None:
+    with pytest.raises(InvalidResponse):
+        looked_at(events)
+    with pytest.raises(InvalidResponse):
+        validated(events)
+
+
+def test_events_without_data_are_left_out() -> None:
+    nothing = b"event: nothing\n\n"
+    assert looked_at(nothing) == b""
+    assert validated(nothing + EVENT + b":\n" + nothing + b"id: 7\nretry: 1\n\n:\n") == (
+        EVENT + b":\n" + b":\n"
+    )

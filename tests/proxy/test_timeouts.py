@@ -1,0 +1,288 @@
+"""How long a node may take, and what excuses it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gateway.fleet.node import Lease, LeasePhase
+from gateway.proxy.timeouts import (
+    AttemptTimeouts,
+    TimeoutMonitor,
+    first_byte_timeout,
+    passed_timeout,
+)
+from gateway.transport.errors import UpstreamError
+from tests.emulator import EmulatedNode
+from tests.fleet.build import Clock, a_node, take
+from tests.gateways import until
+from tests.proxy.house import DIALECTS, a_house
+from tests.virtual import in_virtual_time, now
+
+LIMITS = AttemptTimeouts(first_byte=60.0, silence=20.0, deadline=1000.0)
+
+
+def outcome(lease: Lease, limits: AttemptTimeouts, now: float) -> str | None:
+    error = passed_timeout(lease, limits, 100.0, now)
+    return None if error is None else error.limit
+
+
+def test_the_first_content_has_its_own_limit() -> None:
+    node = a_node(Clock(100.0))
+    lease = take(node)
+    assert outcome(lease, LIMITS, 159.9) is None
+    assert outcome(lease, LIMITS, 160.0) == "first_byte"
+    lease.head_received(150.0)  # the head is no sign of progress
+    assert outcome(lease, LIMITS, 160.0) == "first_byte"
+
+
+def test_silence_counts_from_the_last_content() -> None:
+    node = a_node(Clock(100.0))
+    lease = take(node)
+    lease.content_received(130.0)
+    assert outcome(lease, LIMITS, 149.9) is None
+    assert outcome(lease, LIMITS, 150.0) == "silence"
+    lease.last_content_at = 150.0
+    assert outcome(lease, LIMITS, 160.0) is None
+
+
+def test_a_plain_answer_has_the_whole_time() -> None:
+    limits = AttemptTimeouts(first_byte=None, silence=20.0, deadline=1000.0)
+    lease = take(a_node(Clock(100.0)))
+    assert outcome(lease, limits, 999.0) is None
+    assert outcome(lease, limits, 1000.0) == "total"
+
+
+@dataclass(eq=False)
+class Attempt:
+    """What is watched of an attempt."""
+
+    lease: Lease
+    timeouts: AttemptTimeouts
+    sent_at: float = 100.0
+    excused_at: float = -math.inf
+    client_lagging: bool = False
+    complete: bool = False
+    failure: UpstreamError | None = None
+
+    def fail(self, error: UpstreamError) -> None:
+        self.failure = error
+
+
+async def limits_of(clock: Clock, attempt: Attempt) -> Callable[[float], str | None]:
+    watch = TimeoutMonitor(clock)
+    watch.add(attempt)
+
+    def look(now: float) -> str | None:
+        clock.now = now
+        watch.close()
+        watch._look()
+        watch.close()
+        return None if attempt.failure is None else getattr(attempt.failure, "limit", "other")
+
+    return look
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@in_virtual_time
+async def test_a_neighbours_prefill_excuses_silence(moved: bool) -> None:
+    clock = Clock(100.0)
+    node = a_node(clock)
+    lease, reading = take(node), take(node)
+    if moved:
+        lease.content_received(130.0)
+    look = await limits_of(clock, Attempt(lease, LIMITS))
+    reading.head_received(140.0)
+    assert look(165.0) is None
+    assert look(190.0) is None
+    reading.content_received(190.1)
+    # It has to move again soon, not at once.
+    assert look(190.2) is None
+    assert look(194.9) is None
+    assert look(195.1) == ("silence" if moved else "first_byte")
+
+
+@in_virtual_time
+async def test_a_neighbours_prefill_does_not_excuse_for_ever() -> None:
+    clock = Clock(100.0)
+    node = a_node(clock)
+    lease, reading = take(node), take(node)
+    look = await limits_of(clock, Attempt(lease, LIMITS))
+    reading.head_received(140.0)
+    # 60 s of reading are a sign of life, no more unless more was to be expected.
+    assert look(199.0) is None
+    assert look(205.0) == "first_byte"
+
+
+@in_virtual_time
+async def test_nothing_excuses_the_end_of_the_whole_time() -> None:
+    clock = Clock(100.0)
+    node = a_node(clock)
+    lease = take(node)
+    take(node, expected_prefill=10_000.0)
+    look = await limits_of(clock, Attempt(lease, LIMITS, client_lagging=True))
+    assert look(999.0) is None
+    assert look(1000.0) == "total"
+
+
+@in_virtual_time
+async def test_a_client_that_lags_is_not_the_nodes_fault() -> None:
+    clock = Clock(100.0)
+    lease = take(a_node(clock))
+    lease.content_received(101.0)
+    attempt = Attempt(lease, LIMITS, client_lagging=True)
+    look = await limits_of(clock, attempt)
+    assert look(500.0) is None
+    attempt.client_lagging = False
+    assert look(504.0) is None
+    assert look(505.0) == "silence"
+
+
+def test_a_long_prompt_on_a_slow_node_has_longer() -> None:
+    node = a_node()
+    assert first_byte_timeout(60.0, take(node, expected_prefill=10.0)) == 60.0
+    assert first_byte_timeout(60.0, take(node, expected_prefill=100.0)) == 400.0
+    assert first_byte_timeout(60.0, take(node)) == 60.0
+
+
+@in_virtual_time
+async def test_a_stream_that_falls_silent_is_ended(tmp_path: Path) -> None:
+    one = EmulatedNode(answer_tokens=40)
+    async with a_house(tmp_path, one, timeouts={"silence": 0.3}) as house:
+        one.faults.next("hang", after_events=10)
+        began = now()
+        reply = await house.stream()
+        assert 0.3 <= now() - began < 0.5
+        assert reply.errors[0]["code"] == "node_timeout"
+        await until(lambda: one.busy == 0)
+
+
+@in_virtual_time
+async def test_comments_are_no_sign_of_progress(tmp_path: Path) -> None:
+    one = EmulatedNode(prefill_tps=1, ping_interval=0.05)
+    async with a_house(
+        tmp_path, one, timeouts={"first_byte": 0.4}, retries={"attempts": 1}
+    ) as house:
+        house.node("a").speed.learn_timings({"prompt_n": 10_000, "prompt_ms": 1000})
+        reply = await house.stream()
+        assert (reply.status, reply.headers["x-gateway-reason"]) == (504, "node_timeout")
+        assert reply.headers["x-should-retry"] == "false"
+        await one.kill()  # it would read on for a minute
+
+
+@in_virtual_time
+async def test_a_prompt_has_time_by_its_length_and_the_nodes_speed(tmp_path: Path) -> None:
+    one = EmulatedNode(prefill_tps=40, answer_tokens=2)
+    async with a_house(
+        tmp_path, one, timeouts={"first_byte": 0.3}, retries={"attempts": 1}
+    ) as house:
+        # Nothing is known of its speed: much is allowed.
+        words = " ".join(40 * ["word"])
+        reply = await house.stream(messages=[{"role": "user", "content": words}])
+        assert (reply.status, reply.errors) == (200, [])
+
+
+@in_virtual_time
+async def test_silence_is_excused_while_another_prompt_is_read(tmp_path: Path) -> None:
+    one = EmulatedNode(
+        slots=2, answer_tokens=60, decode_tps=60, prefill_tps=120, prefill_stalls=True
+    )
+    async with a_house(tmp_path, one, timeouts={"silence": 0.3}) as house:
+        first = asyncio.create_task(house.stream())
+        node = house.node("a")
+        await until(lambda: any(lease.phase is LeasePhase.DECODE for lease in node.leases))
+        words = " ".join(120 * ["word"])
+        second = asyncio.create_task(
+            house.stream(messages=[{"role": "user", "content": words}], max_tokens=2)
+        )
+        one_reply, other = await asyncio.gather(first, second)
+        assert (one_reply.errors, other.errors) == ([], [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_the_clients_own_limit_ends_a_request_without_blame(
+    tmp_path: Path, stream: bool
+) -> None:
+    one = EmulatedNode(prefill_tps=1)
+    async with a_house(tmp_path, one) as house:
+        began = now()
+        reply = await house.ask(stream=stream, headers={"X-Request-Timeout": "0.3"})
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (504, "node_timeout")
+        assert reply.headers["x-should-retry"] == "false"
+        assert 0.3 <= now() - began < 0.5
+        assert house.node("a").failures == 0
+        assert one.requests == 1
+        await one.kill()  # it would read on for a minute
+        await until(lambda: house.node("a").leased == 0)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_gateway_that_stood_still_looks_first_at_what_came_meanwhile(answers: bool) -> None:
+    clock, loop = time.monotonic, asyncio.get_running_loop()
+    lease = take(a_node(Clock(clock())))
+    lease.content_received(clock())
+    attempt = Attempt(
+        lease, AttemptTimeouts(first_byte=60.0, silence=0.4, deadline=math.inf), sent_at=clock()
+    )
+    watch = TimeoutMonitor(clock)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        # As for a stream: first its bytes are taken, and in a later step they are looked at.
+        loop.add_reader(
+            ours, lambda: ours.recv(9) and loop.call_soon(lease.content_received, clock())
+        )
+        watch.add(attempt)
+        if answers:
+            theirs.send(b"content")
+        time.sleep(0.6)  # noqa: ASYNC251 - the loop is held up
+        looked = clock()
+        await until(lambda: attempt.failure is not None)
+        # One that has said something is given up only when it has been silent anew.
+        assert clock() - looked >= 0.4 or not answers
+        assert lease.last_content_at is not None
+        assert (lease.last_content_at >= looked) is answers
+        loop.remove_reader(ours)
+    watch.close()
+
+
+@in_virtual_time
+async def test_the_clients_own_limit_holds_in_the_queue_too(tmp_path: Path) -> None:
+    one = EmulatedNode(slots=1, decode_tps=20, answer_tokens=40)
+    async with a_house(tmp_path, one) as house:
+        first = asyncio.create_task(house.ask())
+        await until(lambda: one.busy == 1)
+        reply = await house.ask(headers={"X-Request-Timeout": "0.2"})
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (503, "queue_timeout")
+        assert reply.headers["x-should-retry"] == "false"
+        assert int(reply.headers["retry-after"]) >= 1
+        assert int(reply.headers["x-gateway-queue-ms"]) >= 100
+        assert (await first).status_code == 200
+        assert one.requests == 1
+
+
+@pytest.mark.parametrize("value", ["0", "nan", "soon"])
+@in_virtual_time
+async def test_a_limit_that_is_none_is_the_clients_mistake(tmp_path: Path, value: str) -> None:
+    one = EmulatedNode()
+    async with a_house(tmp_path, one) as house:
+        reply = await house.ask(headers={"X-Request-Timeout": value})
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (400, "invalid_request")
+        assert one.requests == 0
+
+
+@in_virtual_time
+async def test_a_whole_request_has_a_limit_and_a_node_its_own(tmp_path: Path) -> None:
+    one = EmulatedNode(decode_tps=20, answer_tokens=1000)
+    nodes = ({"timeouts": {"total": 0.5}},)
+    async with a_house(tmp_path, one, nodes=nodes) as house:
+        reply = await house.stream(DIALECTS[0])
+        assert reply.errors[0]["code"] == "node_timeout"
+        assert reply.text

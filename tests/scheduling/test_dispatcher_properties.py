@@ -1,0 +1,183 @@
+"""Whatever happens, in whatever order: the counts are right and no slot idles without a reason."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.request import Priority
+from gateway.scheduling.dispatcher import Placement
+from gateway.scheduling.matching import DispatchRules
+from gateway.scheduling.placement_state import QueuedRequest
+from gateway.scheduling.selection import POLICIES
+from tests.scheduling.rows import Desk
+
+NODES = 4
+indexes = st.integers(0, NODES - 1)
+absurd = st.one_of(
+    st.floats(0, 4000), st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 0.0, 1e18])
+)
+asks = st.fixed_dictionaries(
+    {
+        "what": st.just("arrive"),
+        "priority": st.sampled_from(Priority),
+        "fairness_key": st.sampled_from("abc"),
+        "slots": st.sampled_from([0, 1, 1, 1, 2, 3]),
+        "prompt_tokens": absurd,
+        "completion_tokens": absurd,
+        "cached": st.dictionaries(indexes, st.floats(0, 5000), max_size=3),
+        "pending": st.dictionaries(indexes, st.floats(0, 5000), max_size=2),
+        "excluded": st.frozensets(indexes, max_size=2),
+        "failed": st.frozensets(indexes, max_size=2),
+    }
+)
+events = st.one_of(
+    asks,
+    asks,
+    st.fixed_dictionaries({"what": st.just("finish"), "which": st.integers(0, 50)}),
+    st.fixed_dictionaries({"what": st.just("finish"), "which": st.integers(0, 50)}),
+    st.fixed_dictionaries({"what": st.just("withdraw"), "which": st.integers(0, 50)}),
+    st.fixed_dictionaries({"what": st.just("cancel"), "which": st.integers(0, 50)}),
+    st.fixed_dictionaries(
+        {
+            "what": st.just("slots"),
+            "which": indexes,
+            "capacity": st.integers(0, 3),
+            "foreign": st.integers(0, 2),
+        }
+    ),
+    st.fixed_dictionaries(
+        {
+            "what": st.just("speed"),
+            "which": indexes,
+            "values": st.tuples(absurd, absurd, absurd),
+        }
+    ),
+)
+plays = st.lists(st.tuples(st.floats(0, 20), events), max_size=60)
+
+
+def play(
+    happened: list[tuple[float, dict[str, Any]]], rules: DispatchRules
+) -> list[tuple[str, str]]:
+    """Plays the events, looking at everything after each of them; who was placed where."""
+    desk = Desk((3, 2, 2, 1), rules, speeds=(600.0, 250.0, 250.0, 100.0))
+    withdrawn: set[QueuedRequest] = set()
+    arrived: list[QueuedRequest] = []
+    order: list[tuple[str, str]] = []
+    now = 0.0
+
+    def note(placements: list[Placement]) -> None:
+        for one in placements:
+            assert one.queued not in withdrawn
+            assert one.row.index not in one.queued.excluded
+            order.append((str(arrived.index(one.queued)), one.row.name))
+
+    for gap, event in happened:
+        now += gap
+        match event["what"]:
+            case "arrive":
+                options = {key: value for key, value in event.items() if key != "what"}
+                ask = desk.ask(received_at=now, **options)
+                arrived.append(ask)
+                placement = desk.dispatcher.place_or_queue(ask, now)
+                if placement is not None:
+                    desk.running.append(placement)
+                    note([placement])
+            case "finish" if desk.running:
+                note(desk.finish(desk.running[event["which"] % len(desk.running)], now))
+            case "cancel" if desk.running:
+                placement = desk.running.pop(event["which"] % len(desk.running))
+                desk.dispatcher.cancelled(placement, now)
+                note(desk.match(now))
+            case "withdraw" if arrived:
+                ask = arrived[event["which"] % len(arrived)]
+                if desk.dispatcher.withdraw(ask):
+                    withdrawn.add(ask)
+                note(desk.match(now))
+            case "slots":
+                row = desk.rows[event["which"]]
+                before = row.ours
+                desk.board.set_slots(row, 3, event["capacity"], event["foreign"])
+                assert row.ours == before
+                note(desk.match(now))
+            case "speed":
+                desk.board.set_speed(desk.rows[event["which"]], *event["values"])
+        check(desk, now)
+    return order
+
+
+def check(desk: Desk, now: float) -> None:
+    dispatcher = desk.dispatcher
+    for row in desk.rows:
+        running = [one for one in desk.running if one.row is row]
+        assert row.running == running
+        assert row.ours == sum(one.queued.slots for one in running)
+        assert row.free == max(0, row.capacity - row.ours - row.foreign)
+        assert (row.index in desk.board.free_rows) == (row.free > 0)
+        assert math.isfinite(row.ends_sum)
+        assert row.reserved_for is None or row.reserved_for.account is not None
+    waiting = dispatcher.queued_requests()
+    assert len(waiting) == dispatcher.waiting == sum(dispatcher.depths().values())
+    assert not {one.queued for one in desk.running} & set(waiting)
+    places = [ask for ask, _ in dispatcher.predicted_waits(now)]
+    assert sorted(map(id, places)) == sorted(map(id, waiting))
+    assert [dispatcher.count_ahead(ask) for ask in places] == list(range(len(places)))
+    for ask in waiting:
+        assert dispatcher.expected_start(ask, now) >= now
+        if ask.deferred_to is None and ask.slots == 1:
+            for row in desk.rows:
+                barred = (
+                    row.index in ask.excluded
+                    or row.index in ask.failed
+                    or row.reserved_for is not None
+                )
+                spare = row.batch_reserve if ask.priority is Priority.BATCH else 0
+                assert barred or row.free <= spare, "a slot idles"
+        if ask.deferred_to is not None:
+            assert ask in ask.deferred_to.deferred
+            wake = dispatcher.wake_at(now)
+            assert wake is not None
+            assert wake <= ask.deferred_until
+
+
+@settings(max_examples=300, deadline=None)
+@given(plays, st.sampled_from(sorted(POLICIES)), st.sampled_from([0.0, 0.5]))
+def test_counts_are_right_and_no_slot_idles_without_a_reason(
+    happened: list[tuple[float, dict[str, Any]]], policy: str, reserve: float
+) -> None:
+    play(happened, DispatchRules(policy=policy, batch_reserve=reserve))
+
+
+@settings(max_examples=50, deadline=None)
+@given(plays)
+def test_the_same_seed_places_alike(happened: list[tuple[float, dict[str, Any]]]) -> None:
+    assert play(happened, DispatchRules()) == play(happened, DispatchRules())
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32), st.floats(0.2, 5.0))
+def test_everything_that_came_is_served_in_the_end(seed: int, lengths: float) -> None:
+    rng = random.Random(seed)
+    desk = Desk((2, 2, 1), seed=seed, speeds=(600.0, 250.0, 100.0))
+    arrivals = []
+    for _ in range(80):
+        at = rng.uniform(0, 100)
+        ask = desk.ask(
+            received_at=at,
+            priority=rng.choice(list(Priority)),
+            fairness_key=rng.choice("abcdef"),
+            slots=rng.choice([1, 1, 1, 2]),
+            prompt_tokens=rng.expovariate(1 / 1500),
+            completion_tokens=rng.expovariate(1 / 100),
+            cached={rng.randrange(3): rng.uniform(0, 2000)},
+            pending={rng.randrange(3): rng.uniform(0, 2000)},
+        )
+        arrivals.append((at, ask))
+    assert len(desk.play(arrivals, lengths=lengths)) == len(arrivals)
+    assert not desk.running
+    assert all(row.ours == 0 for row in desk.rows)

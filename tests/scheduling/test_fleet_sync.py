@@ -1,0 +1,286 @@
+"""The board shows what the nodes are, whatever happens to them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from gateway.fleet.node import Node, NodeState
+from gateway.fleet.prompt_tree import PromptKey
+from gateway.scheduling.placement_state import NodeSlots
+from gateway.scheduling.scheduler import Scheduler
+from tests.fleet.build import take
+from tests.scheduling.build import a_request, a_scheduler, node, settled
+
+
+def row_of(scheduler: Scheduler, name: str = "a") -> NodeSlots:
+    return scheduler.dispatcher.placement_state.by_name[name]
+
+
+def agrees(scheduler: Scheduler) -> None:
+    """A row has the free slots of its node."""
+    now = scheduler.clock()
+    for one in scheduler.fleet.nodes.values():
+        row = row_of(scheduler, one.name)
+        assert (row.free, row.total) == (one.free_slots(now), one.slots_total)
+
+
+async def test_our_leases_count_once_and_others_work_too() -> None:
+    one = node(slots=4)
+    scheduler = a_scheduler(one)
+    lease, _ = await scheduler.lease(a_request(slots=2))
+    agrees(scheduler)
+    foreign = take(one)  # a lease that the scheduler does not know of
+    scheduler.fleet_sync.node_changed(one)
+    agrees(scheduler)
+    assert (row_of(scheduler).ours, row_of(scheduler).foreign) == (2, 1)
+    one.occupancy.foreign = 1
+    scheduler.fleet_sync.node_changed(one)
+    agrees(scheduler)
+    assert row_of(scheduler).free == 0
+    lease.release()
+    foreign.release()
+    agrees(scheduler)
+    assert row_of(scheduler).free == 3
+
+
+@pytest.mark.parametrize("state", list(NodeState))
+def test_states_say_what_a_node_takes(state: NodeState) -> None:
+    one = node(state=state)
+    scheduler = a_scheduler(one)
+    agrees(scheduler)
+    alive = state in {NodeState.READY, NodeState.DEGRADED, NodeState.MUTE}
+    assert row_of(scheduler).alive is alive
+
+
+def test_a_slow_start_lets_in_a_part() -> None:
+    one = node(slots=10, health={"slow_start": 100.0})
+    scheduler = a_scheduler(one)
+    one.circuit.open_until = 0.0
+    one.circuit.close(one.clock())
+    for passed in (0.0, 30.0, 40.0, 50.0):
+        one.clock.passes(passed)  # type: ignore[attr-defined]
+        scheduler.fleet_sync.node_changed(one)
+        agrees(scheduler)
+    assert row_of(scheduler).capacity == 10
+
+
+async def test_of_an_ejected_node_one_request_is_tried_beside_what_runs() -> None:
+    one = node(slots=3)
+    scheduler = a_scheduler(one)
+    running, _ = await scheduler.lease(a_request())
+    one.state, one.circuit.open_until = NodeState.EJECTED, one.clock() - 1.0
+    scheduler.fleet_sync.node_changed(one)
+    agrees(scheduler)
+    trial, _ = await scheduler.lease(a_request())
+    assert trial.trial
+    agrees(scheduler)
+    assert (row_of(scheduler).free, row_of(scheduler).alive) == (0, True)
+    trial.release()
+    running.release()
+    agrees(scheduler)
+
+
+def half_open(one: Node) -> Node:
+    """Its ejection's time is over."""
+    for _ in range(one.settings.health.failures):
+        one.circuit.record_failure(one.clock())
+    one.state, one.circuit.open_until = NodeState.EJECTED, one.clock() - 1.0
+    return one
+
+
+@pytest.mark.parametrize("nodes", [3, 100])
+async def test_the_first_request_after_an_ejection_is_the_trial_though_others_are_idle(
+    nodes: int,
+) -> None:
+    one = half_open(node(slots=3))
+    scheduler = a_scheduler(one, *(node(f"b{n}") for n in range(nodes)))
+    trial, _ = await scheduler.lease(a_request())
+    assert (trial.node, trial.trial) == (one, True)
+    assert row_of(scheduler).penalty > 0
+    other, _ = await scheduler.lease(a_request())
+    assert other.node is not one
+    scheduler.fleet.request_succeeded(one, one.clock(), trial.taken_at)
+    trial.release()
+    assert (one.state, row_of(scheduler).penalty) == (NodeState.READY, 0)
+
+
+async def test_a_trial_that_proves_nothing_is_followed_by_the_next() -> None:
+    one = half_open(node(slots=3))
+    scheduler = a_scheduler(one, node("b"))
+    for _ in range(3):
+        trial, _ = await scheduler.lease(a_request())
+        assert (trial.node, trial.trial) == (one, True)
+        trial.release()
+
+
+async def test_a_request_that_has_failed_is_no_trial_while_another_node_has_room() -> None:
+    one = half_open(node())
+    scheduler = a_scheduler(one, node("b"), node("c", slots=1))
+    again, _ = await scheduler.lease(a_request(failed_nodes={"b"}))
+    assert again.node.name == "c"
+    last, _ = await scheduler.lease(a_request(failed_nodes={"b"}))
+    assert (last.node, last.trial) == (one, True)
+
+
+async def test_a_request_is_no_trial_where_it_would_end_much_later() -> None:
+    slow, fast = half_open(node()), node("b")
+    scheduler = a_scheduler(slow, fast)
+    for one, ms in ((slow, 1000.0), (fast, 10.0)):
+        timings = {"prompt_n": 100, "prompt_ms": 100, "predicted_n": 100, "predicted_ms": 100 * ms}
+        for _ in range(20):
+            scheduler.fleet.learn_timings(one, timings)
+        scheduler.fleet_sync.node_changed(one)
+    lease, _ = await scheduler.lease(a_request(max_tokens=20))
+    assert lease.node is fast
+    short, _ = await scheduler.lease(a_request(max_tokens=2))
+    assert (short.node, short.trial) == (slow, True)
+
+
+def test_failures_in_a_row_are_doubted() -> None:
+    one = node()
+    scheduler = a_scheduler(one)
+    scheduler.fleet.request_failed(one, one.clock())
+    assert row_of(scheduler).penalty > 0
+    scheduler.fleet.request_succeeded(one, one.clock())
+    assert row_of(scheduler).penalty == 0
+
+
+def test_measured_speeds_are_mirrored() -> None:
+    one = node()
+    scheduler = a_scheduler(one)
+    before = row_of(scheduler).prefill_tps
+    timings = {"prompt_n": 1000, "prompt_ms": 2000, "predicted_n": 100, "predicted_ms": 10_000}
+    for _ in range(3):
+        scheduler.fleet.learn_timings(one, timings)
+    scheduler.fleet_sync.node_changed(one)
+    assert row_of(scheduler).prefill_tps == pytest.approx(500.0, rel=0.2) != before
+    assert row_of(scheduler).token_base == pytest.approx(0.1, rel=0.2)
+
+
+def test_a_board_that_is_wrong_about_a_node_is_not_believed() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    held = take(one)  # nobody has told the board
+    assert row_of(scheduler).free == 1
+    assert scheduler.lease_now(a_request()) is None
+    agrees(scheduler)
+    assert one.leased == 1
+    held.release()
+
+
+# Nodes that come and go.
+
+
+@pytest.fixture
+def three() -> tuple[Scheduler, list[Node]]:
+    nodes = [node(name, slots=1) for name in "abc"]
+    return a_scheduler(*nodes), nodes
+
+
+def put(scheduler: Scheduler, *nodes: Node) -> None:
+    """These are the nodes of the inventory now."""
+    fleet = scheduler.fleet
+    for name, one in list(fleet.nodes.items()):
+        if one not in nodes:
+            one.removed = True
+            del fleet.nodes[name]
+    for one in nodes:
+        one.on_lease_released = fleet._returned
+        fleet.nodes[one.name] = one
+    fleet.model_index.set_nodes(nodes)
+    scheduler.capacity_changed()
+
+
+async def test_a_node_that_is_new_serves_who_waits_already(
+    three: tuple[Scheduler, list[Node]],
+) -> None:
+    scheduler, nodes = three
+    leases = [(await scheduler.lease(a_request()))[0] for _ in nodes]
+    waiting = asyncio.create_task(scheduler.lease(a_request()))
+    await settled()
+    put(scheduler, *nodes, node("d", slots=1))
+    await settled()
+    assert waiting.result()[0].node.name == "d"
+    for lease in [*leases, waiting.result()[0]]:
+        lease.release()
+    agrees(scheduler)
+
+
+async def test_what_runs_on_a_removed_node_ends_there_and_its_row_may_be_anothers(
+    three: tuple[Scheduler, list[Node]],
+) -> None:
+    scheduler, nodes = three
+    leases = {
+        lease.node.name: lease for lease in [(await scheduler.lease(a_request()))[0] for _ in nodes]
+    }
+    prompt = PromptKey((1, 2), 100.0)
+    scheduler.prompt_cache.request_placed(row_of(scheduler, "a").index, prompt)
+    put(scheduler, *nodes[1:], node("d", slots=1))
+    assert "a" not in scheduler.dispatcher.placement_state.by_name
+    fresh, _ = await scheduler.lease(a_request())
+    assert fresh.node.name == "d"
+    leases["a"].release()
+    agrees(scheduler)
+    assert scheduler.lease_now(a_request()) is None
+    for lease in leases.values():
+        lease.release()
+    fresh.release()
+    agrees(scheduler)
+
+
+async def test_a_node_that_leaves_and_returns_still_counts_what_it_runs(
+    three: tuple[Scheduler, list[Node]],
+) -> None:
+    scheduler, nodes = three
+    leases = [(await scheduler.lease(a_request()))[0] for _ in nodes]
+    put(scheduler, *nodes[1:])
+    nodes[0].removed = False
+    put(scheduler, *nodes)
+    agrees(scheduler)
+    assert scheduler.lease_now(a_request()) is None
+    for lease in leases:
+        lease.release()
+    agrees(scheduler)
+    assert all(row_of(scheduler, name).free == 1 for name in "abc")
+
+
+def test_a_tier_that_is_changed_moves_the_node(three: tuple[Scheduler, list[Node]]) -> None:
+    scheduler, nodes = three
+    before = scheduler.fleet_sync.has_gpu_tier
+    nodes[1].spec = nodes[1].spec.model_copy(update={"tier": "gpu"})
+    scheduler.capacity_changed()
+    assert (before, scheduler.fleet_sync.has_gpu_tier) == (False, True)
+    assert [row.name for row in scheduler.dispatcher.placement_state.rows if row.gpu] == ["b"]
+    (pools,) = scheduler._taking.candidate_finder.find(a_request()).groups
+    assert [[row.name for row in pool.rows] for pool in pools] == [["b"], ["a", "c"]]
+
+
+def test_what_a_node_remembers_goes_with_its_server() -> None:
+    one = node()
+    one.indexed_models = one.public_models
+    scheduler = a_scheduler(one)
+    index, memory = row_of(scheduler).index, scheduler.prompt_cache
+    numbers = itertools.count()
+
+    def remembers() -> bool:
+        prompt = PromptKey((next(numbers), next(numbers)), 100.0)
+        memory.request_placed(index, prompt)
+        memory.request_finished(index, prompt, 100, 0, 5)
+        return index in memory.cached_tokens(PromptKey(prompt.blocks, 100.0))
+
+    assert remembers()
+    kept = PromptKey((100, 101), 50.0)
+    memory.request_placed(index, kept)
+    memory.request_finished(index, kept, 50, 0, 5)
+    scheduler.fleet_sync.node_changed(one)
+    assert memory.cached_tokens(PromptKey(kept.blocks, 50.0))
+    one.probe_history.up = False
+    scheduler.fleet_sync.node_changed(one)
+    assert not memory.cached_tokens(PromptKey(kept.blocks, 50.0))
+    assert not remembers()
+    one.probe_history.up = True
+    scheduler.fleet_sync.node_changed(one)
+    assert remembers()

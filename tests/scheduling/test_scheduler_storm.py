@@ -1,0 +1,222 @@
+"""In whatever order things happen: nobody waits while a slot that would do idles, nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config.settings import Settings
+from gateway.errors import GatewayError
+from gateway.fleet.node import Lease, Node, NodeState
+from gateway.fleet.prompt_tree import PromptKey
+from gateway.request import Priority, Request
+from gateway.scheduling.demand_model import ReportedTokens
+from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.waiters import Waiter
+from tests.fleet.build import Clock
+from tests.scheduling.build import a_request, a_scheduler, look, node, settled
+from tests.virtual import VirtualLoop
+
+SLOTS = {"a": 1, "b": 2, "c": 4}
+POLICIES = ["least_finish", "least_loaded", "round_robin", "prefix_hash"]
+STATES = [
+    NodeState.READY,
+    NodeState.READY,
+    NodeState.DOWN,
+    NodeState.DRAINING,
+    NodeState.MUTE,
+    NodeState.DEGRADED,
+]
+
+
+@dataclass
+class World:
+    """A scheduler on a clock that stands still between events."""
+
+    clock: Clock
+    nodes: dict[str, Node]
+    scheduler: Scheduler
+    rng: random.Random
+    tasks: dict[str, tuple[Request, asyncio.Task[tuple[Lease, str]]]] = field(default_factory=dict)
+    running: list[tuple[Request, Lease]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    async def settle(self) -> None:
+        """Until all has gone as far as it can; a timer may fire in between."""
+        for _ in range(5):
+            await settled()
+            self.collect()
+            if len(self.tasks) == len(self.scheduler._tickets):
+                break
+
+    def collect(self) -> None:
+        for name, (request, task) in list(self.tasks.items()):
+            if not task.done():
+                continue
+            del self.tasks[name]
+            if task.cancelled():
+                continue
+            error = task.exception()
+            if error is None:
+                self.running.append((request, task.result()[0]))
+            else:
+                assert isinstance(error, GatewayError), error
+                self.errors.append(error.code)
+
+    # Events.
+
+    def arrive(self, number: int) -> None:
+        rng = self.rng
+        talk = number % 7
+        prompt = None
+        if number % 3:
+            blocks = tuple(hash((talk, i)) for i in range(1 + number % 5))
+            prompt = PromptKey(blocks, 500.0, size=2000)
+        request = a_request(
+            received_at=self.clock(),
+            priority=Priority(number % 4),
+            slots=rng.choice([0, 1, 1, 1, 1, 2, 4]),
+            prompt_key=prompt,
+            text_bytes=rng.choice([10, 2000, 100_000]),
+            max_tokens=rng.choice([None, 1, 300, 10**18]),
+            fairness_key=f"party {number % 5}",
+            deadline=rng.choice([None, None, self.clock() - 1.0, self.clock() + 20.0]),
+        )
+        task = asyncio.create_task(self.scheduler.lease(request))
+        self.tasks[request.id] = (request, task)
+
+    def finish(self, number: int) -> None:
+        if not self.running:
+            return
+        request, lease = self.running.pop(number % len(self.running))
+        lease.release()
+        learning = self.scheduler.demand_model
+        if number % 4 == 0:
+            learning.abandoned(lease, request, refund=bool(number % 8))
+        elif number % 4 == 1:
+            learning.learn(lease, request, None, float(number), complete=False)
+        else:
+            lies = [0.0, float("nan"), -5.0, 1e300, 40.0, 400.0]
+            told = ReportedTokens(*(self.rng.choice(lies) for _ in range(3)))
+            learning.learn(lease, request, told, 3.0, complete=True)
+
+    def cancel(self, number: int) -> None:
+        if self.tasks:
+            list(self.tasks.values())[number % len(self.tasks)][1].cancel()
+
+    def change(self, number: int) -> None:
+        """A node's state, or what others put on it."""
+        one = self.nodes["abc"[number % 3]]
+        if number % 2:
+            one.state = self.rng.choice(STATES)
+        else:
+            one.occupancy.foreign = self.rng.randint(0, 3)
+        self.scheduler.fleet_sync.node_changed(one)
+        self.scheduler.fleet._tell_capacity()
+
+    def inventory(self, number: int) -> None:
+        """A node leaves, or returns."""
+        name, fleet = "abc"[number % 3], self.scheduler.fleet
+        if name in fleet.nodes and len(fleet.nodes) > 1:
+            fleet.nodes.pop(name).removed = True
+        elif name not in fleet.nodes:
+            fleet.nodes[name] = self.nodes[name]
+            self.nodes[name].removed = False
+        fleet.model_index.set_nodes(fleet.nodes.values())
+        self.scheduler.capacity_changed()
+
+    def reload(self, number: int) -> None:
+        self.scheduler.configure(
+            Settings.model_validate(
+                {
+                    "policy": POLICIES[number % 4],
+                    "queue": {"max": 6 + number % 5, "max_wait": 30 + number},
+                    "classes": {
+                        "batch": {"reserve_slots": (number % 3) / 4},
+                        "normal": {"patience": number % 7},
+                    },
+                }
+            )
+        )
+
+    def time_passes(self, number: int) -> None:
+        self.clock.passes(number / 4)
+        look(self.scheduler)
+
+    # What always holds.
+
+    def check(self) -> None:
+        board, now = self.scheduler.dispatcher.placement_state, self.clock()
+        for name, one in self.scheduler.fleet.nodes.items():
+            assert one.leased == sum(lease.slots for _, lease in self.running if lease.node is one)
+            assert one.leased <= one.slots_total
+            assert board.by_name[name].free == one.free_slots(now), name
+        tickets = self.scheduler._tickets
+        assert {ticket.request.id for ticket in tickets} == set(self.tasks)
+        assert self.scheduler.dispatcher.waiting == len(self.tasks)
+        for ticket in tickets:
+            assert self.may_wait(ticket, now), f"{ticket.request} could go"
+
+    def may_wait(self, ticket: Waiter, now: float) -> bool:
+        """Whether no slot idles that it could use, or it is held back for a better one."""
+        ask, board = ticket.queued, self.scheduler.dispatcher.placement_state
+        if ask.deferred_until > now:
+            return True
+        for name, one in self.scheduler.fleet.nodes.items():
+            row = board.by_name[name]
+            if not ask.slots:
+                if one.capacity(now):
+                    return False
+                continue
+            spare = row.batch_reserve if ask.priority is Priority.BATCH and row.busy else 0
+            if one.free_slots(now) - ask.slots >= spare and row.reserved_for in {None, ask}:
+                return False
+        return True
+
+
+EVENTS = (
+    ["arrive"] * 6 + ["finish"] * 4 + ["cancel", "change", "inventory", "reload", "time_passes"]
+)
+script = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 60)), min_size=10, max_size=60)
+
+
+async def run(events: list[tuple[str, int]], seed: int) -> None:
+    clock = Clock()
+    nodes = {name: node(name, clock=clock, slots=slots) for name, slots in SLOTS.items()}
+    scheduler = a_scheduler(*nodes.values(), clock=clock, seed=seed, queue={"max": 8})
+    world = World(clock, nodes, scheduler, random.Random(seed))
+    for what, number in events:
+        getattr(world, what)(number)
+        await world.settle()
+        world.check()
+    # All nodes are well again and all work ends: then everybody who waits has been served.
+    for name, one in nodes.items():
+        one.state, one.occupancy.foreign, one.removed = NodeState.READY, 0, False
+        scheduler.fleet.nodes[name] = one
+    scheduler.fleet.model_index.set_nodes(nodes.values())
+    scheduler.capacity_changed()
+    for _ in range(400):
+        await world.settle()
+        if not world.tasks and not world.running:
+            break
+        while world.running:
+            world.finish(3)
+        clock.passes(0.3)
+        look(scheduler)
+    assert not world.tasks
+    assert [one.leased for one in nodes.values()] == [0, 0, 0]
+    for row in scheduler.dispatcher.placement_state.by_name.values():
+        assert (row.ours, row.running, row.deferred, row.reserved_for) == (0, [], [], None)
+    assert scheduler.dispatcher.waiting == 0
+    scheduler.close()
+
+
+@given(script, st.integers(0, 1 << 16))
+def test_nobody_waits_in_vain_and_nothing_leaks(events: list[tuple[str, int]], seed: int) -> None:
+    # In virtual time, where the scheduler's own timers don't ring while nothing waits for them.
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(run(events, seed))

@@ -1,0 +1,400 @@
+"""`llama-gateway up` as a process, with the real servers that it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from gateway.tools.cli import up
+from gateway.tools.local.gguf_file import read_model
+from gateway.tools.local.memory import memlock_warning, memory_needed
+from gateway.tools.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS
+from gateway.tools.local.prepare import plan_local_fleet
+from gateway.tools.local.server_command import server_environment
+from gateway.tools.local.server_process import BASE_PORT, claim_free_port, claimed_port
+from tests.processes import wait_until_gone
+from tests.servers import demo_model, may_lock
+from tests.tools.cli.running import read_until, run, run_process
+from tests.tools.local.small_models import SMALL, write_hollow
+
+COMMAND = (sys.executable, "-m", "gateway", "up")
+START_LIMIT = 120.0  # seconds
+ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
+real = [pytest.mark.real, pytest.mark.slow]
+
+
+@dataclass(slots=True)
+class Up:
+    """The process, and what it has said on stderr."""
+
+    process: Process
+    lines: list[str] = field(default_factory=list)
+    more: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def listen(self) -> None:
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            self.lines.append(line.decode().rstrip("\n"))
+            self.more.set()
+        self.more.set()
+
+    async def said(self, *parts: str) -> str:
+        """The first line with one of these words, once it is there."""
+        async with asyncio.timeout(START_LIMIT):
+            while True:
+                self.more.clear()
+                for line in self.lines:
+                    if any(part in line for part in parts):
+                        return line
+                await self.more.wait()
+
+    async def url(self) -> str:
+        found = ADDRESS.search(await self.said("Serving an OpenAI-compatible API at"))
+        assert found is not None
+        return found[0]
+
+    def servers(self) -> list[psutil.Process]:
+        """What it has started and runs."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    async def nodes(self) -> dict[str, Any]:
+        """The nodes as the admin API tells them."""
+        admin = json.loads(await self.said('"listening"'))["admin"]
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            told = (await client.get(f"{admin}/admin/nodes")).json()
+        return {node["name"]: node for node in told["nodes"]}
+
+    async def states(self) -> dict[str, str]:
+        return {name: node["state"] for name, node in (await self.nodes()).items()}
+
+    async def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return await asyncio.wait_for(self.process.wait(), START_LIMIT)
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    # Without llama-server's of this machine: what is tested comes with the gateway.
+    given = {"LLAMA_GATEWAY_CACHE": str(tmp_path / "cache"), "PATH": "/nowhere"}
+    return server_environment({**given, "TMPDIR": str(tmp_path)})
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    path = tmp_path / "gateway.yaml"
+    path.write_text(yaml.safe_dump({"health": {"interval": 0.2, "timeout": 30}}))
+    return path
+
+
+@asynccontextmanager
+async def running(environment: dict[str, str], *arguments: str | Path) -> AsyncIterator[Up]:
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, *("--port", "0", "--admin-port", "0"), *arguments,
+        stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, env=environment, cwd=environment["TMPDIR"],
+    )  # fmt: skip
+    started = Up(process)
+    listening = asyncio.create_task(started.listen())
+    try:
+        yield started
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await asyncio.wait_for(listening, START_LIMIT)
+
+
+async def until(condition: Callable[[], Awaitable[bool]], limit: float = 120.0) -> None:
+    async with asyncio.timeout(limit):
+        while not await condition():  # noqa: ASYNC110 - another process, seen by asking
+            await asyncio.sleep(0.02)
+
+
+async def all_gone(processes: list[psutil.Process]) -> None:
+    await asyncio.to_thread(wait_until_gone, [one.pid for one in processes])
+
+
+def left_behind(environment: dict[str, str]) -> list[Path]:
+    return list(Path(environment["TMPDIR"]).glob("llama-gateway-*"))
+
+
+class TestServing:
+    pytestmark = real
+
+    async def test_it_starts_servers_serves_and_ends_them(
+        self, environment: dict[str, str], settings: Path
+    ) -> None:
+        async with running(
+            environment, "--servers", "2", "--slots", "3", "--config", settings
+        ) as it:
+            url = await it.url()
+            told = "\n".join(it.lines)
+            assert "random" in told
+            assert "words mean nothing" in told
+            for name in ("local-0", "local-1"):
+                assert re.search(
+                    rf"^  {name}: started on http://127\.0\.0\.1:\d+$", told, re.MULTILINE
+                )
+                assert re.search(rf"^  {name}: ready after \d+\.\d s$", told, re.MULTILINE)
+            assert "\x1b" not in told
+
+            assert (await it.said("curl")).startswith(f"  curl {url}/v1/chat/completions -d '{{")
+            body = re.search(r"-d '(.*)'$", await it.said("curl"))
+            assert body is not None
+            async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+                answer = await client.post(f"{url}/v1/chat/completions", content=body[1])
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["message"]["content"].strip()
+
+            async def ready() -> bool:
+                return set((await it.states()).values()) == {"ready"}
+
+            await until(ready)
+            nodes = await it.nodes()
+            assert {name: node["slots_total"] for name, node in nodes.items()} == {
+                "local-0": 3,
+                "local-1": 3,
+            }
+
+            servers = it.servers()
+            assert len(servers) == 2
+            assert await it.end() == 0
+            await all_gone(servers)
+        assert left_behind(environment) == []
+
+    async def test_a_small_model_is_served_under_the_name_of_its_file(
+        self, environment: dict[str, str], settings: Path, tmp_path: Path
+    ) -> None:
+        model = write_hollow(SMALL, tmp_path)
+        async with running(environment, "--model", model, "--config", settings) as it:
+            url = await it.url()
+            assert "random" not in "\n".join(it.lines)
+            async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
+                (listed,) = (await client.get(f"{url}/v1/models")).json()["data"]
+                assert (listed["id"], listed["meta"]["n_ctx"]) == (model.stem, DEFAULT_CONTEXT)
+                body = {"model": model.stem, "messages": [{"role": "user", "content": "Hi"}]}
+                answer = await client.post(
+                    f"{url}/v1/chat/completions", json={**body, "max_tokens": 2}
+                )
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["model"] == model.stem
+            (server,) = it.servers()
+            assert server.memory_info().rss < 1.1 * memory_needed(SMALL.size, 1)
+
+    async def test_a_killed_server_comes_back(
+        self, environment: dict[str, str], settings: Path
+    ) -> None:
+        async with running(environment, "--servers", "2", "--config", settings) as it:
+            url = await it.url()
+
+            async def ready() -> bool:
+                return set((await it.states()).values()) == {"ready"}
+
+            await until(ready)
+            port = (await it.nodes())["local-0"]["url"].rpartition(":")[2]
+            (victim,) = (one for one in it.servers() if port in one.cmdline())
+            # It can't come back before the answer that comes from the other one.
+            model = Path(environment["LLAMA_GATEWAY_CACHE"], "models", demo_model().name)
+            away = shutil.move(model, model.with_suffix(".away"))
+            victim.kill()
+            exited = json.loads(await it.said('"server exited"'))
+            assert (exited["server"], exited["how"]) == ("local-0", "killed by SIGKILL")
+            async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+                body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
+                answer = await client.post(f"{url}/v1/chat/completions", json=body)
+                assert answer.status_code == 200, answer.text
+                assert answer.headers["x-gateway-node"] == "local-1"
+            shutil.move(away, model)
+            await it.said('"server ready"')
+            await until(ready)
+            assert (await it.nodes())["local-0"]["url"].endswith(f":{port}")
+            servers = it.servers()
+            assert len(servers) == 2
+            assert victim not in servers
+            assert await it.end(signal.SIGINT) == 0
+            await all_gone(servers)
+
+    @pytest.mark.skipif(not may_lock(), reason="the limit of locked memory is too low here")
+    async def test_a_model_is_locked_in_memory(self, environment: dict[str, str]) -> None:
+        async with running(environment, "--mlock") as it:
+            await it.url()
+            model = read_model(demo_model())
+            assert [memlock_warning(model, server.pid) for server in it.servers()] == [None]
+            assert "is locked" not in "\n".join(it.lines)
+
+    async def test_no_server_outlives_a_gateway_that_is_killed(
+        self, environment: dict[str, str]
+    ) -> None:
+        async with running(environment, "--servers", "2") as it:
+            await it.url()
+            servers = it.servers()
+            assert len(servers) == 2
+            await it.end(signal.SIGKILL)
+            await all_gone(servers)
+
+    @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+    async def test_a_signal_ends_it_while_servers_start(
+        self, environment: dict[str, str], number: signal.Signals, status: int
+    ) -> None:
+        slow = Path(environment["TMPDIR"]) / "llama-server"
+        slow.write_text(
+            "#!/bin/sh\n"
+            'case "$1" in --help) echo --model --port --parallel;; *) exec /bin/sleep 600;; esac\n'
+        )
+        slow.chmod(0o755)
+        async with running(environment, "--servers", "2", "--server-bin", slow) as it:
+            await it.said("local-1: started")
+            servers = it.servers()
+            assert len(servers) == 2
+            assert await it.end(number) == status
+            await all_gone(servers)
+            assert "Traceback" not in "".join(it.lines)
+        assert left_behind(environment) == []
+
+    async def test_no_server_takes_a_port_of_the_gateway(self, environment: dict[str, str]) -> None:
+        port = 0
+        while True:
+            with claim_free_port("127.0.0.1", max(port + 1, BASE_PORT)) as claim:
+                port = claimed_port(claim)  # the first one that a server would take
+            async with running(environment, "--port", str(port)) as it:
+                said = await it.said("Serving", "choose another with --port")
+                if "Serving" in said:
+                    assert await it.url() == f"http://127.0.0.1:{port}"
+                    assert await it.end() == 0
+                    return
+            # Somebody else on this machine was quicker.
+
+    async def test_its_servers_stand_where_they_are_told_to_and_pass_over_what_is_taken(
+        self, environment: dict[str, str]
+    ) -> None:
+        with claim_free_port("127.0.0.1", 20_000) as claim:
+            port = claimed_port(claim)
+            arguments = ("--servers", "2", "--server-port", str(port))
+            async with running(environment, *arguments) as it:
+                told = await it.said("the servers are on")
+                first, second = map(int, re.findall(r"\d+", told.partition("servers are on")[2]))
+                assert port < first < second < port + 1000
+                assert told.startswith(f"Not every port from {port} on was to be had")
+                for name, taken in (("local-0", first), ("local-1", second)):
+                    assert f"  {name}: started on http://127.0.0.1:{taken}" in it.lines
+                assert await it.end() == 0
+
+    async def test_a_terminal_shows_a_live_list(self, environment: dict[str, str]) -> None:
+        ours, theirs = pty.openpty()
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, *("--port", "0", "--admin-port", "0", "--servers", "2"),
+            stdin=DEVNULL, stdout=DEVNULL, stderr=theirs,
+            env={**environment, "TERM": "xterm-256color", "COLUMNS": "60"},
+            cwd=environment["TMPDIR"],
+        )  # fmt: skip
+        os.close(theirs)
+        try:
+            shown = await asyncio.wait_for(
+                asyncio.to_thread(read_until, ours, b"curl"), START_LIMIT
+            )
+            process.terminate()
+            rest = asyncio.to_thread(read_until, ours, b"ended")
+            assert await asyncio.wait_for(process.wait(), START_LIMIT) == 0
+            shown += await asyncio.wait_for(rest, START_LIMIT)
+        finally:
+            os.close(ours)
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        text = shown.decode()
+        assert "\x1b[?25l" in text  # the cursor is hidden while the list is redrawn ...
+        assert "\x1b[?25h" in text  # ... and comes back
+        assert "local-1: ready after" in text
+        assert '"max_tokens": 40}\'\r\n' in text  # in one piece, though the terminal is narrow
+
+
+class TestRefusing:
+    def test_a_missing_model_is_told(self, tmp_path: Path) -> None:
+        ran = run("up", "--model", str(tmp_path / "missing.gguf"))
+        assert (ran.status, ran.out) == (1, "")
+        assert ran.err.startswith("error: ")
+        assert "missing.gguf: no such file" in ran.err
+
+    def test_a_file_that_is_no_model_is_told_with_the_remedy(self, tmp_path: Path) -> None:
+        (tmp_path / "text.gguf").write_text("hello")
+        ran = run("up", "--model", str(tmp_path / "text.gguf"))
+        assert ran.status == 1
+        assert "not a GGUF model" in ran.err
+        assert "download it again" in ran.err
+
+    def test_a_model_too_large_for_memory_is_refused_with_figures(self, tmp_path: Path) -> None:
+        large = tmp_path / "large.gguf"
+        large.write_bytes(demo_model().read_bytes())
+        with large.open("r+b") as file:
+            file.truncate(psutil.virtual_memory().total)  # a hole: it takes no room on the disk
+        ran = run("up", "--model", str(large))
+        assert ran.status == 1
+        assert "not enough memory" in ran.err
+        assert len(re.findall(r"\d+\.\d GiB", ran.err)) == 4
+        assert "--force-memory" in ran.err
+
+    def test_a_model_that_may_not_be_locked_is_refused_with_the_remedy(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("gateway.tools.local.prepare.memlock_limit", lambda: 65536)
+        ran = run("up", "--mlock", "--model", str(demo_model()))
+        assert ran.status == 1
+        assert "may lock 0 MiB of memory here, and the model is 4 MiB" in ran.err
+        assert "--memlock=unlimited" in ran.err
+
+    def test_a_server_that_has_not_locked_its_model_is_told_of(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        plan = plan_local_fleet(demo_model(), mlock=True, servers=2, cache=tmp_path)
+        up._tell_of_unlocked(plan, (os.getpid(), None))
+        assert capsys.readouterr().err.startswith("  local-0: only 0 MiB of 4 MiB is locked")
+
+    def test_a_binary_that_is_not_there_is_told(self, tmp_path: Path) -> None:
+        ran = run("up", "--server-bin", str(tmp_path / "llama-server"))
+        assert ran.status == 1
+        assert "--server-bin" in ran.err
+
+    @pytest.mark.real
+    @pytest.mark.parametrize("flag", ["--port", "--admin-port"])
+    def test_a_port_that_is_taken_is_told_before_a_server_starts(self, flag: str) -> None:
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            ports = {"--port": "0", "--admin-port": "0", flag: str(other.getsockname()[1])}
+            ran = run_process(["up", *(word for pair in ports.items() for word in pair)])
+        assert ran.status == 1
+        assert f"choose another with {flag}" in ran.err
+        assert "started on" not in ran.err
+
+    @pytest.mark.parametrize(
+        "arguments", [("--slots", "0"), ("--servers", "0"), ("--port", "70000"), ("--nodes", "x")]
+    )
+    def test_wrong_usage_is_2(self, arguments: tuple[str, ...]) -> None:
+        assert run("up", *arguments).status == 2
+
+    def test_an_open_address_without_keys_is_2(self) -> None:
+        ran = run_process(["up", "--host", "0.0.0.0"])
+        assert ran.status == 2
+        assert "--allow-anonymous" in ran.err
+
+
+def test_the_slots_of_a_server_are_those_of_the_plan() -> None:
+    assert up.up.__defaults__ is not None
+    assert up.up.__defaults__[2] == DEFAULT_SLOTS

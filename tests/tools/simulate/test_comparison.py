@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import pytest
+
+from gateway.scheduling.selection import POLICIES
+from gateway.tools.simulate.comparison import (
+    OTHER_PROXIES,
+    UnknownPolicyError,
+    build_front,
+    compare,
+    known_policies,
+)
+from gateway.tools.simulate.knowledge import LearntKnowledge
+from gateway.tools.simulate.server import SimulatedMachine
+from gateway.tools.simulate.simulation import simulate
+from gateway.tools.simulate.traffic import Traffic, generate
+from tests.counting import instructions
+from tests.tools.simulate.build import job, machine, trace
+
+FLEET = [SimulatedMachine(f"fast{i}", 2, 600.0, 40.0) for i in range(4)] + [
+    SimulatedMachine(f"slow{i}", 2, 250.0, 16.0) for i in range(2)
+]
+
+
+def test_every_policy_of_the_gateway_and_both_peers_can_be_compared() -> None:
+    assert set(known_policies()) == {*POLICIES, *OTHER_PROXIES}
+    reports = compare(generate(Traffic(requests=150, rate=1.0), 1), FLEET, known_policies())
+    assert [report.policy for report in reports] == list(known_policies())
+    for report in reports:
+        assert report.requests == 150
+        assert 0 < report.bound <= report.completion.mean
+        assert 0 < report.utilisation < 1
+        assert 0 < report.cached_share < 1
+        assert report.ttft.p50 <= report.ttft.p95 <= report.ttft.p99
+        assert report.wait.mean + report.service == pytest.approx(report.completion.mean)
+
+
+def test_the_same_seed_gives_the_same_figures() -> None:
+    def played() -> float:
+        trace = generate(Traffic(requests=100, rate=1.0), 5)
+        return compare(trace, FLEET, ["least_finish"], seed=3)[0].completion.mean
+
+    assert played() == played()
+
+
+def test_a_policy_that_does_not_exist_is_told_before_anything_is_played() -> None:
+    told: list[str] = []
+    with pytest.raises(UnknownPolicyError, match="no policy 'best'; known: least_finish, "):
+        compare(
+            generate(Traffic(requests=10, rate=1.0), 1),
+            FLEET,
+            ["nginx", "best"],
+            progress=lambda name, _: told.append(name),
+        )
+    assert told == []
+    with pytest.raises(UnknownPolicyError):
+        build_front("best", FLEET)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_least_finish_is_well_ahead_of_counting_connections(exact: bool) -> None:
+    trace = generate(Traffic(requests=1500, rate=1.0), 1)
+    ours, nginx = compare(trace, FLEET, ["least_finish", "nginx"], exact=exact)
+    assert ours.completion.mean < 0.85 * nginx.completion.mean
+    assert ours.ttft.p95 < 0.85 * nginx.ttft.p95
+    assert ours.cached_share > nginx.cached_share
+
+
+def test_no_node_gets_more_than_it_has_slots_for() -> None:
+    trace = generate(Traffic(requests=600, rate=4.0), 1)
+    simulate(trace, FLEET, build_front("least_finish", FLEET))
+    assert all(job.began == job.sent for job in trace.jobs)
+    ends = sorted(
+        [(job.began, 1, job.node) for job in trace.jobs]
+        + [(job.ended, 0, job.node) for job in trace.jobs]
+    )
+    busy = [0] * len(FLEET)
+    for _, begins, node in ends:
+        busy[node] += 1 if begins else -1
+        assert 0 <= busy[node] <= 2
+
+
+def test_urgent_requests_go_before_batch() -> None:
+    jobs = [job(time=i * 0.01, klass="batch", output=50) for i in range(40)]
+    jobs += [job(time=1.0 + i * 0.01, klass="urgent", output=50) for i in range(5)]
+    machines = [machine(2)]
+    simulate(trace(jobs), machines, build_front("least_finish", machines))
+    last = max(one.began for one in jobs if one.priority_label == "urgent")
+    assert sum(one.began > last for one in jobs if one.priority_label == "batch") > 20
+
+
+def test_what_was_learnt_is_near_the_truth() -> None:
+    from gateway.tools.simulate.fronts import GatewayFront
+
+    learnt = LearntKnowledge()
+    stood = GatewayFront(FLEET, knowledge=learnt)
+    simulate(generate(Traffic(requests=1000, rate=1.0), 2), FLEET, stood)
+    for node, row in zip(FLEET, stood.board.rows, strict=True):
+        assert row.token_base == pytest.approx(node.token_base, rel=0.3)
+        assert row.prefill_tps == pytest.approx(node.prefill_tps, rel=0.4)
+
+
+def test_believed_caches_mostly_are_there() -> None:
+    """What the gateway believes of a node when it places a request, against what came back."""
+    from gateway.tools.simulate.fronts import GatewayFront
+    from gateway.tools.simulate.knowledge import ExpectedRequest
+    from gateway.tools.simulate.trace import Job
+
+    believed: list[tuple[float, int]] = []
+
+    class Watched(LearntKnowledge):
+        def ended(self, job: Job, known: ExpectedRequest, now: float) -> None:
+            believed.append((known.cached.get(job.node, 0.0), job.cached))
+            super().ended(job, known, now)
+
+    stood = GatewayFront(FLEET, knowledge=Watched())
+    simulate(generate(Traffic(requests=1500, rate=0.8), 2), FLEET, stood)
+    wrong = sum(abs(guess - real) for guess, real in believed)
+    assert wrong < 0.2 * sum(real for _, real in believed)
+
+
+@pytest.mark.slow
+def test_a_request_is_little_more_work_among_ten_times_the_nodes() -> None:
+    """So an hour of a thousand nodes is played in minutes: docs/simulation.md has the figures."""
+
+    def work(nodes: int) -> float:
+        fleet = [SimulatedMachine(f"fast{i}", 2, 700.0, 48.0) for i in range(7 * nodes // 10)]
+        fleet += [SimulatedMachine(f"slow{i}", 2, 240.0, 16.0) for i in range(3 * nodes // 10)]
+        traffic = Traffic(requests=400, rate=0.16 * nodes, answer=172.0, tenants=120)
+        trace = generate(traffic, 1)
+        return (
+            instructions(lambda: simulate(trace, fleet, build_front("least_finish", fleet))) / 400
+        )
+
+    assert work(1000) < 1.5 * work(100)

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import pytest
+
+from gateway.scheduling.dispatcher import DispatchRules
+from gateway.tools.simulate.fronts import GatewayFront
+from gateway.tools.simulate.knowledge import (
+    ExactKnowledge,
+    ExpectedRequest,
+    Knowledge,
+    LearntKnowledge,
+)
+from gateway.tools.simulate.simulation import SimulatedFleet, simulate
+from gateway.tools.simulate.trace import Job
+from tests.tools.simulate.build import job, machine, trace
+
+
+class Noting(ExactKnowledge):
+    """Exact, and keeps what it told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: dict[int, ExpectedRequest] = {}
+
+    def expect(self, job: Job, fleet: SimulatedFleet) -> ExpectedRequest:
+        self.told[job.id] = known = super().expect(job, fleet)
+        return known
+
+
+def test_exact_knows_what_is_cached_and_what_will_be() -> None:
+    first = job(prompt=1000, output=100, stream=1, head=5, shared=400)
+    then = job(time=2.0, prompt=600, output=5, stream=2, head=5, shared=400)
+    later = job(time=60.0, prompt=1200, output=5, stream=1, head=5, shared=400)
+    noting = Noting()
+    machines = [machine(2)]
+    simulate(trace([first, then, later]), machines, GatewayFront(machines, knowledge=noting))
+    assert (noting.told[0].cached, noting.told[0].pending) == ({}, {})
+    assert (noting.told[1].cached, noting.told[1].pending) == ({}, {0: 400})
+    assert (noting.told[2].cached, noting.told[2].pending) == ({0: 1099}, {})
+    assert (noting.told[1].prompt_tokens, noting.told[1].completion_tokens) == (600, 5)
+    assert noting.told[0].affinity_hash == noting.told[1].affinity_hash
+
+
+def test_what_a_busy_slot_held_is_not_to_be_had() -> None:
+    first = job(prompt=1000, output=100, stream=1, head=5, shared=400)
+    second = job(time=60.0, prompt=1200, output=500, stream=1, head=5, shared=400)
+    then = job(time=61.0, prompt=600, output=5, stream=2, head=5, shared=400)
+    noting = Noting()
+    machines = [machine(2)]
+    simulate(trace([first, second, then]), machines, GatewayFront(machines, knowledge=noting))
+    assert second.cached == 1099
+    assert (noting.told[2].cached, noting.told[2].pending) == ({}, {0: 400})
+    assert then.cached == 0
+
+
+def test_lengths_can_be_left_to_a_guess() -> None:
+    known = ExactKnowledge(lengths=False).expect(job(output=900), SimulatedFleet([machine(1)], []))
+    assert known.completion_tokens == 256
+
+
+@pytest.mark.parametrize(
+    "knowledge", [ExactKnowledge(), LearntKnowledge()], ids=["exact", "learnt"]
+)
+def test_a_request_that_waited_finds_what_was_cached_meanwhile(knowledge: Knowledge) -> None:
+    """One slot: the second turn of a conversation is asked for while the first one runs."""
+    machines = [machine(1)]
+    front = GatewayFront(machines, DispatchRules(), 0, knowledge)
+    jobs = [
+        job(prompt=1000, output=100, stream=1, head=5, shared=900),
+        job(time=0.5, prompt=1100, output=5, stream=2, head=5, shared=900),
+    ]
+    simulate(trace(jobs), machines, front)
+    assert jobs[1].cached == 900
+    assert front.dispatcher.waiting == 0
+
+
+def test_learnt_lengths_are_what_callers_got() -> None:
+    learnt = LearntKnowledge()
+    machines = [machine(2, "a"), machine(2, "b")]
+    jobs = [
+        job(time=i * 20.0, output=150 if i % 2 else 15, caller="long" if i % 2 else "short")
+        for i in range(60)
+    ]
+    simulate(trace(jobs), machines, GatewayFront(machines, knowledge=learnt))
+    for caller, output in (("long", 150), ("short", 15)):
+        _, completion = learnt.token_estimates.expected_tokens("model", caller, 400, None)
+        assert completion == pytest.approx(output, rel=0.35)
+
+
+def test_a_conversation_comes_home() -> None:
+    """Four nodes, four conversations one after the other: each turn goes where the last was."""
+    machines = [machine(1, str(number)) for number in range(4)]
+    jobs = [
+        job(time=turn * 100.0 + talk * 10, prompt=800 * (turn + 1), output=20, stream=talk + 1)
+        for turn in range(6)
+        for talk in range(4)
+    ]
+    simulate(trace(jobs), machines, GatewayFront(machines, knowledge=LearntKnowledge()))
+    later = [one for one in jobs if one.is_later_turn]
+    assert len(later) == 20
+    assert all(one.cached >= one.prompt.tokens - 800 - 1 for one in later)

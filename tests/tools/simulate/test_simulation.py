@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from gateway.tools.simulate.fronts import LeastConn, LeastConnQueued
+from gateway.tools.simulate.simulation import SimulatedFleet, StuckError, simulate
+from gateway.tools.simulate.trace import Job
+from gateway.tools.simulate.traffic import Traffic, generate
+from tests.tools.simulate.build import job, machine, trace
+
+
+class Keeper:
+    """A front that keeps everything."""
+
+    alarm = math.inf
+
+    def arrive(self, job: Job, fleet: SimulatedFleet) -> None: ...
+
+    def started(self, job: Job, fleet: SimulatedFleet) -> None: ...
+
+    def ended(self, job: Job, fleet: SimulatedFleet) -> None: ...
+
+    def wake(self, fleet: SimulatedFleet) -> None: ...
+
+
+class Delayer(Keeper):
+    """A front that sends everything a second later."""
+
+    def __init__(self) -> None:
+        self.alarm = math.inf
+        self._kept: list[Job] = []
+
+    def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
+        self._kept.append(job)
+        self.alarm = self._kept[0].arrived + 1.0
+
+    def wake(self, fleet: SimulatedFleet) -> None:
+        fleet.send(self._kept.pop(0), 0)
+        self.alarm = self._kept[0].arrived + 1.0 if self._kept else math.inf
+
+
+def test_a_front_that_serves_nobody_is_told() -> None:
+    with pytest.raises(StuckError, match="2 of 2 requests were never served"):
+        simulate(trace([job(), job()]), [machine()], Keeper())
+
+
+def test_a_front_that_rings_for_ever_is_told() -> None:
+    ringing = Keeper()
+    ringing.alarm = 0.0
+    with pytest.raises(StuckError, match="for ever"):
+        simulate(trace([job(time=1.0)]), [machine()], ringing)
+
+
+def test_a_front_is_woken_at_its_alarm() -> None:
+    jobs = [job(time=2.0), job(time=2.25)]
+    simulate(trace(jobs), [machine()], Delayer())
+    assert [one.sent for one in jobs] == [3.0, 3.25]
+
+
+def test_least_conn_sends_at_once_and_takes_turns_among_equals() -> None:
+    jobs = [job(time=i / 1000, output=100) for i in range(7)]
+    simulate(trace(jobs), [machine(1, str(i)) for i in range(3)], LeastConn(3))
+    assert [one.node for one in jobs] == [0, 1, 2, 0, 1, 2, 0]
+    assert all(one.sent == one.arrived for one in jobs)
+
+
+def test_maxconn_keeps_the_rest_in_one_line() -> None:
+    jobs = [job(time=i / 1000, output=100 if i % 2 else 30) for i in range(6)]
+    simulate(trace(jobs), [machine(1, str(i)) for i in range(2)], LeastConnQueued([1, 1]))
+    assert [one.node for one in jobs[:2]] == [0, 1]
+    # The first node is free earlier and takes the next two in their order.
+    assert jobs[2].node == jobs[3].node == 0
+    assert all(one.began == one.sent for one in jobs)
+
+
+def test_a_trace_can_be_played_again() -> None:
+    played = generate(Traffic(requests=300, rate=1.0), seed=3)
+    machines = [machine(2, str(i)) for i in range(3)]
+    first = [(one.node, one.ended) for one in simulate(played, machines, LeastConn(3)).jobs]
+    again = [(one.node, one.ended) for one in simulate(played, machines, LeastConn(3)).jobs]
+    assert first == again
+
+
+def test_progress_is_told_now_and_then() -> None:
+    told: list[int] = []
+    played = generate(Traffic(requests=4100, rate=50.0), seed=3)
+    machines = [machine(4, str(i)) for i in range(40)]
+    simulate(played, machines, LeastConn(40), told.append)
+    assert told == [2000, 4000]

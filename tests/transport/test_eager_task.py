@@ -1,0 +1,164 @@
+"""A coroutine without a task: what it may wait for, and when it gets one after all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
+
+import pytest
+
+from gateway.transport.eager_task import EagerTask, ensure_task
+
+
+class Reply:
+    """Something to wait for, as a connection is."""
+
+    def __init__(self) -> None:
+        self.on_wake: Callable[[bool], None] | None = None
+
+    def __await__(self) -> Generator[Reply, None, None]:
+        yield self
+
+    def wake(self, *, whole: bool) -> None:
+        assert self.on_wake is not None
+        on_wake, self.on_wake = self.on_wake, None
+        on_wake(whole)
+
+
+class Witness:
+    """A coroutine that notes in which task each of its steps ran."""
+
+    def __init__(self, *waits: Callable[[], Any]) -> None:
+        self.waits = waits
+        self.steps: list[asyncio.Task[Any] | None] = []
+        self.cancelled = False
+
+    async def __call__(self) -> None:
+        self.steps.append(asyncio.current_task())
+        for wait in self.waits:
+            try:
+                await wait()
+            except asyncio.CancelledError:
+                self.cancelled = True
+                raise
+            self.steps.append(asyncio.current_task())
+
+
+async def from_a_callback(work: Callable[[], object]) -> None:
+    """Call it as an event loop calls a protocol: outside of every task."""
+    done = asyncio.get_running_loop().create_future()
+
+    def call() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - for who waits
+            done.set_exception(error)
+
+    asyncio.get_running_loop().call_soon(call)
+    await done
+
+
+async def settled(tasks: set[asyncio.Task[None]]) -> None:
+    async with asyncio.timeout(30):
+        while tasks:
+            await asyncio.wait(set(tasks))
+            await asyncio.sleep(0)
+
+
+async def test_a_coroutine_that_waits_for_nothing_has_ended_when_it_was_run() -> None:
+    tasks: set[asyncio.Task[None]] = set()
+    witness = Witness()
+    await from_a_callback(lambda: EagerTask(tasks).run(witness()))
+    assert witness.steps == [None]
+    assert not tasks
+
+
+async def test_a_whole_reply_runs_it_on_at_once_and_without_a_task() -> None:
+    tasks: set[asyncio.Task[None]] = set()
+    reply = Reply()
+    witness = Witness(lambda: reply)
+    await from_a_callback(lambda: EagerTask(tasks).run(witness()))
+    assert witness.steps == [None]
+    await from_a_callback(lambda: reply.wake(whole=True))
+    assert witness.steps == [None, None]
+    assert not tasks
+
+
+async def test_a_part_of_a_reply_makes_a_task_of_it() -> None:
+    tasks: set[asyncio.Task[None]] = set()
+    reply = Reply()
+    witness = Witness(lambda: reply)
+    await from_a_callback(lambda: EagerTask(tasks).run(witness()))
+    await from_a_callback(lambda: reply.wake(whole=False))
+    assert len(tasks) == 1
+    [task] = tasks
+    await settled(tasks)
+    assert witness.steps == [None, task]
+
+
+@pytest.mark.parametrize(
+    "wait", [ensure_task, lambda: asyncio.sleep(0), lambda: asyncio.sleep(0.001)]
+)
+async def test_any_other_wait_makes_a_task_of_it(
+    wait: Callable[[], Coroutine[Any, Any, Any]],
+) -> None:
+    tasks: set[asyncio.Task[None]] = set()
+    witness = Witness(wait, lambda: asyncio.wait_for(asyncio.sleep(0), 30))
+    await from_a_callback(lambda: EagerTask(tasks).run(witness()))
+    async with asyncio.timeout(30):
+        while len(witness.steps) < 3:  # noqa: ASYNC110 - a list tells nobody
+            await asyncio.sleep(0.001)
+    first, second, third = witness.steps
+    assert first is None
+    assert second is not None
+    assert third is second
+    await settled(tasks)
+
+
+async def test_in_a_task_nothing_changes() -> None:
+    tasks: set[asyncio.Task[None]] = set()
+    witness = Witness(ensure_task)
+    EagerTask(tasks).run_in_task(witness())
+    [task] = tasks
+    await settled(tasks)
+    assert witness.steps == [task, task]
+
+
+async def test_cancelling_raises_where_it_waits_for_a_reply() -> None:
+    tasks: set[asyncio.Task[None]] = set()
+    reply = Reply()
+    witness = Witness(lambda: reply)
+    run = EagerTask(tasks)
+    await from_a_callback(lambda: run.run(witness()))
+    run.cancel()
+    # What comes meanwhile does not run it a second time.
+    reply.wake(whole=True)
+    await settled(tasks)
+    assert witness.cancelled
+    assert witness.steps == [None]
+
+
+async def test_cancelling_raises_where_it_waits_for_a_future() -> None:
+    tasks: set[asyncio.Task[None]] = set()
+    future = asyncio.get_running_loop().create_future()
+    witness = Witness(lambda: future)
+    run = EagerTask(tasks)
+    await from_a_callback(lambda: run.run(witness()))
+    run.cancel()
+    future.set_result(None)
+    await settled(tasks)
+    assert witness.cancelled
+
+
+async def test_cancelling_what_has_ended_does_nothing() -> None:
+    tasks: set[asyncio.Task[None]] = set()
+    run = EagerTask(tasks)
+    await from_a_callback(lambda: run.run(Witness()()))
+    run.cancel()
+    assert not tasks
+    again = EagerTask(tasks)
+    again.run_in_task(Witness()())
+    await settled(tasks)
+    again.cancel()
+    assert not tasks

@@ -1,0 +1,159 @@
+"""A client that may say anything, and a gateway that must be well afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from gateway.events import RequestFinished
+from tests.emulator import EmulatedNode
+from tests.emulator.wire import LIMIT, Wire, unchunk, wired
+from tests.gateways import Running, running_gateway, until
+
+CHAT = "/v1/chat/completions"
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@dataclass(slots=True)
+class Answer:
+    """One reply, as it came."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    raw: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def code(self) -> str | None:
+        """The contract's word for what went wrong, told in the head as in the body."""
+        value = json.loads(self.body)
+        if "error" in value and "code" in value["error"]:
+            assert value["error"]["code"] == self.headers["x-gateway-reason"]
+        return self.headers.get("x-gateway-reason")
+
+
+async def answer(wire: Wire) -> Answer:
+    """The next reply of a connection."""
+    head = (await wire.head()).decode("latin-1")
+    line, *rest = head.strip().split("\r\n")
+    status = HTTPStatus(int(line.split()[1]))
+    assert line == f"HTTP/1.1 {status.value} {status.phrase}"
+    raw = [(name.lower(), value.strip()) for name, _, value in (x.partition(":") for x in rest)]
+    headers = dict(raw)
+    assert len(headers) == len(raw), f"a field twice: {raw}"
+    preflight = "access-control-allow-methods" in headers
+    assert preflight or headers["x-request-id"], "every reply has an id"
+    if headers.get("transfer-encoding") == "chunked":
+        data = b""
+        while not data.endswith(b"0\r\n\r\n"):
+            data += await wire.until(b"\r\n")
+        body = unchunk(data)
+    elif "content-length" in headers:
+        async with asyncio.timeout(LIMIT):
+            body = await wire.reader.readexactly(int(headers["content-length"]))
+    else:
+        body = await wire.rest()
+    return Answer(status.value, headers, body, raw)
+
+
+def request(
+    body: bytes | Mapping[str, Any] = HELLO,
+    *fields: str,
+    method: str = "POST",
+    path: str = CHAT,
+    length: int | None = None,
+) -> bytes:
+    """The bytes of a request."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", *fields]
+    lines.append(f"Content-Length: {len(data) if length is None else length}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+@dataclass(slots=True)
+class Public:
+    """A gateway over one node, and what it has told of requests."""
+
+    running: Running
+    node: EmulatedNode
+    ended: list[RequestFinished]
+
+    @property
+    def url(self) -> str:
+        return self.running.url
+
+    async def ask(self, data: bytes) -> Answer:
+        """One request on a connection of its own."""
+        async with wired(self.url) as wire:
+            await wire.send(data)
+            return await answer(wire)
+
+    async def chat(self, *fields: str, **body: Any) -> Answer:
+        return await self.ask(request({**HELLO, **body}, *fields))
+
+    async def last(self) -> RequestFinished:
+        """What became of the request that ended last, once none runs."""
+        await until(lambda: not self.running.gateway.registry)
+        await until(lambda: bool(self.told()))
+        return self.ended[-1]
+
+    def told(self) -> list[RequestFinished]:
+        """All that has been told of requests until now."""
+        self.running.gateway.bus.flush()
+        return self.ended
+
+    def forget(self) -> None:
+        """Count from here."""
+        self.told()
+        self.node.requests = 0
+        self.node.seen.clear()
+        self.ended.clear()
+
+    async def is_well(self) -> None:
+        """Nothing is left of what was asked, and a good request is answered."""
+        self.node.faults.clear()
+        gateway = self.running.gateway
+        await until(lambda: len(gateway.registry) == 0)
+        await until(lambda: gateway.handler.body_memory.total_bytes == 0)
+        assert gateway.scheduler.queue_positions() == []
+        nodes = gateway.fleet.nodes.values()
+        await until(lambda: all(node.leased == 0 for node in nodes))
+        good = await self.chat(max_tokens=2)
+        assert good.status == 200, good
+        assert json.loads(good.body)["choices"][0]["message"]["content"]
+        await until(lambda: gateway.handler.body_memory.total_bytes == 0)
+
+
+@asynccontextmanager
+async def public(
+    folder: Path,
+    settings: Mapping[str, Any] | None = None,
+    node: EmulatedNode | None = None,
+    *,
+    well: bool = True,
+    **options: Any,
+) -> AsyncIterator[Public]:
+    """A gateway over an emulated node; in the end it is `well`, without an error of its own."""
+    before = asyncio.all_tasks()
+    async with node or EmulatedNode() as one:
+        async with running_gateway(folder, [one.url], settings, **options) as running:
+            ended: list[RequestFinished] = []
+            running.gateway.bus.subscribe(RequestFinished, ended.append)
+            found = Public(running, one, ended)
+            yield found
+            if well:
+                await found.is_well()
+        log = (folder / "gateway.log").read_text()
+        assert "Traceback" not in log, log
+        assert '"level":"error"' not in log.replace(" ", ""), log
+
+    def left() -> set[asyncio.Task[Any]]:
+        return asyncio.all_tasks() - before - {asyncio.current_task()}
+
+    await until(lambda: not left(), seen=left)

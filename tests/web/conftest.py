@@ -1,0 +1,31 @@
+"""The public listener is tested on the event loop that it is made for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+import uvloop
+
+from tests.web.asking import Public, public
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
+    """A gateway as it comes; a module that needs another has a fixture of this name."""
+    async with public(tmp_path_factory.mktemp("gate")) as found:
+        yield found
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def gate(house: Public) -> AsyncIterator[Public]:
+    """One gateway for all: whatever a test does to it must not be noticed by the next."""
+    house.forget()
+    yield house
+    await house.is_well()

@@ -1,0 +1,597 @@
+"""What clients send that no node should see: the contract's error, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from gateway.web import protocol
+from tests.emulator.wire import wired
+from tests.web.asking import CHAT, HELLO, Answer, Public, answer, public, request
+
+SMALL = {
+    "limits": {
+        "body_bytes": 200_000,
+        "header_bytes": 8192,
+        "buffered_bytes": 1_000_000,
+    }
+}
+PATIENT = 60.0
+"""Seconds for which a refused client is read from: a machine that stands still must not cut it."""
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(protocol, "LINGER_SECONDS", PATIENT)
+        async with public(tmp_path_factory.mktemp("gate"), SMALL) as found:
+            yield found
+
+
+def told(found: Answer) -> tuple[int, str | None]:
+    return found.status, found.code
+
+
+# Bodies.
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b'{"messages": []} x', "invalid_json"),
+        (b'{"temperature": NaN}', "invalid_json"),
+        (b'\xff\xfe{\0"\0m\0"\0:\x001\0}\0', "invalid_json"),
+        (b'\xef\xbb\xbf\xef\xbb\xbf{"messages": []}', "invalid_json"),
+        (b'{"Model": "m"}', "invalid_request"),
+        (b'{"model": "m", "MODEL": "m"}', "invalid_request"),
+        (b'{"mode\\u004c": "m", "model": "m"}', "invalid_request"),
+        (b'{"\\u006dodeL": "m"}', "invalid_request"),
+        (b'{"model": "m", "MoDeL": null, "pad": "' + b"x" * 100_000 + b'"}', "invalid_request"),
+        (b'{"mod\\u0065L": 1, "pad": "' + b"x" * 100_000 + b'"}', "invalid_request"),
+        (b'{"tools": [{"type": "mcp", "server_url": "http://10.0.0.1/"}]}', "invalid_request"),
+        (b'{"tools": ["' + b"x" * 100_000 + b'", {"server_url": "h"}]}', "invalid_request"),
+        (b'{"messages": [' + b"[" * 70_000, "invalid_request"),
+        (b'{"model": "\xff\xfe"}', "invalid_json"),
+        (b'{"messages": "\xc3\x28"}', "invalid_json"),
+        (b"\0" * 100, "invalid_json"),
+        (b"[" * 90_000, None),
+        (b'{"a":' * 30_000 + b"1" + b"}" * 30_000, None),
+        (b'{"messages":' + b"[" * 500 + b"]" * 500 + b"}", "invalid_request"),
+        (b"[]", "invalid_request"),
+        (b"null", "invalid_request"),
+        (b'{"model": 5}', "invalid_request"),
+        (b'{"n": "two"}', "invalid_request"),
+        (b'{"n": 1e999}', "invalid_request"),
+        (b'{"n": 100000}', "invalid_request"),
+        (b'{"n": 33}', "invalid_request"),
+        (b'{"n": ' + b"9" * 400 + b"}", None),
+    ],
+)
+async def test_a_body_that_no_node_could_serve_is_400(
+    gate: Public, body: bytes, code: str | None
+) -> None:
+    found = await gate.ask(request(body))
+    assert found.status == 400, found
+    assert found.code in ({code} if code else {"invalid_json", "invalid_request"})
+    assert gate.node.requests == 0
+    record = await gate.last()
+    assert (record.status, record.reason, record.attempts) == (400, found.code, 0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 2}',
+        b'{"messages": [], "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}',
+        b'{"model": "other", "model": "demo", "messages": [], "max_tokens": 2}',
+        b'{"messages": [], "max_tokens": ' + b"9" * 400 + b"}",
+        b'{"messages": [], "max_tokens": 1e999}',
+        b'{"messages": [], "max_tokens": -7, "seed": ' + b"9" * 400 + b"}",
+        b'{"messages": [], "n": null, "stream": null, "model": null, "priority": null}',
+        b' \r\n\t{"messages": [], "max_tokens": 2}\n\n',
+    ],
+)
+async def test_an_odd_body_is_answered_one_way_or_the_other(gate: Public, body: bytes) -> None:
+    found = await gate.ask(request(body))
+    assert found.status in {200, 400}
+    assert isinstance(json.loads(found.body), dict)
+
+
+@pytest.mark.parametrize(
+    ("path", "anthropic"), [(CHAT, False), ("/v1/messages", True), ("/completion", False)]
+)
+async def test_errors_have_the_form_of_the_api_that_was_asked(
+    gate: Public, path: str, anthropic: bool
+) -> None:
+    found = await gate.ask(request(b"{", path=path))
+    value = json.loads(found.body)
+    assert found.headers["content-type"] == "application/json"
+    if anthropic:
+        assert value["type"] == "error"
+        assert value["error"]["type"] == "invalid_request_error"
+        assert value["request_id"] == found.headers["request-id"]
+    else:
+        assert set(value["error"]) == {"message", "type", "param", "code"}
+    assert found.headers["x-gateway-reason"] == "invalid_json"
+    assert found.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "body", "expected"),
+    [
+        (["X-Priority: huge"], {}, (400, "invalid_request")),
+        (["X-Request-Timeout: -1"], {}, (400, "invalid_request")),
+        (["X-Request-Timeout: inf"], {}, (400, "invalid_request")),
+        (["X-Request-Timeout: \xff"], {}, (400, "invalid_request")),
+        (["Content-Encoding: gzip"], {}, (415, "unsupported_media_type")),
+        (["Content-Encoding: identity, br"], {}, (415, "unsupported_media_type")),
+        (
+            ["Content-Encoding: identity", "content-encoding:  zstd"],
+            {},
+            (415, "unsupported_media_type"),
+        ),
+        ([], {"model": "nobody"}, (404, "model_not_found")),
+        ([], {"model": "x" * 100_000}, (404, "model_not_found")),
+    ],
+)
+async def test_what_there_is_not_is_told(
+    gate: Public, fields: list[str], body: dict[str, object], expected: tuple[int, str]
+) -> None:
+    found = await gate.ask(request({**HELLO, **body}, *fields))
+    assert told(found) == expected
+    assert gate.node.requests == 0
+    assert len(found.body) < 2000
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("POST", "/nowhere", (404, "not_found")),
+        ("GET", "/slots", (404, "not_found")),
+        ("GET", "/metrics", (404, "not_found")),
+        ("POST", "/" + "x" * 5000, (404, "not_found")),
+        ("POST", "/v1/chat/completions/", (404, "not_found")),
+        ("POST", "//v1/chat/completions", (404, "not_found")),
+        ("POST", "/v1/../v1/chat/completions", (404, "not_found")),
+        ("POST", "/%ff%fe", (404, "not_found")),
+        ("POST", "/%00", (404, "not_found")),
+        ("GET", CHAT, (405, "method_not_allowed")),
+        ("PUT", CHAT, (405, "method_not_allowed")),
+        ("DELETE", "/v1/models", (405, "method_not_allowed")),
+        ("BREW", CHAT, (400, "invalid_request")),
+        ("CONNECT", "gateway:80", (405, "method_not_allowed")),
+        ("OPTIONS", "*", (404, "not_found")),
+    ],
+)
+async def test_wrong_paths_and_methods_are_told(
+    gate: Public, method: str, path: str, expected: tuple[int, str]
+) -> None:
+    found = await gate.ask(request(method=method, path=path))
+    assert told(found) == expected
+    assert gate.node.requests == 0
+    assert len(found.body) < 1000
+    if found.status == 405 and path.startswith("/"):
+        assert found.headers["allow"] in {"POST", "GET, HEAD"}
+
+
+# Sizes.
+
+
+async def test_a_body_declared_too_large_is_413_at_once_though_the_client_goes_on(
+    gate: Public,
+) -> None:
+    async with wired(gate.url) as wire:
+        await wire.send(request(b"x" * 1000, length=3_000_000))
+        found = await answer(wire)
+        assert told(found) == (413, "request_too_large")
+        assert found.headers["connection"] == "close"
+        for _ in range(20):
+            await wire.send(b"x" * 1000)
+            await asyncio.sleep(0)
+        assert gate.running.gateway.handler.body_memory.total_bytes == 0
+
+
+@pytest.mark.parametrize("fields", [[], ["Connection: close"]])
+async def test_a_client_that_sends_first_and_reads_then_sees_the_413(
+    gate: Public, fields: list[str]
+) -> None:
+    async with wired(gate.url) as wire:
+        await wire.send(request(b"x" * 3_000_000, *fields))
+        assert told(await answer(wire)) == (413, "request_too_large")
+        assert await wire.rest() == b""
+
+
+async def test_an_endless_chunked_body_is_413_in_bounded_memory(gate: Public) -> None:
+    chunk = b"8000\r\n" + b"x" * 0x8000 + b"\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    async with wired(gate.url) as wire:
+        await wire.send(head)
+        sent = 0
+        with suppress(ConnectionError):
+            while sent < 100_000_000:
+                await wire.send(chunk)
+                sent += len(chunk)
+                assert gate.running.gateway.handler.body_memory.total_bytes <= 200_000
+        assert sent < 50_000_000
+    assert (await gate.last()).status == 413
+
+
+async def test_an_endless_chunked_body_shows_its_413_to_a_client_that_looks(gate: Public) -> None:
+    chunk = b"8000\r\n" + b"x" * 0x8000 + b"\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    async with wired(gate.url) as wire:
+        await wire.send(head + chunk * 20)
+        assert told(await answer(wire)) == (413, "request_too_large")
+
+
+@pytest.mark.parametrize("padding", [0, 100_000])
+async def test_a_byte_order_mark_is_skipped(gate: Public, padding: int) -> None:
+    body = json.dumps({**HELLO, "padding": "x" * padding}).encode()
+    assert (await gate.ask(request(b"\xef\xbb\xbf" + body))).status == 200
+    assert gate.running.gateway.handler.body_memory.total_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {**HELLO, "metadata": {"Model": "x"}, "MODELS": 1},
+        {"messages": [{"role": "user", "content": 'a "Model" and {"Model": 1}, \u00e9'}]},
+        {"messages": [{"role": "user", "content": "Model", "name": "Model"}]},
+    ],
+)
+async def test_what_is_not_the_models_name_may_be_spelt_so(
+    gate: Public, body: dict[str, Any]
+) -> None:
+    for more in ({}, {"padding": "x" * 100_000}):
+        assert (await gate.ask(request({**body, **more}))).status == 200
+
+
+async def test_bodies_that_fill_the_memory_for_them_are_429(tmp_path: Path) -> None:
+    settings = {"limits": {"buffered_bytes": 1000, "body_bytes": 100_000}}
+    async with public(tmp_path, settings) as gate:
+        found = await gate.ask(request({**HELLO, "padding": "x" * 2000}))
+        assert told(found) == (429, "queue_full")
+        assert int(found.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"".join(b"X-%d: %s\r\n" % (number, b"y" * 50) for number in range(1000)),
+        b"X: " + b"y" * 20_000 + b"\r\n",
+        b"X: " + b"y" * 2_000_000,
+        b"y" * 300_000,
+        b"a:\r\n" * 300,
+    ],
+)
+async def test_a_head_that_is_too_large_is_431(gate: Public, head: bytes) -> None:
+    async with wired(gate.url) as wire:
+        await wire.send(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode() + head + b"\r\n")
+        found = await answer(wire)
+        assert told(found) == (431, "headers_too_large")
+        assert found.headers["connection"] == "close"
+        assert await wire.rest() == b""
+
+
+async def test_a_url_that_is_too_long_is_431(gate: Public) -> None:
+    found = await gate.ask(request(path="/" + "x" * 10_000))
+    assert told(found) == (431, "headers_too_large")
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", CHAT])
+async def test_what_never_became_a_request_is_told_in_the_form_of_its_path(
+    gate: Public, path: str
+) -> None:
+    async with wired(gate.url) as wire:
+        await wire.send(f"POST {path} HTTP/1.1\r\nX: ".encode() + b"y" * 20_000 + b"\r\n\r\n")
+        found = await answer(wire)
+    body = json.loads(found.body)
+    assert found.status == 431
+    if path == CHAT:
+        assert body["error"]["code"] == "headers_too_large"
+        assert "request-id" not in found.headers
+    else:
+        assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+        assert body["request_id"] == found.headers["request-id"] == found.headers["x-request-id"]
+
+
+async def test_a_body_that_comes_in_pieces_is_put_together(gate: Public) -> None:
+    data = request({**HELLO, "max_tokens": 3, "padding": "x" * 150_000})
+    async with wired(gate.url) as wire:
+        for start in range(0, len(data), 20_000):
+            await wire.send(data[start : start + 20_000])
+            await asyncio.sleep(0.01)
+        assert (await answer(wire)).status == 200
+    assert len(gate.node.seen[-1].body) > 150_000
+
+
+# HTTP.
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+        b"hello there\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET / HTTP/1.1\nHost: g\n\n",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost : g\r\n\r\n",
+        b"GET / HTTP/1.1\r\n folded: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nX: a\r\n b\r\n\r\n",
+        b"GET / HTTP/1.1\r\nX: a\0b\r\n\r\n",
+        b"\r\n" * 100,
+        b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET / / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET http:// HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+)
+async def test_what_is_not_http_is_400_in_json(gate: Public, data: bytes) -> None:
+    async with wired(gate.url) as wire:
+        await wire.send(data)
+        found = await answer(wire)
+        assert told(found) == (400, "invalid_request")
+        assert found.headers["connection"] == "close"
+        assert await wire.rest() == b""
+
+
+SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n",
+        b"Content-Length: 0\r\nContent-Length: 5\r\n",
+        b"Content-Length: 5\r\nContent-Length: 5\r\n",
+        b"Content-Length: 5, 5\r\n",
+        b"Content-Length: +5\r\n",
+        b"Content-Length: -5\r\n",
+        b"Content-Length: 0x5\r\n",
+        b"Content-Length: 5 5\r\n",
+        b"Content-Length: 99999999999999999999999\r\n",
+        b"Transfer-Encoding: identity\r\n",
+        b"Transfer-Encoding: xchunked\r\n",
+        b"Transfer-Encoding: chunked, identity\r\n",
+        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n",
+        b"Transfer-Encoding : chunked\r\n",
+        b"Transfer-Encoding:\x0bchunked\r\n",
+        b"X: y\rTransfer-Encoding: chunked\r\n",
+        b"X: y\nTransfer-Encoding: chunked\r\n",
+    ],
+)
+async def test_a_request_of_unclear_length_is_400_and_ends_its_connection(
+    gate: Public, fields: bytes
+) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode() + fields + b"\r\n"
+    async with wired(gate.url) as wire:
+        await wire.send(head + b"0\r\n\r\n" + SMUGGLED)
+        found = await answer(wire)
+        assert told(found) == (400, "invalid_request")
+        assert await wire.rest() == b"", "what stands behind it was taken for a request"
+    assert gate.node.requests == 0
+
+
+@pytest.mark.parametrize(
+    "body", [b"zz\r\nhello", b"5\r\nhelloworld", b"-1\r\n", b"fffffffffffffffff\r\n", b"5 \n"]
+)
+async def test_broken_chunks_are_400_and_end_the_connection(gate: Public, body: bytes) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    async with wired(gate.url) as wire:
+        await wire.send(head)
+        await asyncio.sleep(0.05)
+        await wire.send(body + b"\r\n0\r\n\r\n" + SMUGGLED)
+        found = await answer(wire)
+        assert told(found) == (400, "invalid_request")
+        assert found.headers["connection"] == "close"
+        assert found.headers["x-request-id"]
+        assert await wire.rest() == b""
+    assert gate.node.requests == 0
+    record = await gate.last()
+    assert (record.status, record.reason) == (400, "invalid_request")
+
+
+async def test_chunked_requests_with_extensions_and_trailers_are_understood(gate: Public) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    data = json.dumps({**HELLO, "max_tokens": 1}).encode()
+    chunks = b"".join(b"1;x=y\r\n%c\r\n" % byte for byte in data)
+    async with wired(gate.url) as wire:
+        await wire.send(head + chunks + b"0\r\nX-Trailer: 1\r\n\r\n")
+        assert (await answer(wire)).status == 200
+        await wire.send(request({**HELLO, "max_tokens": 1}))
+        assert (await answer(wire)).status == 200
+
+
+@pytest.mark.parametrize("where", ["trailers", "one trailer", "extensions"])
+async def test_bytes_around_a_chunked_body_are_bounded(gate: Public, where: str) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n"
+    begin, more = {
+        "trailers": (b"{}\r\n0\r\n", b"X-Name: value\r\n" * 100),
+        "one trailer": (b"{}\r\n0\r\nX: ", b"y" * 1000),
+        "extensions": (b"", b"{}\r\n2;" + b"y" * 200 + b"\r\n"),
+    }[where]
+    async with wired(gate.url) as wire:
+        await wire.send(head.encode() + begin)
+        await wire.send(more * 100)
+        assert told(await answer(wire)) == (431, "headers_too_large")
+        with suppress(ConnectionError):
+            assert await wire.rest() == b""
+    assert gate.node.requests == 0
+
+
+async def test_trailers_say_nothing(gate: Public) -> None:
+    """Neither of their own request, nor of one that repeats its head."""
+    data = json.dumps({**HELLO, "max_tokens": 1}).encode()
+    said = b"X-Priority: batch\r\nX-Request-ID: theirs\r\nConnection: close\r\nX-Own: 1\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    whole = head.encode() + b"%x\r\n%b\r\n0\r\n" % (len(data), data) + said + b"\r\n"
+    async with wired(gate.url) as wire:
+        for pieces in ([whole], [whole[:-100], whole[-100:]], [whole[:-1], whole[-1:]]):
+            for piece in pieces:
+                await wire.send(piece)
+                await asyncio.sleep(0.01)
+            found = await answer(wire)
+            assert (found.status, found.headers["x-gateway-class"]) == (200, "normal")
+            assert found.headers["x-request-id"] != "theirs"
+            assert "x-own" not in gate.node.seen[-1].headers
+
+
+async def test_pipelined_requests_are_answered_in_their_order(gate: Public) -> None:
+    numbers = [3, 1, 2]
+    data = b"".join(request({**HELLO, "max_tokens": number}) for number in numbers)
+    async with wired(gate.url) as wire:
+        await wire.send(data + request(method="GET", path="/health"))
+        for number in numbers:
+            found = await answer(wire)
+            assert json.loads(found.body)["usage"]["completion_tokens"] == number
+        assert json.loads((await answer(wire)).body) == {"status": "ok"}
+
+
+async def test_a_request_before_a_broken_one_is_answered_before_the_connection_ends(
+    gate: Public,
+) -> None:
+    gate.node.faults.next("hang", seconds=0.2)
+    async with wired(gate.url) as wire:
+        await wire.send(request({**HELLO, "max_tokens": 1}) + b"garbage\r\n\r\n")
+        assert (await answer(wire)).status == 200
+        assert told(await answer(wire)) == (400, "invalid_request")
+        assert await wire.rest() == b""
+
+
+async def test_an_old_client_gets_an_answer_without_chunks(gate: Public) -> None:
+    for stream in (False, True):
+        data = request({**HELLO, "max_tokens": 3, "stream": stream}).replace(b"1.1", b"1.0", 1)
+        async with wired(gate.url) as wire:
+            await wire.send(data)
+            found = await answer(wire)
+            assert found.status == 200
+            assert found.headers["connection"] == "close"
+            assert "transfer-encoding" not in found.headers
+            assert found.body.endswith(b"data: [DONE]\n\n" if stream else b"}")
+            assert await wire.rest() == b""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"http://localhost{CHAT}",
+        f"HTTP://127.0.0.1:80{CHAT}?x=y",
+        f"{CHAT}?a=b",
+        "/v1/chat/%63ompletions",
+    ],
+)
+async def test_other_ways_to_write_a_path_are_understood(gate: Public, path: str) -> None:
+    found = await gate.ask(request({**HELLO, "max_tokens": 1}, path=path))
+    assert found.status == 200
+    assert gate.node.seen[-1].path == CHAT
+    assert gate.node.seen[-1].query == ""
+
+
+async def test_a_client_that_waits_to_be_told_to_go_on_is_told(gate: Public) -> None:
+    data = request({**HELLO, "max_tokens": 1}, "Expect: 100-continue")
+    head, _, body = data.partition(b"\r\n\r\n")
+    async with wired(gate.url) as wire:
+        await wire.send(head + b"\r\n\r\n")
+        assert await wire.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await wire.send(body)
+        assert (await answer(wire)).status == 200
+    assert "expect" not in gate.node.seen[-1].headers
+
+
+async def test_a_client_that_waits_is_not_told_to_send_what_is_too_large(gate: Public) -> None:
+    async with wired(gate.url) as wire:
+        await wire.send(request(b"", "Expect: 100-continue", length=3_000_000))
+        found = await answer(wire)
+        assert told(found) == (413, "request_too_large")
+        assert found.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+async def test_a_wish_for_another_protocol_is_passed_over(gate: Public, protocol: str) -> None:
+    fields = ["Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}", "HTTP2-Settings: AAM"]
+    data = request({**HELLO, "max_tokens": 1, "padding": "x" * 100_000}, *fields)
+    async with wired(gate.url) as wire:
+        for start in range(0, len(data), 30_000):
+            await wire.send(data[start : start + 30_000])
+            await asyncio.sleep(0.01)
+        assert (await answer(wire)).status == 200
+        await wire.send(request({**HELLO, "max_tokens": 1}))
+        assert (await answer(wire)).status == 200
+    seen = gate.node.seen[0]
+    assert not {"upgrade", "http2-settings"} & set(seen.headers)
+    assert len(seen.body) > 100_000
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_wishes_for_another_protocol_in_one_packet_are_answered_once_each(
+    gate: Public, protocol: str, chunked: bool
+) -> None:
+    def wishing(tokens: int) -> bytes:
+        fields = ["Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}"]
+        whole = request({**HELLO, "max_tokens": tokens}, *fields)
+        if chunked:
+            head, _, body = whole.partition(b"\r\n\r\n")
+            head = head.rpartition(b"\r\n")[0] + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
+            whole = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+        return whole
+
+    plain = request({**HELLO, "max_tokens": 4})
+    get = request(b"", "Connection: Upgrade", f"Upgrade: {protocol}", method="GET", path="/health")
+    async with wired(gate.url) as wire:
+        await wire.send(wishing(2) + wishing(3) + get + plain + wishing(5))
+        for tokens in (2, 3, None, 4, 5):
+            found = json.loads((await answer(wire)).body)
+            assert (found["usage"]["completion_tokens"] if tokens else None) == tokens
+        await wire.send(plain)
+        assert (await answer(wire)).status == 200
+    assert gate.node.requests == 5
+
+
+async def test_connections_beyond_the_limit_are_429(tmp_path: Path) -> None:
+    async with public(tmp_path, {"limits": {"connections": 3}}) as gate:
+        async with wired(gate.url) as one, wired(gate.url) as two, wired(gate.url) as three:
+            for wire in (one, two, three):
+                await wire.send(request({**HELLO, "max_tokens": 1}))
+                assert (await answer(wire)).status == 200
+            async with wired(gate.url) as four:
+                found = await answer(four)
+                assert told(found) == (429, "queue_full")
+                assert int(found.headers["retry-after"]) >= 1
+                assert await four.rest() == b""
+            await one.send(request({**HELLO, "max_tokens": 1}))
+            assert (await answer(one)).status == 200
+        connections = gate.running.gateway.public_listener._server.server_state.connections  # type: ignore[union-attr]
+        await gate.node.until(lambda: not connections)
+
+
+async def test_a_storm_of_nonsense_leaves_nothing_behind(gate: Public) -> None:
+    unfinished = [request(b"{", length=500), request()[:40], b""]
+    finished = [b"garbage\r\n\r\n", request(b"{"), request() + request()[:-3]]
+    kinds = [*finished, *unfinished]
+
+    async def one(number: int) -> None:
+        async with wired(gate.url) as wire:
+            data = kinds[number % len(kinds)]
+            await wire.send(data)
+            if number % 4 and data not in unfinished:
+                await wire.some()
+
+    await asyncio.gather(*(one(number) for number in range(120)))
+    connections = gate.running.gateway.public_listener._server.server_state.connections  # type: ignore[union-attr]
+    await gate.node.until(lambda: not connections)

@@ -1,0 +1,284 @@
+"""Who a request is served as, and what it says, never depends on how its bytes were cut."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
+from uvicorn.server import ServerState
+
+from gateway.access.keys import new_key
+from gateway.config.listeners import LimitSettings
+from gateway.web import protocol
+from gateway.web.protocol import BoundedProtocol, protocol_class
+from tests.virtual import VirtualLoop
+from tests.web.build import House, a_house
+
+KEYS = [new_key("anna"), new_key("ben")]
+CREDENTIALS = {
+    "anna": f"Authorization: Bearer {KEYS[0].text}\r\n",
+    "ben": f"x-api-key: {KEYS[1].text}\r\n",
+    "nobody": "",
+    "a liar": f"Authorization: Bearer {KEYS[0].text[:-1]}\r\n",
+}
+PATH = "/v1/chat/completions"
+
+
+class Transport(asyncio.Transport):
+    """A client's end that hands over what a test says, and keeps what comes back."""
+
+    def __init__(self) -> None:
+        super().__init__({"peername": ("127.0.0.1", 5), "sockname": ("127.0.0.1", 8000)})
+        self.sent = b""
+        self.closed = False
+        self.paused = False
+
+    def write(self, data: Any) -> None:
+        self.sent += bytes(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        self.paused = False
+
+    def reads(self) -> bool:
+        return not self.paused
+
+
+@dataclass
+class Served:
+    """What became of some requests: each caller, and each reply's status and message."""
+
+    callers: list[str | None]
+    replies: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass
+class Bench:
+    """A public listener without sockets."""
+
+    loop: asyncio.AbstractEventLoop
+    house: House
+    kind: type[BoundedProtocol]
+
+    def served(self, pieces: list[bytes]) -> Served:
+        return self.loop.run_until_complete(self._served(pieces))
+
+    async def _served(self, pieces: list[bytes]) -> Served:
+        self.house.bus.flush()
+        self.house.ended.clear()
+        config = uvicorn.Config(self.house.site, http=self.kind, ws="none", log_config=None)
+        connection = self.kind(config, ServerState(), {}, self.loop)
+        transport = Transport()
+        connection.connection_made(transport)
+        for piece in pieces:
+            while not transport.reads():  # noqa: ASYNC110 - a turn of the loop at a time
+                await asyncio.sleep(0)
+            if piece:
+                connection.data_received(piece)
+            else:
+                await asyncio.sleep(0.01)  # of virtual time: all that can be done is done
+        await asyncio.sleep(1.0)
+        assert transport.closed or not connection._held, "it waits for nothing"
+        connection.connection_lost(None)
+        self.house.bus.flush()
+        # Refused before it is known who asks: no caller.
+        found = Served([record.caller for record in self.house.ended])
+        rest = transport.sent
+        while rest:
+            head, _, rest = rest.partition(b"\r\n\r\n")
+            lines = head.decode().lower().split("\r\n")
+            length = next(int(x.split(":")[1]) for x in lines if x.startswith("content-length"))
+            body, rest = rest[:length], rest[length:]
+            found.replies.append((int(lines[0].split()[1]), json.loads(body)["error"]["message"]))
+        return found
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    loop, stack = VirtualLoop(), AsyncExitStack()
+    asyncio.set_event_loop(loop)
+    keys = [{"id": key.id, "sha256": key.sha256} for key in KEYS]
+    try:
+        house = loop.run_until_complete(stack.enter_async_context(a_house(settings={"keys": keys})))
+        kind = protocol_class(LimitSettings(header_bytes=4096), house.edge.serve)
+        yield Bench(loop, house, kind)
+    finally:
+        loop.run_until_complete(stack.aclose())
+        loop.close()
+        asyncio.set_event_loop(None)
+
+
+def asking(who: str, model: str, form: str) -> bytes:
+    """The bytes of a request by this caller for this model."""
+    body = json.dumps({"model": model, "messages": []}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\n{CREDENTIALS[who]}X-Request-ID: same\r\n"
+    if form == "chunked":
+        half = len(body) // 2
+        chunks = b"".join(b"%x;a=b\r\n%b\r\n" % (len(x), x) for x in (body[:half], body[half:]))
+        trailers = CREDENTIALS["anna"] + CREDENTIALS["ben"] + "Content-Length: 3\r\n"
+        framed = chunks + b"0\r\n" + trailers.encode() + b"\r\n"
+        return f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + framed
+    if form == "upgrade":
+        head += "Connection: Upgrade\r\nUpgrade: h2c\r\n"
+    if form == "length first":
+        head = head.replace("Host", f"Content-Length: {len(body)}\r\nHost")
+    else:
+        head += f"Content-Length: {len(body)}\r\n"
+    return f"{head}\r\n".encode() + body
+
+
+requests = st.builds(
+    asking,
+    st.sampled_from(sorted(CREDENTIALS)),
+    st.sampled_from(["a", "bb", "c" * 300]),
+    st.sampled_from(["plain", "plain", "length first", "chunked", "upgrade"]),
+)
+
+
+@given(data=st.data(), several=st.lists(requests, min_size=1, max_size=5))
+def test_cuts_change_nothing(bench: Bench, data: st.DataObject, several: list[bytes]) -> None:
+    alone = [bench.served([one]) for one in several]
+    whole = b"".join(several)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(whole) - 1), max_size=8)))
+    edges = [0]
+    for one in several:
+        edges.append(edges[-1] + len(one))
+    if data.draw(st.booleans()):
+        cuts = sorted({*cuts, *edges[1:-1]})
+    pieces = []
+    for begin, end in pairwise([0, *cuts, len(whole)]):
+        pieces.append(whole[begin:end])
+        if data.draw(st.booleans()):
+            pieces.append(b"")
+    found = bench.served(pieces)
+
+    count = len(found.replies)
+    assert found.replies == [reply for one in alone for reply in one.replies][:count]
+    assert found.callers == [caller for one in alone for caller in one.callers][:count]
+    # Who is refused before all of the body has come has the connection closed.
+    assert count == len(several) or found.replies[-1][0] == 401
+
+
+@pytest.mark.parametrize("cut", [1, 30])
+def test_half_a_head_stands_for_nobody(bench: Bench, cut: int) -> None:
+    whole = asking("anna", "a", "length first")
+    found = bench.served([whole[:cut], whole[cut:], b"", whole[cut:]])
+    assert found.callers[0] == KEYS[0].id
+    assert KEYS[0].id not in found.callers[1:]
+
+
+def test_a_request_that_was_the_end_of_another_is_not_its_callers(bench: Bench) -> None:
+    spy = asking("nobody", "a", "plain")
+    first = f"POST {PATH} HTTP/1.1\r\n{CREDENTIALS['anna']}X-Rest: ".encode()
+    found = bench.served([first, spy, b"", spy])
+    assert found.callers == [KEYS[0].id, bench.served([spy]).callers[0]]
+    assert [status for status, _ in found.replies] == [404, 401]
+
+
+def test_a_repeated_head_is_known_though_cut_requests_came_between(bench: Bench) -> None:
+    whole = asking("anna", "a", "plain")
+    found = bench.served([whole, b"", whole[:50], whole[50:], b"", whole, b"", whole])
+    assert found.callers == [KEYS[0].id] * 4
+
+
+def test_a_pipeline_holds_one_request_and_bytes(bench: Bench) -> None:
+    """However many requests a packet has, one is begun; those behind it cost their bytes."""
+
+    async def ask() -> tuple[int, int]:
+        config = uvicorn.Config(bench.house.site, http=bench.kind, ws="none", log_config=None)
+        connection = bench.kind(config, ServerState(), {}, bench.loop)
+        transport = Transport()
+        connection.connection_made(transport)
+        data = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2500
+        connection.data_received(data)
+        begun = len(connection.tasks)
+        assert not transport.reads(), "more is read though much waits"
+        while connection._held:
+            await asyncio.sleep(0)
+            assert len(connection.tasks) <= 1
+            assert len(connection._held) <= len(data)
+        await asyncio.sleep(0.01)
+        assert transport.reads()
+        connection.connection_lost(None)
+        return begun, transport.sent.count(b'"ok"')
+
+    assert bench.loop.run_until_complete(ask()) == (1, 2500)
+
+
+def test_who_takes_no_replies_is_not_served_on(bench: Bench) -> None:
+    async def ask() -> None:
+        config = uvicorn.Config(bench.house.site, http=bench.kind, ws="none", log_config=None)
+        connection = bench.kind(config, ServerState(), {}, bench.loop)
+        transport = Transport()
+        connection.connection_made(transport)
+        whole = asking("anna", "a", "plain")
+        connection.data_received(whole)
+        await asyncio.sleep(0.01)
+        answered = transport.sent.count(b"HTTP/1.1 ")
+        connection.pause_writing()
+        for _ in range(1000):
+            if transport.reads():
+                connection.data_received(whole)
+        await asyncio.sleep(0.01)
+        assert transport.sent.count(b"HTTP/1.1 ") == answered
+        assert not transport.reads()
+        held = len(connection._held) // len(whole)
+        connection.resume_writing()
+        await asyncio.sleep(1.0)
+        assert transport.sent.count(b"HTTP/1.1 ") == answered + held
+        assert transport.reads()
+        connection.connection_lost(None)
+
+    bench.loop.run_until_complete(ask())
+
+
+def test_where_too_much_waits_who_takes_no_replies_is_cut(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are cut, and who takes replies is served; what waits is counted to the byte."""
+    monkeypatch.setattr(protocol, "LISTENER_PIPELINE_BYTES", 300_000)
+    whole = asking("anna", "a", "plain")
+    requests = 100_000 // len(whole)
+
+    async def ask() -> None:
+        config = uvicorn.Config(bench.house.site, http=bench.kind, ws="none", log_config=None)
+        connections, transports = [], [Transport() for _ in range(5)]
+        for transport in transports:
+            connection = bench.kind(config, ServerState(), {}, bench.loop)
+            connection.connection_made(transport)
+            connection.data_received(whole * requests)
+            if transport is not transports[-1]:
+                connection.pause_writing()
+            connections.append(connection)
+        assert [transport.closed for transport in transports] == [False] * 3 + [True, False]
+        held = sum(len(connection._held) for connection in connections)
+        assert bench.kind.pipeline_queue.held_bytes == held
+        await asyncio.sleep(1.0)
+        assert transports[-1].sent.count(b"HTTP/1.1 ") == requests
+        for connection in connections:
+            connection.connection_lost(None)
+        assert bench.kind.pipeline_queue.held_bytes == 0
+
+    bench.loop.run_until_complete(ask())

@@ -1,0 +1,263 @@
+"""Clients that leave, and clients that do not keep up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from gateway.fleet.node import Node, NodeState
+from tests.emulator import EmulatedNode
+from tests.emulator.wire import Wire, wired
+from tests.gateways import until
+from tests.virtual import in_virtual_time
+from tests.web.asking import HELLO, Public, answer, public, request
+
+QUICK = {"health": {"interval": 0.2}, "heartbeat": "off"}
+STREAM = {**HELLO, "stream": True}
+LONG = 30_000
+"""Tokens whose events, with what `timings_per_token` adds, no socket's buffers hold."""
+
+
+def the_node(gate: Public) -> Node:
+    return gate.running.gateway.fleet.nodes["node-0"]
+
+
+async def left(gate: Public) -> None:
+    """The client is told of as one that left, and nobody is blamed for it."""
+    record = await gate.last()
+    assert (record.status, record.reason) == (499, "client_closed")
+    await until(lambda: len(gate.running.gateway.registry) == 0)
+    assert gate.running.gateway.handler.body_memory.total_bytes == 0
+    assert the_node(gate).circuit.failures == 0
+    assert the_node(gate).failures == 0
+    assert the_node(gate).state is NodeState.READY
+
+
+@asynccontextmanager
+async def asking(gate: Public, data: bytes) -> AsyncIterator[Wire]:
+    async with wired(gate.url) as wire:
+        await wire.send(data)
+        yield wire
+
+
+def reset(wire: Wire) -> None:
+    sock = wire.writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wire.writer.transport.abort()
+
+
+@in_virtual_time
+async def test_who_leaves_the_queue_takes_no_slot(tmp_path: Path) -> None:
+    async with public(tmp_path, QUICK, EmulatedNode(slots=1)) as gate:
+        gate.node.faults.next("hang", after_events=1)
+        async with asking(gate, request(STREAM)):
+            await until(lambda: gate.node.busy == 1)
+            async with asking(gate, request(STREAM)):
+                scheduler = gate.running.gateway.scheduler
+                await until(lambda: len(scheduler.queue_positions()) == 1)
+            await until(lambda: scheduler.queue_positions() == [])
+            await until(lambda: len(gate.told()) == 1)
+            assert (gate.told()[0].status, gate.told()[0].attempts) == (499, 0)
+            assert gate.node.requests == 1
+            assert len(gate.running.gateway.registry) == 1
+
+
+@pytest.mark.parametrize(("size", "stream"), [(10, True), (100_000, False)])
+@in_virtual_time
+async def test_who_leaves_before_the_nodes_head_leaves_no_connection(
+    tmp_path: Path, size: int, stream: bool
+) -> None:
+    async with public(tmp_path, QUICK) as gate:
+        gate.node.faults.next("hang")
+        padded = {**HELLO, "stream": stream, "padding": "x" * size}
+        async with asking(gate, request(padded)):
+            await until(lambda: gate.node.requests == 1)
+            number = gate.node.seen[-1].connection
+        await left(gate)
+        await until(lambda: all(one.number != number for one in gate.node._connections))
+        gate.node.faults.clear()
+        await until(lambda: the_node(gate).leased == 0)
+
+
+@in_virtual_time
+async def test_who_leaves_in_prefill_frees_the_slot_when_the_prompt_has_been_read(
+    tmp_path: Path,
+) -> None:
+    node = EmulatedNode(slots=1, prefill_tps=200)
+    async with public(tmp_path, QUICK, node) as gate:
+        long = {"messages": [{"role": "user", "content": "word " * 100}], "stream": True}
+        async with asking(gate, request(long)):
+            await until(lambda: gate.node.busy == 1)
+        await left(gate)
+        assert gate.node.busy == 1
+        assert the_node(gate).leased == 1, "the node still reads: its slot is not free"
+        await until(lambda: the_node(gate).leased == 0)
+        assert gate.node.busy == 0
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+@in_virtual_time
+async def test_who_leaves_in_decode_frees_the_slot(tmp_path: Path, how: str) -> None:
+    node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=2000)
+    async with public(tmp_path, QUICK, node) as gate:
+        async with asking(gate, request(STREAM)) as wire:
+            await wire.head()
+            await wire.some()
+            if how == "reset":
+                reset(wire)
+            elif how == "half-close":
+                wire.writer.write_eof()
+                await until(lambda: gate.node.busy == 0)
+        await until(lambda: gate.node.busy == 0)
+        await left(gate)
+        record = await gate.last()
+        assert record.completion_tokens > 0, "what went out counts"
+        await until(lambda: the_node(gate).leased == 0)
+        gate.node.engine.decode_tps = 1e9
+
+
+@in_virtual_time
+async def test_a_plain_request_that_is_left_frees_its_slot_at_once(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=2000)
+    async with public(tmp_path, QUICK, node) as gate:
+        async with asking(gate, request()):
+            await until(lambda: gate.node.busy == 1)
+            await until(lambda: gate.node.engine.tokens > 2)
+        await until(lambda: gate.node.busy == 0)
+        await left(gate)
+        await until(lambda: the_node(gate).leased == 0)
+
+
+@in_virtual_time
+async def test_what_can_only_be_answered_plainly_holds_its_slot_until_the_node_is_done(
+    tmp_path: Path,
+) -> None:
+    node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=40)
+    begun = [*HELLO["messages"], {"role": "assistant", "content": "well"}]
+    async with public(tmp_path, QUICK, node) as gate:
+        async with asking(gate, request({"messages": begun})):
+            await until(lambda: gate.node.busy == 1)
+        await left(gate)
+        assert the_node(gate).leased == 1
+        assert gate.node.busy == 1
+        await until(lambda: the_node(gate).leased == 0)
+        assert gate.node.busy == 0
+
+
+@in_virtual_time
+async def test_who_leaves_within_its_body_reaches_no_node(tmp_path: Path) -> None:
+    async with public(tmp_path, QUICK) as gate:
+        async with asking(gate, request(b'{"messages"', length=5000)):
+            await until(lambda: gate.running.gateway.handler.body_memory.total_bytes > 0)
+        await until(lambda: len(gate.told()) == 1)
+        record = gate.told()[0]
+        assert (record.status, record.attempts) == (499, 0)
+        assert gate.running.gateway.handler.body_memory.total_bytes == 0
+        assert gate.node.requests == 0
+
+
+@in_virtual_time
+async def test_who_pipelines_and_leaves_is_noticed(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=2, decode_tps=50, answer_tokens=2000)
+    async with public(tmp_path, QUICK, node) as gate:
+        async with asking(gate, request(STREAM) + request(STREAM)) as wire:
+            await wire.head()
+            await wire.some()
+            assert gate.node.busy == 1
+        await until(lambda: gate.node.busy == 0)
+        await until(lambda: len(gate.running.gateway.registry) == 0)
+        assert gate.node.requests == 1
+        gate.node.engine.decode_tps = 1e9
+
+
+@in_virtual_time
+async def test_many_who_leave_at_any_moment_leave_nothing_behind(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=4, prefill_tps=2000, decode_tps=500, answer_tokens=100)
+    async with public(tmp_path, QUICK, node) as gate:
+
+        async def one(number: int) -> None:
+            body = {**HELLO, "stream": bool(number % 2)}
+            async with asking(gate, request(body)):
+                await asyncio.sleep(number % 10 * 0.02)
+
+        await asyncio.gather(*(one(number) for number in range(60)))
+        await until(lambda: len(gate.told()) == 60)
+        assert {record.status for record in gate.told()} <= {200, 499}
+        await until(lambda: the_node(gate).leased == 0)
+        assert gate.node.peak_busy <= 4
+        assert the_node(gate).failures == 0
+
+
+@pytest.mark.timeout(300)
+@in_virtual_time
+async def test_a_reader_that_lags_stops_its_node_and_nobody_else(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=2, context=1_000_000, answer_tokens=LONG)
+    settings = {**QUICK, "timeouts": {"silence": 0.5}}
+    async with public(tmp_path, settings, node) as gate:
+        async with asking(gate, request({**STREAM, "timings_per_token": True})) as slow:
+            await slow.head()
+            slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            stood = -1
+            while stood != node.engine.tokens:
+                stood = node.engine.tokens
+                await asyncio.sleep(0.1)
+            assert stood < LONG, "everything went out, though nobody reads"
+            live = next(iter(gate.running.gateway.registry))
+            assert live.attempt is not None
+            connection = live.attempt._connection
+            assert connection is not None
+            assert connection._pending < 2_000_000
+            quick = await gate.chat(max_tokens=5)
+            assert quick.status == 200
+            await asyncio.sleep(1.0)  # longer than a node may be silent
+            assert node.busy == 1, "the node was given up for its client's slowness"
+            slow.writer.transport.resume_reading()  # type: ignore[attr-defined]
+            parts = [await slow.some()]
+            while not parts[-1].endswith(b"0\r\n\r\n"):
+                parts.append(await slow.some())
+        data = b"".join(parts)
+        assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert data.count(b"chat.completion.chunk") >= LONG
+        record = await gate.last()
+        assert record.status == 200
+        assert the_node(gate).failures == 0
+        node.engine.answer_tokens = 10
+
+
+@in_virtual_time
+async def test_a_reader_that_lags_and_leaves_is_noticed(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, context=1_000_000, answer_tokens=LONG)
+    async with public(tmp_path, QUICK, node) as gate:
+        async with asking(gate, request({**STREAM, "timings_per_token": True})) as slow:
+            await slow.head()
+            slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            await asyncio.sleep(0.3)
+            assert node.busy == 1
+            reset(slow)
+        await until(lambda: node.busy == 0)
+        await left(gate)
+        node.engine.answer_tokens = 10
+
+
+@in_virtual_time
+async def test_a_large_body_goes_to_the_node_whole(tmp_path: Path) -> None:
+    async with public(tmp_path, QUICK) as gate:
+        found = await gate.ask(request({**HELLO, "max_tokens": 1, "padding": "é" * 3_000_000}))
+        assert found.status == 200
+        assert json.loads(gate.node.seen[-1].body)["padding"] == "é" * 3_000_000
+
+
+@in_virtual_time
+async def test_nobody_is_told_of_a_client_that_left_between_requests(tmp_path: Path) -> None:
+    async with public(tmp_path, QUICK) as gate:
+        async with asking(gate, request({**HELLO, "max_tokens": 1})) as wire:
+            assert (await answer(wire)).status == 200
+        await asyncio.sleep(0.05)
+        assert [record.status for record in gate.told()] == [200]

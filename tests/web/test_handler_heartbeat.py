@@ -1,0 +1,281 @@
+"""Signs of life on streams that have nothing to say yet."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.emulator import EmulatedNode
+from tests.emulator.wire import Wire, unchunk, wired
+from tests.gateways import running_gateway, until
+from tests.virtual import in_virtual_time
+from tests.web.asking import CHAT, HELLO, Public, answer, public, request
+
+BEATING = {"heartbeat": 0.1, "health": {"interval": 0.2}, "retries": {"backoff": 0.01}}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: HELLO,
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/messages": {**HELLO, "max_tokens": 4},
+    "/v1/responses": {"input": "hello"},
+    "/completion": {"prompt": "hello"},
+}
+PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+
+
+def stream(path: str = CHAT, **more: Any) -> bytes:
+    return request({**BODIES[path], "stream": True, **more}, path=path)
+
+
+async def chunk(wire: Wire) -> bytes:
+    size = int(await wire.until(b"\r\n"), 16)
+    return (await wire.until(b"\r\n"))[:-2] if not size else (await exactly(wire, size + 2))[:-2]
+
+
+async def exactly(wire: Wire, size: int) -> bytes:
+    async with asyncio.timeout(30.0):
+        return await wire.reader.readexactly(size)
+
+
+async def body_of(wire: Wire) -> bytes:
+    data = b""
+    while not data.endswith(b"0\r\n\r\n"):
+        data += await wire.until(b"\r\n")
+    return unchunk(data)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@in_virtual_time
+async def test_a_stream_that_waits_gives_signs_of_life(tmp_path: Path, path: str) -> None:
+    async with public(tmp_path, BEATING) as gate:
+        beat = PING if path == "/v1/messages" else b":\n"
+        gate.node.faults.next("hang", after_events=0)
+        async with wired(gate.url) as wire:
+            await wire.send(stream(path, max_tokens=3))
+            head = await wire.head()
+            assert head.startswith(b"HTTP/1.1 200 ")
+            assert b"content-type: text/event-stream" in head
+            assert b"x-accel-buffering: no" in head
+            assert b"x-request-id: req_" in head
+            assert (b"request-id: req_" in head.replace(b"x-request-id", b"")) == (
+                path == "/v1/messages"
+            )
+            assert b"x-gateway-class: normal" in head
+            # Other nodes may be tried yet, and so nothing is said of them.
+            for unknown in (b"attempts", b"queue-ms", b"node", b"tier"):
+                assert b"x-gateway-" + unknown not in head
+            for _ in range(3):
+                assert await chunk(wire) == beat
+            gate.node.faults.release()
+            body = await body_of(wire)
+        assert body.startswith(beat) or b"data: " in body[:200]
+        rest = body.replace(beat, b"") if path == "/v1/messages" else body.lstrip(b":\n")
+        assert b"event: ping" not in rest
+        assert rest.startswith((b"data: {", b"event: "))
+        assert rest.endswith(b"\n\n")
+        record = await gate.last()
+        assert (record.status, record.stream) == (200, True)
+        assert record.ttft is not None
+        assert record.ttft == pytest.approx(0.3), "a sign of life is no content"
+
+
+@pytest.mark.parametrize("path", BODIES)
+@in_virtual_time
+async def test_a_stream_that_falls_silent_gets_them_too(tmp_path: Path, path: str) -> None:
+    async with public(tmp_path, BEATING) as gate:
+        beat = PING if path == "/v1/messages" else b":\n"
+        gate.node.faults.next("hang", after_events=5)
+        async with wired(gate.url) as wire:
+            await wire.send(stream(path))
+            await wire.head()
+            while (said := await chunk(wire)) != beat:
+                assert b"\n:" not in said
+            for _ in range(2):
+                assert await chunk(wire) == beat
+            gate.node.faults.release()
+            # None behind an event that has followed too soon, and none behind the end.
+            rest = await body_of(wire)
+        assert b"\n" + beat not in rest.removeprefix(beat)
+
+
+@in_virtual_time
+async def test_plain_requests_get_none(tmp_path: Path) -> None:
+    async with public(tmp_path, BEATING) as gate:
+        gate.node.faults.next("hang", seconds=0.4)
+        found = await gate.chat(max_tokens=1)
+        assert found.status == 200
+        assert json.loads(found.body)["choices"]
+
+
+async def failing(gate: Public, path: str, kind: str, **fault: Any) -> bytes:
+    """The body of a stream whose node fails after the first signs of life."""
+    async with wired(gate.url) as wire:
+        gate.node.faults.next("hang", after_events=0)
+        # The second slot is taken too, so that the request waits in the gateway.
+        gate.node.faults.next("hang", after_events=0)
+        async with wired(gate.url) as one, wired(gate.url) as two:
+            for other in (one, two):
+                await other.send(stream())
+            await until(lambda: gate.node.busy == 2)
+            await wire.send(stream(path))
+            assert (await wire.head()).startswith(b"HTTP/1.1 200 ")
+            gate.node.faults.set(kind, **fault)
+        return await body_of(wire)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@in_virtual_time
+async def test_a_nodes_own_400_is_an_event_then_and_keeps_its_code_in_the_record(
+    tmp_path: Path, path: str
+) -> None:
+    async with public(tmp_path, BEATING) as gate:
+        body = await failing(gate, path, "status", status=400)
+        beat = PING if path == "/v1/messages" else b":\n"
+        rest = body
+        while rest.startswith(beat):
+            rest = rest.removeprefix(beat)
+        told(path, rest, "Bad request", "invalid_request_error")
+        record = await gate.last()
+        assert record.status == 400
+
+
+@pytest.mark.parametrize("path", BODIES)
+@in_virtual_time
+async def test_a_502_is_an_event_then_and_keeps_its_code_in_the_record(
+    tmp_path: Path, path: str
+) -> None:
+    async with public(tmp_path, BEATING) as gate:
+        body = await failing(gate, path, "status", status=404)
+        beat = PING if path == "/v1/messages" else b":\n"
+        rest = body
+        while rest.startswith(beat):
+            rest = rest.removeprefix(beat)
+        told(path, rest, "No node serves")
+        record = await gate.last()
+        assert (record.status, record.reason) == (502, "node_failed")
+
+
+def told(path: str, data: bytes, message: str, kind: str = "api_error") -> None:
+    """One error event in the form of the API, and nothing behind it."""
+    assert data.endswith(b"\n\n")
+    assert data.count(b"\n\n") == 1
+    named = path in {"/v1/messages", "/v1/responses"}
+    assert data.startswith(b"event: error\ndata: {" if named else b"data: {")
+    value = json.loads(data.partition(b"data: ")[2])
+    assert message in value["error"]["message"]
+    assert b"[DONE]" not in data
+    if path == "/v1/messages":
+        assert value["type"] == "error"
+        assert value["error"]["type"] == kind
+        assert value["request_id"].startswith("req_")
+    if path == "/v1/responses":
+        assert value["type"] == "error"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+@in_virtual_time
+async def test_a_wait_that_was_too_long_is_an_event_then(tmp_path: Path, path: str) -> None:
+    settings = {**BEATING, "queue": {"max_wait": 0.3}}
+    async with public(tmp_path, settings, EmulatedNode(slots=1)) as other:
+        other.node.faults.next("hang", after_events=0)
+        async with wired(other.url) as first, wired(other.url) as wire:
+            await first.send(stream())
+            await until(lambda: other.node.busy == 1)
+            await wire.send(stream(path))
+            assert (await wire.head()).startswith(b"HTTP/1.1 200 ")
+            body = await body_of(wire)
+            while body.startswith(PING):
+                body = body.removeprefix(PING)
+            told(path, body.lstrip(b":\n"), "No slot came free", "overloaded_error")
+            assert [(one.status, one.reason) for one in other.told()] == [(503, "queue_timeout")]
+
+
+@in_virtual_time
+async def test_a_failure_before_the_first_sign_of_life_has_its_own_status(tmp_path: Path) -> None:
+    async with public(tmp_path, BEATING) as gate:
+        gate.node.faults.next("status", status=400)
+        found = await gate.ask(stream())
+        assert found.status == 400
+        assert json.loads(found.body)["error"]["message"] == "Bad request"
+
+
+@in_virtual_time
+async def test_an_answer_that_is_no_stream_is_an_error_once_one_was_promised(
+    tmp_path: Path,
+) -> None:
+    async with public(tmp_path, BEATING) as gate:
+        body = await failing(gate, CHAT, "status", status=200, body='{"choices": []}')
+        told(CHAT, body.lstrip(b":\n"), "did not stream")
+        assert (await gate.last()).status == 502
+
+
+@in_virtual_time
+async def test_signs_of_life_can_be_switched_off(tmp_path: Path) -> None:
+    async with public(tmp_path, {"heartbeat": "off"}) as other:
+        other.node.faults.next("hang", after_events=0)
+        async with wired(other.url) as wire:
+            await wire.send(stream(max_tokens=2))
+            with pytest.raises(TimeoutError):
+                await wire.some(0.3)
+            other.node.faults.release()
+            found = await answer(wire)
+            assert found.body.startswith(b"data: {")
+
+
+@in_virtual_time
+async def test_the_nodes_own_comments_are_brought_to_one_form(tmp_path: Path) -> None:
+    async with public(tmp_path, BEATING) as gate:
+        gate.node.faults.next("comments")
+        found = await gate.ask(stream(max_tokens=3))
+        assert found.body.count(b":\n") >= 3
+        assert b":\n\n" not in found.body
+        assert b"\n\n:\ndata: " in found.body
+
+
+@in_virtual_time
+async def test_the_nodes_own_comments_are_left_out_where_signs_of_life_are_off(
+    tmp_path: Path,
+) -> None:
+    async with public(tmp_path, {"heartbeat": "off"}) as other:
+        other.node.faults.next("comments")
+        found = await other.ask(stream(max_tokens=3))
+        assert found.body.startswith(b"data: ")
+        assert b"\n:" not in found.body
+
+
+@in_virtual_time
+async def test_who_leaves_after_signs_of_life_is_noticed(tmp_path: Path) -> None:
+    async with public(tmp_path, BEATING) as gate:
+        gate.node.faults.next("hang", after_events=0)
+        async with wired(gate.url) as wire:
+            await wire.send(stream())
+            await wire.head()
+            assert await chunk(wire) == b":\n"
+        record = await gate.last()
+        assert (record.status, record.ttft) == (499, None)
+
+
+@in_virtual_time
+async def test_signs_of_life_go_on_while_another_node_is_tried(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode() as one,
+        EmulatedNode() as two,
+        running_gateway(tmp_path, [one.url, two.url], BEATING) as running,
+        wired(running.url) as wire,
+    ):
+        for node in (one, two):
+            node.faults.next("hang", after_events=0)
+        await wire.send(stream(max_tokens=2))
+        assert (await wire.head()).startswith(b"HTTP/1.1 200 ")
+        assert await chunk(wire) == b":\n"
+        first, second = (one, two) if one.requests else (two, one)
+        await first.kill()
+        await until(lambda: second.requests == 1)
+        second.faults.release()
+        body = await body_of(wire)
+        assert body.lstrip(b":\n").startswith(b"data: {")
+        assert body.endswith(b"data: [DONE]\n\n")
+        assert one.requests + two.requests == 2

@@ -1,0 +1,284 @@
+"""What header fields cross the gateway, which way, and which are its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from gateway.access.keys import new_key
+from tests.emulator import EmulatedNode
+from tests.emulator.wire import wired
+from tests.gateways import running_gateway, until
+from tests.web.asking import HELLO, Answer, Public, answer, public, request
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+SHORT = {**HELLO, "max_tokens": 2}
+
+
+# To the node.
+
+
+async def test_what_a_client_says_goes_on_to_the_node(gate: Public) -> None:
+    await gate.ask(request(SHORT, "Content-Type: application/json", "User-Agent: me"))
+    seen = gate.node.seen[-1].headers
+    assert seen["content-type"] == "application/json"
+    assert seen["user-agent"] == "me"
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "Authorization: Bearer secret",
+        "X-Api-Key: secret",
+        "Api-Key: secret",
+        "Cookie: secret=1",
+        "Proxy-Authorization: Basic secret",
+        "Proxy-Connection: secret",
+        "Keep-Alive: secret",
+        "TE: secret",
+        "Trailer: secret",
+        "Upgrade: secret",
+        "X-Priority: batch",
+        "X-Request-Timeout: 60",
+        "X-Gateway-Progress: 1",
+        "X-Gateway-Anything: 1",
+        "Cf-Access-Jwt-Assertion: secret",
+        "X-Auth-Token: secret",
+        "X-OpenWebUI-User-Email: anna@example.org",
+        "Referer: https://intranet/page",
+        "Origin: app://page",
+        "X-Forwarded-For: 192.0.2.1",
+    ],
+)
+async def test_what_is_meant_for_the_gateway_alone_never_reaches_a_node(
+    gate: Public, field: str
+) -> None:
+    found = await gate.ask(request(SHORT, field))
+    assert found.status == 200
+    assert field.partition(":")[0].lower() not in gate.node.seen[-1].headers
+
+
+async def test_fields_that_the_connection_field_names_stay_here(gate: Public) -> None:
+    fields = [
+        "Connection: Accept, anthropic-beta ,keep-alive",
+        "Accept: 1",
+        "Anthropic-Beta: 2",
+        "Traceparent: 3",
+    ]
+    await gate.ask(request(SHORT, *fields))
+    seen = gate.node.seen[-1].headers
+    assert not {"connection", "accept", "anthropic-beta"} & set(seen)
+    assert seen["traceparent"] == "3"
+
+
+async def test_fields_of_our_own_can_not_be_named_away(gate: Public) -> None:
+    await gate.ask(request(SHORT, "Connection: host, content-length, via, accept-encoding"))
+    assert {"host", "content-length", "via", "accept-encoding"} <= set(gate.node.seen[-1].headers)
+
+
+async def test_the_node_is_asked_plainly_under_its_own_name(gate: Public) -> None:
+    await gate.ask(request(SHORT, "Accept-Encoding: gzip, br", "Via: 1.0 proxy"))
+    seen = gate.node.seen[-1].headers
+    assert seen["accept-encoding"] == "identity"
+    assert seen["via"] == "1.0 proxy, 1.1 llama-gateway"
+    assert seen["host"] == gate.node.url.removeprefix("http://")
+
+
+async def test_the_nodes_own_key_takes_the_place_of_the_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NODE_KEY", "node-secret")
+    key = new_key("someone")
+    settings = {"keys": [{"id": key.id, "sha256": key.sha256}]}
+    async with EmulatedNode(api_key="node-secret") as node:
+        spec = {"name": "n", "url": node.url, "api_key_env": "NODE_KEY"}
+        async with running_gateway(tmp_path, [spec], settings) as running:
+            refused = await running.client.post("/v1/chat/completions", json=SHORT)
+            assert refused.status_code == 401
+            for name, value in (
+                ("authorization", f"Bearer {key.text}"),
+                ("x-api-key", key.text),
+                ("api-key", key.text),
+            ):
+                reply = await running.client.post(
+                    "/v1/chat/completions", json=SHORT, headers={name: value}
+                )
+                assert reply.status_code == 200
+                seen = node.seen[-1].headers
+                assert seen["authorization"] == "Bearer node-secret"
+                assert key.text not in str(seen)
+
+
+# To the client.
+
+
+async def told(gate: Public, **fields: str) -> Answer:
+    """The reply to a request that the node answered with these fields."""
+    body = json.dumps({"choices": []})
+    gate.node.faults.next("status", status=200, body=body, headers=fields)
+    found = await gate.ask(request(SHORT))
+    assert found.status == 200
+    assert found.body == body.encode()
+    return found
+
+
+async def test_what_a_node_says_goes_on_to_the_client(gate: Public) -> None:
+    found = await told(gate, **{"Retry-After": "1", "Openai-Processing-Ms": "7"})
+    assert found.headers["retry-after"] == "1"
+    assert found.headers["openai-processing-ms"] == "7"
+    assert found.headers["content-type"].startswith("application/json")
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "Server",
+        "Date",
+        "Set-Cookie",
+        "Keep-Alive",
+        "Proxy-Authenticate",
+        "Trailer",
+        "Access-Control-Allow-Origin",
+        "Access-Control-Allow-Credentials",
+        "Access-Control-Expose-Headers",
+        "X-Gateway-Secret",
+        "Request-Id",
+        "X-Accel-Redirect",
+        "Refresh",
+        "Clear-Site-Data",
+        "Strict-Transport-Security",
+        "Location",
+    ],
+)
+async def test_what_is_not_a_nodes_to_say_stays_here(gate: Public, field: str) -> None:
+    found = await told(gate, **{field: "theirs"})
+    assert found.headers.get(field.lower()) is None
+
+
+async def test_fields_that_the_nodes_connection_field_names_stay_here(gate: Public) -> None:
+    found = await told(gate, **{"Connection": "openai-a", "OpenAI-A": "1", "OpenAI-B": "2"})
+    assert "openai-a" not in found.headers
+    assert "connection" not in found.headers
+    assert found.headers["openai-b"] == "2"
+
+
+async def test_a_reload_lets_further_fields_pass_on_kept_connections_too(tmp_path: Path) -> None:
+    async with public(tmp_path) as gate:
+        reply = {"X-Region": "eu"}
+        asked = request(SHORT, "X-Team: a")
+        async with wired(gate.url) as wire:
+
+            async def one() -> Answer:
+                gate.node.faults.next("status", status=200, body="{}", headers=reply)
+                await wire.send(asked)
+                return await answer(wire)
+
+            assert "x-region" not in (await one()).headers
+            assert "x-region" not in (await one()).headers
+            headers = {"to_nodes": ["X-Team"], "to_clients": "x-region"}
+            gate.running.write_settings({"headers": headers})
+            gateway = gate.running.gateway
+            await until(lambda: gateway.settings.headers.to_nodes == ("X-Team",))
+            assert (await one()).headers["x-region"] == "eu"
+            assert gate.node.seen[-1].headers["x-team"] == "a"
+
+
+@pytest.mark.parametrize("value", ["a\x01b", "a\x00b", "a\x7fb", "x" * 100_000])
+async def test_a_nodes_field_that_is_no_field_never_reaches_a_client(
+    gate: Public, value: str
+) -> None:
+    gate.node.faults.next("status", status=200, body="{}", headers={"OpenAI-X": value})
+    found = await gate.ask(request(SHORT))
+    assert value not in found.headers.get("openai-x", "")
+
+
+async def test_the_requests_id_is_the_clients_own_if_it_is_sane(gate: Public) -> None:
+    found = await gate.ask(request(SHORT, "X-Request-ID: my-1.2:3/4"))
+    assert found.headers["x-request-id"] == "my-1.2:3/4"
+    assert gate.node.seen[-1].headers["x-request-id"] == "my-1.2:3/4"
+    assert (await gate.last()).x_request_id == "my-1.2:3/4"
+
+
+@pytest.mark.parametrize("insane", ["", "a b", "x" * 200, "<script>", "a\tb", '"', "\xe9"])
+async def test_an_id_that_is_not_sane_is_replaced(gate: Public, insane: str) -> None:
+    found = await gate.ask(request(SHORT, f"X-Request-ID: {insane}"))
+    assert found.headers["x-request-id"].startswith("req_")
+    assert gate.node.seen[-1].headers["x-request-id"] == found.headers["x-request-id"]
+
+
+async def test_an_id_that_two_clients_send_is_no_identity_inside(gate: Public) -> None:
+    gate.node.faults.next("hang", 2)
+    asking = [asyncio.create_task(gate.ask(request(SHORT, "X-Request-ID: same"))) for _ in range(2)]
+    await gate.node.until(lambda: gate.node.requests == 2)
+    ids = {live.request.id for live in gate.running.gateway.registry}
+    assert len(ids) == 2
+    gate.node.faults.release()
+    for reply in await asyncio.gather(*asking):
+        assert reply.headers["x-request-id"] == "same"
+
+
+async def test_every_reply_has_an_id_of_its_own(gate: Public) -> None:
+    found = [await gate.ask(request(body)) for body in (SHORT, SHORT, b"{")]
+    found.append(await gate.ask(request(path="/nowhere")))
+    assert len({reply.headers["x-request-id"] for reply in found}) == 4
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_anthropics_clients_find_the_id_where_they_look_for_it(
+    gate: Public, path: str
+) -> None:
+    found = await gate.ask(request(SHORT, path=path))
+    assert found.status == 200
+    assert found.headers["request-id"] == found.headers["x-request-id"]
+
+
+async def test_a_reply_tells_how_it_came_about(gate: Public) -> None:
+    found = await gate.ask(request(SHORT, "X-Priority: batch"))
+    assert found.headers["x-gateway-class"] == "batch"
+    assert found.headers["x-gateway-attempts"] == "1"
+    assert int(found.headers["x-gateway-queue-ms"]) < 30_000
+    assert found.headers["x-gateway-node"] == "node-0"
+
+
+@pytest.mark.parametrize(("expose", "shown"), [(False, None), (True, "node-0"), (None, "node-0")])
+async def test_the_nodes_name_is_told_where_the_settings_say_so(
+    tmp_path: Path, expose: bool | None, shown: str | None
+) -> None:
+    listen = {} if expose is None else {"expose_node": expose}
+    async with public(tmp_path, {"listen": listen}) as other:
+        assert (await other.chat(max_tokens=1)).headers.get("x-gateway-node") == shown
+
+
+async def test_the_nodes_name_is_not_told_to_the_world(tmp_path: Path) -> None:
+    async with public(tmp_path, host="0.0.0.0", allow_anonymous=True) as other:
+        url = other.url.replace("0.0.0.0", "127.0.0.1")
+        reply = await other.running.client.post(f"{url}/v1/chat/completions", json=SHORT)
+        assert reply.status_code == 200
+        assert "x-gateway-node" not in reply.headers
+        object.__setattr__(other.running, "url", url)
+
+
+async def test_streams_are_not_to_be_buffered_by_proxies(gate: Public) -> None:
+    stream = await gate.ask(request({**SHORT, "stream": True}))
+    assert stream.headers["x-accel-buffering"] == "no"
+    assert stream.headers["content-type"] == "text/event-stream"
+    plain = await gate.ask(request(SHORT))
+    assert "x-accel-buffering" not in plain.headers
+
+
+async def test_a_stream_that_told_its_length_is_sent_without(gate: Public) -> None:
+    gate.node.faults.next("wrong_length", delta=5000)
+    found = await gate.ask(request({**SHORT, "stream": True}))
+    assert "content-length" not in found.headers
+    assert found.headers["transfer-encoding"] == "chunked"
+    assert b"data: " in found.body
+
+
+async def test_an_error_too_long_to_be_kept_is_told_with_its_true_length(gate: Public) -> None:
+    gate.node.faults.next("status", status=400, body=json.dumps({"error": "x" * 2_000_000}))
+    found = await gate.ask(request(SHORT))
+    assert found.status == 400
+    assert len(found.body) < 1_000_000

@@ -1,0 +1,343 @@
+"""Whose turn it is: classes, fair shares, reserves and deadlines, over emulated nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.access.keys import ApiKey, new_key
+from gateway.request import Priority
+from tests.emulator import EmulatedNode
+from tests.gateways import NO_TLS, Running, running_gateway, until
+from tests.virtual import in_virtual_time, now
+
+CHAT = "/v1/chat/completions"
+CALM: dict[str, Any] = {
+    "health": {"interval": 30},
+    "heartbeat": "off",
+    "logging": {"access": False},
+}
+WORDS = [f"word{number}" for number in range(12)]
+
+
+@dataclass
+class Site:
+    """A gateway and a client that may have any number of connections."""
+
+    running: Running
+    nodes: list[EmulatedNode]
+    client: httpx.AsyncClient
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def body(self, tokens: int, words: int = 4, **more: Any) -> dict[str, Any]:
+        """A question that no other request has asked."""
+        text = " ".join(WORDS[i % len(WORDS)] for i in range(words))
+        message = {"role": "user", "content": f"{next(self.numbers)} {text}"}
+        return {"messages": [message], "max_tokens": tokens, **more}
+
+    async def ask(self, tokens: int, **headers: str) -> httpx.Response:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await self.client.post(CHAT, json=self.body(tokens), headers=named)
+
+    async def first_content(self, tokens: int, words: int, **headers: str) -> float:
+        """Seconds until the first content of a stream, which is read to its end."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        began, first = now(), 0.0
+        body = self.body(tokens, words, stream=True)
+        async with self.client.stream("POST", CHAT, json=body, headers=named) as reply:
+            assert reply.status_code == 200, await reply.aread()
+            async for _ in reply.aiter_bytes():
+                first = first or now() - began
+        return first
+
+    @property
+    def waiting(self) -> int:
+        return len(self.running.gateway.scheduler.queue_positions())
+
+
+@asynccontextmanager
+async def a_site(
+    folder: Path, *nodes: EmulatedNode, settings: dict[str, Any] | None = None
+) -> AsyncIterator[Site]:
+    async with AsyncExitStack() as stack:
+        for node in nodes:
+            await stack.enter_async_context(node)
+        running = await stack.enter_async_context(
+            running_gateway(folder, [node.url for node in nodes], {**CALM, **(settings or {})})
+        )
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(
+                base_url=running.url,
+                timeout=60.0,
+                trust_env=False,
+                verify=NO_TLS,
+                limits=httpx.Limits(max_connections=None),
+            )
+        )
+        yield Site(running, list(nodes), client)
+        await until(lambda: not running.gateway.registry)
+        assert running.gateway.scheduler.queue_positions() == []
+        await until(lambda: all(n.leased == 0 for n in running.gateway.fleet.nodes.values()))
+        board = running.gateway.scheduler.dispatcher.placement_state
+        assert all(row.ours == 0 and not row.running for row in board.rows)
+
+
+async def ended(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# Classes.
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@in_virtual_time
+async def test_urgent_requests_hardly_notice_a_fleet_that_is_overloaded(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    nodes = [EmulatedNode(slots=2, prefill_tps=600.0, decode_tps=150.0) for _ in range(2)]
+    releases: list[float] = []
+
+    async def load(priority: str) -> None:
+        await site.ask(rng.randint(10, 50), x_priority=priority)
+        releases.append(now())
+
+    async with a_site(tmp_path, *nodes) as site:
+        idle = [await site.first_content(2, 60, x_priority="urgent") for _ in range(9)]
+        # A request takes 0.22 s or so on one of four slots: 18 a second are served, 27 come.
+        tasks: list[asyncio.Task[Any]] = []
+        urgent: list[asyncio.Task[float]] = []
+        began = now()
+        for number in range(27 * 5):
+            priority = "batch" if number % 2 else "normal"
+            tasks.append(asyncio.create_task(load(priority)))
+            if number > 40 and number % 6 == 0:
+                probe = site.first_content(2, 60, x_priority="urgent")
+                urgent.append(asyncio.create_task(probe))
+            due = began + (number + rng.random()) / 27
+            await asyncio.sleep(max(0.0, due - now()))
+        assert site.waiting > 10, "it was no overload"
+        seen = await asyncio.gather(*urgent)
+        while_busy = [moment for moment in releases if moment > began + 1.0]
+        gap = (while_busy[-1] - while_busy[0]) / (len(while_busy) + len(seen))
+        await ended(tasks)
+    bound = 1.2 * median(idle) + gap
+
+    assert median(seen) <= bound, f"{median(seen):.3f} s, idle {median(idle):.3f}, gap {gap:.3f}"
+    assert fmean(seen) <= 1.5 * bound
+
+
+@in_virtual_time
+async def test_batch_waits_for_all_others_and_leaves_its_reserve(tmp_path: Path) -> None:
+    settings = {"classes": {"batch": {"reserve_slots": 0.5}}}
+    async with a_site(tmp_path, EmulatedNode(slots=4, decode_tps=20), settings=settings) as site:
+        batch = [asyncio.create_task(site.ask(400, x_priority="batch")) for _ in range(4)]
+        await until(lambda: site.nodes[0].busy == 2 and site.waiting == 2)
+        normal = [asyncio.create_task(site.ask(tokens)) for tokens in (400, 20)]
+        await until(lambda: site.nodes[0].busy == 4)
+        assert site.waiting == 2
+        # One has ended: the next batch request still has to leave two slots free.
+        await normal.pop()
+        for _ in range(20):
+            assert site.waiting == 2
+            assert site.nodes[0].busy <= 3
+            await asyncio.sleep(0.01)
+        await ended([*batch, *normal])
+
+
+# Fair shares.
+
+
+async def shares(site: Site, parties: dict[str, tuple[int, dict[str, str]]]) -> Counter[str]:
+    """Tokens that each party was served when the last of them has 120 answers.
+
+    Each keeps so many requests under way; lengths are of one distribution. Answers count once all
+    of them have requests in line: before, whoever has connected first is served alone.
+    """
+    rng = random.Random(5)
+    tokens, answers = Counter[str](), Counter[str]()
+    enough = asyncio.Event()
+    scheduler = site.running.gateway.scheduler
+
+    async def one(party: str, headers: dict[str, str]) -> None:
+        while not enough.is_set():
+            reply = await site.ask(rng.randint(5, 35), **headers)
+            assert reply.status_code == 200
+            if not enough.is_set():
+                usage = reply.json()["usage"]
+                tokens[party] += usage["prompt_tokens"] + usage["completion_tokens"]
+                answers[party] += 1
+            if all(answers[name] >= 120 for name in parties):
+                enough.set()
+
+    tasks = [
+        asyncio.create_task(one(party, headers))
+        for party, (count, headers) in parties.items()
+        for _ in range(count)
+    ]
+    try:
+        async with asyncio.timeout(90):
+            few = min(count for count, _ in parties.values()) // 2
+            while True:
+                lines = Counter(one.request.fairness_key for one in scheduler.queue_positions())
+                if len(lines) == len(parties) and min(lines.values()) >= few:
+                    break
+                await asyncio.sleep(0.01)
+            tokens.clear()
+            answers.clear()
+            await enough.wait()
+    finally:
+        await ended(tasks)
+    return tokens
+
+
+def fast() -> EmulatedNode:
+    # Not so fast that a busy machine is slower at asking: then nobody would be backlogged.
+    return EmulatedNode(slots=2, decode_tps=150.0, close_after_stream=False)
+
+
+def key_of(key: ApiKey, **more: Any) -> dict[str, Any]:
+    return {"id": key.id, "sha256": key.sha256, **more}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@in_virtual_time
+async def test_two_callers_get_the_same_though_one_sends_ten_times_as_much(
+    tmp_path: Path,
+) -> None:
+    keys = [new_key(), new_key()]
+    settings = {"keys": [key_of(key) for key in keys]}
+    async with a_site(tmp_path, fast(), fast(), settings=settings) as site:
+        much, little = ({"authorization": f"Bearer {key.text}"} for key in keys)
+        found = await shares(site, {"much": (200, much), "little": (20, little)})
+    assert 0.9 <= found["much"] / found["little"] <= 1.1, found
+
+
+@in_virtual_time
+async def test_people_behind_a_trusted_key_have_turns_of_their_own(tmp_path: Path) -> None:
+    key = new_key()
+    settings = {"keys": [key_of(key, trust_user_headers=True)]}
+    async with a_site(tmp_path, EmulatedNode(slots=1, decode_tps=20), settings=settings) as site:
+        bearer = f"Bearer {key.text}"
+        tasks = []
+        for number, name in enumerate(["anna"] * 5 + ["ben"]):
+            asked = site.ask(400, authorization=bearer, x_openwebui_user_id=name)
+            tasks.append(asyncio.create_task(asked))
+            await until(lambda number=number: site.nodes[0].busy + site.waiting == number + 1)
+        waiting = site.running.gateway.scheduler.queue_positions()
+        parties = Counter(one.request.fairness_key for one in waiting)
+        [place] = [one.position for one in waiting if parties[one.request.fairness_key] == 1]
+        assert place in {1, 2}
+        await ended(tasks)
+
+
+@in_virtual_time
+async def test_who_is_not_trusted_gets_no_more_by_naming_users(tmp_path: Path) -> None:
+    keys = [new_key(), new_key()]
+    settings = {"keys": [key_of(key) for key in keys]}
+    async with a_site(tmp_path, EmulatedNode(slots=1, decode_tps=20), settings=settings) as site:
+        tasks = [
+            asyncio.create_task(
+                site.ask(400, authorization=f"Bearer {keys[0].text}", x_user_id=f"user {number}")
+            )
+            for number in range(5)
+        ]
+        await until(lambda: site.waiting == 4)
+        tasks.append(asyncio.create_task(site.ask(3, authorization=f"Bearer {keys[1].text}")))
+        await until(lambda: site.waiting == 5)
+        places = [
+            (one.request.caller.id, one.position)
+            for one in site.running.gateway.scheduler.queue_positions()
+        ]
+        assert (keys[1].id, 1) in places or (keys[1].id, 2) in places
+        await ended(tasks)
+
+
+# Deadlines.
+
+
+@in_virtual_time
+async def test_a_deadline_that_can_not_be_met_is_refused_at_once(tmp_path: Path) -> None:
+    async with a_site(tmp_path, EmulatedNode(slots=1, decode_tps=50)) as site:
+        for _ in range(4):
+            assert (await site.ask(30)).status_code == 200
+        tasks = [asyncio.create_task(site.ask(30)) for _ in range(8)]
+        await until(lambda: site.waiting == 7)
+        began = now()
+        refused = await site.ask(30, x_request_timeout="1.5")
+        assert now() == began
+        assert (refused.status_code, refused.headers["x-gateway-reason"]) == (503, "queue_timeout")
+        assert refused.headers["x-should-retry"] == "false"
+        assert 1 <= int(refused.headers["retry-after"]) <= 10
+        patient = asyncio.create_task(site.ask(30, x_request_timeout="60"))
+        await until(lambda: site.waiting == 8)
+        await ended([*tasks, patient])
+
+
+@in_virtual_time
+async def test_a_class_is_let_in_by_its_share_of_the_queue(tmp_path: Path) -> None:
+    settings = {"queue": {"max": 4}}
+    async with a_site(tmp_path, EmulatedNode(slots=1, decode_tps=20), settings=settings) as site:
+        tasks = [asyncio.create_task(site.ask(400))]
+        await until(lambda: site.nodes[0].busy == 1)
+        for number, priority in enumerate(("batch", "batch", "normal", "urgent"), 1):
+            tasks.append(asyncio.create_task(site.ask(400, x_priority=priority)))
+            await until(lambda number=number: site.waiting == number)
+            if number == 2:
+                full = await site.ask(1, x_priority="batch")
+                assert (full.status_code, full.headers["x-gateway-reason"]) == (429, "queue_full")
+        full = await site.ask(1, x_priority="urgent")
+        assert (full.status_code, full.headers["x-gateway-reason"]) == (429, "queue_full")
+        assert int(full.headers["retry-after"]) >= 1
+        await ended(tasks)
+
+
+# Reload.
+
+
+async def test_all_of_it_changes_live_for_those_who_wait_too(tmp_path: Path) -> None:
+    key = new_key()
+    async with a_site(tmp_path, EmulatedNode(slots=4, decode_tps=20, answer_tokens=3000)) as site:
+        scheduler = site.running.gateway.scheduler
+        tasks = [asyncio.create_task(site.ask(3000, x_priority="batch")) for _ in range(3)]
+        await until(lambda: site.nodes[0].busy == 3)
+        site.running.write_settings(
+            {
+                **CALM,
+                "policy": "round_robin",
+                "queue": {"max": 3, "latest_wins": False},
+                "classes": {"batch": {"reserve_slots": 0.25, "queue_share": 1, "patience": "7s"}},
+                "keys": [key_of(key, trust_user_headers=True)],
+                "prompts": {"volatile": ["Today is "]},
+                "allow_anonymous": True,
+            }
+        )
+        await until(lambda: scheduler.dispatcher.rules.policy == "round_robin")
+        assert scheduler.dispatcher.rules.overdue_after[Priority.BATCH] == 7.0
+        # The fourth slot is reserved from now on, and three may wait.
+        tasks += [asyncio.create_task(site.ask(3000, x_priority="batch")) for _ in range(3)]
+        await until(lambda: site.waiting == 3)
+        assert site.nodes[0].busy == 3
+        full = await site.ask(1, x_priority="batch")
+        assert (full.status_code, full.headers["x-gateway-reason"]) == (429, "queue_full")
+        site.running.write_settings({**CALM, "policy": "nothing"})
+        await until(lambda: site.running.gateway.settings_error is not None)
+        assert "least_finish" in str(site.running.gateway.settings_error)
+        assert scheduler.dispatcher.rules.policy == "round_robin"
+        # Without the reserve those who wait go on.
+        site.running.write_settings({**CALM, "policy": "prefix_hash"})
+        await until(lambda: (site.waiting, site.nodes[0].busy) == (2, 4))
+        await ended(tasks)

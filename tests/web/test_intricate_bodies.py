@@ -1,0 +1,53 @@
+"""Many small bodies of very many objects at once: they take turns, so that others have theirs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.proxy.inbound.prepare import prepare
+from tests.emulator import EmulatedNode
+from tests.virtual import in_virtual_time
+from tests.web.asking import HELLO, public, request
+
+SHAPES = [
+    {"messages": [{}] * 1500},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1500}]},
+    {**HELLO, "tools": [{}] * 1500},
+    {**HELLO, "a_url": 1, "x": [[]] * 1500},
+]
+
+
+@pytest.mark.parametrize("body", SHAPES, ids=["messages", "parts", "tools", "links"])
+@in_virtual_time
+async def test_one_is_prepared_in_each_round_of_the_loop(
+    tmp_path: Path, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: Counter[int] = Counter()
+    now = 0
+
+    def counted(*given: Any) -> Any:
+        rounds[now] += 1
+        return prepare(*given)
+
+    async def count() -> None:
+        nonlocal now
+        while True:
+            now += 1
+            await asyncio.sleep(0)
+
+    async with public(tmp_path, None, EmulatedNode(slots=20, context=1 << 20)) as gate:
+        monkeypatch.setattr("gateway.web.handler.prepare", counted)
+        counting = asyncio.create_task(count())
+        data = request({**body, "max_tokens": 1})
+        try:
+            found = await asyncio.gather(*(gate.ask(data) for _ in range(20)))
+        finally:
+            counting.cancel()
+    assert {one.status for one in found} <= {200, 400}
+    assert sum(rounds.values()) >= 20
+    assert max(rounds.values()) == 1

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway.config.listeners import CorsSpec
+from gateway.web.origins import cors_headers
+from gateway.web.response_heads import EXPOSED_HEADERS
+from tests.virtual import in_virtual_time
+from tests.web.asking import CHAT, HELLO, public, request
+
+PAGE = "https://chat.example"
+ALLOW = b"access-control-allow-origin"
+
+
+def fields(cors: CorsSpec, *origins: str) -> dict[bytes, bytes]:
+    return dict(cors_headers(cors, [(b"origin", origin.encode()) for origin in origins]))
+
+
+def test_a_request_that_no_page_made_gets_no_fields() -> None:
+    assert fields(CorsSpec(origins=("*",))) == {}
+
+
+def test_a_page_may_read_where_all_may() -> None:
+    found = fields(CorsSpec(origins=("*",)), PAGE)
+    assert found[ALLOW] == b"*"
+    assert found[b"access-control-expose-headers"].decode().split(", ") == list(EXPOSED_HEADERS)
+    assert b"access-control-allow-credentials" not in found
+
+
+def test_a_named_page_may_read_and_caches_are_told() -> None:
+    found = fields(CorsSpec(origins=(PAGE, "https://other.example")), PAGE)
+    assert (found[ALLOW], found[b"vary"]) == (PAGE.encode(), b"Origin")
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", PAGE + ".evil.example", "null", "*", ""]
+)
+def test_another_page_may_not(origin: str) -> None:
+    assert fields(CorsSpec(origins=(PAGE,)), origin) == {b"vary": b"Origin"}
+
+
+def test_credentials_are_allowed_to_named_pages_alone() -> None:
+    cors = CorsSpec(origins=(PAGE,), credentials=True)
+    assert fields(cors, PAGE)[b"access-control-allow-credentials"] == b"true"
+    assert b"access-control-allow-credentials" not in fields(cors, "https://evil.example")
+
+
+@in_virtual_time
+async def test_every_kind_of_reply_may_be_read_by_a_named_page(tmp_path: Path) -> None:
+    settings = {"cors": {"origins": [PAGE]}, "heartbeat": 0.1}
+    async with public(tmp_path, settings) as gate:
+        origin = f"Origin: {PAGE}"
+        short = {**HELLO, "max_tokens": 2}
+        kinds = {
+            "plain": request(short, origin),
+            "stream": request({**short, "stream": True}, origin),
+            "error": request(b"{", origin),
+            "nowhere": request(short, origin, path="/nowhere"),
+            "models": request(b"", origin, method="GET", path="/v1/models"),
+        }
+        for kind, data in kinds.items():
+            found = await gate.ask(data)
+            assert found.headers["access-control-allow-origin"] == PAGE, kind
+            assert "X-Gateway-Reason" in found.headers["access-control-expose-headers"], kind
+        gate.node.faults.next("hang", after_events=0, seconds=0.3)
+        beaten = await gate.ask(kinds["stream"])
+        assert beaten.body.startswith(b":\n")
+        assert beaten.headers["access-control-allow-origin"] == PAGE
+        stranger = await gate.ask(request(short, "Origin: https://evil.example"))
+        assert "access-control-allow-origin" not in stranger.headers
+
+
+@in_virtual_time
+async def test_a_browser_that_asks_first_is_told_what_it_may(tmp_path: Path) -> None:
+    async with public(tmp_path, {"cors": {"origins": [PAGE]}}) as gate:
+        found = await gate.ask(
+            request(
+                b"",
+                f"Origin: {PAGE}",
+                "Access-Control-Request-Method: POST",
+                "Access-Control-Request-Headers: authorization, content-type",
+                method="OPTIONS",
+                path=CHAT,
+            )
+        )
+        assert found.status == 200
+        assert found.headers["access-control-allow-origin"] == PAGE
+        assert "POST" in found.headers["access-control-allow-methods"]
+        assert "authorization" in found.headers["access-control-allow-headers"].lower()
+        assert gate.node.requests == 0

@@ -1,0 +1,94 @@
+"""An error that a node has said, as each API's clients get it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.emulator import EmulatedNode
+from tests.proxy.house import DIALECTS, a_house
+from tests.virtual import in_virtual_time
+
+SAID = '{"error":{"code":400,"message":"No such thing","type":"invalid_request_error"}}'
+ANTHROPICS = '{"type":"error","error":{"type":"invalid_request_error","message":"No such thing"}}'
+
+
+@pytest.mark.parametrize("path", [path for path in DIALECTS if path != "/v1/messages"])
+@in_virtual_time
+async def test_it_passes_as_it_is(tmp_path: Path, path: str) -> None:
+    async with a_house(tmp_path, node := EmulatedNode()) as house:
+        node.faults.next("status", status=400, body=SAID)
+        reply = await house.ask(path)
+        assert (reply.status_code, reply.text) == (400, SAID)
+        assert reply.headers["x-gateway-reason"] == "invalid_request"
+
+
+@pytest.mark.parametrize(
+    ("status", "word"),
+    [(400, "invalid_request"), (413, "request_too_large"), (422, "invalid_request"),
+     (500, "node_error")],
+)  # fmt: skip
+@in_virtual_time
+async def test_the_head_has_the_contracts_word(tmp_path: Path, status: int, word: str) -> None:
+    async with a_house(tmp_path, node := EmulatedNode()) as house:
+        node.faults.next("status", status=status, body=SAID)
+        reply = await house.ask()
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == (status, word)
+
+
+@pytest.mark.parametrize(
+    ("path", "stream", "status", "kind"),
+    [
+        ("/v1/messages", False, 400, "invalid_request_error"),
+        ("/v1/messages", True, 413, "request_too_large"),
+        ("/v1/messages", False, 500, "api_error"),
+        ("/v1/messages/count_tokens", False, 400, "invalid_request_error"),
+    ],
+)
+@in_virtual_time
+async def test_anthropics_clients_get_it_in_their_form(
+    tmp_path: Path, path: str, stream: bool, status: int, kind: str
+) -> None:
+    async with a_house(tmp_path, node := EmulatedNode()) as house:
+        node.faults.next("status", status=status, body=SAID, path=path)
+        reply = await house.ask(path, messages=[], stream=stream)
+        assert reply.status_code == status
+        assert reply.headers["content-type"] == "application/json"
+        assert reply.json() == {
+            "type": "error",
+            "error": {"type": kind, "message": "No such thing"},
+            "request_id": reply.headers["request-id"],
+        }
+
+
+@in_virtual_time
+async def test_what_is_in_their_form_passes_as_it_is(tmp_path: Path) -> None:
+    async with a_house(tmp_path, node := EmulatedNode()) as house:
+        node.faults.next("status", status=400, body=ANTHROPICS)
+        reply = await house.ask("/v1/messages")
+        assert (reply.status_code, reply.text) == (400, ANTHROPICS)
+
+
+@pytest.mark.parametrize("path", [path for path in DIALECTS if path != "/v1/messages"])
+@in_virtual_time
+async def test_an_error_without_words_gets_some(tmp_path: Path, path: str) -> None:
+    async with a_house(tmp_path, node := EmulatedNode()) as house:
+        node.faults.next("status", status=413, body="", path=path)
+        reply = await house.ask(path)
+        assert (reply.status_code, reply.headers["content-type"]) == (413, "application/json")
+        assert reply.json()["error"]["code"] == "request_too_large"
+
+
+@pytest.mark.parametrize("body", ["<html>no</html>", "", '{"error":7}'])
+@in_virtual_time
+async def test_what_is_no_json_is_told_by_its_status(tmp_path: Path, body: str) -> None:
+    async with a_house(tmp_path, node := EmulatedNode()) as house:
+        node.faults.next("status", status=400, body=body)
+        reply = await house.ask("/v1/messages")
+        error = json.loads(reply.content)["error"]
+        assert error == {
+            "type": "invalid_request_error",
+            "message": "The node answered with status 400.",
+        }

@@ -1,0 +1,455 @@
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI, NotFoundError
+
+from gateway.access.keys import ApiKey, new_key
+from gateway.config.listeners import CorsSpec
+from gateway.proxy.inbound.routes import ROUTES
+from gateway.web.asgi import LONGEST_ECHO, asgi_app
+from gateway.web.response_heads import EXPOSED_HEADERS
+from gateway.web.site import with_cors
+from tests.emulator import EmulatedNode
+from tests.fleet.build import a_spec
+from tests.gateways import running_gateway
+from tests.web.build import House, a_house, client, error_of
+
+DEAD = "http://127.0.0.1:9"
+
+
+def keys(**models: list[str] | None) -> tuple[dict[str, ApiKey], dict[str, Any]]:
+    made = {name: new_key(name) for name in models}
+    specs = [
+        {"id": key.id, "sha256": key.sha256, "models": models[name]} for name, key in made.items()
+    ]
+    return made, {"keys": specs}
+
+
+def bearer(key: ApiKey) -> dict[str, str]:
+    return {"authorization": f"Bearer {key.text}"}
+
+
+async def ids(house: House, **headers: str) -> list[str]:
+    response = await house.public.get("/v1/models", headers=headers)
+    assert response.status_code == 200
+    return [card["id"] for card in response.json()["data"]]
+
+
+# Models.
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/models"])
+async def test_models_are_what_the_inventory_declares_and_what_nodes_say(path: str) -> None:
+    async with (
+        EmulatedNode(model="said") as node,
+        a_house(a_spec("a", node.url), a_spec("b", DEAD, model="declared")) as house,
+    ):
+        response = await house.public.get(path)
+    answer = response.json()
+    assert answer["object"] == "list"
+    assert [card["id"] for card in answer["data"]] == ["said", "declared"]
+    said, declared = answer["data"]
+    assert {key: said[key] for key in ("object", "owned_by", "meta")} == {
+        "object": "model",
+        "owned_by": "llama-gateway",
+        "meta": {"n_ctx": 4096, "n_ctx_train": 8192},
+    }
+    assert isinstance(said["created"], int)
+    assert said["created"] == declared["created"]
+    assert "meta" not in declared, "nobody has said"
+
+
+async def test_a_model_is_still_there_when_its_node_is_down() -> None:
+    async with EmulatedNode(model="said") as node, a_house(a_spec("a", node.url)) as house:
+        await node.kill()
+        await house.until(lambda: house["a"].state.value == "down")
+        assert await ids(house) == ["said"]
+
+
+async def test_the_context_of_a_model_is_that_of_its_roomiest_node() -> None:
+    async with (
+        EmulatedNode(context=2048) as small,
+        EmulatedNode(context=8192, context_train=32768) as large,
+        a_house(a_spec("a", small.url), a_spec("b", large.url)) as house,
+    ):
+        card = (await house.public.get("/v1/models/demo")).json()
+    assert card["meta"] == {"n_ctx": 8192, "n_ctx_train": 32768}
+
+
+async def test_an_alias_is_a_model_if_it_stands_for_one_that_some_node_serves() -> None:
+    models = {
+        "gpt-4o-mini": {"use": "demo"},
+        "helper": {"use": ["nowhere", "gpt-4o-mini"]},
+        "lost": {"use": "nowhere"},
+        "demo": {"set": {"temperature": 0.2}},
+        "rules-alone": {"max_tokens": 5},
+    }
+    async with (
+        EmulatedNode() as node,
+        a_house(a_spec("a", node.url), settings={"models": models}) as house,
+    ):
+        assert await ids(house) == ["demo", "gpt-4o-mini", "helper"]
+        card = (await house.public.get("/v1/models/helper")).json()
+        lost = await house.public.get("/v1/models/lost")
+    assert (card["id"], card["meta"]) == ("helper", {"n_ctx": 4096, "n_ctx_train": 8192})
+    assert lost.status_code == 404
+
+
+@pytest.mark.parametrize("path", ["org%2Fmodel", "org/model"])
+async def test_an_id_may_hold_a_slash_encoded_or_not(path: str) -> None:
+    async with (
+        EmulatedNode() as node,
+        a_house(a_spec("a", node.url, model={"org/model": "demo"})) as house,
+    ):
+        for prefix in ("/v1/models/", "/models/"):
+            response = await house.public.get(prefix + path)
+            assert response.json()["id"] == "org/model"
+
+
+async def test_an_unknown_model_is_404_and_the_known_ones_are_named() -> None:
+    async with EmulatedNode() as node, a_house(a_spec("a", node.url)) as house:
+        response = await house.public.get("/v1/models/nobody-has-it")
+        long = await house.public.get("/v1/models/" + "x" * 5000)
+    error = error_of(response)
+    assert (response.status_code, error["code"]) == (404, "model_not_found")
+    assert "'demo'" in error["message"]
+    assert len(error_of(long)["message"]) < LONGEST_ECHO + 200
+
+
+async def test_a_key_sees_only_the_models_it_may_use() -> None:
+    made, settings = keys(all=None, some=["alias"], none=[])
+    settings["models"] = {"alias": {"use": "demo"}}
+    async with EmulatedNode() as node, a_house(a_spec("a", node.url), settings=settings) as house:
+        assert await ids(house, **bearer(made["all"])) == ["demo", "alias"]
+        assert await ids(house, **{"x-api-key": made["some"].text}) == ["alias"]
+        assert await ids(house, **bearer(made["none"])) == []
+        hidden = await house.public.get("/v1/models/demo", headers=bearer(made["some"]))
+    error = error_of(hidden)
+    assert (hidden.status_code, error["code"]) == (404, "model_not_found")
+    assert "Known here: 'alias'." in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/demo", "/props"])
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer lg_all_wrong"}])
+async def test_without_a_good_key_nothing_is_told(path: str, headers: dict[str, str]) -> None:
+    _, settings = keys(all=None)
+    async with EmulatedNode() as node, a_house(a_spec("a", node.url), settings=settings) as house:
+        response = await house.public.get(path, headers=headers)
+    assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/declared", "/props"])
+async def test_until_the_first_probes_are_done_it_is_503(path: str) -> None:
+    async with EmulatedNode() as node:
+        node.faults.set("hang", path="/health")
+        async with a_house(
+            a_spec("a", node.url, model="declared"), probed=False, timeout=5.0
+        ) as house:
+            response = await house.public.get(path)
+            assert (response.status_code, error_of(response)["code"]) == (503, "starting")
+            assert int(response.headers["retry-after"]) > 0
+            node.faults.clear()
+            await asyncio.wait_for(house.fleet.first_probes_done.wait(), 30)
+            assert (await house.public.get(path)).status_code == 200
+
+
+async def test_while_a_node_might_yet_serve_a_model_it_is_503_and_not_404() -> None:
+    async with EmulatedNode() as node:
+        node.loading = True
+        async with a_house(a_spec("a", node.url)) as house:
+            response = await house.public.get("/v1/models/demo")
+            assert (response.status_code, error_of(response)["code"]) == (503, "no_node")
+            assert "'a' is loading" in error_of(response)["message"]
+            node.loading = False
+            await house.until(lambda: house.fleet.model_index.serves("demo"))
+            assert (await house.public.get("/v1/models/demo")).status_code == 200
+
+
+async def test_official_clients_read_the_models(tmp_path: Path) -> None:
+    other = {"name": "b", "url": DEAD, "model": "org/other"}
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [{"name": "a", "url": node.url}, other]) as running,
+    ):
+        async with AsyncOpenAI(base_url=f"{running.url}/v1", api_key="-", max_retries=0) as openai:
+            assert [model.id async for model in openai.models.list()] == ["demo", "org/other"]
+            assert (await openai.models.retrieve("org/other")).id == "org/other"
+            with pytest.raises(NotFoundError) as caught:
+                await openai.models.retrieve("nobody-has-it")
+            assert caught.value.code == "model_not_found"
+        async with AsyncAnthropic(base_url=running.url, api_key="-", max_retries=0) as anthropic:
+            page = await anthropic.models.list()
+            assert [model.id for model in page.data] == ["demo", "org/other"]
+            assert (page.has_more, page.first_id, page.last_id) == (False, "demo", "org/other")
+            one = await anthropic.models.retrieve("org/other")
+    assert (one.type, one.display_name) == ("model", "org/other")
+    assert isinstance(one.created_at, datetime)
+    assert one.created_at.tzinfo is not None
+
+
+async def test_no_model_at_all_is_an_empty_list_in_both_forms() -> None:
+    async with a_house() as house:
+        plain = (await house.public.get("/v1/models")).json()
+        header = {"anthropic-version": "2023-06-01"}
+        both = (await house.public.get("/v1/models", headers=header)).json()
+    assert plain == {"object": "list", "data": []}
+    assert both == {**plain, "has_more": False, "first_id": None, "last_id": None}
+
+
+# Properties.
+
+
+async def test_props_tell_sizes_and_neither_path_nor_template() -> None:
+    async with (
+        EmulatedNode(context=2048, slots=2) as small,
+        EmulatedNode(context=8192, slots=3, model="other") as large,
+        a_house(a_spec("a", small.url), a_spec("b", large.url, endpoints=["vision"])) as house,
+    ):
+        every = (await house.public.get("/props")).json()
+        one = (await house.public.get("/props?model=demo")).json()
+        unknown = await house.public.get("/props?model=nobody-has-it")
+    assert every == {
+        "default_generation_settings": {"n_ctx": 8192},
+        "total_slots": 5,
+        "modalities": {"vision": True, "audio": False},
+    }
+    assert one == {
+        "default_generation_settings": {"n_ctx": 2048},
+        "total_slots": 2,
+        "modalities": {"vision": False, "audio": False},
+    }
+    assert (unknown.status_code, error_of(unknown)["code"]) == (404, "model_not_found")
+
+
+async def test_props_are_those_of_the_default_model_where_there_is_one() -> None:
+    async with (
+        EmulatedNode(context=2048) as small,
+        EmulatedNode(context=8192, model="other") as large,
+        a_house(
+            a_spec("a", small.url),
+            a_spec("b", large.url),
+            settings={"default_model": "demo"},
+        ) as house,
+    ):
+        props = (await house.public.get("/props")).json()
+    assert props["default_generation_settings"] == {"n_ctx": 2048}
+
+
+# Health and readiness.
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/health"])
+async def test_health_is_ok_while_the_process_lives(path: str) -> None:
+    _, settings = keys(all=None)
+    async with a_house(a_spec("a", DEAD), settings=settings) as house:
+        response = await house.public.get(path)
+    assert (response.status_code, response.json()) == (200, {"status": "ok"})
+
+
+async def unready(house: House) -> str:
+    response = await house.public.get("/ready")
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) > 0
+    return str(error_of(response)["code"])
+
+
+async def test_it_is_ready_while_a_node_is_and_needs_no_key_to_say_so() -> None:
+    _, settings = keys(all=None)
+    async with (
+        EmulatedNode() as node,
+        a_house(a_spec("a", node.url), a_spec("b", DEAD), settings=settings) as house,
+    ):
+        assert (await house.public.get("/ready")).status_code == 200
+        await node.kill()
+        await house.until(lambda: house["a"].state.value == "down")
+        assert await unready(house) == "no_node"
+
+
+async def test_it_is_not_ready_before_the_first_probe() -> None:
+    async with EmulatedNode() as node:
+        node.faults.set("hang", path="/health")
+        async with a_house(a_spec("a", node.url), probed=False, timeout=5.0) as house:
+            assert await unready(house) == "starting"
+
+
+async def test_it_is_not_ready_while_it_shuts_down() -> None:
+    async with EmulatedNode() as node, a_house(a_spec("a", node.url)) as house:
+        house.edge.closing = True
+        assert await unready(house) == "shutting_down"
+        assert (await house.public.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize(("places", "ready"), [(1, True), (0, False)])
+async def test_a_full_fleet_is_ready_while_work_can_be_queued(places: int, ready: bool) -> None:
+    async with (
+        EmulatedNode(slots=1, decode_tps=5) as node,
+        a_house(a_spec("a", node.url), settings={"queue": {"max": places}}, serving=True) as house,
+    ):
+        assert (await house.public.get("/ready")).status_code == 200
+        running = asyncio.create_task(house.chat())
+        await house.until(lambda: node.busy == 1)
+        if ready:
+            assert (await house.public.get("/ready")).status_code == 200
+        else:
+            assert await unready(house) == "queue_full"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+# What is not there.
+
+
+async def test_a_routed_path_takes_posts_alone() -> None:
+    async with a_house() as house:
+        for path in sorted(ROUTES):
+            for method in ("GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS"):
+                response = await house.public.request(method, path)
+                assert (response.status_code, response.headers["allow"]) == (405, "POST"), path
+                assert response.headers["x-gateway-reason"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/models/demo", "/models", "/props", "/health", "/ready"]
+)
+async def test_what_is_told_can_be_asked_by_get_and_head(path: str) -> None:
+    async with EmulatedNode() as node, a_house(a_spec("a", node.url)) as house:
+        assert (await house.public.head(path)).status_code == 200
+        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+            response = await house.public.request(method, path)
+            assert (response.status_code, response.headers["allow"]) == (405, "GET, HEAD")
+            assert error_of(response)["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/slots", "/metrics", "/v1", "/admin/nodes", "/v1/models/../../slots", "/health/"],
+)
+async def test_nothing_else_is_there(path: str) -> None:
+    async with EmulatedNode() as node, a_house(a_spec("a", node.url)) as house:
+        before = node.requests
+        for method in ("GET", "POST"):
+            response = await house.public.request(method, path)
+            assert (response.status_code, error_of(response)["code"]) == (404, "not_found")
+        assert node.requests == before
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/v1/messages", 405, "invalid_request_error"),
+        ("GET", "/v1/messages/count_tokens", 405, "invalid_request_error"),
+        ("POST", "/v1/messages/batches", 404, "not_found_error"),
+    ],
+)
+async def test_below_messages_errors_have_anthropics_form(
+    method: str, path: str, status: int, kind: str
+) -> None:
+    async with a_house() as house:
+        response = await house.public.request(method, path, headers={"x-request-id": "mine"})
+    answer = response.json()
+    assert (response.status_code, answer["type"], answer["error"]["type"]) == (
+        status,
+        "error",
+        kind,
+    )
+    assert answer["request_id"] == "mine"
+    assert response.headers["request-id"] == response.headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/nothing", "/v1/completions"])
+async def test_every_reply_has_the_clients_id_or_one_of_its_own(path: str) -> None:
+    async with a_house() as house:
+        own = await house.public.get(path, headers={"x-request-id": "trace-1"})
+        first = await house.public.get(path, headers={"x-request-id": "not sane"})
+        second = await house.public.get(path)
+    assert own.headers["x-request-id"] == "trace-1"
+    assert first.headers["x-request-id"] != second.headers["x-request-id"]
+    assert first.headers["x-request-id"].startswith("req_")
+
+
+async def test_a_post_to_a_routed_path_is_relayed() -> None:
+    async with EmulatedNode() as node, a_house(a_spec("a", node.url), serving=True) as house:
+        response = await house.chat()
+        assert response.status_code == 200
+        assert response.json()["choices"]
+        assert node.requests == 1
+        assert len(response.headers.get_list("x-request-id")) == 1
+
+
+async def test_a_failure_of_our_own_is_told_in_the_same_form_and_raised_on() -> None:
+    from starlette.routing import Route
+
+    async def fails(_: object) -> None:
+        raise RuntimeError("a secret of ours")
+
+    app = asgi_app([Route("/", fails)], lambda: "an-id")
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as asking:
+        response = await asking.get("/")
+    assert (response.status_code, error_of(response)["code"]) == (500, "internal_error")
+    assert "secret" not in response.text
+    assert response.headers["x-request-id"] == "an-id"
+    async with client(app) as asking:
+        with pytest.raises(RuntimeError):
+            await asking.get("/")
+
+
+# Pages of other origins.
+
+PAGE = "https://chat.example.org"
+FOREIGN = "https://evil.example"
+
+
+async def reply(house: House, spec: CorsSpec, method: str, **headers: str) -> httpx.Response:
+    async with client(with_cors(house.site, spec)) as asking:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await asking.request(method, "/v1/models", headers=named)
+
+
+async def test_a_page_of_a_named_origin_may_ask_and_read_our_headers() -> None:
+    spec = CorsSpec(origins=(PAGE,), max_age=60)
+    async with a_house() as house:
+        preflight = await reply(
+            house,
+            spec,
+            "OPTIONS",
+            origin=PAGE,
+            access_control_request_method="POST",
+            access_control_request_headers="authorization,x-priority",
+        )
+        answer = await reply(house, spec, "GET", origin=PAGE)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == PAGE
+    assert preflight.headers["access-control-allow-headers"] == "authorization,x-priority"
+    assert preflight.headers["access-control-max-age"] == "60"
+    assert answer.headers["access-control-allow-origin"] == PAGE
+    exposed = answer.headers["access-control-expose-headers"].split(", ")
+    assert exposed == list(EXPOSED_HEADERS)
+    assert "X-Request-ID" in exposed
+
+
+async def test_a_page_of_another_origin_may_not() -> None:
+    spec = CorsSpec(origins=(PAGE,))
+    async with a_house() as house:
+        preflight = await reply(
+            house, spec, "OPTIONS", origin=FOREIGN, access_control_request_method="POST"
+        )
+        answer = await reply(house, spec, "GET", origin=FOREIGN)
+    assert preflight.status_code == 400
+    assert "access-control-allow-origin" not in preflight.headers
+    assert "access-control-allow-origin" not in answer.headers
+
+
+async def test_every_page_may_where_the_settings_say_so() -> None:
+    async with a_house() as house:
+        answer = await reply(house, CorsSpec(origins=("*",)), "GET", origin=FOREIGN)
+        error = await reply(house, CorsSpec(origins=("*",)), "DELETE", origin=FOREIGN)
+    assert answer.headers["access-control-allow-origin"] == "*"
+    assert (error.status_code, error.headers["access-control-allow-origin"]) == (405, "*")

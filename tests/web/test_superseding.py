@@ -1,0 +1,150 @@
+"""An editor asks again at each pause of typing: nobody reads the answer before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.emulator import EmulatedNode
+from tests.emulator.wire import Wire, wired
+from tests.gateways import until
+from tests.virtual import in_virtual_time
+from tests.web.asking import Answer, Public, answer, public, request
+
+INFILL: dict[str, Any] = {"input_prefix": "def f(", "input_suffix": "):", "n_predict": 200}
+MIDDLE: dict[str, Any] = {"prompt": "def f(", "suffix": "):", "max_tokens": 200}
+QUICK = {"health": {"interval": 0.2}, "heartbeat": "off"}
+
+
+def slow(slots: int = 2) -> EmulatedNode:
+    return EmulatedNode(slots=slots, decode_tps=20.0, infill=True)
+
+
+def asks(
+    path: str, body: Mapping[str, Any], session: str | None = None, *, stream: bool = True
+) -> bytes:
+    fields = [] if session is None else [f"X-Session-Id: {session}"]
+    return request({**body, "stream": stream}, *fields, path=path)
+
+
+async def is_over(gate: Public, slots: int) -> None:
+    await until(lambda: gate.running.gateway.fleet.nodes["node-0"].leased == slots, 5.0)
+    await until(lambda: gate.node.busy == slots, 5.0)
+
+
+def superseded(found: Answer) -> None:
+    assert (found.status, found.code) == (409, "superseded")
+    assert found.headers["x-should-retry"] == "false"
+
+
+async def begun(wire: Wire) -> None:
+    assert b" 200 " in await wire.head()
+    await wire.until(b"data: ")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/infill", INFILL), ("/v1/completions", MIDDLE), ("/completions", MIDDLE)]
+)
+@in_virtual_time
+async def test_a_stream_ends_with_an_error_when_its_session_asks_anew(
+    tmp_path: Path, path: str, body: Mapping[str, Any]
+) -> None:
+    async with public(tmp_path, QUICK, slow()) as gate:
+        async with wired(gate.url) as first, wired(gate.url) as second:
+            await first.send(asks(path, body, "editor"))
+            await begun(first)
+            await second.send(asks(path, body, "editor"))
+            await begun(second)
+            end = await first.until(b"0\r\n\r\n")
+            event = json.loads(end.rsplit(b"data: ", 1)[1].split(b"\n")[0])
+            assert event["error"]["code"] == "superseded"
+            assert b"[DONE]" not in end
+            await is_over(gate, 1)
+        await until(lambda: len(gate.told()) == 2)
+        assert {record.reason for record in gate.ended} == {"superseded", "client_closed"}
+        assert gate.running.gateway.fleet.nodes["node-0"].failures == 0
+        assert len(gate.running.gateway.handler.latest_edits) == 0
+
+
+@in_virtual_time
+async def test_one_that_waits_is_refused_and_takes_no_slot(tmp_path: Path) -> None:
+    async with public(tmp_path, QUICK, slow(slots=1)) as gate:
+        async with wired(gate.url) as running, wired(gate.url) as last:
+            await running.send(asks("/infill", INFILL, "another"))
+            await begun(running)
+            waiting = asyncio.create_task(gate.ask(asks("/infill", INFILL, "editor")))
+            await until(lambda: len(gate.running.gateway.scheduler.queue_positions()) == 1)
+            await last.send(asks("/infill", INFILL, "editor"))
+            superseded(await waiting)
+            assert len(gate.running.gateway.scheduler.queue_positions()) == 1
+        assert gate.node.requests == 1
+
+
+@in_virtual_time
+async def test_a_plain_one_ends_with_a_status(tmp_path: Path) -> None:
+    async with public(tmp_path, QUICK, slow()) as gate:
+        body = {**INFILL, "n_predict": 20}
+        first = asyncio.create_task(gate.ask(asks("/infill", body, "editor", stream=False)))
+        await until(lambda: gate.node.busy == 1)
+        second = asyncio.create_task(gate.ask(asks("/infill", body, "editor", stream=False)))
+        superseded(await first)
+        assert (await second).status == 200
+
+
+@in_virtual_time
+async def test_without_a_session_the_address_and_the_model_stand_for_it(tmp_path: Path) -> None:
+    async with public(tmp_path, QUICK, slow()) as gate:
+        first = asyncio.create_task(gate.ask(asks("/infill", INFILL, stream=False)))
+        await until(lambda: gate.node.busy == 1)
+        async with wired(gate.url) as second:
+            await second.send(asks("/infill", INFILL))
+            await begun(second)
+            superseded(await first)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "session"),
+    [
+        ("/infill", INFILL, "other"),
+        ("/v1/completions", {**MIDDLE, "suffix": None}, "editor"),
+        ("/v1/completions", {**MIDDLE, "suffix": ""}, "editor"),
+        ("/v1/chat/completions", {"messages": [], "suffix": "x"}, "editor"),
+    ],
+)
+@in_virtual_time
+async def test_other_sessions_and_other_requests_replace_nothing(
+    tmp_path: Path, path: str, body: Mapping[str, Any], session: str
+) -> None:
+    async with public(tmp_path, QUICK, slow()) as gate:
+        first = asyncio.create_task(
+            gate.ask(asks("/infill", {**INFILL, "n_predict": 10}, "editor", stream=False))
+        )
+        await until(lambda: gate.node.busy == 1)
+        second = await gate.ask(asks(path, {**body, "max_tokens": 1, "n_predict": 1}, session))
+        assert second.status == 200
+        assert (await first).status == 200
+
+
+@in_virtual_time
+async def test_the_settings_can_switch_it_off(tmp_path: Path) -> None:
+    settings = {**QUICK, "queue": {"latest_wins": False}}
+    async with public(tmp_path, settings, slow()) as gate:
+        body = {**INFILL, "n_predict": 3}
+        found = await asyncio.gather(
+            *(gate.ask(asks("/infill", body, "editor", stream=False)) for _ in range(3))
+        )
+        assert [one.status for one in found] == [200, 200, 200]
+
+
+@in_virtual_time
+async def test_one_that_is_over_is_left_alone(tmp_path: Path) -> None:
+    async with public(tmp_path, QUICK, slow()) as gate:
+        for _ in range(3):
+            async with wired(gate.url) as wire:
+                await wire.send(asks("/infill", {**INFILL, "n_predict": 1}, "editor", stream=False))
+                assert (await answer(wire)).status == 200
