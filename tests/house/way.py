@@ -19,10 +19,14 @@ from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
 
 MARKS: Mapping[str, frozenset[str]] = {
-    "received": frozenset({"_Exchange.serve", "Exchange.serve", "Handler.serve"}),
+    "received": frozenset(
+        {"_Exchange.serve", "_HandledRequest.serve", "Exchange.serve", "Handler.serve"}
+    ),
     "asked": frozenset({"Relay.__call__", "Forwarder.__call__", "Forwarder.forward"}),
-    "granted": frozenset({"Scheduler.lease_now", "LeaseGranter.granted"}),
-    "over": frozenset({"_Exchange.close", "Exchange.close", "Handler.close"}),
+    "granted": frozenset({"Scheduler.lease_now", "LeaseGranter.granted", "LeaseGranter.grant"}),
+    "over": frozenset(
+        {"_Exchange.close", "_HandledRequest.close", "Exchange.close", "Handler.close"}
+    ),
 }
 """Functions, by their qualified names of any time. The first two are entered; the others return,
 the third with something other than None, and neither may be a coroutine. Add a name here when one
