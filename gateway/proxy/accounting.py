@@ -11,11 +11,10 @@ from gateway.errors import GatewayError
 from gateway.events import AttemptEnded, EventBus, RequestFinished
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Lease, Node
-from gateway.proxy import sse
 from gateway.proxy.attempt import Attempt
 from gateway.proxy.in_flight import InFlightRequest, UnattributedFailure
-from gateway.proxy.resume.splice import SplicePoint
-from gateway.proxy.usage import Usage, read_usage
+from gateway.proxy.splice import SplicePoint
+from gateway.proxy.usage import Usage
 from gateway.request import Request
 from gateway.scheduling.budget import cost_of
 from gateway.scheduling.demand_model import ReportedTokens
@@ -36,15 +35,6 @@ USAGE_EDGE_BYTES = 8 * 1024
 SPEED_SAMPLE_INTERVAL = 0.01
 """Seconds: answers that follow each other faster on one node teach nothing new of its speed, nor,
 where nothing was written, of how many bytes of text a token is."""
-
-
-def _read_opening(content: bytes, usage: Usage) -> None:
-    """Anthropic's dialect tells the prompt's tokens at the start."""
-    for event in sse.split(content):
-        first = read_usage(event)
-        if first is not None and first.prompt_tokens:
-            usage.prompt_tokens, usage.cached_tokens = first.prompt_tokens, first.cached_tokens
-            break
 
 
 def _charge_dropped(live: InFlightRequest, attempt: Attempt, outcome: str, now: float) -> None:
@@ -266,14 +256,13 @@ class Accounting:
         One event holds about one token; the prompt's tokens are the estimate.
         """
         lease, request = attempt.lease, live.request
-        usage = read_usage(sample) if sample else None
+        opening = attempt.content if attempt.is_sse else b""
+        usage = attempt.api.read_usage(sample, opening) if sample else None
         told: ReportedTokens | None = None
         teaches = False
         if usage is None:
             usage = Usage(request.prompt_tokens, completion_tokens=attempt.event_count)
         else:
-            if usage.timings is None and not usage.prompt_tokens and attempt.is_sse:
-                _read_opening(attempt.content, usage)
             told = _told(usage, attempt.splice_point)
             name = lease.node.name
             teaches = (

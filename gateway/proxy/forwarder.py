@@ -24,8 +24,7 @@ from gateway.config.routing import RetrySettings
 from gateway.errors import GatewayError, drop_traceback
 from gateway.fleet.node import Lease, Node
 from gateway.proxy import forwarded_headers, outcome
-from gateway.proxy.api import assembly
-from gateway.proxy.api.base import Api, AssemblyError
+from gateway.proxy.api.base import Api, AssemblyError, ResponseAssembler
 from gateway.proxy.attempt import Attempt
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.in_flight import (
@@ -35,8 +34,8 @@ from gateway.proxy.in_flight import (
     UnattributedFailure,
 )
 from gateway.proxy.inbound import edits
-from gateway.proxy.inbound.large_body import Body, bytes_to_parse
-from gateway.proxy.inbound.routes import BASIC_GENERATION_PATHS, ROUTES
+from gateway.proxy.inbound.large_body import Body, bytes_to_parse, without_large_fields
+from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import parse_object
 from gateway.proxy.multi_prompt import MultiPromptForwarder
 from gateway.proxy.outcome import ResponseOutcome
@@ -48,9 +47,8 @@ from gateway.proxy.response_stream import (
     is_resumable,
     to_gateway_error,
 )
-from gateway.proxy.resume import token_ids
 from gateway.proxy.resume.resumer import Resumer
-from gateway.proxy.resume.transcript import TRANSCRIPT_READERS, TranscriptRecorder
+from gateway.proxy.transcript import TokenIdExtractor, TranscriptRecorder
 from gateway.request import Request
 from gateway.scheduling.fleet_sync import ALIVE_STATES
 from gateway.transport.eager_task import ensure_task
@@ -190,7 +188,7 @@ class AttemptLoop:
         origin = lease.upstream.pool.address
         body: Body = request.bodies[model]
         if lease.stream and not request.stream:
-            body = edits.apply_edit(body, assembly.streaming_fields(request.path))
+            body = edits.apply_edit(body, self._dialect.streaming_fields or {})
         if self._live.prefill_progress is not None and lease.stream:
             body = self._live.prefill_progress.begin_attempt(attempt, body)
         if lease.stream and self._means.settings.resume == "exact":
@@ -236,7 +234,7 @@ class AttemptLoop:
         if live.request.stream:
             live.record.ttft = self._means.clock() - live.request.received_at
         rest = ResponseStream(attempt, live, self._dialect, self._settler)
-        reader = TRANSCRIPT_READERS.get(live.request.path)
+        reader = self._dialect.transcript_reader
         if reader is None or settings.resume == "off" or live.request.slots != 1:
             return rest
         if attempt.lease.node.spec.kind == "llama.cpp":
@@ -248,23 +246,23 @@ class AttemptLoop:
 
     def _with_ids(self, attempt: Attempt, body: Body) -> Body:
         """The body that makes the node tell its tokens' ids, which don't go out."""
-        path = self._live.request.path
-        reader = TRANSCRIPT_READERS.get(path)
-        if reader is None or not token_ids.can_resume_exactly(
-            path, parse_object(bytes_to_parse(body))
-        ):
+        api = self._dialect
+        reader, fields = api.transcript_reader, api.logprobs_fields
+        if reader is None or fields is None:
+            return body
+        if not api.can_resume_exactly(parse_object(bytes_to_parse(body))):
             return body
         self._so_far = TranscriptRecorder(reader, self._means.settings.limits.resume_bytes)
-        attempt.filter_events = token_ids.TokenIdExtractor(
-            path, self._so_far.add_token_ids, attempt.filter_events
+        attempt.filter_events = TokenIdExtractor(
+            api.take_token_ids, self._so_far.add_token_ids, attempt.filter_events
         )
-        return edits.apply_edit(body, token_ids.LOGPROBS_FIELDS[path])
+        return edits.apply_edit(body, fields)
 
     async def _assembled(self, rest: ResponseStream, model: str) -> ProxyResponse:
         """The plain answer that a stream makes. Raises: AttemptFailed."""
         live, most = self._live, self._means.settings.limits.response_bytes
         attempt = rest.source
-        collected = assembly.ResponseAssembler(attempt.content, most)
+        collected = ResponseAssembler(self._dialect, attempt.content, most)
         try:
             while (chunk := await rest.next_chunk(collected.add)) != b"":
                 if chunk is not None:
@@ -273,7 +271,8 @@ class AttemptLoop:
                     # It would be so on any node.
                     error = errors.node_failed(f"The answer is too long ({most} bytes).")
                     raise AttemptFailed(error, retryable=False)
-            content = collected.assemble(live.request.path, live.request.bodies[model])
+            fields = without_large_fields(live.request.bodies[model])
+            content = collected.assemble(parse_object(fields))
         except StreamFailed as lost:
             live.request.failed_nodes |= {attempt.lease.node.name}
             again = is_resumable(lost.failure) and self._may_leave(lost.failure, attempt)
@@ -340,7 +339,7 @@ class AttemptLoop:
         if status == 501:
             request.unsupported_nodes |= {node.name}
             request.unsupported_hint = outcome.error_message(content)
-            if request.endpoint != "chat" or request.path in BASIC_GENERATION_PATHS:
+            if request.endpoint != "chat" or self._dialect.refusal_is_general:
                 means.fleet.endpoint_refused(node, request.endpoint, request.unsupported_hint)
             if (error := means.scheduler.unsupported_error(request)) is not None:
                 return error
@@ -356,7 +355,7 @@ class AttemptLoop:
         request, node = self._live.request, lease.node
         tokens, context = outcome.context_overflow_sizes(content)
         context = context or node.context
-        error = errors.context_length_exceeded(tokens, context, ROUTES[request.path].prompt_field)
+        error = errors.context_length_exceeded(tokens, context, request.prompt_field)
         self._means.fleet.request_succeeded(node, self._means.clock(), lease.taken_at)
         if request.min_context or context is None:
             return error

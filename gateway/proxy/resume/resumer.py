@@ -12,7 +12,7 @@ from gateway.errors import GatewayError, drop_traceback
 from gateway.events import StreamResumed
 from gateway.fleet.node import Lease
 from gateway.fleet.server_properties import ServerProperties
-from gateway.proxy.api import assembly
+from gateway.proxy.api.resuming import StreamRewriter
 from gateway.proxy.attempt import Attempt
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.in_flight import InFlightRequest
@@ -20,11 +20,9 @@ from gateway.proxy.inbound.large_body import FULL_PARSE_BYTES, Body, bytes_to_pa
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.proxy.outcome import is_context_overflow
-from gateway.proxy.resume import plan
-from gateway.proxy.resume.event_rewriter import StreamRewriter
 from gateway.proxy.resume.plan import NotResumable, ResumeInput, ResumePlan, plan_resume
-from gateway.proxy.resume.splice import OverlapMismatch
-from gateway.proxy.resume.transcript import Transcript, TranscriptRecorder
+from gateway.proxy.splice import OverlapMismatch
+from gateway.proxy.transcript import Transcript, TranscriptRecorder
 from gateway.request import Request
 from gateway.transport.connection import NodeConnection
 from gateway.transport.eager_task import ensure_task
@@ -111,16 +109,17 @@ class Resumer:
         """The continuation, or why there is none. Raises: GatewayError, when ended."""
         live = self._live
         said = self.recorder.transcript()
+        route = ROUTES[live.request.path]
         asked: Body = live.request.bodies[self._model]
         body = parse_object(bytes_to_parse(asked))
         if not live.request.stream:
-            body |= assembly.streaming_fields(live.request.path)
+            body |= route.api.streaming_fields or {}
         why = (
             TOO_LARGE_TO_RESUME
             if len(asked) > FULL_PARSE_BYTES
-            else plan.unresumable_reason(body, said)
+            else route.api.unresumable_reason(body, said)
         )
-        wish = ResumeInput(live.request.path, body, said)
+        wish = ResumeInput(route, body, said)
         while why is None and self._left:
             if live.cancel_error is not None:
                 raise live.cancel_error
@@ -247,8 +246,8 @@ class Resumer:
     async def _opened(self, attempt: Attempt, way: ResumePlan) -> Resumed:
         """The continuation, when the first of it that is new has come."""
         assert way.body is not None
-        attempt.api = ROUTES[way.path].api
-        await attempt.open(*self._encoded(attempt.lease, way.path, way.body))
+        attempt.api = way.route.api
+        await attempt.open(*self._encoded(attempt.lease, way.route.path, way.body))
         if attempt.status >= 300:
             if is_context_overflow(attempt.status, attempt.content, attempt.request):
                 raise NotResumable("no node has room for what was said")
