@@ -171,11 +171,6 @@ class TranscriptRecorder:
         self._content = CompressedText()
         """The text before that in `_transcript`."""
 
-    @property
-    def raw_chunk_count(self) -> int:
-        """Chunks of events that are kept unparsed."""
-        return len(self._raw_chunks)
-
     def add(self, events: bytes) -> None:
         """Record whole events that are being sent."""
         self._raw_chunks.append(events)
