@@ -10,7 +10,7 @@ import pytest
 from gateway import errors
 from gateway.proxy.api.ollama import OLLAMA
 from gateway.proxy.api.relayed import EMBEDDINGS_USAGE_WITHIN, RELAYED
-from gateway.proxy.inbound.routes import ROUTES, api_of_path
+from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.usage import Usage
 
 
@@ -41,19 +41,6 @@ def test_each_path_says_where_its_prompt_is(path: str, field: str | None) -> Non
     assert route.api.streaming_fields is None
     assert route.api.merger is None
     assert route.api.progress_fields is None
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("/api/chat", "ollama"),
-        ("/api/v1/chat", "relayed"),
-        ("/v1/messages/count_tokens", "messages"),
-        ("/v1/nothing", "relayed"),
-    ],
-)
-def test_errors_have_the_form_of_the_paths_api(path: str, name: str) -> None:
-    assert api_of_path(path).name == name
 
 
 def test_ollamas_clients_read_an_error_as_text() -> None:
