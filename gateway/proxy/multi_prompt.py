@@ -102,8 +102,7 @@ class MultiPromptForwarder:
         self._over = False
         self.last_content_at = 0.0
         """When anything came last; monotonic."""
-        self.on_fail: Callable[[], None] | None = None
-        """Called when it is failed: who reads it may wait for something else."""
+        self._on_fail: Callable[[], None] | None = None
         in_flight.sub_requests = self._parts
         in_flight.on_cancel = self._fail
 
@@ -150,6 +149,10 @@ class MultiPromptForwarder:
     def failure(self) -> UpstreamError | None:
         """What has ended it, so that nobody waits for the client to take more."""
         return None if self._failed is None else UpstreamError(str(self._failed))
+
+    def notify_failure(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when it is failed: its reader may wait for something else."""
+        self._on_fail = callback
 
     @property
     def is_open(self) -> bool:
@@ -301,8 +304,8 @@ class MultiPromptForwarder:
         while not self._pieces.empty():
             self._pieces.get_nowait()
         self._pieces.put_nowait(None)
-        if self.on_fail is not None:
-            self.on_fail()
+        if self._on_fail is not None:
+            self._on_fail()
 
     # Reading them.
 

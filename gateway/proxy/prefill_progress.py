@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.fleet.node import LeasePhase
+from gateway.fleet.node import Lease, LeasePhase
 from gateway.proxy import sse
-from gateway.proxy.attempt import Attempt
 from gateway.proxy.inbound import edits
 from gateway.proxy.inbound.large_body import Body, without_large_fields
 from gateway.proxy.json_values import InvalidJson, parse_object
+from gateway.proxy.sse import EventFilter
+from gateway.request import Request
 from gateway.transport.errors import InvalidResponse
 
 PROGRESS_FIELDS = {"return_progress": True}
@@ -42,31 +43,34 @@ class PrefillStatus(NamedTuple):
 class PrefillProgress:
     """Of one request: the reading of its prompt, by one node after the other."""
 
-    __slots__ = ("_attempt", "_keeps", "_named", "_tokens")
+    __slots__ = ("_keeps", "_lease", "_named", "_tokens")
 
     def __init__(self) -> None:
-        self._attempt: Attempt | None = None
+        self._lease: Lease | None = None
         self._tokens: tuple[int, int] | None = None
         self._keeps = False
         """Whether the client has asked for these events itself."""
         self._named = False
         """Whether an event that also says something else is yet to come."""
 
-    def begin_attempt(self, attempt: Attempt, body: Body) -> Body:
-        """An attempt begins: the body that has its node tell, if it can."""
-        request = attempt.request
-        self._attempt, self._tokens = attempt, None
+    def begin_attempt(
+        self, lease: Lease, request: Request, body: Body
+    ) -> tuple[Body, EventFilter | None]:
+        """An attempt begins: the body that asks its node for progress events, and their filter."""
+        self._lease, self._tokens = lease, None
         if (
-            attempt.lease.node.spec.kind != "llama.cpp"
+            lease.node.spec.kind != "llama.cpp"
             or request.path not in PROGRESS_PATHS
             or request.slots != 1
         ):
-            return body
+            return body, None
         told = without_large_fields(body)
         self._keeps = _WISH in told and parse_object(told).get("return_progress") is True
         self._named = request.path == "/v1/responses"
-        attempt.filter_events = self.strip_progress
-        return body if self._keeps else edits.apply_edit(body, PROGRESS_FIELDS)
+        return (
+            body if self._keeps else edits.apply_edit(body, PROGRESS_FIELDS),
+            self.strip_progress,
+        )
 
     def strip_progress(self, events: bytes) -> bytes:
         """The events as the client would have had them unasked. Raises: Garbage."""
@@ -89,20 +93,18 @@ class PrefillProgress:
             self._named = False
             name = sse.event_name(event)
             return b"event: %b\ndata: %b\n\n" % (name, msgspec.json.encode(value))
-        assert self._attempt is not None
-        self._attempt.filtered_count += 1
         return b""
 
     def status(self, now: float) -> PrefillStatus | None:
         """How far it is; None: nobody knows, or nothing is being read."""
-        attempt = self._attempt
-        if attempt is None or attempt.lease.phase is not LeasePhase.PREFILL:
+        lease = self._lease
+        if lease is None or lease.phase is not LeasePhase.PREFILL:
             return None
         if self._tokens is not None:
             done, total = self._tokens
             return PrefillStatus(100 * done // max(1, total), self._tokens)
-        placement = attempt.lease.placement
-        if placement is None or attempt.lease.node.speed.prefill_tps is None:
+        placement = lease.placement
+        if placement is None or lease.node.speed.prefill_tps is None:
             return None
         begun, whole = now - placement.placed_at, placement.prefill_ends - placement.placed_at
         # What takes longer than it was expected to may take any time.

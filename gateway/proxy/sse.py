@@ -22,6 +22,9 @@ _ONLY_COMMENTS = re.compile(rb"(?::[^\n]*\n(?:\r?\n)*)+\Z")
 _BOUNDARY = re.compile(rb"\n\r?\n")
 
 
+EventFilter = Callable[[bytes], bytes]
+"""Takes out of whole events those that only the gateway asked for. Raises: InvalidResponse."""
+
 EventMatcher = Callable[[bytes], re.Match[bytes] | None]
 """Matches, from the beginning, all whole events that need no closer look; possibly none."""
 
@@ -149,7 +152,7 @@ class EventFramer:
             self._check_size()
         if whole.startswith(b":") or b"\n:" in whole:
             whole = _COMMENTS.sub(self._comment, whole)
-        self.event_count += sum(1 for _ in _BOUNDARY.finditer(whole))
+        self.event_count += count_events(whole)
         return whole
 
 
@@ -195,6 +198,11 @@ def split(data: bytes) -> Iterator[bytes]:
         start = boundary.end()
     if start < len(data):
         yield data[start:]
+
+
+def count_events(data: bytes) -> int:
+    """How many whole events `data` holds."""
+    return sum(1 for _ in _BOUNDARY.finditer(data))
 
 
 def edit_matching(events: bytes, mark: bytes, edit: Callable[[bytes], bytes]) -> bytes:

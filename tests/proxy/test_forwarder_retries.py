@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.fleet.node import NodeState
-from gateway.proxy.forwarder import RetryBudget
+from gateway.proxy.retry import RetryBudget
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.gateways import until
 from tests.proxy.house import DIALECTS, FIRST, MESSAGES, a_house
@@ -143,7 +143,7 @@ async def test_a_retry_goes_to_another_host_if_there_is_one(tmp_path: Path) -> N
 class Spent(RetryBudget):
     """A budget with nothing in it."""
 
-    def left(self, now: float, *, share: float, least: int) -> int:
+    def remaining(self, now: float, *, share: float, minimum: int) -> int:
         return 0
 
 
@@ -177,7 +177,7 @@ async def test_what_reached_no_node_costs_no_budget(tmp_path: Path) -> None:
     one = EmulatedNode(slots=8, answer_tokens=4)
     retries = {"budget": 0.0, "budget_min": 0}
     async with a_house(tmp_path, one, retries=retries, health={"interval": 3600}) as house:
-        house.running.gateway.forwarder.retry_budget = Spent()
+        house.running.gateway.proxy_context.retry_policy.budget = Spent()
         await one.kill()
         asked = [asyncio.create_task(house.ask()) for _ in range(6)]
         await until(lambda: len(house.running.gateway.scheduler.queue_positions()) == 6)

@@ -106,4 +106,4 @@ async def test_after_a_storm_everything_has_come_back(tmp_path: Path, seed: int)
         assert len(house.attempts) >= counts["ok"] > 24
         assert (await house.ask()).status_code == 200
         await until(lambda: not any(name.startswith("reclaim") for name in tasks()))
-        assert len(house.running.gateway.proxy_context.timeout_monitor._watched) == 0
+        assert len(house.running.gateway.proxy_context.timeout_monitor) == 0

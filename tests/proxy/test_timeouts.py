@@ -67,7 +67,6 @@ class Attempt:
     lease: Lease
     timeouts: AttemptTimeouts
     sent_at: float = 100.0
-    excused_at: float = -math.inf
     client_lagging: bool = False
     complete: bool = False
     failure: UpstreamError | None = None
@@ -83,7 +82,7 @@ async def limits_of(clock: Clock, attempt: Attempt) -> Callable[[float], str | N
     def look(now: float) -> str | None:
         clock.now = now
         watch.close()
-        watch._look()
+        watch.check()
         watch.close()
         return None if attempt.failure is None else getattr(attempt.failure, "limit", "other")
 
