@@ -52,64 +52,6 @@ from gateway.transport.errors import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """What the earlier attempts of a request have shown about nodes and about the request."""
-
-    failed_nodes: frozenset[str] = frozenset()
-    excluded_nodes: frozenset[str] = frozenset()
-    unsupported_nodes: frozenset[str] = frozenset()
-    unsupported_hint: str | None = None
-    min_context: int = 0
-    statuses: tuple[int, ...] = ()
-    """Server errors of nodes; the same from two nodes is the request's own fault."""
-    may_assemble: bool = True
-    """False: a stream could not be assembled, so a plain response is asked for."""
-
-    def to_place(self, request: Request) -> Request:
-        """The request as the scheduler must place it now."""
-        return replace(
-            request,
-            failed_nodes=self.failed_nodes,
-            excluded_nodes=self.excluded_nodes,
-            unsupported_nodes=self.unsupported_nodes,
-            unsupported_hint=self.unsupported_hint,
-            min_context=self.min_context,
-            may_assemble=request.may_assemble and self.may_assemble,
-        )
-
-    def failed_on(self, node: Node) -> Tried:
-        """The same after `node` has failed the request."""
-        return replace(self, failed_nodes=self.failed_nodes | {node.name})
-
-    def refused_by(self, node: Node) -> Tried:
-        """The same after `node` has refused the request for good."""
-        return replace(self, excluded_nodes=self.excluded_nodes | {node.name})
-
-    def unsupported_by(self, node: Node, hint: str | None) -> Tried:
-        """The same after `node` has said that it lacks the feature (501), with its own hint."""
-        nodes = self.unsupported_nodes | {node.name}
-        return replace(self, unsupported_nodes=nodes, unsupported_hint=hint)
-
-
-NOTHING_TRIED = Tried()
-
-
-@dataclass(slots=True)
-class FailedAttempt:
-    """An attempt without a response. `error` is for the client if no other attempt may follow."""
-
-    node: Node
-    tried: Tried
-    """What the request has tried, this attempt included."""
-    error: GatewayError
-    retryable: bool = True
-    reached_node: bool = True
-    """Whether the node received the request; if not, a retry adds no load."""
-    error_response: ProxyResponse | None = None
-    """The node's own error, for the client if no other attempt may follow."""
-
-
 @dataclass(slots=True, eq=False)
 class Forwarder:
     """Forwards requests; one for the whole process."""
@@ -197,9 +139,9 @@ class Forwarder:
         if in_flight.unattributed_failures:
             accounting.attribute_failures(in_flight, lease.node, complete=False)
         if attempt.complete and not attempt.is_sse:
-            content = attempt.content
-            accounting.response_completed(in_flight, attempt, content)
-            return ProxyResponse(attempt.status, attempt.header_lines, content)
+            response = ProxyResponse(attempt.status, attempt.header_lines, attempt.content)
+            accounting.response_completed(in_flight, attempt, response.content)
+            return response
         resumer = None
         if recorder is not None and attempt.is_sse:
             resumer = Resumer(context, in_flight, recorder, model, attempt)
@@ -419,6 +361,64 @@ class Forwarder:
             and node.state in ALIVE_STATES
             for node in self.context.fleet.nodes.values()
         )
+
+
+@dataclass(slots=True)
+class FailedAttempt:
+    """An attempt without a response. `error` is for the client if no other attempt may follow."""
+
+    node: Node
+    tried: Tried
+    """What the request has tried, this attempt included."""
+    error: GatewayError
+    retryable: bool = True
+    reached_node: bool = True
+    """Whether the node received the request; if not, a retry adds no load."""
+    error_response: ProxyResponse | None = None
+    """The node's own error, for the client if no other attempt may follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What the earlier attempts of a request have shown about nodes and about the request."""
+
+    failed_nodes: frozenset[str] = frozenset()
+    excluded_nodes: frozenset[str] = frozenset()
+    unsupported_nodes: frozenset[str] = frozenset()
+    unsupported_hint: str | None = None
+    min_context: int = 0
+    statuses: tuple[int, ...] = ()
+    """Server errors of nodes; the same from two nodes is the request's own fault."""
+    may_assemble: bool = True
+    """False: a stream could not be assembled, so a plain response is asked for."""
+
+    def to_place(self, request: Request) -> Request:
+        """The request as the scheduler must place it now."""
+        return replace(
+            request,
+            failed_nodes=self.failed_nodes,
+            excluded_nodes=self.excluded_nodes,
+            unsupported_nodes=self.unsupported_nodes,
+            unsupported_hint=self.unsupported_hint,
+            min_context=self.min_context,
+            may_assemble=request.may_assemble and self.may_assemble,
+        )
+
+    def failed_on(self, node: Node) -> Tried:
+        """The same after `node` has failed the request."""
+        return replace(self, failed_nodes=self.failed_nodes | {node.name})
+
+    def refused_by(self, node: Node) -> Tried:
+        """The same after `node` has refused the request for good."""
+        return replace(self, excluded_nodes=self.excluded_nodes | {node.name})
+
+    def unsupported_by(self, node: Node, hint: str | None) -> Tried:
+        """The same after `node` has said that it lacks the feature (501), with its own hint."""
+        nodes = self.unsupported_nodes | {node.name}
+        return replace(self, unsupported_nodes=nodes, unsupported_hint=hint)
+
+
+NOTHING_TRIED = Tried()
 
 
 def _names_account(request: Request) -> bool:
