@@ -11,11 +11,10 @@ from gateway.errors import GatewayError
 from gateway.events import AttemptEnded, EventBus, RequestFinished
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Lease, Node
-from gateway.proxy import sse
 from gateway.proxy.attempt import Attempt
 from gateway.proxy.in_flight import InFlightRequest, UnattributedFailure
-from gateway.proxy.resume.splice import SplicePoint
-from gateway.proxy.usage import Usage, read_usage
+from gateway.proxy.splice import SplicePoint
+from gateway.proxy.usage import Usage
 from gateway.request import Request
 from gateway.scheduling.budget import cost_of
 from gateway.scheduling.demand_model import ReportedTokens
@@ -238,14 +237,13 @@ class Accounting:
         One event holds about one token; the prompt's tokens are then the estimate.
         """
         lease, request = attempt.lease, in_flight.request
-        usage = read_usage(sample) if sample else None
+        opening = attempt.content if attempt.is_sse else b""
+        usage = attempt.api.read_usage(sample, opening) if sample else None
         reported: ReportedTokens | None = None
         is_sample = False
         if usage is None:
             usage = Usage(request.prompt_tokens, completion_tokens=attempt.event_count)
         else:
-            if usage.timings is None and not usage.prompt_tokens and attempt.is_sse:
-                usage = _with_opening(usage, attempt.content)
             reported = _reported_tokens(usage, attempt.splice_point)
             name = lease.node.name
             is_sample = (
@@ -321,15 +319,6 @@ def _cost(lease: Lease, usage: Usage, now: float) -> float:
         slots=lease.slots,
         seconds=now - lease.taken_at,
     )
-
-
-def _with_opening(usage: Usage, content: bytes) -> Usage:
-    """`usage` with the prompt's tokens, which Anthropic's API reports at the stream's start."""
-    for event in sse.split(content):
-        first = read_usage(event)
-        if first is not None and first.prompt_tokens:
-            return Usage(first.prompt_tokens, first.cached_tokens, usage.completion_tokens)
-    return usage
 
 
 def _reported_tokens(usage: Usage, splice_point: SplicePoint | None) -> ReportedTokens:

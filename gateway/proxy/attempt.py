@@ -13,7 +13,6 @@ from gateway.fleet.node import Lease
 from gateway.proxy import forwarded_headers, sse
 from gateway.proxy.api.base import Api, StreamEventKind
 from gateway.proxy.inbound import request_limits
-from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.outcome import (
     context_overflow_sizes,
     error_event_to_body,
@@ -21,7 +20,7 @@ from gateway.proxy.outcome import (
     error_status,
     is_context_overflow,
 )
-from gateway.proxy.resume.splice import SplicePoint
+from gateway.proxy.splice import SplicePoint
 from gateway.proxy.sse import EventFilter, EventFramer
 from gateway.proxy.timeouts import AttemptTimeouts, TimeoutMonitor, timeouts_for, total_timeout
 from gateway.request import Headers, Request, SegmentedBody
@@ -493,8 +492,9 @@ class Attempt:
         if is_context_overflow(failure.status, data, self.request):
             tokens, context = context_overflow_sizes(data)
             context = context or self.lease.node.context
-            param = ROUTES[self.request.path].prompt_field
-            failure.client_error = errors.context_length_exceeded(tokens, context, param)
+            failure.client_error = errors.context_length_exceeded(
+                tokens, context, self.request.prompt_field
+            )
         return failure
 
 

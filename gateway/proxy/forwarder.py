@@ -12,8 +12,7 @@ from gateway import errors
 from gateway.errors import GatewayError, drop_traceback
 from gateway.fleet.node import Lease, Node
 from gateway.proxy import forwarded_headers, outcome
-from gateway.proxy.api import assembly
-from gateway.proxy.api.base import AssemblyError
+from gateway.proxy.api.base import Api, AssemblyError, ResponseAssembler
 from gateway.proxy.attempt import Attempt, UpstreamRequest
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.in_flight import (
@@ -23,8 +22,8 @@ from gateway.proxy.in_flight import (
     UnattributedFailure,
 )
 from gateway.proxy.inbound import edits
-from gateway.proxy.inbound.large_body import Body, bytes_to_parse
-from gateway.proxy.inbound.routes import BASIC_GENERATION_PATHS, ROUTES
+from gateway.proxy.inbound.large_body import Body, bytes_to_parse, without_large_fields
+from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import parse_object
 from gateway.proxy.multi_prompt import MultiPromptForwarder
 from gateway.proxy.outcome import ResponseOutcome
@@ -36,9 +35,8 @@ from gateway.proxy.response_stream import (
     is_resumable,
     to_gateway_error,
 )
-from gateway.proxy.resume import token_ids
 from gateway.proxy.resume.resumer import Resumer
-from gateway.proxy.resume.transcript import TRANSCRIPT_READERS, TranscriptRecorder
+from gateway.proxy.transcript import TokenIdExtractor, TranscriptRecorder
 from gateway.request import Request
 from gateway.scheduling.fleet_sync import ALIVE_STATES
 from gateway.transport.eager_task import ensure_task
@@ -97,6 +95,7 @@ class Forwarder:
         """One attempt: select a node, count, exchange, judge. Raises: GatewayError."""
         context, record, clock = self.context, in_flight.record, self.context.clock
         scheduler, accounting = context.scheduler, context.accounting
+        api = ROUTES[in_flight.request.path].api
 
         # Select a node.
         if in_flight.cancel_error is not None:
@@ -121,8 +120,8 @@ class Forwarder:
 
         # Exchange the request for the response's beginning.
         try:
-            recorder = self._recorder(attempt)
-            await attempt.open(self._upstream_request(in_flight, attempt, model, recorder))
+            recorder = self._recorder(attempt, api)
+            await attempt.open(self._upstream_request(in_flight, attempt, api, model, recorder))
         except UpstreamError as failure:
             attempt.release()
             drop_traceback(failure)
@@ -145,7 +144,6 @@ class Forwarder:
         resumer = None
         if recorder is not None and attempt.is_sse:
             resumer = Resumer(context, in_flight, recorder, model, attempt)
-        api = ROUTES[request.path].api
         stream = ResponseStream(attempt, in_flight, api, accounting, resumer)
         if attempt.is_sse and not request.stream:
             return await self._assemble(in_flight, stream, model, tried)
@@ -155,20 +153,20 @@ class Forwarder:
 
     # What is sent.
 
-    def _recorder(self, attempt: Attempt) -> TranscriptRecorder | None:
+    def _recorder(self, attempt: Attempt, api: Api) -> TranscriptRecorder | None:
         """Records the stream, if it can be resumed."""
         settings, lease = self.context.settings, attempt.lease
         if not lease.stream or settings.resume == "off" or attempt.request.slots != 1:
             return None
-        reader = TRANSCRIPT_READERS.get(attempt.request.path)
-        if reader is None or lease.node.spec.kind != "llama.cpp":
+        if api.transcript_reader is None or lease.node.spec.kind != "llama.cpp":
             return None
-        return TranscriptRecorder(reader, settings.limits.resume_bytes)
+        return TranscriptRecorder(api.transcript_reader, settings.limits.resume_bytes)
 
     def _upstream_request(
         self,
         in_flight: InFlightRequest,
         attempt: Attempt,
+        api: Api,
         model: str,
         recorder: TranscriptRecorder | None,
     ) -> UpstreamRequest:
@@ -177,18 +175,20 @@ class Forwarder:
         body: Body = request.bodies[model]
         event_filter = None
         if lease.stream and not request.stream:
-            body = edits.apply_edit(body, assembly.streaming_fields(request.path))
+            body = edits.apply_edit(body, api.streaming_fields or {})
         if in_flight.prefill_progress is not None and lease.stream:
-            body, event_filter = in_flight.prefill_progress.begin_attempt(lease, request, body)
+            progress = in_flight.prefill_progress
+            body, event_filter = progress.begin_attempt(lease, request, api, body)
         if (
             recorder is not None
             and self.context.settings.resume == "exact"
-            and token_ids.can_resume_exactly(request.path, parse_object(bytes_to_parse(body)))
+            and api.logprobs_fields is not None
+            and api.can_resume_exactly(parse_object(bytes_to_parse(body)))
         ):
-            event_filter = token_ids.TokenIdExtractor(
-                request.path, recorder.add_token_ids, event_filter
+            event_filter = TokenIdExtractor(
+                api.take_token_ids, recorder.add_token_ids, event_filter
             )
-            body = edits.apply_edit(body, token_ids.LOGPROBS_FIELDS[request.path])
+            body = edits.apply_edit(body, api.logprobs_fields)
         name = lease.node.served_name(model) or model
         if name != request.model_in_body and (
             request.model_in_body is not None or lease.node.spec.kind == "openai"
@@ -198,7 +198,7 @@ class Forwarder:
             b"POST", request.path, request.header_lines, len(body)
         )
         on_output = None if recorder is None else recorder.add
-        return UpstreamRequest(head, body, ROUTES[request.path].api, event_filter, on_output)
+        return UpstreamRequest(head, body, api, event_filter, on_output)
 
     # Judging what came. Each returns a failed attempt if another one may follow.
 
@@ -209,7 +209,7 @@ class Forwarder:
         settings = self.context.settings
         request, attempt = in_flight.request, stream.source
         node, most = attempt.lease.node, settings.limits.response_bytes
-        assembler = assembly.ResponseAssembler(attempt.content, most)
+        assembler = ResponseAssembler(stream.api, attempt.content, most)
         try:
             while (chunk := await stream.next_chunk(assembler.add)) != b"":
                 if chunk is not None:
@@ -218,7 +218,8 @@ class Forwarder:
                     # It would be too large from any node.
                     error = errors.node_failed(f"The answer is too long ({most} bytes).")
                     return FailedAttempt(node, tried, error, retryable=False)
-            content = assembler.assemble(request.path, request.bodies[model])
+            fields = without_large_fields(request.bodies[model])
+            content = assembler.assemble(parse_object(fields))
         except StreamFailed as failed:
             drop_traceback(failed)
             tried = tried.failed_on(node)
@@ -285,7 +286,7 @@ class Forwarder:
         if status == 501:
             hint = outcome.error_message(content)
             tried = tried.unsupported_by(node, hint)
-            if request.endpoint != "chat" or request.path in BASIC_GENERATION_PATHS:
+            if request.endpoint != "chat" or ROUTES[request.path].api.refusal_is_general:
                 fleet.endpoint_refused(node, request.endpoint, hint)
             if (error := scheduler.unsupported_error(tried.to_place(request))) is not None:
                 raise error
@@ -302,7 +303,7 @@ class Forwarder:
         node = lease.node
         tokens, context = outcome.context_overflow_sizes(content)
         context = context or node.context
-        error = errors.context_length_exceeded(tokens, context, ROUTES[request.path].prompt_field)
+        error = errors.context_length_exceeded(tokens, context, request.prompt_field)
         self.context.fleet.request_succeeded(node, self.context.clock(), lease.taken_at)
         if tried.min_context or context is None:
             raise error

@@ -9,13 +9,9 @@ them whose node failed.
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
-
-import msgspec
 
 from gateway import errors
 from gateway.errors import GatewayError
@@ -26,14 +22,13 @@ from gateway.proxy.context import ProxyContext
 from gateway.proxy.in_flight import InFlightRequest
 from gateway.proxy.inbound.prompt_list import PromptList
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.proxy.json_values import InvalidJson, parse_object
 from gateway.proxy.response_stream import (
     JSON_HEADER_LINE,
     BodyStream,
     ProxyResponse,
     to_gateway_error,
 )
-from gateway.transport.errors import InvalidResponse, UpstreamError
+from gateway.transport.errors import UpstreamError
 
 MOST_BUFFERED_CHUNKS = 16
 """Pieces of answers that wait for the client to take them; then the nodes are read no further."""
@@ -90,9 +85,9 @@ class MultiPromptForwarder:
         """Bytes that a plain answer may have."""
         self._several: PromptList = in_flight.request.prompt_list
         self._left = len(self._several.prompts)
-        self._merging: ResponseMerger = MERGERS[in_flight.request.path](
-            self._several.other_fields, in_flight.request.slots
-        )
+        self._api = ROUTES[in_flight.request.path].api
+        assert self._api.merger is not None
+        self._merging = self._api.merger(self._several.other_fields, in_flight.request.slots)
         self._pieces: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue(MOST_BUFFERED_CHUNKS)
         self._failed: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -174,7 +169,7 @@ class MultiPromptForwarder:
         self.close()
         record, tag = self._live.record, self._live.request.x_request_id
         record.status, record.reason = error.status, error.code
-        return ROUTES[self._live.request.path].api.error_event(error, tag)
+        return self._api.error_event(error, tag)
 
     def close(self) -> None:
         """End all that still runs."""
@@ -324,184 +319,3 @@ class MultiPromptForwarder:
                 return events
         self.close()
         return self._merging.stream_end()
-
-
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-_CHOICES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
-
-_INDEX = msgspec.json.Decoder(int)
-
-_DONE = b"data: [DONE]\n\n"
-
-_SHARED = ("id", "created", "model", "system_fingerprint")
-
-
-class ResponseMerger(ABC):
-    """What both APIs have in common."""
-
-    def __init__(self, request_fields: Mapping[str, msgspec.Raw], answers_per_prompt: int) -> None:
-        """`asked`: the request's other fields; `answers`: how many each prompt has."""
-        self._asked = request_fields
-        self._answers = answers_per_prompt
-        self._whole: dict[int, bytes] = {}
-        self.size = 0
-        """Bytes of the answers that were added."""
-
-    def add(self, index: int, answer: bytes) -> None:
-        """The whole answer to one prompt. Raises: Garbage."""
-        self._whole[index] = self._items(index, answer)
-        self.size += len(self._whole[index])
-
-    def merge_events(self, index: int, events: bytes) -> bytes:
-        """Whole events of the answer to one prompt, as those of all. Raises: Garbage."""
-        found = []
-        for event in sse.split(events):
-            data = sse.payload(event)
-            # The end comes once, and llama.cpp begins with `null` sometimes.
-            if data and data not in {b"[DONE]", b"null"}:
-                found.append(self._event(index, data))
-        return b"".join(found)
-
-    @abstractmethod
-    def merged_response(self) -> bytes:
-        """The one answer."""
-
-    @abstractmethod
-    def stream_end(self) -> bytes:
-        """What ends the stream of all."""
-
-    @abstractmethod
-    def _items(self, index: int, answer: bytes) -> bytes:
-        """The answers to one prompt, without brackets around them."""
-
-    @abstractmethod
-    def _event(self, index: int, data: bytes) -> bytes:
-        """One event of the answer to one prompt."""
-
-    def _joined(self) -> bytes:
-        return b"[" + b",".join(items for _, items in sorted(self._whole.items())) + b"]"
-
-    def _numbered(
-        self, index: int, items: list[dict[str, msgspec.Raw]]
-    ) -> list[dict[str, msgspec.Raw]]:
-        """These answers to one prompt, each with its number among all."""
-        for place, item in enumerate(items):
-            own = item.get("index")
-            number = place if own is None else _read(_INDEX, own)
-            item["index"] = msgspec.Raw(b"%d" % (index * self._answers + number))
-        return items
-
-
-class CompletionsMerger(ResponseMerger):
-    """`/v1/completions`: choices in one object."""
-
-    def __init__(self, request_fields: Mapping[str, msgspec.Raw], answers_per_prompt: int) -> None:
-        super().__init__(request_fields, answers_per_prompt)
-        self._first: dict[str, msgspec.Raw] = {}
-        self._first_index: int | None = None
-        self._usage: dict[str, Any] = {}
-
-    def merged_response(self) -> bytes:
-        """The one answer."""
-        fields = self._first | {"choices": msgspec.Raw(self._joined())}
-        if self._usage:
-            fields["usage"] = msgspec.Raw(msgspec.json.encode(self._usage))
-        return msgspec.json.encode(fields)
-
-    def stream_end(self) -> bytes:
-        """What ends the stream of all."""
-        if not (self._usage and self._counts):
-            return _DONE
-        fields = {name: self._first[name] for name in _SHARED if name in self._first}
-        fields |= {
-            "object": msgspec.Raw(b'"text_completion"'),
-            "choices": msgspec.Raw(b"[]"),
-            "usage": msgspec.Raw(msgspec.json.encode(self._usage)),
-        }
-        return b"data: " + msgspec.json.encode(fields) + b"\n\n" + _DONE
-
-    @property
-    def _counts(self) -> bool:
-        """Whether the client wants to be told the tokens."""
-        try:
-            options = parse_object(bytes(self._asked.get("stream_options", b"{}")))
-        except InvalidJson:
-            return False
-        return options.get("include_usage") is True
-
-    def _items(self, index: int, answer: bytes) -> bytes:
-        fields: dict[str, msgspec.Raw] = _read(_FIELDS, answer)
-        choices = _read(_CHOICES, fields.pop("choices", b"[]"))
-        self._count(fields)
-        if self._first_index is None or index < self._first_index:
-            self._first, self._first_index = fields, index
-        return msgspec.json.encode(self._numbered(index, choices))[1:-1]
-
-    def _event(self, index: int, data: bytes) -> bytes:
-        fields: dict[str, msgspec.Raw] = _read(_FIELDS, data)
-        choices = _read(_CHOICES, fields.get("choices", b"[]"))
-        self._count(fields)
-        if not choices:
-            return b""
-        self._first = self._first or fields
-        fields |= {name: self._first[name] for name in _SHARED if name in self._first}
-        encoded = msgspec.json.encode(self._numbered(index, choices))
-        fields["choices"] = msgspec.Raw(encoded)
-        return b"data: " + msgspec.json.encode(fields) + b"\n\n"
-
-    def _count(self, fields: dict[str, msgspec.Raw]) -> None:
-        usage = fields.pop("usage", None)
-        if usage is not None:
-            try:
-                _add(self._usage, parse_object(bytes(usage)))
-            except InvalidJson:
-                return  # `null`, as OpenAI's has it in all chunks but the last
-
-
-class NativeMerger(ResponseMerger):
-    """llama.cpp's `/completion`: a list of objects, or their events as they come."""
-
-    def merged_response(self) -> bytes:
-        """The one answer."""
-        return self._joined()
-
-    def stream_end(self) -> bytes:
-        """What ends the stream of all."""
-        return b""
-
-    def _items(self, index: int, answer: bytes) -> bytes:
-        listed = answer if answer.lstrip()[:1] == b"[" else b"[" + answer + b"]"
-        return msgspec.json.encode(self._numbered(index, _read(_CHOICES, listed)))[1:-1]
-
-    def _event(self, index: int, data: bytes) -> bytes:
-        (fields,) = self._numbered(index, [_read(_FIELDS, data)])
-        return b"data: " + msgspec.json.encode(fields) + b"\n\n"
-
-
-MERGERS: dict[str, type[ResponseMerger]] = {
-    "/v1/completions": CompletionsMerger,
-    "/completion": NativeMerger,
-}
-"""By the path, as nodes know it."""
-
-
-def _read(decoder: msgspec.json.Decoder[Any], data: bytes | msgspec.Raw) -> Any:
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise InvalidResponse("The node's answer is not what was expected") from None
-
-
-def _add(total: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Sum the numbers of `usage`, those of its details too."""
-    for name, value in more.items():
-        if isinstance(value, Mapping):
-            inner = total.setdefault(name, {})
-            if isinstance(inner, dict):
-                _add(inner, value)
-        elif isinstance(value, int) and not isinstance(value, bool):
-            before = total.get(name, 0)
-            total[name] = before + value if isinstance(before, int) else value
-        else:
-            total.setdefault(name, value)

@@ -10,13 +10,13 @@ from gateway import errors
 from gateway.errors import GatewayError
 from gateway.proxy.accounting import Accounting
 from gateway.proxy.api.base import Api
+from gateway.proxy.api.resuming import StreamRewriter
 from gateway.proxy.attempt import Attempt, WriteToClient
 from gateway.proxy.in_flight import (
     InFlightRequest,
     RequestCancelled,
     RequestEvicted,
 )
-from gateway.proxy.resume.event_rewriter import StreamRewriter
 from gateway.proxy.resume.resumer import Resumed, Resumer
 from gateway.transport.errors import (
     NodeReportedError,

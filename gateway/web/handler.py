@@ -409,7 +409,7 @@ class _HandledRequest:
 
     def _own_fields(self, *, known: bool = True) -> bytes:
         """The gateway's lines of a head; not `known`: how the request will fare."""
-        anthropic = self._route.api.name == "messages"
+        anthropic = self._route.api.sends_request_id
         if known:
             fields = gateway_header_lines(self.record, anthropic=anthropic, name_node=self._exposes)
         else:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.proxy.api.base import Api
-from gateway.proxy.api.chat import CHAT, COMPLETIONS
+from gateway.proxy.api.chat import CHAT
+from gateway.proxy.api.completions import COMPLETIONS
 from gateway.proxy.api.messages import MESSAGES
 from gateway.proxy.api.native import NATIVE
 from gateway.proxy.api.responses import RESPONSES

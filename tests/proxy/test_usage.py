@@ -9,6 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.proxy.api.base import Api
+from gateway.proxy.api.chat import CHAT
+from gateway.proxy.api.messages import MESSAGES
+from gateway.proxy.api.native import NATIVE
+from gateway.proxy.api.relayed import RELAYED
+from gateway.proxy.api.responses import RESPONSES
 from gateway.proxy.usage import (
     MOST_OBJECT_BYTES,
     MOST_PLAUSIBLE_TOKENS,
@@ -30,8 +36,8 @@ def dump(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def read(value: Any) -> tuple[int, int, int]:
-    usage = read_usage(dump(value))
+def read(value: Any, api: Api = CHAT) -> tuple[int, int, int]:
+    usage = api.read_usage(dump(value))
     assert usage is not None
     return usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
 
@@ -57,8 +63,8 @@ def test_a_stream_without_usage_tells_timings() -> None:
 
 def test_an_answer_of_messages_leaves_the_cached_tokens_out_of_input_tokens() -> None:
     usage = {"cache_read_input_tokens": 40, "input_tokens": 5, "output_tokens": 9}
-    assert read({"type": "message", "usage": usage}) == (45, 40, 9)
-    assert read({"type": "message_delta", "usage": {"output_tokens": 9}}) == (0, 0, 9)
+    assert read({"type": "message", "usage": usage}, MESSAGES) == (45, 40, 9)
+    assert read({"type": "message_delta", "usage": {"output_tokens": 9}}, MESSAGES) == (0, 0, 9)
 
 
 def test_an_answer_of_responses_counts_them_in() -> None:
@@ -68,15 +74,18 @@ def test_an_answer_of_responses_counts_them_in() -> None:
         "total_tokens": 54,
         "input_tokens_details": {"cached_tokens": 40},
     }
-    assert read({"response": {"usage": usage}}) == (45, 40, 9)
+    assert read({"response": {"usage": usage}}, RESPONSES) == (45, 40, 9)
 
 
 def test_embeddings_have_a_prompt_alone() -> None:
-    assert read({"data": [], "usage": {"prompt_tokens": 7, "total_tokens": 7}}) == (7, 0, 0)
+    value = {"data": [], "usage": {"prompt_tokens": 7, "total_tokens": 7}}
+    assert read(value, RELAYED) == (7, 0, 0)
+    far = {"data": [0.5] * 1000, "usage": {"prompt_tokens": 7, "total_tokens": 7}}
+    assert read(far, RELAYED) == (7, 0, 0)
 
 
 def test_a_native_answer_has_timings_alone() -> None:
-    assert read({"content": "x", "stop": True, "timings": TIMINGS}) == (237, 236, 35)
+    assert read({"content": "x", "stop": True, "timings": TIMINGS}, NATIVE) == (237, 236, 35)
 
 
 @pytest.mark.parametrize(

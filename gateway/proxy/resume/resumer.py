@@ -14,7 +14,7 @@ from gateway.events import StreamResumed
 from gateway.fleet.node import Lease
 from gateway.fleet.server_properties import ServerProperties
 from gateway.proxy.accounting import BLAMELESS_RESUMPTION_OUTCOMES
-from gateway.proxy.api import assembly
+from gateway.proxy.api.resuming import StreamRewriter
 from gateway.proxy.attempt import Attempt, UpstreamRequest
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.in_flight import InFlightRequest
@@ -22,12 +22,10 @@ from gateway.proxy.inbound.large_body import FULL_PARSE_BYTES, Body, bytes_to_pa
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.proxy.outcome import is_context_overflow
-from gateway.proxy.resume import plan
-from gateway.proxy.resume.event_rewriter import StreamRewriter
 from gateway.proxy.resume.plan import NotResumable, ResumeInput, ResumePlan, plan_resume
-from gateway.proxy.resume.splice import OverlapMismatch
-from gateway.proxy.resume.transcript import Transcript, TranscriptRecorder
 from gateway.proxy.retry import Retries
+from gateway.proxy.splice import OverlapMismatch
+from gateway.proxy.transcript import Transcript, TranscriptRecorder
 from gateway.request import Request
 from gateway.transport.connection import NodeConnection
 from gateway.transport.eager_task import ensure_task
@@ -163,16 +161,16 @@ class Resumer:
 
     def _resume_input(self) -> ResumeInput:
         """The request and what was sent of its response. Raises: NotResumable."""
-        transcript, path = self._recorder.transcript(), self._request.path
+        transcript, route = self._recorder.transcript(), ROUTES[self._request.path]
         original: Body = self._request.bodies[self._model]
         body = parse_object(bytes_to_parse(original))
         if not self._request.stream:
-            body |= assembly.streaming_fields(path)
+            body |= route.api.streaming_fields or {}
         if len(original) > FULL_PARSE_BYTES:
             raise NotResumable(TOO_LARGE_TO_RESUME)
-        if (reason := plan.unresumable_reason(body, transcript)) is not None:
+        if (reason := route.api.unresumable_reason(body, transcript)) is not None:
             raise NotResumable(reason)
-        return ResumeInput(path, body, transcript)
+        return ResumeInput(route, body, transcript)
 
     async def _is_granted(self, failure: FailedStream) -> bool:
         """Whether another resumption may follow `failure`; the first needs no budget."""
@@ -319,16 +317,15 @@ class Resumer:
         return Resumed(first_bytes, attempt, rewriter)
 
     def _upstream_request(self, lease: Lease, resume_plan: ResumePlan) -> UpstreamRequest:
-        path, body = resume_plan.path, resume_plan.body
+        route, body = resume_plan.route, resume_plan.body
         assert body is not None
         if "model" in body:
             body = body | {"model": lease.node.served_name(self._model) or self._model}
         data = msgspec.json.encode(body)
         head = lease.upstream.pool.address.request_head(
-            b"POST", path, self._request.header_lines, len(data)
+            b"POST", route.path, self._request.header_lines, len(data)
         )
-        api, splice_point = ROUTES[path].api, resume_plan.splice_point
-        return UpstreamRequest(head, data, api, splice_point=splice_point)
+        return UpstreamRequest(head, data, route.api, splice_point=resume_plan.splice_point)
 
     def _needs_completion(self, failure: UpstreamError) -> bool:
         """Whether a refused message can still be resumed by the path of raw completions."""

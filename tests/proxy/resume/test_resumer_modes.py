@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.resume.plan import NotResumable, ResumeInput, ResumePlan, plan_resume
-from gateway.proxy.resume.transcript import Transcript
+from gateway.proxy.transcript import Transcript
 from tests.proxy.house import FIRST, a_house
 from tests.proxy.resume.test_resumer import (
     PATHS,
@@ -70,14 +71,15 @@ class Words(Template):
 
 
 async def way(template: Template, said: Transcript, **more: Any) -> ResumePlan:
-    return await plan_resume(template.ask, ResumeInput("/v1/chat/completions", CHAT, said, **more))
+    resume = ResumeInput(ROUTES["/v1/chat/completions"], CHAT, said, **more)
+    return await plan_resume(template.ask, resume)
 
 
 @pytest.mark.parametrize("opens", [False, True])
 async def test_a_thought_goes_on_where_the_template_shows_how_it_is_written(*, opens: bool) -> None:
     said = Transcript(reasoning_pieces=["so ", "it"], token_count=2, first_event={"id": "x"})
     found = await way(Template(opens=opens), said)
-    assert found.path == "/completion"
+    assert found.route.path == "/completion"
     assert found.body is not None
     assert found.body["prompt"] == "[user]why[end][assistant]<think>\nso it"
     out = found.rewriter.rewrite({"content": " is</think>\n\nbecause"}).decode()
@@ -115,7 +117,7 @@ async def test_a_template_that_refuses_a_begun_message_is_gone_round() -> None:
     found = await way(
         Template(), Transcript(content_pieces=list("because"), token_count=7), as_completion=True
     )
-    assert (found.path, found.splice_point.prefix) == ("/completion", "because")
+    assert (found.route.path, found.splice_point.prefix) == ("/completion", "because")
     assert found.body is not None
     assert found.body["prompt"] == "[user]why[end][assistant]because"
     assert found.body["n_predict"] == 193
@@ -125,28 +127,28 @@ async def test_a_template_that_refuses_a_begun_message_is_gone_round() -> None:
 async def test_a_node_that_would_begin_the_next_message_is_gone_round() -> None:
     said = Transcript(content_pieces=list("because"), token_count=7, first_event={"id": "x"})
     found = await way(Template(prefills=False), said)
-    assert found.path == "/completion"
+    assert found.route.path == "/completion"
     assert found.body is not None
     assert found.body["prompt"] == "[user]why[end][assistant]because"
     for path in ("/v1/chat/completions", "/v1/messages"):
-        wish = ResumeInput(path, CHAT | {"tools": [{"type": "function"}]}, said)
+        wish = ResumeInput(ROUTES[path], CHAT | {"tools": [{"type": "function"}]}, said)
         with pytest.raises(NotResumable):
             await plan_resume(Template(prefills=False).ask, wish)
-        assert (await plan_resume(Template().ask, wish)).path == wish.path
+        assert (await plan_resume(Template().ask, wish)).route is wish.route
     nothing = Transcript(first_event={"id": "x"})
-    assert (await way(Template(prefills=False), nothing)).path == "/v1/chat/completions"
+    assert (await way(Template(prefills=False), nothing)).route.path == "/v1/chat/completions"
 
 
 def message(said: Transcript, prompt_tokens: int = 25, **more: Any) -> ResumeInput:
     """The same chat in Anthropic's form."""
     said.first_event = {"id": "x", "usage": {"input_tokens": prompt_tokens}}
-    return ResumeInput("/v1/messages", CHAT | more, said)
+    return ResumeInput(ROUTES["/v1/messages"], CHAT | more, said)
 
 
 async def test_a_message_is_gone_round_as_well() -> None:
     said = Transcript(content_pieces=list("because"), token_count=7, open_blocks={0: "text"})
     found = await plan_resume(Template(prefills=False).ask, message(said))
-    assert found.path == "/completion"
+    assert found.route.path == "/completion"
     assert found.body is not None
     assert found.body["prompt"] == "[user]why[end][assistant]because"
     assert found.body["n_predict"] == 193
@@ -160,7 +162,7 @@ async def test_a_message_is_gone_round_as_well() -> None:
 async def test_a_thought_of_a_message_goes_on(thinking: Any) -> None:
     said = Transcript(reasoning_pieces=list("so it"), token_count=5, open_blocks={0: "thinking"})
     found = await plan_resume(Template().ask, message(said, thinking=thinking))
-    assert found.path == "/completion"
+    assert found.route.path == "/completion"
     assert found.body is not None
     assert found.body["prompt"] == "[user]why[end][assistant]<think>\nso it"
     assert not {"messages", "thinking"} & found.body.keys()
@@ -219,7 +221,7 @@ async def test_ids_are_gone_on_from_where_they_make_the_text() -> None:
     assert (found.splice_point.prompt_tokens, found.splice_point.prefix_tokens) == (25, 2)
     said.token_ids.pop()
     found = await way(Template(), said)
-    assert found.path == "/v1/chat/completions", "one is missing: on from the text"
+    assert found.route.path == "/v1/chat/completions", "one is missing: on from the text"
 
 
 async def test_an_answer_of_full_length_needs_nobody() -> None:
@@ -239,8 +241,8 @@ async def test_messages_with_pictures_go_on_by_their_own_dialect() -> None:
     said = Transcript(
         content_pieces=["be"], token_count=2, first_event=head, open_blocks={0: "text"}
     )
-    found = await plan_resume(Template().ask, ResumeInput("/v1/messages", body, said))
-    assert (found.path, found.splice_point.prompt_tokens) == ("/v1/messages", 12)
+    found = await plan_resume(Template().ask, ResumeInput(ROUTES["/v1/messages"], body, said))
+    assert (found.route.path, found.splice_point.prompt_tokens) == ("/v1/messages", 12)
     assert found.body is not None
     assert found.body["messages"][-1] == {"role": "assistant", "content": "be"}
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.proxy.resume.splice import (
+from gateway.proxy.splice import (
     OverlapFilter,
     OverlapMismatch,
     find_splice_point,
     step_back_offsets,
     tokenizes_as_sent,
 )
-from gateway.proxy.resume.transcript import Transcript
+from gateway.proxy.transcript import Transcript
 
 WORD = re.compile(r" ?[a-z]+|[^a-z]")
 

@@ -14,7 +14,8 @@ import pytest
 from gateway import errors
 from gateway.errors import GatewayError
 from gateway.proxy.api.base import Api, StreamEventKind
-from gateway.proxy.api.chat import CHAT, COMPLETIONS
+from gateway.proxy.api.chat import CHAT
+from gateway.proxy.api.completions import COMPLETIONS
 from gateway.proxy.api.messages import MESSAGES
 from gateway.proxy.api.native import NATIVE
 from gateway.proxy.api.responses import RESPONSES

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.proxy.api.messages import messages_as_chat
+from gateway.proxy.api.resuming import ReasoningEndMark
 from gateway.proxy.json_values import JsonObject
-from gateway.proxy.resume.plan import messages_as_chat
-from gateway.proxy.resume.reasoning_template import (
-    ReasoningEndMark,
-    ReasoningTemplate,
-    find_reasoning_template,
-)
+from gateway.proxy.resume.plan import ReasoningTemplate, find_reasoning_template
 
 END = "</think>"
 SHOWN = ReasoningTemplate("Q<think>\n", "\n</think>\n\n", ReasoningEndMark(END))
@@ -41,8 +38,8 @@ async def test_how_it_is_written(prompt: str, written: str, form: ReasoningTempl
 
 def test_white_space_before_the_mark_is_not_written_twice() -> None:
     form = ReasoningTemplate("Q<think>", "\n</think>\n\n", ReasoningEndMark(END))
-    assert form.before_answer("so") == "Q<think>so\n</think>\n\n"
-    assert form.before_answer("so\n") == "Q<think>so\n</think>\n\n"
+    assert form.before_content("so") == "Q<think>so\n</think>\n\n"
+    assert form.before_content("so\n") == "Q<think>so\n</think>\n\n"
 
 
 TEXT = {"type": "text", "text": "no"}

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
-from gateway.proxy.api.assembly import ASSEMBLY_RULES
 from gateway.proxy.api.base import AssemblyError
+from gateway.proxy.api.chat import CHAT
+from gateway.proxy.api.completions import COMPLETIONS
+from gateway.proxy.api.messages import MESSAGES
+from gateway.proxy.api.native import NATIVE
+from gateway.proxy.api.responses import RESPONSES
 
 USAGE = {"completion_tokens": 2, "prompt_tokens": 14, "total_tokens": 16}
 TIMINGS = {"cache_n": 0, "prompt_n": 14, "predicted_n": 2}
@@ -29,7 +33,7 @@ COUNTS = chunk(None, usage=USAGE, timings=TIMINGS)
 
 
 def chat(*events: dict[str, Any]) -> dict[str, Any]:
-    return ASSEMBLY_RULES["/v1/chat/completions"].assemble(events, {})
+    return CHAT.assemble(events, {})
 
 
 def message(*events: dict[str, Any]) -> dict[str, Any]:
@@ -150,9 +154,7 @@ def test_a_completion_is_put_together() -> None:
         return {"choices": [choice], **HEAD, "object": "text_completion"}
 
     counts = {"choices": [], **HEAD, "usage": USAGE, "timings": TIMINGS}
-    whole = ASSEMBLY_RULES["/v1/completions"].assemble(
-        [part(" a"), part(" b"), part("", "stop"), counts], {}
-    )
+    whole = COMPLETIONS.assemble([part(" a"), part(" b"), part("", "stop"), counts], {})
     assert whole["choices"] == [
         {"text": " a b", "index": 0, "logprobs": None, "finish_reason": "stop"}
     ]
@@ -171,7 +173,7 @@ def test_a_native_completion_has_its_tokens_only_when_asked() -> None:
             "generation_settings": {"stream": True, "seed": 1},
         },
     ]
-    whole = ASSEMBLY_RULES["/completion"].assemble
+    whole = NATIVE.assemble
     assert whole(events, {}) == {
         "index": 0,
         "content": " a b",
@@ -208,7 +210,7 @@ def test_a_message_is_put_together_with_tools_and_thinking() -> None:
         {"type": "message_delta", "delta": ending, "usage": {"output_tokens": 9}},
         {"type": "message_stop"},
     ]
-    whole = ASSEMBLY_RULES["/v1/messages"].assemble
+    whole = MESSAGES.assemble
     assert whole(events, {}) == {
         "id": "m",
         "type": "message",
@@ -232,7 +234,7 @@ def test_a_response_is_what_its_last_event_holds() -> None:
         {"type": "response.created", "response": {"id": "r", "status": "in_progress"}},
         {"type": "response.completed", "response": response},
     ]
-    whole = ASSEMBLY_RULES["/v1/responses"].assemble
+    whole = RESPONSES.assemble
     assert whole(events, {}) == {"completed_at": 7, **response}
     # Only a plain answer says of a thought that it is over.
     thought, text = {"type": "reasoning", "id": "rs"}, {"type": "message", "status": "completed"}

@@ -8,20 +8,18 @@ from typing import Any
 import pytest
 
 from gateway.proxy import sse
-from gateway.proxy.resume.event_rewriter import (
-    ChatRewriter,
+from gateway.proxy.api.chat import CHAT, ChatRewriter, NativeToChatRewriter, read_chat
+from gateway.proxy.api.completions import (
+    COMPLETIONS,
     CompletionsRewriter,
-    MessagesRewriter,
-    NativeRewriter,
-    NativeToChatRewriter,
     NativeToCompletionsRewriter,
-    NativeToMessagesRewriter,
-    StreamRewriter,
+    read_completion,
 )
-from gateway.proxy.resume.reasoning_template import ReasoningEndMark
-from gateway.proxy.resume.splice import OverlapMismatch, SplicePoint
-from gateway.proxy.resume.token_ids import TokenIdExtractor
-from gateway.proxy.resume.transcript import TRANSCRIPT_READERS, Transcript, TranscriptRecorder
+from gateway.proxy.api.messages import MessagesRewriter, NativeToMessagesRewriter
+from gateway.proxy.api.native import NativeRewriter
+from gateway.proxy.api.resuming import ReasoningEndMark, StreamRewriter
+from gateway.proxy.splice import OverlapMismatch, SplicePoint
+from gateway.proxy.transcript import TokenIdExtractor, Transcript, TranscriptRecorder
 from gateway.transport.errors import InvalidResponse, NodeReportedError
 
 HEAD = {"id": "first", "created": 1, "model": "m", "object": "chat.completion.chunk"}
@@ -250,8 +248,8 @@ def test_what_cannot_be_read_goes_to_nobody(data: bytes, error: type[Exception])
 
 
 def test_probabilities_that_only_we_asked_for_are_taken_out() -> None:
-    so_far = TranscriptRecorder(TRANSCRIPT_READERS["/v1/chat/completions"], 1000)
-    strip = TokenIdExtractor("/v1/chat/completions", so_far.add_token_ids)
+    so_far = TranscriptRecorder(read_chat, 1000)
+    strip = TokenIdExtractor(CHAT.take_token_ids, so_far.add_token_ids)
     bare = HEAD | {"choices": [choice({"content": " a"})]}
     told = {"content": [{"id": 7, "token": " a", "bytes": [32, 97], "top_logprobs": [{"id": 7}]}]}
     with_ids = HEAD | {"choices": [choice({"content": " a"}) | {"logprobs": told}]}
@@ -263,8 +261,8 @@ def test_probabilities_that_only_we_asked_for_are_taken_out() -> None:
 
 
 def test_a_completion_keeps_the_field_empty() -> None:
-    so_far = TranscriptRecorder(TRANSCRIPT_READERS["/v1/completions"], 1000)
-    strip = TokenIdExtractor("/v1/completions", so_far.add_token_ids)
+    so_far = TranscriptRecorder(read_completion, 1000)
+    strip = TokenIdExtractor(COMPLETIONS.take_token_ids, so_far.add_token_ids)
     value = {"choices": [{"text": "a", "logprobs": {"content": [{"id": 7}]}}]}
     assert values(strip(event(value))) == [{"choices": [{"text": "a", "logprobs": None}]}]
     assert so_far.transcript().token_ids == [7]
