@@ -75,6 +75,13 @@ class RequestFinished:
         self.cached_tokens += cached
         self.completion_tokens += completion
 
+    def sub_request_answered(self, part: RequestFinished) -> None:
+        """Take node and times from the first sub-request, and the most attempts of any."""
+        self.attempts = max(self.attempts, part.attempts)
+        if self.node is None:
+            self.node, self.tier, self.fallback = part.node, part.tier, part.fallback
+            self.queue_seconds, self.overhead_seconds = part.queue_seconds, part.overhead_seconds
+
     def charge(self, cost: float) -> None:
         """Add what an attempt has cost."""
         self.cost += cost

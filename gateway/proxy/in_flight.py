@@ -84,6 +84,18 @@ class InFlightRequest:
         """The attempt is over."""
         self.attempt = None
 
+    def begin_sub_requests(
+        self,
+        sub_requests: dict[str, InFlightRequest],
+        on_cancel: Callable[[GatewayError], None],
+    ) -> None:
+        """The request runs in these from now on; `on_cancel` cancels them."""
+        self.sub_requests, self.on_cancel = sub_requests, on_cancel
+
+    def end_sub_requests(self) -> None:
+        """The sub-requests are over."""
+        self.on_cancel = None
+
     def add_unattributed_failure(self, failure: UnattributedFailure) -> None:
         """An attempt failed; who is to blame is not known yet."""
         self.unattributed_failures += (failure,)

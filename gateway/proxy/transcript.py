@@ -248,7 +248,7 @@ class TokenIdExtractor:
         self,
         take_token_ids: Callable[[JsonObject], list[int]],
         on_token_ids: Callable[[Iterable[int]], None],
-        inner_filter: Callable[[bytes], bytes] | None = None,
+        inner_filter: sse.EventFilter | None = None,
     ) -> None:
         """`take_token_ids`: the API's. `inner_filter` is applied to the events first."""
         self._take_token_ids = take_token_ids

@@ -9,13 +9,12 @@ from typing import Any
 import msgspec
 
 from gateway.proxy import sse
-from gateway.proxy.json_values import JSON_ERRORS
+from gateway.proxy.json_values import FIELDS_DECODER, JSON_ERRORS
 from gateway.transport.errors import InvalidResponse
 
 RawFields = dict[str, msgspec.Raw]
 """A JSON object whose values are not decoded."""
 
-_FIELDS = msgspec.json.Decoder(RawFields)
 
 _ITEMS = msgspec.json.Decoder(list[RawFields])
 
@@ -76,7 +75,7 @@ class ResponseMerger(ABC):
 
 def read_fields(data: bytes | msgspec.Raw) -> RawFields:
     """The fields of a JSON object. Raises: InvalidResponse."""
-    fields: RawFields = _decode(_FIELDS, data)
+    fields: RawFields = _decode(FIELDS_DECODER, data)
     return fields
 
 

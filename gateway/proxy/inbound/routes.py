@@ -16,7 +16,7 @@ from gateway.proxy.api.relayed import RELAYED, RelayedApi
 from gateway.proxy.api.responses import RESPONSES
 from gateway.proxy.inbound.large_body import Body
 from gateway.proxy.inbound.parsed_body import MISSING, ParsedBody
-from gateway.proxy.json_values import JSON_ERRORS, InvalidJson, parse_object
+from gateway.proxy.json_values import ITEMS_DECODER, JSON_ERRORS, InvalidJson, parse_object
 from gateway.request import Endpoint
 
 
@@ -134,12 +134,9 @@ def can_assemble(route: Route, body: Body, messages: msgspec.Raw, slots: int) ->
     return not any(name in body for name in _UNASSEMBLABLE)
 
 
-_MESSAGES = msgspec.json.Decoder(list[msgspec.Raw])
-
-
 def _ends_with_assistant(messages: bytes) -> bool:
     try:
-        last = parse_object(_MESSAGES.decode(messages)[-1])
+        last = parse_object(ITEMS_DECODER.decode(messages)[-1])
     except (*JSON_ERRORS, InvalidJson, IndexError):
         return True  # the node will say what is wrong
     return last.get("role") == "assistant"
