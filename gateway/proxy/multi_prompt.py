@@ -243,7 +243,7 @@ class MultiPromptForwarder:
         except GatewayError as error:
             if error.status == 400:
                 count = len(self._prompts.prompts)
-                error.message += f" (This is prompt {index + 1} of {count}.)"
+                error.append(f" (This is prompt {index + 1} of {count}.)")
             raise
         finally:
             sub_request.dequeued.set()
