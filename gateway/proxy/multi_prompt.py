@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gateway import errors
@@ -97,10 +97,8 @@ class MultiPromptForwarder:
         self._closed = False
         self.last_content_at = 0.0
         """When a chunk last came; monotonic seconds."""
-        self.on_fail: Callable[[], None] | None = None
-        """Called on failure: the reader may be waiting for something else."""
-        in_flight.sub_requests = self._sub_requests
-        in_flight.on_cancel = self._fail
+        self._on_fail: Callable[[], None] | None = None
+        in_flight.begin_sub_requests(self._sub_requests, self._fail)
 
     async def run(self) -> ProxyResponse:
         """The plain response, or the stream from its first content on. Raises: GatewayError."""
@@ -111,7 +109,7 @@ class MultiPromptForwarder:
             self._start_task(self._start_sub_requests)
             if in_flight.request.stream:
                 first = await self._next_events()
-                in_flight.record.ttft = self._clock() - in_flight.request.received_at
+                in_flight.record.first_content_sent(self._clock() - in_flight.request.received_at)
                 return ProxyResponse(200, self._header_lines, first, self)
             while (chunk := await self._next_chunk()) is not None:
                 self._merger.add(*chunk)
@@ -146,6 +144,10 @@ class MultiPromptForwarder:
         """The failure that ended it, so that nobody waits for the client to take more."""
         return None if self._error is None else UpstreamError(str(self._error))
 
+    def notify_failure(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on failure: the reader may be waiting for something else."""
+        self._on_fail = callback
+
     @property
     def is_open(self) -> bool:
         """Whether more events will come."""
@@ -164,14 +166,13 @@ class MultiPromptForwarder:
         except PromptRefused as refused:
             error = refused.to_gateway_error()
         self.close()
-        record = self._in_flight.record
-        record.status, record.reason = error.status, error.code
+        self._in_flight.record.fail(error.status, error.code)
         return self._api.error_event(error, self._in_flight.request.x_request_id)
 
     def close(self) -> None:
         """End all sub-requests."""
         self._closed = True
-        self._in_flight.on_cancel = None
+        self._in_flight.end_sub_requests()
         if self._error is not None:
             errors.drop_traceback(self._error)
         for task in self._tasks:
@@ -202,11 +203,16 @@ class MultiPromptForwarder:
         parent = self._in_flight.record
         for index in range(len(self._prompts.prompts)):
             request = await self._prompts.sub_request(index, self._time_slicer)
-            request.admitted = index > 0
+            if index:
+                request = replace(request, admitted=True)
             record = RequestFinished(
-                request.x_request_id, request.path, parent.model, request.priority
+                request.x_request_id,
+                request.path,
+                parent.model,
+                request.priority,
+                parent.caller,
+                stream=request.stream,
             )
-            record.caller, record.stream = parent.caller, request.stream
             sub_request = SubRequest(request, record)
             self._sub_requests[request.id] = sub_request
             self._start_task(partial(self._run_sub_request, index, sub_request))
@@ -229,7 +235,7 @@ class MultiPromptForwarder:
             response = await self._forward(sub_request)
             if response.status >= 300:
                 raise PromptRefused(response)
-            self._record_attempts(sub_request.record)
+            self._in_flight.record.sub_request_answered(sub_request.record)
             if sub_request.request.stream:
                 await self._queue_events(index, sub_request, response)
             else:
@@ -237,7 +243,7 @@ class MultiPromptForwarder:
         except GatewayError as error:
             if error.status == 400:
                 count = len(self._prompts.prompts)
-                error.message += f" (This is prompt {index + 1} of {count}.)"
+                error.append(f" (This is prompt {index + 1} of {count}.)")
             raise
         finally:
             sub_request.dequeued.set()
@@ -291,21 +297,8 @@ class MultiPromptForwarder:
 
     def _add_usage(self, part: RequestFinished) -> None:
         record = self._in_flight.record
-        record.prompt_tokens += part.prompt_tokens
-        record.cached_tokens += part.cached_tokens
-        record.completion_tokens += part.completion_tokens
-        record.cost += part.cost
-
-    def _record_attempts(self, part: RequestFinished) -> None:
-        """Record the node and times of the first sub-request, and the most attempts of any."""
-        record = self._in_flight.record
-        record.attempts = max(record.attempts, part.attempts)
-        if record.node is None:
-            record.node, record.tier, record.fallback = part.node, part.tier, part.fallback
-            record.queue_seconds, record.overhead_seconds = (
-                part.queue_seconds,
-                part.overhead_seconds,
-            )
+        record.count_tokens(part.prompt_tokens, part.cached_tokens, part.completion_tokens)
+        record.charge(part.cost)
 
     def _fail(self, error: Exception) -> None:
         """End all sub-requests; the reader gets this error next."""
@@ -319,5 +312,5 @@ class MultiPromptForwarder:
         while not self._chunks.empty():
             self._chunks.get_nowait()
         self._chunks.put_nowait(None)
-        if self.on_fail is not None:
-            self.on_fail()
+        if self._on_fail is not None:
+            self._on_fail()

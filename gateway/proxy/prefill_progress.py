@@ -10,12 +10,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.fleet.node import LeasePhase
+from gateway.fleet.node import Lease, LeasePhase
 from gateway.proxy import sse
-from gateway.proxy.attempt import Attempt
+from gateway.proxy.api.base import Api
 from gateway.proxy.inbound import edits
 from gateway.proxy.inbound.large_body import Body, without_large_fields
 from gateway.proxy.json_values import InvalidJson, parse_object
+from gateway.proxy.sse import EventFilter
+from gateway.request import Request
 from gateway.transport.errors import InvalidResponse
 
 _REQUEST_FIELD = b'"return_progress"'
@@ -34,34 +36,36 @@ class PrefillStatus(NamedTuple):
 class PrefillProgress:
     """The prefill of one request, on one node after the other."""
 
-    __slots__ = ("_attempt", "_client_asked", "_keep_next", "_tokens")
+    __slots__ = ("_client_asked", "_keep_next", "_lease", "_tokens")
 
     def __init__(self) -> None:
-        self._attempt: Attempt | None = None
+        self._lease: Lease | None = None
         self._tokens: tuple[int, int] | None = None
         self._client_asked = False
         """Whether the client itself asks for progress events."""
         self._keep_next = False
         """Whether the next progress event stands for an event that the client must get."""
 
-    def begin_attempt(self, attempt: Attempt, body: Body) -> Body:
-        """Begin an attempt; return the body that makes its node report progress, if it can."""
-        self._attempt, self._tokens = attempt, None
-        fields = attempt.api.progress_fields
-        if (
-            attempt.lease.node.spec.kind != "llama.cpp"
-            or fields is None
-            or attempt.request.slots != 1
-        ):
-            return body
+    def begin_attempt(
+        self, lease: Lease, request: Request, api: Api, body: Body
+    ) -> tuple[Body, EventFilter | None]:
+        """Begin an attempt; return the body that makes its node report progress, if it can.
+
+        The filter takes the progress out of the stream again; None: there is none in it.
+        """
+        self._lease, self._tokens = lease, None
+        fields = api.progress_fields
+        if lease.node.spec.kind != "llama.cpp" or fields is None or request.slots != 1:
+            return body, None
         small_fields = without_large_fields(body)
         self._client_asked = (
             _REQUEST_FIELD in small_fields
             and parse_object(small_fields).get("return_progress") is True
         )
-        self._keep_next = attempt.api.progress_replaces_event
-        attempt.filter_events = self.strip_progress
-        return body if self._client_asked else edits.apply_edit(body, fields)
+        self._keep_next = api.progress_replaces_event
+        if not self._client_asked:
+            body = edits.apply_edit(body, fields)
+        return body, self.strip_progress
 
     def strip_progress(self, events: bytes) -> bytes:
         """Take the progress out of whole events. Raises: InvalidResponse."""
@@ -83,20 +87,18 @@ class PrefillProgress:
             self._keep_next = False
             name = sse.event_name(event)
             return b"event: %b\ndata: %b\n\n" % (name, msgspec.json.encode(value))
-        assert self._attempt is not None
-        self._attempt.filtered_count += 1
         return b""
 
     def status(self, now: float) -> PrefillStatus | None:
         """How far the prompt is read; None: that is unknown, or no prompt is being read."""
-        attempt = self._attempt
-        if attempt is None or attempt.lease.phase is not LeasePhase.PREFILL:
+        lease = self._lease
+        if lease is None or lease.phase is not LeasePhase.PREFILL:
             return None
         if self._tokens is not None:
             done, total = self._tokens
             return PrefillStatus(100 * done // max(1, total), self._tokens)
-        placement = attempt.lease.placement
-        if placement is None or attempt.lease.node.speed.prefill_tps is None:
+        placement = lease.placement
+        if placement is None or lease.node.speed.prefill_tps is None:
             return None
         elapsed, expected = now - placement.placed_at, placement.prefill_ends - placement.placed_at
         # A prefill that takes longer than expected may take any time.

@@ -155,7 +155,7 @@ class _HandledRequest:
             if self._editing is not None:
                 self._replace(self._editing, live)
             self._heartbeat = self._begun_heartbeat(live, preamble)
-            self._reply = await edge.forwarder(live)
+            self._reply = await edge.forwarder.forward(live)
             if self._reply.body_stream is None:
                 self._pass_on_whole(self._reply)
             else:
@@ -357,7 +357,7 @@ class _HandledRequest:
         """Wait until the client has taken most of what it has, unless the request is to end."""
         turn, attempt = self._turn, rest.source
         if turn.write_paused and attempt.failure is None:
-            attempt.on_fail = turn.wake_writer
+            attempt.notify_failure(turn.wake_writer)
             await turn.wait_writable()
 
     async def _let_it_time_out(self, request: Request) -> None:

@@ -15,7 +15,7 @@ from gateway.fleet.node import LeasePhase
 from tests.api.site import Site, broken_off, busy, until_busy
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
-from tests.proxy.house import House, a_house
+from tests.proxy.proxy_over_nodes import ProxyOverNodes, proxy_over
 from tests.proxy.test_attempt_cancel import nobody_answers
 from tests.proxy.test_response_stream import AFTER
 from tests.reliability.cutter import Plan, cutters
@@ -25,56 +25,56 @@ from tests.virtual import in_virtual_time
 PATH = "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 2000}
 
-Stage = Callable[[House, AsyncExitStack], Awaitable[Callable[[], bool]]]
+Stage = Callable[[ProxyOverNodes, AsyncExitStack], Awaitable[Callable[[], bool]]]
 """Prepares a stage of the resumption; returns a check whether the request has reached it."""
 
 
-async def queued(house: House, stack: AsyncExitStack) -> Callable[[], bool]:
-    two = house.servers["b"]
+async def queued(proxy: ProxyOverNodes, stack: AsyncExitStack) -> Callable[[], bool]:
+    two = proxy.servers["b"]
     two.engine.decode_tps = 20.0
-    held = asyncio.create_task(house.ask(stream=True, max_tokens=40, messages=SOMETHING))
+    held = asyncio.create_task(proxy.ask(stream=True, max_tokens=40, messages=SOMETHING))
     stack.push_async_callback(lambda: asyncio.wait([held]))
-    await until(lambda: house.node("b").leased == 1)
-    return lambda: len(house.running.gateway.scheduler.queue_positions()) == 1
+    await until(lambda: proxy.node("b").leased == 1)
+    return lambda: len(proxy.app.scheduler.queue_positions()) == 1
 
 
 SOMETHING = [{"role": "user", "content": "something else"}]
 
 
-async def asking(house: House, stack: AsyncExitStack) -> Callable[[], bool]:
-    two = house.servers["b"]
+async def asking(proxy: ProxyOverNodes, stack: AsyncExitStack) -> Callable[[], bool]:
+    two = proxy.servers["b"]
     before = two.control_requests
     two.faults.set("hang", path="/tokenize")
-    return lambda: two.control_requests > before + 1 and house.node("b").leased == 1
+    return lambda: two.control_requests > before + 1 and proxy.node("b").leased == 1
 
 
-async def connecting(house: House, stack: AsyncExitStack) -> Callable[[], bool]:
-    two = house.servers["b"]
+async def connecting(proxy: ProxyOverNodes, stack: AsyncExitStack) -> Callable[[], bool]:
+    two = proxy.servers["b"]
     await two.kill()
     await stack.enter_async_context(nobody_answers(two.port))
-    return lambda: house.node("b").leased == 1
+    return lambda: proxy.node("b").leased == 1
 
 
-async def unanswered(house: House, stack: AsyncExitStack) -> Callable[[], bool]:
-    two = house.servers["b"]
+async def unanswered(proxy: ProxyOverNodes, stack: AsyncExitStack) -> Callable[[], bool]:
+    two = proxy.servers["b"]
     two.faults.next("hang")
     return lambda: two.requests == 1
 
 
-async def reading(house: House, stack: AsyncExitStack) -> Callable[[], bool]:
-    two = house.servers["b"]
+async def reading(proxy: ProxyOverNodes, stack: AsyncExitStack) -> Callable[[], bool]:
+    two = proxy.servers["b"]
     two.engine.prefill_tps = 60.0
-    return lambda: phase_of(house, "b") is LeasePhase.PREFILL
+    return lambda: phase_of(proxy, "b") is LeasePhase.PREFILL
 
 
-async def writing(house: House, stack: AsyncExitStack) -> Callable[[], bool]:
-    two = house.servers["b"]
+async def writing(proxy: ProxyOverNodes, stack: AsyncExitStack) -> Callable[[], bool]:
+    two = proxy.servers["b"]
     two.engine.decode_tps = 100.0
-    return lambda: phase_of(house, "b") is LeasePhase.DECODE and two.engine.tokens > 20
+    return lambda: phase_of(proxy, "b") is LeasePhase.DECODE and two.engine.tokens > 20
 
 
-def phase_of(house: House, node: str) -> LeasePhase | None:
-    for one in house.running.gateway.registry:
+def phase_of(proxy: ProxyOverNodes, node: str) -> LeasePhase | None:
+    for one in proxy.app.registry:
         if one.attempt is not None and one.attempt.lease.node.name == node:
             return one.attempt.lease.phase
     return None
@@ -94,17 +94,17 @@ async def test_a_disconnect_leaves_nothing_behind(
     one, two = (EmulatedNode(slots=1, answer_tokens=2000) for _ in range(2))
     quiet = {"interval": 60.0, "discover_interval": 600.0}
     async with (
-        a_house(tmp_path, one, two, nodes=({}, {"speed_hint": 100.0}), health=quiet) as house,
+        proxy_over(tmp_path, one, two, nodes=({}, {"speed_hint": 100.0}), health=quiet) as proxy,
         AsyncExitStack() as stack,
     ):
-        gateway = house.running.gateway
+        gateway = proxy.app
         if stage is not queued:
             # Only `a` can take the request at first.
             gateway.fleet.drain("b")
-        is_reached = await stage(house, stack)
+        is_reached = await stage(proxy, stack)
         one.faults.next("reset", after_events=AFTER)
         held = {one.request.id for one in gateway.registry}
-        asked = asyncio.create_task(house.ask(stream=stream, **GREEDY))
+        asked = asyncio.create_task(proxy.ask(stream=stream, **GREEDY))
         await until(lambda: one.requests == 1)
         if stage is not queued:
             gateway.fleet.resume("b")
@@ -113,20 +113,20 @@ async def test_a_disconnect_leaves_nothing_behind(
         await asyncio.gather(asked, return_exceptions=True)
         await until(lambda: {one.request.id for one in gateway.registry} <= held, 1.0)
         assert gateway.scheduler.queue_positions() == []
-        assert (house.finished[0].status, house.finished[0].reason) == (499, "client_closed")
+        assert (proxy.finished[0].status, proxy.finished[0].reason) == (499, "client_closed")
         if stage in {connecting, asking}:
             # Nothing that takes a slot was sent.
-            await until(lambda: house.node("b").leased == 0, 0.5)
+            await until(lambda: proxy.node("b").leased == 0, 0.5)
         elif stage is writing:
             await until(lambda: two.busy == 0, 0.5)
         elif stage is reading:
             # The node reads on, and its slot is taken until it has.
             assert two.busy == 1
             while two.busy:
-                assert house.node("b").leased == 1
+                assert proxy.node("b").leased == 1
                 await asyncio.sleep(0.005)
         two.faults.clear()
-        assert house.node("b").failures == 0
+        assert proxy.node("b").failures == 0
         assert two.requests == (0 if stage in {connecting, asking} else 1)
         await stack.aclose()
         if stage is connecting:
