@@ -1,4 +1,4 @@
-"""A stream whose node fails goes on elsewhere, and its client sees one stream."""
+"""A stream whose node fails is resumed on another, and its client sees one stream."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def nodes(count: int = 2, **options: Any) -> list[EmulatedNode]:
 
 
 def text_of(reply: Stream) -> str:
-    """What the reader of any of these streams sees."""
+    """The text of a stream of any API."""
     found = []
     for value in reply.values:
         if value is None:
@@ -51,12 +51,12 @@ def text_of(reply: Stream) -> str:
 
 
 def check_whole(path: str, reply: Stream, whole: Stream) -> None:
-    """One stream from its beginning to its only end, with the text of the uninterrupted one."""
+    """Check that it is one stream with one end, and the text of the uninterrupted one."""
     assert reply.status == 200
     assert reply.errors == []
     assert text_of(reply) == text_of(whole)
-    dialect = ROUTES[path].api
-    assert dialect.is_stream_complete(reply.body)
+    api = ROUTES[path].api
+    assert api.is_stream_complete(reply.body)
     assert reply.body.count(b"[DONE]") == whole.body.count(b"[DONE]")
     if path == "/v1/messages":
         kinds = [sse.event_name(event) for event in reply.events]
@@ -74,20 +74,20 @@ def check_whole(path: str, reply: Stream, whole: Stream) -> None:
 
 
 def usage_of(reply: Stream) -> Any:
-    """What the answer says of its tokens, without what was cached."""
+    """The usage that the response reports, without cached tokens."""
     for value in reversed(reply.values):
         if "tokens_predicted" in value:
             return value["tokens_predicted"], value["tokens_evaluated"]
         if value.get("usage"):
-            told = dict(value["usage"])
-            told.pop("prompt_tokens_details", None)
-            return told
+            usage = dict(value["usage"])
+            usage.pop("prompt_tokens_details", None)
+            return usage
     return None
 
 
-def begun(live: InFlightRequest) -> bool:
-    """Whether its node has written something."""
-    return live.attempt is not None and live.attempt.event_count > 5
+def begun(in_flight: InFlightRequest) -> bool:
+    """Whether its node has sent content."""
+    return in_flight.attempt is not None and in_flight.attempt.event_count > 5
 
 
 def resumed(proxy: ProxyOverNodes) -> list[StreamResumed]:
@@ -107,7 +107,7 @@ def asked_of(path: str, tokens: int = TOKENS) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("path", "kind", "options"), BROKEN)
 @in_virtual_time
-async def test_what_breaks_goes_on_elsewhere(
+async def test_a_broken_stream_is_resumed_on_another_node(
     tmp_path: Path, path: str, kind: str, options: dict[str, Any]
 ) -> None:
     one, two = nodes()
@@ -142,7 +142,7 @@ async def metrics_of(proxy: ProxyOverNodes) -> str:
 
 @pytest.mark.parametrize("path", PATHS)
 @in_virtual_time
-async def test_wherever_it_is_cut_it_is_the_same(tmp_path: Path, path: str) -> None:
+async def test_a_stream_cut_anywhere_is_the_uninterrupted_one(tmp_path: Path, path: str) -> None:
     one, two = nodes(answer_tokens=12)
     async with proxy_over(
         tmp_path, one, two, nodes=A_FIRST, health={"failures": 1000}, retries={"quarantine": 0}
@@ -160,7 +160,7 @@ async def test_wherever_it_is_cut_it_is_the_same(tmp_path: Path, path: str) -> N
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("field", ["max_tokens", "stop"])
 @in_virtual_time
-async def test_a_limit_and_a_stop_hold_across_the_seam(
+async def test_max_tokens_and_stop_hold_across_the_splice_point(
     tmp_path: Path, path: str, field: str
 ) -> None:
     one, two = nodes()
@@ -179,7 +179,7 @@ async def test_a_limit_and_a_stop_hold_across_the_seam(
 
 
 @in_virtual_time
-async def test_a_third_node_takes_over_from_the_second_and_nobody_from_the_third(
+async def test_a_stream_is_resumed_at_most_twice(
     tmp_path: Path,
 ) -> None:
     servers = nodes(4)
@@ -200,7 +200,7 @@ async def test_a_third_node_takes_over_from_the_second_and_nobody_from_the_third
         check_whole("/v1/chat/completions", await proxy.stream(**GREEDY), whole)
 
 
-UNSOUND: list[dict[str, Any]] = [
+NOT_RESUMABLE: list[dict[str, Any]] = [
     {"n": 2},
     {"logprobs": True},
     {"grammar": 'root ::= "a"'},
@@ -210,9 +210,9 @@ UNSOUND: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("body", UNSOUND)
+@pytest.mark.parametrize("body", NOT_RESUMABLE)
 @in_virtual_time
-async def test_what_cannot_go_on_soundly_ends_with_an_error_event(
+async def test_a_stream_that_can_not_be_resumed_safely_ends_with_an_error_event(
     tmp_path: Path, body: dict[str, Any]
 ) -> None:
     one, two = nodes()
@@ -227,7 +227,7 @@ async def test_what_cannot_go_on_soundly_ends_with_an_error_event(
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 @in_virtual_time
-async def test_a_node_that_refuses_a_message_begun_writes_it_all_the_same(
+async def test_a_node_that_refuses_a_begun_message_resumes_it_as_a_completion(
     tmp_path: Path, path: str
 ) -> None:
     one, two = nodes()
@@ -245,7 +245,7 @@ async def test_a_node_that_refuses_a_message_begun_writes_it_all_the_same(
 
 
 @in_virtual_time
-async def test_it_can_be_switched_off(tmp_path: Path) -> None:
+async def test_resuming_can_be_switched_off(tmp_path: Path) -> None:
     one, two = nodes()
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST, resume="off") as proxy:
         one.faults.next("reset", after_events=AFTER)
@@ -254,7 +254,7 @@ async def test_it_can_be_switched_off(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_longer_answer_than_is_kept_does_not_go_on(tmp_path: Path) -> None:
+async def test_a_response_longer_than_its_transcript_is_not_resumed(tmp_path: Path) -> None:
     one, two = nodes(answer_tokens=2000)
     async with proxy_over(
         tmp_path, one, two, nodes=A_FIRST, limits={"resume_bytes": 1000}
@@ -266,7 +266,9 @@ async def test_a_longer_answer_than_is_kept_does_not_go_on(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("other", [{"build": "b1-other"}, {"model": "other"}])
 @in_virtual_time
-async def test_it_goes_on_on_no_node_of_another_kind(tmp_path: Path, other: dict[str, Any]) -> None:
+async def test_a_stream_is_not_resumed_on_a_node_of_another_kind(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
     one, two = *nodes(1), *nodes(1, **other)
     named: tuple[dict[str, Any], ...] = (
         {"speed_hint": 100.0, "model": {"m": "demo"}},
@@ -279,7 +281,7 @@ async def test_it_goes_on_on_no_node_of_another_kind(tmp_path: Path, other: dict
 
 
 @in_virtual_time
-async def test_a_node_that_was_started_anew_with_another_model_is_found_out(
+async def test_a_node_restarted_with_another_build_is_skipped(
     tmp_path: Path,
 ) -> None:
     one, two, three = nodes(3)
@@ -296,7 +298,7 @@ async def test_a_node_that_was_started_anew_with_another_model_is_found_out(
 
 
 @in_virtual_time
-async def test_heartbeats_go_on_while_it_waits_for_a_node(tmp_path: Path) -> None:
+async def test_heartbeats_continue_while_a_resumption_waits(tmp_path: Path) -> None:
     one, two = nodes()
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST, heartbeat="50ms") as proxy:
         whole = await proxy.stream(**GREEDY)
@@ -312,7 +314,7 @@ async def test_heartbeats_go_on_while_it_waits_for_a_node(tmp_path: Path) -> Non
 
 
 @in_virtual_time
-async def test_heartbeats_go_on_from_the_silence_to_the_continuation(tmp_path: Path) -> None:
+async def test_heartbeats_continue_from_the_silence_to_the_resumed_stream(tmp_path: Path) -> None:
     one, two = nodes()
     every, silence = 0.1, 0.6
     async with proxy_over(
@@ -328,7 +330,7 @@ async def test_heartbeats_go_on_from_the_silence_to_the_continuation(tmp_path: P
 
 
 @in_virtual_time
-async def test_a_client_that_leaves_while_it_goes_on_frees_everything(tmp_path: Path) -> None:
+async def test_a_client_may_leave_during_a_resumption(tmp_path: Path) -> None:
     one, two = nodes(slots=1)
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         two.faults.next("hang")
@@ -346,7 +348,7 @@ async def test_a_client_that_leaves_while_it_goes_on_frees_everything(tmp_path: 
 
 
 @in_virtual_time
-async def test_a_client_that_will_not_wait_longer_blames_no_node(tmp_path: Path) -> None:
+async def test_a_clients_deadline_during_a_resumption_blames_no_node(tmp_path: Path) -> None:
     one, two = nodes()
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         two.faults.next("hang")
@@ -360,20 +362,20 @@ async def test_a_client_that_will_not_wait_longer_blames_no_node(tmp_path: Path)
 
 
 @in_virtual_time
-async def test_one_that_is_cancelled_does_not_go_on(tmp_path: Path) -> None:
+async def test_a_cancelled_stream_is_not_resumed(tmp_path: Path) -> None:
     one, two = nodes(decode_tps=100, answer_tokens=400)
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         asked = asyncio.create_task(proxy.stream(**GREEDY))
-        await until(lambda: any(begun(live) for live in proxy.app.registry))
-        (live,) = proxy.app.registry
-        live.cancel(errors.shutting_down())
+        await until(lambda: any(begun(in_flight) for in_flight in proxy.app.registry))
+        (in_flight,) = proxy.app.registry
+        in_flight.cancel(errors.shutting_down())
         reply = await asked
         assert reply.errors[0]["code"] == "shutting_down"
         assert two.requests == 0
 
 
 @in_virtual_time
-async def test_what_a_drained_node_still_runs_goes_on_elsewhere(tmp_path: Path) -> None:
+async def test_streams_of_a_drained_node_are_resumed_elsewhere(tmp_path: Path) -> None:
     one, two = nodes(decode_tps=200)
     asked = asked_of("/v1/chat/completions", 100)
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
@@ -382,7 +384,7 @@ async def test_what_a_drained_node_still_runs_goes_on_elsewhere(tmp_path: Path) 
         first = asyncio.create_task(proxy.stream(**asked))
         second = asyncio.create_task(proxy.ask(**asked))
         await until(lambda: one.busy == 2)
-        await until(lambda: all(begun(live) for live in proxy.app.registry))
+        await until(lambda: all(begun(in_flight) for in_flight in proxy.app.registry))
         proxy.app.fleet.drain("a")
         proxy.app.drain_deadlines.set("a", 0.01)
         check_whole("/v1/chat/completions", await first, whole)
@@ -395,7 +397,7 @@ async def test_what_a_drained_node_still_runs_goes_on_elsewhere(tmp_path: Path) 
 
 @pytest.mark.parametrize(("path", "kind", "options"), BROKEN)
 @in_virtual_time
-async def test_a_plain_answer_goes_on_as_well(
+async def test_a_plain_response_is_resumed_as_well(
     tmp_path: Path, path: str, kind: str, options: dict[str, Any]
 ) -> None:
     one, two = nodes()
@@ -419,7 +421,7 @@ async def test_a_plain_answer_goes_on_as_well(
 
 
 @in_virtual_time
-async def test_a_plain_answer_that_cannot_go_on_begins_anew(tmp_path: Path) -> None:
+async def test_a_plain_response_that_can_not_be_resumed_is_retried(tmp_path: Path) -> None:
     one, two = nodes()
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         one.faults.next("reset", after_events=AFTER)
@@ -431,12 +433,14 @@ async def test_a_plain_answer_that_cannot_go_on_begins_anew(tmp_path: Path) -> N
         assert proxy.finished[-1].completion_tokens == TOKENS
 
 
-INSERTED = ["nul", "no_data", "empty", "comment", "line_comment", "fields", "null"]
+WITHOUT_CONTENT = ["nul", "no_data", "empty", "comment", "line_comment", "fields", "null"]
 
 
-@pytest.mark.parametrize("what", INSERTED)
+@pytest.mark.parametrize("what", WITHOUT_CONTENT)
 @in_virtual_time
-async def test_what_says_nothing_is_no_obstacle(tmp_path: Path, what: str) -> None:
+async def test_events_without_content_do_not_prevent_a_resumption(
+    tmp_path: Path, what: str
+) -> None:
     one, two = nodes()
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         whole = await proxy.stream(**GREEDY)
@@ -457,7 +461,7 @@ async def test_what_says_nothing_is_no_obstacle(tmp_path: Path, what: str) -> No
     ],
 )
 @in_virtual_time
-async def test_what_nobody_can_read_goes_to_nobody(
+async def test_an_unreadable_event_never_reaches_the_client(
     tmp_path: Path, path: str, what: str, options: dict[str, Any]
 ) -> None:
     one, two = nodes()
@@ -478,7 +482,7 @@ async def test_what_nobody_can_read_goes_to_nobody(
 
 
 @in_virtual_time
-async def test_what_stands_between_two_ends_goes_to_nobody(tmp_path: Path) -> None:
+async def test_bytes_between_two_ends_never_reach_the_client(tmp_path: Path) -> None:
     one, two = nodes()
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         whole = await proxy.stream(**GREEDY)

@@ -1,4 +1,4 @@
-"""A client that leaves while its answer goes on elsewhere gives up its place and its slot."""
+"""A client that leaves during a resumption frees its slot or place in the queue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATH = "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 2000}
 
 Stage = Callable[[ProxyOverNodes, AsyncExitStack], Awaitable[Callable[[], bool]]]
-"""Prepares where the answer will stand, and tells when it stands there."""
+"""Prepares a stage of the resumption, and returns a check that it is reached."""
 
 
 async def queued(proxy: ProxyOverNodes, stack: AsyncExitStack) -> Callable[[], bool]:
@@ -74,9 +74,9 @@ async def writing(proxy: ProxyOverNodes, stack: AsyncExitStack) -> Callable[[], 
 
 
 def phase_of(proxy: ProxyOverNodes, node: str) -> LeasePhase | None:
-    for live in proxy.app.registry:
-        if live.attempt is not None and live.attempt.lease.node.name == node:
-            return live.attempt.lease.phase
+    for in_flight in proxy.app.registry:
+        if in_flight.attempt is not None and in_flight.attempt.lease.node.name == node:
+            return in_flight.attempt.lease.phase
     return None
 
 
@@ -88,7 +88,9 @@ def phase_of(proxy: ProxyOverNodes, node: str) -> LeasePhase | None:
     ],
 )
 @in_virtual_time
-async def test_who_leaves_leaves_nothing_behind(tmp_path: Path, stage: Stage, stream: bool) -> None:
+async def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(
+    tmp_path: Path, stage: Stage, stream: bool
+) -> None:
     one, two = (EmulatedNode(slots=1, answer_tokens=2000) for _ in range(2))
     quiet = {"interval": 60.0, "discover_interval": 600.0}
     async with (
@@ -97,11 +99,11 @@ async def test_who_leaves_leaves_nothing_behind(tmp_path: Path, stage: Stage, st
     ):
         gateway = proxy.app
         if stage is not queued:
-            # The first goes to `a` alone.
+            # The first attempt goes to `a`.
             gateway.fleet.drain("b")
         stands = await stage(proxy, stack)
         one.faults.next("reset", after_events=AFTER)
-        held = {live.request.id for live in gateway.registry}
+        held = {in_flight.request.id for in_flight in gateway.registry}
         asked = asyncio.create_task(proxy.ask(stream=stream, **GREEDY))
         await until(lambda: one.requests == 1)
         if stage is not queued:
@@ -109,7 +111,7 @@ async def test_who_leaves_leaves_nothing_behind(tmp_path: Path, stage: Stage, st
         await until(stands)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-        await until(lambda: {live.request.id for live in gateway.registry} <= held, 1.0)
+        await until(lambda: {in_flight.request.id for in_flight in gateway.registry} <= held, 1.0)
         assert gateway.scheduler.queue_positions() == []
         assert (proxy.finished[0].status, proxy.finished[0].reason) == (499, "client_closed")
         if stage in {connecting, asking}:
@@ -118,7 +120,7 @@ async def test_who_leaves_leaves_nothing_behind(tmp_path: Path, stage: Stage, st
         elif stage is writing:
             await until(lambda: two.busy == 0, 0.5)
         elif stage is reading:
-            # It reads on, and its slot is taken until it has.
+            # The node reads on, and its slot is held until it has.
             assert two.busy == 1
             while two.busy:
                 assert proxy.node("b").leased == 1
@@ -133,7 +135,7 @@ async def test_who_leaves_leaves_nothing_behind(tmp_path: Path, stage: Stage, st
 
 @asynccontextmanager
 async def a_pair(folder: Path) -> AsyncIterator[tuple[Site, list[str], Plan]]:
-    """Two real servers of one slot each, their own addresses, and what breaks streams off."""
+    """Two real servers of one slot each behind proxies that cut streams, and their own URLs."""
     plan = Plan()
     async with (
         start_demo_servers(2, slots=1, context=16_384) as urls,
@@ -153,7 +155,7 @@ async def a_pair(folder: Path) -> AsyncIterator[tuple[Site, list[str], Plan]]:
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_real_slots_are_free_when_the_client_has_left(tmp_path: Path) -> None:
+async def test_slots_of_a_real_server_are_free_when_the_client_has_left(tmp_path: Path) -> None:
     async with a_pair(tmp_path) as (site, urls, plan):
         resumed: list[StreamResumed] = []
         site.gateway.bus.subscribe(StreamResumed, resumed.append)
@@ -166,7 +168,7 @@ async def test_real_slots_are_free_when_the_client_has_left(tmp_path: Path) -> N
             body = {"messages": messages, "max_tokens": 8000, "stream": True, "ignore_eos": True}
             return asyncio.create_task(site.http.post(PATH, json=body))
 
-        # While the next server reads: it reads on, and what it does counts until it is done.
+        # In prefill: the server reads on, and its slot is held until it is done.
         read = True
         while read:
             asked = going_on()
@@ -174,7 +176,7 @@ async def test_real_slots_are_free_when_the_client_has_left(tmp_path: Path) -> N
             second = urls[1 - first]
             await cut(plan, asked)
             await until_busy(second, 1)
-            # This process may have stood still for longer than it takes to read.
+            # This process may have been held up for longer than the prefill takes.
             read = bool(resumed)
             await leave(asked)
             while await busy(second):
@@ -183,7 +185,7 @@ async def test_real_slots_are_free_when_the_client_has_left(tmp_path: Path) -> N
             await site.until_idle()
             resumed.clear()
 
-        # While it writes: at once.
+        # In decode: at once.
         asked = going_on()
         first = await holder(site)
         await cut(plan, asked)
@@ -197,7 +199,7 @@ async def test_real_slots_are_free_when_the_client_has_left(tmp_path: Path) -> N
             assert await broken_off(url)
         await site.until_idle()
 
-        # While it waits for a slot there: the one that runs there runs on.
+        # In the queue: the request in the slot runs on.
         async with site.http.stream("POST", PATH, json=OTHER) as other:
             parts = other.aiter_bytes()
             await anext(parts)
@@ -220,13 +222,13 @@ OTHER = {
 
 
 async def holder(site: Site) -> int:
-    """Which node the only request runs on."""
+    """The node that the only request runs on."""
     await until(lambda: any(site.leased.values()))
     return int(next(name for name, held in site.leased.items() if held).removeprefix("node-"))
 
 
 async def cut(plan: Plan, asked: asyncio.Task[Any]) -> None:
-    """Wait until the request's stream has been broken off."""
+    """Wait until the request's stream has been cut."""
     await until(lambda: plan.after is None or asked.done(), 50)
     assert not asked.done()
 
