@@ -91,11 +91,9 @@ class NativeMerger(ResponseMerger):
         return b"data: " + msgspec.json.encode(fields) + b"\n\n"
 
 
-class InfillApi(Api):
-    """`/infill`: events with `content`, the last with `"stop": true`."""
+class NativeEventsApi(Api):
+    """An API of events with `content`, the last with `"stop": true`."""
 
-    name = "infill"
-    prompt_field = "input_prefix"
     max_tokens_field = "n_predict"
     single_terminal_event = False
     terminal_mark = b'"stop":true'
@@ -142,8 +140,15 @@ class InfillApi(Api):
         return whole
 
 
-class NativeApi(InfillApi):
-    """`/completion`: the same events, of one prompt or several; resumed by itself."""
+class InfillApi(NativeEventsApi):
+    """`/infill`: one prompt around a gap. It can't be resumed."""
+
+    name = "infill"
+    prompt_field = "input_prefix"
+
+
+class NativeApi(NativeEventsApi):
+    """`/completion`: one prompt or several."""
 
     name = "native"
     prompt_field = "prompt"
