@@ -88,6 +88,10 @@ class Transcript:
             self.content_pieces.append(text)
             self.token_count += 1
 
+    def add_token_ids(self, ids: Iterable[int]) -> None:
+        """Add the ids of the next tokens."""
+        self.token_ids += ids
+
     def open_block(self, index: int, kind: str) -> None:
         """A content block begins, and is the newest."""
         self.block_index = index
@@ -171,11 +175,6 @@ class TranscriptRecorder:
         self._content = CompressedText()
         """The text before that in `_transcript`."""
 
-    @property
-    def raw_chunk_count(self) -> int:
-        """Chunks of events that are kept unparsed."""
-        return len(self._raw_chunks)
-
     def add(self, events: bytes) -> None:
         """Record whole events that are being sent."""
         self._raw_chunks.append(events)
@@ -185,7 +184,7 @@ class TranscriptRecorder:
 
     def add_token_ids(self, ids: Iterable[int]) -> None:
         """Record the ids of the next tokens, where the events sent don't hold them."""
-        self._transcript.token_ids += ids
+        self._transcript.add_token_ids(ids)
 
     def transcript(self) -> Transcript:
         """All that was sent. Call it when the stream has failed."""

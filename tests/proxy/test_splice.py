@@ -1,4 +1,4 @@
-"""Where the next node takes over: at a place that reads as it was written."""
+"""Splice points: where the text tokenizes as it was written."""
 
 from __future__ import annotations
 
@@ -28,68 +28,70 @@ async def words(path: str, body: dict[str, Any]) -> dict[str, Any]:
     return {"tokens": [{"id": 1, "piece": piece} for piece in pieces]}
 
 
-def said_in(*texts: str) -> Transcript:
+def transcript_of(*texts: str) -> Transcript:
     return Transcript(content_pieces=list(texts), token_count=len(texts))
 
 
-async def test_a_text_that_reads_as_it_was_written_goes_on_at_its_end() -> None:
-    seam = await find_splice_point(words, "tell me", said_in(" of", " the", " sea"), greedy=True)
-    assert (seam.prefix, seam.overlap) == (" of the sea", "")
-    assert (seam.prompt_tokens, seam.sent_tokens, seam.prefix_tokens) == (2, 3, 3)
+async def test_a_text_that_tokenizes_as_written_continues_at_its_end() -> None:
+    splice = await find_splice_point(
+        words, "tell me", transcript_of(" of", " the", " sea"), greedy=True
+    )
+    assert (splice.prefix, splice.overlap) == (" of the sea", "")
+    assert (splice.prompt_tokens, splice.sent_tokens, splice.prefix_tokens) == (2, 3, 3)
 
 
 async def test_a_word_in_two_tokens_is_stepped_back_over() -> None:
-    seam = await find_splice_point(
-        words, "tell me", said_in(" of", " the", " se", "a"), greedy=True
+    splice = await find_splice_point(
+        words, "tell me", transcript_of(" of", " the", " se", "a"), greedy=True
     )
-    assert (seam.prefix, seam.overlap) == (" of the", " sea")
-    assert (seam.sent_tokens, seam.prefix_tokens) == (4, 2)
+    assert (splice.prefix, splice.overlap) == (" of the", " sea")
+    assert (splice.sent_tokens, splice.prefix_tokens) == (4, 2)
 
 
-async def test_a_sampled_text_goes_on_from_exactly_what_was_sent() -> None:
-    seam = await find_splice_point(
-        words, "tell me", said_in(" of", " the", " se", "a"), greedy=False
+async def test_a_sampled_text_continues_exactly_where_it_was_cut() -> None:
+    splice = await find_splice_point(
+        words, "tell me", transcript_of(" of", " the", " se", "a"), greedy=False
     )
-    assert (seam.prefix, seam.overlap, seam.prefix_tokens) == (" of the sea", "", 4)
+    assert (splice.prefix, splice.overlap, splice.prefix_tokens) == (" of the sea", "", 4)
 
 
-async def test_a_token_of_which_a_part_was_sent_is_stepped_back_over() -> None:
+async def test_a_token_that_was_sent_in_part_is_stepped_back_over() -> None:
     async def letters(_: str, body: dict[str, Any]) -> dict[str, Any]:
         pieces = re.findall(r" of| the| se|a|.", body["content"])
         return {"tokens": [{"id": 1, "piece": piece} for piece in pieces]}
 
     # " sea" was one token, and its end could have begun a stop sequence; likewise all of " sky".
-    seam = await find_splice_point(letters, "", said_in(" of", " the", " sea"), greedy=True)
-    assert (seam.prefix, seam.overlap) == (" of the", " sea")
-    for stops, again in ((False, ""), (True, " ")):
-        said = said_in(" of", " the", " ")
-        seam = await find_splice_point(letters, "", said, greedy=True, has_stop_words=stops)
-        assert seam.overlap == again
-    said = said_in(" of", " the")
+    splice = await find_splice_point(letters, "", transcript_of(" of", " the", " sea"), greedy=True)
+    assert (splice.prefix, splice.overlap) == (" of the", " sea")
+    for stops, repeated in ((False, ""), (True, " ")):
+        transcript = transcript_of(" of", " the", " ")
+        splice = await find_splice_point(letters, "", transcript, greedy=True, has_stop_words=stops)
+        assert splice.overlap == repeated
+    transcript = transcript_of(" of", " the")
     assert (
-        await find_splice_point(letters, "", said, greedy=False, has_stop_words=True)
+        await find_splice_point(letters, "", transcript, greedy=False, has_stop_words=True)
     ).overlap == ""
 
 
-async def test_where_no_place_agrees_it_goes_on_at_the_end() -> None:
-    seam = await find_splice_point(words, "", said_in(*"abcdefghijklm"), greedy=True)
-    assert (seam.prefix + seam.overlap) == "abcdefghijklm"
+async def test_without_an_agreeing_offset_the_splice_point_is_the_end() -> None:
+    splice = await find_splice_point(words, "", transcript_of(*"abcdefghijklm"), greedy=True)
+    assert (splice.prefix + splice.overlap) == "abcdefghijklm"
 
 
 @given(st.lists(st.text("ab é", min_size=1, max_size=3), max_size=8), st.integers(1, 4))
-def test_places_are_ends_of_tokens_on_both_sides(sent: list[str], width: int) -> None:
+def test_offsets_are_ends_of_tokens_on_both_sides(sent: list[str], width: int) -> None:
     text = "".join(sent)
     whole = [text[i : i + width] for i in range(0, len(text), width)]
-    places = step_back_offsets(sent, whole)
+    offsets = step_back_offsets(sent, whole)
     ends, size = {0}, 0
     for piece in reversed(sent):
         size += len(piece)
         ends.add(size)
-    assert places == sorted(set(places))
-    assert set(places) <= ends
+    assert offsets == sorted(set(offsets))
+    assert set(offsets) <= ends
 
 
-def test_pieces_agree_from_their_end_the_oldest_perhaps_several_in_one() -> None:
+def test_pieces_agree_from_their_end_and_the_oldest_may_join_several() -> None:
     assert tokenizes_as_sent([" a", " b", " c"], [" b", " c"])
     assert tokenizes_as_sent([" a", " b", " c"], [" a b", " c"], packed=True)
     assert not tokenizes_as_sent([" a", " b", " c"], [" a b", " c"])
@@ -99,19 +101,19 @@ def test_pieces_agree_from_their_end_the_oldest_perhaps_several_in_one() -> None
 
 
 @given(st.text(max_size=12), st.text(max_size=12), st.lists(st.integers(1, 5), max_size=20))
-def test_what_comes_again_is_held_back_and_the_rest_is_not(
+def test_the_overlap_is_dropped_and_the_rest_is_not(
     expected: str, rest: str, cuts: list[int]
 ) -> None:
-    again, text, out = OverlapFilter(expected), expected + rest, ""
+    overlap, text, out = OverlapFilter(expected), expected + rest, ""
     for cut in [*cuts, len(text)]:
-        out += again.feed(text[:cut])
+        out += overlap.feed(text[:cut])
         text = text[cut:]
     assert out == rest
-    assert again.done
+    assert overlap.done
 
 
 def test_another_text_is_a_mismatch() -> None:
-    again = OverlapFilter(" sea")
-    assert again.feed(" s") == ""
+    overlap = OverlapFilter(" sea")
+    assert overlap.feed(" s") == ""
     with pytest.raises(OverlapMismatch):
-        again.feed("ky")
+        overlap.feed("ky")

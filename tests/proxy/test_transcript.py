@@ -1,4 +1,4 @@
-"""What went out is kept in few bytes, and told again when the node has failed."""
+"""The transcript of a stream is kept in few bytes and parsed when the node has failed."""
 
 from __future__ import annotations
 
@@ -47,60 +47,61 @@ def chunk(path: str, text: str) -> bytes:
 
 @pytest.mark.parametrize("path", READERS)
 @pytest.mark.parametrize(("tokens", "together"), [(1, 1), (50, 7), (2000, 1)])
-def test_the_text_is_what_went_out_however_long_it_was(
-    path: str, tokens: int, together: int
-) -> None:
+def test_the_transcript_holds_the_text_that_was_sent(path: str, tokens: int, together: int) -> None:
     rng = random.Random(tokens)
     texts = [rng.choice([" a", '"', "\n\n", "é", " data: x", "\\"]) for _ in range(tokens)]
-    so_far = TranscriptRecorder(READERS[path], MIB)
+    recorder = TranscriptRecorder(READERS[path], MIB)
     for start in range(0, tokens, together):
-        so_far.add(b"".join(chunk(path, text) for text in texts[start : start + together]))
-    said = so_far.transcript()
-    assert said.unresumable is None
-    assert said.text == "".join(texts)
-    assert said.token_count == tokens
-    newest = said.content_pieces[-min(20, tokens - 1) :] if tokens > 1 else said.content_pieces
+        recorder.add(b"".join(chunk(path, text) for text in texts[start : start + together]))
+    transcript = recorder.transcript()
+    assert transcript.unresumable is None
+    assert transcript.text == "".join(texts)
+    assert transcript.token_count == tokens
+    newest = (
+        transcript.content_pieces[-min(20, tokens - 1) :]
+        if tokens > 1
+        else transcript.content_pieces
+    )
     assert newest == texts[-len(newest) :]
-    assert said.token_ids == ([len(text) for text in texts] if path == "/completion" else [])
-    # More may go out afterwards, and be asked for again.
-    so_far.add(chunk(path, " more"))
-    assert so_far.transcript().text == "".join(texts) + " more"
+    assert transcript.token_ids == ([len(text) for text in texts] if path == "/completion" else [])
+    # More may be sent afterwards.
+    recorder.add(chunk(path, " more"))
+    assert recorder.transcript().text == "".join(texts) + " more"
 
 
-def test_a_long_answer_is_kept_in_little_more_than_half_its_bytes() -> None:
+def test_a_long_response_is_kept_in_little_more_than_half_its_bytes() -> None:
     words = (Path(__file__).parents[2] / "docs/operations.md").read_text().split(" ") * 10
     texts = [f" {word}" for word in words]
     text = "".join(texts)
-    so_far = TranscriptRecorder(read_chat, MIB)
+    recorder = TranscriptRecorder(read_chat, MIB)
     tracemalloc.start()
     for piece in texts:
-        so_far.add(chunk("/v1/chat/completions", piece))
+        recorder.add(chunk("/v1/chat/completions", piece))
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(text) > 100_000
     assert kept < 0.65 * len(text) + 2 * KEPT_RAW_BYTES + 20_000
-    assert so_far.transcript().text == text
-    assert so_far.transcript().text == text
+    assert recorder.transcript().text == text
+    assert recorder.transcript().text == text
 
 
-def test_little_is_kept_unread_of_a_stream_that_comes_token_by_token() -> None:
-    so_far = TranscriptRecorder(read_chat, MIB)
+def test_few_events_of_a_slow_stream_are_kept_unparsed() -> None:
+    recorder = TranscriptRecorder(read_chat, MIB)
     event = chunk("/v1/chat/completions", " word")
-    for told in range(1, 1000):
-        so_far.add(event)
-        assert so_far.raw_bytes <= 2 * KEPT_RAW_BYTES + MOST_RAW_CHUNKS * len(event)
-        assert so_far.raw_chunk_count <= MOST_RAW_CHUNKS
-        assert so_far.raw_bytes >= min(KEPT_RAW_BYTES, told * len(event)) - len(event)
+    for count in range(1, 1000):
+        recorder.add(event)
+        assert recorder.raw_bytes <= 2 * KEPT_RAW_BYTES + MOST_RAW_CHUNKS * len(event)
+        assert recorder.raw_bytes >= min(KEPT_RAW_BYTES, count * len(event)) - len(event)
 
 
-def test_no_more_is_kept_than_is_allowed() -> None:
-    so_far = TranscriptRecorder(read_chat, 1000)
+def test_a_response_longer_than_the_limit_can_not_be_resumed() -> None:
+    recorder = TranscriptRecorder(read_chat, 1000)
     for _ in range(3000):
-        so_far.add(chunk("/v1/chat/completions", " word"))
-        assert so_far.raw_bytes <= MOST_RAW_BYTES + 200
-    said = so_far.transcript()
-    assert said.unresumable is not None
-    assert len(said.text) < MOST_RAW_BYTES
+        recorder.add(chunk("/v1/chat/completions", " word"))
+        assert recorder.raw_bytes <= MOST_RAW_BYTES + 200
+    transcript = recorder.transcript()
+    assert transcript.unresumable is not None
+    assert len(transcript.text) < MOST_RAW_BYTES
 
 
 @pytest.mark.parametrize(
@@ -112,55 +113,62 @@ def test_no_more_is_kept_than_is_allowed() -> None:
         b'data: {"choices":[{"delta":"text"}]}\n\n',
     ],
 )
-def test_what_cannot_be_read_is_no_ground_to_go_on_from(event: bytes) -> None:
-    so_far = TranscriptRecorder(read_chat, MIB)
-    so_far.add(chunk("/v1/chat/completions", "a"))
-    so_far.add(event)
-    assert so_far.transcript().unresumable == "an event that went out can't be read"
+def test_an_unreadable_event_makes_a_stream_unresumable(event: bytes) -> None:
+    recorder = TranscriptRecorder(read_chat, MIB)
+    recorder.add(chunk("/v1/chat/completions", "a"))
+    recorder.add(event)
+    assert recorder.transcript().unresumable == "an event that went out can't be read"
 
 
 @pytest.mark.parametrize(
     "between", [b":\n", b"event: nothing\n\n", b"data: null\n\n", b"\n\n", b"data: [DONE]\n\n"]
 )
-def test_what_says_nothing_adds_nothing(between: bytes) -> None:
-    so_far = TranscriptRecorder(read_chat, MIB)
+def test_events_without_text_add_nothing(between: bytes) -> None:
+    recorder = TranscriptRecorder(read_chat, MIB)
     for text in ("a", "b"):
-        so_far.add(between)
-        so_far.add(chunk("/v1/chat/completions", text))
-    assert so_far.transcript().text == "ab"
-    assert so_far.transcript().unresumable is None
+        recorder.add(between)
+        recorder.add(chunk("/v1/chat/completions", text))
+    assert recorder.transcript().text == "ab"
+    assert recorder.transcript().unresumable is None
 
 
-def test_other_line_ends_are_read_as_well() -> None:
-    so_far = TranscriptRecorder(read_chat, MIB)
-    so_far.add(chunk("/v1/chat/completions", "a").replace(b"\n", b"\r\n") * 600)
-    said = so_far.transcript()
-    assert (said.text, said.unresumable) == ("a" * 600, None)
+def test_events_with_other_line_ends_are_read() -> None:
+    recorder = TranscriptRecorder(read_chat, MIB)
+    recorder.add(chunk("/v1/chat/completions", "a").replace(b"\n", b"\r\n") * 600)
+    transcript = recorder.transcript()
+    assert (transcript.text, transcript.unresumable) == ("a" * 600, None)
 
 
-def test_a_tool_call_that_has_begun_is_noticed() -> None:
-    so_far = TranscriptRecorder(read_chat, MIB)
+def test_a_tool_call_that_has_begun_makes_a_stream_unresumable() -> None:
+    recorder = TranscriptRecorder(read_chat, MIB)
     call = {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0}]}}]}
-    so_far.add(b"data: " + json.dumps(call).encode() + b"\n\n")
-    assert so_far.transcript().unresumable == "a tool call has begun"
+    recorder.add(b"data: " + json.dumps(call).encode() + b"\n\n")
+    assert recorder.transcript().unresumable == "a tool call has begun"
 
 
-def test_which_blocks_are_open_is_known() -> None:
+def test_open_content_blocks_are_known() -> None:
     """llama.cpp ends all of a message's blocks at its end."""
 
-    def told(**value: Any) -> bytes:
+    def message_event(**value: Any) -> bytes:
         return b"data: " + json.dumps(value).encode() + b"\n\n"
 
-    so_far = TranscriptRecorder(read_message, MIB)
-    so_far.add(told(type="content_block_start", index=0, content_block={"type": "thinking"}))
-    so_far.add(told(type="content_block_start", index=1, content_block={"type": "text"}))
-    assert so_far.transcript().open_blocks == {0: "thinking", 1: "text"}
+    recorder = TranscriptRecorder(read_message, MIB)
+    recorder.add(
+        message_event(type="content_block_start", index=0, content_block={"type": "thinking"})
+    )
+    recorder.add(message_event(type="content_block_start", index=1, content_block={"type": "text"}))
+    assert recorder.transcript().open_blocks == {0: "thinking", 1: "text"}
     signature = {"type": "signature_delta", "signature": ""}
-    so_far.add(told(type="content_block_delta", index=0, delta=signature))
-    assert so_far.transcript().open_blocks == {0: "signed", 1: "text"}
-    so_far.add(told(type="content_block_stop", index=0))
-    said = so_far.transcript()
-    assert (said.open_blocks, said.block_index, said.block_is_open, said.unresumable) == (
+    recorder.add(message_event(type="content_block_delta", index=0, delta=signature))
+    assert recorder.transcript().open_blocks == {0: "signed", 1: "text"}
+    recorder.add(message_event(type="content_block_stop", index=0))
+    transcript = recorder.transcript()
+    assert (
+        transcript.open_blocks,
+        transcript.block_index,
+        transcript.block_is_open,
+        transcript.unresumable,
+    ) == (
         {1: "text"},
         1,
         True,

@@ -31,7 +31,8 @@ def read_native(transcript: Transcript, value: JsonObject) -> None:
         transcript.mark_unresumable("the request asks for several answers")
     if value.get("completion_probabilities"):
         transcript.mark_unresumable("the client asked for probabilities")
-    transcript.token_ids += [token for token in value.get("tokens") or () if isinstance(token, int)]
+    ids = value.get("tokens") or ()
+    transcript.add_token_ids(token for token in ids if isinstance(token, int))
     transcript.add_content(value.get("content"))
     if value.get("stop"):
         transcript.finish(str(value.get("stop_type") or "eos"))

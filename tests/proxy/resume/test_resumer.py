@@ -1,4 +1,4 @@
-"""A stream whose node fails is resumed on another, and its client sees one stream."""
+"""A stream whose node fails is resumed on another node, and its client sees one stream."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def nodes(count: int = 2, **options: Any) -> list[EmulatedNode]:
 
 
 def text_of(reply: Stream) -> str:
-    """The text of a stream of any API."""
+    """The content of a stream of any API."""
     found = []
     for value in reply.values:
         if value is None:
@@ -51,12 +51,11 @@ def text_of(reply: Stream) -> str:
 
 
 def check_whole(path: str, reply: Stream, whole: Stream) -> None:
-    """Check that it is one stream with one end, and the text of the uninterrupted one."""
+    """Check for one stream with one end, and the text of the uninterrupted one."""
     assert reply.status == 200
     assert reply.errors == []
     assert text_of(reply) == text_of(whole)
-    api = ROUTES[path].api
-    assert api.is_stream_complete(reply.body)
+    assert ROUTES[path].api.is_stream_complete(reply.body)
     assert reply.body.count(b"[DONE]") == whole.body.count(b"[DONE]")
     if path == "/v1/messages":
         kinds = [sse.event_name(event) for event in reply.events]
@@ -74,7 +73,7 @@ def check_whole(path: str, reply: Stream, whole: Stream) -> None:
 
 
 def usage_of(reply: Stream) -> Any:
-    """The usage that the response reports, without cached tokens."""
+    """The usage that a response reports, without the cached tokens."""
     for value in reversed(reply.values):
         if "tokens_predicted" in value:
             return value["tokens_predicted"], value["tokens_evaluated"]
@@ -86,7 +85,7 @@ def usage_of(reply: Stream) -> Any:
 
 
 def begun(in_flight: InFlightRequest) -> bool:
-    """Whether its node has sent content."""
+    """Whether its node has begun to write."""
     return in_flight.attempt is not None and in_flight.attempt.event_count > 5
 
 
@@ -142,7 +141,7 @@ async def metrics_of(proxy: ProxyOverNodes) -> str:
 
 @pytest.mark.parametrize("path", PATHS)
 @in_virtual_time
-async def test_a_stream_cut_anywhere_is_the_uninterrupted_one(tmp_path: Path, path: str) -> None:
+async def test_the_text_is_the_same_wherever_the_stream_is_cut(tmp_path: Path, path: str) -> None:
     one, two = nodes(answer_tokens=12)
     async with proxy_over(
         tmp_path, one, two, nodes=A_FIRST, health={"failures": 1000}, retries={"quarantine": 0}
@@ -160,7 +159,7 @@ async def test_a_stream_cut_anywhere_is_the_uninterrupted_one(tmp_path: Path, pa
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("field", ["max_tokens", "stop"])
 @in_virtual_time
-async def test_max_tokens_and_stop_hold_across_the_splice_point(
+async def test_a_limit_and_a_stop_word_hold_across_the_splice_point(
     tmp_path: Path, path: str, field: str
 ) -> None:
     one, two = nodes()
@@ -179,7 +178,7 @@ async def test_max_tokens_and_stop_hold_across_the_splice_point(
 
 
 @in_virtual_time
-async def test_a_stream_is_resumed_at_most_twice(
+async def test_a_third_node_takes_over_from_the_second_and_none_from_the_third(
     tmp_path: Path,
 ) -> None:
     servers = nodes(4)
@@ -200,7 +199,7 @@ async def test_a_stream_is_resumed_at_most_twice(
         check_whole("/v1/chat/completions", await proxy.stream(**GREEDY), whole)
 
 
-NOT_RESUMABLE: list[dict[str, Any]] = [
+UNRESUMABLE: list[dict[str, Any]] = [
     {"n": 2},
     {"logprobs": True},
     {"grammar": 'root ::= "a"'},
@@ -210,9 +209,9 @@ NOT_RESUMABLE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("body", NOT_RESUMABLE)
+@pytest.mark.parametrize("body", UNRESUMABLE)
 @in_virtual_time
-async def test_a_stream_that_can_not_be_resumed_safely_ends_with_an_error_event(
+async def test_a_stream_that_can_not_be_resumed_ends_with_an_error_event(
     tmp_path: Path, body: dict[str, Any]
 ) -> None:
     one, two = nodes()
@@ -227,7 +226,7 @@ async def test_a_stream_that_can_not_be_resumed_safely_ends_with_an_error_event(
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 @in_virtual_time
-async def test_a_node_that_refuses_a_begun_message_resumes_it_as_a_completion(
+async def test_a_node_that_refuses_a_begun_message_continues_it_as_a_completion(
     tmp_path: Path, path: str
 ) -> None:
     one, two = nodes()
@@ -254,7 +253,7 @@ async def test_resuming_can_be_switched_off(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_response_longer_than_its_transcript_is_not_resumed(tmp_path: Path) -> None:
+async def test_a_response_longer_than_the_transcript_is_not_resumed(tmp_path: Path) -> None:
     one, two = nodes(answer_tokens=2000)
     async with proxy_over(
         tmp_path, one, two, nodes=A_FIRST, limits={"resume_bytes": 1000}
@@ -266,7 +265,7 @@ async def test_a_response_longer_than_its_transcript_is_not_resumed(tmp_path: Pa
 
 @pytest.mark.parametrize("other", [{"build": "b1-other"}, {"model": "other"}])
 @in_virtual_time
-async def test_a_stream_is_not_resumed_on_a_node_of_another_kind(
+async def test_no_node_of_another_kind_resumes_a_stream(
     tmp_path: Path, other: dict[str, Any]
 ) -> None:
     one, two = *nodes(1), *nodes(1, **other)
@@ -281,7 +280,7 @@ async def test_a_stream_is_not_resumed_on_a_node_of_another_kind(
 
 
 @in_virtual_time
-async def test_a_node_restarted_with_another_build_is_skipped(
+async def test_a_node_restarted_with_another_model_is_found_out(
     tmp_path: Path,
 ) -> None:
     one, two, three = nodes(3)
@@ -298,7 +297,7 @@ async def test_a_node_restarted_with_another_build_is_skipped(
 
 
 @in_virtual_time
-async def test_heartbeats_continue_while_a_resumption_waits(tmp_path: Path) -> None:
+async def test_heartbeats_continue_while_a_stream_waits_for_a_node(tmp_path: Path) -> None:
     one, two = nodes()
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST, heartbeat="50ms") as proxy:
         whole = await proxy.stream(**GREEDY)
@@ -314,7 +313,7 @@ async def test_heartbeats_continue_while_a_resumption_waits(tmp_path: Path) -> N
 
 
 @in_virtual_time
-async def test_heartbeats_continue_from_the_silence_to_the_resumed_stream(tmp_path: Path) -> None:
+async def test_heartbeats_continue_from_the_silence_to_the_continuation(tmp_path: Path) -> None:
     one, two = nodes()
     every, silence = 0.1, 0.6
     async with proxy_over(
@@ -330,7 +329,9 @@ async def test_heartbeats_continue_from_the_silence_to_the_resumed_stream(tmp_pa
 
 
 @in_virtual_time
-async def test_a_client_may_leave_during_a_resumption(tmp_path: Path) -> None:
+async def test_a_client_that_disconnects_during_a_resumption_frees_everything(
+    tmp_path: Path,
+) -> None:
     one, two = nodes(slots=1)
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         two.faults.next("hang")
@@ -348,7 +349,7 @@ async def test_a_client_may_leave_during_a_resumption(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_clients_deadline_during_a_resumption_blames_no_node(tmp_path: Path) -> None:
+async def test_a_clients_deadline_blames_no_node(tmp_path: Path) -> None:
     one, two = nodes()
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         two.faults.next("hang")
@@ -362,11 +363,11 @@ async def test_a_clients_deadline_during_a_resumption_blames_no_node(tmp_path: P
 
 
 @in_virtual_time
-async def test_a_cancelled_stream_is_not_resumed(tmp_path: Path) -> None:
+async def test_a_cancelled_request_is_not_resumed(tmp_path: Path) -> None:
     one, two = nodes(decode_tps=100, answer_tokens=400)
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         asked = asyncio.create_task(proxy.stream(**GREEDY))
-        await until(lambda: any(begun(in_flight) for in_flight in proxy.app.registry))
+        await until(lambda: any(begun(one) for one in proxy.app.registry))
         (in_flight,) = proxy.app.registry
         in_flight.cancel(errors.shutting_down())
         reply = await asked
@@ -375,7 +376,7 @@ async def test_a_cancelled_stream_is_not_resumed(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_streams_of_a_drained_node_are_resumed_elsewhere(tmp_path: Path) -> None:
+async def test_requests_of_a_drained_node_are_resumed_on_another(tmp_path: Path) -> None:
     one, two = nodes(decode_tps=200)
     asked = asked_of("/v1/chat/completions", 100)
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
@@ -384,7 +385,7 @@ async def test_streams_of_a_drained_node_are_resumed_elsewhere(tmp_path: Path) -
         first = asyncio.create_task(proxy.stream(**asked))
         second = asyncio.create_task(proxy.ask(**asked))
         await until(lambda: one.busy == 2)
-        await until(lambda: all(begun(in_flight) for in_flight in proxy.app.registry))
+        await until(lambda: all(begun(one) for one in proxy.app.registry))
         proxy.app.fleet.drain("a")
         proxy.app.drain_deadlines.set("a", 0.01)
         check_whole("/v1/chat/completions", await first, whole)
@@ -397,7 +398,7 @@ async def test_streams_of_a_drained_node_are_resumed_elsewhere(tmp_path: Path) -
 
 @pytest.mark.parametrize(("path", "kind", "options"), BROKEN)
 @in_virtual_time
-async def test_a_plain_response_is_resumed_as_well(
+async def test_a_plain_response_is_resumed_too(
     tmp_path: Path, path: str, kind: str, options: dict[str, Any]
 ) -> None:
     one, two = nodes()
@@ -433,10 +434,10 @@ async def test_a_plain_response_that_can_not_be_resumed_is_retried(tmp_path: Pat
         assert proxy.finished[-1].completion_tokens == TOKENS
 
 
-WITHOUT_CONTENT = ["nul", "no_data", "empty", "comment", "line_comment", "fields", "null"]
+INSERTED = ["nul", "no_data", "empty", "comment", "line_comment", "fields", "null"]
 
 
-@pytest.mark.parametrize("what", WITHOUT_CONTENT)
+@pytest.mark.parametrize("what", INSERTED)
 @in_virtual_time
 async def test_events_without_content_do_not_prevent_a_resumption(
     tmp_path: Path, what: str
@@ -461,7 +462,7 @@ async def test_events_without_content_do_not_prevent_a_resumption(
     ],
 )
 @in_virtual_time
-async def test_an_unreadable_event_never_reaches_the_client(
+async def test_events_that_can_not_be_read_are_sent_to_nobody(
     tmp_path: Path, path: str, what: str, options: dict[str, Any]
 ) -> None:
     one, two = nodes()
@@ -478,11 +479,11 @@ async def test_an_unreadable_event_never_reaches_the_client(
         if reply.status == 200:
             check_failed(path, reply)
         else:
-            assert reply.status == 502, "nothing had gone out"
+            assert reply.status == 502, "nothing had been sent"
 
 
 @in_virtual_time
-async def test_bytes_between_two_ends_never_reach_the_client(tmp_path: Path) -> None:
+async def test_events_between_two_ends_are_sent_to_nobody(tmp_path: Path) -> None:
     one, two = nodes()
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         whole = await proxy.stream(**GREEDY)

@@ -1,4 +1,4 @@
-"""A client that leaves during a resumption frees its slot or place in the queue."""
+"""A client that disconnects during a resumption frees its place in the queue and its slot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATH = "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 2000}
 
 Stage = Callable[[ProxyOverNodes, AsyncExitStack], Awaitable[Callable[[], bool]]]
-"""Prepares a stage of the resumption, and returns a check that it is reached."""
+"""Prepares a stage of the resumption; returns a check whether the request has reached it."""
 
 
 async def queued(proxy: ProxyOverNodes, stack: AsyncExitStack) -> Callable[[], bool]:
@@ -74,9 +74,9 @@ async def writing(proxy: ProxyOverNodes, stack: AsyncExitStack) -> Callable[[], 
 
 
 def phase_of(proxy: ProxyOverNodes, node: str) -> LeasePhase | None:
-    for in_flight in proxy.app.registry:
-        if in_flight.attempt is not None and in_flight.attempt.lease.node.name == node:
-            return in_flight.attempt.lease.phase
+    for one in proxy.app.registry:
+        if one.attempt is not None and one.attempt.lease.node.name == node:
+            return one.attempt.lease.phase
     return None
 
 
@@ -88,7 +88,7 @@ def phase_of(proxy: ProxyOverNodes, node: str) -> LeasePhase | None:
     ],
 )
 @in_virtual_time
-async def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(
+async def test_a_disconnect_leaves_nothing_behind(
     tmp_path: Path, stage: Stage, stream: bool
 ) -> None:
     one, two = (EmulatedNode(slots=1, answer_tokens=2000) for _ in range(2))
@@ -99,19 +99,19 @@ async def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(
     ):
         gateway = proxy.app
         if stage is not queued:
-            # The first attempt goes to `a`.
+            # Only `a` can take the request at first.
             gateway.fleet.drain("b")
-        stands = await stage(proxy, stack)
+        is_reached = await stage(proxy, stack)
         one.faults.next("reset", after_events=AFTER)
-        held = {in_flight.request.id for in_flight in gateway.registry}
+        held = {one.request.id for one in gateway.registry}
         asked = asyncio.create_task(proxy.ask(stream=stream, **GREEDY))
         await until(lambda: one.requests == 1)
         if stage is not queued:
             gateway.fleet.resume("b")
-        await until(stands)
+        await until(is_reached)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-        await until(lambda: {in_flight.request.id for in_flight in gateway.registry} <= held, 1.0)
+        await until(lambda: {one.request.id for one in gateway.registry} <= held, 1.0)
         assert gateway.scheduler.queue_positions() == []
         assert (proxy.finished[0].status, proxy.finished[0].reason) == (499, "client_closed")
         if stage in {connecting, asking}:
@@ -120,7 +120,7 @@ async def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(
         elif stage is writing:
             await until(lambda: two.busy == 0, 0.5)
         elif stage is reading:
-            # The node reads on, and its slot is held until it has.
+            # The node reads on, and its slot is taken until it has.
             assert two.busy == 1
             while two.busy:
                 assert proxy.node("b").leased == 1
@@ -135,7 +135,7 @@ async def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(
 
 @asynccontextmanager
 async def a_pair(folder: Path) -> AsyncIterator[tuple[Site, list[str], Plan]]:
-    """Two real servers of one slot each behind proxies that cut streams, and their own URLs."""
+    """Two real servers of one slot each, their own addresses, and a plan to cut streams."""
     plan = Plan()
     async with (
         start_demo_servers(2, slots=1, context=16_384) as urls,
@@ -155,58 +155,57 @@ async def a_pair(folder: Path) -> AsyncIterator[tuple[Site, list[str], Plan]]:
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_slots_of_a_real_server_are_free_when_the_client_has_left(tmp_path: Path) -> None:
+async def test_real_slots_are_free_when_the_client_has_disconnected(tmp_path: Path) -> None:
     async with a_pair(tmp_path) as (site, urls, plan):
         resumed: list[StreamResumed] = []
         site.gateway.bus.subscribe(StreamResumed, resumed.append)
 
-        def going_on() -> asyncio.Task[Any]:
+        def resumed_request() -> asyncio.Task[Any]:
             plan.arm(20)
-            # Each another one, from its beginning: no server has it in its cache, and what two
-            # nodes have died on goes to no third.
+            # Each has another beginning: no server has it in its cache, and it is not quarantined.
             messages = [{"role": "user", "content": f"{plan.cuts} {LONG}"}]
             body = {"messages": messages, "max_tokens": 8000, "stream": True, "ignore_eos": True}
             return asyncio.create_task(site.http.post(PATH, json=body))
 
-        # In prefill: the server reads on, and its slot is held until it is done.
+        # During prefill: the server reads on, and its slot counts as taken until it is done.
         read = True
         while read:
-            asked = going_on()
+            asked = resumed_request()
             first = await holder(site)
             second = urls[1 - first]
             await cut(plan, asked)
             await until_busy(second, 1)
-            # This process may have been held up for longer than the prefill takes.
+            # This process may have stood still for longer than it takes to read.
             read = bool(resumed)
-            await leave(asked)
+            await disconnect(asked)
             while await busy(second):
                 if not site.leased[f"node-{1 - first}"]:
-                    assert not await busy(second), "it was given back too soon"
+                    assert not await busy(second), "its slot was freed too soon"
             await site.until_idle()
             resumed.clear()
 
-        # In decode: at once.
-        asked = going_on()
+        # During decode: its slot is free at once.
+        asked = resumed_request()
         first = await holder(site)
         await cut(plan, asked)
         await until(lambda: bool(resumed), 50)
         assert resumed[0].resumed_on == f"node-{1 - first}"
         await until_busy(urls[first], 0)
         assert await busy(urls[1 - first]) == 1
-        await leave(asked)
+        await disconnect(asked)
         for url in urls:
             await until_busy(url, 0)
             assert await broken_off(url)
         await site.until_idle()
 
-        # In the queue: the request in the slot runs on.
+        # While it waits for a slot: the request that holds the slot runs on.
         async with site.http.stream("POST", PATH, json=OTHER) as other:
             parts = other.aiter_bytes()
             await anext(parts)
-            asked = going_on()
+            asked = resumed_request()
             await cut(plan, asked)
             await until(lambda: len(site.gateway.scheduler.queue_positions()) == 1)
-            await leave(asked)
+            await disconnect(asked)
             await until(lambda: not site.gateway.scheduler.queue_positions())
             await anext(parts)
             await until(lambda: len(site.gateway.registry) == 1)
@@ -222,7 +221,7 @@ OTHER = {
 
 
 async def holder(site: Site) -> int:
-    """The node that the only request runs on."""
+    """The number of the node that the only request runs on."""
     await until(lambda: any(site.leased.values()))
     return int(next(name for name, held in site.leased.items() if held).removeprefix("node-"))
 
@@ -233,6 +232,6 @@ async def cut(plan: Plan, asked: asyncio.Task[Any]) -> None:
     assert not asked.done()
 
 
-async def leave(asked: asyncio.Task[Any]) -> None:
+async def disconnect(asked: asyncio.Task[Any]) -> None:
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
