@@ -1,4 +1,4 @@
-"""The kinds of values that settings and inventory are made of."""
+"""Types of the values in settings and inventory, and how they are read and written."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-# No wait of the gateway is meant to be longer than a week; a larger figure is a slip of units.
+# No wait is meant to be longer than a week; a larger figure is a slip of units.
 LONGEST_DURATION = 7 * 86400.0
 
 LARGEST_SIZE = 1 << 40
 
 
 class ConfigModel(BaseModel):
-    """A mapping of a configuration file: unknown keys are errors, an empty value is no value."""
+    """A mapping of a configuration file: unknown keys are errors, and `null` means unset."""
 
     misplaced_keys: ClassVar[Mapping[str, str]] = {}
-    """Keys that people look for here, and where to write what they mean."""
+    """Keys that people write here by mistake, and the remedy."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -53,16 +53,16 @@ class ConfigModel(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TypeLabel:
-    """How the reference names a type, and the unit that its numbers are in."""
+    """A type's name in the reference, and the unit of its numbers."""
 
     name: str
     unit: str = ""
 
 
 def validation_error(message: str, remedy: str = "", key: str = "") -> PydanticCustomError:
-    """Build the error that a validator raises: what is wrong, and what to do about it.
+    """Build the error that a validator raises: what is wrong, and the remedy.
 
-    `key` names the key to blame where it isn't the validated one but one beside it.
+    `key` names the key to blame where it is not the validated one but its neighbour.
     """
     context = {"message": message, "remedy": remedy, "key": key}
     return PydanticCustomError("config", "{message}", context)
@@ -108,7 +108,7 @@ def as_list(value: object) -> object:
 def existing_file(value: object, info: ValidationInfo) -> object:
     """Resolve a path against the folder of the file that names it; there it must exist.
 
-    Without a file (settings built in code) the path stays as it is.
+    Where no file names it (settings built in code), the path stays as it is.
     """
     if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
         raise validation_error("must be the path of a file")
@@ -153,7 +153,7 @@ _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252}[A-Za-z0-9_.])?")
 
 
 def is_host(text: str) -> bool:
-    """Tell whether a text is a host name or an IP address (no port, no brackets)."""
+    """Return whether a text is a host name or an IP address (no port, no brackets)."""
     if _HOST.fullmatch(text):
         return True
     try:
