@@ -299,6 +299,49 @@ Lowercased = BeforeValidator(_lower)
 
 JsonMap = Mapping[str, Annotated[Any, BeforeValidator(check_json_value)]]
 
+LONGEST_SECRET = 16384
+
+
+def secret_from_variable(variable: str, env: Mapping[str, str], key: str = "api_key_env") -> str:
+    """Read a secret from the environment; raises a validation error that never shows it.
+
+    `key`: the key of the file that names the variable.
+    """
+    if variable not in env:
+        raise validation_error(
+            f"the variable {variable} is not set",
+            "set it where the gateway is started",
+            key,
+        )
+    return _checked_secret(env[variable], f"the variable {variable}", key)
+
+
+def secret_from_file(path: Path, key: str = "api_key_file") -> str:
+    """Read a secret from a file, without the white space around it; raises a validation error."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(LONGEST_SECRET + 1)
+    except OSError as error:
+        raise validation_error(
+            f"can't be read: {error.strerror}",
+            "the gateway's user must be allowed to read it",
+            key,
+        ) from None
+    # Latin-1 decodes any byte; the check below refuses what is not ASCII.
+    return _checked_secret(content.decode("latin-1"), "the file", key)
+
+
+def _checked_secret(text: str, source: str, key: str) -> str:
+    secret = text.strip()
+    if not secret:
+        raise validation_error(f"{source} is empty", "put the node's key there", key)
+    if len(secret) >= LONGEST_SECRET or not (secret.isascii() and secret.isprintable()):
+        raise validation_error(
+            f"{source} holds no key", "a key is one line of printable ASCII characters", key
+        )
+    return secret
+
+
 _DURATION = re.compile(r"(?:(?:\d+(?:\.\d*)?|\.\d+)\s*(?:ms|s|m|h|d)\s*)+")
 
 _DURATION_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|m|h|d)")

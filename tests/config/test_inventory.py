@@ -474,7 +474,7 @@ def test_an_error_reads_as_file_line_key_message_remedy(
         load_nodes("nodes:\n  - name: a\n    url: http://a/v1\n")
     assert str(caught.value) == (
         f"{tmp_path}/nodes.yaml:3: nodes[0].url: must not end in /v1 "
-        "(leave /v1 away; the gateway adds it)"
+        "(leave /v1 out; the gateway adds it)"
     )
 
 

@@ -256,9 +256,9 @@ def test_a_catch_all_may_use_an_alias(load_gateway: LoadSettings) -> None:
 
 
 HEADERS = [
-    ("Host", "made anew"), ("content-length", "made anew"), ("Connection", "made anew"),
-    ("Transfer-Encoding", "made anew"), ("TE", "made anew"), ("Upgrade", "made anew"),
-    ("content-encoding", "made anew"), ("Authorization", "api_key_env"),
+    ("Host", "makes its own"), ("content-length", "made anew"), ("Connection", "made anew"),
+    ("Transfer-Encoding", "makes its own"), ("TE", "made anew"), ("Upgrade", "made anew"),
+    ("content-encoding", "makes its own"), ("Authorization", "api_key_env"),
     ("X-API-Key", "api_key_env"), ("Cookie", "api_key_env"), ("Set-Cookie", "api_key_env"),
     ("Proxy-Authorization", "api_key_env"), ("X-Request-ID", "the gateway itself"),
     ("X-Priority", "the gateway itself"), ("X-Gateway-Node", "the gateway itself"),
