@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from gateway.tools.cli import nodes as nodes_module
+from gateway.tools.cli.nodes import MOST_FAILED_POLLS
 from tests.tools.cli.admin_api import AdminApi, admin_api
 from tests.tools.cli.running import Ran, run
 
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[AdminApi]:
-    monkeypatch.setattr(nodes_module, "DRAIN_POLL_INTERVAL", 0.01)
     monkeypatch.chdir(tmp_path)  # no config/ of the project here
     with admin_api() as api:
         yield api
@@ -100,7 +99,7 @@ def test_waiting_survives_a_few_failed_looks(api: AdminApi) -> None:
 
     def failing_later(method: str, target: str, authorization: str | None) -> tuple[int, Any]:
         if len(api.asked) == 2:
-            api.looks_that_fail, api.drains_end = nodes_module.MOST_FAILED_POLLS - 1, True
+            api.looks_that_fail, api.drains_end = MOST_FAILED_POLLS - 1, True
         return answer(method, target, authorization)
 
     api.answer = failing_later  # type: ignore[method-assign]

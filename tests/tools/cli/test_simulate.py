@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -103,7 +104,7 @@ def test_broken_lines_of_a_trace_are_told_or_left_out(tmp_path: Path) -> None:
     assert f'{path}:2:2: prompt_tokens: "x" is not valid (write a whole number' in ran.err
     ran = run(*asked, "--skip-broken")
     assert ran.status == 0
-    assert f"{path}: left out 1 broken lines" in ran.err
+    assert f"{path}: skipped 1 broken lines" in ran.err
 
 
 def test_a_policy_that_does_not_exist_is_told_with_those_that_do() -> None:
@@ -147,10 +148,19 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
     ran = run("simulate", *SMALL, "--policy", "nginx", "--plot", str(path))
     assert ran.status == 0
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert f"drawn: {path}" in ran.err
+    assert f"written: {path}" in ran.err
 
 
-def test_it_teaches_by_example() -> None:
+def test_a_missing_matplotlib_is_reported_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    ran = run("simulate", *SMALL, "--plot", str(tmp_path / "plot.png"))
+    assert ran.status == 1
+    assert "pip install 'llama-gateway[plots]'" in ran.err
+
+
+def test_the_help_shows_examples() -> None:
     ran = run("simulate", "--help")
     assert ran.status == 0
     for word in (*known_policies(), "Examples", "nodes --json > speeds.json", "conv.csv"):
@@ -191,7 +201,7 @@ def test_standby_machines_are_compared_with_a_fleet_that_is_always_on() -> None:
     ("arguments", "why"),
     [
         (("--standby", "2x2"), "is no fleet"),
-        (("--standby", "2x2@40:600", "--elastic", "starup=3"), "'starup' is nothing to set"),
+        (("--standby", "2x2@40:600", "--elastic", "starup=3"), "there is no 'starup'"),
         (("--standby", "2x2@40:600", "--elastic", "max=x"), "write a whole number"),
         (("--standby", "2x2@40:600", "--elastic", "min=3,max=2"), "not below min"),
         (("--standby", "2x2@40:600", "--policy", "nginx"), "compares fleets under least_finish"),

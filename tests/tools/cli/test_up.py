@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,8 +27,7 @@ import yaml
 from gateway.tools.cli import up
 from gateway.tools.local.gguf_file import read_model
 from gateway.tools.local.memory import memlock_warning, memory_needed
-from gateway.tools.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS
-from gateway.tools.local.prepare import plan_local_fleet
+from gateway.tools.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_local_fleet
 from gateway.tools.local.server_command import server_environment
 from gateway.tools.local.server_process import BASE_PORT, claim_free_port, claimed_port
 from tests.processes import wait_until_gone
@@ -350,20 +350,26 @@ class TestRefusing:
         assert len(re.findall(r"\d+\.\d GiB", ran.err)) == 4
         assert "--force-memory" in ran.err
 
-    def test_a_model_that_may_not_be_locked_is_refused_with_the_remedy(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("gateway.tools.local.prepare.memlock_limit", lambda: 65536)
-        ran = run("up", "--mlock", "--model", str(demo_model()))
-        assert ran.status == 1
-        assert "may lock 0 MiB of memory here, and the model is 4 MiB" in ran.err
-        assert "--memlock=unlimited" in ran.err
+    def test_a_model_that_may_not_be_locked_is_refused_with_the_remedy(self) -> None:
+        command = ["prlimit", "--memlock=65536:65536", sys.executable, "-m", "gateway"]
+        if os.geteuid() == 0:
+            command = ["setpriv", "--bounding-set=-ipc_lock", *command]
+        ran = subprocess.run(
+            [*command, "up", "--mlock", "--model", str(demo_model())],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert ran.returncode == 1
+        assert "may lock 0 MiB of memory here, and the model is 4 MiB" in ran.stderr
+        assert "--memlock=unlimited" in ran.stderr
 
     def test_a_server_that_has_not_locked_its_model_is_told_of(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         plan = plan_local_fleet(demo_model(), mlock=True, servers=2, cache=tmp_path)
-        up._tell_of_unlocked(plan, (os.getpid(), None))
+        up.note_unlocked_models(plan, (os.getpid(), None))
         assert capsys.readouterr().err.startswith("  local-0: only 0 MiB of 4 MiB is locked")
 
     def test_a_binary_that_is_not_there_is_told(self, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.tools.local.errors import ModelFileError
+from gateway.tools.local import ModelFileError
 from gateway.tools.local.gguf_file import TENSOR_BLOCKS, model_parts, read_model
 
 PADDING = 16  # bytes behind the last tensor that `write_gguf` writes

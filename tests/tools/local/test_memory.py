@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.tools.local.errors import MemoryShortError
+from gateway.tools.local import MemoryShortError
 from gateway.tools.local.gguf_file import ModelFile
 from gateway.tools.local.memory import check_memory, format_gib, memory_headroom
 from gateway.tools.local.topology import Topology, read_topology

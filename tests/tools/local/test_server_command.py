@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from gateway.tools.local import ServerBinaryError
 from gateway.tools.local.embedded import argument_parser
-from gateway.tools.local.errors import ServerBinaryError
-from gateway.tools.local.plan import ServerSpec
 from gateway.tools.local.server_command import (
     ServerBinary,
+    ServerSpec,
     find_binary,
     parse_flags,
     server_command,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.tools.local.errors import ModelFileError
+from gateway.tools.local import ModelFileError
 from gateway.tools.local.gguf_file import read_model
 from gateway.tools.local.memory import GIB, memory_needed
 from gateway.tools.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_servers

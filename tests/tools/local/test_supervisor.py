@@ -12,9 +12,8 @@ import psutil
 import pytest
 
 import gateway
-from gateway.tools.local.errors import ServerStartError
-from gateway.tools.local.plan import ServerSpec
-from gateway.tools.local.server_command import find_binary
+from gateway.tools.local import ServerStartError
+from gateway.tools.local.server_command import ServerSpec, find_binary
 from gateway.tools.local.supervisor import (
     LocalFleet,
     ServerEvent,

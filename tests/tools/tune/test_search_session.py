@@ -12,16 +12,19 @@ import pytest
 import yaml
 
 from gateway.tools.local.topology import read_topology
-from gateway.tools.tune.host_vars import (
-    WriteError,
-    check_target,
-    render_host_vars,
-    role_variables,
-    write_result,
-)
 from gateway.tools.tune.machine_benchmark import BenchmarkResult, SettingFailedError
 from gateway.tools.tune.measurements import BenchmarkRequest, Figures, Measurement, MeasurementLog
-from gateway.tools.tune.report import TuningReport, build_report, draw_report, settings_along_knob
+from gateway.tools.tune.report import (
+    TuningReport,
+    WriteError,
+    build_report,
+    check_target,
+    draw_report,
+    render_host_vars,
+    role_variables,
+    settings_along_knob,
+    write_result,
+)
 from gateway.tools.tune.search import PlannedMeasurement, Search, TuningSession
 from gateway.tools.tune.setting import Setting, rule_of_thumb, search_space
 from tests.tools.local.machine import make_machine, two_sockets_with_smt
@@ -97,7 +100,7 @@ async def test_a_search_ends_with_the_best_and_says_by_how_much(bench: Bench) ->
     assert found.best.gain > 0.1
     assert found.best.significant
     assert "less than that of the rule of thumb" in found.verdict()[0]
-    assert "differences of less than" in found.verdict()[1]
+    assert "smaller differences than" in found.verdict()[1]
     assert found.results[0].score == min(row.score for row in found.results)
 
 
@@ -186,7 +189,7 @@ async def test_work_of_others_meanwhile_is_told(bench: Bench) -> None:
     await bench.run(session, minutes=3)
     found = reported(session)
     assert found.disturbed_count == len(session.measurements)
-    assert "Other work was on the machine" in " ".join(found.verdict())
+    assert "Other work disturbed" in " ".join(found.verdict())
 
 
 async def test_a_single_measurement_claims_nothing(bench: Bench) -> None:

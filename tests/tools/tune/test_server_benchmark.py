@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.tools.local.prepare import LocalFleetPlan, plan_local_fleet
+from gateway.tools.local.plan import LocalFleetPlan, plan_local_fleet
 from gateway.tools.local.topology import read_topology
 from gateway.tools.tune.machine_benchmark import (
     MachineBenchmark,

@@ -82,7 +82,7 @@ def test_a_settings_file_without_a_word_is_refused(folder: Path, text: str) -> N
         ran = run(command)
         assert ran.status == 2
         assert "config/gateway.yaml: the file is empty" in ran.err
-        assert "{} stands for every default" in ran.err
+        assert "{} stands for the defaults" in ran.err
 
 
 @pytest.mark.parametrize("text", ["# all defaults\n", "{}\n", "listen:\n", "null\n"])

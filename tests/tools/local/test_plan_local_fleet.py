@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.tools.local.errors import MemoryShortError, MissingExtraError, ModelFileError
-from gateway.tools.local.prepare import plan_local_fleet
+from gateway.tools.local import MemoryShortError, MissingExtraError, ModelFileError
+from gateway.tools.local.plan import plan_local_fleet
 from gateway.tools.local.supervisor import LocalFleet
 from gateway.tools.local.topology import Topology, read_topology
 from tests.tools.local.machine import make_machine, two_sockets_with_smt
