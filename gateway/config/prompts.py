@@ -95,7 +95,7 @@ class _UnsupportedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _PatternPart:
     """One piece of a pattern.
 
     `text`: how a character, a set or an anchor is written, empty for anything else; `char`: the
@@ -109,7 +109,7 @@ class _Part:
     in_set: bool = False
     ways: int = 1
     repeatable: bool = True
-    group: tuple[_Part, ...] = ()
+    group: tuple[_PatternPart, ...] = ()
 
 
 # The supported subset. `re` has compiled the pattern before: it needs no check of its syntax.
@@ -130,7 +130,7 @@ _TOKEN = re.compile(
 )
 
 
-def _parse(pattern: str) -> list[_Part]:
+def _parse(pattern: str) -> list[_PatternPart]:
     """Take a pattern that compiles apart; raises _UnsupportedError, with words for people."""
     return _read_choices(_tokens(pattern))
 
@@ -147,9 +147,9 @@ def _tokens(pattern: str) -> Iterator[re.Match[str]]:
         at = token.end()
 
 
-def _read_choices(tokens: Iterator[re.Match[str]]) -> list[_Part]:
+def _read_choices(tokens: Iterator[re.Match[str]]) -> list[_PatternPart]:
     """Read to the end of a group, or of the pattern."""
-    choices: list[list[_Part]] = [[]]
+    choices: list[list[_PatternPart]] = [[]]
     for token in tokens:
         parts, text = choices[-1], token[0]
         match token.lastgroup:
@@ -157,7 +157,7 @@ def _read_choices(tokens: Iterator[re.Match[str]]) -> list[_Part]:
                 inner = _read_choices(tokens)
                 group = tuple(inner) if token["plain"] else ()
                 repeatable = all(part.repeatable for part in inner)
-                parts.append(_Part(ways=_ways(inner), repeatable=repeatable, group=group))
+                parts.append(_PatternPart(ways=_ways(inner), repeatable=repeatable, group=group))
             case "close":
                 break
             case "choice":
@@ -165,17 +165,17 @@ def _read_choices(tokens: Iterator[re.Match[str]]) -> list[_Part]:
             case "repeat":
                 parts.append(_repeat(parts.pop(), token))
             case "anchor" | "any":
-                parts.append(_Part(text))
+                parts.append(_PatternPart(text))
             case "set":
                 char = _only_char(text)
-                parts.append(_Part(char or text, char, in_set=True))
+                parts.append(_PatternPart(char or text, char, in_set=True))
             case "char":
                 char = _char(text)
-                parts.append(_Part(char, char, in_set=True))
+                parts.append(_PatternPart(char, char, in_set=True))
     return _join([[p for part in parts for p in part.group or (part,)] for parts in choices])
 
 
-def _repeat(part: _Part, token: re.Match[str]) -> _Part:
+def _repeat(part: _PatternPart, token: re.Match[str]) -> _PatternPart:
     least, most = {"*": (0, math.inf), "+": (1, math.inf), "?": (0, 1)}.get(
         token[0][0], (int(token["least"] or 0), int(token["most"] or token["least"] or 0))
     )
@@ -184,27 +184,27 @@ def _repeat(part: _Part, token: re.Match[str]) -> _Part:
     if most > 1 and not part.repeatable:
         raise _UnsupportedError("repeats something that has repeats or choices of its own")
     times = int(min(most - least + 1, LONGEST_LINE))
-    return _Part(ways=part.ways * times, repeatable=False)
+    return _PatternPart(ways=part.ways * times, repeatable=False)
 
 
-def _join(choices: list[list[_Part]]) -> list[_Part]:
+def _join(choices: list[list[_PatternPart]]) -> list[_PatternPart]:
     """Make one sequence of choices: `time: a|time: b` is `time: [ab]`, as it is to `re`."""
     if len(choices) == 1:
         return choices[0]
-    joined: list[_Part] = []
+    joined: list[_PatternPart] = []
     while all(choices) and len({parts[0] for parts in choices}) == 1 and choices[0][0].text:
         joined.append(choices[0][0])
         choices = [parts[1:] for parts in choices]
     if all(len(parts) == 1 and parts[0].in_set for parts in choices):
-        return [*joined, _Part("|".join(parts[0].text for parts in choices), in_set=True)]
-    return [*joined, _Part(ways=sum(map(_ways, choices)), repeatable=False)]
+        return [*joined, _PatternPart("|".join(parts[0].text for parts in choices), in_set=True)]
+    return [*joined, _PatternPart(ways=sum(map(_ways, choices)), repeatable=False)]
 
 
-def _ways(parts: list[_Part]) -> int:
+def _ways(parts: list[_PatternPart]) -> int:
     return math.prod(part.ways for part in parts)
 
 
-def _prefix(parts: list[_Part]) -> str:
+def _prefix(parts: list[_PatternPart]) -> str:
     prefix = ""
     for part in parts:
         if not part.char:
