@@ -88,7 +88,7 @@ def test_an_empty_list_of_nodes_is_allowed_and_a_missing_one_is_not(
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         (
             "- name: a\n  url: http://h\n",
@@ -115,12 +115,12 @@ def test_an_empty_list_of_nodes_is_allowed_and_a_missing_one_is_not(
         ),
     ],
 )
-def test_a_common_slip_is_told_with_what_to_write(
-    nodes_problems: Problems, text: str, told: str
+def test_a_common_mistake_is_reported_with_the_remedy(
+    nodes_problems: Problems, text: str, expected: str
 ) -> None:
     problems = nodes_problems(text)
     lines = [str(problem).replace(str(problem.file), "F") for problem in problems]
-    assert any(line.startswith(told) for line in lines), lines
+    assert any(line.startswith(expected) for line in lines), lines
 
 
 @pytest.mark.parametrize("text", ["[1]", "nodes", "nodes: {a: b}", "nodes: [1]", "defaults: 3"])
@@ -168,7 +168,7 @@ def test_a_node_of_another_price_or_key_replaces_the_default(
     assert node.api_key == SecretStr("from-file")
 
 
-def test_a_mistake_in_the_defaults_is_told_once_and_there(nodes_problems: Problems) -> None:
+def test_a_mistake_in_the_defaults_is_reported_once_and_there(nodes_problems: Problems) -> None:
     (problem,) = nodes_problems(
         """\
         nodes:
@@ -208,7 +208,7 @@ def test_addresses_are_normalised(load_nodes: LoadNodes, written: str, url: str)
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "expected"),
     [
         ("http://h:80/v1", "must not end in /v1"),
         ("http://h:80/v1/", "must not end in /v1"),
@@ -230,10 +230,10 @@ def test_addresses_are_normalised(load_nodes: LoadNodes, written: str, url: str)
     ],
 )
 def test_an_address_that_would_not_work_is_refused(
-    nodes_problems: Problems, url: str, told: str
+    nodes_problems: Problems, url: str, expected: str
 ) -> None:
     (problem,) = nodes_problems(f"nodes: [{{name: a, url: '{url}'}}]")
-    assert told in problem.message
+    assert expected in problem.message
     assert problem.remedy
     assert "secret" not in str(problem)
 
@@ -291,7 +291,7 @@ def test_a_name_has_only_harmless_characters(nodes_problems: Problems, name: str
         "colour: red",
     ],
 )
-def test_a_wrong_value_is_told_with_its_key_and_nothing_secret(
+def test_a_wrong_value_is_reported_with_its_key_and_nothing_secret(
     nodes_problems: Problems, wrong: str
 ) -> None:
     (problem,) = nodes_problems(ONE.format(wrong))
@@ -310,7 +310,7 @@ def test_a_wrong_value_is_told_with_its_key_and_nothing_secret(
         ("zebra: 2\nnodes: []", "allowed: defaults, nodes"),
     ],
 )
-def test_an_unknown_key_of_the_file_is_told_with_the_nearest(
+def test_an_unknown_key_of_the_file_is_reported_with_the_nearest(
     nodes_problems: Problems, text: str, remedy: str
 ) -> None:
     (problem,) = nodes_problems(text)
@@ -325,7 +325,9 @@ def test_capital_letters_hide_no_near_word(
     assert f"did you mean {meant}?" in problem.remedy
 
 
-def test_an_unknown_key_is_told_with_the_nearest_and_all_known(nodes_problems: Problems) -> None:
+def test_an_unknown_key_is_reported_with_the_nearest_and_all_known(
+    nodes_problems: Problems,
+) -> None:
     (problem,) = nodes_problems(ONE.format("slot: 2"))
     assert problem.message == "unknown key"
     assert "did you mean slots?" in problem.remedy
@@ -333,7 +335,7 @@ def test_an_unknown_key_is_told_with_the_nearest_and_all_known(nodes_problems: P
     assert "api_key," not in problem.remedy
 
 
-def test_a_duplicate_name_is_told_with_both_lines(nodes_problems: Problems) -> None:
+def test_a_duplicate_name_is_reported_with_both_lines(nodes_problems: Problems) -> None:
     text = "nodes:\n  - name: a\n    url: http://a\n  - name: a\n    url: http://b\n"
     (problem,) = nodes_problems(text)
     assert (problem.line, problem.key) == (4, "nodes[1].name")
@@ -378,7 +380,7 @@ def test_a_key_is_one_line_of_ascii(
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux")
-def test_a_key_file_that_cannot_be_read_is_told(nodes_problems: Problems) -> None:
+def test_a_key_file_that_cannot_be_read_is_reported(nodes_problems: Problems) -> None:
     (problem,) = nodes_problems(ONE.format("api_key_file: /proc/self/mem"))
     assert (problem.key, problem.message) == (
         "nodes[0].api_key_file",
@@ -386,7 +388,7 @@ def test_a_key_file_that_cannot_be_read_is_told(nodes_problems: Problems) -> Non
     )
 
 
-def test_a_missing_or_empty_variable_of_a_key_is_told(nodes_problems: Problems) -> None:
+def test_a_missing_or_empty_variable_of_a_key_is_reported(nodes_problems: Problems) -> None:
     (missing,) = nodes_problems(ONE.format("api_key_env: NODE_KEY"))
     assert (missing.key, missing.message) == (
         "nodes[0].api_key_env",

@@ -26,7 +26,7 @@ def test_without_a_file_every_key_has_its_default(load_gateway: LoadSettings) ->
     assert (settings.heartbeat, settings.shutdown.grace) == (15.0, 60.0)
 
 
-def test_a_key_with_nothing_below_it_counts_as_left_away(load_gateway: LoadSettings) -> None:
+def test_a_key_with_nothing_below_it_counts_as_unset(load_gateway: LoadSettings) -> None:
     text = "listen:\nkeys:\nlimits: ~\nmodels:\n  m:\nclasses:\n  batch:\nqueue:\n  max:\n"
     assert load_gateway(text).model_copy(update={"models": {}, "classes": {}}) == Settings()
 
@@ -117,7 +117,9 @@ def test_files_start_in_the_folder_of_the_settings(
 
 
 @pytest.mark.parametrize("key", ["store: {url: x}"])
-def test_what_later_versions_bring_is_told_apart(gateway_problems: Problems, key: str) -> None:
+def test_keys_of_later_versions_have_a_message_of_their_own(
+    gateway_problems: Problems, key: str
+) -> None:
     (problem,) = gateway_problems(key)
     assert problem.message == "not supported by this version yet"
 
@@ -200,7 +202,7 @@ def test_what_later_versions_bring_is_told_apart(gateway_problems: Problems, key
         ("shutdown: {grace: soon}", "shutdown.grace"),
     ],
 )
-def test_a_wrong_value_is_told_with_its_key_and_nothing_secret(
+def test_a_wrong_value_is_reported_with_its_key_and_nothing_secret(
     gateway_problems: Problems, wrong: str, key: str
 ) -> None:
     problem = gateway_problems(wrong)[0]
@@ -209,7 +211,7 @@ def test_a_wrong_value_is_told_with_its_key_and_nothing_secret(
     assert "lg_a_secret" not in str(problem)
 
 
-def test_a_policy_that_does_not_exist_is_told_with_those_that_do(
+def test_an_unknown_policy_is_reported_with_the_known_ones(
     gateway_problems: Problems,
 ) -> None:
     (problem,) = gateway_problems("policy: least_finsh")
@@ -218,7 +220,7 @@ def test_a_policy_that_does_not_exist_is_told_with_those_that_do(
     assert problem.remedy == "did you mean least_finish?"
 
 
-def test_a_duplicate_id_is_told_with_both_lines(gateway_problems: Problems) -> None:
+def test_a_duplicate_id_is_reported_with_both_lines(gateway_problems: Problems) -> None:
     text = f"keys:\n  - id: a\n    sha256: {HASH}\n  - id: a\n    sha256: short\n"
     problems = gateway_problems(text)
     assert [(p.line, p.key) for p in problems] == [(4, "keys[1].id"), (5, "keys[1].sha256")]
@@ -231,7 +233,7 @@ def test_names_that_stand_for_each_other_are_refused(gateway_problems: Problems)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told", "remedy"),
+    ("wrong", "expected", "remedy"),
     [
         ('{"*": {set: {temperature: 0}}}', '"*" names no model', "use: NAME"),
         ('{"*": }', '"*" names no model', "use: NAME"),
@@ -242,11 +244,11 @@ def test_names_that_stand_for_each_other_are_refused(gateway_problems: Problems)
     ],
 )
 def test_a_catch_all_that_leads_nowhere_is_refused(
-    gateway_problems: Problems, wrong: str, told: str, remedy: str
+    gateway_problems: Problems, wrong: str, expected: str, remedy: str
 ) -> None:
     (problem,) = gateway_problems(f"models: {wrong}")
     assert problem.key == "models"
-    assert told in problem.message
+    assert expected in problem.message
     assert remedy in problem.remedy
 
 
@@ -269,13 +271,13 @@ HEADERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["to_nodes", "to_clients"])
+@pytest.mark.parametrize("direction", ["to_nodes", "to_clients"])
 @pytest.mark.parametrize(("name", "remedy"), HEADERS)
 def test_headers_that_may_never_pass_are_refused_with_the_remedy(
-    gateway_problems: Problems, way: str, name: str, remedy: str
+    gateway_problems: Problems, direction: str, name: str, remedy: str
 ) -> None:
-    (problem,) = gateway_problems(f"headers: {{{way}: [X-Fine, {json.dumps(name)}]}}")
-    assert problem.key == f"headers.{way}[1]"
+    (problem,) = gateway_problems(f"headers: {{{direction}: [X-Fine, {json.dumps(name)}]}}")
+    assert problem.key == f"headers.{direction}[1]"
     assert remedy in problem.remedy
 
 
@@ -285,7 +287,7 @@ def test_further_headers_are_named_one_or_many(load_gateway: LoadSettings) -> No
 
 
 @pytest.mark.parametrize("text", ["", "\n", "# a comment\n", "null", "~", "---\n"])
-def test_a_file_that_names_nothing_is_refused_where_it_would_replace_settings(
+def test_a_file_without_settings_is_refused_where_it_would_replace_settings(
     tmp_path: Path, text: str
 ) -> None:
     file = tmp_path / "gateway.yaml"
@@ -317,7 +319,7 @@ def test_a_loop_is_found_exactly_where_there_is_one(graph: dict[str, list[str]])
     rules = {name: ModelRule(use=tuple(used)) for name, used in graph.items()}
     loop = find_alias_loop(rules)
 
-    # The other way: take away names that lead nowhere until nothing changes.
+    # The other direction: take away names that lead nowhere until nothing changes.
     left = {name: {one for one in used if one != name} for name, used in graph.items()}
     while ends := [name for name, used in left.items() if not used & left.keys()]:
         for name in ends:
@@ -355,13 +357,13 @@ def test_settings_are_frozen() -> None:
         Settings().heartbeat = 3.0  # type: ignore[misc]
 
 
-def test_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_settings(tmp_path / "gateway.yaml", {})
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         (
             "listen: {port: 80800}",
@@ -374,8 +376,8 @@ def test_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         ("- listen", "1: must be a mapping (write keys with values, such as queue: {max: 100})"),
     ],
 )
-def test_a_common_slip_is_told_with_what_to_write(
-    gateway_problems: Problems, text: str, told: str
+def test_a_common_mistake_is_reported_with_the_remedy(
+    gateway_problems: Problems, text: str, expected: str
 ) -> None:
     (problem,) = gateway_problems(text)
-    assert str(problem).endswith(told)
+    assert str(problem).endswith(expected)

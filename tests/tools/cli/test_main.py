@@ -62,7 +62,7 @@ def test_nothing_is_cut_from_a_help_however_narrow(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("explode",), "no such command 'explode' (see llama-gateway --help)"),
         (("--explode",), "no such option: --explode (see llama-gateway --help)"),
@@ -73,13 +73,13 @@ def test_nothing_is_cut_from_a_help_however_narrow(
         (("nodes", "drain"), "NAME: drain needs the name of a node (see llama-gateway nodes"),
     ],
 )
-def test_wrong_usage_is_2_and_told_like_every_other_error(
-    arguments: tuple[str, ...], told: str
+def test_wrong_usage_is_2_and_reported_like_every_other_error(
+    arguments: tuple[str, ...], message: str
 ) -> None:
     ran = run(*arguments)
     assert (ran.status, ran.out) == (2, "")
     (line,) = ran.err.splitlines()
-    assert line.startswith(f"error: {told}")
+    assert line.startswith(f"error: {message}")
 
 
 def test_without_a_command_the_help_is_shown_and_it_is_wrong_usage() -> None:
@@ -123,10 +123,10 @@ def test_a_shell_can_complete_commands() -> None:
 def test_errors_are_coloured_on_a_terminal_that_wants_it(
     environment: dict[str, str], coloured: bool
 ) -> None:
-    status, said = run_on_terminal("check", "--nodes", "missing.yaml", **environment)
+    status, output = run_on_terminal("check", "--nodes", "missing.yaml", **environment)
     assert status == 2
-    assert "missing.yaml" in said
-    assert ("\x1b[1;31m" in said) == coloured
+    assert "missing.yaml" in output
+    assert ("\x1b[1;31m" in output) == coloured
 
 
 def test_a_reader_that_leaves_early_is_no_crash() -> None:
@@ -136,7 +136,7 @@ def test_a_reader_that_leaves_early_is_no_crash() -> None:
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
-    said = process.stderr.read().decode()
+    output = process.stderr.read().decode()
     process.stderr.close()
     process.wait(120)
-    assert "Traceback" not in said
+    assert "Traceback" not in output

@@ -42,19 +42,19 @@ def test_the_fleet_is_a_table_that_a_pipe_does_not_fold(
     assert "\x1b" not in ran.out
 
 
-def test_json_is_what_the_api_said(api: AdminApi) -> None:
+def test_json_is_the_response_of_the_api(api: AdminApi) -> None:
     api.add("a", labels={"numa": "0"})
     ran = ask(api, "--json")
     assert json.loads(ran.out) == {"nodes": [api.nodes["a"]]}
 
 
-def test_an_empty_fleet_is_told_and_leaves_stdout_empty(api: AdminApi) -> None:
+def test_an_empty_fleet_is_a_note_and_leaves_stdout_empty(api: AdminApi) -> None:
     ran = ask(api)
     assert (ran.status, ran.out) == (0, "")
     assert "no nodes" in ran.err
 
 
-def test_what_a_node_says_can_t_control_the_terminal(api: AdminApi) -> None:
+def test_text_from_a_node_can_t_control_the_terminal(api: AdminApi) -> None:
     api.add("a", models=["evil\x1b[2J\nname"], reason="[red]not markup[/]", state="down")
     ran = ask(api)
     assert "\x1b" not in ran.out
@@ -62,7 +62,7 @@ def test_what_a_node_says_can_t_control_the_terminal(api: AdminApi) -> None:
     assert "[red]not markup[/]" in ran.out
 
 
-def test_a_drain_is_ordered_and_told(api: AdminApi) -> None:
+def test_a_drain_is_started_and_shown(api: AdminApi) -> None:
     api.add("a", in_flight=2)
     api.drains_end = False
     ran = ask(api, "drain", "a")
@@ -70,7 +70,7 @@ def test_a_drain_is_ordered_and_told(api: AdminApi) -> None:
     assert api.asked[0] == "POST /admin/nodes/a/drain"
 
 
-def test_a_drain_s_deadline_is_handed_on(api: AdminApi) -> None:
+def test_a_drain_s_deadline_is_sent(api: AdminApi) -> None:
     api.add("a")
     assert ask(api, "drain", "a", "--deadline", "90").status == 0
     assert api.asked[0] == "POST /admin/nodes/a/drain?deadline=90"
@@ -111,8 +111,8 @@ def test_waiting_ends_when_somebody_resumes_the_node(api: AdminApi) -> None:
     api.add("a", in_flight=5)
     order = api.order
 
-    def resumed_at_once(found: dict[str, object], *rest: object) -> None:
-        order(found, *rest)  # type: ignore[arg-type]
+    def resumed_at_once(found: dict[str, object], *others: object) -> None:
+        order(found, *others)  # type: ignore[arg-type]
         found["state"] = "ready"
 
     api.order = resumed_at_once  # type: ignore[assignment]
@@ -137,7 +137,7 @@ def test_a_probe_s_exit_status_says_whether_the_node_answers(
     assert api.asked[0] == "POST /admin/nodes/a/probe"
 
 
-def test_an_unknown_node_is_told_in_the_gateway_s_words(api: AdminApi) -> None:
+def test_an_unknown_node_is_reported_in_the_gateway_s_words(api: AdminApi) -> None:
     ran = ask(api, "drain", "a/../b c")
     assert (ran.status, ran.out) == (1, "")
     assert "There is no node 'a/../b c'." in ran.err
@@ -163,7 +163,7 @@ def test_wrong_usage_is_2_and_no_traceback(arguments: tuple[str, ...]) -> None:
     assert "Traceback" not in ran.err
 
 
-def test_a_gateway_that_does_not_run_is_told_with_the_remedy() -> None:
+def test_a_gateway_that_does_not_run_is_reported_with_the_remedy() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -175,7 +175,7 @@ def test_a_gateway_that_does_not_run_is_told_with_the_remedy() -> None:
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[]", b"null"])
-def test_something_else_at_that_address_is_told(api: AdminApi, body: bytes) -> None:
+def test_another_server_at_that_address_is_reported(api: AdminApi, body: bytes) -> None:
     api.answer = lambda *_: (200, body)  # type: ignore[method-assign]
     ran = ask(api)
     assert ran.status == 1
@@ -203,7 +203,7 @@ def test_a_host_that_is_not_allowed_is_not_blamed_on_the_key(api: AdminApi) -> N
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n", b"\xff\xfe", b"two\nlines"])
-def test_a_key_file_without_a_key_is_told(
+def test_a_key_file_without_a_key_is_reported(
     api: AdminApi, tmp_path: Path, content: bytes | None
 ) -> None:
     file = tmp_path / "admin.key"
@@ -245,7 +245,7 @@ def test_invalid_settings_do_not_keep_an_operator_from_the_gateway(
     assert run("nodes", "--config", "config/gateway.yaml").status == 2
 
 
-def test_a_proxy_in_the_environment_is_not_asked(
+def test_a_proxy_in_the_environment_is_not_used(
     api: AdminApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")

@@ -18,7 +18,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_valid_files_are_told_so(folder: Path) -> None:
+def test_valid_files_are_reported_as_valid(folder: Path) -> None:
     ran = run("check")
     assert ran == Ran(
         0,
@@ -30,7 +30,7 @@ def test_valid_files_are_told_so(folder: Path) -> None:
     assert "config/gateway.yaml: valid" in run("check").out
 
 
-def test_every_problem_of_both_files_is_told_with_its_line(folder: Path) -> None:
+def test_every_problem_of_both_files_is_reported_with_its_line(folder: Path) -> None:
     (folder / "config/nodes.yaml").write_text(
         "nodes:\n  - name: a\n    url: http://127.0.0.1:1/v1\n    sluts: 2\n"
     )
@@ -59,10 +59,10 @@ def test_an_edge_without_keys_is_refused(folder: Path, command: tuple[str, ...])
     (folder / "config/gateway.yaml").write_text(EDGE)
     ran = run(*command)
     assert ran.status == 2
-    told = ran.out + ran.err
-    assert "listen.trusted_proxies" in told
-    assert "keys hash" in told
-    assert "--allow-anonymous" in told
+    output = ran.out + ran.err
+    assert "listen.trusted_proxies" in output
+    assert "keys hash" in output
+    assert "--allow-anonymous" in output
 
 
 def test_an_edge_with_a_key_or_the_word_that_none_is_meant_is_fine(folder: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_named_file_that_is_not_there_is_an_error(folder: Path, flag: str) -> 
 
 
 @pytest.mark.parametrize("command", ["serve", "check"])
-def test_a_folder_without_an_inventory_is_told_how_to_come_by_one(
+def test_a_missing_inventory_is_reported_with_the_remedy(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -150,7 +150,7 @@ def test_what_serve_refuses_is_no_valid_configuration(folder: Path, flags: tuple
     assert REFUSED[flags] in problem["message"]
 
 
-def test_a_flag_that_makes_it_start_makes_it_valid(
+def test_a_flag_with_which_serve_starts_makes_the_files_valid(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "config/gateway.yaml").write_text("listen: {host: 0.0.0.0}\n")
@@ -161,7 +161,7 @@ def test_a_flag_that_makes_it_start_makes_it_valid(
     assert run("check").status == 0
 
 
-def test_serve_tells_the_problems_of_both_files_and_of_the_listeners(folder: Path) -> None:
+def test_serve_reports_the_problems_of_both_files_and_of_the_listeners(folder: Path) -> None:
     (folder / "config/nodes.yaml").write_text("nodes: 3\n")
     (folder / "config/gateway.yaml").write_text("queue: {max: many}\n")
     for command in ("serve", "check"):
@@ -202,7 +202,7 @@ async def probed(folder: Path, inventory: str, *arguments: str) -> Ran:
     return await asyncio.to_thread(run, "check", "--probe", *arguments)
 
 
-async def test_every_node_is_asked_what_it_is(folder: Path) -> None:
+async def test_every_node_is_probed(folder: Path) -> None:
     async with EmulatedNode(slots=3, context=2048, model="mistral-7b") as node:
         ran = await probed(folder, f"nodes: [{{name: a, url: '{node.url}'}}]\n")
     assert ran.status == 0, ran.err
@@ -211,7 +211,7 @@ async def test_every_node_is_asked_what_it_is(folder: Path) -> None:
     assert row.split()[:5] == ["a", "up", "3", "2048", "mistral-7b"]
 
 
-async def test_a_node_that_differs_from_the_inventory_is_told(folder: Path) -> None:
+async def test_a_node_that_differs_from_the_inventory_is_reported(folder: Path) -> None:
     async with EmulatedNode(slots=3, model="mistral-7b") as node:
         inventory = f"nodes: [{{name: a, url: '{node.url}', slots: 2, model: phi}}]\n"
         ran = await probed(folder, inventory)

@@ -17,7 +17,7 @@ def run(*arguments: str) -> str:
     return result.output
 
 
-def test_two_sockets_are_told_with_the_command_for_each(tmp_path: Path) -> None:
+def test_two_sockets_are_shown_with_the_command_for_each(tmp_path: Path) -> None:
     output = run("--root", str(make_machine(tmp_path, two_sockets_with_smt())))
     assert "8 in 2 sockets and 2 NUMA nodes, 2 threads each" in output
     assert "AVX-512 VNNI" in output

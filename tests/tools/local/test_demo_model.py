@@ -52,7 +52,7 @@ def test_it_is_written_once(tmp_path: Path) -> None:
     assert path.stat().st_mtime_ns == before.st_mtime_ns
 
 
-def test_processes_that_ask_at_once_get_the_same_whole_file(tmp_path: Path) -> None:
+def test_concurrent_processes_get_the_same_whole_file(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     with context.Pool(4) as pool:
         paths = pool.map(ensure_demo_model, [tmp_path] * 4)

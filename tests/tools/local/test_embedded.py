@@ -72,7 +72,7 @@ def test_no_web_page_may_call_it(url: str) -> None:
     assert answer.headers.get("Access-Control-Allow-Origin", "") == ""
 
 
-def test_keys_of_a_file_are_asked_for(tmp_path: Path) -> None:
+def test_keys_of_a_file_are_required(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("older-key\nnewer-key\n")
     server = spawn_demo_server(extra=("--api-key-file", str(keys)))
@@ -130,12 +130,12 @@ def test_greedy_text_repeats_itself_on_every_server_alone_or_in_company() -> Non
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_it_calls_a_tool_and_answers_with_words_afterwards(url: str, choice: str) -> None:
-    asked = chat(url, "Weather?", tools=[TOOL], tool_choice=choice, max_tokens=200)
-    assert asked["finish_reason"] == "tool_calls"
-    (call,) = asked["message"]["tool_calls"]
+    reply = chat(url, "Weather?", tools=[TOOL], tool_choice=choice, max_tokens=200)
+    assert reply["finish_reason"] == "tool_calls"
+    (call,) = reply["message"]["tool_calls"]
     assert call["function"]["name"] == "get_weather"
     result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
-    messages = [{"role": "user", "content": "Weather?"}, asked["message"], result]
+    messages = [{"role": "user", "content": "Weather?"}, reply["message"], result]
     body = {"messages": messages, "tools": [TOOL], "max_tokens": 20, "temperature": 0}
     answer = post(f"{url}/v1/chat/completions", json=body).json()
     assert answer["choices"][0]["finish_reason"] == "length"
@@ -187,11 +187,11 @@ def test_a_model_may_be_locked_in_memory(more: tuple[str, ...]) -> None:
     server = spawn_demo_server(extra=("--mlock", *more))
     try:
         wait_for_demo_server(server)
-        told = memlock_warning(model, server.pid)
+        warning = memlock_warning(model, server.pid)
         mapped = str(model.path) in Path(f"/proc/{server.pid}/maps").read_text()
     finally:
         stop_demo_server(server)
-    assert told is None
+    assert warning is None
     assert mapped == (not more)
 
 
@@ -252,6 +252,6 @@ def test_a_file_that_is_no_model_is_an_error_without_a_traceback(tmp_path: Path)
 def test_a_log_holds_no_prompt_and_no_answer() -> None:
     with running_demo_servers(1) as (server,):
         text = chat(server.url, "my secret lighthouse", max_tokens=50)["message"]["content"]
-        said = server.log_with("prompt eval time")
-    assert "lighthouse" not in said
-    assert text.split()[0] + " " + text.split()[1] not in said
+        log = server.log_with("prompt eval time")
+    assert "lighthouse" not in log
+    assert text.split()[0] + " " + text.split()[1] not in log

@@ -40,28 +40,32 @@ def test_where_the_system_has_the_runtime_nothing_is_written(
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
     assert openmp_folder(tmp_path) is None
-    made = server_environment({"LLAMA_GATEWAY_CACHE": str(tmp_path), "LD_LIBRARY_PATH": "/other"})
-    assert made["LD_LIBRARY_PATH"] == "/other"
+    environment = server_environment(
+        {"LLAMA_GATEWAY_CACHE": str(tmp_path), "LD_LIBRARY_PATH": "/other"}
+    )
+    assert environment["LD_LIBRARY_PATH"] == "/other"
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("bare")
-def test_elsewhere_a_server_is_shown_the_copy_of_a_package(tmp_path: Path) -> None:
+def test_elsewhere_a_server_finds_the_copy_of_a_package(tmp_path: Path) -> None:
     assert openmp_folder(tmp_path) == tmp_path / "lib"
     link = tmp_path / "lib" / OPENMP_LIBRARY
     packaged = packaged_openmp()
     assert packaged is not None
     assert link.resolve() == packaged.resolve()
 
-    made = server_environment({"LLAMA_GATEWAY_CACHE": str(tmp_path)})
-    assert made["LD_LIBRARY_PATH"] == str(tmp_path / "lib")
-    made = server_environment({"LLAMA_GATEWAY_CACHE": str(tmp_path), "LD_LIBRARY_PATH": "/other"})
-    assert made["LD_LIBRARY_PATH"] == f"/other:{tmp_path / 'lib'}"
+    environment = server_environment({"LLAMA_GATEWAY_CACHE": str(tmp_path)})
+    assert environment["LD_LIBRARY_PATH"] == str(tmp_path / "lib")
+    environment = server_environment(
+        {"LLAMA_GATEWAY_CACHE": str(tmp_path), "LD_LIBRARY_PATH": "/other"}
+    )
+    assert environment["LD_LIBRARY_PATH"] == f"/other:{tmp_path / 'lib'}"
 
 
 @pytest.mark.usefixtures("bare")
 @pytest.mark.parametrize("stale", ["/no/such/file", "/etc/hostname"])
-def test_a_link_that_leads_elsewhere_is_made_anew(tmp_path: Path, stale: str) -> None:
+def test_a_link_to_another_file_is_replaced(tmp_path: Path, stale: str) -> None:
     link = tmp_path / "lib" / OPENMP_LIBRARY
     link.parent.mkdir()
     link.symlink_to(stale)
@@ -71,7 +75,7 @@ def test_a_link_that_leads_elsewhere_is_made_anew(tmp_path: Path, stale: str) ->
 
 
 @pytest.mark.usefixtures("bare")
-def test_without_any_copy_the_remedy_is_told(
+def test_without_any_copy_the_error_names_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "files", lambda package: None)

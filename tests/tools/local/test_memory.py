@@ -30,14 +30,14 @@ def test_a_byte_less_is_refused_with_figures_and_the_way_out(machine: Topology) 
     machine = replace(machine, memory_available=32 * GIB - 1)
     with pytest.raises(MemoryShortError) as caught:
         check_memory(machine, MODEL, [None, None])
-    told = str(caught.value)
+    message = str(caught.value)
     for part in ("big.gguf", "10.0 GiB", "2 servers", "30.0 GiB", "2.0 GiB", "32.0 GiB"):
-        assert part in told
-    assert "--force-memory" in told
-    assert "fewer --servers" in told
+        assert part in message
+    assert "--force-memory" in message
+    assert "fewer --servers" in message
 
 
-def test_one_server_is_not_told_to_become_fewer(machine: Topology) -> None:
+def test_fewer_servers_are_no_remedy_for_one(machine: Topology) -> None:
     machine = replace(machine, memory_available=GIB)
     with pytest.raises(MemoryShortError) as caught:
         check_memory(machine, MODEL, [None])

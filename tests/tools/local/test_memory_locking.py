@@ -61,11 +61,11 @@ def test_the_capability_counts_where_a_server_will_have_it(
     assert (memlock_limit(root) is None) == free
 
 
-def test_where_nothing_tells_it_is_tried(tmp_path: Path) -> None:
+def test_without_proc_there_is_no_limit(tmp_path: Path) -> None:
     assert memlock_limit(tmp_path) is None
 
 
-def test_a_limit_below_the_model_is_told_with_the_remedy() -> None:
+def test_a_limit_below_the_model_is_refused_with_the_remedy() -> None:
     with pytest.raises(MemoryLockError) as caught:
         check_memlock(MODEL, 8 << 20)
     for word in ("/models/m.gguf", "8 MiB", "8.0 GiB", "prlimit", "CAP_IPC_LOCK", "--mlock"):
@@ -75,20 +75,20 @@ def test_a_limit_below_the_model_is_told_with_the_remedy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("locked", "told"),
+    ("locked", "warning"),
     [
         (8 << 20, None),
         (0, "only 0 MiB of 8.0 GiB is locked in memory; its log may say why"),
         (4 << 20, "only 4.0 GiB of 8.0 GiB is locked in memory; its log may say why"),
     ],
 )
-def test_what_a_server_has_locked_is_looked_at(
-    tmp_path: Path, locked: int, told: str | None
+def test_a_server_with_too_little_locked_memory_is_warned_of(
+    tmp_path: Path, locked: int, warning: str | None
 ) -> None:
     home = tmp_path / "proc/7"
     home.mkdir(parents=True)
     (home / "status").write_text(f"Name:\tllama-server\nVmLck:\t{locked:8} kB\n")
-    assert memlock_warning(MODEL, 7, tmp_path) == told
+    assert memlock_warning(MODEL, 7, tmp_path) == warning
     assert memlock_warning(MODEL, 8, tmp_path) is None
 
 

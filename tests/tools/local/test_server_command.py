@@ -85,7 +85,7 @@ def test_the_embedded_server_understands_its_command_line() -> None:
     assert options.mlock
 
 
-def test_a_binary_is_given_only_flags_that_it_has() -> None:
+def test_a_binary_gets_only_flags_that_it_has() -> None:
     _, old = split(server_command(PINNED, 8081, parent=1, binary=help_with()))
     assert " ".join(old) == (
         "/bin/llama-server -m /models/m.gguf --alias m --host 127.0.0.1 --port 8081 "
@@ -97,7 +97,7 @@ def test_a_binary_is_given_only_flags_that_it_has() -> None:
     assert middle[middle.index("--cache-ram") + 1] == "3072"
 
 
-def test_of_two_names_of_a_flag_the_newer_is_taken() -> None:
+def test_of_two_names_of_a_flag_the_newer_is_used() -> None:
     both = help_with("--no-ui", "--no-webui", "--load-mode", "--no-mmap")
     _, command = split(server_command(PINNED, 8081, parent=1, binary=both))
     assert command[command.index("--load-mode") + 1] == "none"
@@ -138,7 +138,7 @@ def test_without_a_binary_the_embedded_server_is_used(tmp_path: Path) -> None:
     assert find_binary(None, str(tmp_path)) is None
 
 
-def test_a_binary_on_path_is_found_and_asked(tmp_path: Path) -> None:
+def test_a_binary_on_path_is_found_with_its_flags(tmp_path: Path) -> None:
     program = script(tmp_path / "llama-server", f"/bin/cat <<'E'\n{HELP}E")
     found = find_binary(None, str(tmp_path))
     assert found is not None
@@ -158,7 +158,7 @@ def test_one_named_must_exist_and_be_a_llama_server(tmp_path: Path) -> None:
 
 
 def test_a_server_finds_this_package_from_any_folder() -> None:
-    made = server_environment({"PYTHONPATH": "/other", "A": "b"})
-    root, other = made["PYTHONPATH"].split(":")
+    environment = server_environment({"PYTHONPATH": "/other", "A": "b"})
+    root, other = environment["PYTHONPATH"].split(":")
     assert (Path(root) / "gateway/tools/local/launch.py").is_file()
-    assert (other, made["A"]) == ("/other", "b")
+    assert (other, environment["A"]) == ("/other", "b")

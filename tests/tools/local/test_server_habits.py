@@ -101,7 +101,7 @@ def test_a_connection_serves_a_hundred_requests(url: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_connection_is_told_to_end_after_five_idle_seconds_or_a_hundred_requests(
+def test_a_connection_ends_after_five_idle_seconds_or_a_hundred_requests(
     url: str,
 ) -> None:
     with Connection(url) as connection:
@@ -144,7 +144,7 @@ def test_the_head_comes_at_once_with_a_free_slot_and_is_withheld_without(url: st
     assert any(withheld(url) for _ in range(10))
 
 
-def test_a_prompt_that_is_too_long_is_told_with_both_numbers(url: str) -> None:
+def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(url: str) -> None:
     answer = post(f"{url}/completion", json={"prompt": "x" * 20_000, "stream": True})
     assert answer.status_code == 400
     error = answer.json()["error"]

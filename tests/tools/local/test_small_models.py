@@ -64,12 +64,12 @@ def test_the_page_fetches_and_checks_the_file(model: Published) -> None:
     assert f"--model {model.file}" in PAGE
 
 
-def test_half_a_download_is_told(tmp_path: Path) -> None:
+def test_half_a_download_is_refused_as_the_page_says(tmp_path: Path) -> None:
     model = MODELS[0]
     path = write_hollow(model, tmp_path)
     with path.open("r+b") as file:
         file.truncate(model.size // 2)
-    told = re.search(r"cut short: [\d,]+ of at least [\d,]+ bytes are there", PAGE)
-    assert told
-    with pytest.raises(ModelFileError, match=told[0]):
+    quoted = re.search(r"cut short: [\d,]+ of at least [\d,]+ bytes are there", PAGE)
+    assert quoted
+    with pytest.raises(ModelFileError, match=quoted[0]):
         read_model(path)

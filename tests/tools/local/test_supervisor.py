@@ -49,7 +49,7 @@ async def until(condition: Callable[[], bool], limit: float = 60.0) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_pauses_double_up_to_a_limit_and_begin_anew_after_a_steady_life() -> None:
+def test_the_backoff_doubles_up_to_a_limit_and_is_reset_by_uptime() -> None:
     pauses: list[float] = []
     for _ in range(9):
         pauses.append(restart_backoff(pauses[-1] if pauses else None, uptime=1.0))
@@ -62,8 +62,8 @@ def test_pauses_double_up_to_a_limit_and_begin_anew_after_a_steady_life() -> Non
 async def test_servers_answer_are_described_as_nodes_and_end_with_the_fleet(
     tmp_path: Path,
 ) -> None:
-    told: list[ServerEvent] = []
-    fleet = LocalFleet(specs(2), tmp_path, base_port=0, on_event=told.append)
+    events: list[ServerEvent] = []
+    fleet = LocalFleet(specs(2), tmp_path, base_port=0, on_event=events.append)
     async with fleet, httpx.AsyncClient(timeout=60) as client:
         for url in fleet.urls:
             props = (await client.get(f"{url}/props")).json()
@@ -77,25 +77,25 @@ async def test_servers_answer_are_described_as_nodes_and_end_with_the_fleet(
         # They log from threads of their own.
         await until(lambda: all(log.stat().st_size > 0 for log in fleet.logs))
     assert all(gone(pid) for pid in pids)
-    assert {type(progress) for progress in told} >= {ServerStarted, ServerReady}
-    assert sum(isinstance(progress, ServerReady) for progress in told) == 2
+    assert {type(event) for event in events} >= {ServerStarted, ServerReady}
+    assert sum(isinstance(event, ServerReady) for event in events) == 2
     assert all(log.parent == tmp_path for log in fleet.logs)
 
 
 @pytest.mark.real
 async def test_the_fleet_ends_while_a_server_waits_for_its_restart(tmp_path: Path) -> None:
-    told: list[ServerEvent] = []
-    async with LocalFleet(specs(1), tmp_path, base_port=0, on_event=told.append) as fleet:
+    events: list[ServerEvent] = []
+    async with LocalFleet(specs(1), tmp_path, base_port=0, on_event=events.append) as fleet:
         (pid,) = fleet.pids
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: any(isinstance(progress, ServerExited) for progress in told))
+        await until(lambda: any(isinstance(event, ServerExited) for event in events))
     assert fleet.pids == (None,)
-    assert sum(isinstance(progress, ServerStarted) for progress in told) == 1
+    assert sum(isinstance(event, ServerStarted) for event in events) == 1
 
 
 @pytest.mark.real
-async def test_a_server_that_cannot_start_is_told_with_its_log_and_ends_the_others(
+async def test_a_server_that_cannot_start_is_reported_with_its_log_and_ends_the_others(
     tmp_path: Path,
 ) -> None:
     bad = tmp_path / "bad.gguf"
@@ -103,10 +103,10 @@ async def test_a_server_that_cannot_start_is_told_with_its_log_and_ends_the_othe
     fleet = LocalFleet([*specs(1), *specs(2, bad)[1:]], tmp_path / "logs", base_port=0)
     with pytest.raises(ServerStartError) as caught:
         await fleet.__aenter__()
-    told = str(caught.value)
-    assert told.startswith("local-1: the llama.cpp server ended (exit status 1)")
-    assert str(fleet.logs[1]) in told
-    assert f"could not serve {bad}" in told
+    message = str(caught.value)
+    assert message.startswith("local-1: the llama.cpp server ended (exit status 1)")
+    assert str(fleet.logs[1]) in message
+    assert f"could not serve {bad}" in message
     assert fleet.pids == (None, None)
 
 

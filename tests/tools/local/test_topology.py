@@ -56,7 +56,7 @@ def test_a_node_of_memory_without_cpus_is_left_out(tmp_path: Path) -> None:
     assert [node.number for node in read_topology(root).nodes] == [0]
 
 
-def test_memory_that_the_cpuset_forbids_is_told(tmp_path: Path) -> None:
+def test_memory_that_the_cpuset_forbids_is_shown(tmp_path: Path) -> None:
     root = make_machine(tmp_path, two_sockets_with_smt(), memory_nodes_allowed="0")
     assert [node.memory_allowed for node in read_topology(root).nodes] == [True, False]
 
@@ -88,7 +88,7 @@ def test_this_machine_is_read() -> None:
     assert 0 < machine.memory_available <= machine.memory_total
 
 
-def test_two_sockets_are_told_with_the_way_between_them(tmp_path: Path) -> None:
+def test_two_sockets_have_their_distances(tmp_path: Path) -> None:
     machine = read_topology(make_machine(tmp_path, two_sockets_with_smt()))
     assert machine.sockets == (0, 1)
     assert [node.sockets for node in machine.nodes] == [(0,), (1,)]

@@ -52,7 +52,7 @@ def test_a_process_name_may_hold_brackets_and_blanks(tmp_path: Path) -> None:
     assert other_work_between(before, after).top_processes[0][1] == "a) R (b"
 
 
-def test_a_system_that_tells_nothing_has_no_known_work(tmp_path: Path) -> None:
+def test_a_system_without_proc_has_no_known_work(tmp_path: Path) -> None:
     times = read_cpu_times(CPUS, tmp_path)
     assert times.cpus == 0
     assert other_work_between(times, times).busy_cpus == 0.0

@@ -84,8 +84,10 @@ def test_noise_rarely_hides_the_best_or_makes_the_result_worse_than_the_start() 
 
 
 def test_on_a_flat_surface_the_rule_of_thumb_stays() -> None:
-    kept = sum(run(lambda _: 30.0, noise=0.03, seed=seed)[0].best == START for seed in range(60))
-    assert kept >= 54
+    unchanged = sum(
+        run(lambda _: 30.0, noise=0.03, seed=seed)[0].best == START for seed in range(60)
+    )
+    assert unchanged >= 54
 
 
 def test_without_any_difference_nothing_is_changed_and_little_is_measured() -> None:
@@ -133,14 +135,14 @@ def test_a_setting_that_does_not_run_ends_its_way_only() -> None:
 
 def test_a_start_that_does_not_run_is_the_end() -> None:
     search = Search(SPACE, START)
-    asked = []
+    measured = []
     for setting in search.settings_to_measure():
-        asked.append(setting)
+        measured.append(setting)
         search.history.add(setting, None)
-    assert asked == [START]
+    assert measured == [START]
 
 
-def test_a_search_that_is_stopped_knows_what_it_did_not_come_to() -> None:
+def test_a_stopped_search_knows_its_unsearched_knobs() -> None:
     search = Search(SPACE, START)
     for number, setting in enumerate(search.settings_to_measure()):
         if number == 4:
@@ -156,7 +158,7 @@ def test_the_same_scores_lead_the_same_way() -> None:
     assert list(first.history.scores) == list(second.history.scores)
 
 
-def test_no_setting_is_asked_for_whose_computation_is_larger_than_its_step() -> None:
+def test_no_setting_has_a_micro_batch_larger_than_its_batch() -> None:
     for best in (Setting(16, 128, 128, 2, "free"), Setting(16, 1024, 1024, 2, "free")):
         search, _ = run(towards(best))
         assert all(one.micro_batch <= one.batch for one in search.history.scores)

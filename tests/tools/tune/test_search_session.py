@@ -44,17 +44,19 @@ class Bench:
         self.topology = read_topology(make_machine(tmp_path / "m", two_sockets_with_smt()[:1]))
         self.records = MeasurementLog(tmp_path / "tuning.jsonl", SUBJECT)
         self.time = 0.0
-        self.asked: list[Setting] = []
+        self.measured: list[Setting] = []
         self.refused: Callable[[Setting], bool] = lambda _: False
         self.others = 0.0
 
     def session(self) -> TuningSession:
         space = search_space(self.topology, context=4096, max_slots=4)
-        kept, _ = self.records.read()
-        return TuningSession(Search(space, rule_of_thumb(self.topology)), REQUEST, "balanced", kept)
+        earlier, _ = self.records.read()
+        return TuningSession(
+            Search(space, rule_of_thumb(self.topology)), REQUEST, "balanced", earlier
+        )
 
     async def measure(self, setting: Setting, seconds: float) -> BenchmarkResult:
-        self.asked.append(setting)
+        self.measured.append(setting)
         self.time += EACH
         if self.refused(setting):
             raise SettingFailedError("not enough memory")
@@ -136,7 +138,7 @@ async def test_a_later_run_goes_on_where_the_first_one_stopped(
     await bench.run(bench.session(), minutes=4)
     second = bench.session()
     await bench.run(second)
-    assert bench.asked == whole.asked
+    assert bench.measured == whole.measured
     assert len(second.measurements) == len(at_once.measurements)
     assert reported(second).best == reported(at_once).best
     third = bench.session()
@@ -146,19 +148,19 @@ async def test_a_later_run_goes_on_where_the_first_one_stopped(
 
 async def test_another_goal_uses_the_same_measurements(bench: Bench) -> None:
     await bench.run(bench.session())
-    before = len(bench.asked)
+    before = len(bench.measured)
     session = bench.session()
     session.goal = "throughput"
     await bench.run(session)
     assert len(session.measurements) > session.new_measurements
-    assert session.new_measurements == len(bench.asked) - before
+    assert session.new_measurements == len(bench.measured) - before
 
 
 async def test_what_is_cancelled_keeps_what_was_measured(bench: Bench) -> None:
     session = bench.session()
 
     async def until_cancelled(setting: Setting, seconds: float) -> BenchmarkResult:
-        if len(bench.asked) == 5:
+        if len(bench.measured) == 5:
             raise asyncio.CancelledError
         return await bench.measure(setting, seconds)
 
@@ -169,7 +171,9 @@ async def test_what_is_cancelled_keeps_what_was_measured(bench: Bench) -> None:
     assert reported(session).best.repeats >= 3
 
 
-async def test_what_does_not_run_is_told_and_tried_again_by_a_later_run(bench: Bench) -> None:
+async def test_a_setting_that_fails_is_reported_and_tried_again_by_a_later_run(
+    bench: Bench,
+) -> None:
     bench.refused = lambda setting: setting.slots > 2
     session = bench.session()
     await bench.run(session)
@@ -183,7 +187,7 @@ async def test_what_does_not_run_is_told_and_tried_again_by_a_later_run(bench: B
     assert reported(again).best.setting.slots == 4
 
 
-async def test_work_of_others_meanwhile_is_told(bench: Bench) -> None:
+async def test_other_work_is_reported(bench: Bench) -> None:
     bench.others = 0.5
     session = bench.session()
     await bench.run(session, minutes=3)
@@ -200,7 +204,7 @@ async def test_a_single_measurement_claims_nothing(bench: Bench) -> None:
     assert verdict[1].startswith("A single measurement is taken to vary by 2.0%")
 
 
-async def test_when_nothing_is_better_that_is_said(bench: Bench) -> None:
+async def test_the_verdict_says_when_nothing_is_better(bench: Bench) -> None:
     async def same(setting: Setting, seconds: float) -> BenchmarkResult:
         return BenchmarkResult(Figures(100.0, 10.0, 10.0, 1.0, None), None)
 
@@ -242,7 +246,7 @@ class TestRecords:
         records.append(self.FAILED)
         assert records.read() == ([self.ONE, self.FAILED], 1)
 
-    def test_to_begin_anew_nothing_is_thrown_away(self, tmp_path: Path) -> None:
+    def test_a_new_log_keeps_the_old_one(self, tmp_path: Path) -> None:
         records = MeasurementLog(tmp_path / "t.jsonl", SUBJECT)
         records.rotate()
         records.append(self.ONE)
@@ -309,7 +313,7 @@ class TestWriting:
             check_target(path)
         assert path.read_text() == "llama_node_slots: 3\n"
 
-    def test_a_folder_that_would_hide_a_file_from_ansible_is_told(self, tmp_path: Path) -> None:
+    def test_a_folder_that_would_hide_a_file_from_ansible_is_refused(self, tmp_path: Path) -> None:
         folder = tmp_path / "host_vars" / "epyc-1"
         folder.mkdir(parents=True)
         check_target(folder / "tuned.yml")
@@ -318,7 +322,9 @@ class TestWriting:
             check_target(folder / "tuned.yml")
 
     @pytest.mark.parametrize("name", ["tuned.txt", "missing/tuned.yml"])
-    def test_what_cannot_be_written_is_told_before(self, tmp_path: Path, name: str) -> None:
+    def test_a_file_that_cannot_be_written_is_refused_before(
+        self, tmp_path: Path, name: str
+    ) -> None:
         with pytest.raises(WriteError):
             check_target(tmp_path / name)
 

@@ -31,8 +31,8 @@ REQUEST = BenchmarkRequest(prompt=400, answer=24)
 CONTEXT = 2048
 
 
-def stream(*steps: tuple[float, int], pace: float = 1000.0) -> list[StreamSample]:
-    return [StreamSample(at, tokens, pace) for at, tokens in steps]
+def stream(*steps: tuple[float, int], speed: float = 1000.0) -> list[StreamSample]:
+    return [StreamSample(at, tokens, speed) for at, tokens in steps]
 
 
 class TestTogether:
@@ -41,7 +41,7 @@ class TestTogether:
         assert combined_throughput(streams) == 40 / 2.5
 
     def test_tokens_that_came_in_a_bunch_are_not_believed(self) -> None:
-        late = [stream((5.0, 1), (5.001, 41), pace=20.0)] * 2
+        late = [stream((5.0, 1), (5.001, 41), speed=20.0)] * 2
         assert combined_throughput(late) == 40.0
 
     def test_a_stream_of_one_chunk_has_no_pace(self) -> None:
@@ -57,8 +57,8 @@ def test_silence_is_counted_from_when_the_neighbour_came() -> None:
 
 
 async def probed(answers: dict[str, httpx.Response], slots: int = 2) -> Figures:
-    def answer(asked: httpx.Request) -> httpx.Response:
-        found = answers[asked.url.path]
+    def answer(request: httpx.Request) -> httpx.Response:
+        found = answers[request.url.path]
         return httpx.Response(found.status_code, content=found.content)
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
@@ -71,7 +71,7 @@ TOKENS = httpx.Response(200, json={"tokens": list(range(1000))})
 
 
 @pytest.mark.parametrize(
-    ("answers", "told"),
+    ("answers", "message"),
     [
         ({"/tokenize": httpx.Response(200, json={"tokens": [1, 2]})}, "/tokenize answered"),
         ({"/tokenize": httpx.Response(200, text="<html>")}, "not JSON"),
@@ -92,17 +92,17 @@ TOKENS = httpx.Response(200, json={"tokens": list(range(1000))})
         ),
     ],
 )
-async def test_a_server_that_answers_oddly_is_told(
-    answers: dict[str, httpx.Response], told: str
+async def test_an_odd_response_is_reported(
+    answers: dict[str, httpx.Response], message: str
 ) -> None:
-    with pytest.raises(BenchmarkError, match=told):
+    with pytest.raises(BenchmarkError, match=message):
         await probed(answers)
 
 
-async def test_a_servers_own_clock_tells_how_fast_it_reads_and_writes() -> None:
+async def test_prefill_and_decode_speeds_are_the_server_s_own() -> None:
     timings = {"prompt_n": 400, "prompt_per_second": 900.0, "predicted_per_second": 30.0}
-    told = httpx.Response(200, text=f"data: {json.dumps({'timings': timings})}\n\n")
-    found = await probed({"/tokenize": TOKENS, "/completion": told}, slots=1)
+    message = httpx.Response(200, text=f"data: {json.dumps({'timings': timings})}\n\n")
+    found = await probed({"/tokenize": TOKENS, "/completion": message}, slots=1)
     assert found == Figures(900.0, 30.0, 30.0, None, None)
 
 
@@ -132,15 +132,15 @@ class TestReal:
         assert figures.stall > 0
         assert not any(slot["is_processing"] for slot in slots)
 
-    async def test_each_prompt_is_read_whole(self, url: str) -> None:
+    async def test_each_prompt_is_prefilled_whole(self, url: str) -> None:
         async with unshared_client() as client:
             before = await prompt_tokens(client, url)
             probe = ServerBenchmark(url, client, REQUEST, slots=1, context=CONTEXT)
             await probe.run()
             read = await prompt_tokens(client, url) - before
-        repeats, rest = divmod(read, REQUEST.prompt)
+        repeats, remainder = divmod(read, REQUEST.prompt)
         assert repeats in {1, 2, 3}
-        assert rest == 32  # the warm-up's
+        assert remainder == 32  # the warm-up's
 
 
 async def prompt_tokens(client: httpx.AsyncClient, url: str) -> int:

@@ -38,15 +38,15 @@ def test_the_search_begins_with_what_would_be_run_anyway(two_sockets: Topology) 
     assert start == Setting(4, 512, 256, 2, "node")
     planned = plan_servers(two_sockets, MODEL)
     for spec in planned:
-        made = server_spec(start, spec, two_sockets, spec.context)
+        changed = server_spec(start, spec, two_sockets, spec.context)
         same = replace(
             spec,
-            name=made.name,
+            name=changed.name,
             batch=512,
             micro_batch=256,
-            prompt_cache_bytes=made.prompt_cache_bytes,
+            prompt_cache_bytes=changed.prompt_cache_bytes,
         )
-        assert made == same
+        assert changed == same
 
 
 def test_the_start_is_in_the_space(two_sockets: Topology, smt: Topology) -> None:
