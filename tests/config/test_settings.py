@@ -1,16 +1,11 @@
 from __future__ import annotations
 
-import json
 from ipaddress import ip_network
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.config import ConfigError, Settings, load_settings
-from gateway.config.routing import ModelRule, find_alias_loop
 from tests.config.conftest import LoadSettings, Problems
 
 HASH = "0123456789abcdef" * 4
@@ -67,53 +62,6 @@ def test_resume_is_one_of_three(load_gateway: LoadSettings, written: str, meant:
 def test_no_other_resume_is_known(gateway_problems: Problems, wrong: str) -> None:
     (problem,) = gateway_problems(f"resume: {wrong}")
     assert problem.key == "resume"
-
-
-def test_model_rules_are_read(load_gateway: LoadSettings) -> None:
-    rules = load_gateway(
-        """
-        models:
-          gpt-4o-mini: {use: mistral-7b}
-          helper: {use: [phi-4-mini, mistral-7b]}
-          mistral-7b:
-            set: {temperature: 0.2, stop: [a, b], seed: ~}
-            default: {max_tokens: 512}
-            max_tokens: 2048
-            strip: logit_bias
-        default_model: helper
-        classes: {urgent: {max_wait: 30s}}
-        """
-    )
-    assert rules.models["gpt-4o-mini"].use == ("mistral-7b",)
-    assert rules.models["helper"].use == ("phi-4-mini", "mistral-7b")
-    rule = rules.models["mistral-7b"]
-    assert rule.set == {"temperature": 0.2, "stop": ["a", "b"], "seed": None}
-    assert (rule.default, rule.max_tokens, rule.strip) == (
-        {"max_tokens": 512},
-        2048,
-        ("logit_bias",),
-    )
-    assert rules.default_model == "helper"
-    assert rules.classes["urgent"].max_wait == 30.0
-
-
-def test_keys_are_read_and_their_hashes_are_not_shown(load_gateway: LoadSettings) -> None:
-    (key,) = load_gateway(f"keys: [{{id: a, sha256: {HASH.upper()}, models: m}}]").keys
-    assert (key.id, key.sha256, key.name, key.models) == ("a", HASH, "", ("m",))
-    assert HASH not in repr(key)
-
-
-def test_files_start_in_the_folder_of_the_settings(
-    load_gateway: LoadSettings, tmp_path: Path
-) -> None:
-    for name in ("cert.pem", "key.pem", "admin.key"):
-        (tmp_path / name).write_text("x")
-    settings = load_gateway(
-        "listen: {tls: {cert: cert.pem, key: key.pem}}\nadmin: {key_file: admin.key}"
-    )
-    assert settings.listen.tls is not None
-    assert settings.listen.tls.cert == tmp_path / "cert.pem"
-    assert settings.admin.key_file == tmp_path / "admin.key"
 
 
 @pytest.mark.parametrize("key", ["store: {url: x}"])
@@ -220,72 +168,6 @@ def test_an_unknown_policy_is_reported_with_the_known_ones(
     assert problem.remedy == "did you mean least_finish?"
 
 
-def test_a_duplicate_id_is_reported_with_both_lines(gateway_problems: Problems) -> None:
-    text = f"keys:\n  - id: a\n    sha256: {HASH}\n  - id: a\n    sha256: short\n"
-    problems = gateway_problems(text)
-    assert [(p.line, p.key) for p in problems] == [(4, "keys[1].id"), (5, "keys[1].sha256")]
-    assert "line 2" in problems[0].message
-
-
-def test_names_that_stand_for_each_other_are_refused(gateway_problems: Problems) -> None:
-    (problem,) = gateway_problems("models:\n  a: {use: [x, b]}\n  b: {use: c}\n  c: {use: a}\n")
-    assert problem.message == "the names stand for each other: a -> b -> c -> a"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "expected", "remedy"),
-    [
-        ('{"*": {set: {temperature: 0}}}', '"*" names no model', "use: NAME"),
-        ('{"*": }', '"*" names no model', "use: NAME"),
-        ('{"*": {use: "*"}}', '* uses "*"', "name the models"),
-        ('{"*": {use: [a, "*"]}}', '* uses "*"', "name the models"),
-        ('{"*": {use: a}, b: {use: ["*"]}}', 'b uses "*"', "name the models"),
-        ('{"*": {use: a}, a: {use: b}, b: {use: a}}', "stand for each other", ""),
-    ],
-)
-def test_a_catch_all_that_leads_nowhere_is_refused(
-    gateway_problems: Problems, wrong: str, expected: str, remedy: str
-) -> None:
-    (problem,) = gateway_problems(f"models: {wrong}")
-    assert problem.key == "models"
-    assert expected in problem.message
-    assert remedy in problem.remedy
-
-
-def test_a_catch_all_may_use_an_alias(load_gateway: LoadSettings) -> None:
-    models = load_gateway('models: {"*": {use: [a, b]}, a: {use: c}}').models
-    assert models["*"].use == ("a", "b")
-
-
-HEADERS = [
-    ("Host", "makes its own"), ("content-length", "makes its own"), ("Connection", "makes its own"),
-    ("Transfer-Encoding", "makes its own"), ("TE", "makes its own"), ("Upgrade", "makes its own"),
-    ("content-encoding", "makes its own"), ("Authorization", "api_key_env"),
-    ("X-API-Key", "api_key_env"), ("Cookie", "api_key_env"), ("Set-Cookie", "api_key_env"),
-    ("Proxy-Authorization", "api_key_env"), ("X-Request-ID", "the gateway itself"),
-    ("X-Priority", "the gateway itself"), ("X-Gateway-Node", "the gateway itself"),
-    ("Access-Control-Allow-Origin", "the gateway itself"),
-    ("X-Accel-Redirect", "the gateway itself"), ("X-Custom-*", "each name"), ("*", "each name"),
-    ("two words", "such as"), ("colon:", "such as"), ("line\nbreak", "such as"), ("", "such as"),
-    ("x" * 200, "such as"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("direction", ["to_nodes", "to_clients"])
-@pytest.mark.parametrize(("name", "remedy"), HEADERS)
-def test_headers_that_may_never_pass_are_refused_with_the_remedy(
-    gateway_problems: Problems, direction: str, name: str, remedy: str
-) -> None:
-    (problem,) = gateway_problems(f"headers: {{{direction}: [X-Fine, {json.dumps(name)}]}}")
-    assert problem.key == f"headers.{direction}[1]"
-    assert remedy in problem.remedy
-
-
-def test_further_headers_are_named_one_or_many(load_gateway: LoadSettings) -> None:
-    found = load_gateway("headers: {to_nodes: X-Team, to_clients: [X-A, x-b]}").headers
-    assert (found.to_nodes, found.to_clients) == (("X-Team",), ("X-A", "x-b"))
-
-
 @pytest.mark.parametrize("text", ["", "\n", "# a comment\n", "null", "~", "---\n"])
 def test_a_file_without_settings_is_refused_where_it_would_replace_settings(
     tmp_path: Path, text: str
@@ -297,37 +179,6 @@ def test_a_file_without_settings_is_refused_where_it_would_replace_settings(
     assert "{}" in caught.value.problems[0].remedy
     file.write_text("{}")
     assert load_settings(file, {}, rejected="empty") == Settings()
-
-
-def test_a_name_may_use_itself_and_fall_back(load_gateway: LoadSettings) -> None:
-    assert load_gateway("models: {a: {use: [a, b]}, b: {}}").models["a"].use == ("a", "b")
-
-
-def test_a_long_chain_of_names_is_no_loop_and_no_recursion() -> None:
-    chain = {f"m{i}": ModelRule(use=(f"m{i + 1}",)) for i in range(20_000)}
-    assert find_alias_loop(chain) == []
-    assert len(find_alias_loop({**chain, "m20000": ModelRule(use=("m0",))})) == 20_002
-
-
-GRAPHS = st.dictionaries(
-    st.sampled_from("abcdef"), st.lists(st.sampled_from("abcdefgh"), max_size=4)
-)
-
-
-@given(GRAPHS)
-def test_a_loop_is_found_exactly_where_there_is_one(graph: dict[str, list[str]]) -> None:
-    rules = {name: ModelRule(use=tuple(used)) for name, used in graph.items()}
-    loop = find_alias_loop(rules)
-
-    # The other direction: take away names that lead nowhere until nothing changes.
-    left = {name: {one for one in used if one != name} for name, used in graph.items()}
-    while ends := [name for name, used in left.items() if not used & left.keys()]:
-        for name in ends:
-            del left[name]
-    assert bool(loop) == bool(left)
-    for name, used in pairwise(loop):
-        assert used in rules[name].use
-    assert not loop or (loop[0] == loop[-1] and len(loop) > 2)
 
 
 def test_all_problems_come_at_once(gateway_problems: Problems) -> None:

@@ -8,7 +8,6 @@ from itertools import product
 
 import pytest
 
-from gateway.tools.tune.measurements import ScoreHistory
 from gateway.tools.tune.search import REPEATS, Search
 from gateway.tools.tune.setting import BATCH_SIZES, MICRO_BATCH_SIZES, SearchSpace, Setting
 
@@ -168,35 +167,3 @@ def test_no_setting_has_a_micro_batch_larger_than_its_batch() -> None:
 def test_the_size_of_the_grid_counts_settings_that_are_possible() -> None:
     possible = [one for one in product(*astuple(SPACE)) if one[2] <= one[1]]
     assert SPACE.size == len(possible)
-
-
-class TestHistory:
-    def test_noise_is_found_from_repeats(self) -> None:
-        rng = random.Random(2)
-        history = ScoreHistory()
-        for slots in range(1, 41):
-            setting = START.with_knob("slots", slots)
-            for _ in range(3):
-                history.add(setting, slots * math.exp(rng.gauss(0, 0.05)))
-        assert history.noise() == pytest.approx(0.05, rel=0.15)
-
-    def test_two_repeats_that_agree_by_chance_are_not_believed(self) -> None:
-        history = ScoreHistory()
-        for _ in range(2):
-            history.add(START, 30.0)
-        assert history.noise() > 0.01
-
-    def test_one_outlier_does_not_move_a_setting(self) -> None:
-        history = ScoreHistory()
-        for score in (30.0, 90.0, 30.3):
-            history.add(START, score)
-        assert history.median_score(START) == 30.3
-
-    def test_less_seconds_are_better(self) -> None:
-        history, other = ScoreHistory(), START.with_knob("threads", 12)
-        for _ in range(3):
-            history.add(START, 30.0)
-            history.add(other, 20.0)
-        assert history.clearly_better(other, START)
-        assert not history.clearly_better(START, other)
-        assert history.gain(other, START) == pytest.approx(1 / 3)
