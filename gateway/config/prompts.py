@@ -61,7 +61,7 @@ MOST_MATCH_PATHS = 16 * LONGEST_LINE
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """Tell why a text can't be a pattern, and the remedy; None where it can."""
+    """Return why a text can't be a pattern, with the remedy; None where it can."""
     if len(pattern) > LONGEST_PATTERN:
         return f"is longer than {LONGEST_PATTERN} characters"
     try:
@@ -86,7 +86,7 @@ def pattern_problem(pattern: str) -> str | None:
 
 
 def literal_prefix(pattern: str) -> str:
-    """Tell the plain characters that a pattern begins with; it must have no `pattern_problem`."""
+    """Return the plain characters that a pattern begins with; it must have no `pattern_problem`."""
     return _prefix(_parse(pattern))
 
 
@@ -214,7 +214,7 @@ def _prefix(parts: list[_PatternPart]) -> str:
 
 
 def _only_char(text: str) -> str:
-    """Tell the character of a set such as `[.]`; empty for all other sets."""
+    """Return the character of a set such as `[.]`; empty for all other sets."""
     inside = text[1:-1] if text[0] == "[" else ""
     if len(inside) == 1:
         return inside
@@ -223,7 +223,7 @@ def _only_char(text: str) -> str:
 
 
 def _char(text: str) -> str:
-    """Tell the character that a plain one or an escape stands for."""
+    """Return the character that a plain one or an escape stands for."""
     if len(text) > 1 and text[1].isascii() and text[1].isalnum():
         return text.encode().decode("unicode_escape")
     return text[-1]

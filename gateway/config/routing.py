@@ -52,13 +52,13 @@ class ModelRule(ConfigModel):
     set: Annotated[
         JsonMap,
         BeforeValidator(_parameters),
-        Field(description="Parameters that every request gets, whatever it says."),
+        Field(description="Parameters that every request gets, instead of its own."),
         TypeLabel("mapping"),
     ] = Field(default_factory=dict)
     default: Annotated[
         JsonMap,
         BeforeValidator(_parameters),
-        Field(description="Parameters that a request gets if it doesn't name them."),
+        Field(description="Parameters that a request gets unless it has them."),
         TypeLabel("mapping"),
     ] = Field(default_factory=dict)
     max_tokens: Annotated[
@@ -70,7 +70,7 @@ class ModelRule(ConfigModel):
         tuple[NonEmptyText, ...],
         BeforeValidator(_parameters),
         BeforeValidator(as_list),
-        Field(description="Parameters that are taken out of every request."),
+        Field(description="Parameters that are removed from every request."),
         TypeLabel("list of names"),
     ] = ()
 
@@ -92,7 +92,7 @@ def check_catch_all(rules: Mapping[str, ModelRule]) -> None:
     for name, one in rules.items():
         if CATCH_ALL in one.use:
             raise validation_error(
-                f'{name} uses "*", which is no model', "name the models that are meant instead"
+                f'{name} uses "*", which is no model', "name the models instead"
             )
 
 

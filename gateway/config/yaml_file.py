@@ -371,7 +371,7 @@ class InterpolationError(ValueError):
 
 
 def is_variable_reference(text: str) -> bool:
-    """Tell whether a text is wholly one `${...}`."""
+    """Return whether a text is wholly one `${...}`."""
     found = _DOLLAR.fullmatch(text)
     return found is not None and found["inner"] is not None
 
