@@ -91,9 +91,7 @@ def check_catch_all(rules: Mapping[str, ModelRule]) -> None:
         )
     for name, one in rules.items():
         if CATCH_ALL in one.use:
-            raise validation_error(
-                f'{name} uses "*", which is no model', "name the models instead"
-            )
+            raise validation_error(f'{name} uses "*", which is no model', "name the models instead")
 
 
 def find_alias_loop(rules: Mapping[str, ModelRule]) -> list[str]:

@@ -13,7 +13,7 @@ from tests.tools.cli.running import Ran, run
 
 
 def parts(ran: Ran) -> tuple[str, str]:
-    """The key and the snippet of an answer."""
+    """Return the key and the settings in an output."""
     assert ran.status == 0, ran.err
     before, _, snippet = ran.out.partition("For config/gateway.yaml:\n\n")
     (key,) = [line.strip() for line in before.splitlines() if line.startswith("  ")]

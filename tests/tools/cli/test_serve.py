@@ -12,7 +12,7 @@ from tests.tools.cli.running import run
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Options]:
-    """The options that the gateway would run with; here it does not run."""
+    """The options that the gateway would run with; it does not run."""
     seen: list[Options] = []
 
     def start(options: Options) -> int:

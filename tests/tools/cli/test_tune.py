@@ -33,7 +33,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def command(*arguments: str) -> list[str]:
-    """On one CPU: two threads of a server wait for each other while other tests run."""
+    """Run on one CPU: beside other tests, two threads of a server wait for each other."""
     cpu = min(os.sched_getaffinity(0))
     launch = [sys.executable, "-m", "gateway.tools.local.launch", "--cpus", str(cpu), "--"]
     return [*launch, sys.executable, "-m", "gateway", "tune", *arguments]
@@ -52,7 +52,7 @@ def lines_of(file: Path) -> int:
 
 @pytest.fixture
 def busy() -> Iterator[None]:
-    """Work that every CPU has."""
+    """Load every CPU."""
     code = "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end: pass"
     workers = [subprocess.Popen([sys.executable, "-c", code]) for _ in os.sched_getaffinity(0)]
     try:

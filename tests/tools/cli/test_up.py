@@ -57,7 +57,7 @@ class Up:
         self.more.set()
 
     async def line_with(self, *parts: str) -> str:
-        """The first line with one of these words, once it is there."""
+        """Wait for a line with one of these texts."""
         async with asyncio.timeout(START_LIMIT):
             while True:
                 self.more.clear()
@@ -72,11 +72,11 @@ class Up:
         return found[0]
 
     def servers(self) -> list[psutil.Process]:
-        """What it has started and runs."""
+        """The processes that it has started."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     async def nodes(self) -> dict[str, Any]:
-        """The nodes as the admin API tells them."""
+        """The nodes of the admin API, by name."""
         admin = json.loads(await self.line_with('"listening"'))["admin"]
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             answer = (await client.get(f"{admin}/admin/nodes")).json()
@@ -92,7 +92,7 @@ class Up:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    # Without llama-server's of this machine: what is tested comes with the gateway.
+    # No llama-server of this machine is used, but the embedded one.
     given = {"LLAMA_GATEWAY_CACHE": str(tmp_path / "cache"), "PATH": "/nowhere"}
     return server_environment({**given, "TMPDIR": str(tmp_path)})
 
@@ -123,7 +123,7 @@ async def running(environment: dict[str, str], *arguments: str | Path) -> AsyncI
 
 async def until(condition: Callable[[], Awaitable[bool]], limit: float = 120.0) -> None:
     async with asyncio.timeout(limit):
-        while not await condition():  # noqa: ASYNC110 - another process, seen by asking
+        while not await condition():  # noqa: ASYNC110 - another process, seen by polling
             await asyncio.sleep(0.02)
 
 

@@ -26,7 +26,7 @@ from tests.servers import (
     stop_demo_server,
     wait_for_demo_server,
 )
-from tests.tools.local.asking import LIMIT, get, post
+from tests.tools.local.server_requests import TIMEOUT, get, post
 
 pytestmark = pytest.mark.real
 
@@ -97,7 +97,7 @@ def test_a_file_without_a_key_opens_nothing(tmp_path: Path, content: bytes | Non
     try:
         with pytest.raises(AssertionError, match=f"embedded: --api-key-file {keys} "):
             wait_for_demo_server(server)
-        assert server.process.wait(LIMIT) == 1
+        assert server.process.wait(TIMEOUT) == 1
     finally:
         stop_demo_server(server)
 
@@ -199,7 +199,7 @@ def test_sigterm_ends_it_at_once_though_a_stream_runs() -> None:
     with running_demo_servers(1, context=16_384) as (server,):
         body = {"prompt": "on", "n_predict": 16_000, "stream": True}
         url = f"{server.url}/completion"
-        with httpx.stream("POST", url, json=body, timeout=LIMIT) as answer:
+        with httpx.stream("POST", url, json=body, timeout=TIMEOUT) as answer:
             next(answer.iter_lines())
             server.process.terminate()
             # By itself the server ends its streams first, some 30 s, and then with status 0.

@@ -18,7 +18,7 @@ from gateway.tools.local.embedded import (
 from gateway.tools.local.plan import plan_local_fleet
 from gateway.tools.local.server_command import server_environment
 from tests.servers import running_demo_servers
-from tests.tools.local.asking import post
+from tests.tools.local.server_requests import post
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the wheel brings its own there")
 

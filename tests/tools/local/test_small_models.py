@@ -1,4 +1,4 @@
-"""What docs/models.md says of two models, checked on files of their very shape."""
+"""Checks the statements of docs/models.md about two models, on files of the same shape."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_fixture_has_the_tensors_that_the_published_file_has(model: Publishe
 
 
 @pytest.mark.parametrize("model", MODELS, ids=named)
-def test_up_reads_of_the_file_what_the_page_says(model: Published, tmp_path: Path) -> None:
+def test_up_reads_the_figures_of_the_page(model: Published, tmp_path: Path) -> None:
     read = read_model(write_hollow(model, tmp_path))
     assert (read.name, read.size, read.trained_context) == (
         model.file.removesuffix(".gguf"),

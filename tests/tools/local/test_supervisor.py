@@ -148,7 +148,7 @@ async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.real
 async def test_a_llama_server_binary_is_run_in_place_of_the_embedded_one(tmp_path: Path) -> None:
-    """The binary is the embedded server behind llama-server's flags: none is to be had here."""
+    """The binary is the embedded server behind llama-server's flags."""
     binary = find_binary(stub_binary(tmp_path / "llama-server"))
     fleet = LocalFleet(specs(1), tmp_path, binary=binary, base_port=0)
     async with fleet, httpx.AsyncClient(timeout=60) as client:
@@ -167,11 +167,11 @@ def stub_binary(path: Path, before: str = "") -> Path:
 import argparse, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 from gateway.tools.local import embedded
-made = argparse.ArgumentParser()
+parser = argparse.ArgumentParser()
 for names in (("-m", "--model"), ("--alias",), ("--host",), ("--port",), ("-np", "--parallel"),
               ("-c", "--ctx-size"), ("-t", "--threads"), ("-tb",), ("-b",), ("-ub",)):
-    made.add_argument(*names)
-given = made.parse_args()
+    parser.add_argument(*names)
+given = parser.parse_args()
 {before}
 embedded.main(["--model", given.model, "--alias", given.alias, "--port", given.port,
                "--slots", given.parallel, "--ctx", given.ctx_size])

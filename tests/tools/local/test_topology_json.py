@@ -18,7 +18,7 @@ MODULES = (
     "tools/__init__",
     *(f"tools/local/{name}" for name in ("__init__", "processor", "system_files", "topology")),
 )
-"""What a playbook copies to a machine; beside them an empty `gateway/__init__.py`."""
+"""The modules that a playbook runs on a host, beside an empty `gateway/__init__.py`."""
 
 
 def test_a_bare_python_reads_the_topology(tmp_path: Path) -> None:

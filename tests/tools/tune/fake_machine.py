@@ -27,15 +27,15 @@ EACH = 30.0  # seconds of a measurement
 
 
 class Bench:
-    """A machine whose figures are a formula and whose clock goes on as it measures."""
+    """A machine whose figures follow a formula, with a clock that each measurement advances."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.topology = read_topology(make_machine(tmp_path / "m", two_sockets_with_smt()[:1]))
         self.records = MeasurementLog(tmp_path / "tuning.jsonl", SUBJECT)
         self.time = 0.0
         self.measured: list[Setting] = []
-        self.refused: Callable[[Setting], bool] = lambda _: False
-        self.others = 0.0
+        self.fails: Callable[[Setting], bool] = lambda _: False
+        self.other_work = 0.0
 
     def session(self) -> TuningSession:
         space = search_space(self.topology, context=4096, max_slots=4)
@@ -47,7 +47,7 @@ class Bench:
     async def measure(self, setting: Setting, seconds: float) -> BenchmarkResult:
         self.measured.append(setting)
         self.time += EACH
-        if self.refused(setting):
+        if self.fails(setting):
             raise SettingFailedError("not enough memory")
         figures = Figures(
             prefill=25.0 * setting.threads,
@@ -56,7 +56,7 @@ class Bench:
             stall=setting.batch / 100 if setting.slots > 1 else None,
             memory=setting.slots << 30,
         )
-        return BenchmarkResult(figures, self.others)
+        return BenchmarkResult(figures, self.other_work)
 
     async def run(self, session: TuningSession, minutes: float = 60.0) -> list[PlannedMeasurement]:
         steps: list[PlannedMeasurement] = []

@@ -15,7 +15,7 @@ CPUS = {0, 1}
 
 
 def machine(root: Path, busy: tuple[int, int], idle: int, **processes: int) -> Path:
-    """Ticks since the start: of two CPUs that may be used, a third, and of processes."""
+    """Write `/proc` with the ticks of two usable CPUs, of a third, and of processes."""
     lines = [f"cpu{cpu} {ticks // 2} {ticks - ticks // 2} 0 {idle} 0 0 0 0 0 0" for cpu, ticks in
              enumerate(busy)]  # fmt: skip
     write(

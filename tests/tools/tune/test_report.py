@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 async def test_other_work_is_reported(bench: Bench) -> None:
-    bench.others = 0.5
+    bench.other_work = 0.5
     session = bench.session()
     await bench.run(session, minutes=3)
     found = reported(session)

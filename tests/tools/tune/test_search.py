@@ -26,7 +26,7 @@ Surface = Callable[[Setting], float]
 
 
 def towards(best: Setting, steep: float = 0.15) -> Surface:
-    """Worse by a share for each step away from the best value of a knob."""
+    """A surface that gets worse by a share with each step away from the best value of a knob."""
 
     def seconds(setting: Setting) -> float:
         away = (

@@ -94,14 +94,14 @@ async def test_what_is_cancelled_keeps_what_was_measured(bench: Bench) -> None:
 async def test_a_setting_that_fails_is_reported_and_tried_again_by_a_later_run(
     bench: Bench,
 ) -> None:
-    bench.refused = lambda setting: setting.slots > 2
+    bench.fails = lambda setting: setting.slots > 2
     session = bench.session()
     await bench.run(session)
     failed = reported(session).as_dict()["failed"]
     assert {one["error"] for one in failed} == {"not enough memory"}
     assert {one["setting"]["slots"] for one in failed} == {3}
     assert reported(session).best.setting.slots <= 2
-    bench.refused = lambda _: False
+    bench.fails = lambda _: False
     again = bench.session()
     await bench.run(again)
     assert reported(again).best.setting.slots == 4
