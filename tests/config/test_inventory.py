@@ -58,7 +58,7 @@ def test_a_common_mistake_is_reported_with_the_remedy(
 
 
 @pytest.mark.parametrize("text", ["[1]", "nodes", "nodes: {a: b}", "nodes: [1]", "defaults: 3"])
-def test_the_file_has_its_form(nodes_problems: Problems, text: str) -> None:
+def test_a_file_of_another_form_is_refused(nodes_problems: Problems, text: str) -> None:
     assert any("must be a" in problem.message for problem in nodes_problems(text))
 
 
@@ -144,7 +144,7 @@ def test_an_unknown_key_of_the_file_is_reported_with_the_nearest(
     assert (problem.line, problem.message, problem.remedy) == (1, "unknown key", remedy)
 
 
-def test_nodes_share_what_aliases_name(load_nodes: LoadNodes) -> None:
+def test_nodes_share_aliases(load_nodes: LoadNodes) -> None:
     nodes = load_nodes(
         """
         nodes:
@@ -178,7 +178,7 @@ def test_an_inventory_built_in_code_keeps_the_same_rules() -> None:
         Inventory.model_validate({"nodes": plain["nodes"] * 2})
 
 
-def test_the_environment_is_the_process_own_by_default(
+def test_the_default_environment_is_the_process_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOME_HOST_OF_MINE", "h")

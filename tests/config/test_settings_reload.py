@@ -23,7 +23,7 @@ OLD = Settings()
         ({"listen": {"tls": {"cert": "c", "key": "k"}}}, ("listen.tls",)),
     ],
 )
-def test_only_what_is_fixed_at_the_start_needs_a_restart(
+def test_only_keys_of_open_listeners_need_a_restart(
     changed: dict[str, object], keys: tuple[str, ...]
 ) -> None:
     new = Settings.model_validate(changed)

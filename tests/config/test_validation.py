@@ -11,7 +11,7 @@ ONE = "nodes:\n  - {{name: a, url: 'http://h:80', {}}}\n"
 
 
 @pytest.mark.parametrize(("key", "value", "meant"), [("tier", "CPU", "cpu"), ("Slots", 2, "slots")])
-def test_capital_letters_hide_no_near_word(
+def test_near_words_are_found_whatever_their_case(
     nodes_problems: Problems, key: str, value: object, meant: str
 ) -> None:
     (problem,) = nodes_problems(ONE.format(f"{key}: {value}"))

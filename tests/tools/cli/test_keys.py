@@ -21,7 +21,7 @@ def parts(ran: Ran) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("command", ["hash", "create"])
-def test_a_made_key_opens_a_gateway_with_the_printed_lines(command: str, tmp_path: Path) -> None:
+def test_a_new_key_is_accepted_with_the_printed_settings(command: str, tmp_path: Path) -> None:
     key, snippet = parts(run("keys", command))
     file = tmp_path / "gateway.yaml"
     file.write_text(snippet)
@@ -78,7 +78,7 @@ def test_a_key_that_exists_is_read_from_stdin_and_not_shown() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "sk-my-secret", "lg_my.id_secret", "x" * 100_000])
-def test_what_is_no_key_is_refused_and_not_quoted(text: str) -> None:
+def test_a_text_that_is_no_key_is_refused_and_not_quoted(text: str) -> None:
     ran = run("keys", "hash", "--read", stdin=text)
     assert (ran.status, ran.out) == (2, "")
     assert len(ran.err.splitlines()) == 1

@@ -37,7 +37,7 @@ def test_help_names_every_command() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_teaches_by_example(command: tuple[str, ...]) -> None:
+def test_every_command_has_examples(command: tuple[str, ...]) -> None:
     ran = run(*command, "--help")
     assert ran.status == 0
     assert "Examples" in ran.out

@@ -51,12 +51,14 @@ def test_every_problem_of_both_files_is_reported_with_its_line(folder: Path) -> 
     assert all(problem["message"] and problem["key"] for problem in answer["problems"])
 
 
-EDGE = "listen: {trusted_proxies: [10.0.0.1]}\n"
+BEHIND_PROXY = "listen: {trusted_proxies: [10.0.0.1]}\n"
 
 
 @pytest.mark.parametrize("command", [("check",), ("check", "--json"), ("serve",)])
-def test_an_edge_without_keys_is_refused(folder: Path, command: tuple[str, ...]) -> None:
-    (folder / "config/gateway.yaml").write_text(EDGE)
+def test_a_listener_behind_a_proxy_without_keys_is_refused(
+    folder: Path, command: tuple[str, ...]
+) -> None:
+    (folder / "config/gateway.yaml").write_text(BEHIND_PROXY)
     ran = run(*command)
     assert ran.status == 2
     output = ran.out + ran.err
@@ -65,18 +67,18 @@ def test_an_edge_without_keys_is_refused(folder: Path, command: tuple[str, ...])
     assert "--allow-anonymous" in output
 
 
-def test_an_edge_with_a_key_or_the_word_that_none_is_meant_is_fine(folder: Path) -> None:
-    (folder / "config/gateway.yaml").write_text(EDGE)
+def test_a_listener_behind_a_proxy_with_a_key_or_allow_anonymous_is_fine(folder: Path) -> None:
+    (folder / "config/gateway.yaml").write_text(BEHIND_PROXY)
     assert run("check", "--allow-anonymous").status == 0
-    (folder / "config/gateway.yaml").write_text(EDGE + "allow_anonymous: true\n")
+    (folder / "config/gateway.yaml").write_text(BEHIND_PROXY + "allow_anonymous: true\n")
     assert run("check").status == 0
     key = f"keys: [{{id: a, sha256: {'0' * 64}}}]\n"
-    (folder / "config/gateway.yaml").write_text(EDGE + key)
+    (folder / "config/gateway.yaml").write_text(BEHIND_PROXY + key)
     assert run("check").status == 0
 
 
 @pytest.mark.parametrize("text", ["", " \n\n", "\ufeff"])
-def test_a_settings_file_without_a_word_is_refused(folder: Path, text: str) -> None:
+def test_a_blank_settings_file_is_refused(folder: Path, text: str) -> None:
     (folder / "config/gateway.yaml").write_text(text)
     for command in ("check", "serve"):
         ran = run(command)
@@ -86,7 +88,7 @@ def test_a_settings_file_without_a_word_is_refused(folder: Path, text: str) -> N
 
 
 @pytest.mark.parametrize("text", ["# all defaults\n", "{}\n", "listen:\n", "null\n"])
-def test_settings_that_name_nothing_on_purpose_are_fine(folder: Path, text: str) -> None:
+def test_empty_settings_on_purpose_are_fine(folder: Path, text: str) -> None:
     (folder / "config/gateway.yaml").write_text(text)
     assert run("check").status == 0
     assert run("check", "--config", "/dev/null").status == 0
@@ -134,7 +136,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flags", REFUSED, ids=" ".join)
-def test_what_serve_refuses_is_no_valid_configuration(folder: Path, flags: tuple[str, ...]) -> None:
+def test_a_configuration_that_serve_refuses_is_invalid(
+    folder: Path, flags: tuple[str, ...]
+) -> None:
     (folder / "binary").write_bytes(b"\xff")
     (folder / "junk.pem").write_text("junk")
     (folder / "tls.yaml").write_text(

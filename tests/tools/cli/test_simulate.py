@@ -79,7 +79,7 @@ def test_an_inventory_and_the_speeds_that_the_gateway_measured(tmp_path: Path) -
     assert "times `speed_hint` for b: --speeds FILE tells more" in ran.err
 
 
-def test_a_trace_of_ones_own(tmp_path: Path) -> None:
+def test_a_trace_file_is_played(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     lines = [
         {"time": i, "prompt_tokens": 100 + i * 20, "output_tokens": 10, "session": "s"}

@@ -241,9 +241,7 @@ class TestServing:
             assert [memlock_warning(model, server.pid) for server in it.servers()] == [None]
             assert "is locked" not in "\n".join(it.lines)
 
-    async def test_no_server_outlives_a_gateway_that_is_killed(
-        self, environment: dict[str, str]
-    ) -> None:
+    async def test_no_server_outlives_a_killed_gateway(self, environment: dict[str, str]) -> None:
         async with running(environment, "--servers", "2") as it:
             await it.url()
             servers = it.servers()
@@ -298,7 +296,7 @@ class TestServing:
                     assert f"  {name}: started on http://127.0.0.1:{taken}" in it.lines
                 assert await it.end() == 0
 
-    async def test_a_terminal_shows_a_live_list(self, environment: dict[str, str]) -> None:
+    async def test_a_terminal_shows_the_servers_progress(self, environment: dict[str, str]) -> None:
         ours, theirs = pty.openpty()
         process = await asyncio.create_subprocess_exec(
             *COMMAND, *("--port", "0", "--admin-port", "0", "--servers", "2"),

@@ -12,14 +12,14 @@ def test_the_gateways_own_variable_comes_first() -> None:
     assert cache_folder(env) == Path("/a/b")
 
 
-def test_a_relative_one_counts_from_the_working_folder(
+def test_a_relative_folder_counts_from_the_working_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cache_folder({"LLAMA_GATEWAY_CACHE": "c"}) == tmp_path / "c"
 
 
-def test_then_the_xdg_folder_if_it_is_absolute() -> None:
+def test_the_xdg_folder_counts_if_it_is_absolute() -> None:
     assert cache_folder({"XDG_CACHE_HOME": "/x", "HOME": "/h"}) == Path("/x/llama-gateway")
     home = Path("/h/.cache/llama-gateway")
     assert cache_folder({"XDG_CACHE_HOME": "x", "HOME": "/h"}) == home

@@ -25,7 +25,7 @@ from gateway.tools.local.gguf_file import read_model
 DIGEST = "75744240716fb4a26a9ae7f0ffd6b689661ee810ff240697980ebf1c425a5e3e"
 
 
-def test_the_same_bytes_come_out_everywhere(tmp_path: Path) -> None:
+def test_the_model_has_the_same_bytes_everywhere(tmp_path: Path) -> None:
     path = ensure_demo_model(tmp_path)
     # Changed on purpose? Then raise FILE_VERSION, so that old files are not reused.
     assert hashlib.sha256(path.read_bytes()).hexdigest() == DIGEST

@@ -57,7 +57,7 @@ def chat(url: str, content: str, **more: Any) -> dict[str, Any]:
     return choice
 
 
-def test_what_the_gateway_reads_of_a_node_is_switched_on(url: str) -> None:
+def test_the_endpoints_that_the_gateway_reads_are_enabled(url: str) -> None:
     assert get(f"{url}/health").json() == {"status": "ok"}
     props = get(f"{url}/props").json()
     assert props["total_slots"] == 2
@@ -67,7 +67,7 @@ def test_what_the_gateway_reads_of_a_node_is_switched_on(url: str) -> None:
     assert [model["id"] for model in get(f"{url}/v1/models").json()["data"]] == ["demo"]
 
 
-def test_no_web_page_may_call_it(url: str) -> None:
+def test_no_web_page_may_call_the_server(url: str) -> None:
     answer = get(f"{url}/slots", headers={"Origin": "http://evil.example"})
     assert answer.headers.get("Access-Control-Allow-Origin", "") == ""
 
@@ -89,7 +89,7 @@ def test_keys_of_a_file_are_required(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n \n", "schlüssel".encode()])
-def test_a_file_without_a_key_opens_nothing(tmp_path: Path, content: bytes | None) -> None:
+def test_a_file_without_keys_is_refused(tmp_path: Path, content: bytes | None) -> None:
     keys = tmp_path / "keys"
     if content is not None:
         keys.write_bytes(content)
@@ -102,7 +102,7 @@ def test_a_file_without_a_key_opens_nothing(tmp_path: Path, content: bytes | Non
         stop_demo_server(server)
 
 
-def test_it_runs_on_to_its_length_in_printable_words(url: str) -> None:
+def test_it_generates_printable_words_up_to_its_length(url: str) -> None:
     choice = chat(url, "Tell me of the sea.", max_tokens=300)
     assert choice["finish_reason"] == "length"
     text = choice["message"]["content"]
@@ -112,7 +112,7 @@ def test_it_runs_on_to_its_length_in_printable_words(url: str) -> None:
     assert len(set(words)) > 50
 
 
-def test_greedy_text_repeats_itself_on_every_server_alone_or_in_company() -> None:
+def test_greedy_text_is_the_same_on_every_server_alone_or_beside_others() -> None:
     prompts = [f"Tell me of the river, {number}." for number in range(8)]
     with demo_servers(2, slots=4) as (one, other):
 
@@ -129,7 +129,7 @@ def test_greedy_text_repeats_itself_on_every_server_alone_or_in_company() -> Non
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_it_calls_a_tool_and_answers_with_words_afterwards(url: str, choice: str) -> None:
+def test_it_calls_a_tool_and_then_answers_with_words(url: str, choice: str) -> None:
     reply = chat(url, "Weather?", tools=[TOOL], tool_choice=choice, max_tokens=200)
     assert reply["finish_reason"] == "tool_calls"
     (call,) = reply["message"]["tool_calls"]
@@ -149,7 +149,7 @@ def test_a_json_schema_is_followed(url: str) -> None:
     assert choice["message"]["content"].replace(" ", "") in {'{"a":"x"}', '{"a":"y"}'}
 
 
-def test_any_text_is_read_and_given_back(url: str) -> None:
+def test_any_text_is_tokenized_and_restored(url: str) -> None:
     text = "Grüße, 日本 \U0001f600\n\ttab  two spaces <b>&</b>"
     tokens = post(f"{url}/tokenize", json={"content": text}).json()["tokens"]
     assert post(f"{url}/detokenize", json={"tokens": tokens}).json()["content"] == text
@@ -195,7 +195,7 @@ def test_a_model_may_be_locked_in_memory(more: tuple[str, ...]) -> None:
     assert mapped == (not more)
 
 
-def test_sigterm_ends_it_at_once_though_a_stream_runs() -> None:
+def test_sigterm_ends_the_server_at_once_during_a_stream() -> None:
     with running_demo_servers(1, context=16_384) as (server,):
         body = {"prompt": "on", "n_predict": 16_000, "stream": True}
         url = f"{server.url}/completion"

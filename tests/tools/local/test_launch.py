@@ -72,7 +72,7 @@ def test_a_command_that_cannot_run_exits_as_in_a_shell(command: str, status: int
     assert done.stderr.startswith(f"launch: {command}: ")
 
 
-def test_a_parent_that_is_gone_already_is_noticed() -> None:
+def test_a_parent_that_has_ended_already_is_noticed() -> None:
     done = run("--parent", "1", "--", "/bin/echo", "orphan")
     assert (done.returncode, done.stdout) == (1, "")
 

@@ -20,13 +20,13 @@ def machine(tmp_path: Path) -> Topology:
     return read_topology(make_machine(tmp_path, two_sockets_with_smt(), memory_gib=64))
 
 
-def test_what_leaves_exactly_two_gib_passes(machine: Topology) -> None:
+def test_servers_that_leave_exactly_two_gib_fit(machine: Topology) -> None:
     machine = replace(machine, memory_available=32 * GIB)
     check_memory(machine, MODEL, [None, None])
     assert memory_headroom(machine, MODEL.size, 2) == 0
 
 
-def test_a_byte_less_is_refused_with_figures_and_the_way_out(machine: Topology) -> None:
+def test_one_byte_less_is_refused_with_figures_and_the_remedy(machine: Topology) -> None:
     machine = replace(machine, memory_available=32 * GIB - 1)
     with pytest.raises(MemoryShortError) as caught:
         check_memory(machine, MODEL, [None, None])
@@ -53,7 +53,7 @@ def test_a_bound_server_must_fit_into_its_node(machine: Topology) -> None:
         check_memory(replace(machine, nodes=(low, machine.nodes[1])), MODEL, [0, 1])
 
 
-def test_force_lets_everything_pass(machine: Topology) -> None:
+def test_force_skips_the_check(machine: Topology) -> None:
     check_memory(replace(machine, memory_available=0), MODEL, [0, 0, 0], force=True)
 
 

@@ -54,7 +54,7 @@ def test_several_servers_of_a_node_share_its_cores(
     assert len({spec.name for spec in specs}) == servers
 
 
-def test_servers_are_dealt_out_over_the_nodes(two_nodes: Topology) -> None:
+def test_servers_are_distributed_over_the_nodes(two_nodes: Topology) -> None:
     specs = plan_servers(two_nodes, MODEL, servers=3)
     assert [spec.numa_node for spec in specs] == [0, 1, 0]
     assert [spec.threads for spec in specs] == [2, 4, 2]

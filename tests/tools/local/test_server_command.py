@@ -52,7 +52,7 @@ def split(command: list[str]) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("binary", [None, help_with("--metrics")])
-def test_batches_that_are_given_are_used(binary: ServerBinary | None) -> None:
+def test_given_batches_are_used(binary: ServerBinary | None) -> None:
     spec = replace(SPEC, batch=1024, micro_batch=128)
     _, server = split(server_command(spec, 8081, parent=42, binary=binary))
     batch, micro_batch = ("-b", "-ub") if binary else ("--batch", "--ubatch")
@@ -114,7 +114,7 @@ def test_of_two_names_of_a_flag_the_newer_is_used() -> None:
         (("--mlock", "--no-mmap"), False, "--mlock"),
     ],
 )
-def test_a_model_is_locked_by_the_flags_that_there_are(
+def test_a_model_is_locked_by_the_flags_of_the_binary(
     has: tuple[str, ...], no_mmap: bool, given: str
 ) -> None:
     spec = replace(SPEC, mlock=True, no_mmap=no_mmap)
@@ -123,7 +123,7 @@ def test_a_model_is_locked_by_the_flags_that_there_are(
     assert " ".join(server).endswith(f" {given}")
 
 
-def test_a_prefill_is_cut_small_but_a_text_to_embed_is_not_cut() -> None:
+def test_prefills_have_small_batches_but_embeddings_one() -> None:
     for spec, sizes in ((SPEC, "-b 512 -ub 256"), (PINNED, "-b 4096 -ub 4096")):
         assert sizes in " ".join(server_command(spec, 8081, parent=1, binary=help_with()))
 

@@ -117,7 +117,7 @@ def test_an_error_closes_the_connection(url: str) -> None:
         assert (status, headers["connection"]) == (400, "close")
 
 
-def test_a_slot_is_free_soon_after_its_stream_is_left(url: str) -> None:
+def test_a_slot_is_free_soon_after_its_stream_is_closed(url: str) -> None:
     with Connection(url) as connection:
         connection.send("/completion", LONG)
         assert connection.head()[0] == 200

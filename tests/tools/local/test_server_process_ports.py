@@ -33,7 +33,7 @@ def test_the_first_free_port_from_the_base_is_claimed() -> None:
         assert claimed_port(claim) > claimed_port(taken)
 
 
-def test_any_port_will_do_where_none_is_left_above() -> None:
+def test_any_free_port_is_claimed_where_none_is_free_above() -> None:
     with claim_free_port(HOST, 65536) as claim:
         assert claimed_port(claim) > 0
 

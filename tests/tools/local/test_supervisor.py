@@ -119,7 +119,7 @@ async def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> No
 
 
 @pytest.mark.real
-async def test_cancelling_the_start_ends_what_was_started(tmp_path: Path) -> None:
+async def test_cancelling_the_start_ends_the_started_servers(tmp_path: Path) -> None:
     started = asyncio.Event()
     fleet = LocalFleet(specs(2), tmp_path, base_port=0, on_event=lambda _: started.set())
     task = asyncio.create_task(fleet.__aenter__())

@@ -22,7 +22,7 @@ class TestRecords:
     )
     FAILED = Measurement(Setting(4, 512, 256, 8, "free"), None, "no memory", 1.0, 1e9)
 
-    def test_what_is_written_is_read(self, tmp_path: Path) -> None:
+    def test_measurements_are_read_back(self, tmp_path: Path) -> None:
         records = MeasurementLog(tmp_path / "new" / "t.jsonl", SUBJECT)
         assert records.read() == ([], 0)
         records.append(self.ONE)
@@ -68,7 +68,7 @@ class TestHistory:
                 history.add(setting, slots * math.exp(rng.gauss(0, 0.05)))
         assert history.noise() == pytest.approx(0.05, rel=0.15)
 
-    def test_two_repeats_that_agree_by_chance_are_not_believed(self) -> None:
+    def test_two_equal_repeats_do_not_mean_no_noise(self) -> None:
         history = ScoreHistory()
         for _ in range(2):
             history.add(START, 30.0)
@@ -80,7 +80,7 @@ class TestHistory:
             history.add(START, score)
         assert history.median_score(START) == 30.3
 
-    def test_less_seconds_are_better(self) -> None:
+    def test_fewer_seconds_are_better(self) -> None:
         history, other = ScoreHistory(), START.with_knob("threads", 12)
         for _ in range(3):
             history.add(START, 30.0)

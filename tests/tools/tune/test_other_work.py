@@ -82,5 +82,5 @@ def test_a_busy_process_of_this_machine_is_found() -> None:
             busy.kill()
 
 
-def test_a_process_that_is_gone_has_no_memory(tmp_path: Path) -> None:
+def test_a_process_that_has_ended_has_no_memory(tmp_path: Path) -> None:
     assert peak_memory(4711, tmp_path) is None

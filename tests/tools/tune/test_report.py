@@ -57,7 +57,7 @@ async def test_the_verdict_says_when_nothing_is_better(bench: Bench) -> None:
 class TestWriting:
     AT = datetime(2026, 5, 1, 12, 30, tzinfo=UTC)
 
-    async def test_host_vars_hold_variables_of_the_role_and_what_they_rest_on(
+    async def test_host_vars_hold_variables_of_the_role_and_their_measurements(
         self, bench: Bench, tmp_path: Path
     ) -> None:
         session = bench.session()
@@ -98,14 +98,14 @@ class TestWriting:
         assert len(found["tried"]) == len(session.median_by_setting())
         assert found["subject"] == SUBJECT
 
-    async def test_a_comment_stays_one(self, bench: Bench) -> None:
+    async def test_a_comment_is_one_line(self, bench: Bench) -> None:
         session = bench.session()
         await bench.run(session)
         text = render_host_vars(reported(session), bench.topology, SUBJECT, self.AT)
         head, _, _ = text.partition("\n---\n")
         assert all(line.startswith("# ") for line in head.splitlines())
 
-    def test_variables_of_somebody_else_are_not_overwritten(self, tmp_path: Path) -> None:
+    def test_other_variables_are_not_overwritten(self, tmp_path: Path) -> None:
         path = tmp_path / "main.yml"
         path.write_text("llama_node_slots: 3\n")
         with pytest.raises(WriteError, match="a file of its own"):

@@ -118,12 +118,12 @@ def test_knobs_that_depend_on_each_other_are_turned_again() -> None:
     assert measured <= 1.5 * MOST
 
 
-def test_a_way_that_gets_clearly_worse_is_left() -> None:
+def test_a_direction_that_gets_clearly_worse_is_left() -> None:
     search, _ = run(towards(Setting(16, 512, 256, 1, "free"), steep=1.0), noise=0.01)
     assert {setting.slots for setting in search.history.scores} == {1, 2, 3}
 
 
-def test_a_setting_that_does_not_run_ends_its_way_only() -> None:
+def test_a_setting_that_does_not_run_ends_its_direction_only() -> None:
     search = Search(SPACE, START)
     surface = towards(Setting(16, 512, 256, 8, "free"))
     for setting in search.settings_to_measure():
@@ -132,7 +132,7 @@ def test_a_setting_that_does_not_run_ends_its_way_only() -> None:
     assert {setting.slots for setting in search.history.failed} == {4}
 
 
-def test_a_start_that_does_not_run_is_the_end() -> None:
+def test_a_first_setting_that_does_not_run_ends_the_search() -> None:
     search = Search(SPACE, START)
     measured = []
     for setting in search.settings_to_measure():
@@ -151,7 +151,7 @@ def test_a_stopped_search_knows_its_unsearched_knobs() -> None:
     assert search.unsearched_knobs() == ["threads", "micro_batch", "slots", "batch", "pinning"]
 
 
-def test_the_same_scores_lead_the_same_way() -> None:
+def test_the_same_scores_give_the_same_search() -> None:
     first, _ = run(towards(Setting(12, 256, 128, 4, "cores")), noise=0.03)
     second, _ = run(towards(Setting(12, 256, 128, 4, "cores")), noise=0.03)
     assert list(first.history.scores) == list(second.history.scores)

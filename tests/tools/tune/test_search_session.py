@@ -26,7 +26,7 @@ async def test_a_search_ends_with_the_best_and_says_by_how_much(bench: Bench) ->
     assert found.results[0].score == min(row.score for row in found.results)
 
 
-async def test_nothing_is_begun_that_would_end_too_late(bench: Bench) -> None:
+async def test_no_measurement_begins_that_would_end_too_late(bench: Bench) -> None:
     session = bench.session()
     steps = await bench.run(session, minutes=5)
     assert session.end_reason == "time"
@@ -76,7 +76,7 @@ async def test_another_goal_uses_the_same_measurements(bench: Bench) -> None:
     assert session.new_measurements == len(bench.measured) - before
 
 
-async def test_what_is_cancelled_keeps_what_was_measured(bench: Bench) -> None:
+async def test_cancelling_keeps_the_measurements(bench: Bench) -> None:
     session = bench.session()
 
     async def until_cancelled(setting: Setting, seconds: float) -> BenchmarkResult:

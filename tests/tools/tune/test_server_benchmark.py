@@ -40,16 +40,16 @@ class TestTogether:
         streams = [stream((0, 1), (1, 11), (2, 21)), stream((0.5, 1), (2.5, 21))]
         assert combined_throughput(streams) == 40 / 2.5
 
-    def test_tokens_that_came_in_a_bunch_are_not_believed(self) -> None:
+    def test_tokens_that_arrive_in_a_bunch_do_not_count_as_fast(self) -> None:
         late = [stream((5.0, 1), (5.001, 41), speed=20.0)] * 2
         assert combined_throughput(late) == 40.0
 
-    def test_a_stream_of_one_chunk_has_no_pace(self) -> None:
+    def test_a_stream_of_one_chunk_has_no_speed(self) -> None:
         with pytest.raises(BenchmarkError, match="one piece"):
             combined_throughput([stream((0, 1), (1, 2)), stream((0, 30))])
 
 
-def test_silence_is_counted_from_when_the_neighbour_came() -> None:
+def test_silence_counts_from_the_neighbour_s_prompt_on() -> None:
     times = [0.0, 5.0, 5.1, 5.2, 7.2, 7.3]
     assert longest_silence(times, since=5.1) == pytest.approx(2.0)
     assert longest_silence(times, since=4.0) == 5.0
@@ -215,7 +215,7 @@ async def test_a_server_that_does_not_start_is_no_crash(
         await machine.measure(rule_of_thumb(read_topology()), 60)
 
 
-async def test_a_setting_that_would_take_too_much_memory_is_not_started(
+async def test_a_setting_with_too_much_memory_is_not_started(
     plan: LocalFleetPlan, tmp_path: Path
 ) -> None:
     machine = read_topology(make_machine(tmp_path / "machine", [[[0], [1]]], memory_gib=16))
@@ -231,7 +231,7 @@ async def test_a_setting_that_would_take_too_much_memory_is_not_started(
     assert not plan.log_folder.exists()
 
 
-def test_figures_hang_on_model_server_machine_and_request(plan: LocalFleetPlan) -> None:
+def test_figures_depend_on_model_server_machine_and_request(plan: LocalFleetPlan) -> None:
     topology = read_topology()
     about = measurement_subject(plan, topology, REQUEST, CONTEXT)
     assert about["model_bytes"] == plan.model.size
