@@ -20,10 +20,10 @@ from gateway.config.node import (
 )
 from gateway.config.validation import (
     find_duplicates,
+    first_of_each_place,
     keys_of,
     unknown_key_remedy,
     validate,
-    without_duplicates,
 )
 from gateway.config.yaml_file import (
     MOST_VALUES,
@@ -128,7 +128,7 @@ def load_inventory(path: Path, env: Mapping[str, str] | None = None) -> Inventor
             nodes.append(node)
     problems += find_duplicates(source, entries, "name", "the node")
     if problems:
-        raise ConfigError(without_duplicates(problems))
+        raise ConfigError(first_of_each_place(problems))
     warnings = tuple(_shared_addresses(path, entries, nodes))
     return Inventory.model_validate({"nodes": tuple(nodes)}, context={"warnings": warnings})
 

@@ -40,7 +40,7 @@ from gateway.config.routing import (
     find_alias_loop,
 )
 from gateway.config.tiers import HybridSettings
-from gateway.config.validation import find_duplicates, validate, without_duplicates
+from gateway.config.validation import find_duplicates, first_of_each_place, validate
 from gateway.config.yaml_file import (
     YamlDocument,
     YamlEntry,
@@ -312,7 +312,7 @@ def load_settings(
     settings, wrongs = validate(Settings, source, root, env)
     problems += [*wrongs, *_same_ids(source, root)]
     if problems or settings is None:
-        raise ConfigError(without_duplicates(problems))
+        raise ConfigError(first_of_each_place(problems))
     return settings
 
 

@@ -81,29 +81,26 @@ def validate(
 def unknown_key_remedy(key: str, known: Iterable[str]) -> str:
     """Name the key that was probably meant, and the allowed ones."""
     known = sorted(known)
-    meant = _meant(key, known)
-    return f"{meant} Allowed: {', '.join(known)}" if meant else f"allowed: {', '.join(known)}"
+    question = _did_you_mean(key, known)
+    return f"{question} Allowed: {', '.join(known)}" if question else f"allowed: {', '.join(known)}"
 
 
-def _meant(word: str, known: Iterable[str]) -> str:
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
     by_small = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), by_small, n=1)
     return f"did you mean {by_small[near[0]]}?" if near else ""
 
 
-def without_duplicates(problems: Iterable[Problem]) -> list[Problem]:
+def first_of_each_place(problems: Iterable[Problem]) -> list[Problem]:
     """Sort problems by line, and keep the first one of each place.
 
     A value that could not be read (its variable is missing) comes first; what validation reports
     for the same key on the same line follows from it.
     """
     first: dict[tuple[int, str], Problem] = {}
-    every: dict[Problem, None] = {}
     for problem in problems:
-        every.setdefault(problem)
         first.setdefault((problem.line, problem.key), problem)
-    unique = [one for one in every if first[one.line, one.key] is one]
-    return sorted(unique, key=lambda problem: problem.line)
+    return sorted(first.values(), key=lambda problem: problem.line)
 
 
 def find_duplicates(
@@ -216,7 +213,7 @@ def _literal(expected: str, value: object) -> tuple[str, str]:
     allowed = expected.replace("'", "")
     names = allowed.replace(" or ", ", ").split(", ")
     message = f"must be {allowed}" if len(names) == 1 else f"must be one of: {', '.join(names)}"
-    return message, _meant(str(value), names)
+    return message, _did_you_mean(str(value), names)
 
 
 def keys_of(model: type[ConfigModel]) -> dict[str, FieldInfo]:
