@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
-from tests.emulator import EmulatedNode
 from tests.tools.cli.running import Ran, run
 
 
@@ -196,72 +194,3 @@ def test_two_nodes_of_one_server_are_a_warning(folder: Path) -> None:
     (warning,) = ran.err.splitlines()
     assert warning.startswith("warning: config/nodes.yaml:5: nodes[2].url: the nodes a and b are")
     assert json.loads(run("check", "--json").out)["warnings"] == [warning.removeprefix("warning: ")]
-
-
-async def probed(folder: Path, inventory: str, *arguments: str) -> Ran:
-    (folder / "config/nodes.yaml").write_text(inventory)
-    settings = folder / "config/gateway.yaml"
-    if not settings.exists():
-        settings.write_text("health: {timeout: 60}\n")
-    return await asyncio.to_thread(run, "check", "--probe", *arguments)
-
-
-async def test_every_node_is_probed(folder: Path) -> None:
-    async with EmulatedNode(slots=3, context=2048, model="mistral-7b") as node:
-        ran = await probed(folder, f"nodes: [{{name: a, url: '{node.url}'}}]\n")
-    assert ran.status == 0, ran.err
-    head, row = ran.out.splitlines()[-2:]
-    assert head.split()[:2] == ["NAME", "ANSWER"]
-    assert row.split()[:5] == ["a", "up", "3", "2048", "mistral-7b"]
-
-
-async def test_a_node_that_differs_from_the_inventory_is_reported(folder: Path) -> None:
-    async with EmulatedNode(slots=3, model="mistral-7b") as node:
-        inventory = f"nodes: [{{name: a, url: '{node.url}', slots: 2, model: phi}}]\n"
-        ran = await probed(folder, inventory)
-        as_json = await probed(folder, inventory, "--json")
-    assert ran.status == 0
-    assert "the inventory says 2, the server has 3" in ran.out
-    assert "the inventory says phi" in ran.out
-    (answer,) = json.loads(as_json.out)["nodes"]
-    assert (answer["answer"], answer["slots"], len(answer["drift"])) == ("up", 3, 2)
-
-
-async def test_a_node_that_does_not_answer_is_status_1_and_hides_no_other(folder: Path) -> None:
-    async with EmulatedNode() as node, EmulatedNode(api_key="secret") as locked:
-        inventory = (
-            "nodes:\n"
-            f"- {{name: up, url: '{node.url}'}}\n"
-            f"- {{name: locked, url: '{locked.url}'}}\n"
-            "- {name: gone, url: 'http://127.0.0.1:1'}\n"
-            "- {name: off, url: 'http://127.0.0.1:1', enabled: false}\n"
-        )
-        ran = await probed(folder, inventory)
-        as_json = await probed(folder, inventory, "--json")
-    assert ran.status == 1
-    answers = {one["name"]: one["answer"] for one in json.loads(as_json.out)["nodes"]}
-    assert answers == {"up": "up", "locked": "locked", "gone": "refused", "off": "standby"}
-    assert "api_key_env" in ran.out
-
-
-async def test_a_disabled_node_is_no_failure(folder: Path) -> None:
-    ran = await probed(folder, "nodes: [{name: a, url: 'http://127.0.0.1:1', enabled: false}]\n")
-    assert ran.status == 0
-    assert "not asked" in ran.out
-
-
-async def test_a_node_that_hangs_is_given_up_after_the_health_timeout(folder: Path) -> None:
-    (folder / "config/gateway.yaml").write_text("health: {timeout: 0.2}\n")
-
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while await reader.read(1000):
-            pass
-        writer.close()
-
-    server = await asyncio.start_server(silent, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    ran = await probed(folder, f"nodes: [{{name: a, url: 'http://127.0.0.1:{port}'}}]\n")
-    server.close()
-    await asyncio.wait_for(server.wait_closed(), 60)
-    assert ran.status == 1
-    assert "timed out" in ran.out
