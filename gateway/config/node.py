@@ -299,7 +299,9 @@ class NodeSpec(ConfigModel):
         TokenCost | None,
         Field(description="Cost of its tokens, instead of `cost_per_hour`."),
     ] = None
-    speed_hint: Annotated[Factor, Field(description="Relative speed, until it is measured.")] = 1.0
+    speed_hint: Annotated[
+        Factor, Field(description="Assumed relative speed, until it is measured.")
+    ] = 1.0
     api_key_env: Annotated[
         EnvVarName | None,
         Field(description="Name of the environment variable that holds the node's key."),

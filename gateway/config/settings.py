@@ -151,7 +151,7 @@ class Settings(ConfigModel):
         NonEmptyText | None,
         Field(
             description=(
-                "Model of a request that names none. Unset: the only model, if there is one alone."
+                "Model of a request that names none. Unset: the only model, if there is just one."
             )
         ),
     ] = None
