@@ -1,4 +1,4 @@
-"""The inventory (`config/nodes.yaml`) and the settings (`config/gateway.yaml`)."""
+"""Configuration: the inventory (`config/nodes.yaml`) and the settings (`config/gateway.yaml`)."""
 
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, NodeSpec, load_inventory

@@ -1,4 +1,4 @@
-"""Settings of elastic nodes: when standby nodes are started and stopped, and by which hooks."""
+"""Settings of autoscaling: when standby nodes are started and stopped, and the hooks for it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from gateway.config.fields import (
     TypeLabel,
     as_list,
     is_host,
+    secret_from_file,
+    secret_from_variable,
     validation_error,
 )
 from gateway.config.listeners import PriorityName
-from gateway.config.secrets import key_from_file, key_from_variable
 
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
 
@@ -44,7 +45,7 @@ def _headers(value: object) -> object:
 
 
 def _url(value: object) -> object:
-    """An address to be called; never shown in an error, since it may hold a secret."""
+    """Check the address of an HTTP call; no error shows it, since it may hold a secret."""
     if not isinstance(value, str):
         return value
     try:
@@ -65,15 +66,15 @@ def _url(value: object) -> object:
 
 
 class Hook(ConfigModel):
-    """What starts or stops a node: a command, or an HTTP call that is answered with 2xx."""
+    """Starts or stops a node: a command that exits with 0, or an HTTP call that gets a 2xx."""
 
     command: Annotated[
         tuple[CommandArgument, ...],
         BeforeValidator(as_list),
         Field(
             description=(
-                "Program and arguments, run without a shell; done well when it exits with 0. It "
-                "finds `LLAMA_GATEWAY_NODE` and `LLAMA_GATEWAY_NODE_URL` in its environment."
+                "Program and arguments, run without a shell. `LLAMA_GATEWAY_NODE` and "
+                "`LLAMA_GATEWAY_NODE_URL` are in its environment."
             ),
             max_length=256,
         ),
@@ -111,10 +112,10 @@ class Hook(ConfigModel):
     ] = None
     url: Annotated[
         Annotated[str, BeforeValidator(_url)] | None,
-        Field(description="Where the HTTP call goes, instead of `command`.", validate_default=True),
+        Field(description="Address of the HTTP call, instead of `command`.", validate_default=True),
         TypeLabel("URL"),
     ] = None
-    # Resolved from the two mappings above; never a key of the file (`exclude` says so everywhere).
+    # Resolved from the two mappings above; `exclude` keeps it out of the file's keys.
     secrets: Mapping[str, SecretStr] = Field(default={}, exclude=True, validate_default=True)
 
     @field_validator("headers")
@@ -127,7 +128,7 @@ class Hook(ConfigModel):
 
     @field_validator("url")
     @classmethod
-    def _one_of_both(cls, url: str | None, info: ValidationInfo) -> str | None:
+    def _command_or_url(cls, url: str | None, info: ValidationInfo) -> str | None:
         command = info.data.get("command")
         if command is None:
             return url
@@ -143,7 +144,7 @@ class Hook(ConfigModel):
 
     @field_validator("secrets", mode="before")
     @classmethod
-    def _resolve(cls, secrets: object, info: ValidationInfo) -> object:
+    def _resolve_secrets(cls, secrets: object, info: ValidationInfo) -> object:
         env = (info.context or {}).get("env")
         if env is None:
             return secrets
@@ -152,14 +153,16 @@ class Hook(ConfigModel):
         variables: Mapping[str, str] = info.data.get("headers_env") or {}
         files: Mapping[str, Path] = info.data.get("headers_file") or {}
         found = {
-            name: key_from_variable(variable, env, "headers_env")
+            name: secret_from_variable(variable, env, "headers_env")
             for name, variable in variables.items()
         }
-        return found | {name: key_from_file(path, "headers_file") for name, path in files.items()}
+        return found | {
+            name: secret_from_file(path, "headers_file") for name, path in files.items()
+        }
 
 
 def command_as_hook(value: object) -> object:
-    """Let a list stand for a command."""
+    """Let a list stand for a hook with that command."""
     return {"command": value} if isinstance(value, list | tuple) else value
 
 
@@ -168,19 +171,19 @@ class ElasticSettings(ConfigModel):
 
     start_above: Annotated[
         SecondsOrZero,
-        Field(description="One more is started when the predicted wait stays above this."),
+        Field(description="Another node is started when the predicted wait stays above this."),
     ] = 10.0
     start_after: Annotated[
         SecondsOrZero,
-        Field(description="So long must it stay above; counted anew after each start."),
+        Field(description="Time that it must stay above; counted anew after each start."),
     ] = 5.0
     classes: Annotated[
         tuple[PriorityName, ...],
         BeforeValidator(as_list),
         Field(
             description=(
-                "Classes whose wait counts. A model that only standby nodes serve is started for "
-                "any class."
+                "Classes whose wait counts. A model that only standby nodes serve is started for a "
+                "request of any class."
             )
         ),
         TypeLabel("list"),
@@ -189,42 +192,45 @@ class ElasticSettings(ConfigModel):
         Seconds,
         Field(
             description=(
-                "A started node is stopped when it has idled for this time, or when the others "
-                "could have done its work all that time; it ends what it runs before."
+                "A started node is stopped when it has been idle for this time, or when the other "
+                "nodes could have done its work all that time; it is drained first."
             )
         ),
     ] = 600.0
     min: Annotated[
-        CountOrZero, Field(description="Standby nodes that run at least, whatever the load.")
+        CountOrZero, Field(description="Least number of standby nodes that run, whatever the load.")
     ] = 0
     max: Annotated[
         Count | None,
-        Field(description="Standby nodes that run at most. Left away: all of them."),
+        Field(description="Most standby nodes that run. Unset: all of them."),
     ] = None
     cooldown: Annotated[
         SecondsOrZero,
         Field(
             description=(
-                "No node is stopped within this time after a start, and none started within it "
-                "after its own stop."
+                "No node is stopped within this time after a start, and none is started within "
+                "this time after its own stop."
             )
         ),
     ] = 60.0
     hook_timeout: Annotated[
-        Seconds, Field(description="Longest duration of a hook; then it is killed and has failed.")
+        Seconds,
+        Field(description=("Longest duration of a hook; then it is killed and counts as failed.")),
     ] = 60.0
     ready_timeout: Annotated[
         Seconds,
         Field(
             description=(
-                "A node that was started and takes no work after this time is stopped again, and "
-                "so is one that has been down for this time."
+                "A started node that takes no work after this time is stopped again, and so is one "
+                "that has been down for this time."
             )
         ),
     ] = 300.0
     backoff: Annotated[
         Seconds,
-        Field(description="Time until a failed start or stop is tried again; then it doubles."),
+        Field(
+            description=("Time until a failed start or stop is tried again; it doubles each time.")
+        ),
     ] = 30.0
     backoff_max: Annotated[
         Seconds, Field(description="The longest such time.", validate_default=True)

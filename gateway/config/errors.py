@@ -1,4 +1,4 @@
-"""What is wrong with a configuration file, told so that it can be put right."""
+"""Problems of configuration files: each names the file, the line, the key and the remedy."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# More problems than this are counted, not listed: nobody reads them, and a log line has an end.
-_LISTED = 50
+# Problems that an error lists; it counts the others.
+MOST_LISTED = 50
 
-_CLIPPED = 400
+# Characters of one part of a problem.
+LONGEST_PART = 400
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake: where it is, what is wrong, and what to do about it.
+    """One mistake: its place, what is wrong, and the remedy.
 
     `line` and `column` count from 1; `line` 0 means the file as a whole. `key` is the path of
     the key, such as `nodes[2].timeouts.connect`, and empty where no key is to blame.
@@ -34,9 +35,9 @@ class Problem:
             place += f":{self.line}"
             if self.column:
                 place += f":{self.column}"
-        told = [single_line(part) for part in (place, self.key, self.message) if part]
+        parts = [single_line(part) for part in (place, self.key, self.message) if part]
         remedy = f" ({single_line(self.remedy)})" if self.remedy else ""
-        return ": ".join(told) + remedy
+        return ": ".join(parts) + remedy
 
 
 class ConfigError(Exception):
@@ -48,16 +49,16 @@ class ConfigError(Exception):
 
     def __str__(self) -> str:
         """One line for each problem."""
-        lines = [str(problem) for problem in self.problems[:_LISTED]]
-        if len(self.problems) > _LISTED:
-            lines.append(f"... and {len(self.problems) - _LISTED} more")
+        lines = [str(problem) for problem in self.problems[:MOST_LISTED]]
+        if len(self.problems) > MOST_LISTED:
+            lines.append(f"... and {len(self.problems) - MOST_LISTED} more")
         return "\n".join(lines)
 
 
 def single_line(text: str) -> str:
-    """Keep a text to one line of bounded length, whatever a file put into it."""
+    """Make any text one printable line of bounded length."""
     shown = "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode()
-        for char in text[:_CLIPPED]
+        for char in text[:LONGEST_PART]
     )
-    return shown if len(text) <= _CLIPPED else shown + "..."
+    return shown if len(text) <= LONGEST_PART else shown + "..."

@@ -1,4 +1,4 @@
-"""The kinds of values that settings and inventory are made of."""
+"""Types of the values in settings and inventory, and how they are read and written."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-# No wait of the gateway is meant to be longer than a week; a larger figure is a slip of units.
+# No wait is meant to be longer than a week; a larger figure is a slip of units.
 LONGEST_DURATION = 7 * 86400.0
 
 LARGEST_SIZE = 1 << 40
 
 
 class ConfigModel(BaseModel):
-    """A mapping of a configuration file: unknown keys are errors, an empty value is no value."""
+    """A mapping of a configuration file: unknown keys are errors, and `null` means unset."""
 
     misplaced_keys: ClassVar[Mapping[str, str]] = {}
-    """Keys that people look for here, and where to write what they mean."""
+    """Keys that people write here by mistake, and the remedy."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -53,16 +53,16 @@ class ConfigModel(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TypeLabel:
-    """How the reference names a type, and the unit that its numbers are in."""
+    """A type's name in the reference, and the unit of its numbers."""
 
     name: str
     unit: str = ""
 
 
 def validation_error(message: str, remedy: str = "", key: str = "") -> PydanticCustomError:
-    """Build the error that a validator raises: what is wrong, and what to do about it.
+    """Build the error that a validator raises: what is wrong, and the remedy.
 
-    `key` names the key to blame where it isn't the validated one but one beside it.
+    `key` names the key to blame where it is not the validated one but its neighbour.
     """
     context = {"message": message, "remedy": remedy, "key": key}
     return PydanticCustomError("config", "{message}", context)
@@ -108,7 +108,7 @@ def as_list(value: object) -> object:
 def existing_file(value: object, info: ValidationInfo) -> object:
     """Resolve a path against the folder of the file that names it; there it must exist.
 
-    Without a file (settings built in code) the path stays as it is.
+    Where no file names it (settings built in code), the path stays as it is.
     """
     if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
         raise validation_error("must be the path of a file")
@@ -153,7 +153,7 @@ _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252}[A-Za-z0-9_.])?")
 
 
 def is_host(text: str) -> bool:
-    """Tell whether a text is a host name or an IP address (no port, no brackets)."""
+    """Return whether a text is a host name or an IP address (no port, no brackets)."""
     if _HOST.fullmatch(text):
         return True
     try:
@@ -298,6 +298,49 @@ EnvVarName = Annotated[str, BeforeValidator(_variable), TypeLabel("name of a var
 Lowercased = BeforeValidator(_lower)
 
 JsonMap = Mapping[str, Annotated[Any, BeforeValidator(check_json_value)]]
+
+LONGEST_SECRET = 16384
+
+
+def secret_from_variable(variable: str, env: Mapping[str, str], key: str = "api_key_env") -> str:
+    """Read a secret from the environment; raises a validation error that never shows it.
+
+    `key`: the key of the file that names the variable.
+    """
+    if variable not in env:
+        raise validation_error(
+            f"the variable {variable} is not set",
+            "set it where the gateway is started",
+            key,
+        )
+    return _checked_secret(env[variable], f"the variable {variable}", key)
+
+
+def secret_from_file(path: Path, key: str = "api_key_file") -> str:
+    """Read a secret from a file, without the white space around it; raises a validation error."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(LONGEST_SECRET + 1)
+    except OSError as error:
+        raise validation_error(
+            f"can't be read: {error.strerror}",
+            "the gateway's user must be allowed to read it",
+            key,
+        ) from None
+    # Latin-1 decodes any byte; the check below refuses what is not ASCII.
+    return _checked_secret(content.decode("latin-1"), "the file", key)
+
+
+def _checked_secret(text: str, source: str, key: str) -> str:
+    secret = text.strip()
+    if not secret:
+        raise validation_error(f"{source} is empty", "put the node's key there", key)
+    if len(secret) >= LONGEST_SECRET or not (secret.isascii() and secret.isprintable()):
+        raise validation_error(
+            f"{source} holds no key", "a key is one line of printable ASCII characters", key
+        )
+    return secret
+
 
 _DURATION = re.compile(r"(?:(?:\d+(?:\.\d*)?|\.\d+)\s*(?:ms|s|m|h|d)\s*)+")
 

@@ -1,4 +1,4 @@
-"""Settings that let further header fields pass between clients and nodes."""
+"""Settings of header fields: which ones pass, and which ones name users and conversations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HOP = frozenset(
         "upgrade",
     }
 )
-"""Of one connection, or of how a body is framed: each side has its own."""
+"""Hop-by-hop fields and those that frame a body: the gateway makes its own for each side."""
 
 _CREDENTIALS = frozenset(
     {
@@ -68,17 +68,17 @@ def _may_pass(name: str) -> str:
     if lowered in _HOP:
         raise validation_error(
             f"{name} can't pass",
-            "it belongs to one connection or body, and is made anew; leave it away",
+            "it belongs to one connection or body, and the gateway makes its own; leave it out",
         )
     if lowered in _CREDENTIALS:
         raise validation_error(
             f"{name} can't pass",
-            "it holds somebody's credentials; a node's own key is its api_key_env or api_key_file "
-            "in the inventory",
+            "it holds credentials; a node's own key is named by its api_key_env or api_key_file in "
+            "the inventory",
         )
     if lowered in _OWN or lowered.startswith(_OWN_PREFIXES):
         raise validation_error(
-            f"{name} can't pass", "the gateway itself reads or writes it; leave it away"
+            f"{name} can't pass", "the gateway itself reads or writes it; leave it out"
         )
     return name
 
@@ -103,7 +103,7 @@ _Names = Annotated[
 
 
 class HeaderSettings(ConfigModel):
-    """Header fields that pass besides those that always do.
+    """Header fields that pass in addition to those that always do.
 
     To nodes: `Accept`, `Content-Type`, `User-Agent`, `traceparent`, `tracestate`; to clients:
     `Content-Type`, `Retry-After`, `traceparent`, `tracestate`; both ways: `anthropic-*` and
@@ -131,10 +131,10 @@ class HeaderSettings(ConfigModel):
 
 
 class IdentitySettings(ConfigModel):
-    """Whom a request belongs to, where one key serves many people.
+    """The end user and the session that a request belongs to, where one key serves many people.
 
-    The names are read from keys with `trust_user_headers`, and from local callers (no key, a
-    loopback listener, no proxy); those of sessions from everybody, each within its own caller.
+    User headers count for keys with `trust_user_headers`, and for local callers (no key, a
+    loopback listener, no proxy); session headers count for everybody, within one caller.
     """
 
     user_headers: Annotated[
@@ -142,8 +142,8 @@ class IdentitySettings(ConfigModel):
         BeforeValidator(as_list),
         Field(
             description=(
-                "Headers that name the end user, the first that is there: the queue is fair "
-                "between these people. An empty list trusts nobody."
+                "Headers that name the end user; the first one present counts. The queue is fair "
+                "between end users. An empty list trusts nobody."
             )
         ),
         TypeLabel("list of header names"),
@@ -153,9 +153,9 @@ class IdentitySettings(ConfigModel):
         BeforeValidator(as_list),
         Field(
             description=(
-                "Headers that name the conversation or the editor's session, the first that is "
-                "there: it keeps its node, as long as no other is a good deal quicker, and what "
-                "replaces an earlier request is told by it."
+                "Headers that name the conversation or the editor's session; the first one present "
+                "counts. A session keeps its node unless another is a good deal faster, and a "
+                "request can supersede an earlier one of its session only."
             )
         ),
         TypeLabel("list of header names"),

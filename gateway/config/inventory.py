@@ -1,11 +1,11 @@
-"""The inventory: which nodes there are, as `config/nodes.yaml` says."""
+"""The inventory (`config/nodes.yaml`): the nodes of the fleet."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -20,10 +20,10 @@ from gateway.config.node import (
 )
 from gateway.config.validation import (
     find_duplicates,
+    first_of_each_place,
     keys_of,
     unknown_key_remedy,
     validate,
-    without_duplicates,
 )
 from gateway.config.yaml_file import (
     MOST_VALUES,
@@ -46,21 +46,21 @@ __all__ = [
     "load_inventory",
 ]
 
-# Keys of which a node has one: its own stands in for the default of the other.
-_EITHER = (
+# Keys that exclude each other: a node that has one takes no default for the other.
+_ALTERNATIVES = (
     ("cost_per_hour", "cost_per_million_tokens"),
     ("api_key_env", "api_key_file"),
 )
 
-_WITHOUT_FILE = (
+_NO_FILE_REMEDY = (
     "name yours with --nodes, or write `nodes: [{name: first, url: 'http://HOST:8080'}]` into it; "
     "`llama-gateway up` needs none: it starts servers on this machine"
 )
 
-# What tells one node from the others can't be a default.
-_OWN = ("name", "url")
+# Keys of a node that can't be a default.
+_NO_DEFAULTS = ("name", "url")
 
-_ITEM = "- {name: epyc-a, url: http://10.0.0.11:8080}"
+_EXAMPLE = "- {name: epyc-a, url: http://10.0.0.11:8080}"
 
 
 class Inventory(ConfigModel):
@@ -73,9 +73,13 @@ class Inventory(ConfigModel):
 
     _warnings: tuple[Problem, ...] = PrivateAttr(())
 
+    def model_post_init(self, context: Any) -> None:
+        """Take the warnings about the file that the nodes were read from."""
+        self._warnings = (context or {}).get("warnings", ())
+
     @property
     def warnings(self) -> tuple[Problem, ...]:
-        """What is valid and looks like a slip."""
+        """Entries that are valid but look like a slip."""
         return self._warnings
 
     @model_validator(mode="after")
@@ -98,14 +102,14 @@ def load_inventory(path: Path, env: Mapping[str, str] | None = None) -> Inventor
     """
     env = os.environ if env is None else env
     if not os.path.lexists(path):
-        raise ConfigError([Problem(path, 0, "", "there is no such file", _WITHOUT_FILE)])
+        raise ConfigError([Problem(path, 0, "", "there is no such file", _NO_FILE_REMEDY)])
     source = read_yaml(path, env)
     problems = list(source.problems)
-    defaults, entries = _parts(source, problems)
+    defaults, entries = _read_top_level(source, problems)
 
-    # The defaults are checked even where no node takes them.
-    stand_in = {"name": _text("node"), "url": _text("http://node")}
-    checked = mapping_of({**defaults.entries, **stand_in})
+    # The defaults are checked even if no node takes them.
+    needed = {"name": _text_entry("node"), "url": _text_entry("http://node")}
+    checked = mapping_of({**defaults.entries, **needed})
     problems += validate(NodeSpec, source, YamlEntry(checked, 0, "defaults"), env)[1]
 
     nodes: list[NodeSpec] = []
@@ -118,22 +122,21 @@ def load_inventory(path: Path, env: Mapping[str, str] | None = None) -> Inventor
                 Problem(path, entry.line, entry.key, f"more than {MOST_VALUES} values in all")
             )
             break
-        node, wrongs = validate(NodeSpec, source, merged, env)
-        problems += wrongs
+        node, found = validate(NodeSpec, source, merged, env)
+        problems += found
         if node is not None:
             nodes.append(node)
     problems += find_duplicates(source, entries, "name", "the node")
     if problems:
-        raise ConfigError(without_duplicates(problems))
-    inventory = Inventory(nodes=tuple(nodes))
-    inventory._warnings = tuple(_same_servers(path, entries, nodes))  # noqa: SLF001 - its maker
-    return inventory
+        raise ConfigError(first_of_each_place(problems))
+    warnings = tuple(_shared_addresses(path, entries, nodes))
+    return Inventory.model_validate({"nodes": tuple(nodes)}, context={"warnings": warnings})
 
 
-def _same_servers(
+def _shared_addresses(
     path: Path, entries: tuple[YamlEntry, ...], nodes: list[NodeSpec]
 ) -> Iterator[Problem]:
-    """Tell of nodes at one address; an endpoint may be several by its keys and models."""
+    """Report nodes at one address; an `openai` endpoint counts once for each key and model."""
     first: dict[tuple[object, ...], str] = {}
     for number, (entry, spec) in enumerate(zip(entries, nodes, strict=True)):
         if not spec.enabled:
@@ -155,83 +158,89 @@ def _same_servers(
             )
 
 
-def _text(value: str) -> YamlEntry:
+def _text_entry(value: str) -> YamlEntry:
     return YamlEntry(YamlScalar(value), 0, "")
 
 
-class _Tell(Protocol):
+class _Report:
+    """Adds problems of one file to a list."""
+
+    def __init__(self, file: Path, problems: list[Problem]) -> None:
+        self._file = file
+        self._problems = problems
+
     def __call__(
-        self, entry: YamlEntry, message: str, remedy: str, key: str | None = None
-    ) -> None: ...
+        self, entry: YamlEntry, message: str, remedy: str, *, key: str | None = None
+    ) -> None:
+        key = entry.key if key is None else key
+        self._problems.append(Problem(self._file, entry.line, key, message, remedy))
 
 
-def _parts(
+def _read_top_level(
     source: YamlDocument, problems: list[Problem]
 ) -> tuple[YamlMapping, tuple[YamlEntry, ...]]:
-    """Take the file's two keys apart: the defaults and the nodes."""
+    """Return the defaults and the entries of the nodes."""
     root = source.root
-
-    def tell(entry: YamlEntry, message: str, remedy: str, key: str | None = None) -> None:
-        name = entry.key if key is None else key
-        problems.append(Problem(source.file, entry.line, name, message, remedy))
-
+    report = _Report(source.file, problems)
     if not isinstance(root.tree, YamlMapping):
         if isinstance(root.tree, YamlList):
-            tell(root, "must be a mapping, not a list", "write the line nodes: before it")
+            report(root, "must be a mapping, not a list", "write the line nodes: before it")
         elif root.tree == YamlScalar(None):
-            tell(root, "the file is empty", "write nodes: []")
+            report(root, "the file is empty", "write nodes: []")
         else:
-            tell(root, "must be a mapping", f"write nodes: and below it {_ITEM}")
+            report(root, "must be a mapping", f"write nodes: and below it {_EXAMPLE}")
         return mapping_of({}), ()
     for key, entry in root.tree.entries.items():
         if key not in {"defaults", "nodes"}:
             remedy = unknown_key_remedy(key, ("defaults", "nodes"))
             if key in keys_of(NodeSpec):
                 remedy = "it is a key of a node: indent it as far as that node's name"
-            tell(entry, "unknown key", remedy)
-    return _defaults(root.tree, tell), _entries(root, root.tree, tell)
+            report(entry, "unknown key", remedy)
+    return _defaults(root.tree, report), _entries(root, root.tree, report)
 
 
-def _defaults(root: YamlMapping, tell: _Tell) -> YamlMapping:
+def _defaults(root: YamlMapping, report: _Report) -> YamlMapping:
     given = root.entries.get("defaults")
     if given is None or given.tree == YamlScalar(None):
         return mapping_of({})
     if not isinstance(given.tree, YamlMapping):
-        tell(given, "must be a mapping", "of keys that every node shall have")
+        report(given, "must be a mapping", "of keys for every node")
         return mapping_of({})
-    for key in _OWN:
+    for key in _NO_DEFAULTS:
         if key in given.tree.entries:
-            tell(given.tree.entries[key], "can't be a default", "each node has its own")
-    return mapping_of({key: one for key, one in given.tree.entries.items() if key not in _OWN})
+            report(given.tree.entries[key], "can't be a default", "each node has its own")
+    return mapping_of(
+        {key: one for key, one in given.tree.entries.items() if key not in _NO_DEFAULTS}
+    )
 
 
-def _entries(root: YamlEntry, tree: YamlMapping, tell: _Tell) -> tuple[YamlEntry, ...]:
+def _entries(root: YamlEntry, tree: YamlMapping, report: _Report) -> tuple[YamlEntry, ...]:
     nodes = tree.entries.get("nodes")
     if nodes is None or nodes.tree == YamlScalar(None):
-        tell(nodes or root, "is missing", "list the nodes, or write nodes: []", "nodes")
+        report(nodes or root, "is missing", "list the nodes, or write nodes: []", key="nodes")
         return ()
     if not isinstance(nodes.tree, YamlList):
-        tell(nodes, "must be a list", f"one item for each node: {_ITEM}")
+        report(nodes, "must be a list", f"one item for each node: {_EXAMPLE}")
         return ()
     for entry in nodes.tree.entries:
         if not isinstance(entry.tree, YamlMapping):
-            tell(entry, "must be a mapping", f"write {_ITEM}")
+            report(entry, "must be a mapping", f"write {_EXAMPLE}")
     return nodes.tree.entries
 
 
 def _with_defaults(defaults: YamlMapping, entry: YamlEntry) -> YamlEntry:
     if not isinstance(entry.tree, YamlMapping):
         return entry
-    taken = dict(defaults.entries)
-    for pair in _EITHER:
+    own_defaults = dict(defaults.entries)
+    for pair in _ALTERNATIVES:
         if any(key in entry.tree.entries for key in pair):
             for key in pair:
-                taken.pop(key, None)
-    return YamlEntry(_merged(mapping_of(taken), entry.tree), entry.line, entry.key)
+                own_defaults.pop(key, None)
+    return YamlEntry(_merged(mapping_of(own_defaults), entry.tree), entry.line, entry.key)
 
 
 def _merged(below: YamlMapping, above: YamlMapping) -> YamlMapping:
-    """Lay a mapping over another, and the mappings in them likewise."""
+    """Lay a mapping over another, and the mappings in it over theirs."""
     entries = dict(below.entries)
     for key, entry in above.entries.items():
         under = entries.get(key)

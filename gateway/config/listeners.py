@@ -1,4 +1,4 @@
-"""Settings of the two listeners: who may connect, who may ask, and how much they may send."""
+"""Settings of the two listeners: addresses, API keys, CORS and limits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ListenSettings(ConfigModel):
         Field(
             description=(
                 "Address to bind; `0.0.0.0` or `::` for all. Without `keys`, only a loopback "
-                "address is accepted unless `allow_anonymous` says that it is meant."
+                "address is accepted, unless `allow_anonymous` is set."
             )
         ),
     ] = "127.0.0.1"
@@ -58,9 +58,9 @@ class ListenSettings(ConfigModel):
         BeforeValidator(as_list),
         Field(
             description=(
-                "Proxies in front of the gateway, as addresses or networks. Only theirs is the "
-                "`X-Forwarded-For` that is believed. No caller is local then, so `keys` are "
-                "needed, or `allow_anonymous`."
+                "Proxies in front of the gateway, as addresses or networks. `X-Forwarded-For` is "
+                "trusted from them only. With proxies no caller is local, so `keys` are needed, or "
+                "`allow_anonymous`."
             )
         ),
         TypeLabel("list of networks"),
@@ -70,10 +70,10 @@ class ListenSettings(ConfigModel):
         BeforeValidator(as_list),
         Field(
             description=(
-                "Further names by which requests without a key may ask. On a loopback address "
-                "without `trusted_proxies` they are refused with another `Host` than that of "
-                "loopback, so that no web page reaches the gateway through a browser; elsewhere "
-                "only where this is set."
+                "Further `Host` names that are accepted from requests without a key. On a loopback "
+                "address without `trusted_proxies` a `Host` that is not loopback is refused, so "
+                "that no web page reaches the gateway through a browser; elsewhere only if this is "
+                "set."
             )
         ),
         TypeLabel("list of host names"),
@@ -82,8 +82,8 @@ class ListenSettings(ConfigModel):
         bool | None,
         Field(
             description=(
-                "Tell the node's name in `X-Gateway-Node`. Left away: to local callers of a "
-                "loopback listener only, to nobody who comes through a proxy."
+                "Send the node's name in `X-Gateway-Node`. Unset: to local callers of a loopback "
+                "listener only, and to nobody behind a proxy."
             )
         ),
         TypeLabel("true or false"),
@@ -98,7 +98,7 @@ class AdminSettings(ConfigModel):
 
     host: Annotated[
         Host,
-        Field(description="Address to bind. On any but a loopback one, `key_file` is needed."),
+        Field(description="Address to bind. Any but a loopback address needs `key_file`."),
     ] = "127.0.0.1"
     port: Annotated[Port, Field(description="Port to bind; 0 takes a free one.")] = 8001
     key_file: Annotated[
@@ -110,8 +110,8 @@ class AdminSettings(ConfigModel):
         BeforeValidator(as_list),
         Field(
             description=(
-                "Further names by which the listener may be asked. Requests with another `Host` "
-                "are refused, so that no web page reaches it through a browser."
+                "Further `Host` names that are accepted. Requests with another `Host` are refused, "
+                "so that no web page reaches the listener through a browser."
             )
         ),
         TypeLabel("list of host names"),
@@ -176,8 +176,8 @@ class KeySpec(ConfigModel):
             validation_alias="class",
             serialization_alias="class",
             description=(
-                "Class of its requests that name none. "
-                "Left away: `normal`, or `max_class` where that is lower."
+                "Class of its requests that name none. Unset: `normal`, or `max_class` if that is "
+                "lower."
             ),
         ),
     ] = None
@@ -186,8 +186,8 @@ class KeySpec(ConfigModel):
         Lowercased,
         Field(
             description=(
-                "Highest class that it may ask for; higher ones are lowered. "
-                "Left away: its `class`, else `normal`."
+                "Highest class of its requests; higher ones are lowered. Unset: its `class`, else "
+                "`normal`."
             )
         ),
     ] = None
@@ -196,8 +196,8 @@ class KeySpec(ConfigModel):
         BeforeValidator(as_list),
         Field(
             description=(
-                'Public names it may use; `"*"` allows what the catch-all of `models` takes. '
-                "Left away: all."
+                'Public model names that it may use; `"*"` allows the names that the catch-all of '
+                "`models` takes. Unset: all."
             )
         ),
         TypeLabel("list of names"),
@@ -206,8 +206,8 @@ class KeySpec(ConfigModel):
         bool,
         Field(
             description=(
-                "Its holder, a chat's web interface say, may name its end users by the headers of "
-                "`identity.user_headers`."
+                "Its holder, such as a chat's web interface, may name its end users in the headers "
+                "of `identity.user_headers`."
             )
         ),
         TypeLabel("true or false"),
@@ -252,7 +252,7 @@ class CorsSpec(ConfigModel):
     origins: Annotated[
         tuple[Annotated[str, BeforeValidator(_origin)], ...],
         BeforeValidator(as_list),
-        Field(description='Origins that may ask, or `"*"` for every one.', min_length=1),
+        Field(description='Origins of the pages, or `"*"` for all.', min_length=1),
         TypeLabel("list of origins"),
     ]
     headers: Annotated[
@@ -262,7 +262,7 @@ class CorsSpec(ConfigModel):
         TypeLabel("list of header names"),
     ] = ("*",)
     max_age: Annotated[
-        SecondsOrZero, Field(description="How long a browser may remember the permission.")
+        SecondsOrZero, Field(description="Time for which a browser may cache the permission.")
     ] = 600.0
     credentials: Annotated[
         bool,
@@ -279,21 +279,21 @@ class CorsSpec(ConfigModel):
 
 
 class LimitSettings(ConfigModel):
-    """Bounds on what clients may send and ask for, and on what is kept in memory."""
+    """Limits of requests, responses, connections and memory."""
 
     body_bytes: Annotated[
-        ByteCount, Field(description="Largest request body; a larger one is answered with 413.")
+        ByteCount, Field(description="Largest request body; a larger one gets 413.")
     ] = 64 * MIB
     header_bytes: Annotated[
         ByteCount,
-        Field(description="Largest head of a request; a larger one is answered with 431."),
+        Field(description="Largest head of a request; a larger one gets 431."),
     ] = 64 << 10
     buffered_bytes: Annotated[
         ByteCount,
         Field(
             description=(
-                "Request bodies in memory at one time, all together; shared as the places of "
-                "`queue.max`."
+                "Request bodies in memory at one time, all together; callers share it as they "
+                "share the places of `queue.max`."
             )
         ),
     ] = 1024 * MIB
@@ -313,34 +313,42 @@ class LimitSettings(ConfigModel):
     ] = 16384
     send_timeout: Annotated[
         Seconds,
-        Field(description="A client that takes nothing of its reply for this time is cut off."),
+        Field(
+            description=(
+                "A client that reads nothing of its response for this time is disconnected."
+            )
+        ),
     ] = 300.0
     connections: Annotated[
         Count,
         Field(
             description=(
-                "Client connections at one time, at most one for two open files that the system "
-                "allows. One address alone has seven eighths; for another's its idle ones are "
+                "Client connections at one time, and at most half the open files that the system "
+                "allows. One address may hold seven eighths; for another's its idle ones are "
                 "closed. `/health` and `/ready` are answered beyond. A change needs a restart."
             )
         ),
     ] = 10000
     n: Annotated[
-        Count, Field(description="Largest `n` (answers to one request); above it, 400.")
+        Count, Field(description="Largest `n` (choices of one request); above it, 400.")
     ] = 32
     prompts: Annotated[
         Count, Field(description="Most prompts of one completion request; above it, 400.")
     ] = 2048
     max_tokens: Annotated[
         Count | None,
-        Field(description="Tokens one answer may have; more is lowered to it. Unset: no bound."),
+        Field(
+            description=(
+                "Most tokens of one answer; a request for more is lowered to it. Unset: no bound."
+            )
+        ),
         TypeLabel("number", "tokens"),
     ] = None
     n_probs: Annotated[
         CountOrZero,
         Field(
             description=(
-                "Largest `n_probs`, `top_logprobs` and numeric `logprobs`; lowered above it."
+                "Largest `n_probs`, `top_logprobs` and numeric `logprobs`; higher ones are lowered."
             )
         ),
     ] = 64
@@ -348,7 +356,7 @@ class LimitSettings(ConfigModel):
         ByteCount,
         Field(
             description=(
-                "Largest `stop` (or `stop_sequences`), all its texts together; above it, 400."
+                "Largest `stop` (or `stop_sequences`), all its strings together; above it, 400."
             )
         ),
     ] = 4096
@@ -360,21 +368,25 @@ class LimitSettings(ConfigModel):
         Field(
             description=(
                 "Largest single event in a node's stream, beside 32 bytes for each byte of the "
-                "request's body and 1 KiB for each event before, up to `response_bytes`. Where "
-                "a request asks for probabilities: `response_bytes`."
+                "request's body and 1 KiB for each event before, up to `response_bytes`. Where a "
+                "request asks for probabilities: `response_bytes`."
             )
         ),
     ] = MIB
     response_bytes: Annotated[
         ByteCount,
-        Field(description="Largest plain answer that is held back while it may still be retried."),
+        Field(
+            description=(
+                "Largest response without streaming that is held back so that it can be retried."
+            )
+        ),
     ] = 64 * MIB
     resume_bytes: Annotated[
         ByteCount,
         Field(
             description=(
-                "Text of one answer that is kept so that another node can go on with it; a longer "
-                "answer is not gone on with."
+                "Text of one stream that is kept so that another node can resume it; a longer "
+                "stream is not resumed."
             )
         ),
     ] = MIB
@@ -387,7 +399,7 @@ class LimitSettings(ConfigModel):
         ByteCount,
         Field(
             description=(
-                "Largest grammar (`grammar`), and largest schema that a node makes one of "
+                "Largest grammar (`grammar`), and largest schema that a node turns into one "
                 "(`json_schema`, `response_format`, each of `tools`); above it, 400."
             )
         ),
@@ -396,7 +408,7 @@ class LimitSettings(ConfigModel):
         Annotated[Count, Field(le=900)],
         Field(
             description=(
-                "Deepest nesting of such a grammar's parentheses, or of such a field's JSON; "
+                "Deepest nesting of such a grammar's parentheses, or of such a schema's JSON; "
                 "above it, 400."
             )
         ),
@@ -407,7 +419,7 @@ class LimitSettings(ConfigModel):
         BeforeValidator(as_list),
         Field(
             description=(
-                "Hosts whose remote image URLs are passed on. All others are refused, since the "
+                "Hosts of remote image URLs that are forwarded. All others are refused, since the "
                 "node would fetch them; `data:` URLs always pass."
             )
         ),
@@ -417,22 +429,22 @@ class LimitSettings(ConfigModel):
         Count,
         Field(
             description=(
-                "Lists and objects that a request's JSON may hold, counted in bodies over 64 KiB; "
-                "above it, 400."
+                "Lists and objects in a request's JSON, counted in bodies over 64 KiB; above it, "
+                "400."
             )
         ),
         TypeLabel("number"),
     ] = 100_000
     json_strings: Annotated[
         Count,
-        Field(description="Strings, names included, that such JSON may hold; above it, 400."),
+        Field(description="Strings in such JSON, names included; above it, 400."),
         TypeLabel("number"),
     ] = 500_000
     json_numbers: Annotated[
         Count,
         Field(
             description=(
-                "Numbers and other plain values, token ids say, that such JSON may hold; above it, "
+                "Numbers (token ids, for example) and other plain values in such JSON; above it, "
                 "400."
             )
         ),
@@ -447,8 +459,8 @@ class LimitSettings(ConfigModel):
         Count,
         Field(
             description=(
-                "Properties that may be left out of an object in such a schema; above it, 400, "
-                "since a node's work grows with the cube of their number."
+                "Optional properties of an object in such a schema; above it, 400, since a node's "
+                "work grows with the cube of their number."
             )
         ),
         TypeLabel("number"),

@@ -31,9 +31,10 @@ from gateway.config.fields import (
     TypeLabel,
     as_list,
     is_host,
+    secret_from_file,
+    secret_from_variable,
     validation_error,
 )
-from gateway.config.secrets import key_from_file, key_from_variable
 
 Endpoint = Literal["chat", "embeddings", "rerank", "infill", "audio", "vision"]
 
@@ -57,7 +58,7 @@ def _slots(value: object) -> object:
 
 
 def _models(value: object) -> object:
-    """Bring the three ways of naming models to one: public name -> the node's name."""
+    """Normalise the three forms of `model` to one: {public name: the node's name}."""
     match value:
         case str():
             return {value: value}
@@ -71,7 +72,7 @@ def _models(value: object) -> object:
             )
     if not models:
         raise validation_error(
-            "must name a model", "leave the key away to take what the server says"
+            "must name a model", "leave the key out to take the models that the server reports"
         )
     return models
 
@@ -84,7 +85,7 @@ class TokenCost(ConfigModel):
 
 
 class NodeTimeouts(ConfigModel):
-    """A node's exceptions to `timeouts` in the settings; a key left away means the settings'."""
+    """A node's own timeouts; an unset key takes its value from `timeouts` in the settings."""
 
     connect: Annotated[
         Seconds | None, Field(description="Longest wait for a connection to be made.")
@@ -94,7 +95,7 @@ class NodeTimeouts(ConfigModel):
         Field(description="Longest wait for the first event with content, before scaling."),
     ] = None
     silence: Annotated[
-        Seconds | None, Field(description="Longest silence between two pieces of an answer.")
+        Seconds | None, Field(description="Longest silence between two chunks of a response.")
     ] = None
     total: Annotated[Seconds | None, Field(description="Longest duration of a whole request.")] = (
         None
@@ -102,27 +103,31 @@ class NodeTimeouts(ConfigModel):
 
 
 class NodeTls(ConfigModel):
-    """How the gateway checks a node's certificate, and shows its own."""
+    """How the gateway checks a node's certificate, and presents its own."""
 
     ca: Annotated[
         ExistingFile | None,
-        Field(description="PEM file of the authorities to trust, instead of the system's."),
+        Field(
+            description=(
+                "PEM file of the certificate authorities to trust, instead of the system's."
+            )
+        ),
     ] = None
     cert: Annotated[
         ExistingFile | None, Field(description="PEM file of the gateway's own certificate.")
     ] = None
     key: Annotated[
         ExistingFile | None,
-        Field(description="PEM file of that certificate's key, where `cert` doesn't hold it."),
+        Field(description="PEM file of that certificate's key, if `cert` does not hold it."),
     ] = None
     verify: Annotated[
         bool,
-        Field(description="`false` trusts any certificate. For a closed network only."),
+        Field(description="`false` accepts any certificate. For a closed network only."),
         TypeLabel("true or false"),
     ] = True
     server_name: Annotated[
         Host | None,
-        Field(description="Name expected in the certificate, where it isn't the URL's host."),
+        Field(description="Name expected in the certificate, if it is not the URL's host."),
     ] = None
 
     @field_validator("key")
@@ -143,8 +148,8 @@ _PATH = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=:@%/-]*")
 def normalise_node_url(value: object) -> object:
     """Normalise a node's address: http or https, a host, perhaps a port and a path prefix.
 
-    The scheme and the host come back in lower case and the path without its last slash. The
-    address itself is never shown in an error: it may hold a password.
+    Scheme and host are lowercased, and the path loses its last slash. No error shows the address:
+    it may hold a password.
     """
     if not isinstance(value, str):
         return value
@@ -157,9 +162,9 @@ def normalise_node_url(value: object) -> object:
         port = parts.port
     except ValueError:
         shown = _PORT.search(parts.netloc)
-        said = f" {shown[1]}" if shown else ""
+        number = f" {shown[1]}" if shown else ""
         raise validation_error(
-            f"has a wrong port{said}", f"a port is a number up to 65535, {_EXAMPLE}"
+            f"has a wrong port{number}", f"a port is a number up to 65535, {_EXAMPLE}"
         ) from (None)
     if parts.scheme not in {"http", "https"} or not host:
         raise validation_error("must be an http or https URL with a host", _EXAMPLE)
@@ -170,7 +175,7 @@ def normalise_node_url(value: object) -> object:
         )
     if "?" in value or "#" in value:
         raise validation_error(
-            "must not have a query or a fragment", "leave away what follows ? or #"
+            "must not have a query or a fragment", "leave out the part from the ? or # on"
         )
     if not is_host(host) or port == 0:
         raise validation_error("must name a valid host and port", _EXAMPLE)
@@ -180,7 +185,7 @@ def normalise_node_url(value: object) -> object:
             "has characters in its path that a URL can't have", "percent-encode them"
         )
     if path.endswith("/v1"):
-        raise validation_error("must not end in /v1", "leave /v1 away; the gateway adds it")
+        raise validation_error("must not end in /v1", "leave /v1 out; the gateway adds it")
     bracketed = f"[{host}]" if ":" in host else host
     netloc = bracketed if port is None else f"{bracketed}:{port}"
     return f"{parts.scheme}://{netloc}{path}"
@@ -219,14 +224,20 @@ class NodeSpec(ConfigModel):
         Literal["llama.cpp", "openai"],
         Field(description="`llama.cpp`, or `openai` for any other OpenAI-compatible endpoint."),
     ] = "llama.cpp"
-    tier: Annotated[Literal["cpu", "gpu"], Field(description="What the node computes on.")] = "cpu"
+    tier: Annotated[
+        Literal["cpu", "gpu"], Field(description=("The processor that the node computes on."))
+    ] = "cpu"
     slots: Annotated[
         Annotated[int, Field(ge=1, le=65536)] | None,
         BeforeValidator(_slots),
         WithJsonSchema(
             {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 65536}, {"const": "auto"}]}
         ),
-        Field(description="Requests it works on at once. `auto`: what the server says."),
+        Field(
+            description=(
+                "Requests that it works on at once. `auto`: as many as the server reports."
+            )
+        ),
         TypeLabel("number or `auto`"),
     ] = None
     models: Annotated[
@@ -248,8 +259,8 @@ class NodeSpec(ConfigModel):
         Field(
             validation_alias="model",
             description=(
-                "What it serves: a name, a list, or a mapping `{public name: node's name}`. "
-                "Left away: what the server says."
+                "The models that it serves: a name, a list, or a mapping `{public name: node's "
+                "name}`. Unset: those that the server reports."
             ),
         ),
         TypeLabel("text, list or mapping"),
@@ -259,38 +270,37 @@ class NodeSpec(ConfigModel):
         BeforeValidator(as_list),
         Field(
             description=(
-                "Which APIs it serves: `chat`, `embeddings`, `rerank`, `infill`, `audio`, "
-                "`vision`. "
-                "Left away: all but what the node refuses with 501."
+                "The APIs that it serves: `chat`, `embeddings`, `rerank`, `infill`, `audio`, "
+                "`vision`. Unset: all but those that the node refuses with 501."
             )
         ),
         TypeLabel("list"),
     ] = None
     context: Annotated[
         Count | None,
-        Field(description="Tokens of one slot. Left away: what the server says."),
+        Field(description="Tokens of one slot. Unset: as the server reports."),
         TypeLabel("number", "tokens"),
     ] = None
     host: Annotated[
         Host,
         Field(
             description=(
-                "Fate domain: nodes that fail together share it, and a retry prefers another. "
-                "Left away: the URL's host."
+                "Failure domain: nodes that fail together share it, and a retry prefers another. "
+                "Unset: the URL's host."
             ),
             validate_default=True,
         ),
         TypeLabel("text"),
     ] = ""
     cost_per_hour: Annotated[
-        Money, Field(description="What an hour of it costs, in the settings' currency.")
+        Money, Field(description="Cost of an hour, in the settings' currency.")
     ] = 0.0
     cost_per_million_tokens: Annotated[
         TokenCost | None,
-        Field(description="What its tokens cost, instead of `cost_per_hour`."),
+        Field(description="Cost of its tokens, instead of `cost_per_hour`."),
     ] = None
     speed_hint: Annotated[
-        Factor, Field(description="First guess of its relative speed, until it is measured.")
+        Factor, Field(description="Assumed relative speed, until it is measured.")
     ] = 1.0
     api_key_env: Annotated[
         EnvVarName | None,
@@ -300,23 +310,24 @@ class NodeSpec(ConfigModel):
         ExistingFile | None,
         Field(description="File that holds the node's key, instead of `api_key_env`."),
     ] = None
-    # Resolved from the two keys above; never a key of the file (`exclude` says so everywhere).
+    # Resolved from the two keys above; `exclude` keeps it out of the file's keys.
     api_key: SecretStr | None = Field(default=None, exclude=True, validate_default=True)
     timeouts: Annotated[
-        NodeTimeouts, Field(description="This node's exceptions to the settings' `timeouts`.")
+        NodeTimeouts,
+        Field(description=("This node's own timeouts, instead of the settings' `timeouts`.")),
     ] = NodeTimeouts()
     tls: Annotated[NodeTls | None, Field(description="For an https node.")] = None
     enabled: Annotated[
         bool,
-        Field(description="`false`: it stays in the file and gets nothing."),
+        Field(description="`false`: it stays in the file and gets no requests."),
         TypeLabel("true or false"),
     ] = True
     standby: Annotated[
         bool,
         Field(
             description=(
-                "`true`: it gets nothing until its `start` hook has been run on demand; without "
-                "hooks never."
+                "`true`: it gets no requests until its `start` hook has been run on demand; "
+                "without hooks it never does."
             )
         ),
         TypeLabel("true or false"),
@@ -326,8 +337,8 @@ class NodeSpec(ConfigModel):
         BeforeValidator(command_as_hook),
         Field(
             description=(
-                "What starts a standby node: a list (program, arguments), or the mapping below. "
-                "Needs `stop` and `model`."
+                "Starts a standby node: a list (program, arguments), or the mapping below. Needs "
+                "`stop` and `model`."
             )
         ),
         TypeLabel("list or mapping"),
@@ -335,12 +346,12 @@ class NodeSpec(ConfigModel):
     stop: Annotated[
         Hook | None,
         BeforeValidator(command_as_hook),
-        Field(description="What stops it, written as `start` is.", validate_default=True),
+        Field(description="Stops it; written as `start` is.", validate_default=True),
         TypeLabel("list or mapping"),
     ] = None
     labels: Annotated[
         Mapping[NonEmptyText, str],
-        Field(description='Free words about it, such as `{numa: "0"}`.', max_length=64),
+        Field(description='Free text about it, such as `{numa: "0"}`.', max_length=64),
         TypeLabel("mapping of texts"),
     ] = {}
 
@@ -365,14 +376,14 @@ class NodeSpec(ConfigModel):
         if "models" in info.data and info.data["models"] is None:
             raise validation_error(
                 "is missing",
-                "name what it serves: it can't be asked while it does not run",
+                "name what it serves: it can't be asked while it is stopped",
                 "model",
             )
         return stop
 
     @property
     def autoscaled(self) -> bool:
-        """Whether the gateway starts and stops it."""
+        """Whether the gateway starts and stops the node."""
         return self.standby and self.start is not None and self.stop is not None
 
     @field_validator("cost_per_million_tokens")
@@ -402,12 +413,12 @@ class NodeSpec(ConfigModel):
                 "a key must not stand in this file", "name it by api_key_env or api_key_file"
             )
         if variable := info.data.get("api_key_env"):
-            return key_from_variable(variable, env)
+            return secret_from_variable(variable, env)
         if path := info.data.get("api_key_file"):
-            return key_from_file(path)
+            return secret_from_file(path)
         return None
 
 
 def url_host(url: str) -> str:
-    """Tell the host of an address that `node_url` has normalised."""
+    """Return the host of an address from `normalise_node_url`."""
     return urlsplit(url).hostname or ""

@@ -1,4 +1,4 @@
-"""Settings of the queue: who may wait, how long, in which order, and for whom it is fair."""
+"""Settings of the queue: its size, waits, classes and their order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_PATIENCE: Mapping[str, float] = {
     "normal": 60.0,
     "batch": 600.0,
 }
-"""Seconds that a class waits before it counts as overdue, unless the settings say."""
+"""Seconds of waiting after which a request of a class is overdue; `classes` overrides them."""
 
 DEFAULT_QUEUE_SHARE: Mapping[str, float] = {
     "urgent": 1.0,
@@ -31,15 +31,15 @@ DEFAULT_QUEUE_SHARE: Mapping[str, float] = {
     "normal": 0.9,
     "batch": 0.5,
 }
-"""How far a class may fill the queue, unless the settings say."""
+"""Share of the queue that a class may fill; `classes` overrides it."""
 
 DEFAULT_SLOTLESS = 4
-"""Requests without a slot that a node gets at once, unless the settings say. llama.cpp's server
-has four HTTP threads more than slots, and each such request keeps one busy."""
+"""Requests without a slot that a node gets at once. llama.cpp's server has four HTTP threads more
+than slots, and each such request keeps one busy."""
 
 
 class ClassRule(ConfigModel):
-    """What holds for one class of requests."""
+    """Rules for one class of requests."""
 
     max_wait: Annotated[
         Seconds | None, Field(description="Longest wait in the queue, instead of `queue.max_wait`.")
@@ -48,9 +48,9 @@ class ClassRule(ConfigModel):
         SecondsOrZero | None,
         Field(
             description=(
-                "Who has waited longer is overdue: of ten slots that come free, one goes to the "
-                "oldest overdue request of any class. Left away: 10 s for `urgent`, 30 s for "
-                "`premium`, 60 s for `normal`, 10 min for `batch`."
+                "A request that has waited longer is overdue: of ten slots that come free, one "
+                "goes to the oldest overdue request of any class. Unset: 10 s for `urgent`, 30 s "
+                "for `premium`, 60 s for `normal`, 10 min for `batch`."
             )
         ),
     ] = None
@@ -58,8 +58,8 @@ class ClassRule(ConfigModel):
         Fraction | None,
         Field(
             description=(
-                "Share of each node's slots, rounded down, that this class leaves free for what "
-                "comes. For `batch` only. Left away: none."
+                "Share of each node's slots, rounded down, that this class leaves free for the "
+                "other classes. For `batch` only. Unset: none."
             )
         ),
     ] = None
@@ -67,9 +67,9 @@ class ClassRule(ConfigModel):
         Fraction | None,
         Field(
             description=(
-                "The class is let in while the queue is filled less than this, by count and by "
-                "predicted wait. Left away: 1 for `urgent` and `premium`, 0.9 for `normal`, 0.5 "
-                "for `batch`."
+                "The class is admitted while the queue is filled less than this, by count and by "
+                "predicted wait. Unset: 1 for `urgent` and `premium`, 0.9 for `normal`, 0.5 for "
+                "`batch`."
             )
         ),
     ] = None
@@ -82,8 +82,9 @@ class QueueSettings(ConfigModel):
         CountOrZero,
         Field(
             description=(
-                "Requests that may wait; the next is answered with 429 `queue_full`. One key or "
-                "address alone has seven eighths of them; for another's its newest go."
+                "Requests that may wait; the next gets 429 `queue_full`. One key or address may "
+                "hold seven eighths of the places; for another caller's request its newest ones "
+                "give way."
             )
         ),
     ] = 256
@@ -91,8 +92,8 @@ class QueueSettings(ConfigModel):
         Seconds,
         Field(
             description=(
-                "Longest wait; then 503 `queue_timeout`. At once, where the predicted wait is "
-                "longer."
+                "Longest wait; then 503 `queue_timeout`. A request whose predicted wait is longer "
+                "gets it at once."
             )
         ),
     ] = 300.0
@@ -100,8 +101,8 @@ class QueueSettings(ConfigModel):
         Fraction,
         Field(
             description=(
-                "A class that was refused for the predicted wait is let in again when that has "
-                "fallen to this share of its limit."
+                "A class that was refused for its predicted wait is admitted again when that wait "
+                "has fallen to this share of its limit."
             )
         ),
     ] = 0.8
@@ -119,8 +120,8 @@ class QueueSettings(ConfigModel):
         Count,
         Field(
             description=(
-                "Requests that take no slot (tokenizing, templates, counting) that one node gets "
-                "at once, of one caller half as many; the others wait as for a slot."
+                "Requests without a slot (tokenizing, templates, counting) that one node gets at "
+                "once, half as many from one caller; the others queue as for a slot."
             )
         ),
     ] = DEFAULT_SLOTLESS

@@ -1,4 +1,4 @@
-"""The configuration reference, from the models: `python -m gateway.config.reference`."""
+"""Writes the configuration reference from the models: `python -m gateway.config.reference`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _HEAD = """\
 
 Two YAML files. `config/nodes.yaml` says which nodes there are; `config/gateway.yaml` says how the
 gateway behaves, and may be missing. `llama-gateway check` (with the flags of `serve`) tells whether
-`serve` would start with them, and every mistake with its file, line, key and remedy:
+`serve` would start with them, and reports every mistake with its file, line, key and remedy:
 
 ```text
 config/nodes.yaml:9: nodes[1].slot: unknown key (did you mean slots? ...)
 ```
 
 **A change takes effect** when the file is saved, on SIGHUP, and on `POST /admin/reload`. A file
-with a mistake changes nothing: the gateway goes on with what it has, logs the problems and shows
-them in `GET /admin/status`. Keys marked *restart* are read only when the gateway starts.
+with a mistake changes nothing: the gateway keeps the settings that it has, logs the problems and
+shows them in `GET /admin/status`. Keys marked *restart* are read only when the gateway starts.
 
 **Precedence.** A flag beats the environment, which beats the file.
 
@@ -42,9 +42,9 @@ them in `GET /admin/status`. Keys marked *restart* are read only when the gatewa
 | `LLAMA_GATEWAY_ADMIN_HOST`, `LLAMA_GATEWAY_ADMIN_PORT` | `admin.host`, `admin.port` |
 | `LLAMA_GATEWAY_ADMIN_KEY_FILE` | `admin.key_file` |
 
-## Which key, when it hurts
+## Symptoms and keys
 
-| what is seen | where to look |
+| symptom | where to look |
 | --- | --- |
 | clients get 429 `queue_full` | `queue.max`; more nodes or slots |
 | clients get 503 `queue_timeout` | `queue.max_wait`, `classes`; more nodes or slots |
@@ -55,26 +55,26 @@ them in `GET /admin/status`. Keys marked *restart* are read only when the gatewa
 | clients get 404 `model_not_found` | `model` of the nodes, `models`, `default_model` |
 | a node flaps between up and down | `health.timeout`, `health.fall` |
 | a node is `ejected` | `health.failures`, `health.open`; `POST /admin/nodes/NAME/probe` |
-| a node shall get no more work | `enabled: false`, or `llama-gateway nodes drain NAME` |
+| a node should get no more requests | `enabled: false`, or `llama-gateway nodes drain NAME` |
 | every client has the same address | `listen.trusted_proxies` |
-| a balancer cuts silent streams | `heartbeat` |
-| a restart cuts answers short | `shutdown.grace`, `shutdown.delay` |
+| a load balancer cuts silent streams | `heartbeat` |
+| a restart cuts responses short | `shutdown.grace`, `shutdown.delay` |
 
 ## How values are written
 
-| what | how |
+| value | form |
 | --- | --- |
 | variables | `${VAR}` or `${VAR:-default}` in a value, see below |
 | durations | a number of seconds, or `250ms`, `30s`, `5m`, `1h30m` |
 | sizes | a number of bytes, or `64KiB`, `500kB`, `1 GiB` |
 | true and false | `true`, `false`; `on`, `off`, `yes`, `no` too |
 | texts that look like numbers | in quotes: `{numa: "0"}` |
-| nothing | a key without a value counts as left away |
+| nothing | a key without a value counts as unset |
 | paths | relative ones start in the folder of the file that names them |
-| repetition | anchors, aliases and `<<` work; a key that stands twice is an error |
+| repetition | anchors, aliases and `<<` work; a duplicate key is an error |
 
 **Variables.** `${VAR}` must be set; `${VAR:-default}` may be missing or empty. They work in values,
-not in keys, and are put in after the YAML was read, so that a variable can't bring YAML with it. A
+not in keys, and are replaced after the YAML was parsed, so that a variable can't add YAML. A
 value that is wholly one reference becomes a number or a boolean where it looks like one. Inside of
 `{...}` and `[...]` put quotes around it: `{connect: "${CONNECT:-3}"}`. `!!str ${VAR}`
 keeps it a text. `$$` is a dollar sign.
@@ -86,28 +86,30 @@ _NODES = """\
 ## Inventory: `config/nodes.yaml`
 
 `nodes` is the list of nodes; `nodes: []` is allowed, a missing key is not. `defaults` holds any
-keys but `name` and `url` for every node that doesn't have its own; mappings such as `timeouts`
+keys but `name` and `url`, for every node without its own; mappings such as `timeouts`
 and `labels` are merged key by key.
 """
 
 _SETTINGS = """\
 ## Settings: `config/gateway.yaml`
 
-Every key has a default. Later versions bring `store`; this one refuses it.
+Every key has a default. A later version brings `store`; this one refuses it.
 """
 
 
 def reference_page() -> str:
-    """Write the page as Markdown."""
-    told: set[type[ConfigModel]] = set()
-    nodes, settings = _sections(NodeSpec, "nodes[]", told), _sections(Settings, "", told)
+    """Return the page as Markdown."""
+    written: set[type[ConfigModel]] = set()
+    nodes, settings = _sections(NodeSpec, "nodes[]", written), _sections(Settings, "", written)
     parts = [_HEAD, _NODES, *nodes, _SETTINGS, *settings]
     return "\n".join(parts)
 
 
-def _sections(model: type[ConfigModel], path: str, told: set[type[ConfigModel]]) -> Iterator[str]:
-    """Write a section for a mapping, and one for each mapping in it that was not `told` yet."""
-    told.add(model)
+def _sections(
+    model: type[ConfigModel], path: str, written: set[type[ConfigModel]]
+) -> Iterator[str]:
+    """Write a section for a mapping, and one for each mapping in it that is not yet written."""
+    written.add(model)
     keys = keys_of(model)
     title = f"### `{path}`\n\n{_doc(model)}\n" if path else "### Top level\n"
     rows = [_row(path, key, field) for key, field in keys.items()]
@@ -116,8 +118,8 @@ def _sections(model: type[ConfigModel], path: str, told: set[type[ConfigModel]])
     )
     for key, field in keys.items():
         inner = nested_model(field.annotation)
-        if inner is not None and inner not in told:
-            yield from _sections(inner, f"{path}.{key}{_many(field)}".lstrip("."), told)
+        if inner is not None and inner not in written:
+            yield from _sections(inner, f"{path}.{key}{_several(field)}".lstrip("."), written)
 
 
 def _row(path: str, key: str, field: FieldInfo) -> str:
@@ -132,25 +134,25 @@ def _doc(model: type[ConfigModel]) -> str:
     return " ".join((model.__doc__ or "").split())
 
 
-def _many(field: FieldInfo) -> str:
-    """Show whether a key holds several mappings, and how they are told apart."""
-    kind = _kind(field)
-    if kind is None:
+def _several(field: FieldInfo) -> str:
+    """Show whether a key holds several mappings: by index or by name."""
+    label = _label(field)
+    if label is None:
         return ""
-    return {"list": "[]", "mapping of rules": ".<name>"}.get(kind.name, "")
+    return {"list": "[]", "mapping of rules": ".<name>"}.get(label.name, "")
 
 
-def _kind(field: FieldInfo) -> TypeLabel | None:
+def _label(field: FieldInfo) -> TypeLabel | None:
     found = [part for part in field.metadata if isinstance(part, TypeLabel)]
-    return found[-1] if found else next(_kinds(field.annotation), None)
+    return found[-1] if found else next(_labels(field.annotation), None)
 
 
-def _kinds(annotation: Any) -> Iterator[TypeLabel]:
+def _labels(annotation: Any) -> Iterator[TypeLabel]:
     for part in _parts(annotation):
         if isinstance(part, TypeLabel):
             yield part
         elif get_origin(part) is not None:
-            yield from _kinds(part)
+            yield from _labels(part)
 
 
 def _parts(annotation: Any) -> Iterable[Any]:
@@ -165,11 +167,13 @@ def _type(field: FieldInfo) -> str:
     for part in (field.annotation, *_parts(field.annotation)):
         if get_origin(part) is Literal:
             return ", ".join(f"`{value}`" for value in get_args(part))
-    kind = _kind(field)
-    if kind is None:
+    label = _label(field)
+    if label is None:
         return "mapping"
     return (
-        f"{kind.name} ({kind.unit})" if kind.unit and kind.unit not in {"s", "bytes"} else kind.name
+        f"{label.name} ({label.unit})"
+        if label.unit and label.unit not in {"s", "bytes"}
+        else label.name
     )
 
 
@@ -179,8 +183,8 @@ def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
     if value is None or value == "" or isinstance(value, ConfigModel):
         return "`auto`" if field.validation_alias is None and _auto(field) else "-"
-    kind = _kind(field)
-    unit = kind.unit if kind else ""
+    label = _label(field)
+    unit = label.unit if label else ""
     if unit == "s":
         return f"`{format_duration(value)}`"
     if unit in {"bytes", "bytes/s"}:
@@ -195,8 +199,8 @@ def _default(field: FieldInfo) -> str:
 
 
 def _auto(field: FieldInfo) -> bool:
-    kind = _kind(field)
-    return kind is not None and "`auto`" in kind.name
+    label = _label(field)
+    return label is not None and "`auto`" in label.name
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Settings that say where a request goes, how long it may take, and how often it is tried."""
+"""Settings of model names, health checks, timeouts and retries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gateway.config.fields import (
     validation_error,
 )
 
-# What a request is, not how it is answered: a rule that touched these would make another one of it.
+# The request itself, not its parameters: a rule that changed these would make another request.
 _NOT_PARAMETERS = frozenset({"model", "messages", "prompt", "input", "stream"})
 
 
@@ -36,14 +36,15 @@ def _parameters(value: object) -> object:
 
 
 class ModelRule(ConfigModel):
-    """What a public model name stands for, and what is done to requests for it."""
+    """The models that a public name stands for, and changes to requests for it."""
 
     use: Annotated[
         tuple[NonEmptyText, ...],
         BeforeValidator(as_list),
         Field(
             description=(
-                "The model meant, or a list: the first that can serve. Left away: the name itself."
+                "A model, or a list of which the first that can serve is taken. Unset: the name "
+                "itself."
             )
         ),
         TypeLabel("name or list"),
@@ -51,13 +52,13 @@ class ModelRule(ConfigModel):
     set: Annotated[
         JsonMap,
         BeforeValidator(_parameters),
-        Field(description="Parameters that every request gets, whatever it says."),
+        Field(description="Parameters that every request gets, instead of its own."),
         TypeLabel("mapping"),
     ] = Field(default_factory=dict)
     default: Annotated[
         JsonMap,
         BeforeValidator(_parameters),
-        Field(description="Parameters that a request gets if it doesn't name them."),
+        Field(description="Parameters that a request gets unless it has them."),
         TypeLabel("mapping"),
     ] = Field(default_factory=dict)
     max_tokens: Annotated[
@@ -69,19 +70,19 @@ class ModelRule(ConfigModel):
         tuple[NonEmptyText, ...],
         BeforeValidator(_parameters),
         BeforeValidator(as_list),
-        Field(description="Parameters that are taken out of every request."),
+        Field(description="Parameters that are removed from every request."),
         TypeLabel("list of names"),
     ] = ()
 
 
 CATCH_ALL = "*"
-"""The public name that stands for every name which is not known otherwise."""
+"""The public name that stands for every unknown name."""
 
 
 def check_catch_all(rules: Mapping[str, ModelRule]) -> None:
-    """The catch-all must say what it stands for, and nothing may stand for it.
+    """Check that the catch-all names a model, and that no rule uses it.
 
-    Raises: PydanticCustomError.
+    Raises PydanticCustomError.
     """
     rule = rules.get(CATCH_ALL)
     if rule is not None and not rule.use:
@@ -90,19 +91,17 @@ def check_catch_all(rules: Mapping[str, ModelRule]) -> None:
         )
     for name, one in rules.items():
         if CATCH_ALL in one.use:
-            raise validation_error(
-                f'{name} uses "*", which is no model', "name the models that are meant instead"
-            )
+            raise validation_error(f'{name} uses "*", which is no model', "name the models instead")
 
 
 def find_alias_loop(rules: Mapping[str, ModelRule]) -> list[str]:
     """Find names whose `use` leads back to them, in the order of the loop; empty if none.
 
-    A name that uses itself isn't a loop: it means the nodes' model of that name.
+    A name that uses itself is no loop: it means the nodes' model of that name.
     """
     done: set[str] = set()
     for start in rules:
-        # Depth first, with a stack of our own: a chain may be as long as the file.
+        # Depth first with an explicit stack, since a chain may be as long as the file.
         path: dict[str, None] = {}
         stack: list[tuple[str, bool]] = [(start, False)]
         while stack:
@@ -121,21 +120,22 @@ def find_alias_loop(rules: Mapping[str, ModelRule]) -> list[str]:
 
 
 class HealthSettings(ConfigModel):
-    """Probes of the nodes, and the circuit breaker that each node has."""
+    """Probes of the nodes, and each node's circuit breaker."""
 
     interval: Annotated[Seconds, Field(description="Time between two probes of a node.")] = 5.0
     timeout: Annotated[Seconds, Field(description="Longest wait for a probe's answer.")] = 2.0
     rise: Annotated[Count, Field(description="Good probes until a node counts as up.")] = 1
     fall: Annotated[Count, Field(description="Failed probes until a node counts as down.")] = 3
     discover_interval: Annotated[
-        Seconds, Field(description="Time between two questions for slots, models and context.")
+        Seconds,
+        Field(description=("Time between two queries of a node's slots, models and context.")),
     ] = 30.0
     prefill_grace: Annotated[
         Seconds,
         Field(
             description=(
                 "A node that reads a prompt may leave probes unanswered for this time, or for 4 "
-                "times what the prompt should take if that is longer (state `mute`, not `down`)."
+                "times the prompt's expected prefill if that is longer (state `mute`, not `down`)."
             )
         ),
     ] = 60.0
@@ -153,7 +153,7 @@ class HealthSettings(ConfigModel):
         Field(description="Longest time a circuit stays open.", validate_default=True),
     ] = 300.0
     slow_start: Annotated[
-        SecondsOrZero, Field(description="A node that came back gets its full share after this.")
+        SecondsOrZero, Field(description="Time after which a recovered node gets its full share.")
     ] = 30.0
 
     @field_validator("open_max")
@@ -174,8 +174,8 @@ class TimeoutSettings(ConfigModel):
         Seconds,
         Field(
             description=(
-                "Longest wait for the first event with content. Grows with the prompt's length "
-                "and the node's measured speed."
+                "Longest wait for the first event with content. Grows with the prompt's length and "
+                "the node's measured speed."
             )
         ),
     ] = 60.0
@@ -183,7 +183,7 @@ class TimeoutSettings(ConfigModel):
         Seconds,
         Field(
             description=(
-                "Longest silence between two pieces of an answer. Suspended while the node reads "
+                "Longest silence between two chunks of a response. Suspended while the node reads "
                 "another prompt."
             )
         ),
@@ -222,14 +222,14 @@ class RetrySettings(ConfigModel):
         SecondsOrZero,
         Field(
             description=(
-                "A request that two nodes have died on is refused for this time; 0: never. It is "
-                "no longer suspect when a node answers it."
+                "A request during which two nodes died is refused for this time; 0: never. The "
+                "quarantine ends when a node answers it."
             )
         ),
     ] = 600.0
     wait_for_node: Annotated[
         SecondsOrZero,
-        Field(description="When every node is out, wait this long for one; then 503 `no_node`."),
+        Field(description="When no node is available, wait this long for one; then 503 `no_node`."),
     ] = 30.0
 
     @field_validator("backoff_max")

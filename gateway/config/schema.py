@@ -1,4 +1,4 @@
-"""JSON Schemas of both files, for editors: `python -m gateway.config.schema`."""
+"""Writes JSON Schemas of both files, for editors: `python -m gateway.config.schema`."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _REFERENCE: JsonSchema = {
 
 _TO_REFERENCE: JsonSchema = {"$ref": "#/$defs/Reference"}
 
-# Bounds that pydantic leaves under its own names when a validator stands before them.
+# Bounds that pydantic leaves under its own names where a validator precedes them.
 _BOUNDS = {"ge": "minimum", "le": "maximum", "gt": "exclusiveMinimum", "lt": "exclusiveMaximum"}
 
 
 def nodes_schema() -> JsonSchema:
-    """Describe `config/nodes.yaml` as it is written."""
+    """Return the schema of `config/nodes.yaml`."""
     schema = _schema_of(Inventory, "Inventory of llama-gateway")
     defaults = copy.deepcopy(schema["$defs"]["NodeSpec"])
     for key in defaults.pop("required"):
         del defaults["properties"][key]
-    defaults["description"] = "Keys for every node that doesn't have its own."
+    defaults["description"] = "Keys for every node without its own."
     schema["$defs"]["Defaults"] = defaults
     to_defaults = {"anyOf": [{"$ref": "#/$defs/Defaults"}, {"type": "null"}]}
     schema["properties"] = {"defaults": to_defaults, **schema["properties"]}
@@ -47,7 +47,7 @@ def nodes_schema() -> JsonSchema:
 
 
 def settings_schema() -> JsonSchema:
-    """Describe `config/gateway.yaml` as it is written."""
+    """Return the schema of `config/gateway.yaml`."""
     return _schema_of(Settings, "Settings of llama-gateway")
 
 
@@ -66,14 +66,14 @@ def _schema_of(model: type[ConfigModel], title: str) -> JsonSchema:
     definitions: dict[str, JsonSchema] = written.pop("$defs")
     for one in models_below(model):
         schema = written if one is model else definitions[one.__name__]
-        _as_written(one, schema)
+        _use_file_keys(one, schema)
     definitions["Reference"] = _REFERENCE
-    dialect = "https://json-schema.org/draft/2020-12/schema"
-    return {"$schema": dialect, **written, "title": title, "$defs": definitions}
+    schema_version = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": schema_version, **written, "title": title, "$defs": definitions}
 
 
-def _as_written(model: type[ConfigModel], schema: JsonSchema) -> None:
-    """Turn the schema of a model's values into that of the YAML they are written in."""
+def _use_file_keys(model: type[ConfigModel], schema: JsonSchema) -> None:
+    """Turn the schema of a model's fields into that of the keys that the file uses."""
     schema.pop("title")
     required = schema.get("required", ())
     keys = keys_of(model)
@@ -92,11 +92,11 @@ def _property(field: FieldInfo, schema: JsonSchema, *, required: bool) -> JsonSc
     schema.pop("title", None)
     choices = schema["anyOf"] if set(schema) == {"anyOf"} else [schema]
     choices = [_bounded(choice) for choice in choices if choice != {"type": "null"}]
-    if _has(field, command_as_hook):
+    if _has_validator(field, command_as_hook):
         choices.append({"type": "array", "items": {"type": "string"}, "minItems": 1})
-    if _has(field, as_list):
+    if _has_validator(field, as_list):
         choices = [choice["items"] for choice in choices if "items" in choice] + choices
-    if not any(_any_text(choice) for choice in choices):
+    if not any(_allows_any_text(choice) for choice in choices):
         choices.append(_TO_REFERENCE)
     if not required:
         # `queue:` with nothing below it means the same as no `queue:`.
@@ -107,23 +107,23 @@ def _property(field: FieldInfo, schema: JsonSchema, *, required: bool) -> JsonSc
 
 
 def _bounded(schema: JsonSchema) -> JsonSchema:
-    """Name bounds as JSON Schema does, and let items and values be references too."""
+    """Name bounds as JSON Schema does, and allow `${VAR}` for items and values."""
     named = {_BOUNDS.get(key, key): value for key, value in schema.items()}
     for inner in ("items", "additionalProperties"):
         value = named.get(inner)
-        if isinstance(value, dict) and not _any_text(value) and "$ref" not in value:
+        if isinstance(value, dict) and not _allows_any_text(value) and "$ref" not in value:
             named[inner] = {"anyOf": [value, _TO_REFERENCE]}
         elif inner == "additionalProperties" and isinstance(value, dict) and "$ref" in value:
             named[inner] = {"anyOf": [value, {"type": "null"}]}
     return named
 
 
-def _any_text(schema: JsonSchema) -> bool:
-    """Tell whether every text, so a reference too, is valid."""
+def _allows_any_text(schema: JsonSchema) -> bool:
+    """Return whether any text is valid, and so a reference."""
     return schema.get("type") == "string" and not {"pattern", "enum", "const"} & schema.keys()
 
 
-def _has(field: FieldInfo, validator: Callable[[object], object]) -> bool:
+def _has_validator(field: FieldInfo, validator: Callable[[object], object]) -> bool:
     return any(
         isinstance(part, BeforeValidator) and part.func is validator for part in field.metadata
     )

@@ -1,4 +1,4 @@
-"""The settings: how the gateway behaves, as `config/gateway.yaml` says."""
+"""The settings (`config/gateway.yaml`): how the gateway behaves."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from gateway.config.routing import (
     find_alias_loop,
 )
 from gateway.config.tiers import HybridSettings
-from gateway.config.validation import find_duplicates, validate, without_duplicates
+from gateway.config.validation import find_duplicates, first_of_each_place, validate
 from gateway.config.yaml_file import (
     YamlDocument,
     YamlEntry,
@@ -53,12 +53,12 @@ from gateway.config.yaml_file import (
 
 
 class LoggingSettings(ConfigModel):
-    """What is logged, and how. Never a prompt, a completion or a key."""
+    """Logging. No log holds a prompt, a completion or a key."""
 
     level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Lowercased,
-        Field(description="The least that is worth a line."),
+        Field(description="Least severe level that is logged."),
     ] = "info"
     format: Annotated[
         Literal["auto", "console", "json"],
@@ -71,23 +71,23 @@ class LoggingSettings(ConfigModel):
 
 
 class ShutdownSettings(ConfigModel):
-    """What happens between SIGTERM and the end."""
+    """The time between SIGTERM and the end."""
 
     delay: Annotated[
         SecondsOrZero,
         Field(
             description=(
-                "`/ready` says 503 for this time before the listeners close, so that a balancer "
-                "in front can look away."
+                "`/ready` gives 503 for this time before the listeners close, so that a load "
+                "balancer in front sends no more requests."
             )
         ),
     ] = 0.0
     grace: Annotated[
-        SecondsOrZero, Field(description="What waits and runs may end within this time.")
+        SecondsOrZero, Field(description="Time in which queued and running requests may end.")
     ] = 60.0
 
 
-def _off_is_a_word(value: object) -> object:
+def _off_as_text(value: object) -> object:
     # YAML 1.1 reads it as a boolean.
     if value is False:
         return "off"
@@ -98,7 +98,7 @@ def _empty_rule(value: object) -> object:
     return {} if value is None else value
 
 
-def _named(value: object) -> object:
+def _no_empty_name(value: object) -> object:
     if isinstance(value, Mapping) and "" in value:
         raise validation_error("a model's name can't be empty")
     return value
@@ -113,8 +113,8 @@ class Settings(ConfigModel):
         tuple[KeySpec, ...],
         Field(
             description=(
-                "API keys of the public listener. None: no key is asked for; but where a reload "
-                "takes the last one away, every request is 401 until there is one, or a restart."
+                "API keys of the public listener. None: no key is needed; but after a reload that "
+                "removes the last one every request gets 401, until there is a key or a restart."
             )
         ),
         TypeLabel("list"),
@@ -127,28 +127,33 @@ class Settings(ConfigModel):
         TypeLabel("true or false"),
     ] = False
     headers: Annotated[
-        HeaderSettings, Field(description="Header fields that pass besides those that always do.")
+        HeaderSettings,
+        Field(description=("Header fields that pass in addition to those that always do.")),
     ] = HeaderSettings()
     cors: Annotated[CorsSpec | None, Field(description="Web pages that may call; unset: none.")] = (
         None
     )
-    limits: Annotated[LimitSettings, Field(description="Bounds of requests and of memory.")] = (
-        LimitSettings()
-    )
+    limits: Annotated[
+        LimitSettings, Field(description=("Limits of requests, responses, connections and memory."))
+    ] = LimitSettings()
     models: Annotated[
         Mapping[str, Annotated[ModelRule, BeforeValidator(_empty_rule)]],
-        BeforeValidator(_named),
+        BeforeValidator(_no_empty_name),
         Field(
             description=(
-                "Public model names: aliases, fall-backs and parameters. "
-                '`"*": {use: NAME}` takes every name that is not known otherwise.'
+                'Public model names: aliases, fall-backs and parameters. `"*": {use: NAME}` takes '
+                "every unknown name."
             )
         ),
         TypeLabel("mapping of rules"),
     ] = {}
     default_model: Annotated[
         NonEmptyText | None,
-        Field(description="Model of a request that names none. Unset: the only one there is."),
+        Field(
+            description=(
+                "Model of a request that names none. Unset: the only model, if there is just one."
+            )
+        ),
     ] = None
     classes: Annotated[
         Mapping[PriorityName, Annotated[ClassRule, BeforeValidator(_empty_rule)]],
@@ -160,8 +165,8 @@ class Settings(ConfigModel):
         Literal["least_finish", "least_loaded", "round_robin", "prefix_hash"],
         Field(
             description=(
-                "How a node is chosen: by the expected finish, which counts queue, speeds and "
-                "caches; the others are there to be compared with."
+                "How a node is chosen. `least_finish`: the earliest expected finish, by queues, "
+                "speeds and prompt caches; the others are for comparison."
             )
         ),
     ] = "least_finish"
@@ -188,12 +193,12 @@ class Settings(ConfigModel):
     )
     resume: Annotated[
         Literal["text", "exact", "off"],
-        BeforeValidator(_off_is_a_word),
+        BeforeValidator(_off_as_text),
         Field(
             description=(
-                "How a stream goes on elsewhere when its node fails: `text`, from the text that "
-                "was sent; `exact`, from its token ids, which costs more for each token; `off`: "
-                "it ends with an error event."
+                "How a stream is resumed on another node when its own fails: `text`, from the text "
+                "that was sent; `exact`, from its token ids, which costs more for each token; "
+                "`off`: it ends with an error event."
             )
         ),
     ] = "text"
@@ -201,8 +206,9 @@ class Settings(ConfigModel):
         SecondsOrOff,
         Field(
             description=(
-                "A sign of life on a waiting stream, this often. It commits status 200: a later "
-                "error comes as an event of the stream. `off` or 0 sends none."
+                "Interval of a sign of life (a comment line or the API's own event) on a waiting "
+                "stream. It commits status 200: a later error is an event of the stream. `off` or "
+                "0: none."
             )
         ),
     ] = 15.0
@@ -210,8 +216,9 @@ class Settings(ConfigModel):
         bool,
         Field(
             description=(
-                "White space ahead of the JSON of a plain answer, as often as `heartbeat`. It "
-                "commits status 200: a later error has that status too, and its own in the body."
+                "White space ahead of the JSON of a response without streaming, as often as "
+                "`heartbeat`. It commits status 200: a later error has that status too, and its "
+                "own in the body."
             )
         ),
         TypeLabel("true or false"),
@@ -258,14 +265,14 @@ class Settings(ConfigModel):
         return models
 
 
-# Keys of the contract that later versions bring: told apart from slips of the pen.
+# Keys that a later version brings, and that are no typing errors.
 RESERVED_KEYS = frozenset({"store"})
 
 
 RejectedFiles = Literal["nothing", "blank", "empty"]
-"""Which settings files are a problem that name no setting (`load_settings`)."""
+"""Settings files without a setting that `load_settings` refuses: none, blank ones, empty ones."""
 
-_EMPTY_REMEDY = "write the settings into it; {} stands for every default, which asks for no key"
+_EMPTY_REMEDY = "write the settings into it; {} stands for the defaults, which need no key"
 
 
 def load_settings(
@@ -279,9 +286,9 @@ def load_settings(
     `env` holds the variables for `${VAR}`; by default the process's own. Raises ConfigError
     with every problem of the file. Reads the disk: call it in a thread.
 
-    `refused`: which files are a problem that name no setting. `blank`: one without a single word;
-    `empty`: one with comments alone, or `null`, as well. A full disk and some editors leave such
-    files behind, and their defaults would ask for no key.
+    `rejected`: files without a setting that are a problem. `blank`: one without a single word;
+    `empty`: also one with comments alone, or `null`. A full disk and some editors leave such files
+    behind, and the default settings need no key.
     """
     if path is None:
         return Settings()
@@ -305,7 +312,7 @@ def load_settings(
     settings, wrongs = validate(Settings, source, root, env)
     problems += [*wrongs, *_same_ids(source, root)]
     if problems or settings is None:
-        raise ConfigError(without_duplicates(problems))
+        raise ConfigError(first_of_each_place(problems))
     return settings
 
 
@@ -316,7 +323,7 @@ def _same_ids(source: YamlDocument, root: YamlEntry) -> list[Problem]:
     return find_duplicates(source, keys.tree.entries, "id", "the key")
 
 
-# What is fixed when a listener opens. Everything else is read anew after a reload.
+# Fixed when a listener opens. A reload changes everything else.
 RESTART_KEYS = (
     "listen",
     "admin",
@@ -328,12 +335,12 @@ RESTART_KEYS = (
 
 
 def changed_restart_keys(old: Settings, new: Settings) -> tuple[str, ...]:
-    """Name the changed keys that only a restart brings into force, such as `listen.port`."""
+    """Return the changed keys that need a restart, such as `listen.port`."""
     return tuple(key for key in _changed(old, new) if is_restart_key(key))
 
 
 def is_restart_key(key: str) -> bool:
-    """Tell whether a key, such as `listen.port`, is read only when the gateway starts."""
+    """Return whether a key, such as `listen.port`, is read only when the gateway starts."""
     return any(key == fixed or key.startswith(f"{fixed}.") for fixed in RESTART_KEYS)
 
 
@@ -352,9 +359,9 @@ MASK = "********"
 
 
 def masked_settings(settings: Settings) -> dict[str, Any]:
-    """Turn settings into what JSON can hold, with the hashes of keys masked.
+    """Return the settings as JSON values, with the hashes of keys masked.
 
-    Paths of key files stay: they are places, not secrets.
+    Paths of key files stay: they are no secrets.
     """
     shown = settings.model_dump(mode="json", by_alias=True)
     for key in shown["keys"]:

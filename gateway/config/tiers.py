@@ -1,4 +1,4 @@
-"""Settings of a fleet with CPU and GPU nodes: who goes to the GPU first, and who may spill over."""
+"""Settings of a fleet with CPU and GPU nodes: which classes prefer the GPU or spill over to it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ from gateway.config.listeners import PriorityName
 
 
 class SpillSettings(ConfigModel):
-    """Requests that go to a GPU node only because the CPU nodes would keep them waiting.
+    """Requests that go to a GPU node only because they would wait too long for a CPU node.
 
-    A budget is needed: `share`, `money_per_hour`, or both, and then both hold.
+    It needs a budget: `share`, `money_per_hour`, or both, and then both hold.
     """
 
     after: Annotated[
         SecondsOrZero,
-        Field(description="They may, once the predicted wait for a CPU node is longer than this."),
+        Field(
+            description=(
+                "Requests spill over when the predicted wait for a CPU node is longer than this."
+            )
+        ),
     ] = 10.0
     classes: Annotated[
         tuple[PriorityName, ...],
         BeforeValidator(as_list),
-        Field(description="Classes that may. `batch` never does unless it is named here."),
+        Field(description="Classes that spill over. `batch` does only if it is named here."),
         TypeLabel("list"),
     ] = ("normal",)
     share: Annotated[
@@ -49,7 +53,7 @@ class SpillSettings(ConfigModel):
         ),
     ] = None
     window: Annotated[
-        Seconds, Field(description="The time that the budget looks back.", validate_default=True)
+        Seconds, Field(description="Time over which the budget is reckoned.", validate_default=True)
     ] = 3600.0
 
     @field_validator("window")
@@ -81,8 +85,8 @@ class HybridSettings(ConfigModel):
         SecondsOrZero,
         Field(
             description=(
-                "They wait so long for a full GPU node, where that is predicted to finish sooner "
-                "than a CPU node."
+                "Time that these classes wait for a full GPU node, where it is predicted to finish "
+                "sooner than a CPU node."
             )
         ),
     ] = 2.0

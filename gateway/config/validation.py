@@ -1,4 +1,4 @@
-"""From a tree to a model, with every problem told in the file's own terms."""
+"""Validates a YAML tree against a model; every problem names the file's own line and key."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from gateway.config.yaml_file import (
 
 ModelT = TypeVar("ModelT", bound=ConfigModel)
 
-# More than this of one mapping is not told.
-_ERRORS = 200
+# Problems of one mapping that are reported.
+MOST_PROBLEMS = 200
 
 _BOUNDS = frozenset({"greater_than", "greater_than_equal", "less_than", "less_than_equal"})
 
@@ -56,9 +56,9 @@ _MESSAGES = {
 def validate(
     model: type[ModelT], source: YamlDocument, entry: YamlEntry, env: Mapping[str, str]
 ) -> tuple[ModelT | None, list[Problem]]:
-    """Build a model from the mapping of an entry; None where it has problems.
+    """Build a model from an entry's mapping; None where it has problems.
 
-    Relative paths start in the file's folder; `env` holds the nodes' keys.
+    Relative paths start in the file's folder; `env` holds the variables that keys are read from.
     """
     context = {"folder": source.file.parent, "env": env}
     data = to_plain(entry.tree)
@@ -66,50 +66,47 @@ def validate(
         return model.model_validate(data, context=context, by_alias=True, by_name=False), []
     except ValidationError as error:
         errors = error.errors(include_url=False)
-    # A variable's value was typed, but this place asks for a text: `name: ${N}` with N=42.
-    texts = [error["loc"] for error in errors if _wants_text(error, entry)]
-    if texts:
-        for loc in texts:
+    # `name: ${N}` with N=42: the value became a number, but this key needs its text.
+    wanted = [error["loc"] for error in errors if _wants_text(error, entry)]
+    if wanted:
+        for loc in wanted:
             _put(data, loc, _find(entry, loc))
         try:
             return model.model_validate(data, context=context, by_alias=True, by_name=False), []
         except ValidationError as error:
             errors = error.errors(include_url=False)
-    return None, [_problem(error, model, source.file, entry) for error in errors[:_ERRORS]]
+    return None, [_problem(error, model, source.file, entry) for error in errors[:MOST_PROBLEMS]]
 
 
 def unknown_key_remedy(key: str, known: Iterable[str]) -> str:
-    """Tell which key was probably meant, and which ones there are."""
+    """Name the key that was probably meant, and the allowed ones."""
     known = sorted(known)
-    meant = _meant(key, known)
-    return f"{meant} Allowed: {', '.join(known)}" if meant else f"allowed: {', '.join(known)}"
+    question = _did_you_mean(key, known)
+    return f"{question} Allowed: {', '.join(known)}" if question else f"allowed: {', '.join(known)}"
 
 
-def _meant(word: str, known: Iterable[str]) -> str:
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
     by_small = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), by_small, n=1)
     return f"did you mean {by_small[near[0]]}?" if near else ""
 
 
-def without_duplicates(problems: Iterable[Problem]) -> list[Problem]:
-    """Put problems in the order of the file, each place and message once.
+def first_of_each_place(problems: Iterable[Problem]) -> list[Problem]:
+    """Sort problems by line, and keep the first one of each place.
 
-    A value that could not be read (its variable is missing) has its own problem; what validation
-    says about the same key on the same line is only a consequence of it.
+    A value that could not be read (its variable is missing) comes first; what validation reports
+    for the same key on the same line follows from it.
     """
     first: dict[tuple[int, str], Problem] = {}
-    every: dict[Problem, None] = {}
     for problem in problems:
-        every.setdefault(problem)
         first.setdefault((problem.line, problem.key), problem)
-    kept = [one for one in every if first[one.line, one.key] is one]
-    return sorted(kept, key=lambda problem: problem.line)
+    return sorted(first.values(), key=lambda problem: problem.line)
 
 
 def find_duplicates(
     source: YamlDocument, items: Iterable[YamlEntry], key: str, noun: str
 ) -> list[Problem]:
-    """Tell of items of a list that share what must be unique, with the lines of both."""
+    """Report list items that share the value of a key which must be unique, with both lines."""
     problems = []
     first: dict[str, YamlEntry] = {}
     for item in items:
@@ -125,7 +122,7 @@ def find_duplicates(
 
 
 def _find(entry: YamlEntry, loc: Iterable[str | int]) -> YamlEntry:
-    """Follow a location as far as the file has it; parts that only a type has are skipped."""
+    """Follow pydantic's location as far as the file has it; parts that name a type are skipped."""
     for part in loc:
         match entry.tree, part:
             case YamlMapping(entries=entries), str() if part in entries:
@@ -144,7 +141,7 @@ def _wants_text(error: ErrorDetails, entry: YamlEntry) -> bool:
 
 def _put(data: Any, loc: tuple[str | int, ...], entry: YamlEntry) -> None:
     for part in loc[:-1]:
-        # A list that stands for a mapping (`start: [...]`) lacks the part that only a type has.
+        # A list that stands for a mapping (`start: [...]`) lacks the key that the location names.
         if not (isinstance(data, list) and isinstance(part, str)):
             data = data[part]
     if isinstance(entry.tree, YamlScalar):
@@ -163,22 +160,24 @@ def _problem(
     parent = model_at_path(model, loc[:-1]) or model
     key = found.key
     if found is _find(entry, loc[:-1]) and loc and loc[-1] in keys_of(parent):
-        # A key that the file doesn't have: it is missing, or its default doesn't fit.
+        # The file lacks this key: it is required, or its default does not fit the other keys.
         key = f"{key}.{loc[-1]}" if key else str(loc[-1])
     message, remedy = _MESSAGES.get(kind, ""), ""
     if kind == "config":
         message, remedy = context["message"], context["remedy"]
     elif kind == "missing":
-        remedy = _added(str(loc[-1]), parent)
+        remedy = _add_remedy(str(loc[-1]), parent)
     elif kind == "extra_forbidden":
         message = "unknown key"
-        remedy = _placed(str(loc[-1]), parent) or unknown_key_remedy(str(loc[-1]), keys_of(parent))
+        remedy = _move_remedy(str(loc[-1]), parent) or unknown_key_remedy(
+            str(loc[-1]), keys_of(parent)
+        )
     elif kind == "literal_error":
         message, remedy = _literal(context["expected"], error["input"])
     elif kind == "string_type" and isinstance(error["input"], (bool, int, float)):
         message, remedy = _MESSAGES[kind], "put it in quotes"
     elif not message:
-        # pydantic's own words for bounds and lengths: "Input should be greater than 0".
+        # pydantic's words for bounds and lengths: "Input should be greater than 0".
         message = error["msg"].replace("Input should", "must").replace("String should", "must")
         message = message[0].lower() + message[1:]
         if kind in _BOUNDS and isinstance(error["input"], (int, float)):
@@ -186,8 +185,8 @@ def _problem(
     return Problem(file, found.line, key, message, remedy)
 
 
-def _added(key: str, model: type[ConfigModel]) -> str:
-    """Tell how to add a key that is missing."""
+def _add_remedy(key: str, model: type[ConfigModel]) -> str:
+    """Write the remedy for a missing key."""
     field = keys_of(model).get(key)
     if field is None:
         return "add it"
@@ -196,8 +195,8 @@ def _added(key: str, model: type[ConfigModel]) -> str:
     return f"add it: {field.description}" if field.description else "add it"
 
 
-def _placed(key: str, model: type[ConfigModel]) -> str:
-    """Tell where a key belongs that is unknown here; empty: nowhere near."""
+def _move_remedy(key: str, model: type[ConfigModel]) -> str:
+    """Name the place of a key that is unknown here; empty: no mapping nearby has it."""
     if key in model.misplaced_keys:
         return model.misplaced_keys[key]
     sections = [
@@ -214,11 +213,11 @@ def _literal(expected: str, value: object) -> tuple[str, str]:
     allowed = expected.replace("'", "")
     names = allowed.replace(" or ", ", ").split(", ")
     message = f"must be {allowed}" if len(names) == 1 else f"must be one of: {', '.join(names)}"
-    return message, _meant(str(value), names)
+    return message, _did_you_mean(str(value), names)
 
 
 def keys_of(model: type[ConfigModel]) -> dict[str, FieldInfo]:
-    """Tell the keys of a mapping by the names that the file uses."""
+    """Return the fields of a mapping by the keys that the file uses."""
     return {
         field.validation_alias if isinstance(field.validation_alias, str) else name: field
         for name, field in model.model_fields.items()
@@ -227,7 +226,7 @@ def keys_of(model: type[ConfigModel]) -> dict[str, FieldInfo]:
 
 
 def nested_model(annotation: Any) -> type[ConfigModel] | None:
-    """Find the model inside of a type: of itself, of its items, or of its values."""
+    """Find the model in a type: the type itself, or that of its items or values."""
     if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
         return annotation
     origin = get_origin(annotation)
@@ -265,17 +264,17 @@ def model_at_path(model: type[ConfigModel], path: Sequence[str | int]) -> type[C
             if field is None:
                 return None
             current = nested_model(field.annotation)
-            inside = not _many(field.annotation)
+            inside = not _holds_several(field.annotation)
         else:
             inside = True
     return current
 
 
-def _many(annotation: Any) -> bool:
-    """Tell whether a type holds several models, by index or by name."""
+def _holds_several(annotation: Any) -> bool:
+    """Return whether a type holds several models, by index or by name."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        return _many(get_args(annotation)[0])
+        return _holds_several(get_args(annotation)[0])
     if origin in {Union, types.UnionType}:
-        return any(_many(part) for part in get_args(annotation))
+        return any(_holds_several(part) for part in get_args(annotation))
     return origin is not None and nested_model(annotation) is not None

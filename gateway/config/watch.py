@@ -1,4 +1,4 @@
-"""Tells when configuration files change, however they are replaced."""
+"""Watches configuration files for changes, however they are replaced."""
 
 from __future__ import annotations
 
@@ -9,40 +9,39 @@ from pathlib import Path
 
 from watchfiles import awatch
 
-# Parts of a change that follow each other faster than this are one change (seconds).
-_SETTLE = 0.1
+# Writes that follow each other faster than this are one change (seconds).
+SETTLE_TIME = 0.1
 
-# A file that never rests is reported after this many settling times all the same.
-_ROUNDS = 20
+# A file that changes all the time is reported after this many settle times.
+MOST_SETTLE_TIMES = 20
 
-# What tells one content of a file from another; None where there is no file.
-_Print = tuple[int, ...] | None
+# Device, inode, size and times of a file; None where there is no file.
+_Stamp = tuple[int, ...] | None
 
 
 def watch_files(
-    paths: Iterable[Path], *, stop: asyncio.Event | None = None, poll_interval: float = 2.0
+    paths: Iterable[Path], *, poll_interval: float = 2.0
 ) -> AsyncGenerator[set[Path], None]:
-    """Yield the paths whose content changed since this call, once a change has settled.
+    """Yield the paths whose files changed since this call, once a change has settled.
 
-    So call it before the files are read, and iterate afterwards: no change falls in between.
+    Call it before reading the files and iterate afterwards, so that no change is missed.
 
-    Folders are watched, not files, so that a file replaced by rename (editors, Ansible) or by a
-    switched link (Kubernetes) is seen; a file that vanishes is a change too, and so is one that
-    comes back. Every `poll` seconds the files are looked at anyway: that finds what the system
-    didn't tell, as on a network file system or after a folder was replaced. Ends when `stop` is
-    set; cancelling the task that iterates ends it as well.
+    Folders are watched, not files: so a file replaced by a rename (editors, Ansible) or a switched
+    link (Kubernetes) is seen. A file that vanishes is a change, and so is one that appears. Every
+    `poll_interval` seconds the files are looked at anyway, because a network file system, or a
+    folder that was replaced, sends no events. It ends when the task that iterates is cancelled.
     """
     files = tuple(paths)
-    return _changes(files, _prints(files), _Either(stop or asyncio.Event()), poll_interval)
+    return _changes(files, _stamps(files), poll_interval)
 
 
 async def _changes(
-    files: Iterable[Path], known: Mapping[Path, _Print], ended: asyncio.Event, poll: float
+    files: Iterable[Path], known: Mapping[Path, _Stamp], poll_interval: float
 ) -> AsyncGenerator[set[Path], None]:
-    while not ended.is_set():
+    while True:
         folders = await asyncio.to_thread(_folders, files)
-        async with aclosing(_wakes(folders, ended, poll)) as wakes:
-            async for _ in wakes:
+        async with aclosing(_folder_events(folders, poll_interval)) as events:
+            async for _ in events:
                 seen = await _settled(files, known)
                 changed = {path for path in files if seen[path] != known[path]}
                 known = seen
@@ -52,30 +51,18 @@ async def _changes(
                     break
 
 
-class _Either(asyncio.Event):
-    """An event that also counts as set when another is; setting it leaves the other alone."""
-
-    def __init__(self, other: asyncio.Event) -> None:
-        super().__init__()
-        self._other = other
-
-    def is_set(self) -> bool:
-        return super().is_set() or self._other.is_set()
-
-
-async def _wakes(
-    folders: Iterable[Path], ended: asyncio.Event, poll: float
+async def _folder_events(
+    folders: Iterable[Path], poll_interval: float
 ) -> AsyncGenerator[None, None]:
-    """Yield whenever something happens in the folders, and every `poll` seconds."""
+    """Yield whenever something happens in the folders, and every `poll_interval` seconds."""
     try:
         watched = awatch(
             *folders,
             watch_filter=None,
             debounce=200,
             step=100,
-            rust_timeout=int(poll * 1000),
+            rust_timeout=int(poll_interval * 1000),
             yield_on_timeout=True,
-            stop_event=ended,
             recursive=False,
             ignore_permission_denied=True,
         )
@@ -83,29 +70,29 @@ async def _wakes(
             async for _ in events:
                 yield
     except OSError:
-        # A folder vanished in between, or the system has no watches left: looking must do.
-        await asyncio.sleep(poll)
+        # A folder has just vanished, or the system has no inotify watches left: poll.
+        await asyncio.sleep(poll_interval)
         yield
 
 
-async def _settled(files: Iterable[Path], known: Mapping[Path, _Print]) -> dict[Path, _Print]:
-    """Look at the files until they rest; at once where nothing has changed."""
-    seen = await asyncio.to_thread(_prints, files)
-    for _ in range(_ROUNDS):
+async def _settled(files: Iterable[Path], known: Mapping[Path, _Stamp]) -> dict[Path, _Stamp]:
+    """Look at the files until they stop changing; once where nothing has changed."""
+    seen = await asyncio.to_thread(_stamps, files)
+    for _ in range(MOST_SETTLE_TIMES):
         if seen == known:
             break
-        await asyncio.sleep(_SETTLE)
-        before, seen = seen, await asyncio.to_thread(_prints, files)
+        await asyncio.sleep(SETTLE_TIME)
+        before, seen = seen, await asyncio.to_thread(_stamps, files)
         if seen == before:
             break
     return seen
 
 
-def _prints(files: Iterable[Path]) -> dict[Path, _Print]:
-    return {path: _print(path) for path in files}
+def _stamps(files: Iterable[Path]) -> dict[Path, _Stamp]:
+    return {path: _stamp(path) for path in files}
 
 
-def _print(path: Path) -> _Print:
+def _stamp(path: Path) -> _Stamp:
     try:
         stat = path.stat()
     except OSError:
@@ -114,7 +101,7 @@ def _print(path: Path) -> _Print:
 
 
 def _folders(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
-    """Find the folders to watch: of each file, and of what it is a link to."""
+    """Find the folders to watch: those of the files, and of the targets of links."""
     found: dict[Path, tuple[int, int]] = {}
     for path in files:
         for folder in (path.absolute().parent, _target(path).parent):
@@ -129,5 +116,5 @@ def _folders(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
 def _target(path: Path) -> Path:
     try:
         return path.resolve()
-    except (OSError, RuntimeError):  # a link that leads to itself
+    except (OSError, RuntimeError):  # a link to itself
         return path.absolute()

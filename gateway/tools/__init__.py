@@ -1,1 +1,1 @@
-"""What stands beside the way of a request: commands, simulator, local servers, tuning."""
+"""Tools beside the gateway: commands, simulator, local servers, tuning."""

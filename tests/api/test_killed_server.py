@@ -15,7 +15,7 @@ import pytest
 
 from gateway.events import StreamResumed
 from gateway.fleet.node import NodeState
-from gateway.tools.local.plan import ServerSpec
+from gateway.tools.local.server_command import ServerSpec
 from gateway.tools.local.supervisor import LocalFleet
 from tests.api.site import HELLO, Site, a_site, busy
 from tests.gateways import until

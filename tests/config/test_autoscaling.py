@@ -39,14 +39,14 @@ def test_secrets_come_from_variables_and_files_and_are_not_shown(tmp_path: Path)
     )
     spec = node(tmp_path, f"start: {call}, stop: [vm]", TOKEN="from-variable")
     assert spec.start is not None
-    told = {name: secret.get_secret_value() for name, secret in spec.start.secrets.items()}
-    assert told == {"Authorization": "from-variable", "X-Key": "from-file"}
+    secrets = {name: secret.get_secret_value() for name, secret in spec.start.secrets.items()}
+    assert secrets == {"Authorization": "from-variable", "X-Key": "from-file"}
     assert "from-" not in repr(spec)
     assert "from-" not in spec.model_dump_json()
 
 
 @pytest.mark.parametrize(
-    ("text", "key", "why"),
+    ("text", "key", "message"),
     [
         ("start: [vm]", "stop", "is missing"),
         ("stop: [vm]", "start", "is missing"),
@@ -67,13 +67,15 @@ def test_secrets_come_from_variables_and_files_and_are_not_shown(tmp_path: Path)
         ),
     ],
 )
-def test_a_mistake_is_told_with_its_key(tmp_path: Path, text: str, key: str, why: str) -> None:
-    told = problem(tmp_path, text)
-    assert f"nodes.yaml:1: nodes[0].{key}" in told
-    assert why in told
+def test_a_mistake_is_reported_with_its_key(
+    tmp_path: Path, text: str, key: str, message: str
+) -> None:
+    found = problem(tmp_path, text)
+    assert f"nodes.yaml:1: nodes[0].{key}" in found
+    assert message in found
 
 
-def test_a_node_that_is_started_on_demand_must_say_what_it_serves(tmp_path: Path) -> None:
+def test_a_node_that_is_started_on_demand_must_name_its_models(tmp_path: Path) -> None:
     text = "nodes: [{name: a, url: 'http://h', standby: true, start: [vm], stop: [vm]}]"
     (tmp_path / "nodes.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"nodes\[0\].model: is missing"):
@@ -81,15 +83,15 @@ def test_a_node_that_is_started_on_demand_must_say_what_it_serves(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "message"),
     [
         ("elastic: {min: 3, max: 2}", "elastic.max: must not be below `min`"),
         ("elastic: {backoff: 20m}", "must not be below `backoff`"),
         ("elastic: {start_abov: 3}", "did you mean start_above"),
     ],
 )
-def test_limits_must_fit_each_other(tmp_path: Path, text: str, why: str) -> None:
+def test_limits_must_fit_each_other(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "gateway.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
         load_settings(tmp_path / "gateway.yaml", {})
-    assert why in str(error.value)
+    assert message in str(error.value)

@@ -15,7 +15,7 @@ def test_a_problem_is_one_line() -> None:
     assert str(problem) == "config/nodes.yaml:3: nodes[0].url: is missing (add it)"
 
 
-def test_what_is_not_known_is_left_away() -> None:
+def test_unknown_parts_are_left_out() -> None:
     assert str(Problem(FILE, 0, "", "can't be read")) == "config/nodes.yaml: can't be read"
     assert str(Problem(FILE, 3, "", "bad", column=7)) == "config/nodes.yaml:3:7: bad"
 

@@ -31,7 +31,7 @@ def test_durations_are_read_as_people_write_them(written: object, seconds: float
     "written",
     ["", "s", "30 parsecs", "5M", "-5s", "1h-30m", "nan", "inf", True, None, [], "1" * 50, "٣s"],
 )
-def test_other_things_are_no_durations(written: object) -> None:
+def test_other_values_are_no_durations(written: object) -> None:
     with pytest.raises(ValueError):
         parse_duration(written)
 
@@ -63,7 +63,7 @@ def test_sizes_are_read_as_people_write_them(written: object, size: int) -> None
 @pytest.mark.parametrize(
     "written", ["", "64M", "-1KiB", "0.0001kB", 1.5, True, None, "1e3", "lots", float("inf")]
 )
-def test_other_things_are_no_sizes(written: object) -> None:
+def test_other_values_are_no_sizes(written: object) -> None:
     with pytest.raises(ValueError):
         parse_size(written)
 

@@ -1,4 +1,4 @@
-"""Whatever stands in a file: a model or a ConfigError comes out, nothing else."""
+"""Any file becomes a model or a ConfigError, and nothing else."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ VALUES = st.recursive(
 
 
 def mapping(*models: Any) -> st.SearchStrategy[dict[str, Any]]:
-    """Mappings whose keys are mostly right, so that the values are looked at."""
+    """Mappings with mostly valid keys, so that their values are validated."""
     keys = sorted({key for model in models for key in keys_of(model)})
     return st.dictionaries(st.sampled_from(keys), VALUES, max_size=6)
 

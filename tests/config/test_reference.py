@@ -37,6 +37,6 @@ def test_the_tables_keep_their_four_columns() -> None:
             assert len(re.split(r"(?<!\\)\|", line)) == 6
 
 
-def test_what_is_never_written_in_a_file_is_not_told() -> None:
+def test_the_page_has_no_keys_that_files_never_hold() -> None:
     assert "`api_key`" not in reference_page()
     assert "`models` | text, list" not in reference_page()

@@ -20,7 +20,7 @@ COMMENTED = re.compile(r"^(?P<indent> *)# (?P<yaml> *(- )?[a-z0-9_-]+:( .*)?)$")
 
 
 def uncommented(name: str, *, unset: str) -> str:
-    """Take the # away from every key that is shown in a comment."""
+    """Uncomment every key that is shown in a comment."""
     lines = []
     for line in (CONFIG / name).read_text().splitlines()[1:]:
         found = COMMENTED.match(line)

@@ -23,7 +23,7 @@ OLD = Settings()
         ({"listen": {"tls": {"cert": "c", "key": "k"}}}, ("listen.tls",)),
     ],
 )
-def test_only_what_is_fixed_at_the_start_needs_a_restart(
+def test_only_keys_of_open_listeners_need_a_restart(
     changed: dict[str, object], keys: tuple[str, ...]
 ) -> None:
     new = Settings.model_validate(changed)
@@ -31,13 +31,13 @@ def test_only_what_is_fixed_at_the_start_needs_a_restart(
     assert changed_restart_keys(new, OLD) == keys
 
 
-def test_a_change_inside_of_a_certificate_is_told_exactly() -> None:
+def test_a_changed_certificate_is_reported_by_its_key() -> None:
     old = Settings.model_validate({"listen": {"tls": {"cert": "a", "key": "k"}}})
     new = Settings.model_validate({"listen": {"tls": {"cert": "b", "key": "k"}}})
     assert changed_restart_keys(old, new) == ("listen.tls.cert",)
 
 
-def test_what_is_fixed_at_the_start_exists() -> None:
+def test_the_keys_that_need_a_restart_exist() -> None:
     for key in RESTART_KEYS:
         found: object = OLD
         for part in key.split("."):

@@ -7,7 +7,7 @@ from gateway.config.settings import changed_restart_keys
 from tests.config.conftest import LoadSettings, Problems
 
 
-def test_premium_goes_to_the_gpu_and_nothing_spills_unless_told() -> None:
+def test_premium_goes_to_the_gpu_and_nothing_spills_by_default() -> None:
     hybrid = Settings().hybrid
     assert hybrid.gpu_first == ("urgent", "premium")
     assert hybrid.wait == 2.0
@@ -56,7 +56,7 @@ def test_one_class_stands_without_a_list(load_gateway: LoadSettings) -> None:
         ("hybrid: {gpu: all}", "hybrid.gpu", "unknown key"),
     ],
 )
-def test_a_wrong_rule_is_told_with_its_key(
+def test_a_wrong_rule_is_reported_with_its_key(
     gateway_problems: Problems, text: str, key: str, message: str
 ) -> None:
     (problem,) = gateway_problems(text)

@@ -45,12 +45,12 @@ def test_a_reference_must_be_well_formed(text: str) -> None:
 
 
 @given(st.text())
-def test_what_a_variable_holds_is_not_looked_at_again(value: str) -> None:
+def test_references_in_a_variable_s_value_stay(value: str) -> None:
     assert interpolate("${A}", {"A": value}) == value
 
 
 @given(st.text(), st.dictionaries(NAMES, st.text()))
-def test_an_escaped_text_comes_out_as_it_was(text: str, env: dict[str, str]) -> None:
+def test_an_escaped_text_is_restored(text: str, env: dict[str, str]) -> None:
     assert interpolate(text.replace("$", "$$"), env) == text
 
 
@@ -64,5 +64,5 @@ def test_any_text_is_replaced_or_refused(text: str, env: dict[str, str]) -> None
     ("text", "whole"),
     [("${A}", True), ("${A:-1}", True), ("${A}${B}", False), (" ${A}", False), ("$$", False)],
 )
-def test_a_whole_reference_is_told_from_a_part(text: str, whole: bool) -> None:
+def test_a_whole_reference_is_recognised(text: str, whole: bool) -> None:
     assert is_variable_reference(text) is whole

@@ -1,4 +1,4 @@
-"""The commands. Each has a module of its own, which imports what is heavy only when it runs."""
+"""The commands. Their modules import heavy packages only when a command runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from gateway import __version__
-from gateway.tools.cli import check, keys, nodes, serve, simulate, topology, tune, up
+from gateway.tools.cli import keys, nodes, serve, simulate, topology, tune, up
 from gateway.tools.cli.terminal import (
     CommandFailed,
     HelpCommand,
@@ -27,14 +27,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=(
         "Every command explains itself: llama-gateway nodes --help\n"
-        "Exit status: 0 done, 1 it could not do it, 2 wrong usage or configuration."
+        "Exit status: 0 done, 1 failed, 2 wrong usage or configuration."
     ),
 )
 
 for command, examples in (
     (up.up, up.EXAMPLES),
-    (serve.serve, serve.EXAMPLES),
-    (check.check, check.EXAMPLES),
+    (serve.serve, serve.SERVE_EXAMPLES),
+    (serve.check, serve.CHECK_EXAMPLES),
     (nodes.nodes, nodes.EXAMPLES),
     (simulate.simulate, simulate.EXAMPLES),
     (topology.topology, topology.EXAMPLES),
@@ -57,7 +57,7 @@ def _root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Show the version and end."
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
 ) -> None:
@@ -65,18 +65,18 @@ def _root(
 
 
 def main() -> NoReturn:
-    """Run the command that the arguments ask for, and end the process with its status."""
+    """Run the command that the arguments name, and end the process with its status."""
     status = 0
     try:
-        ended = app(prog_name="llama-gateway", standalone_mode=False)
-        status = ended if isinstance(ended, int) else 0
+        result = app(prog_name="llama-gateway", standalone_mode=False)
+        status = result if isinstance(result, int) else 0
     except UsageError as error:
         status = 2
-        told = usage_message(error)
-        if told is None:
+        message = usage_message(error)
+        if message is None:
             print(error.format_message(), file=sys.stderr)
         else:
-            print_error(told)
+            print_error(message)
     except typer.Abort:
         print_error("aborted")
         status = 1
@@ -87,7 +87,7 @@ def main() -> NoReturn:
         print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         status = 1
     except Exception as error:
-        # Late: pydantic comes with it, and would double the time of --help and of each completion.
+        # Imported late: pydantic would double the time of --help and of shell completion.
         from gateway.config.errors import ConfigError
 
         if not isinstance(error, ConfigError):

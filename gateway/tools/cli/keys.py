@@ -1,4 +1,4 @@
-"""`llama-gateway keys`: make API keys. Only their SHA-256 goes into the settings."""
+"""`llama-gateway keys`: makes API keys. Only their SHA-256 goes into the settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ app = typer.Typer(
     cls=HelpGroup,
     rich_markup_mode=None,
     no_args_is_help=True,
-    help="API keys of the public listener; the settings keep their SHA-256 alone.",
+    help="API keys of the public listener; the settings hold their SHA-256 alone.",
 )
 
 _ID = re.compile(r"[A-Za-z0-9-]{1,64}")
@@ -30,7 +30,7 @@ _LONGEST_INPUT = 4096
 
 
 class PriorityChoice(enum.StrEnum):
-    """The classes, best first."""
+    """The classes, highest first."""
 
     URGENT = "urgent"
     PREMIUM = "premium"
@@ -64,7 +64,7 @@ KeyId = Annotated[
     cls=HelpCommand,
     epilog=examples_epilog(
         ("llama-gateway keys hash", "a new key, and the lines for config/gateway.yaml"),
-        ("llama-gateway keys hash --read < key.txt", "the lines for a key that exists already"),
+        ("llama-gateway keys hash --read < key.txt", "the lines for an existing key"),
     ),
 )
 def hash_(
@@ -72,18 +72,18 @@ def hash_(
     read: Annotated[
         bool,
         typer.Option(
-            "--read", help="Take a key from the prompt or from stdin instead of making one."
+            "--read", help="Read a key from the prompt or from stdin instead of making one."
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a key, or take one, and show its SHA-256 for the settings.
+    """Make a key, or read one, and show its SHA-256 for the settings.
 
-    A key that was made is shown this once and is kept nowhere.
+    A new key is shown only now and is stored nowhere.
     """
     if read and key_id is not None:
-        raise typer.BadParameter("a key that is read has its id already", param_hint="--id")
-    key = _read() if read else _made(key_id)
+        raise typer.BadParameter("a key that is read has an id already", param_hint="--id")
+    key = _read_key() if read else _new_key(key_id)
     _show(key, {}, shown=not read, as_json=as_json)
 
 
@@ -93,16 +93,16 @@ def hash_(
     epilog=examples_epilog(
         (
             "llama-gateway keys create --id team-a --name 'Team A' --max-class premium",
-            "a key that may ask for the class premium",
+            "a key that may request the class premium",
         ),
         (
             "llama-gateway keys create --id vip --class premium",
-            "a key whose requests are premium without saying so",
+            "a key whose requests are premium by default",
         ),
         ("llama-gateway keys create --model mistral-7b", "a key for one model"),
         (
             "llama-gateway keys create --id chat --trust-user-headers",
-            "a key of a chat's web interface, whose users get fair shares",
+            "a key of a chat's web interface, fair between its users",
         ),
     ),
 )
@@ -133,7 +133,9 @@ def create(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            "--model", metavar="NAME", help="A model it may use; repeat it for more. Default: all."
+            "--model",
+            metavar="NAME",
+            help=("A model that it may use; repeat it for more. Default: all."),
         ),
     ] = None,
     trust_user_headers: Annotated[
@@ -147,15 +149,15 @@ def create(
 ) -> None:
     """Make a key with its name and rights, and show its entry for the settings.
 
-    The key is shown this once and is kept nowhere.
+    The key is shown only now and is stored nowhere.
     """
-    best = max_class or default_class or PriorityChoice.NORMAL
+    highest = max_class or default_class or PriorityChoice.NORMAL
     classes = list(PriorityChoice)
-    if default_class is not None and classes.index(default_class) < classes.index(best):
+    if default_class is not None and classes.index(default_class) < classes.index(highest):
         raise typer.BadParameter(
             f"is below --class {default_class.value}", param_hint="--max-class"
         )
-    rights: dict[str, str | bool | list[str]] = {"max_class": best.value}
+    rights: dict[str, str | bool | list[str]] = {"max_class": highest.value}
     if default_class is not None:
         rights = {"class": default_class.value, **rights}
     if name:
@@ -164,16 +166,16 @@ def create(
         rights["models"] = model
     if trust_user_headers:
         rights["trust_user_headers"] = True
-    _show(_made(key_id), rights, shown=True, as_json=as_json)
+    _show(_new_key(key_id), rights, shown=True, as_json=as_json)
 
 
-def _made(key_id: str | None) -> ApiKey:
+def _new_key(key_id: str | None) -> ApiKey:
     from gateway.access.keys import new_key
 
     return new_key(key_id)
 
 
-def _read() -> ApiKey:
+def _read_key() -> ApiKey:
     from gateway.access.keys import hash_key
 
     if sys.stdin.isatty():
@@ -183,10 +185,10 @@ def _read() -> ApiKey:
     try:
         key = hash_key(text.strip())
     except ValueError as error:
-        # The text is not quoted: it may be a secret all the same.
-        raise CommandFailed(f"what was read is no key of ours: {error}", status=2) from None
+        # The text is not quoted: it may be a secret.
+        raise CommandFailed(f"this is no key of the gateway: {error}", status=2) from None
     if not _ID.fullmatch(key.id):
-        raise CommandFailed("the key's id has other characters than letters, digits, '-'", status=2)
+        raise CommandFailed("the key's id may hold letters, digits and '-' only", status=2)
     return key
 
 
@@ -198,8 +200,8 @@ def _show(
         print_json({"key": key.text, **entry} if shown else entry)
         return
     if shown:
-        print(f"The key, shown this once:\n\n  {key.text}\n")
+        print(f"The key, shown only now:\n\n  {key.text}\n")
     print("For config/gateway.yaml:\n\nkeys:")
-    # A JSON text is a YAML text too, whatever is in it.
+    # Any JSON string is a YAML string.
     lines = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in entry.items()]
     print("  - " + "\n    ".join(lines))

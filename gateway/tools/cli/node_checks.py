@@ -1,4 +1,4 @@
-"""Ask every node of an inventory what it is, as the gateway itself would."""
+"""Probes every node of an inventory and reads its properties, as the gateway itself does."""
 
 from __future__ import annotations
 
@@ -21,87 +21,87 @@ MOST_CONCURRENT_CHECKS = 32
 
 @dataclass(frozen=True, slots=True)
 class NodeCheck:
-    """What one node answered."""
+    """The result of one node."""
 
     spec: NodeSpec
     answer: str
     detail: str
     seconds: float
-    facts: ServerProperties
+    properties: ServerProperties
     drift: tuple[str, ...] = ()
 
     @property
     def should_be_up(self) -> bool:
-        """Whether it should answer: the inventory lets it work."""
+        """Whether the inventory lets the node work."""
         return self.spec.enabled and not self.spec.standby
 
     @property
     def up(self) -> bool:
-        """Whether it can take work."""
+        """Whether the node can take requests."""
         return self.answer == "up"
 
     @property
     def remarks(self) -> str:
-        """What an operator has to know."""
+        """Details of the probe, and differences from the inventory."""
         return "; ".join(part for part in (self.detail, *self.drift) if part)
 
     def table_row(self, cell: Callable[[object], str]) -> list[object]:
-        """A line of the table."""
-        facts = self.facts
+        """Return the row of the table."""
+        properties = self.properties
         return [
             self.spec.name,
             self.answer,
-            facts.slots,
-            facts.context,
-            cell(facts.models),
-            facts.build,
+            properties.slots,
+            properties.context,
+            cell(properties.models),
+            properties.build,
             f"{self.seconds * 1000:.0f} ms" if self.seconds else None,
             self.remarks,
         ]
 
     def as_dict(self) -> dict[str, object]:
-        """The same for a script."""
+        """Return the result as JSON values."""
         return {
             "name": self.spec.name,
             "url": self.spec.url,
             "answer": self.answer,
             "detail": self.detail,
             "latency_seconds": round(self.seconds, 4),
-            "slots": self.facts.slots,
-            "context": self.facts.context,
-            "models": list(self.facts.models),
-            "build": self.facts.build,
+            "slots": self.properties.slots,
+            "context": self.properties.context,
+            "models": list(self.properties.models),
+            "build": self.properties.build,
             "drift": list(self.drift),
         }
 
 
 async def check_nodes(inventory: Inventory, settings: Settings) -> list[NodeCheck]:
-    """Ask all nodes, `AT_ONCE` at a time; each question has the limit of `health.timeout`."""
-    gate = asyncio.Semaphore(MOST_CONCURRENT_CHECKS)
+    """Check all nodes, MOST_CONCURRENT_CHECKS at a time; each query has `health.timeout`."""
+    semaphore = asyncio.Semaphore(MOST_CONCURRENT_CHECKS)
 
-    async def ask(spec: NodeSpec) -> NodeCheck:
-        async with gate:
+    async def check(spec: NodeSpec) -> NodeCheck:
+        async with semaphore:
             return await _check_node(spec, settings)
 
-    return await asyncio.gather(*map(ask, inventory.nodes))
+    return await asyncio.gather(*map(check, inventory.nodes))
 
 
 async def _check_node(spec: NodeSpec, settings: Settings) -> NodeCheck:
     if not spec.enabled or spec.standby:
-        why = "standby: true" if spec.enabled else "enabled: false"
+        reason = "standby: true" if spec.enabled else "enabled: false"
         return NodeCheck(
-            spec, "standby", f"{why} in the inventory, not asked", 0.0, ServerProperties()
+            spec, "standby", f"{reason} in the inventory, not asked", 0.0, ServerProperties()
         )
     try:
-        upstream = open_node_client(spec)
+        client = open_node_client(spec)
     except OSError as error:
         return NodeCheck(
             spec, "failed", f"its TLS files can't be used ({error})", 0.0, ServerProperties()
         )
     try:
-        rules = NodeSettings(settings.health, settings.timeouts)
+        node_settings = NodeSettings(settings.health, settings.timeouts)
         circuit = Circuit(settings.health, random.Random())
-        node = Node(spec, upstream, rules, time.monotonic, circuit)
+        node = Node(spec, client, node_settings, time.monotonic, circuit)
         outcome = await check_alive(node)
         seconds = outcome.seconds
         if outcome.up and spec.kind == "llama.cpp":
@@ -111,4 +111,4 @@ async def _check_node(spec: NodeSpec, settings: Settings) -> NodeCheck:
             spec, outcome.answer.value, outcome.detail, seconds, node.properties, drift
         )
     finally:
-        await upstream.aclose()
+        await client.aclose()

@@ -1,16 +1,19 @@
-"""`llama-gateway nodes`: the running fleet, through the admin API."""
+"""`llama-gateway nodes`: shows, drains, resumes and probes nodes through the admin API."""
 
 from __future__ import annotations
 
 import enum
+import os
 import sys
 import time
-from typing import Annotated, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+from urllib.parse import quote, urlsplit
 
 import typer
 
 from gateway.tools.cli import options
-from gateway.tools.cli.admin_client import AdminClient, connect_admin
 from gateway.tools.cli.options import examples_epilog
 from gateway.tools.cli.terminal import (
     CommandFailed,
@@ -20,20 +23,33 @@ from gateway.tools.cli.terminal import (
     print_table,
 )
 
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import httpx
+
+    from gateway.config.listeners import AdminSettings
+
+
 EXAMPLES = examples_epilog(
     ("llama-gateway nodes", "every node, its state and the reason"),
-    ("llama-gateway nodes drain epyc-a --wait", "no new work for it; ends when it runs nothing"),
-    ("llama-gateway nodes drain epyc-a --deadline 60", "what still runs after 60 s is moved"),
-    ("llama-gateway nodes resume epyc-a", "back to work"),
-    ("llama-gateway nodes probe epyc-a", "ask it now; if it answers, trust it again"),
+    ("llama-gateway nodes drain epyc-a --wait", "no new requests for it; ends when it is idle"),
+    (
+        "llama-gateway nodes drain epyc-a --deadline 60",
+        "requests that still run after 60 s are moved",
+    ),
+    ("llama-gateway nodes resume epyc-a", "new requests for it again"),
+    ("llama-gateway nodes probe epyc-a", "probe it now; a good probe closes its circuit"),
     ("llama-gateway nodes --json | jq -r '.nodes[].name'", "for scripts"),
 )
 
-DRAIN_POLL_INTERVAL = 0.5
-"""How often a drain that is waited for is looked at."""
+FIRST_POLL_INTERVAL = 0.02
+"""Seconds; it doubles with each poll of a drain."""
+
+LONGEST_POLL_INTERVAL = 0.5
 
 MOST_FAILED_POLLS = 5
-"""Looks in a row that may fail before waiting is given up."""
+"""Polls in a row that may fail before the command gives up."""
 
 _NOT_ANSWERING = frozenset({"down", "loading", "mute"})
 
@@ -53,7 +69,7 @@ _COLUMNS = (
 
 
 class NodeAction(enum.StrEnum):
-    """What to do."""
+    """The actions of the command."""
 
     LIST = "list"
     DRAIN = "drain"
@@ -66,13 +82,13 @@ def nodes(
         NodeAction, typer.Argument(metavar="|".join(NodeAction), help="What to do.")
     ] = NodeAction.LIST,
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="The node; for all but list.")
+        str | None, typer.Argument(metavar="NAME", help="The node; needed for all but list.")
     ] = None,
     admin_url: options.AdminUrl = None,
     admin_key_file: options.AdminKeyFile = None,
     config: options.ConfigFile = None,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Drain: end only when the node runs nothing any more.")
+        bool, typer.Option("--wait", help="Drain: end only when the node is idle.")
     ] = False,
     timeout: Annotated[
         float, typer.Option("--timeout", min=0.0, metavar="SECONDS", help="Longest --wait.")
@@ -84,15 +100,17 @@ def nodes(
             min=0.0,
             metavar="SECONDS",
             show_default="none",
-            help="Drain: what still runs after this time is moved to another node or ended.",
+            help=(
+                "Drain: requests that still run after this time are moved to another node or ended."
+            ),
         ),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Show the nodes of the running gateway; drain, resume or probe one.
 
-    A drained node gets no new work and ends what it runs; it stays drained over a restart of the
-    gateway, until it is resumed.
+    A drained node gets no new requests and finishes those that it has; it stays drained, over
+    restarts of the gateway too, until it is resumed.
     """
     if (name is None) != (action is NodeAction.LIST):
         need = "takes no node's name" if action is NodeAction.LIST else "needs the name of a node"
@@ -112,7 +130,7 @@ def nodes(
     if as_json:
         print_json(node)
     else:
-        print(f"{format_cell(name)}: {_told(node)}")
+        print(f"{format_cell(name)}: {_summary(node)}")
     if action is NodeAction.PROBE and node.get("state") in _NOT_ANSWERING:
         raise typer.Exit(1)
 
@@ -143,20 +161,20 @@ def _row(node: dict[str, Any]) -> list[object]:
     ]
 
 
-def _told(node: dict[str, Any]) -> str:
-    """State, reason and running work in a line."""
-    told = format_cell(node.get("state"))
+def _summary(node: dict[str, Any]) -> str:
+    """Describe state, reason and running requests in one line."""
+    summary = format_cell(node.get("state"))
     if node.get("reason"):
-        told += f" ({format_cell(node['reason'])})"
+        summary += f" ({format_cell(node['reason'])})"
     if running := node.get("in_flight"):
-        told += f", {format_cell(running)} running"
-    return told
+        summary += f", {format_cell(running)} running"
+    return summary
 
 
 def _wait(admin: AdminClient, node: dict[str, Any], timeout: float) -> dict[str, Any]:
-    """Follow a drain until the node runs nothing.
+    """Poll a draining node until it is idle.
 
-    Raises: CommandFailed if that takes longer than `timeout` seconds, or somebody resumed it.
+    Raises CommandFailed after `timeout` seconds, or when the node has been resumed.
     """
     from rich.status import Status
 
@@ -165,8 +183,9 @@ def _wait(admin: AdminClient, node: dict[str, Any], timeout: float) -> dict[str,
     name = str(node.get("name"))
     end = time.monotonic() + timeout
     failed = 0
+    interval = FIRST_POLL_INTERVAL
     shown = console(sys.stderr)
-    with Status(f"{format_cell(name)}: {_told(node)}", console=shown) as status:
+    with Status(f"{format_cell(name)}: {_summary(node)}", console=shown) as status:
         if not shown.is_terminal:
             status.stop()
         while node.get("in_flight"):
@@ -175,7 +194,8 @@ def _wait(admin: AdminClient, node: dict[str, Any], timeout: float) -> dict[str,
                     f"{name} still runs {format_cell(node.get('in_flight'))} after {timeout:g} s; "
                     "it stays drained"
                 )
-            time.sleep(min(DRAIN_POLL_INTERVAL, max(0.0, end - time.monotonic())))
+            time.sleep(min(interval, max(0.0, end - time.monotonic())))
+            interval = min(2 * interval, LONGEST_POLL_INTERVAL)
             try:
                 node = admin.node(name)
             except CommandFailed:
@@ -185,6 +205,157 @@ def _wait(admin: AdminClient, node: dict[str, Any], timeout: float) -> dict[str,
                 continue
             failed = 0
             if node.get("state") not in {"draining", "standby"}:
-                raise CommandFailed(f"{name} is no longer drained: {_told(node)}")
-            status.update(f"{format_cell(name)}: {_told(node)}")
+                raise CommandFailed(f"{name} is no longer drained: {_summary(node)}")
+            status.update(f"{format_cell(name)}: {_summary(node)}")
     return node
+
+
+LONGEST_ADMIN_KEY = 4096
+
+REQUEST_TIMEOUT = 30.0
+"""Seconds; longer than a probe of a node that hangs."""
+
+_EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+class AdminClient:
+    """A client of the admin API. Its methods raise CommandFailed, with words for people."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        import httpx
+
+        self.url = url
+        # With an explicit transport httpx takes no proxy from the environment: the gateway is on
+        # loopback or in a private network.
+        self._client = httpx.Client(
+            base_url=url,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=REQUEST_TIMEOUT,
+            transport=httpx.HTTPTransport(),
+        )
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Return all nodes."""
+        nodes = self._request("GET", "/admin/nodes").get("nodes")
+        return [node for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
+
+    def node(self, name: str) -> dict[str, Any]:
+        """Return one node."""
+        return self._request("GET", f"/admin/nodes/{quote(name, safe='')}")
+
+    def node_action(self, name: str, action: str, **parameters: float) -> None:
+        """Drain, resume or probe a node."""
+        path = f"/admin/nodes/{quote(name, safe='')}/{action}"
+        self._request("POST", path, {key: f"{value:g}" for key, value in parameters.items()})
+
+    def _request(
+        self, method: str, path: str, parameters: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        import httpx
+
+        try:
+            response = self._client.request(method, path, params=parameters)
+        except httpx.ConnectError as error:
+            raise CommandFailed(
+                f"no gateway answers at {self.url} ({_reason(error)}): is it running? "
+                "--admin-url names its admin listener"
+            ) from None
+        except httpx.HTTPError as error:
+            raise CommandFailed(
+                f"the gateway at {self.url} did not answer ({_reason(error)})"
+            ) from None
+        if response.is_success:
+            return _object(response)
+        raise CommandFailed(self._error(response))
+
+    def _error(self, response: httpx.Response) -> str:
+        if response.status_code == 401:
+            return (
+                f"the gateway at {self.url} refuses (401): "
+                "name a file that holds its admin key with --admin-key-file"
+            )
+        error = _object(response, strict=False).get("error")
+        message = error.get("message") if isinstance(error, dict) else error
+        detail = f": {message}" if message else ""
+        return f"the gateway at {self.url} answers {response.status_code}{detail}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._client.close()
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    return str(error).partition("] ")[2] or str(error) or type(error).__name__
+
+
+def _object(response: httpx.Response, *, strict: bool = True) -> dict[str, Any]:
+    try:
+        value = response.json()
+    except ValueError:
+        value = None
+    if isinstance(value, dict):
+        return value
+    if strict:
+        raise CommandFailed(
+            f"the server at {response.url} is no gateway's admin API: --admin-url names its address"
+        )
+    return {}
+
+
+def connect_admin(
+    url: str | None,
+    key_file: Path | None,
+    config: Path | None,
+    environment: Mapping[str, str] = os.environ,
+) -> AdminClient:
+    """Open the admin API by flag, environment and settings, in this order.
+
+    Raises CommandFailed.
+    """
+    if url is not None and urlsplit(url).scheme not in {"http", "https"}:
+        raise CommandFailed(f"--admin-url {url}: must be like http://127.0.0.1:8001", status=2)
+    admin = _settings(config) if url is None or key_file is None else None
+    if url is None:
+        host = environment.get("LLAMA_GATEWAY_ADMIN_HOST") or (admin.host if admin else "127.0.0.1")
+        port = environment.get("LLAMA_GATEWAY_ADMIN_PORT") or (admin.port if admin else 8001)
+        host = _EVERY_ADDRESS.get(host, host)
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if key_file is None and admin is not None:
+        key_file = admin.key_file
+    return AdminClient(url.rstrip("/"), _key(key_file) if key_file else None)
+
+
+def _settings(config: Path | None) -> AdminSettings | None:
+    path = options.settings_file(config)
+    if path is None:
+        return None
+    from gateway.config.errors import ConfigError
+    from gateway.config.settings import load_settings
+
+    try:
+        return load_settings(path).admin
+    except ConfigError as error:
+        if config is not None:
+            raise
+        # The running gateway still has older settings, and the operator must be able to reach it.
+        print_note(f"note: {path} is invalid and was ignored ({error.problems[0]})")
+        return None
+
+
+def _key(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            key = file.read(LONGEST_ADMIN_KEY).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not a text"
+        raise CommandFailed(f"the admin key file {path} can't be read: {why}", status=2) from None
+    if not key or not key.isascii() or not key.isprintable():
+        raise CommandFailed(f"the admin key file {path} holds no key", status=2)
+    return key

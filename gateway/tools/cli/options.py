@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from gateway.tools.cli.terminal import CommandFailed
 
 DEFAULT_NODES = Path("config/nodes.yaml")
 
@@ -23,7 +26,7 @@ NodesFile = Annotated[
         "--nodes",
         envvar="LLAMA_GATEWAY_NODES",
         metavar="FILE",
-        help="The inventory: which nodes there are.",
+        help="The inventory of the nodes.",
         rich_help_panel=_FILES,
     ),
 ]
@@ -118,7 +121,7 @@ AdminUrl = Annotated[
         "--admin-url",
         metavar="URL",
         show_default="from the settings, else http://127.0.0.1:8001",
-        help="Where the admin API of the running gateway is.",
+        help="Address of the running gateway's admin API.",
         rich_help_panel=_ADMIN,
     ),
 ]
@@ -127,12 +130,27 @@ Json = Annotated[bool, typer.Option("--json", help="Write JSON, for scripts.")]
 
 
 def settings_file(path: Path | None) -> Path | None:
-    """The settings file to read: the one that was named, else the usual one if it is there."""
+    """Return the settings file: the one named, else the default one if it exists."""
     if path is not None:
         return path
     return DEFAULT_CONFIG if DEFAULT_CONFIG.is_file() else None
 
 
 def examples_epilog(*lines: tuple[str, str]) -> str:
-    """The end of a command's help: what to type, and what it does."""
+    """Return the end of a command's help: examples, each with its meaning."""
     return "\n".join(("Examples:", *(f"  {typed}\n    {meaning}" for typed, meaning in lines)))
+
+
+def check_plot_file(path: Path | None) -> None:
+    """Check before the work that `--plot` can be written. Raises CommandFailed."""
+    if path is None:
+        return
+    if path.suffix.lower() not in {".png", ".svg", ".pdf"}:
+        raise CommandFailed(f"--plot {path}: must end in .png, .svg or .pdf", status=2)
+    if not path.parent.is_dir():
+        raise CommandFailed(f"--plot {path}: there is no folder {path.parent}", status=2)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandFailed(
+            "--plot needs the package matplotlib, which is not installed: "
+            "pip install 'llama-gateway[plots]'"
+        )

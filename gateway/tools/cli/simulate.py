@@ -1,4 +1,4 @@
-"""`llama-gateway simulate`: what each policy would make of a fleet and its traffic."""
+"""`llama-gateway simulate`: plays traffic on a model of a fleet, under one policy or several."""
 
 from __future__ import annotations
 
@@ -16,14 +16,10 @@ from gateway.tools.cli.options import examples_epilog
 from gateway.tools.cli.terminal import CommandFailed, print_json, print_note, print_table
 
 if TYPE_CHECKING:
-    from gateway.tools.simulate.fleets import ServerSetup
-    from gateway.tools.simulate.report import PolicyReport
-    from gateway.tools.simulate.server import SimulatedMachine
-    from gateway.tools.simulate.trace import Trace
-if TYPE_CHECKING:
     from gateway.scheduling.autoscaling_policy import AutoscalingRules
     from gateway.tools.simulate.comparison import StandbyResult
     from gateway.tools.simulate.fleets import ServerSetup
+    from gateway.tools.simulate.report import PolicyReport
     from gateway.tools.simulate.server import SimulatedMachine
     from gateway.tools.simulate.trace import Trace
 
@@ -32,11 +28,11 @@ EXAMPLES = examples_epilog(
     ("llama-gateway simulate --fleet 4x2@40:600,2x2@16:250", "every policy, generated chats"),
     (
         "llama-gateway simulate --fleet 100x2@40:600 --generate rate=15,requests=50000,system=3000",
-        "more of them: 15 requests a second, system prompts of 3,000 tokens",
+        "a larger fleet, 15 requests a second, system prompts of 3,000 tokens",
     ),
     (
         "llama-gateway nodes --json > speeds.json && llama-gateway simulate --speeds speeds.json",
-        "your own fleet, as fast as the running gateway has measured it",
+        "your own fleet, with the speeds that the running gateway measured",
     ),
     (
         "llama-gateway simulate --trace yesterday.jsonl --policy least_finish --policy nginx",
@@ -44,11 +40,11 @@ EXAMPLES = examples_epilog(
     ),
     (
         "llama-gateway simulate --fleet 2x2@40:600 --standby 4x2@40:600 --generate burst=8",
-        "bursts: what standby machines save, and what that costs in waits",
+        "bursts: what standby machines save, and what they cost in waits",
     ),
     (
         "llama-gateway simulate --trace AzureLLMInferenceTrace_conv.csv --plot conv.png",
-        "a public trace, and a picture",
+        "a public trace, and a plot",
     ),
 )
 
@@ -82,9 +78,11 @@ def simulate(
             "--fleet",
             metavar="COUNTxSLOTS@DECODE:PREFILL",
             show_default="the inventory",
-            help="A made-up fleet instead: nodes, slots each, tokens/s that one request writes, "
-            "tokens/s of a prompt. Several kinds with commas; +0.3 behind one: what another busy "
-            "slot adds to a step (default 0.15).",
+            help=(
+                "A made-up fleet: nodes, slots each, tokens/s of decode for one request, tokens/s "
+                "of prefill. Several kinds with commas; +0.3 behind one: the share that another "
+                "busy slot adds to a step (default 0.15)."
+            ),
             rich_help_panel=_FLEET,
         ),
     ] = None,
@@ -93,8 +91,10 @@ def simulate(
         typer.Option(
             "--standby",
             metavar="COUNTxSLOTS@DECODE:PREFILL",
-            help="Elastic machines beside --fleet. Told is what they save: all always on, elastic, "
-            "and without them.",
+            help=(
+                "Standby machines beside --fleet. Compares all always on, autoscaled, and without "
+                "them."
+            ),
             rich_help_panel=_FLEET,
         ),
     ] = None,
@@ -103,8 +103,10 @@ def simulate(
         typer.Option(
             "--elastic",
             metavar="NAME=VALUE,...",
-            help="Their rules, as `elastic` in the settings: start_above, start_after, stop_after, "
-            "cooldown (s), min, max; startup: seconds from a start to work; cost of an hour.",
+            help=(
+                "Their rules, as `elastic` in the settings: start_above, start_after, stop_after, "
+                "cooldown (s), min, max; startup: seconds from a start to work; cost of an hour."
+            ),
             rich_help_panel=_FLEET,
         ),
     ] = "startup=60",
@@ -113,7 +115,7 @@ def simulate(
         typer.Option(
             "--speeds",
             metavar="FILE",
-            help="Speeds of the inventory's nodes: what `llama-gateway nodes --json` writes.",
+            help="Speeds of the inventory's nodes: the output of `llama-gateway nodes --json`.",
             rich_help_panel=_FLEET,
         ),
     ] = None,
@@ -122,7 +124,7 @@ def simulate(
         typer.Option(
             "--speed",
             metavar="DECODE:PREFILL",
-            help="Tokens/s of a node that --speeds does not tell, times its `speed_hint`.",
+            help="Tokens/s of a node that is not in --speeds, times its `speed_hint`.",
             rich_help_panel=_FLEET,
         ),
     ] = "10:100",
@@ -161,7 +163,7 @@ def simulate(
         bool,
         typer.Option(
             "--skip-broken",
-            help="Leave broken lines of the trace out, and say how many.",
+            help="Skip broken lines of the trace, and print their number.",
             rich_help_panel=_TRAFFIC,
         ),
     ] = False,
@@ -180,9 +182,11 @@ def simulate(
         typer.Option(
             "--generate",
             metavar="NAME=VALUE,...",
-            help="What is made up without a trace: rate (requests/s), requests, turns, tenants, "
-            "system, question, answer, limit (tokens), pause (s), callers, urgent, premium, batch "
-            "(shares); burst (times as many), every, lasting (s).",
+            help=(
+                "Traffic without a trace: rate (requests/s), requests, turns, tenants, system, "
+                "question, answer, limit (tokens), pause (s), callers, urgent, premium, batch "
+                "(shares); burst (times as many), every, lasting (s)."
+            ),
             rich_help_panel=_TRAFFIC,
         ),
     ] = "rate=1,requests=5000",
@@ -198,29 +202,33 @@ def simulate(
             "--policy",
             metavar="NAME",
             show_default="all",
-            help="Repeat it to compare: least_finish, least_loaded, round_robin, prefix_hash; "
-            "nginx (least_conn), haproxy (leastconn, maxconn = slots).",
+            help=(
+                "Repeat it to compare: least_finish, least_loaded, round_robin, prefix_hash; nginx "
+                "(least_conn), haproxy (leastconn, maxconn = slots)."
+            ),
         ),
     ] = None,
     exact: Annotated[
         bool,
         typer.Option(
             "--exact",
-            help="The gateway knows speeds, lengths and caches instead of learning them. "
-            "For fleets of some dozens of nodes.",
+            help=(
+                "The gateway knows speeds, lengths and caches instead of learning them. For fleets "
+                "of some dozens of nodes."
+            ),
         ),
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw it: .png, .svg or .pdf."),
+        typer.Option("--plot", metavar="FILE", help="Plot the results: .png, .svg or .pdf."),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Play traffic on a model of the fleet, under one policy after the other.
 
-    The model has llama.cpp's slots, batches and prompt caches; the gateway's policies are the very
-    code that it runs. Nothing is sent anywhere. Times are seconds; BOUND x compares the mean
-    completion with one that no schedule could beat.
+    The model has llama.cpp's slots, batches and prompt caches; the gateway's policies are its own
+    code. Nothing is sent anywhere. Times are seconds; BOUND x is the mean completion over a bound
+    that no schedule could beat.
     """
     from gateway.tools.simulate.comparison import UnknownPolicyError, compare, known_policies
     from gateway.tools.simulate.fleets import FleetError, ServerSetup
@@ -239,13 +247,13 @@ def simulate(
     except FleetError as error:
         raise CommandFailed(str(error), status=2) from None
     if standby is not None:
-        _only_for_one_policy(fleet, policy, plot, exact=exact)
+        _check_standby(fleet, policy, plot, exact=exact)
         traffic = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
         simulate_elastic(
             machines, standby, elastic, ServerSetup(batch, cache_ram), traffic, seed, as_json
         )
         return
-    _check_plot(plot)
+    options.check_plot_file(plot)
     requests = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
     try:
         with _progress(len(names) * len(requests.jobs)) as progress:
@@ -256,20 +264,20 @@ def simulate(
         print_json(_as_dict(machines, requests, reports))
     else:
         print_table(_COLUMNS, map(_row, reports), state_column=0)
-        if told := overload_warning(reports):
-            print(f"\n{told}")
+        if warning := overload_warning(reports):
+            print(f"\n{warning}")
     if plot is not None:
         _draw(plot, reports, machines, requests)
 
 
-def _only_for_one_policy(
+def _check_standby(
     fleet: str | None, policy: list[str] | None, plot: Path | None, *, exact: bool
 ) -> None:
     if fleet is None:
-        raise CommandFailed("--standby stands beside --fleet: describe both", status=2)
+        raise CommandFailed("--standby needs --fleet: describe both", status=2)
     if policy not in (None, ["least_finish"]) or plot is not None or exact:
         raise CommandFailed(
-            "--standby compares fleets under least_finish: leave --policy, --plot and --exact away",
+            "--standby compares fleets under least_finish: leave --policy, --plot and --exact out",
             status=2,
         )
 
@@ -285,11 +293,11 @@ def _machines(
         return fleets.from_text(fleet, setup)
     from gateway.config.inventory import load_inventory
 
-    usual = fleets.from_text(f"1x1@{speed}", setup)[0]
+    default = fleets.from_text(f"1x1@{speed}", setup)[0]
     machines, notes = fleets.from_inventory(
         load_inventory(nodes),
         {} if speeds is None else fleets.read_speeds(speeds),
-        fleets.NodeSpeeds(usual.prefill_tps, usual.decode_tps, usual.batch_cost),
+        fleets.NodeSpeeds(default.prefill_tps, default.decode_tps, default.batch_cost),
         setup,
     )
     for line in notes:
@@ -317,30 +325,13 @@ def _requests(
             status=2,
         ) from None
     if requests.skipped:
-        print_note(f"{trace}: left out {requests.skipped} broken lines")
+        print_note(f"{trace}: skipped {requests.skipped} broken lines")
     return requests
-
-
-def _check_plot(plot: Path | None) -> None:
-    """Told before the work, not after it."""
-    if plot is None:
-        return
-    if plot.suffix.lower() not in {".png", ".svg", ".pdf"}:
-        raise CommandFailed(f"--plot {plot}: must end in .png, .svg or .pdf", status=2)
-    if not plot.parent.is_dir():
-        raise CommandFailed(f"--plot {plot}: there is no folder {plot.parent}", status=2)
-    import importlib.util
-
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CommandFailed(
-            "--plot needs the package matplotlib, which is not installed: "
-            "pip install 'llama-gateway[plots]'"
-        )
 
 
 @contextmanager
 def _progress(requests: int) -> Iterator[Callable[[str, int], None] | None]:
-    """A bar on a terminal, nothing elsewhere."""
+    """Show a bar on a terminal, nothing elsewhere."""
     import sys
 
     from gateway.tools.cli.terminal import console
@@ -355,11 +346,11 @@ def _progress(requests: int) -> Iterator[Callable[[str, int], None] | None]:
         task = bar.add_task("", total=requests)
         done: dict[str, int] = {}
 
-        def told(name: str, ended: int) -> None:
+        def update(name: str, ended: int) -> None:
             done[name] = ended
             bar.update(task, completed=sum(done.values()), description=name)
 
-        yield told
+        yield update
 
 
 def _row(report: PolicyReport) -> list[object]:
@@ -395,15 +386,12 @@ def _as_dict(
 def _draw(
     plot: Path, reports: list[PolicyReport], machines: list[SimulatedMachine], requests: Trace
 ) -> None:
-    from gateway.tools.simulate.report import PlotsNotInstalledError, plot_reports
+    from gateway.tools.simulate.report import plot_reports
 
     slots = sum(machine.slots for machine in machines)
     title = f"{len(requests.jobs):,} requests on {len(machines):,} nodes of {slots:,} slots"
-    try:
-        plot_reports(plot, reports, title)
-    except PlotsNotInstalledError as error:
-        raise CommandFailed(str(error)) from None
-    print_note(f"drawn: {plot}")
+    plot_reports(plot, reports, title)
+    print_note(f"written: {plot}")
 
 
 _ELASTIC_COLUMNS = (
@@ -429,12 +417,12 @@ def simulate_elastic(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Play the trace three times and print the table. Raises: CommandFailed."""
+    """Play the trace on three fleets and print the table. Raises CommandFailed."""
     from gateway.tools.simulate.comparison import compare_elastic
     from gateway.tools.simulate.fleets import FleetError, from_text
     from gateway.tools.simulate.simulation import StuckError
 
-    rules, startup, cost = _rules(rules_text)
+    rules, startup, cost = _parse_elastic(rules_text)
     try:
         spares = from_text(standby, setup)
     except FleetError as error:
@@ -449,26 +437,26 @@ def simulate_elastic(
         print_table(_ELASTIC_COLUMNS, [_elastic_row(one, cost) for one in found], state_column=0)
 
 
-def _rules(given: str) -> tuple[AutoscalingRules, float, float]:
-    """The policy's rules, the start-up time and the cost of an hour."""
+def _parse_elastic(text: str) -> tuple[AutoscalingRules, float, float]:
+    """Parse `--elastic`: the policy's rules, the start-up time and the cost of an hour."""
     from gateway.scheduling.autoscaling_policy import AutoscalingRules
 
     values = {"startup": 60.0, "cost": 0.0}
     whole = ("min", "max")
     known = (*(field.name for field in fields(AutoscalingRules)), *values)
-    for part in filter(None, given.replace(" ", "").split(",")):
-        name, _, text = part.partition("=")
+    for part in filter(None, text.replace(" ", "").split(",")):
+        name, _, number = part.partition("=")
         if name not in known:
             raise CommandFailed(
-                f"--elastic: {name!r} is nothing to set; known: {', '.join(known)}", status=2
+                f"--elastic: there is no {name!r}; known: {', '.join(known)}", status=2
             )
         try:
-            value = int(text) if name in whole else float(text)
+            value = int(number) if name in whole else float(number)
         except ValueError:
             value = math.nan
         if not 0 <= value < math.inf:
             kind = "a whole number" if name in whole else "a number"
-            raise CommandFailed(f"--elastic: {part!r}: write {kind} behind the =", status=2)
+            raise CommandFailed(f"--elastic: {part!r}: write {kind} after the =", status=2)
         values[name] = value
     startup, cost = values.pop("startup"), values.pop("cost")
     if values.get("max", math.inf) < max(1, values.get("min", 0)):

@@ -1,4 +1,4 @@
-"""How far the servers of `llama-gateway up` are: a live list on a terminal, lines elsewhere."""
+"""Shows the progress of the servers of `llama-gateway up`: live on a terminal, else in lines."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from gateway.tools.local.supervisor import (
 
 
 class StartupProgress:
-    """Takes every step of the servers: shown inside this context, logged afterwards."""
+    """Shows the events of servers within its context, and logs them afterwards."""
 
     def __init__(self, servers: Sequence[str]) -> None:
         output = console(sys.stderr)
-        self._live = output.is_terminal and not output.is_dumb_terminal
+        self._on_terminal = output.is_terminal and not output.is_dumb_terminal
         self._display = Display(
             TextColumn(" "),
             SpinnerColumn("line", finished_text=" "),
             TextColumn("{task.description}", markup=False),
             TimeElapsedColumn(),
             console=output,
-            disable=not self._live,
+            disable=not self._on_terminal,
         )
         self._rows: dict[str, TaskID] = {
             name: self._display.add_task(name, total=1) for name in servers
         }
-        self._over = False
+        self._ended = False
 
     def update(self, event: ServerEvent) -> None:
-        """One step of one server."""
-        if self._over:
+        """Show or log an event of one server."""
+        if self._ended:
             _log(event)
-        elif self._live:
+        elif self._on_terminal:
             ready = isinstance(event, ServerReady)
             self._display.update(
                 self._rows[event.name],
-                description=f"{event.name}: {_words(event)}",
+                description=f"{event.name}: {_describe(event)}",
                 completed=int(ready),
             )
         else:
-            print_note(f"  {event.name}: {_words(event)}")
+            print_note(f"  {event.name}: {_describe(event)}")
 
     def __enter__(self) -> Self:
         self._display.start()
@@ -65,32 +65,32 @@ class StartupProgress:
         traceback: TracebackType | None,
     ) -> None:
         self._display.stop()
-        self._over = True
+        self._ended = True
 
 
-def _words(step: ServerEvent) -> str:
-    match step:
+def _describe(event: ServerEvent) -> str:
+    match event:
         case ServerStarted():
-            return f"started on {step.url}"
+            return f"started on {event.url}"
         case ServerLoading():
             return "loading the model"
         case ServerReady():
-            return f"ready after {step.seconds:.1f} s"
+            return f"ready after {event.seconds:.1f} s"
         case ServerExited():
-            return f"{step.exit_description}, is started again in {step.restart_in:g} s"
+            return f"{event.exit_description}, restarts in {event.restart_in:g} s"
 
 
-def _log(step: ServerEvent) -> None:
+def _log(event: ServerEvent) -> None:
     log = structlog.get_logger()
-    match step:
+    match event:
         case ServerExited():
             log.warning(
                 "server exited",
-                server=step.name,
-                how=step.exit_description,
-                restart_in=step.restart_in,
+                server=event.name,
+                how=event.exit_description,
+                restart_in=event.restart_in,
             )
         case ServerReady():
-            log.info("server ready", server=step.name, seconds=round(step.seconds, 1))
+            log.info("server ready", server=event.name, seconds=round(event.seconds, 1))
         case _:
             pass

@@ -1,4 +1,4 @@
-"""What commands write: words for people, tables that stay whole when piped, errors to stderr."""
+"""Output of the commands: tables, JSON, errors on stderr, and their help."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 PIPED_WIDTH = 10_000
-"""Characters: a table in a pipe is not folded to some terminal's width."""
+"""Characters: a table in a pipe is not folded."""
 
 STATE_COLOURS = {
     "ready": "green",
@@ -34,8 +34,8 @@ STATE_COLOURS = {
 }
 
 
-class CommandFailed(Exception):  # noqa: N818 - what it tells is not the program's error
-    """The command ends with this message on stderr; `status` 1: could not, 2: wrong usage."""
+class CommandFailed(Exception):  # noqa: N818 - no error of the program
+    """Ends the command with this message on stderr and `status`: 1 failed, 2 wrong usage."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class CommandFailed(Exception):  # noqa: N818 - what it tells is not the program
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """A console on stdout, or on `stream`: coloured on a terminal and plain elsewhere."""
+    """Return a console on stdout or `stream`: coloured on a terminal, plain elsewhere."""
     from rich.console import Console
 
     stream = stream or sys.stdout
@@ -52,7 +52,7 @@ def console(stream: TextIO | None = None) -> Console:
 
 
 def print_error(message: str) -> None:
-    """Tell on stderr what is wrong, a line or several."""
+    """Print an error of one or several lines to stderr."""
     from rich.text import Text
 
     from gateway.config.errors import single_line
@@ -64,22 +64,22 @@ def print_error(message: str) -> None:
 
 
 def print_note(message: str) -> None:
-    """Tell on stderr what is worth knowing, so that stdout stays what was asked for."""
+    """Print a note to stderr, so that stdout holds the results alone."""
     from gateway.config.errors import single_line
 
-    # Not folded here: a command is copied from a terminal in one piece.
+    # Not folded, so that a command in it can be copied.
     console(sys.stderr).print(single_line(message), soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
-    """Write a value for a script."""
+    """Print a value as JSON."""
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], *, state_column: int
 ) -> None:
-    """Write a table; the column number `state` holds states, which get their colours."""
+    """Print a table; the states in column number `state_column` get their colours."""
     from rich.table import Table
     from rich.text import Text
 
@@ -94,7 +94,7 @@ def print_table(
 
 
 def format_cell(value: object) -> str:
-    """A value as a table shows it; `-` for none."""
+    """Format a value for a table; `-` for none."""
     from gateway.config.errors import single_line
 
     if value is None or value == "":
@@ -112,17 +112,17 @@ MOST_WIDTH = 100
 LEAST_WIDTH = 20
 
 TWO_COLUMN_WIDTH = 70
-"""From so many columns on, what an option does stands beside it and not below it."""
+"""From this width on an option's help stands beside it, and not below."""
 
 OPTION_COLUMN_WIDTH = 30
-"""Columns for the options then; a longer one has a line of its own."""
+"""Columns for the options then; a longer option has a line of its own."""
 
 UsageError: Any = typer.BadParameter.__base__
-"""What a command line that is wrong raises, whichever click typer brings."""
+"""The error of a wrong command line, in the click that typer uses."""
 
 
 class HelpCommand(TyperCommand):
-    """A command with this help."""
+    """A command with the help of this module."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
@@ -130,7 +130,7 @@ class HelpCommand(TyperCommand):
 
 
 class HelpGroup(TyperGroup):
-    """A command that has commands below it, with this help."""
+    """A group of commands with the help of this module."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
@@ -138,14 +138,14 @@ class HelpGroup(TyperGroup):
 
 
 def usage_message(error: Exception) -> str | None:
-    """What is wrong with a command line, and where to look; None: nothing, only help was wanted."""
+    """Return what is wrong with a command line; None where help was shown instead."""
     assert isinstance(error, UsageError)
     message = str(error.format_message())
     if type(error).__name__ == "NoArgsIsHelpError":
         return None
     if found := _INVALID.fullmatch(message):
-        why = found["why"].removeprefix("Value error, ").replace("Input should", "must")
-        message = f"{found['option']}: {why}"
+        problem = found["problem"].removeprefix("Value error, ").replace("Input should", "must")
+        message = f"{found['option']}: {problem}"
     else:
         message = message[:1].lower() + message[1:]
     path = error.ctx.command_path if error.ctx else "llama-gateway"
@@ -153,7 +153,7 @@ def usage_message(error: Exception) -> str | None:
 
 
 _INVALID = re.compile(
-    r"Invalid value for '?(?P<option>.+?)'?(?: \(env var: .+?\))?: (?P<why>.+)", re.DOTALL
+    r"Invalid value for '?(?P<option>.+?)'?(?: \(env var: .+?\))?: (?P<problem>.+)", re.DOTALL
 )
 
 
@@ -175,16 +175,16 @@ def _help(command: Any, ctx: Any) -> Iterator[str]:
 
 
 def _sections(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
-    """Arguments, options by their panels, and commands: what to write, and what it does."""
+    """Return arguments, options by panel, and commands, each with its help."""
     found: dict[str, list[tuple[str, str]]] = {}
     for param in command.get_params(ctx):
         record = param.get_help_record(ctx)
         if record is not None:
-            usual = "Arguments" if param.param_type_name == "argument" else "Options"
-            title = getattr(param, "rich_help_panel", None) or usual
-            # An argument is followed by its type, which its own word says already.
+            default = "Arguments" if param.param_type_name == "argument" else "Options"
+            title = getattr(param, "rich_help_panel", None) or default
+            # Leave out the type that follows an argument: its name says enough.
             name = record[0].partition(" <")[0]
-            found.setdefault(title, []).append((name, _in_words(record[1])))
+            found.setdefault(title, []).append((name, _plain_default(record[1])))
     if isinstance(command, HelpGroup):
         for name in command.list_commands(ctx):
             below = command.get_command(ctx, name)
@@ -194,8 +194,8 @@ def _sections(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-def _in_words(text: str) -> str:
-    """A default without the brackets around words, and a range as people write it."""
+def _plain_default(text: str) -> str:
+    """Remove the brackets around a default, and write ranges in words."""
     text = re.sub(r"default: \((.+?)\)(?=[;\]])", r"default: \1", text)
     text = re.sub(r"(-?[\d.]+)<=x<=(-?[\d.]+)", r"\1 to \2", text)
     return re.sub(r"x>=(-?[\d.]+)", r"at least \1", text)

@@ -1,4 +1,4 @@
-"""`llama-gateway topology`: what this machine is, and how llama.cpp servers sit best on it."""
+"""`llama-gateway topology`: shows this machine, and how to place llama.cpp servers on it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = examples_epilog(
     ("llama-gateway topology", "sockets, NUMA nodes, cores, caches, memory"),
-    ("llama-gateway topology --json", "the same for a script or a playbook"),
-    ("llama-gateway topology --root saved/", "of a machine whose /sys and /proc were copied"),
+    ("llama-gateway topology --json", "as JSON, for a script or a playbook"),
+    ("llama-gateway topology --root saved/", "for a machine whose /sys and /proc were copied"),
 )
 
 
@@ -33,15 +33,15 @@ def topology(
 ) -> None:
     """Show what this machine has for llama.cpp: sockets, NUMA nodes, cores, caches, memory.
 
-    Only what this process may use counts: its affinity mask, its cpuset and its container's limits
-    are respected. The last lines tell how to run one server on each NUMA node.
+    Only resources that this process may use are shown, by its affinity mask, its cpuset and its
+    container's limits. The last lines show how to run one server on each NUMA node.
     """
     from gateway.tools.local.topology import read_topology, topology_as_dict
 
     if not (root / "proc").is_dir() or not (root / "sys").is_dir():
         raise CommandFailed(
-            f"{root}: holds no folders `proc` and `sys`. Remedy: --root names the folder that they "
-            "were copied into; without it this machine is looked at",
+            f"{root}: holds no folders `proc` and `sys`. Remedy: name the folder that holds copies "
+            "of them with --root; without it this machine is shown",
             2,
         )
     found = read_topology(root)
@@ -60,7 +60,7 @@ def _report(found: Topology) -> None:
     threads = max((len(core) for node in found.nodes for core in node.cores), default=1)
     processor = found.processor
     out.print(f"processor     {processor.name or 'unknown'} ({processor.architecture or '?'})")
-    out.print(f"instructions  {', '.join(processor.instructions) or 'none that llama.cpp knows'}")
+    out.print(f"instructions  {', '.join(processor.instructions) or 'none that llama.cpp uses'}")
     out.print(
         f"cores         {found.core_count} in {_count(len(found.sockets) or 1, 'socket')} and "
         f"{_count(len(found.nodes), 'NUMA node')}, {_count(threads, 'thread')} each"

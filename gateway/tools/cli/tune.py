@@ -1,4 +1,4 @@
-"""`llama-gateway tune`: the settings with which this machine serves a model best, measured."""
+"""`llama-gateway tune`: measures which settings serve a model best on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway.tools.cli.options import examples_epilog
 from gateway.tools.cli.terminal import CommandFailed, print_json, print_note
 
 if TYPE_CHECKING:
-    from gateway.tools.local.prepare import LocalFleetPlan
+    from gateway.tools.local.plan import LocalFleetPlan
     from gateway.tools.local.topology import Topology
     from gateway.tools.tune.machine_benchmark import MachineBenchmark
     from gateway.tools.tune.measurements import BenchmarkRequest, Goal, Measurement, MeasurementLog
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EXAMPLES = examples_epilog(
     (
         "llama-gateway tune --model m.gguf --write host_vars/epyc-1/tuned.yml",
-        "half an hour at most; the play `site.yml` uses what it finds",
+        "half an hour at most; the play `site.yml` uses the result",
     ),
     (
         "llama-gateway tune --model m.gguf --goal latency --minutes 90 --plot tuned.png",
@@ -51,7 +51,7 @@ def tune(
             "--model",
             metavar="FILE.gguf",
             show_default="a small demo model; its results mean little",
-            help="The model that is to be served.",
+            help="The model to measure with.",
             rich_help_panel=_SERVERS,
         ),
     ] = None,
@@ -60,8 +60,10 @@ def tune(
         typer.Option(
             "--goal",
             metavar="GOAL",
-            help="latency: a request alone, and the pauses neighbours make. throughput: requests "
-            "an hour with all slots busy. balanced: both.",
+            help=(
+                "latency: a request alone, and the stalls by other prompts. throughput: requests "
+                "an hour with all slots busy. balanced: both."
+            ),
             rich_help_panel=_JUDGED,
         ),
     ] = "balanced",
@@ -83,7 +85,7 @@ def tune(
     ] = 128,
     minutes: Annotated[
         float,
-        typer.Option("--minutes", min=0.1, metavar="M", help="End after that long at the latest."),
+        typer.Option("--minutes", min=0.1, metavar="M", help="Longest duration."),
     ] = 30.0,
     context: Annotated[
         int,
@@ -102,7 +104,7 @@ def tune(
             min=1,
             max=32,
             metavar="N",
-            help="Slots that a server is tried with at most.",
+            help="Most slots to try.",
             rich_help_panel=_SERVERS,
         ),
     ] = 8,
@@ -121,8 +123,10 @@ def tune(
         typer.Option(
             "--write",
             metavar="FILE",
-            help="Write the best setting: .yml as variables of the Ansible role llama_node (a file "
-            "of its own, such as host_vars/HOST/tuned.yml), .json with all figures.",
+            help=(
+                "Write the best setting: .yml as variables of the Ansible role llama_node (a file "
+                "of its own, such as host_vars/HOST/tuned.yml), .json with all figures."
+            ),
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
@@ -131,7 +135,7 @@ def tune(
         typer.Option(
             "--plot",
             metavar="FILE",
-            help="Draw what was tried: .png, .svg or .pdf.",
+            help="Plot the measurements: .png, .svg or .pdf.",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
@@ -141,40 +145,39 @@ def tune(
             "--measurements",
             metavar="FILE.jsonl",
             show_default="tuning.jsonl in the cache folder",
-            help="Where each measurement is kept; those of an earlier run are not made again.",
+            help="File of the measurements; those of an earlier run are used again.",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
     remeasure: Annotated[
-        bool, typer.Option("--again", help="Measure everything anew.", rich_help_panel=_OUTPUT)
+        bool, typer.Option("--again", help="Measure everything again.", rich_help_panel=_OUTPUT)
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Measure although other work loads the machine.")
+        bool, typer.Option("--force", help="Measure even if other work loads the machine.")
     ] = False,
     force_memory: Annotated[
         bool,
         typer.Option(
             "--force-memory",
-            help="Start servers although too little memory would stay free.",
+            help="Start servers even if too little memory would stay free.",
             rich_help_panel=_SERVERS,
         ),
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Measure real llama.cpp servers on this machine, and find the settings that suit it best.
+    """Measure real llama.cpp servers on this machine, and find the best settings for a model.
 
-    One server is started on each NUMA node, and again with other settings: threads, micro-batch,
-    slots, batch, pinning. Each time it is measured how fast they read, write alone and write with
-    all slots busy, how long a stream stalls while a neighbour's prompt is read, and how much
-    memory they take. The search begins with the rule of thumb (a thread for each physical core),
-    turns one knob after the other, and repeats what seems better until it is more than noise, or
-    says that it is not.
+    One server is started on each NUMA node, again and again with other settings: threads,
+    micro-batch, slots, batch, pinning. Measured are the speeds of prefill, of decode alone and of
+    decode with all slots busy, the stall of a stream during another prompt's prefill, and memory.
+    The search begins with the rule of thumb (a thread for each physical core), turns one knob
+    after the other, and repeats what seems better until it is known to be more than noise or not.
 
-    Nothing else should run meanwhile. Ctrl-C keeps what was measured; the same command goes on.
+    Nothing else should run meanwhile. Ctrl-C keeps the measurements; the same command goes on.
     """
+    from gateway.tools.local import LocalFleetError
     from gateway.tools.local.cache import cache_folder
-    from gateway.tools.local.errors import LocalFleetError
-    from gateway.tools.local.prepare import plan_local_fleet
+    from gateway.tools.local.plan import plan_local_fleet
     from gateway.tools.local.topology import read_topology
     from gateway.tools.tune.machine_benchmark import MachineBenchmark, measurement_subject
     from gateway.tools.tune.measurements import BenchmarkRequest, MeasurementLog
@@ -182,12 +185,13 @@ def tune(
     from gateway.tools.tune.search import Search, TuningSession
     from gateway.tools.tune.setting import rule_of_thumb, search_space
 
-    judged = _goal(goal)
-    _check_files(write, plot)
+    chosen_goal = _goal(goal)
+    _check_host_vars(write)
+    options.check_plot_file(plot)
     request = BenchmarkRequest(prompt, answer)
     try:
         plan = plan_local_fleet(model, server_bin=server_bin, force_memory=force_memory)
-        slot = _slot(plan, context, request)
+        slot = _slot_tokens(plan, context, request)
         topology = read_topology()
         if plan.is_demo:
             print_note(
@@ -195,38 +199,41 @@ def tune(
                 "for a real one, and should not be used."
             )
         _refuse_other_work(topology, force=force)
-        about = measurement_subject(plan, topology, request, slot)
-        records = MeasurementLog(measurements or cache_folder() / "tuning.jsonl", about)
+        subject = measurement_subject(plan, topology, request, slot)
+        records = MeasurementLog(measurements or cache_folder() / "tuning.jsonl", subject)
         space = search_space(topology, context=slot, max_slots=max_slots)
         session = TuningSession(
-            Search(space, rule_of_thumb(topology)), request, judged, _kept(records, again=remeasure)
+            Search(space, rule_of_thumb(topology)),
+            request,
+            chosen_goal,
+            _earlier(records, remeasure=remeasure),
         )
         machine = MachineBenchmark(
             plan,
             request,
             context=slot,
             force_memory=force_memory,
-            known_memory=_known(session, len(plan.specs)),
+            known_memory=_known_memory(session, len(plan.specs)),
         )
         status = _run(session, machine, records, minutes)
     except LocalFleetError as error:
         raise CommandFailed(str(error)) from None
-    found = build_report(session)
-    if found is None:
-        raise _nothing(session, minutes, status)
+    report = build_report(session)
+    if report is None:
+        raise _no_measurement(session, minutes, status)
     if as_json:
-        print_json({"subject": about, **found.as_dict()})
+        print_json({"subject": subject, **report.as_dict()})
     else:
         from gateway.tools.cli.tune_progress import print_report
 
-        print_report(found)
+        print_report(report)
     if plot is not None:
-        _draw(plot, found, about)
+        _draw(plot, report, subject)
     if write is not None:
-        _write(write, found, topology, about)
+        _write(write, report, topology, subject)
     if session.end_reason == "interrupted":
         print_note(
-            f"Interrupted: what was measured is kept in {records.path}; the same command goes on."
+            f"Interrupted: the measurements are in {records.path}; the same command goes on."
         )
     raise typer.Exit(status)
 
@@ -240,32 +247,19 @@ def _goal(name: str) -> Goal:
     raise CommandFailed(f"--goal {name}: there is no such goal; known: {', '.join(GOALS)}", 2)
 
 
-def _check_files(write: Path | None, plot: Path | None) -> None:
-    """Told before the work, not after it."""
-    import importlib.util
+def _check_host_vars(path: Path | None) -> None:
+    """Check before the work that `--write` can be written. Raises CommandFailed."""
+    from gateway.tools.tune.report import WriteError, check_target
 
-    from gateway.tools.tune.host_vars import WriteError, check_target
-
-    if write is not None:
+    if path is not None:
         try:
-            check_target(write)
+            check_target(path)
         except WriteError as error:
             raise CommandFailed(f"--write {error}", 2) from None
-    if plot is None:
-        return
-    if plot.suffix.lower() not in {".png", ".svg", ".pdf"}:
-        raise CommandFailed(f"--plot {plot}: must end in .png, .svg or .pdf", 2)
-    if not plot.parent.is_dir():
-        raise CommandFailed(f"--plot {plot}: there is no folder {plot.parent}", 2)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CommandFailed(
-            "--plot needs the package matplotlib, which is not installed: "
-            "pip install 'llama-gateway[plots]'"
-        )
 
 
-def _slot(plan: LocalFleetPlan, context: int, request: BenchmarkRequest) -> int:
-    """Tokens of a slot: what was asked for, but no more than the model was trained on."""
+def _slot_tokens(plan: LocalFleetPlan, context: int, request: BenchmarkRequest) -> int:
+    """Return the tokens of a slot: `context`, but at most the model's trained context."""
     slot = min(context, plan.model.trained_context or context)
     if request.prompt + request.answer + SLOT_HEADROOM > slot:
         raise CommandFailed(
@@ -293,35 +287,33 @@ def _refuse_other_work(topology: Topology, *, force: bool) -> None:
     time.sleep(SAMPLE_SECONDS)
     found = other_work_between(before, read_cpu_times(cpus))
     if not before.cpus:
-        print_note("This system has no /proc/stat: whether other work loads it is not known.")
+        print_note("This system has no /proc/stat: other work on it can't be seen.")
     elif found.busy_cpus > MOST_OTHER_WORK and force:
-        print_note(f"Measuring under other work (--force), which makes figures worse: {found}")
+        print_note(f"Measuring beside other work (--force), which makes figures worse: {found}")
     elif found.busy_cpus > MOST_OTHER_WORK:
         raise CommandFailed(
             f"other work loads this machine: {found}, by /proc/stat over {SAMPLE_SECONDS:g} s "
-            f"(at most "
-            f"{MOST_OTHER_WORK} CPUs are let pass). It would be measured as well. Remedy: "
-            f"stop it, or "
-            "measure all the same with --force"
+            f"(at most {MOST_OTHER_WORK} CPUs are tolerated). It would distort the figures. "
+            "Remedy: stop it, or measure anyway with --force"
         )
 
 
-def _kept(records: MeasurementLog, *, again: bool) -> list[Measurement]:
-    if again:
+def _earlier(records: MeasurementLog, *, remeasure: bool) -> list[Measurement]:
+    if remeasure:
         records.rotate()
-    kept, broken = records.read()
+    earlier, broken = records.read()
     if broken:
-        print_note(f"{records.path}: {broken} broken lines are left out")
-    if kept:
+        print_note(f"{records.path}: {broken} broken lines are ignored")
+    if earlier:
         print_note(
-            f"{records.path}: uses {len(kept)} earlier measurements of this model on this machine "
-            "where they fit (--again measures everything anew)"
+            f"{records.path}: uses {len(earlier)} earlier measurements of this model on this "
+            "machine where they fit (--again measures everything again)"
         )
-    return kept
+    return earlier
 
 
-def _known(session: TuningSession, servers: int) -> tuple[Setting, int] | None:
-    """What a server took of memory in an earlier run."""
+def _known_memory(session: TuningSession, servers: int) -> tuple[Setting, int] | None:
+    """Return a setting of an earlier run, and the memory that a server took with it."""
     for one in session.earlier:
         if one.figures is not None and one.figures.memory is not None:
             return one.setting, one.figures.memory // servers
@@ -331,32 +323,32 @@ def _known(session: TuningSession, servers: int) -> tuple[Setting, int] | None:
 def _run(
     session: TuningSession, machine: MachineBenchmark, records: MeasurementLog, minutes: float
 ) -> int:
-    """Measure; the exit status."""
+    """Run the search; return the exit status."""
     import asyncio
     import signal
 
     from gateway.tools.cli.tune_progress import TuningProgress
 
-    async def measured() -> None:
-        here = asyncio.current_task()
-        assert here is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, here.cancel)
-        with TuningProgress(session, minutes) as telling:
+    async def search() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        with TuningProgress(session, minutes) as progress:
             await session.run(
                 machine.measure,
                 seconds=minutes * 60,
                 record=records.append,
-                on_begin=telling.measurement_started,
-                on_end=telling.measurement_done,
+                on_begin=progress.measurement_started,
+                on_end=progress.measurement_done,
             )
 
     print_note(
         f"About {session.search.expected_measurements()} measurements (the full grid has "
-        f"{session.search.space.size} settings), at most {minutes:g} minutes. They are kept in "
+        f"{session.search.space.size} settings), at most {minutes:g} minutes. They are stored in "
         f"{records.path}."
     )
     try:
-        asyncio.run(measured())
+        asyncio.run(search())
     except KeyboardInterrupt:
         return 130
     except asyncio.CancelledError:
@@ -364,31 +356,34 @@ def _run(
     return 0
 
 
-def _nothing(session: TuningSession, minutes: float, status: int) -> CommandFailed:
-    if why := session.errors().get(session.search.baseline):
-        return CommandFailed(f"{session.search.baseline}: {why}")
+def _no_measurement(session: TuningSession, minutes: float, status: int) -> CommandFailed:
+    if error := session.errors().get(session.search.baseline):
+        return CommandFailed(f"{session.search.baseline}: {error}")
     if session.end_reason == "interrupted":
         return CommandFailed("interrupted before the first measurement was done", status)
     return CommandFailed(
-        f"not one measurement was done in {minutes:g} minutes. Remedy: a larger --minutes, or a "
+        f"no measurement was done in {minutes:g} minutes. Remedy: a larger --minutes, or a "
         "shorter --prompt and --answer"
     )
 
 
-def _draw(plot: Path, found: TuningReport, about: dict[str, object]) -> None:
+def _draw(plot: Path, report: TuningReport, subject: dict[str, object]) -> None:
     from gateway.tools.tune.report import draw_report
 
-    draw_report(plot, found, f"{about['model']} on {about['processor']}: {found.best.setting}")
-    print_note(f"drawn: {plot}")
+    title = f"{subject['model']} on {subject['processor']}: {report.best.setting}"
+    draw_report(plot, report, title)
+    print_note(f"written: {plot}")
 
 
-def _write(path: Path, found: TuningReport, topology: Topology, about: dict[str, object]) -> None:
+def _write(
+    path: Path, report: TuningReport, topology: Topology, subject: dict[str, object]
+) -> None:
     from datetime import UTC, datetime
 
-    from gateway.tools.tune import host_vars
+    from gateway.tools.tune.report import write_result
 
-    if found.session.end_reason == "interrupted":
+    if report.session.end_reason == "interrupted":
         print_note(f"{path} is not written: the search was interrupted")
         return
-    host_vars.write_result(path, found, topology, about, datetime.now(UTC))
+    write_result(path, report, topology, subject, datetime.now(UTC))
     print_note(f"written: {path}")

@@ -1,4 +1,4 @@
-"""What `llama-gateway tune` shows: how far it is, and what it has found."""
+"""Shows the progress of `llama-gateway tune`, and its report."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from rich.text import Text
 from gateway.config.errors import single_line
 from gateway.tools.cli.terminal import console, print_note, print_table
 from gateway.tools.local.memory import format_gib
-from gateway.tools.tune.host_vars import format_figures
 from gateway.tools.tune.measurements import Measurement
 from gateway.tools.tune.other_work import MOST_OTHER_WORK
-from gateway.tools.tune.report import SettingResult, TuningReport
+from gateway.tools.tune.report import SettingResult, TuningReport, format_figures
 from gateway.tools.tune.search import PlannedMeasurement, TuningSession
 from gateway.tools.tune.setting import PINNING_LABELS
 
-# Short, so that a terminal of 80 characters shows them in one line.
+# Short, so that a row fits into 80 characters.
 REPORT_COLUMNS = (
     "THR",
     "BATCH",
@@ -36,28 +35,28 @@ REPORT_COLUMNS = (
 
 
 class TuningProgress:
-    """A line for each measurement, and on a terminal a bar of the time that is used up."""
+    """Prints a line for each measurement, and on a terminal a bar of the time used."""
 
     def __init__(self, session: TuningSession, minutes: float) -> None:
         output = console(sys.stderr)
-        self._live = output.is_terminal and not output.is_dumb_terminal
+        self._on_terminal = output.is_terminal and not output.is_dumb_terminal
         self._session = session
         self._seconds = minutes * 60
-        self._left = self._seconds
+        self._seconds_left = self._seconds
         self._bar = Progress(
             BarColumn(24),
             TimeElapsedColumn(),
             TextColumn("{task.description}", markup=False),
             console=output,
             transient=True,
-            disable=not self._live,
+            disable=not self._on_terminal,
         )
         self._task = self._bar.add_task("", total=self._seconds)
         self._estimated = False
 
     def measurement_started(self, planned: PlannedMeasurement) -> None:
         """A measurement begins."""
-        self._left = planned.seconds_left
+        self._seconds_left = planned.seconds_left
         if planned.seconds_each is not None and not self._estimated:
             self._estimated = True
             self._estimate(planned.seconds_each, planned.seconds_left)
@@ -75,19 +74,19 @@ class TuningProgress:
 
     def measurement_done(self, measurement: Measurement) -> None:
         """A measurement is done."""
-        left = max(0.0, self._left - measurement.seconds) / 60
-        what = (
+        left = max(0.0, self._seconds_left - measurement.seconds) / 60
+        result = (
             format_figures(measurement.figures)
             if measurement.figures
             else f"does not run: {measurement.error}"
         )
         busy = (
-            f"; meanwhile others used {measurement.other_work:.1f} CPUs"
+            f"; other work took {measurement.other_work:.1f} CPUs"
             if (measurement.other_work or 0.0) > MOST_OTHER_WORK
             else ""
         )
-        self._say(
-            f"{len(self._session.measurements):>3}. {measurement.setting}: {what} "
+        self._print(
+            f"{len(self._session.measurements):>3}. {measurement.setting}: {result} "
             f"({measurement.seconds:.0f} s, {left:.1f} min left{busy})"
         )
 
@@ -99,13 +98,13 @@ class TuningProgress:
             if whole <= left
             else f"the time is for {int(left / each)} of them; more: --minutes"
         )
-        self._say(
+        self._print(
             f"A measurement takes about {each:.0f} s, about {expected} of them "
             f"{whole / 60:.0f} min: {verdict}."
         )
 
-    def _say(self, line: str) -> None:
-        if self._live:
+    def _print(self, line: str) -> None:
+        if self._on_terminal:
             self._bar.console.print(Text(single_line(line)), soft_wrap=True)
         else:
             print_note(line)
@@ -124,7 +123,7 @@ class TuningProgress:
 
 
 def print_report(report: TuningReport) -> None:
-    """The table of all settings, the best first, and what it allows to say."""
+    """Print the table of all settings, the best first, and the verdict."""
     pinnings = len(report.session.search.space.pinning) > 1
     print_table(
         (*REPORT_COLUMNS, "PINNED") if pinnings else REPORT_COLUMNS,
@@ -135,8 +134,8 @@ def print_report(report: TuningReport) -> None:
     print(
         "\nREADS, WRITES (alone), BUSY (all slots): tokens/s of one server. STALL: seconds.\n"
         f"SCORE: seconds for {request.prompt} + {request.answer} tokens, goal "
-        f"{report.session.goal}. GAIN: against the rule of thumb;\nin brackets where it can't be "
-        "told from noise. N: times measured.\n"
+        f"{report.session.goal}. GAIN: against the rule of thumb;\nin brackets where it may be "
+        "noise. N: times measured.\n"
     )
     for setting, error in report.session.errors().items():
         print(f"Does not run: {setting}: {single_line(error)}")

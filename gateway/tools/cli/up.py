@@ -1,4 +1,4 @@
-"""`llama-gateway up`: llama.cpp servers on this machine, and the gateway over them."""
+"""`llama-gateway up`: starts llama.cpp servers on this machine, and the gateway over them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gateway.tools.cli.terminal import CommandFailed, print_note
 if TYPE_CHECKING:
     from gateway.config.settings import Settings
     from gateway.startup import Options
-    from gateway.tools.local.prepare import LocalFleetPlan
+    from gateway.tools.local.plan import LocalFleetPlan
 
 
 EXAMPLES = examples_epilog(
@@ -73,8 +73,10 @@ ServerPort = Annotated[
         max=65535,
         metavar="PORT",
         show_default="8081",
-        help="Port of the first server, and the next ones of the others; those that are taken are "
-        "passed over. 0 takes free ones.",
+        help=(
+            "Port of the first server; the others get the next ones. Ports in use are skipped. 0 "
+            "takes free ones."
+        ),
         rich_help_panel=_SERVERS,
     ),
 ]
@@ -94,7 +96,7 @@ ForceMemory = Annotated[
     bool,
     typer.Option(
         "--force-memory",
-        help="Start although too little memory would stay free.",
+        help="Start even if too little memory would stay free.",
         rich_help_panel=_SERVERS,
     ),
 ]
@@ -127,16 +129,16 @@ def up(
 ) -> None:
     """Start llama.cpp servers on this machine, wait until they are ready, and serve.
 
-    Without a model it makes a small one of random weights, to try everything with. The servers
-    end with the gateway, however it ends; one that dies is started again. Their logs are in the
-    cache folder (LLAMA_GATEWAY_CACHE, by default ~/.cache/llama-gateway).
+    Without --model it makes a small one of random weights, to try everything. The servers end with
+    the gateway, however it ends; one that exits is restarted. Their logs are in the cache folder
+    (LLAMA_GATEWAY_CACHE, by default ~/.cache/llama-gateway).
     """
     import asyncio
 
     from gateway.process import run_event_loop
     from gateway.startup import Options, StartError
-    from gateway.tools.local.errors import LocalFleetError
-    from gateway.tools.local.prepare import plan_local_fleet
+    from gateway.tools.local import LocalFleetError
+    from gateway.tools.local.plan import plan_local_fleet
 
     try:
         plan = plan_local_fleet(
@@ -149,7 +151,7 @@ def up(
         )
         with tempfile.TemporaryDirectory(prefix="llama-gateway-") as folder:
             given = Options(
-                inventory_file=_written(plan, Path(folder) / "nodes.yaml"),
+                inventory_file=_provisional_inventory(plan, Path(folder) / "nodes.yaml"),
                 settings_file=options.settings_file(config),
                 host=host,
                 port=port,
@@ -172,7 +174,7 @@ def up(
 
 
 async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) -> int:
-    """Start the servers and the gateway over them; the exit status."""
+    """Start the servers and the gateway over them; return the exit status."""
     import asyncio
 
     from gateway.config.inventory import load_inventory
@@ -184,11 +186,11 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
     from gateway.tools.local.server_process import BASE_PORT
     from gateway.tools.local.supervisor import LocalFleet
 
-    # Until the gateway serves and minds signals itself, this ends the servers that start.
-    here = asyncio.current_task()
-    assert here is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, here.cancel)
-    # Whatever is wrong with the settings is told before a model is loaded.
+    # Until the gateway handles signals itself, SIGTERM ends the servers that start.
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    # Problems of the settings end the command before a model is loaded.
     settings, _ = load_checked(given)
     if plan.is_demo:
         print_note(
@@ -198,24 +200,25 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
         "a llama.cpp server" if len(plan.specs) == 1 else f"{len(plan.specs)} llama.cpp servers"
     )
     print_note(f"Starting {servers}; logs are in {plan.log_folder}")
-    starting = StartupProgress([spec.name for spec in plan.specs])
-    async with AsyncExitStack() as ended_with_us:
+    progress = StartupProgress([spec.name for spec in plan.specs])
+    async with AsyncExitStack() as exit_stack:
         base = BASE_PORT if server_port is None else server_port
         fleet = LocalFleet(
             plan.specs,
             plan.log_folder,
             binary=plan.binary,
-            on_event=starting.update,
+            on_event=progress.update,
             base_port=base,
         )
-        # A port that somebody has is told now too, and no server takes one of ours.
-        with reserve_addresses(settings), starting:
-            await ended_with_us.enter_async_context(fleet)
-        _tell_of_taken(base, fleet.urls)
-        _tell_of_unlocked(plan, fleet.pids)
-        given.inventory_file.write_text(_inventory(fleet.inventory()))
+        # The gateway's ports are reserved first: a taken one ends the command here, and no server
+        # gets one of them.
+        with reserve_addresses(settings), progress:
+            await exit_stack.enter_async_context(fleet)
+        _note_other_ports(base, fleet.urls)
+        note_unlocked_models(plan, fleet.pids)
+        given.inventory_file.write_text(_inventory_text(fleet.inventory()))
         inventory = await asyncio.to_thread(load_inventory, given.inventory_file)
-        logs = ended_with_us.enter_context(
+        logs = exit_stack.enter_context(
             set_up_logging(settings.logging.level, settings.logging.format)
         )
         return await serve(
@@ -223,28 +226,29 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
             settings,
             inventory,
             logs,
-            lambda gateway: _invite(
+            lambda gateway: _print_example(
                 gateway.public_listener.url if gateway.public_listener else "", settings
             ),
         )
 
 
-def _tell_of_taken(base: int, urls: tuple[str, ...]) -> None:
-    """Say where the servers are, if not on the ports that they should have."""
+def _note_other_ports(base: int, urls: tuple[str, ...]) -> None:
+    """Print the servers' ports unless they follow each other from `base`."""
     if base and list(urls) != [f"http://127.0.0.1:{base + index}" for index in range(len(urls))]:
         ports = ", ".join(url.rpartition(":")[2] for url in urls)
-        print_note(f"Not every port from {base} on was to be had: the servers are on {ports}.")
+        print_note(f"Some ports from {base} on are in use: the servers are on {ports}.")
 
 
-def _tell_of_unlocked(plan: LocalFleetPlan, pids: tuple[int | None, ...]) -> None:
+def note_unlocked_models(plan: LocalFleetPlan, pids: tuple[int | None, ...]) -> None:
+    """Print a note for each server that should have locked its model and has not."""
     from gateway.tools.local.memory import memlock_warning
 
     for spec, pid in zip(plan.specs, pids, strict=True):
-        if spec.mlock and pid is not None and (told := memlock_warning(plan.model, pid)):
-            print_note(f"  {spec.name}: {told}")
+        if spec.mlock and pid is not None and (warning := memlock_warning(plan.model, pid)):
+            print_note(f"  {spec.name}: {warning}")
 
 
-def _invite(url: str, settings: Settings) -> None:
+def _print_example(url: str, settings: Settings) -> None:
     key = " -H 'Authorization: Bearer YOUR-KEY'" if settings.keys else ""
     print_note(f"Serving an OpenAI-compatible API at {url}/v1 (Ctrl-C ends it). Try:")
     print_note(
@@ -253,14 +257,14 @@ def _invite(url: str, settings: Settings) -> None:
     )
 
 
-def _written(plan: LocalFleetPlan, path: Path) -> Path:
-    """An inventory to check the rest with; the servers' real addresses replace it."""
+def _provisional_inventory(plan: LocalFleetPlan, path: Path) -> Path:
+    """Write an inventory for the checks; the servers' real addresses replace it later."""
     nodes = [{"name": spec.name, "url": "http://127.0.0.1:1"} for spec in plan.specs]
-    path.write_text(_inventory(nodes))
+    path.write_text(_inventory_text(nodes))
     return path
 
 
-def _inventory(nodes: list[dict[str, object]] | list[dict[str, str]]) -> str:
+def _inventory_text(nodes: list[dict[str, object]] | list[dict[str, str]]) -> str:
     import yaml
 
     return yaml.safe_dump({"nodes": nodes})

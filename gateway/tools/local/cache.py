@@ -1,11 +1,12 @@
-"""The one folder where everything lives that `llama-gateway up` keeps between runs."""
+"""The folder that `llama-gateway up` and `tune` keep between runs, and files made in it once."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,21 +29,44 @@ def cache_folder(env: Mapping[str, str] | None = None) -> Path:
 
 
 def models_folder(cache: Path) -> Path:
-    """Where generated models are kept."""
+    """The folder of generated models."""
     return cache / "models"
 
 
 def logs_folder(cache: Path) -> Path:
-    """Where the servers of this machine write their logs."""
+    """The folder of the servers' logs."""
     return cache / "logs"
+
+
+def ensure_file(path: Path, write: Callable[[Path], None], *, timeout: float) -> Path:
+    """Return the file at `path`, which `write` makes unless it exists.
+
+    Of several processes one writes, under another name until the file is whole, and the others
+    wait for it. Raises TimeoutError after `timeout` seconds, OSError where the folder can't be
+    written, and whatever `write` raises.
+    """
+    if path.is_file():
+        return path
+    with file_lock(path.with_name(f"{path.name}.lock"), timeout=timeout):
+        if not path.is_file():
+            handle, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
+            os.close(handle)
+            part = Path(name)
+            try:
+                write(part)
+                part.chmod(0o644)
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
+    return path
 
 
 @contextmanager
 def file_lock(path: Path, *, timeout: float) -> Iterator[None]:
-    """Hold the lock file `path` (created where missing) against other processes.
+    """Hold the lock file `path` (created if missing) against other processes.
 
-    Raises TimeoutError when somebody else holds it for longer than `limit` seconds. The kernel
-    gives the lock back when its holder dies, so a stale file never blocks anybody.
+    Raises TimeoutError when another process holds it for longer than `timeout` seconds. The kernel
+    releases the lock when its holder dies, so a stale file blocks nobody.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as handle:

@@ -1,15 +1,13 @@
-"""A model without downloads: random weights from a fixed seed in the llama architecture.
+"""Writes a demo model, so that nothing is downloaded: random weights in the llama architecture.
 
 It reads and writes any text, supports chat and tools through its template, and answers with
-words that mean nothing. The same bytes come out on every machine, and with F32 weights
-("small") greedy generation repeats itself bit for bit.
+meaningless words. Its bytes are the same on every machine, and with F32 weights ("small") greedy
+decoding is reproducible bit for bit.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import tempfile
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -17,14 +15,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gateway.tools.local.cache import file_lock, models_folder
-from gateway.tools.local.errors import MissingExtraError
+from gateway.tools.local import MissingExtraError
+from gateway.tools.local.cache import ensure_file, models_folder
 
 DemoSize = Literal["small", "medium"]
 
 DEMO_MODEL_NAME = "demo"
 
-FILE_VERSION = 1  # of the file: raise it whenever its bytes would differ
+FILE_VERSION = 1  # raise it when the file's bytes change
 
 WEIGHTS_SEED = 20_260_501
 
@@ -32,24 +30,24 @@ TRAINED_CONTEXT = 16_384  # tokens
 
 LOCK_TIMEOUT = 120.0  # seconds; writing the medium model takes a few on a busy machine
 
-CONSTANT_EMBEDDING = 1.0  # what the first direction holds in every token's embedding
+CONSTANT_EMBEDDING = 1.0  # first component of every token's embedding
 
-TOOL_CALL_EMBEDDING = 4.0  # what the second holds where a tool call begins or has ended
+TOOL_CALL_EMBEDDING = 4.0  # second component where a tool call begins or has ended
 
-ATTENTION_SHARPNESS = 1.5  # how sharply a head picks among what it has read
+ATTENTION_SHARPNESS = 1.5  # how sharply a head selects among the tokens before
 
-LAYER_SCALE = 0.8  # what a layer adds, against what it was given
+LAYER_SCALE = 0.8  # a layer's output over its input
 
-LOGIT_SPREAD = 3.0  # spread of the logits
+LOGIT_SPREAD = 3.0  # standard deviation of the logits
 
-# What is taken from a logit, so that text runs on in printable words.
+# Subtracted from a token's logit, so that text consists of printable words.
 FREQUENT_PENALTY = -14.0
 
 RARE_PENALTY = 16.0
 
-GRAMMAR_ONLY_PENALTY = 100.0  # only where a grammar leaves nothing likelier
+GRAMMAR_ONLY_PENALTY = 100.0  # chosen only where a grammar allows nothing likelier
 
-GRAMMAR_LAST_PENALTY = 200.0  # the same, and after the one before
+GRAMMAR_LAST_PENALTY = 200.0  # chosen only after those
 
 FORBIDDEN_PENALTY = 400.0
 
@@ -58,12 +56,12 @@ TOKEN_PENALTIES = {
     "</tool_call>": GRAMMAR_ONLY_PENALTY,
     "<": GRAMMAR_LAST_PENALTY,
     ",": GRAMMAR_LAST_PENALTY,
-}  # JSON that comes to an end
+}  # so that generated JSON ends
 
 
 @dataclass(frozen=True, slots=True)
 class DemoShape:
-    """The measures of one size of the model."""
+    """The dimensions of one size of the model."""
 
     width: int
     layers: int
@@ -79,31 +77,15 @@ DEMO_SHAPES: dict[DemoSize, DemoShape] = {
 
 
 def ensure_demo_model(cache: Path, size: DemoSize = "small") -> Path:
-    """The demo model in the cache folder, written now unless an earlier run did.
+    """Return the demo model in the cache folder, written now unless an earlier run did.
 
-    Safe when several processes ask at once: one writes, the others wait for it. Raises
-    MissingExtraError without the `local` extra and OSError when the folder can't be written.
+    Several processes may call it at once: one writes, the others wait. Raises MissingExtraError
+    without the `local` extra, and OSError when the folder can't be written.
     """
-    folder = models_folder(cache)
-    path = folder / f"demo-{size}-v{FILE_VERSION}.gguf"
-    if path.is_file():
-        return path
-    with file_lock(folder / f"{path.name}.lock", timeout=LOCK_TIMEOUT):
-        if not path.is_file():
-            _write_atomically(path, DEMO_SHAPES[size])
-    return path
-
-
-def _write_atomically(path: Path, shape: DemoShape) -> None:
-    handle, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
-    part = Path(name)
-    try:
-        write_model(part, shape)
-        part.chmod(0o644)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    path = models_folder(cache) / f"demo-{size}-v{FILE_VERSION}.gguf"
+    return ensure_file(
+        path, lambda part: write_model(part, DEMO_SHAPES[size]), timeout=LOCK_TIMEOUT
+    )
 
 
 def write_model(path: Path, shape: DemoShape) -> None:
@@ -141,7 +123,7 @@ def write_model(path: Path, shape: DemoShape) -> None:
     writer.add_eot_token_id(TURN_END_ID)
     writer.add_unk_token_id(UNKNOWN_ID)
     writer.add_add_bos_token(True)
-    # With a space put before "assistant" no grammar would accept the template's own last line.
+    # With a space before "assistant" no grammar would accept the template's own last line.
     writer.add_add_space_prefix(False)
     writer.add_chat_template(CHAT_TEMPLATE)
     for name, weights in _tensors(shape, tokens):
@@ -153,14 +135,12 @@ def write_model(path: Path, shape: DemoShape) -> None:
 
 
 def _tensors(shape: DemoShape, tokens: list[Token]) -> list[tuple[str, np.ndarray[Any, Any]]]:
-    import numpy as np
-
-    # Not numpy's generator: its stream may change between versions, Python's may not.
+    # Python's generator: numpy's may change between versions.
     rng = random.Random(WEIGHTS_SEED)
     kind = np.float16 if shape.half_precision else np.float32
 
     def weights(rows: int, columns: int, scale: float) -> np.ndarray[Any, Any]:
-        """Uniform numbers with standard deviation `scale`."""
+        """Return uniform numbers with standard deviation `scale`."""
         raw = np.frombuffer(rng.randbytes(4 * rows * columns), dtype="<u4")
         unit = raw.astype(np.float64) / 2**31 - 1.0
         return (unit * (scale * 3**0.5)).astype(np.float32).reshape(rows, columns)
@@ -168,9 +148,9 @@ def _tensors(shape: DemoShape, tokens: list[Token]) -> list[tuple[str, np.ndarra
     width, hidden = shape.width, shape.feed_forward
     ones = np.ones(width, dtype=np.float32)
     embedding = weights(len(tokens), width, 1.0)
-    # No layer writes to the first two directions. One is the same in every state, so that the
-    # output matrix can hold any token down by it, whatever was read; the other tells of the
-    # last token only: whether a tool call has to begin here, or has just ended.
+    # No layer writes the first two components. The first is the same in every state, so that the
+    # output matrix can apply a token's penalty whatever the text; the second depends on the last
+    # token only: whether a tool call must begin here, or has just ended.
     embedding[:, 0] = CONSTANT_EMBEDDING
     embedding[:, 1] = 0.0
     embedding[USE_TOOL_ID, 1] = TOOL_CALL_EMBEDDING
@@ -195,7 +175,7 @@ def _tensors(shape: DemoShape, tokens: list[Token]) -> list[tuple[str, np.ndarra
             (f"{prefix}.ffn_down.weight", down.astype(kind)),
         ]
     output = weights(len(tokens), width, LOGIT_SPREAD / width**0.5)
-    output[:, 0] = [-_held_down(token) / CONSTANT_EMBEDDING for token in tokens]
+    output[:, 0] = [-_penalty(token) / CONSTANT_EMBEDDING for token in tokens]
     output[:, 1] = 0.0
     output[TOOL_CALL_BEGIN_ID, 1] = 2 * FORBIDDEN_PENALTY / TOOL_CALL_EMBEDDING
     output[TURN_END_ID, 1] = -2 * FORBIDDEN_PENALTY / TOOL_CALL_EMBEDDING
@@ -203,7 +183,7 @@ def _tensors(shape: DemoShape, tokens: list[Token]) -> list[tuple[str, np.ndarra
     return tensors
 
 
-def _held_down(token: Token) -> float:
+def _penalty(token: Token) -> float:
     if token.is_word:
         return 0.0
     return TOKEN_PENALTIES.get(
@@ -222,7 +202,7 @@ SPACE_MARK = "\u2581"  # how SentencePiece writes a space
     USE_TOOL_ID,
     TOOL_CALL_BEGIN_ID,
     TOOL_CALL_END_ID,
-) = range(8)  # ids
+) = range(8)
 
 WORD_TEXT = (
     "a about after again air all also an and animal answer apple are around as at autumn away "
@@ -250,7 +230,11 @@ WORD_TEXT = (
 
 WORDS = tuple(WORD_TEXT.split())
 
-BARE_WORDS = ("assistant", "system", "user")  # also without a space before: they follow a control
+BARE_WORDS = (
+    "assistant",
+    "system",
+    "user",
+)  # also without a space before, since they follow a control token
 
 CHAT_TEMPLATE = """\
 {%- if tools %}
@@ -301,7 +285,7 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One entry: its text, its merge score, its type, and whether it ends a whole word."""
+    """One token: its text, its merge score, its type, and whether it is a whole word."""
 
     text: str
     score: float
@@ -310,7 +294,7 @@ class Token:
 
 
 def vocabulary() -> list[Token]:
-    """All tokens in the order of their ids."""
+    """Return all tokens in the order of their ids."""
     tokens = [
         Token("<unk>", 0.0, TokenType.UNKNOWN),
         Token("<s>", 0.0, TokenType.CONTROL),
@@ -331,6 +315,6 @@ def vocabulary() -> list[Token]:
     reachable = words | set(BARE_WORDS)
     prefixes = {word[:end] for word in reachable for end in range(2, len(word) + 1)}
     for text in [*sorted(singles), *sorted(prefixes, key=lambda text: (len(text), text))]:
-        # Longer is better: the tokenizer merges the pair with the highest score first.
+        # A longer token scores higher: the tokenizer merges the pair with the highest score first.
         tokens.append(Token(text, float(len(text)) - 100.0, TokenType.NORMAL, text in words))
     return tokens

@@ -1,7 +1,7 @@
 """`python -m gateway.tools.local.embedded --model F ...`: one llama.cpp server in this process.
 
-The server is the one inside the xllamacpp wheel. It says on standard output where it listens
-once it has loaded its model; its log goes to standard error.
+The server is the one in the xllamacpp wheel. Once it has loaded its model it writes its address to
+standard output; its log goes to standard error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from gateway.tools.local.launch import die_with_parent
 
-DEFAULT_BATCH = 512  # tokens of one step; a larger batch keeps the neighbours of a prefill waiting
+DEFAULT_BATCH = 512  # tokens of one step; a larger batch stalls the other slots for longer
 
 DEFAULT_MICRO_BATCH = 256
 
@@ -28,40 +28,44 @@ POOLING_TYPES = ("none", "mean", "cls", "last", "rank")
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    """The command line; names follow llama-server's where it has one."""
-    made = argparse.ArgumentParser(
+    """Build the command line; names follow llama-server's where it has the option."""
+    parser = argparse.ArgumentParser(
         prog="python -m gateway.tools.local.embedded", description=__doc__
     )
-    made.add_argument("--model", type=Path, required=True, metavar="FILE.gguf")
-    made.add_argument("--alias", help="the name it reports (default: the file's)")
-    made.add_argument("--host", default="127.0.0.1")
-    made.add_argument("--port", type=int, default=0, help="0: any free one")
-    made.add_argument("--slots", type=int, default=1, help="requests at once")
-    made.add_argument("--ctx", type=int, default=0, help="tokens over all slots; 0: as trained")
-    made.add_argument("--threads", type=int, default=1)
-    made.add_argument("--batch", type=int, help="tokens of one step")
-    made.add_argument("--ubatch", type=int, help="tokens of one computation")
-    made.add_argument("--cache-ram", type=int, default=PROMPT_CACHE_MIB, metavar="MiB")
-    made.add_argument(
-        "--exact", action="store_true", help="without the roundings by which reading differs"
+    parser.add_argument("--model", type=Path, required=True, metavar="FILE.gguf")
+    parser.add_argument("--alias", help="the model's name (default: the file's)")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--slots", type=int, default=1, help="requests at once")
+    parser.add_argument("--ctx", type=int, default=0, help="tokens over all slots; 0: as trained")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--batch", type=int, help="tokens of one step")
+    parser.add_argument("--ubatch", type=int, help="tokens of one computation")
+    parser.add_argument("--cache-ram", type=int, default=PROMPT_CACHE_MIB, metavar="MiB")
+    parser.add_argument(
+        "--exact", action="store_true", help="no rounding by which prefill and decode differ"
     )
-    made.add_argument("--no-mmap", action="store_true", help="read the model into own memory")
-    made.add_argument("--mlock", action="store_true", help="never let the model leave memory")
-    made.add_argument("--embedding", action="store_true", help="serve embeddings too")
-    made.add_argument("--pooling", choices=POOLING_TYPES, default="mean", help="of embeddings")
-    made.add_argument("--api-key-file", type=Path, metavar="FILE", help="of keys, one a line")
-    made.add_argument("--parent", type=int, metavar="PID", help="die with this process")
-    return made
+    parser.add_argument(
+        "--no-mmap", action="store_true", help="read the model into memory of its own"
+    )
+    parser.add_argument("--mlock", action="store_true", help="lock the model in memory")
+    parser.add_argument("--embedding", action="store_true", help="serve embeddings too")
+    parser.add_argument("--pooling", choices=POOLING_TYPES, default="mean", help="of embeddings")
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="file of API keys, one a line"
+    )
+    parser.add_argument("--parent", type=int, metavar="PID", help="die with this process")
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Serve until a signal; exit 1 when the server can't start."""
     options = argument_parser().parse_args(arguments)
     die_with_parent(options.parent or os.getppid())
-    # No clean-up is worth waiting for: either signal ends the process at once.
+    # There is nothing to clean up: either signal ends the process at once.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # When llama.cpp aborts it would first have gdb, if there is one, read a hundred megabytes.
+    # When llama.cpp aborts it would first run gdb, if installed, for a backtrace.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     try:
         server = start_server(options)
@@ -83,9 +87,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def batch_sizes(context: int, *, embedding: bool) -> tuple[int, int]:
-    """Tokens of a step and of one computation, for slots of `context` tokens.
+    """Return the batch and the micro-batch in tokens, for slots of `context` tokens.
 
-    For embeddings one computation must hold the whole text: a longer one is refused.
+    For embeddings one micro-batch must hold the whole text: a longer one is refused.
     """
     if embedding:
         return max(DEFAULT_BATCH, context), max(DEFAULT_BATCH, context)
@@ -93,20 +97,20 @@ def batch_sizes(context: int, *, embedding: bool) -> tuple[int, int]:
 
 
 def read_api_keys(path: Path) -> list[str]:
-    """The keys of a file, of which a request must bring one; raises ValueError without any."""
+    """Read the API keys of a file, one a line. Raises ValueError where there is none."""
     try:
         keys = [line.strip() for line in path.read_text("ascii").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--api-key-file {path} can't be read: {error}") from None
     if not keys:
-        raise ValueError(f"--api-key-file {path} holds no key: write one there, one a line")
+        raise ValueError(f"--api-key-file {path} holds no key: write keys into it, one a line")
     return keys
 
 
 def start_server(options: argparse.Namespace) -> Any:
-    """Start the server; it serves from threads of its own for as long as the object lives.
+    """Start the server, which serves from its own threads while the object lives.
 
-    Raises ValueError when there is no key where one is to be.
+    Raises ValueError when the file of API keys can't be used.
     """
     import xllamacpp
 
@@ -125,16 +129,16 @@ def start_server(options: argparse.Namespace) -> Any:
     params.cpuparams.n_threads = options.threads
     params.cpuparams_batch.n_threads = options.threads
     params.cache_ram_mib = options.cache_ram
-    params.fit_params = False  # the context asked for, or an error; not a smaller one
-    # GET /props is always there; endpoint_props would let anybody change them.
+    params.fit_params = False  # this context or an error, never a smaller context
+    # GET /props works without endpoint_props, which would let anybody change them.
     params.endpoint_metrics = params.endpoint_slots = True
     params.ui = False
-    # By default any web page may call the server and read its slots through a browser.
+    # By default any web page may call the server and read its slots in a browser.
     params.cors_origins = ""
     params.cors_origins_explicit = True
     if options.exact:
-        # Flash attention rounds to F16, a prompt's tokens otherwise than those that are written:
-        # what was written and is read again then comes to other odds, by some 0.003.
+        # Flash attention rounds to F16, in prefill otherwise than in decode: a resumed stream would
+        # get other probabilities, by about 0.003.
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         off = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.flash_attn_type = off
@@ -148,35 +152,32 @@ def start_server(options: argparse.Namespace) -> Any:
     return xllamacpp.Server(params)
 
 
-if __name__ == "__main__":
-    main()
-
 OPENMP_LIBRARY = "libgomp.so.1"
 
-OPENMP_PACKAGE = "pykdtree"  # the smallest wheel that brings a copy, under a name of its own
+OPENMP_PACKAGE = "pykdtree"  # the smallest wheel that holds a copy, under a name of its own
 
 
 def openmp_folder(cache: Path) -> Path | None:
-    """The folder that a server must search for the runtime; None where it needs none of ours.
+    """Return the folder with the OpenMP runtime for a server; None where it needs none from us.
 
-    Made in the cache folder where it is missing; safe when several processes ask at once.
-    Raises OSError when it can't be written.
+    It is made in the cache folder if missing; several processes may call this at once. Raises
+    OSError when it can't be written.
     """
-    if system_has_openmp() or (carried := packaged_openmp()) is None:
+    if system_has_openmp() or (packaged := packaged_openmp()) is None:
         return None
     folder = cache / "lib"
     link = folder / OPENMP_LIBRARY
-    if not link.exists() or not link.samefile(carried):
+    if not link.exists() or not link.samefile(packaged):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as draft:
-            made = Path(draft) / OPENMP_LIBRARY
-            made.symlink_to(carried)
-            made.replace(link)
+            new = Path(draft) / OPENMP_LIBRARY
+            new.symlink_to(packaged)
+            new.replace(link)
     return folder
 
 
 def system_has_openmp() -> bool:
-    """Whether a server finds the runtime by itself; outside Linux its wheel brings one."""
+    """Whether a server finds the OpenMP runtime by itself; outside Linux its wheel has one."""
     if sys.platform != "linux":
         return True
     try:
@@ -187,10 +188,14 @@ def system_has_openmp() -> bool:
 
 
 def packaged_openmp() -> Path | None:
-    """The copy among the installed packages."""
+    """Return the copy of the OpenMP runtime among the installed packages; None without any."""
     try:
         files = importlib.metadata.files(OPENMP_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
         return None
     paths = [Path(os.fspath(file.locate())) for file in files if file.name.startswith("libgomp")]
     return next((path.absolute() for path in paths if path.is_file()), None)
+
+
+if __name__ == "__main__":
+    main()

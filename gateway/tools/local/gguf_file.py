@@ -1,7 +1,6 @@
-"""What a GGUF file says of itself, and which files a split model is made of.
+"""Reads the head of a GGUF file, and finds the files of a split model.
 
-Only the head of the file is read, with nothing but the standard library: a model is planned for
-before anything that needs an extra is imported.
+It needs the standard library alone, so that servers can be planned without any extra.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from gateway.tools.local.errors import ModelFileError
+from gateway.tools.local import ModelFileError
 
 MAGIC = b"GGUF"
 
@@ -25,7 +24,7 @@ MOST_DIMENSIONS = 8  # of a tensor; ggml has four
 
 MOST_STRING_BYTES = 1 << 24
 
-DEFAULT_ALIGNMENT = 32  # bytes, where the file names no other
+DEFAULT_ALIGNMENT = 32  # bytes, unless the file has another
 
 STRING, ARRAY = 8, 9  # value types, as the GGUF specification numbers them
 
@@ -58,16 +57,16 @@ PART_NAME = re.compile(r"^(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf
 class ModelFile:
     """A model on disk."""
 
-    path: Path  # the file that llama.cpp is given: the first part of a split model
-    name: str  # what the servers call it
+    path: Path  # the first part of a split model
+    name: str  # its name on the servers
     size: int  # bytes of all its parts
-    trained_context: int | None  # tokens; None where the file doesn't say
+    trained_context: int | None  # tokens; None: not in the file
 
 
 @dataclass(frozen=True, slots=True)
 class _Head:
     trained_context: int | None
-    least_size: int  # bytes that the file has if all its tensors are there
+    least_size: int  # bytes of a file with all its tensors
 
 
 def read_model(path: Path, name: str | None = None) -> ModelFile:
@@ -79,7 +78,7 @@ def read_model(path: Path, name: str | None = None) -> ModelFile:
         if size < head.least_size:
             raise ModelFileError(
                 f"{part}: cut short: {size:,} of at least {head.least_size:,} bytes are there; "
-                "download it again, or go on with it (curl -C - does)"
+                "download it again, or resume the download (curl -C -)"
             )
     match = PART_NAME.match(path.name)
     return ModelFile(
@@ -91,7 +90,7 @@ def read_model(path: Path, name: str | None = None) -> ModelFile:
 
 
 def model_parts(path: Path) -> list[Path]:
-    """All files of the model that `path` is, or is a part of, in order."""
+    """Return all files of the model that `path` is, or is a part of, in order."""
     match = PART_NAME.match(path.name)
     if match is None:
         return [path]
@@ -125,13 +124,13 @@ def _head(path: Path) -> _Head:
 
 def _read_head(file: BinaryIO) -> _Head:
     first = file.read(32)
-    for looks, means in WRONG_FILES:
-        if looks.match(first):
-            raise ValueError(means)
+    for pattern, problem in WRONG_FILES:
+        if pattern.match(first):
+            raise ValueError(problem)
     file.seek(len(MAGIC))
     version, tensors, pairs = struct.unpack("<IQQ", _exactly(file, 20))
     if not 2 <= version <= 0xFFFF:
-        raise ValueError(f"version {version} is not read here")
+        raise ValueError(f"version {version} is not supported")
     if pairs > MOST_KEYS or tensors > MOST_TENSORS:
         raise ValueError(f"{pairs} keys and {tensors} tensors")
     numbers: dict[str, int] = {}
@@ -152,7 +151,7 @@ def _read_head(file: BinaryIO) -> _Head:
 
 
 def _tensor_end(file: BinaryIO) -> int:
-    """Return where the next tensor ends in the data; of an unknown type, where it begins."""
+    """Read a tensor's head; return where its data ends, or begins if its type is unknown."""
     _string(file)
     count = _unpack(file, "<I")
     if count > MOST_DIMENSIONS:
@@ -170,7 +169,7 @@ def _skip(file: BinaryIO, kind: int) -> None:
     elif kind == ARRAY:
         inner, count = struct.unpack("<IQ", _exactly(file, 12))
         if inner in VALUE_WIDTHS:
-            file.seek(VALUE_WIDTHS[inner] * count, 1)  # beyond the end: the next read finds nothing
+            file.seek(VALUE_WIDTHS[inner] * count, 1)  # may pass the end: the next read fails
         elif inner == STRING:
             for _ in range(count):
                 _exactly(file, _length(file))

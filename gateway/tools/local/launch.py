@@ -1,7 +1,7 @@
 """`python -m gateway.tools.local.launch [options] -- COMMAND`: set up this process, then exec.
 
-Whatever server is run, it dies with its parent, stays on its CPUs and takes its memory from
-its NUMA node; all three survive exec.
+The command dies with its parent, stays on its CPUs and takes its memory from its NUMA node: all
+three survive exec.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261, 
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the thread that started it ends.
 
-    `parent` is the id the parent process is meant to have: if it is gone already, this process
-    exits now, since no signal would come any more. Outside Linux nothing happens.
+    `parent`: the PID of the parent process. If it has ended already, this process exits now, since
+    no signal would come. Does nothing outside Linux.
     """
     if sys.platform != "linux":
         return
@@ -37,7 +37,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def bind_memory(node: int) -> None:
-    """Take memory from this NUMA node only. Raises OSError where the kernel refuses it."""
+    """Allocate memory on this NUMA node only. Raises OSError where the kernel refuses it."""
     number = SET_MEMPOLICY.get(platform.machine())
     if number is None:
         raise OSError(f"set_mempolicy is not known on {platform.machine()}")
@@ -46,13 +46,13 @@ def bind_memory(node: int) -> None:
     mask = (ctypes.c_ulong * words)()
     mask[node // word_bits] = 1 << (node % word_bits)
     libc = ctypes.CDLL(None, use_errno=True)
-    # The kernel reads one bit less than it is told (a quirk as old as the call).
+    # The kernel reads one bit less than `maxnode` says.
     if libc.syscall(number, MPOL_BIND, mask, ctypes.c_ulong(words * word_bits + 1)) != 0:
         raise OSError(ctypes.get_errno(), f"set_mempolicy(MPOL_BIND, node {node})")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Become the command, or exit with 126 or 127 as a shell does."""
+    """Exec the command, or exit with 126 or 127 as a shell does."""
     parser = argparse.ArgumentParser(
         prog="python -m gateway.tools.local.launch", description=__doc__
     )
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
         if options.memory_node is not None:
             bind_memory(options.memory_node)
     except OSError as error:
-        # A container may forbid either: slower is better than not at all.
+        # A container may forbid either: run unpinned then, slower.
         sys.stderr.write(f"launch: not pinned: {error}\n")
         sys.stderr.flush()
     try:

@@ -1,4 +1,4 @@
-"""Whether the servers fit into memory, said with figures before anything is started."""
+"""Checks that servers fit into memory and may lock it, before they start."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from gateway.tools.local.errors import MemoryLockError, MemoryShortError
+from gateway.tools.local import MemoryLockError, MemoryShortError
 from gateway.tools.local.gguf_file import ModelFile
 from gateway.tools.local.system_files import read_text
 from gateway.tools.local.topology import Topology
 
 GIB = 1 << 30
 
-MEMORY_FACTOR = 1.5  # memory of a server over the size of its model: weights, cache, buffers
+MEMORY_FACTOR = 1.5  # memory of a server (weights, KV cache, buffers) over the model's size
 
-MEMORY_RESERVE = 2 * GIB
+MEMORY_RESERVE = 2 * GIB  # stays free
 
 
 def memory_needed(model_size: int, servers: int) -> int:
-    """Bytes that the servers will take, by the rule of thumb."""
+    """Return the bytes that the servers will take, by a rule of thumb."""
     return int(model_size * MEMORY_FACTOR) * servers
 
 
 def memory_headroom(topology: Topology, model_size: int, servers: int) -> int:
-    """Bytes beyond what they take and what is kept free; negative when they don't fit."""
+    """Return the bytes left beside the servers and the reserve; negative if they do not fit."""
     return topology.memory_available - memory_needed(model_size, servers) - MEMORY_RESERVE
 
 
@@ -37,36 +37,34 @@ def check_memory(
 ) -> None:
     """Raise MemoryShortError when the servers would leave less than 2 GiB free.
 
-    `bound_to` names for each server the NUMA node its memory comes from, None for any: the
-    machine as a whole is checked, and so is each node that servers are bound to. `force` lets
-    everything pass.
+    `bound_to`: the NUMA node of each server's memory, None for any. The machine is checked, and so
+    is each node that servers are bound to. `force` skips the checks.
     """
     if force:
         return
-    rooms = [("this machine", len(bound_to), topology.memory_available)]
+    places = [("this machine", len(bound_to), topology.memory_available)]
     available = {node.number: node.memory_available for node in topology.nodes}
     for number, servers in sorted(Counter(n for n in bound_to if n is not None).items()):
-        rooms.append((f"NUMA node {number}", servers, available.get(number, 0)))
-    for where, servers, room in rooms:
-        if room - memory_needed(model.size, servers) < MEMORY_RESERVE:
-            raise _short(model, servers, where, room)
+        places.append((f"NUMA node {number}", servers, available.get(number, 0)))
+    for place, servers, free in places:
+        if free - memory_needed(model.size, servers) < MEMORY_RESERVE:
+            raise _short(model, servers, place, free)
 
 
-def _short(model: ModelFile, servers: int, where: str, room: int) -> MemoryShortError:
+def _short(model: ModelFile, servers: int, place: str, free: int) -> MemoryShortError:
     several = servers > 1
     return MemoryShortError(
         f"{model.path}: not enough memory: the model is {format_gib(model.size)}, so "
         f"{f'{servers} servers need' if several else 'a server needs'} about "
         f"{format_gib(memory_needed(model.size, servers))} ({MEMORY_FACTOR} x model each), and "
-        f"{format_gib(MEMORY_RESERVE)} must stay free, but {where} has {format_gib(room)} "
-        f"available. Take a smaller "
-        f"model or quantization{', fewer --servers' if several else ''}, or start all the same "
-        "with --force-memory"
+        f"{format_gib(MEMORY_RESERVE)} must stay free, but {place} has {format_gib(free)} "
+        f"available. Take a smaller model or quantization"
+        f"{', fewer --servers' if several else ''}, or start anyway with --force-memory"
     )
 
 
 def format_gib(size: int) -> str:
-    """A size for people, such as `1.5 GiB`."""
+    """Format a size for people, such as `1.5 GiB`."""
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / (1 << 20):.0f} MiB"
 
 
@@ -74,18 +72,18 @@ ROOT = Path("/")
 
 CAP_IPC_LOCK = 14  # linux/capability.h
 
-LOCKED_SHARE = 0.9  # of the file that must be locked; its vocabulary is not
+LOCKED_SHARE = 0.9  # of the model file that must be locked; the vocabulary never is
 
 
 def memlock_limit(sysroot: Path = ROOT) -> int | None:
-    """Bytes that each server this process starts may lock; None: any, or nothing tells.
+    """Return the bytes that a server of this process may lock; None: no limit, or unknown.
 
-    The limit is the hard one, up to which `tools.local.launch` raises it. The capability does
-    without one, where it outlives exec: root's, or an ambient one.
+    It is the hard limit, to which `tools.local.launch` raises the soft one. CAP_IPC_LOCK lifts it
+    where the capability survives exec: root's, or an ambient one.
     """
-    told = dict(_pairs(sysroot / "proc/self/status"))
-    is_root = told.get("Uid", "").split()[1:2] == ["0"]
-    capabilities = int(told.get("CapEff" if is_root else "CapAmb", "0"), 16)
+    status = dict(_pairs(sysroot / "proc/self/status"))
+    is_root = status.get("Uid", "").split()[1:2] == ["0"]
+    capabilities = int(status.get("CapEff" if is_root else "CapAmb", "0"), 16)
     if capabilities >> CAP_IPC_LOCK & 1:
         return None
     for line in read_text(sysroot / "proc/self/limits").splitlines():
@@ -96,29 +94,28 @@ def memlock_limit(sysroot: Path = ROOT) -> int | None:
 
 
 def check_memlock(model: ModelFile, limit: int | None) -> None:
-    """Raise MemoryLockError when the limit does not let a server lock the model."""
+    """Raise MemoryLockError when a server may not lock the whole model."""
     if limit is not None and limit < model.size:
         raise MemoryLockError(
-            f"{model.path}: --mlock: a server may lock {format_gib(limit)} of memory here, "
-            f"and the model "
-            f"is {format_gib(model.size)}. Remedy: `sudo prlimit --pid $$ "
-            f"--memlock=unlimited` in this "
-            "shell; in a systemd unit LimitMEMLOCK=infinity and AmbientCapabilities=CAP_IPC_LOCK; "
-            "for a container --ulimit memlock=-1; or leave --mlock out"
+            f"{model.path}: --mlock: a server may lock {format_gib(limit)} of memory here, and "
+            f"the model is {format_gib(model.size)}. Remedy: `sudo prlimit --pid $$ "
+            "--memlock=unlimited` in this shell; in a systemd unit LimitMEMLOCK=infinity and "
+            "AmbientCapabilities=CAP_IPC_LOCK; for a container --ulimit memlock=-1; or leave "
+            "--mlock out"
         )
 
 
 def memlock_warning(model: ModelFile, pid: int, sysroot: Path = ROOT) -> str | None:
-    """What to tell of a server that has loaded its model, but has not locked all of it."""
+    """Return a warning about a server that has loaded its model without locking all of it."""
     words = dict(_pairs(sysroot / f"proc/{pid}/status")).get("VmLck", "").split()
     if not words:
-        return None  # gone, or not Linux
+        return None  # the process has ended, or this is not Linux
     locked = int(words[0]) * 1024
     if locked >= LOCKED_SHARE * model.size:
         return None
     return (
         f"only {format_gib(locked)} of {format_gib(model.size)} is locked in memory; its "
-        f"log may tell why"
+        "log may say why"
     )
 
 

@@ -1,47 +1,80 @@
-"""Which servers a machine gets: pure, from its topology and the model."""
+"""Plans the servers of this machine: how many, where, with which model."""
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.tools.local.gguf_file import ModelFile
-from gateway.tools.local.memory import memory_headroom
-from gateway.tools.local.topology import Topology
-
-MIB = 1 << 20
+from gateway.tools.local import MissingExtraError
+from gateway.tools.local.cache import cache_folder, logs_folder
+from gateway.tools.local.demo_model import DEMO_MODEL_NAME, ensure_demo_model
+from gateway.tools.local.embedded import packaged_openmp, system_has_openmp
+from gateway.tools.local.gguf_file import ModelFile, read_model
+from gateway.tools.local.memory import (
+    check_memlock,
+    check_memory,
+    memlock_limit,
+    memory_headroom,
+)
+from gateway.tools.local.server_command import MIB, ServerBinary, ServerSpec, find_binary
+from gateway.tools.local.topology import Topology, read_topology
 
 DEFAULT_SLOTS = 2
-"""Requests a server takes at once. Decoding on a CPU waits for memory, so a second stream costs
-little; a third already finds its neighbours' prefills in its way."""
+"""Requests that a server takes at once. Decoding on a CPU waits for memory, so a second stream
+costs little; a third is already slowed down by the prefills of the others."""
 
 DEFAULT_CONTEXT = 4096
 """Tokens of one slot."""
 
 MOST_PROMPT_CACHE_BYTES = 8192 * MIB
-"""Bytes of evicted prompts a server may keep, where there is room: llama.cpp's own default."""
+"""Evicted prompts that a server may keep where there is room: llama.cpp's own default."""
 
 
 @dataclass(frozen=True, slots=True)
-class ServerSpec:
-    """One llama.cpp server to start."""
+class LocalFleetPlan:
+    """The arguments of `LocalFleet(plan.specs, plan.log_folder, binary=plan.binary)`."""
 
-    name: str
-    model: Path
-    alias: str  # the model's name as the server reports it
-    slots: int
-    context: int  # tokens of one slot
-    threads: int
-    numa_node: int  # the node it is meant for
-    cpus: tuple[int, ...] | None = None  # None: any
-    memory_node: int | None = None  # None: any
-    no_mmap: bool = False
-    mlock: bool = False
-    prompt_cache_bytes: int = 0  # bytes of evicted prompts
-    embedding: bool = False
-    host: str = "127.0.0.1"
-    batch: int | None = None  # tokens of one step; None: what suits its slots
-    micro_batch: int | None = None  # tokens of one computation
+    model: ModelFile
+    is_demo: bool
+    specs: tuple[ServerSpec, ...]
+    binary: ServerBinary | None  # None: the embedded server
+    log_folder: Path
+
+
+def plan_local_fleet(
+    model: Path | None = None,
+    *,
+    servers: int | None = None,
+    slots: int = DEFAULT_SLOTS,
+    server_bin: Path | None = None,
+    force_memory: bool = False,
+    embedding: bool = False,
+    mlock: bool = False,
+    cache: Path | None = None,
+    topology: Topology | None = None,
+    read_memlock_limit: Callable[[], int | None] = memlock_limit,
+) -> LocalFleetPlan:
+    """Plan the servers of this machine, for `model` or else the demo model.
+
+    Raises a LocalFleetError that names the remedy (a missing extra, a file that is no model, too
+    little memory or too low a limit of locked memory, a binary that can't be run), and OSError
+    when the cache folder can't be written.
+    """
+    cache = cache or cache_folder()
+    topology = topology or read_topology()
+    binary = find_binary(server_bin)
+    if binary is None:
+        _check_embedded()
+    chosen = read_model(model) if model else read_model(ensure_demo_model(cache), DEMO_MODEL_NAME)
+    specs = plan_servers(
+        topology, chosen, servers=servers, slots=slots, embedding=embedding, mlock=mlock
+    )
+    check_memory(topology, chosen, [spec.memory_node for spec in specs], force=force_memory)
+    if mlock:
+        check_memlock(chosen, read_memlock_limit())
+    return LocalFleetPlan(chosen, model is None, specs, binary, logs_folder(cache))
 
 
 def plan_servers(
@@ -54,19 +87,19 @@ def plan_servers(
     embedding: bool = False,
     mlock: bool = False,
 ) -> tuple[ServerSpec, ...]:
-    """One server per NUMA node, or `servers` of them spread over the nodes.
+    """Plan one server for each NUMA node, or `servers` of them spread over the nodes.
 
     With more than one node each server is pinned to its node's CPUs and memory, and reads the
     model into memory of its own, because a shared page cache lies on one node only. The servers
-    of one node share out its physical cores. `context` is bounded by what the model was trained
-    on. On a machine that mixes strong and weak cores, a server keeps to the strong ones.
+    of one node share its physical cores. `context` is bounded by the model's trained context. On a
+    machine that mixes performance and efficiency cores, a server keeps to the performance cores.
     """
     count = servers if servers is not None else len(topology.nodes)
     if count < 1 or slots < 1 or context < 1:
         raise ValueError("servers, slots and context must be at least 1")
-    homes = [topology.nodes[index % len(topology.nodes)] for index in range(count)]
+    nodes = [topology.nodes[index % len(topology.nodes)] for index in range(count)]
     several = len(topology.nodes) > 1
-    left = max(0, memory_headroom(topology, model.size, count))
+    headroom = max(0, memory_headroom(topology, model.size, count))
     return tuple(
         ServerSpec(
             name=f"local-{index}",
@@ -74,14 +107,28 @@ def plan_servers(
             alias=model.name,
             slots=slots,
             context=min(context, model.trained_context or context),
-            threads=topology.threads_per_server(home, homes.count(home)),
-            numa_node=home.number,
-            cpus=home.performance_cpus if several or home.efficiency_cpus else None,
-            memory_node=home.number if several and home.memory_allowed else None,
+            threads=topology.threads_per_server(node, nodes.count(node)),
+            numa_node=node.number,
+            cpus=node.performance_cpus if several or node.efficiency_cpus else None,
+            memory_node=node.number if several and node.memory_allowed else None,
             no_mmap=several,
             mlock=mlock,
-            prompt_cache_bytes=min(MOST_PROMPT_CACHE_BYTES, left // count),
+            prompt_cache_bytes=min(MOST_PROMPT_CACHE_BYTES, headroom // count),
             embedding=embedding,
         )
-        for index, home in enumerate(homes)
+        for index, node in enumerate(nodes)
     )
+
+
+def _check_embedded() -> None:
+    remedy = "pip install 'llama-gateway[local]', or name a llama-server with --server-bin FILE"
+    if importlib.util.find_spec("xllamacpp") is None:
+        raise MissingExtraError(
+            "the embedded llama.cpp server needs the package 'xllamacpp', which is not installed: "
+            + remedy
+        )
+    if not system_has_openmp() and packaged_openmp() is None:
+        raise MissingExtraError(
+            "the embedded llama.cpp server needs the OpenMP runtime, which neither this system nor "
+            f"an installed package has: {remedy}, or apt-get install libgomp1"
+        )

@@ -1,4 +1,4 @@
-"""What the machine's processor is and can do, as far as llama.cpp cares."""
+"""Reads the processor's name, instruction sets, caches and efficiency cores."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gateway.tools.local.system_files import (
     read_text,
 )
 
-# The kernel's names of what llama.cpp's CPU code is built for (ggml's GGML_AVX512_VNNI and so on),
-# with the names that people and compilers use. In order: the later, the faster.
+# The instruction sets that llama.cpp's CPU code is built for (ggml's GGML_AVX512_VNNI and so on):
+# the kernel's flags, and the usual names. Later ones are faster.
 X86_INSTRUCTIONS = {
     "avx": "AVX",
     "f16c": "F16C",
@@ -42,20 +42,20 @@ ARM_INSTRUCTIONS = {
 }
 
 EFFICIENCY_CAPACITY = 0.8
-"""A core of less than this share of the strongest one's capacity is an efficiency core."""
+"""A core with less than this share of the highest capacity is an efficiency core."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """The processor: one kind for the whole machine."""
+    """The processor; all of a machine are alike."""
 
     architecture: str
-    """`x86_64`, `aarch64`, or empty where nothing tells."""
+    """`x86_64`, `aarch64`, or empty for unknown."""
     name: str
     instructions: tuple[str, ...]
-    """The instruction sets that matter to llama.cpp, by their usual names."""
+    """The instruction sets that llama.cpp can use, by their usual names."""
     flags: frozenset[str]
-    """The kernel's names of all that it can."""
+    """The kernel's names of all its features."""
 
 
 UNKNOWN_PROCESSOR = Processor("", "", (), frozenset())
@@ -63,7 +63,7 @@ UNKNOWN_PROCESSOR = Processor("", "", (), frozenset())
 
 @dataclass(frozen=True, slots=True)
 class CpuCache:
-    """One cache. `size` in bytes; `cpus` are those that share it."""
+    """One cache: its size in bytes, and the CPUs that share it."""
 
     level: int
     kind: str
@@ -72,7 +72,7 @@ class CpuCache:
 
 
 def read_processor(sysroot: Path) -> Processor:
-    """The processor under `sysroot`, by `/proc/cpuinfo`."""
+    """Read the processor from `/proc/cpuinfo` under `sysroot`."""
     names: dict[str, str] = {}
     for line in read_text(sysroot / "proc/cpuinfo").splitlines():
         key, colon, value = line.partition(":")
@@ -91,26 +91,26 @@ def read_processor(sysroot: Path) -> Processor:
 
 
 def read_caches(sysroot: Path, cpus: set[int]) -> tuple[CpuCache, ...]:
-    """Each data or unified cache of these CPUs once, nearest first."""
+    """Return each data or unified cache of these CPUs once, L1 first."""
     found: set[CpuCache] = set()
     for cpu in cpus:
         folder = sysroot / f"sys/devices/system/cpu/cpu{cpu}/cache"
         for index in range(8):
-            home = folder / f"index{index}"
-            level = read_number(home / "level")
-            kind = read_text(home / "type").strip()
+            entry = folder / f"index{index}"
+            level = read_number(entry / "level")
+            kind = read_text(entry / "type").strip()
             if level is None or kind == "Instruction":
                 continue
-            shared = (parse_kernel_list(read_text(home / "shared_cpu_list")) | {cpu}) & cpus
-            size = parse_kernel_size(read_text(home / "size"))
+            shared = (parse_kernel_list(read_text(entry / "shared_cpu_list")) | {cpu}) & cpus
+            size = parse_kernel_size(read_text(entry / "size"))
             found.add(CpuCache(level, kind.lower(), size, tuple(sorted(shared))))
     return tuple(sorted(found, key=lambda cache: (cache.level, cache.cpus)))
 
 
 def efficiency_cpus(sysroot: Path, cpus: set[int]) -> frozenset[int]:
-    """The CPUs that are much weaker than the strongest, on machines that mix them.
+    """Return the CPUs that are much slower than the fastest, on machines that mix them.
 
-    llama.cpp shares its work out evenly, so that the weakest thread sets the pace of all.
+    llama.cpp divides its work evenly, so all threads wait for the slowest one.
     """
     atoms = read_kernel_list(sysroot / "sys/devices/cpu_atom/cpus")
     if atoms and read_kernel_list(sysroot / "sys/devices/cpu_core/cpus"):
@@ -120,10 +120,8 @@ def efficiency_cpus(sysroot: Path, cpus: set[int]) -> frozenset[int]:
         for cpu in cpus
         if (capacity := read_number(sysroot / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity"))
     }
-    strongest = max(capacities.values(), default=0)
-    return frozenset(
-        cpu for cpu, own in capacities.items() if own < EFFICIENCY_CAPACITY * strongest
-    )
+    highest = max(capacities.values(), default=0)
+    return frozenset(cpu for cpu, own in capacities.items() if own < EFFICIENCY_CAPACITY * highest)
 
 
 def _named(known: dict[str, str], flags: frozenset[str]) -> tuple[str, ...]:
@@ -132,7 +130,7 @@ def _named(known: dict[str, str], flags: frozenset[str]) -> tuple[str, ...]:
 
 _ARM_MAKERS = {"0x41": "Arm", "0xc0": "Ampere", "0x61": "Apple", "0x51": "Qualcomm"}
 
-# The cores of servers that are met most: Graviton 2 to 4, Altra and AmpereOne.
+# The cores of common servers: Graviton 2 to 4, Altra and AmpereOne.
 _ARM_CORES = {
     ("0x41", "0xd08"): "Cortex-A72",
     ("0x41", "0xd0c"): "Neoverse N1",

@@ -1,6 +1,7 @@
-"""The command line of one server, whether it is the embedded one or a llama-server binary.
+"""The command line of one server: the embedded one, or a llama-server binary.
 
-Both are started through `gateway.tools.local.launch`, which sees to pinning and to their end.
+Both are started through `gateway.tools.local.launch`, which pins them and ends them with their
+parent.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gateway
+from gateway.tools.local import ServerBinaryError
 from gateway.tools.local.cache import cache_folder
 from gateway.tools.local.embedded import batch_sizes, openmp_folder
-from gateway.tools.local.errors import ServerBinaryError
-from gateway.tools.local.plan import MIB, ServerSpec
+
+MIB = 1 << 20
 
 BINARY_NAME = "llama-server"
 
@@ -28,18 +30,40 @@ FLAG_PATTERN = re.compile(r"(?<![\w-])(--?[a-z][a-z0-9-]*)")
 
 
 @dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """One llama.cpp server to start."""
+
+    name: str
+    model: Path
+    alias: str  # the model's name as the server reports it
+    slots: int
+    context: int  # tokens of one slot
+    threads: int
+    numa_node: int  # the node that it is planned for
+    cpus: tuple[int, ...] | None = None  # None: any
+    memory_node: int | None = None  # None: any
+    no_mmap: bool = False
+    mlock: bool = False
+    prompt_cache_bytes: int = 0  # of evicted prompts
+    embedding: bool = False
+    host: str = "127.0.0.1"
+    batch: int | None = None  # tokens of one step; None: by its context
+    micro_batch: int | None = None  # tokens of one computation
+
+
+@dataclass(frozen=True, slots=True)
 class ServerBinary:
-    """A llama-server and the flags its own help lists."""
+    """A llama-server, and the flags that its own help lists."""
 
     path: Path
     flags: frozenset[str]
 
 
 def find_binary(named: Path | None, search_path: str | None = None) -> ServerBinary | None:
-    """The llama-server named, else the one on PATH, else None for the embedded server.
+    """Find the llama-server named, else the one on PATH, else None for the embedded server.
 
-    Asks it for its flags. Raises ServerBinaryError when the one named isn't a program, or when
-    either doesn't answer.
+    Its `--help` is read for the flags. Raises ServerBinaryError when the named one is no program,
+    or when the help is not a llama-server's.
     """
     found = shutil.which(str(named) if named else BINARY_NAME, path=search_path)
     if found is None:
@@ -48,7 +72,7 @@ def find_binary(named: Path | None, search_path: str | None = None) -> ServerBin
         raise ServerBinaryError(f"{named}: no such program; name a llama-server with --server-bin")
     path = Path(found).absolute()
     try:
-        asked = subprocess.run(
+        result = subprocess.run(
             [str(path), "--help"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -57,24 +81,24 @@ def find_binary(named: Path | None, search_path: str | None = None) -> ServerBin
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ServerBinaryError(f"{path} --help: {error}; it must be a llama-server") from error
-    flags = parse_flags((asked.stdout + asked.stderr).decode(errors="replace"))
+    flags = parse_flags((result.stdout + result.stderr).decode(errors="replace"))
     if not {"--model", "--port", "--parallel"} <= flags:
         raise ServerBinaryError(
-            f"{path}: its --help (exit status {asked.returncode}) is not a llama-server's; name "
+            f"{path}: its --help (exit status {result.returncode}) is not a llama-server's; name "
             "one with --server-bin, or take it off PATH to have the embedded server used"
         )
     return ServerBinary(path, flags)
 
 
 def parse_flags(help_text: str) -> frozenset[str]:
-    """Every flag that a help text names."""
+    """Return every flag that a help text names."""
     return frozenset(FLAG_PATTERN.findall(help_text))
 
 
 def server_command(
     spec: ServerSpec, port: int, *, parent: int, binary: ServerBinary | None = None
 ) -> list[str]:
-    """What to run for this server; it dies with the process `parent`, which must start it."""
+    """Return the command of a server. It dies with the process `parent`, which must start it."""
     launch = [sys.executable, "-P", "-m", "gateway.tools.local.launch", "--parent", str(parent)]
     if spec.cpus is not None:
         launch += ["--cpus", ",".join(map(str, spec.cpus))]
@@ -87,17 +111,17 @@ def server_command(
 
 
 def server_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment a server needs to find this package and the OpenMP runtime.
+    """Return the environment in which a server finds this package and the OpenMP runtime.
 
-    Raises OSError when the cache folder must be written for that and can't be.
+    Raises OSError when the cache folder must be written for that, and can't be.
     """
-    made = dict(os.environ if env is None else env)
+    result = dict(os.environ if env is None else env)
     root = str(Path(gateway.__file__).parent.parent)
-    made["PYTHONPATH"] = os.pathsep.join(filter(None, [root, made.get("PYTHONPATH")]))
-    if openmp := openmp_folder(cache_folder(made)):
-        found = made.get("LD_LIBRARY_PATH")
-        made["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [found, str(openmp)]))
-    return made
+    result["PYTHONPATH"] = os.pathsep.join(filter(None, [root, result.get("PYTHONPATH")]))
+    if openmp := openmp_folder(cache_folder(result)):
+        folders = [result.get("LD_LIBRARY_PATH"), str(openmp)]
+        result["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, folders))
+    return result
 
 
 def _embedded(spec: ServerSpec, port: int) -> list[str]:
@@ -131,8 +155,8 @@ def _llama_server(spec: ServerSpec, port: int, binary: ServerBinary) -> list[str
         *("-t", str(spec.threads), "-tb", str(spec.threads)),
         *("-b", str(spec.batch or batch), "-ub", str(spec.micro_batch or micro_batch)),
     ]
-    # Flags come and go between versions: the first of each row that this one has.
-    wanted: list[list[list[str]]] = [
+    # Flags change between versions: of each row the first one that this binary has.
+    rows: list[list[list[str]]] = [
         [["--metrics"]],
         [["--slots"]],
         [["--jinja"]],
@@ -141,13 +165,13 @@ def _llama_server(spec: ServerSpec, port: int, binary: ServerBinary) -> list[str
         [["--cache-ram", str(spec.prompt_cache_bytes // MIB)]],
     ]
     if spec.mlock and "--load-mode" in binary.flags:
-        wanted.append([["--load-mode", "mlock" if spec.no_mmap else "mmap+mlock"]])
+        rows.append([["--load-mode", "mlock" if spec.no_mmap else "mmap+mlock"]])
     elif spec.mlock:
-        wanted += [[["--mlock"]], [["--no-mmap"]] if spec.no_mmap else []]
+        rows += [[["--mlock"]], [["--no-mmap"]] if spec.no_mmap else []]
     elif spec.no_mmap:
-        wanted.append([["--load-mode", "none"], ["--no-mmap"]])
+        rows.append([["--load-mode", "none"], ["--no-mmap"]])
     if spec.embedding:
-        wanted += [[["--embeddings"], ["--embedding"]], [["--pooling", "mean"]]]
-    for row in wanted:
+        rows += [[["--embeddings"], ["--embedding"]], [["--pooling", "mean"]]]
+    for row in rows:
         command += next((words for words in row if words[0] in binary.flags), [])
     return command

@@ -1,4 +1,4 @@
-"""One llama.cpp server as a child process: started, waited for, ended."""
+"""Runs one llama.cpp server as a child process, with its port and its log."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from typing import BinaryIO
 
 import httpx
 
-from gateway.tools.local.errors import ServerStartError
-from gateway.tools.local.plan import ServerSpec
-from gateway.tools.local.server_command import ServerBinary, server_command, server_environment
+from gateway.tools.local import ServerStartError
+from gateway.tools.local.server_command import (
+    ServerBinary,
+    ServerSpec,
+    server_command,
+    server_environment,
+)
 
-READY_POLL_INTERVAL = 0.1  # seconds between two looks at a server that is starting
+READY_POLL_INTERVAL = 0.1  # seconds between two health checks of a starting server
 
-LOG_CHECK_INTERVAL = 10.0  # seconds between two looks at the size of a log
+LOG_CHECK_INTERVAL = 10.0  # seconds between two checks of a log's size
 
 
 class ServerProcess:
-    """The process of one spec; it may be started again after its end.
+    """The process of one spec, which may be started again after its end.
 
     It dies with the thread that starts it.
     """
@@ -51,13 +55,13 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process while it runs."""
+        """The PID of the process while it runs."""
         if self._process is None or self._process.returncode is not None:
             return None
         return self._process.pid
 
     async def start(self) -> None:
-        """Start the process. Raises OSError when the log or the process can't be made."""
+        """Start the process. Raises OSError when the log or the process can't be created."""
         self.started_at = self._clock()
         command = server_command(self.spec, self._port, parent=os.getpid(), binary=self._binary)
         with open_log(self.log) as log:
@@ -67,16 +71,16 @@ class ServerProcess:
                 stdout=log,
                 stderr=log,
                 env=server_environment(),
-                # Ctrl-C is for the gateway: it drains before it ends its servers.
+                # Ctrl-C must reach the gateway only, which drains before it ends its servers.
                 start_new_session=True,
             )
 
     async def wait_until_ready(
         self, client: httpx.AsyncClient, timeout: float, on_loading: Callable[[], None]
     ) -> None:
-        """Wait until `/health` says 200, calling `on_loading` once if it says 503 first.
+        """Wait until `/health` gives 200; call `on_loading` once if it gives 503 first.
 
-        Raises ServerStartError when the process ends, or isn't ready after `limit` seconds.
+        Raises ServerStartError when the process ends, or is not ready after `timeout` seconds.
         """
         loading = False
         while self._clock() - self.started_at < timeout:
@@ -93,12 +97,12 @@ class ServerProcess:
         raise self._start_error(f"was not ready after {timeout:.0f} s")
 
     async def wait(self) -> None:
-        """Wait until the process has ended, and keep its log bounded meanwhile."""
+        """Wait until the process has ended, and bound the size of its log meanwhile."""
         while not await self._ended_within(LOG_CHECK_INTERVAL):
             await asyncio.to_thread(truncate_log, self.log)
 
     async def stop(self, timeout: float) -> None:
-        """End the process: SIGTERM, and SIGKILL after `limit` seconds or when cancelled."""
+        """End the process: SIGTERM, and SIGKILL after `timeout` seconds or when cancelled."""
         if self._process is None or self.pid is None:
             return
         with suppress(ProcessLookupError):
@@ -112,7 +116,7 @@ class ServerProcess:
         await self._process.wait()
 
     def exit_description(self) -> str:
-        """How the process ended, for people."""
+        """Describe how the process ended."""
         status = self._process.returncode if self._process else None
         if status is None:
             return "not started"
@@ -127,10 +131,10 @@ class ServerProcess:
             await asyncio.wait_for(self._process.wait(), limit)
         return self._process.returncode is not None
 
-    def _start_error(self, what: str) -> ServerStartError:
+    def _start_error(self, problem: str) -> ServerStartError:
         lines = "".join(f"\n  {line}" for line in last_lines(self.log))
         return ServerStartError(
-            f"{self.spec.name}: the llama.cpp server {what}; the end of its log {self.log}:"
+            f"{self.spec.name}: the llama.cpp server {problem}; the end of its log {self.log}:"
             f"{lines or ' nothing'}"
         )
 
@@ -143,8 +147,8 @@ MOST_PORTS_TRIED = 1000
 def claim_port(host: str, port: int = 0) -> socket.socket:
     """Bind `port` (0: any free one) for a server that sets SO_REUSEADDR or SO_REUSEPORT.
 
-    Raises OSError when somebody has it. The options are set after the bind: with them it would
-    succeed beside another claim.
+    Raises OSError when the port is taken. The options are set after the bind: set before, the bind
+    would succeed although another process has claimed the port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     claim = socket.socket(family, socket.SOCK_STREAM)
@@ -173,20 +177,20 @@ def claim_free_port(host: str, base: int = BASE_PORT) -> socket.socket:
 
 
 def claimed_port(claim: socket.socket) -> int:
-    """The number of a claimed port."""
+    """Return the number of a claimed port."""
     port: int = claim.getsockname()[1]
     return port
 
 
-MOST_LOG_BYTES = 8 << 20  # of one file; one older file of this size is kept beside it
+MOST_LOG_BYTES = 8 << 20  # of a log, and of the older one beside it
 
 TAIL_BYTES = 64 << 10
 
 
 def open_log(path: Path) -> BinaryIO:
-    """Begin a new log; the one of the run before stays as `<name>.1`.
+    """Begin a new log; the log of the previous run stays as `<name>.1`.
 
-    It is opened for appending, so that it can be cut short while a server writes to it.
+    It is opened for appending, so that it can be truncated while a server writes to it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
@@ -195,9 +199,9 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def truncate_log(path: Path, limit: int = MOST_LOG_BYTES) -> bool:
-    """Move what a log holds to `<name>.1` once it has grown past `limit` bytes.
+    """Copy a log larger than `limit` bytes to `<name>.1`, and empty it.
 
-    Lines written during the copy are lost. True when it was done.
+    Lines written during the copy are lost. Returns whether the log was that large.
     """
     if not path.exists() or path.stat().st_size <= limit:
         return False
@@ -207,7 +211,7 @@ def truncate_log(path: Path, limit: int = MOST_LOG_BYTES) -> bool:
 
 
 def last_lines(path: Path, count: int = 20) -> list[str]:
-    """The last lines of a log, decoded as well as can be; none where there is no log."""
+    """Return the last lines of a log; none where there is no log."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))

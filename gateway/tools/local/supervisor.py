@@ -1,7 +1,7 @@
-"""The servers of this machine, kept alive: started together, restarted when they die, ended.
+"""Supervises the servers of this machine: starts them, restarts those that exit, ends them.
 
-`async with LocalFleet(specs, logs) as fleet:` waits until every server answers. A server that
-dies later is started again on its port, after a pause that doubles while it keeps dying.
+`async with LocalFleet(specs, log_folder) as fleet:` waits until every server is ready. A server
+that exits later is restarted on its port, after a backoff that doubles while it keeps exiting.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Any, Self
 
 import httpx
 
-from gateway.tools.local.errors import ServerStartError
-from gateway.tools.local.plan import ServerSpec
-from gateway.tools.local.server_command import ServerBinary
+from gateway.tools.local import ServerStartError
+from gateway.tools.local.server_command import ServerBinary, ServerSpec
 from gateway.tools.local.server_process import (
     BASE_PORT,
     ServerProcess,
@@ -31,18 +30,18 @@ START_TIMEOUT = 600.0  # seconds; a large model on a slow disk takes minutes
 
 STOP_TIMEOUT = 5.0  # seconds between SIGTERM and SIGKILL
 
-HEALTH_TIMEOUT = 2.0  # seconds for an answer
+HEALTH_TIMEOUT = 2.0  # seconds for a response
 
-FIRST_BACKOFF = 0.5  # seconds before a dead server is started again
+FIRST_BACKOFF = 0.5  # seconds before a restart
 
 LONGEST_BACKOFF = 30.0
 
-BACKOFF_RESET_AFTER = 60.0  # seconds alive, after which the next pause is the first again
+BACKOFF_RESET_AFTER = 60.0  # seconds of uptime after which the backoff begins anew
 
 
 @dataclass(frozen=True, slots=True)
 class ServerStarted:
-    """A server's process runs."""
+    """A server's process was started."""
 
     name: str
     url: str
@@ -50,14 +49,14 @@ class ServerStarted:
 
 @dataclass(frozen=True, slots=True)
 class ServerLoading:
-    """A server answers, but still reads its model."""
+    """A server responds, but is still loading its model."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ServerReady:
-    """A server takes requests; `seconds` since its process was started."""
+    """A server takes requests, `seconds` after its process was started."""
 
     name: str
     seconds: float
@@ -65,7 +64,7 @@ class ServerReady:
 
 @dataclass(frozen=True, slots=True)
 class ServerExited:
-    """A server ended by itself and will be started again."""
+    """A server exited and will be restarted."""
 
     name: str
     exit_description: str  # such as `killed by SIGKILL`
@@ -76,17 +75,17 @@ ServerEvent = ServerStarted | ServerLoading | ServerReady | ServerExited
 
 
 def restart_backoff(last: float | None, uptime: float) -> float:
-    """Seconds to wait before a restart, after a pause of `last` and a life of `alive`."""
+    """Return the seconds before a restart, after a backoff of `last` and `uptime` seconds."""
     if last is None or uptime >= BACKOFF_RESET_AFTER:
         return FIRST_BACKOFF
     return min(last * 2, LONGEST_BACKOFF)
 
 
 class LocalFleet:
-    """Runs one process per spec for as long as its context is open.
+    """Runs one process per spec while its context is open.
 
-    The processes die with the thread that entered the context, whatever ends it: enter it from
-    the main one. Ports are the first free ones from `base_port` (0: any). Limits are in seconds.
+    The processes die with the thread that entered the context, so enter it in the main thread.
+    Ports are the first free ones from `base_port` (0: any). Timeouts are in seconds.
     """
 
     def __init__(
@@ -104,10 +103,10 @@ class LocalFleet:
         self._specs = tuple(specs)
         self._log_folder = log_folder
         self._binary = binary
-        self._tell = on_event
+        self._on_event = on_event
         self._base_port = base_port
-        self._start_limit = start_timeout
-        self._stop_limit = stop_timeout
+        self._start_timeout = start_timeout
+        self._stop_timeout = stop_timeout
         self._clock = clock
         self._claims: list[socket.socket] = []
         self._servers: list[ServerProcess] = []
@@ -119,16 +118,16 @@ class LocalFleet:
         )
 
     async def __aenter__(self) -> Self:
-        """Start all servers and wait until each answers.
+        """Start all servers and wait until each is ready.
 
-        Raises ServerStartError when one ends before that or takes longer than the limit, and
-        OSError when the log folder can't be written or no port is to be had.
+        Raises ServerStartError when one ends before that or takes longer than `start_timeout`, and
+        OSError when the log folder can't be written or no port is free.
         """
         try:
             self._claim_ports()
             self._tasks = [asyncio.create_task(self._start(server)) for server in self._servers]
             await asyncio.gather(*self._tasks)
-            self._tasks = [asyncio.create_task(self._keep(server)) for server in self._servers]
+            self._tasks = [asyncio.create_task(self._supervise(server)) for server in self._servers]
         except BaseException:
             await self._end()
             raise
@@ -145,12 +144,12 @@ class LocalFleet:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Where the servers listen; the same after a restart."""
+        """The servers' addresses, which stay the same after a restart."""
         return tuple(server.url for server in self._servers)
 
     @property
     def pids(self) -> tuple[int | None, ...]:
-        """The servers' processes; None for one that is down."""
+        """The PIDs of the servers; None for one that is down."""
         return tuple(server.pid for server in self._servers)
 
     @property
@@ -159,9 +158,9 @@ class LocalFleet:
         return tuple(server.log for server in self._servers)
 
     def inventory(self) -> list[dict[str, Any]]:
-        """The servers as nodes of an inventory, in the form of `config/nodes.yaml`.
+        """Return the servers as nodes of an inventory, in the form of `config/nodes.yaml`.
 
-        They name one `host`, since they share the fate of this machine.
+        They have one `host`, since they fail together with this machine.
         """
         return [
             {
@@ -181,7 +180,7 @@ class LocalFleet:
                 ServerProcess(
                     spec,
                     port,
-                    # Two gateways of one user may share the folder, but no port.
+                    # Two gateways of one user share the folder, but never a port.
                     self._log_folder / f"{spec.name}-{port}.log",
                     binary=self._binary,
                     clock=self._clock,
@@ -191,29 +190,29 @@ class LocalFleet:
     async def _start(self, server: ServerProcess) -> None:
         name = server.spec.name
         await server.start()
-        self._tell(ServerStarted(name, server.url))
+        self._on_event(ServerStarted(name, server.url))
         await server.wait_until_ready(
-            self._client, self._start_limit, lambda: self._tell(ServerLoading(name))
+            self._client, self._start_timeout, lambda: self._on_event(ServerLoading(name))
         )
-        self._tell(ServerReady(name, self._clock() - server.started_at))
+        self._on_event(ServerReady(name, self._clock() - server.started_at))
 
-    async def _keep(self, server: ServerProcess) -> None:
-        pause: float | None = None
+    async def _supervise(self, server: ServerProcess) -> None:
+        backoff: float | None = None
         while True:
             await server.wait()
-            pause = restart_backoff(pause, self._clock() - server.started_at)
-            self._tell(ServerExited(server.spec.name, server.exit_description(), pause))
-            await asyncio.sleep(pause)
+            backoff = restart_backoff(backoff, self._clock() - server.started_at)
+            self._on_event(ServerExited(server.spec.name, server.exit_description(), backoff))
+            await asyncio.sleep(backoff)
             try:
                 await self._start(server)
             except (ServerStartError, OSError):
-                await server.stop(self._stop_limit)
+                await server.stop(self._stop_timeout)
 
     async def _end(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(server.stop(self._stop_limit) for server in self._servers))
+        await asyncio.gather(*(server.stop(self._stop_timeout) for server in self._servers))
         await self._client.aclose()
         for claim in self._claims:
             claim.close()

@@ -1,4 +1,4 @@
-"""Reading `/sys` and `/proc` under any root: what is not there is empty, never an error."""
+"""Reads `/sys`, `/proc` and cgroups under any root; a missing file is empty, not an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNITS = {"K": KIB, "M": KIB**2, "G": KIB**3}
 
 
 def read_text(path: Path) -> str:
-    """What the file holds; empty where it can't be read."""
+    """Return the content of a file; empty where it can't be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -19,19 +19,19 @@ def read_text(path: Path) -> str:
 
 
 def read_number(path: Path) -> int | None:
-    """The whole number in the file, or None."""
+    """Return the integer in a file, or None."""
     text = read_text(path).strip()
     return int(text) if text.lstrip("-").isdecimal() else None
 
 
 def read_kernel_list(path: Path) -> set[int] | None:
-    """The numbers of the kernel list in the file; None where there is none."""
+    """Return the numbers of the kernel list in a file; None where it is missing or empty."""
     text = read_text(path)
     return parse_kernel_list(text) if text.strip() else None
 
 
 def parse_kernel_list(text: str) -> set[int]:
-    """The numbers of a kernel list such as `0-3,8`."""
+    """Parse a kernel list such as `0-3,8`."""
     numbers: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -41,7 +41,7 @@ def parse_kernel_list(text: str) -> set[int]:
 
 
 def format_kernel_list(numbers: set[int] | tuple[int, ...]) -> str:
-    """Numbers as a kernel list, which systemd's `CPUAffinity=` and taskset take as well."""
+    """Format numbers as a kernel list, which systemd's `CPUAffinity=` and taskset accept too."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and parts[-1][1] == number - 1:
@@ -52,7 +52,7 @@ def format_kernel_list(numbers: set[int] | tuple[int, ...]) -> str:
 
 
 def parse_kernel_size(text: str) -> int:
-    """Bytes of a size such as `32768K`; 0 where it is none."""
+    """Parse a size such as `32768K` to bytes; 0 if it is none."""
     text = text.strip()
     unit = _UNITS.get(text[-1:].upper(), 1)
     digits = text[:-1] if unit > 1 else text
@@ -60,7 +60,7 @@ def parse_kernel_size(text: str) -> int:
 
 
 def read_meminfo(path: Path) -> dict[str, int]:
-    """Bytes by name. A node's file has `Node 0` in front of every name."""
+    """Return the bytes of each entry by name. A NUMA node's file has `Node 0` before each name."""
     sizes: dict[str, int] = {}
     for line in read_text(path).splitlines():
         name, _, value = line.partition(":")
@@ -74,9 +74,9 @@ UNLIMITED = 1 << 60  # bytes; version 1 writes a number near 2**63 for "no limit
 
 
 def cgroup_cpu_quota(sysroot: Path) -> float | None:
-    """CPUs' worth of time per second that this process may use; None without a limit.
+    """Return the CPUs' worth of time that this process may use; None without a limit.
 
-    The tightest limit of the group and its ancestors counts.
+    The lowest limit of its cgroup and the ancestors counts.
     """
     quotas = [
         *(_quota(*_words(group / "cpu.max")) for group in _unified(sysroot)),
@@ -89,21 +89,23 @@ def cgroup_cpu_quota(sysroot: Path) -> float | None:
 
 
 def cgroup_memory_headroom(sysroot: Path) -> int | None:
-    """Bytes that this process's groups may still take; None without a limit.
+    """Return the bytes that this process's cgroups may still allocate; None without a limit.
 
-    Page cache that the kernel would drop first counts as free.
+    Inactive page cache counts as free, since the kernel drops it first.
     """
-    rooms = [
+    headrooms = [
         *(
-            _room(group, "memory.max", "memory.current", "inactive_file")
+            _headroom(group, "memory.max", "memory.current", "inactive_file")
             for group in _unified(sysroot)
         ),
         *(
-            _room(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            _headroom(
+                group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            )
             for group in _controller(sysroot, "memory")
         ),
     ]
-    return min((room for room in rooms if room is not None), default=None)
+    return min((free for free in headrooms if free is not None), default=None)
 
 
 def _quota(quota: str = "max", period: str = "100000") -> float | None:
@@ -112,13 +114,13 @@ def _quota(quota: str = "max", period: str = "100000") -> float | None:
     return int(quota) / int(period)
 
 
-def _room(group: Path, limit_file: str, usage_file: str, cache_key: str) -> int | None:
-    limit = _number(group / limit_file)
-    if limit is None or limit >= UNLIMITED:
+def _headroom(group: Path, limit_file: str, usage_file: str, cache_key: str) -> int | None:
+    limit = read_number(group / limit_file)
+    if limit is None or not 0 <= limit < UNLIMITED:
         return None
-    usage = _number(group / usage_file) or 0
+    usage = read_number(group / usage_file) or 0
     cache = 0
-    for line in _text(group / "memory.stat").splitlines():
+    for line in read_text(group / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name == cache_key and value.strip().isdigit():
             cache = int(value)
@@ -135,12 +137,12 @@ def _controller(sysroot: Path, name: str) -> Iterator[Path]:
 
 
 def _groups(sysroot: Path, controller: str, mount: Path) -> Iterator[Path]:
-    """The group's folder and its ancestors' up to the mount.
+    """Yield the folders of this process's cgroup and its ancestors, up to the mount.
 
-    In a container the path may be the host's while the mount shows the container's own group as
-    its root, so folders that don't exist are passed over by whoever reads them.
+    Some may not exist: in a container the path may be the host's, while the mount's root is the
+    container's own cgroup.
     """
-    for line in _text(sysroot / "proc/self/cgroup").splitlines():
+    for line in read_text(sysroot / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controller in controllers.split(","):
@@ -150,17 +152,5 @@ def _groups(sysroot: Path, controller: str, mount: Path) -> Iterator[Path]:
                     yield mount / group
 
 
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdigit() else None
-
-
 def _words(path: Path) -> list[str]:
-    return _text(path).split()[:2]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
+    return read_text(path).split()[:2]

@@ -1,7 +1,7 @@
-"""What this machine offers to this process: sockets, NUMA nodes, physical cores, caches, memory.
+"""Reads the machine's topology: sockets, NUMA nodes, physical cores, caches, memory.
 
-Read from `/sys` and `/proc` under any root; the affinity mask and the cpuset of a container are
-respected, offline CPUs and nodes without CPUs left out.
+It is read from `/sys` and `/proc` under any root, within the process's affinity mask and the
+container's cpuset, without offline CPUs and without nodes that have no CPUs.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class NumaNode:
     cores: tuple[tuple[int, ...], ...]
     memory_total: int
     memory_available: int
-    memory_allowed: bool = True  # whether this process may take memory there
-    sockets: tuple[int, ...] = ()  # those its CPUs sit in; empty where nothing tells
-    efficiency_cpus: frozenset[int] = frozenset()  # CPUs much weaker than the machine's strongest
-    distances: tuple[int, ...] = ()  # to each online node, 10 is itself
+    memory_allowed: bool = True  # whether this process may allocate memory there
+    sockets: tuple[int, ...] = ()  # of its CPUs; empty: unknown
+    efficiency_cpus: frozenset[int] = frozenset()  # much slower than the machine's fastest CPUs
+    distances: tuple[int, ...] = ()  # to each online node; 10 is itself
 
     @property
     def performance_cores(self) -> tuple[tuple[int, ...], ...]:
-        """The cores worth a thread: all, but for the weak ones of a machine that mixes them."""
-        fast = tuple(core for core in self.cores if not self.efficiency_cpus.issuperset(core))
-        return fast or self.cores
+        """All cores but the efficiency cores of a machine that mixes them."""
+        cores = tuple(core for core in self.cores if not self.efficiency_cpus.issuperset(core))
+        return cores or self.cores
 
     @property
     def performance_cpus(self) -> tuple[int, ...]:
-        """The CPUs of those cores."""
+        """The CPUs of the performance cores."""
         return tuple(sorted(cpu for core in self.performance_cores for cpu in core))
 
     @property
@@ -67,54 +67,54 @@ class NumaNode:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The machine as far as this process may use it. Memory in bytes."""
+    """The part of the machine that this process may use. Memory in bytes."""
 
     nodes: tuple[NumaNode, ...]
     memory_total: int
-    memory_available: int  # of the machine or the container, whichever is less
-    cpu_quota: float | None = None  # CPUs' worth of time that a container may use
+    memory_available: int  # of the machine or the container, the lower one
+    cpu_quota: float | None = None  # CPUs' worth of time; None: no limit
     processor: Processor = UNKNOWN_PROCESSOR
     caches: tuple[CpuCache, ...] = ()
 
     @property
     def sockets(self) -> tuple[int, ...]:
-        """The sockets that hold CPUs which this process may run on."""
+        """The sockets of the CPUs that this process may run on."""
         return tuple(sorted({socket for node in self.nodes for socket in node.sockets}))
 
     @property
     def core_count(self) -> int:
-        """Physical cores of all nodes."""
+        """The number of physical cores of all nodes."""
         return sum(len(node.cores) for node in self.nodes)
 
     def threads_per_server(self, node: NumaNode, servers: int = 1) -> int:
-        """Threads for each of `sharing` servers on this node: a fast physical core for each.
+        """Return the threads of each of `servers` servers on this node: one for each core.
 
-        Never hyperthreads: two threads on one core share its arithmetic units, and the memory that
-        decoding waits for. A container's quota is shared out over all cores.
+        Hyperthreads do not count: two threads on one core share its arithmetic units, and the
+        memory bandwidth that decoding waits for. A container's quota is divided among all cores.
         """
         cores = len(node.performance_cores)
         if self.cpu_quota is not None:
-            everything = sum(len(other.performance_cores) for other in self.nodes)
-            cores = min(cores, math.floor(self.cpu_quota * cores / everything))
+            all_cores = sum(len(other.performance_cores) for other in self.nodes)
+            cores = min(cores, math.floor(self.cpu_quota * cores / all_cores))
         return max(1, cores // servers)
 
 
 def read_topology(sysroot: Path = ROOT) -> Topology:
-    """The topology under `sysroot`, which holds `sys` and `proc`."""
+    """Read the topology under `sysroot`, which holds `sys` and `proc`."""
     cpus = _usable_cpus(sysroot)
-    weak = efficiency_cpus(sysroot, cpus)
+    slow = efficiency_cpus(sysroot, cpus)
     machine = read_meminfo(sysroot / "proc/meminfo")
     available = machine.get("MemAvailable", machine.get("MemFree", 0))
-    room = cgroup_memory_headroom(sysroot)
-    nodes = _nodes(sysroot, cpus, weak)
+    headroom = cgroup_memory_headroom(sysroot)
+    nodes = _nodes(sysroot, cpus, slow)
     if not nodes:  # a kernel without NUMA
         cores, total = _cores(sysroot, cpus), machine.get("MemTotal", 0)
         sockets = _sockets(sysroot, cpus)
-        nodes = [NumaNode(0, cores, total, available, sockets=sockets, efficiency_cpus=weak)]
+        nodes = [NumaNode(0, cores, total, available, sockets=sockets, efficiency_cpus=slow)]
     return Topology(
         nodes=tuple(nodes),
         memory_total=machine.get("MemTotal", 0),
-        memory_available=available if room is None else min(available, room),
+        memory_available=available if headroom is None else min(available, headroom),
         cpu_quota=cgroup_cpu_quota(sysroot),
         processor=read_processor(sysroot),
         caches=read_caches(sysroot, cpus),
@@ -129,31 +129,31 @@ def _usable_cpus(sysroot: Path) -> set[int]:
     return online & allowed
 
 
-def _nodes(sysroot: Path, cpus: set[int], weak: frozenset[int]) -> list[NumaNode]:
+def _nodes(sysroot: Path, cpus: set[int], slow: frozenset[int]) -> list[NumaNode]:
     folder = sysroot / "sys/devices/system/node"
     online = read_kernel_list(folder / "online") or set()
     allowed = _status(sysroot, "Mems_allowed_list")
     nodes: list[NumaNode] = []
     for number in sorted(online):
-        home = folder / f"node{number}"
-        own = (read_kernel_list(home / "cpulist") or set()) & cpus
+        node = folder / f"node{number}"
+        own = (read_kernel_list(node / "cpulist") or set()) & cpus
         if own:
-            memory = read_meminfo(home / "meminfo")
+            memory = read_meminfo(node / "meminfo")
             nodes.append(
                 NumaNode(
                     number,
                     _cores(sysroot, own),
                     memory.get("MemTotal", 0),
-                    # A node has no MemAvailable: what is free and what is easily given back.
+                    # A node has no MemAvailable: count free memory and what is easily reclaimed.
                     memory.get("MemFree", 0)
                     + memory.get("Inactive(file)", 0)
                     + memory.get("SReclaimable", 0),
                     memory_allowed=allowed is None or number in allowed,
                     sockets=_sockets(sysroot, own),
-                    efficiency_cpus=weak & own,
+                    efficiency_cpus=slow & own,
                     distances=tuple(
                         int(word)
-                        for word in read_text(home / "distance").split()
+                        for word in read_text(node / "distance").split()
                         if word.isdecimal()
                     ),
                 )
@@ -164,17 +164,17 @@ def _nodes(sysroot: Path, cpus: set[int], weak: frozenset[int]) -> list[NumaNode
 def _cores(sysroot: Path, cpus: set[int]) -> tuple[tuple[int, ...], ...]:
     cores: set[tuple[int, ...]] = set()
     for cpu in cpus:
-        siblings = read_kernel_list(_of_cpu(sysroot, cpu) / "thread_siblings_list") or set()
+        siblings = read_kernel_list(_cpu_topology(sysroot, cpu) / "thread_siblings_list") or set()
         cores.add(tuple(sorted((siblings | {cpu}) & cpus)))
     return tuple(sorted(cores))
 
 
 def _sockets(sysroot: Path, cpus: set[int]) -> tuple[int, ...]:
-    found = {read_number(_of_cpu(sysroot, cpu) / "physical_package_id") for cpu in cpus}
+    found = {read_number(_cpu_topology(sysroot, cpu) / "physical_package_id") for cpu in cpus}
     return tuple(sorted(number for number in found if number is not None and number >= 0))
 
 
-def _of_cpu(sysroot: Path, cpu: int) -> Path:
+def _cpu_topology(sysroot: Path, cpu: int) -> Path:
     return sysroot / f"sys/devices/system/cpu/cpu{cpu}/topology"
 
 
@@ -187,7 +187,7 @@ def _status(sysroot: Path, key: str) -> set[int] | None:
 
 
 def topology_as_dict(topology: Topology) -> dict[str, Any]:
-    """Everything for a script: sizes in bytes, CPUs by the kernel's numbers."""
+    """Return the topology as JSON values: sizes in bytes, CPUs by the kernel's numbers."""
     return {
         "architecture": topology.processor.architecture,
         "processor": topology.processor.name,
@@ -221,7 +221,7 @@ def topology_as_dict(topology: Topology) -> dict[str, Any]:
 
 
 def server_placement(topology: Topology, node: NumaNode) -> dict[str, Any]:
-    """How a server sits on this node: one thread for each physical core, never a hyperthread."""
+    """Return the threads, CPUs and memory options of a server on this node, as JSON values."""
     several = len(topology.nodes) > 1
     return {
         "numa": node.number,

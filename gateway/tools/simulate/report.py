@@ -198,24 +198,14 @@ SHOWN_SHARE = 0.99
 """Share of the requests that the curves show: the last per cent would press the rest together."""
 
 
-class PlotsNotInstalledError(Exception):
-    """The extra that draws is not installed."""
-
-
 def plot_reports(path: Path, reports: Sequence[PolicyReport], title: str) -> None:
     """Write the curves of time to first token and of completion; the suffix says the format.
 
-    Raises NoPlotsError without the extra `plots`, ValueError for a suffix that nothing is known
-    about, and OSError.
+    Needs the extra `plots`. Raises ValueError for an unknown suffix, and OSError.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PlotsNotInstalledError(
-            f"plots need the package {error.name!r}, which is not installed: "
-            "pip install 'llama-gateway[plots]'"
-        ) from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 4), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     shares = [step / CURVE_STEPS for step in range(CURVE_STEPS + 1)]

@@ -1,1 +1,1 @@
-"""Which settings serve a model best on this machine, by measuring the real server."""
+"""Finds the settings that serve a model best on this machine, by measuring real servers."""

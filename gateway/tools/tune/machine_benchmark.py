@@ -1,4 +1,4 @@
-"""One measurement: servers started with a setting, probed all at once, and ended."""
+"""Measures one setting on this machine: starts the servers, benchmarks them, ends them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from gateway.tools.local.errors import LocalFleetError
+from gateway.tools.local import LocalFleetError
 from gateway.tools.local.memory import MEMORY_RESERVE, check_memory, format_gib
-from gateway.tools.local.prepare import LocalFleetPlan
+from gateway.tools.local.plan import LocalFleetPlan
 from gateway.tools.local.supervisor import LocalFleet
 from gateway.tools.local.topology import Topology, read_topology
 from gateway.tools.tune.measurements import BenchmarkRequest, Figures, combine_servers
@@ -23,22 +23,22 @@ from gateway.tools.tune.setting import Setting, server_spec
 
 
 class SettingFailedError(Exception):
-    """Servers with this setting can't be started or measured; the text says why."""
+    """Servers with this setting can't be started or measured. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkResult:
-    """What a measurement found."""
+    """The result of one measurement."""
 
     figures: Figures
-    other_work: float | None  # CPUs' worth of work of others meanwhile; None where nothing tells
+    other_work: float | None  # CPUs' worth of other work meanwhile; None: unknown
 
 
 class MachineBenchmark:
     """Measures settings on this machine: one server on each NUMA node, all under the same load.
 
-    `context` is that of one slot, in tokens. `known` is a setting and the bytes that a server took
-    with it, from an earlier run. `look` reads the machine anew before each start.
+    `context`: tokens of one slot. `known_memory`: a setting, and the bytes that a server took with
+    it in an earlier run. `read_machine` reads the topology before each start.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class MachineBenchmark:
         self._request = request
         self._context = context
         self._force_memory = force_memory
-        self._look = read_machine
-        self._known = known_memory
+        self._read_machine = read_machine
+        self._known_memory = known_memory
 
     async def measure(self, setting: Setting, seconds: float) -> BenchmarkResult:
-        """Start, probe and end the servers, within `seconds`.
+        """Start, benchmark and end the servers within `seconds`.
 
-        Raises DoesNotRunError, OSError where the logs or a port can't be had, and TimeoutError
+        Raises SettingFailedError, OSError where a log or a port can't be opened, and TimeoutError
         when the time is over.
         """
-        topology = self._look()
+        topology = self._read_machine()
         specs = [server_spec(setting, spec, topology, self._context) for spec in self._plan.specs]
         try:
             bound = [spec.memory_node for spec in specs]
@@ -75,10 +75,10 @@ class MachineBenchmark:
                 specs,
                 self._plan.log_folder,
                 binary=self._plan.binary,
-                start_timeout=seconds + 60,  # the limit of the whole comes first
+                start_timeout=seconds + 60,  # the limit of the whole applies first
             )
             async with asyncio.timeout(seconds), fleet:
-                return await self._probed(fleet, setting, topology)
+                return await self._run(fleet, setting, topology)
         except (LocalFleetError, BenchmarkError) as error:
             raise SettingFailedError(str(error)) from error
         except httpx.HTTPError as error:
@@ -86,14 +86,14 @@ class MachineBenchmark:
                 f"a server went away: {type(error).__name__} {error}"
             ) from error
 
-    async def _probed(
+    async def _run(
         self, fleet: LocalFleet, setting: Setting, topology: Topology
     ) -> BenchmarkResult:
         cpus = [cpu for node in topology.nodes for cpu in node.cpus]
         before = read_cpu_times(cpus)
-        # A prompt that is read is silent for as long as it takes: the whole has a limit instead.
-        async with httpx.AsyncClient(timeout=None, trust_env=False, limits=_UNSHARED) as client:  # noqa: S113
-            each = await run_concurrently(
+        # A server is silent throughout a prefill, so only the whole has a limit.
+        async with httpx.AsyncClient(timeout=None, trust_env=False, limits=_NO_REUSE) as client:  # noqa: S113
+            results = await run_concurrently(
                 [
                     ServerBenchmark(
                         url, client, self._request, slots=setting.slots, context=self._context
@@ -102,26 +102,29 @@ class MachineBenchmark:
                 ]
             )
         pids = [pid for pid in fleet.pids if pid is not None]
-        others = other_work_between(before, read_cpu_times(cpus), own={os.getpid(), *pids})
+        other_work = other_work_between(before, read_cpu_times(cpus), own={os.getpid(), *pids})
         memories = [memory for pid in pids if (memory := peak_memory(pid)) is not None]
-        if memories and self._known is None:
-            self._known = (setting, max(memories))
-        figures = replace(combine_servers(each), memory=sum(memories) if memories else None)
-        return BenchmarkResult(figures, others.busy_cpus if before.cpus else None)
+        if memories and self._known_memory is None:
+            self._known_memory = (setting, max(memories))
+        figures = replace(combine_servers(results), memory=sum(memories) if memories else None)
+        return BenchmarkResult(figures, other_work.busy_cpus if before.cpus else None)
 
     def _check_growth(self, setting: Setting, topology: Topology) -> None:
-        """Beyond the model, memory grows no faster than the slots and the micro-batch do."""
-        if self._known is None:
+        """Refuse a setting whose memory may not fit.
+
+        Beyond the model, memory grows no faster than the slots and the micro-batch do.
+        """
+        if self._known_memory is None:
             return
-        known, taken = self._known
+        known, taken = self._known_memory
         size = self._plan.model.size
         growth = max(setting.slots / known.slots, setting.micro_batch / known.micro_batch, 1.0)
         needed = int(size + max(0, taken - size) * growth)
         servers = len(self._plan.specs)
-        rooms = [topology.memory_available - needed * servers]
+        headrooms = [topology.memory_available - needed * servers]
         if len(topology.nodes) > 1:
-            rooms += [n.memory_available - needed for n in topology.nodes if n.memory_allowed]
-        if min(rooms) < MEMORY_RESERVE:
+            headrooms += [n.memory_available - needed for n in topology.nodes if n.memory_allowed]
+        if min(headrooms) < MEMORY_RESERVE:
             raise SettingFailedError(
                 f"not enough memory: each of {servers} servers may take {format_gib(needed)}, and "
                 f"{format_gib(MEMORY_RESERVE)} must stay free"
@@ -131,12 +134,12 @@ class MachineBenchmark:
 def measurement_subject(
     plan: LocalFleetPlan, topology: Topology, request: BenchmarkRequest, context: int
 ) -> dict[str, Any]:
-    """Everything that figures hang on besides the setting, as JSON holds it."""
+    """Return all that figures depend on besides the setting, as JSON values."""
     if plan.binary is None:
         server = f"embedded server of xllamacpp {version('xllamacpp')}"
     else:
-        seen = plan.binary.path.stat()
-        server = f"{plan.binary.path} ({seen.st_size} bytes, {seen.st_mtime_ns})"
+        stat = plan.binary.path.stat()
+        server = f"{plan.binary.path} ({stat.st_size} bytes, {stat.st_mtime_ns})"
     return {
         "model": plan.model.path.name,
         "model_bytes": plan.model.size,
@@ -150,5 +153,5 @@ def measurement_subject(
     }
 
 
-# Each request on a connection of its own: llama.cpp closes idle ones when it likes.
-_UNSHARED = httpx.Limits(max_keepalive_connections=0)
+# A new connection for each request: llama.cpp may close an idle one at any time.
+_NO_REUSE = httpx.Limits(max_keepalive_connections=0)

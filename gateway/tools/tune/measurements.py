@@ -1,4 +1,4 @@
-"""Measurements in a file, one a line, so that a search goes on where it was stopped."""
+"""Measurements: their file, from which a stopped search goes on, their scores and noise."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from gateway.tools.tune.setting import Setting
 
 @dataclass(frozen=True, slots=True)
 class MeasurementLog:
-    """The file at `path`, of which only lines about the same `subject` are used.
+    """A file of JSON lines, of which only those with the same `subject` are used.
 
-    The subject is everything that figures hang on besides the setting: model, server, machine and
-    the sizes of the requests.
+    The subject is all that figures depend on besides the setting: model, server, machine and the
+    sizes of the requests.
     """
 
     path: Path
     subject: dict[str, Any]
 
     def read(self) -> tuple[list[Measurement], int]:
-        """The measurements of the subject in their order, and how many lines are broken."""
+        """Return the measurements of the subject, in order, and the number of broken lines."""
         if not self.path.exists():
             return [], 0
-        found: list[Measurement] = []
+        measurements: list[Measurement] = []
         broken = 0
         for line in self._lines():
             try:
                 value = json.loads(line)
                 if value["subject"] == self.subject:
-                    found.append(_measurement(value))
+                    measurements.append(_measurement(value))
             except (ValueError, TypeError, KeyError):
                 broken += 1
-        return found, broken
+        return measurements, broken
 
     def append(self, one: Measurement) -> None:
         """Write a line at once. Raises OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps({"subject": self.subject, **asdict(one)}, sort_keys=True)
         with self.path.open("a+b") as file:
-            # A line that a kill has cut short must not swallow this one.
+            # A kill may have cut the last line short: begin a new one.
             cut = file.tell() > 0 and not self._ends_whole()
             file.write(("\n" if cut else "").encode() + line.encode() + b"\n")
 
     def rotate(self) -> None:
-        """Begin anew; what was there stays as `<name>.1`."""
+        """Begin a new file; the old one stays as `<name>.1`."""
         if self.path.exists():
             self.path.replace(self.path.with_name(f"{self.path.name}.1"))
 
@@ -90,43 +90,43 @@ class BenchmarkRequest:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one server did; the mean where there are several."""
+    """Speeds and memory of one server; the mean where there are several."""
 
     prefill: float  # prompt tokens/s, alone
     decode: float  # tokens/s of a request that is alone on its server
     decode_busy: float  # tokens/s of a server with all its slots busy
-    stall: float | None  # longest silence in s while a neighbour's prompt is read; None: one slot
-    memory: int | None  # bytes of all servers at their peak; None where the system doesn't tell
+    stall: float | None  # longest silence in s during another prompt's prefill; None: one slot
+    memory: int | None  # peak bytes of all servers; None: unknown on this system
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures as JSON values."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One line: the figures of a setting, or why there are none."""
+    """The figures of a setting, or the error where there are none."""
 
     setting: Setting
     figures: Figures | None
     error: str | None
-    seconds: float  # that it took
+    seconds: float  # its duration
     at: float  # Unix time of its end
-    other_work: float | None = None  # CPUs' worth of others meanwhile
+    other_work: float | None = None  # CPUs' worth of other work meanwhile
 
 
 def score(figures: Figures, request: BenchmarkRequest, goal: Goal) -> float:
-    """Seconds of a request under this goal.
+    """Seconds of a request under this goal; less is better.
 
-    latency: reading and answering it alone, and the pause that a neighbour's prompt makes. With a
-    single slot a neighbour is waited for instead: half a request in the mean.
-    throughput: what it takes of the server's time while all slots are busy.
-    balanced: the geometric mean of both, so neither unit counts for more.
+    latency: prefill and decode of a request that is alone, and the stall by another one's prefill.
+    With a single slot it queues behind the other one instead: half a request in the mean.
+    throughput: its share of the server's time while all slots are busy.
+    balanced: the geometric mean of both, so that neither counts for more.
     """
-    read = request.prompt / figures.prefill
-    alone = read + request.answer / figures.decode
+    prefill = request.prompt / figures.prefill
+    alone = prefill + request.answer / figures.decode
     latency = alone + (alone / 2 if figures.stall is None else figures.stall)
-    throughput = read + request.answer / figures.decode_busy
+    throughput = prefill + request.answer / figures.decode_busy
     match goal:
         case "latency":
             return latency
@@ -137,7 +137,7 @@ def score(figures: Figures, request: BenchmarkRequest, goal: Goal) -> float:
 
 
 def median_figures(repeats: Sequence[Figures]) -> Figures:
-    """The median of each figure; the most of the memory."""
+    """Return the median of each figure, and the maximum of the memory."""
     stalls = [one.stall for one in repeats if one.stall is not None]
     return Figures(
         prefill=statistics.median(one.prefill for one in repeats),
@@ -149,7 +149,7 @@ def median_figures(repeats: Sequence[Figures]) -> Figures:
 
 
 def combine_servers(servers: Sequence[Figures]) -> Figures:
-    """The figures of servers that worked at the same time: means, but the longest stall."""
+    """Combine servers that ran at the same time: mean speeds, longest stall, all memory."""
     stalls = [one.stall for one in servers if one.stall is not None]
     memories = [one.memory for one in servers if one.memory is not None]
     return Figures(
@@ -161,44 +161,43 @@ def combine_servers(servers: Sequence[Figures]) -> Figures:
     )
 
 
-PRIOR_NOISE = 0.02  # a share: what a quiet machine shows between two starts of a server
+PRIOR_NOISE = 0.02  # a share: seen on a quiet machine between two starts of a server
 
-PRIOR_WEIGHT = 2  # repeats that this is worth beside those that were measured
+PRIOR_WEIGHT = 2  # repeats that PRIOR_NOISE counts as
 
 SIGNIFICANT_ERRORS = 3.6
-"""Standard errors by which medians must differ. Some twenty settings are compared: with this a
-search among equals keeps the first one 19 times of 20 (seen in simulated searches)."""
+"""Standard errors by which medians must differ. About twenty settings are compared: with this
+value a search among equals keeps the first one 19 times of 20 (in simulated searches)."""
 
-LEAST_GAIN = 0.01  # a share below which no change is worth its risk
+LEAST_GAIN = 0.01  # a share; no smaller gain is worth a change
 
 
 @dataclass(slots=True)
 class ScoreHistory:
-    """All scores so far."""
+    """The scores of all measurements, and what differences between them mean."""
 
     scores: dict[Setting, list[float]] = field(default_factory=dict)
     failed: set[Setting] = field(default_factory=set)
 
     def add(self, setting: Setting, score: float | None) -> None:
-        """Take a measurement; None where the setting did not run."""
+        """Add the score of a measurement; None where the setting did not run."""
         if score is None:
             self.failed.add(setting)
         else:
             self.scores.setdefault(setting, []).append(score)
 
     def count(self, setting: Setting) -> int:
-        """How often it was measured."""
+        """How often a setting was measured."""
         return len(self.scores.get(setting, ()))
 
     def median_score(self, setting: Setting) -> float:
-        """The median score."""
+        """The median score of a setting."""
         return statistics.median(self.scores[setting])
 
     def noise(self) -> float:
         """The standard deviation of one measurement, as a share of it.
 
-        From settings measured more than once, pooled; few repeats are held together by what is
-        usual.
+        Pooled over settings that were measured more than once, with PRIOR_NOISE as a prior.
         """
         squares, repeats = PRIOR_NOISE**2 * PRIOR_WEIGHT, PRIOR_WEIGHT
         for scores in self.scores.values():
@@ -209,19 +208,19 @@ class ScoreHistory:
         return math.sqrt(squares / repeats)
 
     def significant_difference(self, one: Setting, other: Setting) -> float:
-        """The share by which their medians must differ to be told apart."""
+        """The share by which the medians of two settings must differ to be more than noise."""
         error = self.noise() * math.sqrt(1 / self.count(one) + 1 / self.count(other))
         return max(LEAST_GAIN, SIGNIFICANT_ERRORS * error)
 
     def detectable_difference(self, times: int) -> float:
-        """The share by which two settings must differ that are measured so often."""
+        """The share by which two settings must differ that are measured `times` times each."""
         return max(LEAST_GAIN, SIGNIFICANT_ERRORS * self.noise() * math.sqrt(2 / times))
 
     def gain(self, one: Setting, other: Setting) -> float:
-        """By which share of the other's score `one` is less; negative where it is more."""
+        """The share of the other's score by which `one` is lower; negative where it is higher."""
         return 1 - self.median_score(one) / self.median_score(other)
 
     def clearly_better(self, one: Setting, other: Setting) -> bool:
-        """Whether `one` is better by more than noise."""
+        """Whether the score of `one` is lower by more than noise."""
         ahead = math.log(self.median_score(other) / self.median_score(one))
         return ahead > self.significant_difference(one, other)

@@ -1,6 +1,6 @@
-"""How much other work this machine does, from `/proc`: it would be measured as well.
+"""Measures other work on this machine, from `/proc`, since it would distort a benchmark.
 
-Counted is the time that CPUs were not idle, `nice` work and what a hypervisor took included.
+It counts the time that CPUs were not idle, including `nice` work and time stolen by a hypervisor.
 """
 
 from __future__ import annotations
@@ -12,35 +12,30 @@ from pathlib import Path
 from gateway.tools.local.system_files import read_text
 
 MOST_OTHER_WORK = 0.25
-"""CPUs' worth of other work that is refused: llama.cpp's threads wait for the slowest of them."""
+"""CPUs' worth of other work that is tolerated: llama.cpp's threads wait for the slowest one."""
 
-SAMPLE_SECONDS = 3.0  # seconds that a look takes
+SAMPLE_SECONDS = 3.0  # between the two readings of a sample
 
-MOST_NAMED_PROCESSES = 3  # of the busiest processes
+MOST_NAMED_PROCESSES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Ticks since the machine was started."""
+    """Ticks since the machine booted."""
 
     busy: int
     total: int
     cpus: int
-    processes: dict[int, tuple[str, int]]  # name and ticks by id
-
-    @property
-    def known(self) -> bool:
-        """Whether the system tells."""
-        return self.cpus > 0
+    processes: dict[int, tuple[str, int]]  # name and ticks by PID
 
 
 @dataclass(frozen=True, slots=True)
 class OtherWork:
-    """CPUs' worth of work between two looks."""
+    """CPUs' worth of other work between two readings."""
 
     busy_cpus: float
     cpus: int
-    top_processes: tuple[tuple[int, str, float], ...]  # id, name, CPUs
+    top_processes: tuple[tuple[int, str, float], ...]  # PID, name, CPUs
 
     def __str__(self) -> str:
         names = ", ".join(f"{name} ({pid}) {share:.0%}" for pid, name, share in self.top_processes)
@@ -50,7 +45,7 @@ class OtherWork:
 
 
 def read_cpu_times(cpus: Collection[int], root: Path = Path("/")) -> CpuTimes:
-    """What these CPUs have done so far; zeros where the system doesn't tell."""
+    """Read the times of these CPUs; zeros where the system has no `/proc/stat`."""
     busy = total = found = 0
     for line in read_text(root / "proc/stat").splitlines():
         name, *words = line.split()
@@ -66,7 +61,7 @@ def read_cpu_times(cpus: Collection[int], root: Path = Path("/")) -> CpuTimes:
 
 
 def other_work_between(before: CpuTimes, after: CpuTimes, own: Collection[int] = ()) -> OtherWork:
-    """The work of everybody but the processes `own`, which ran at the second look."""
+    """Return the work of all processes but `own`, which still ran at the second reading."""
     ticks = (after.total - before.total) / max(1, after.cpus)  # of one CPU
     if ticks <= 0:
         return OtherWork(0.0, after.cpus, ())
@@ -74,20 +69,20 @@ def other_work_between(before: CpuTimes, after: CpuTimes, own: Collection[int] =
         pid: (name, used - before.processes.get(pid, (name, 0))[1])
         for pid, (name, used) in after.processes.items()
     }
-    ours = sum(used for pid, (_, used) in spent.items() if pid in own)
+    own_ticks = sum(used for pid, (_, used) in spent.items() if pid in own)
     others = sorted(
         ((pid, name, used / ticks) for pid, (name, used) in spent.items() if pid not in own),
         key=lambda one: -one[2],
     )
     return OtherWork(
-        max(0.0, (after.busy - before.busy - ours) / ticks),
+        max(0.0, (after.busy - before.busy - own_ticks) / ticks),
         after.cpus,
         tuple(one for one in others[:MOST_NAMED_PROCESSES] if one[2] >= 0.05),
     )
 
 
 def peak_memory(pid: int, root: Path = Path("/")) -> int | None:
-    """The most bytes that a process has had in memory; None where the system doesn't tell."""
+    """Return the peak resident bytes of a process; None where `/proc` does not show it."""
     for line in read_text(root / f"proc/{pid}/status").splitlines():
         name, _, value = line.partition(":")
         if name == "VmHWM" and (words := value.split()):
@@ -102,7 +97,7 @@ def _processes(root: Path) -> dict[int, tuple[str, int]]:
     except OSError:
         return found
     for pid in ids:
-        # `4711 (any (name)) R ...`: the fields are counted from the last bracket.
+        # `4711 (any (name)) R ...`: the fields follow the last bracket.
         head, bracket, rest = read_text(root / f"proc/{pid}/stat").rpartition(")")
         words = rest.split()
         if bracket and len(words) > 12:

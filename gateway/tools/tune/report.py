@@ -1,19 +1,24 @@
-"""What a search has found, as one value: for people, for scripts, for host vars."""
+"""The result of a search: a verdict for people, JSON, Ansible host vars, and a plot."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gateway.tools.local.errors import MissingExtraError
+import yaml
+
+from gateway.tools.local.system_files import format_kernel_list
+from gateway.tools.local.topology import Topology
 from gateway.tools.tune.measurements import Figures
 from gateway.tools.tune.other_work import MOST_OTHER_WORK
 from gateway.tools.tune.search import REPEATS, TuningSession
-from gateway.tools.tune.setting import KNOBS, Setting
+from gateway.tools.tune.setting import KNOBS, Setting, pinned_cpus
 
-MOST_NAMED_SETTINGS = 3  # settings of a kind that the verdict names
+MOST_NAMED_SETTINGS = 3  # in one sentence of the verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +28,14 @@ class SettingResult:
     setting: Setting
     figures: Figures  # medians
     score: float  # seconds, median
-    repeats: int  # it was measured
-    gain: float  # against the rule of thumb; negative: worse
-    significant: bool  # whether that is more than noise
+    repeats: int
+    gain: float  # over the rule of thumb, as a share of its score; negative: worse
+    significant: bool  # whether the gain is more than noise
 
 
 @dataclass(frozen=True, slots=True)
 class TuningReport:
-    """Everything that is told at the end."""
+    """All results of a session."""
 
     results: tuple[SettingResult, ...]  # best score first
     best: SettingResult
@@ -39,57 +44,57 @@ class TuningReport:
 
     @property
     def noise(self) -> float:
-        """Of one measurement, as a share of it."""
+        """The standard deviation of one measurement, as a share of it."""
         return self.session.search.history.noise()
 
     @property
     def disturbed_count(self) -> int:
-        """Measurements while others worked on the machine."""
+        """Measurements beside other work on the machine."""
         return sum((one.other_work or 0.0) > MOST_OTHER_WORK for one in self.session.measurements)
 
     def verdict(self) -> list[str]:
-        """What the figures allow to say, in sentences."""
+        """Say in sentences what the figures show."""
         search = self.session.search
-        found = []
+        sentences = []
         if len(self.results) == 1:
-            found.append(f"Only the rule of thumb was measured: {self.baseline.setting}.")
+            sentences.append(f"Only the rule of thumb was measured: {self.baseline.setting}.")
         elif self.best.setting == self.baseline.setting:
-            found.append(
+            sentences.append(
                 "Nothing that was tried is better than the rule of thumb by more than noise: keep "
                 f"{self.best.setting}."
             )
         else:
-            found.append(
+            sentences.append(
                 f"Best: {self.best.setting}. Its score is {self.best.gain:.0%} less than that of "
                 f"the rule of thumb ({self.baseline.setting})."
             )
         repeated = any(row.repeats > 1 for row in self.results)
-        found.append(
+        sentences.append(
             f"A single measurement {'varies' if repeated else 'is taken to vary'} by "
-            f"{self.noise:.1%}, so differences of less than "
-            f"{search.history.detectable_difference(REPEATS):.1%} are not told from noise."
+            f"{self.noise:.1%}, so smaller differences than "
+            f"{search.history.detectable_difference(REPEATS):.1%} may be noise."
         )
         others = [row for row in self.results if row.setting != self.best.setting]
         ahead = [row for row in others if row.repeats < REPEATS and row.score < self.best.score]
         if ahead:
-            found.append(f"Seemed better, but not measured often enough: {_named(ahead)}.")
+            sentences.append(f"Seemed better, but not measured often enough: {_named(ahead)}.")
         if ties := [row for row in others if row not in ahead and not self._worse(row)]:
-            found.append(f"Not told from the best: {_named(ties)}.")
+            sentences.append(f"Not clearly worse than the best: {_named(ties)}.")
         if untried := search.unsearched_knobs():
-            found.append(
+            sentences.append(
                 f"Not searched to the end ({_why(self.session.end_reason)}): "
                 f"{', '.join(untried)}. The "
                 "same command goes on from here."
             )
         if self.disturbed_count:
-            found.append(
-                f"Other work was on the machine in {self.disturbed_count} of "
-                f"{len(self.session.measurements)} measurements: they say less than they seem to."
+            sentences.append(
+                f"Other work disturbed {self.disturbed_count} of "
+                f"{len(self.session.measurements)} measurements: do not rely on small differences."
             )
-        return found
+        return sentences
 
     def as_dict(self) -> dict[str, Any]:
-        """For scripts."""
+        """Return the report as JSON values."""
         session = self.session
         return {
             "goal": session.goal,
@@ -116,7 +121,7 @@ class TuningReport:
 
 
 def build_report(session: TuningSession) -> TuningReport | None:
-    """The report on a session; None when not even the first setting was measured."""
+    """Build the report on a session; None when not even the first setting was measured."""
     history, start = session.search.history, session.search.baseline
     if history.count(start) == 0:
         return None
@@ -157,6 +162,99 @@ def _why(ended: str) -> str:
     return {"time": "the time was over", "interrupted": "interrupted"}.get(ended, ended)
 
 
+HEADER = "# Written by llama-gateway tune"
+
+SUFFIXES = (".yml", ".yaml", ".json")
+
+
+class WriteError(Exception):
+    """The file must not be written. The text names the problem and the remedy."""
+
+
+def check_target(path: Path) -> None:
+    """Raise WriteError for a file that `write_result` could or should not write."""
+    if path.suffix not in SUFFIXES:
+        raise WriteError(f"{path}: must end in {', '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise WriteError(f"{path}: there is no folder {path.parent}; make it first")
+    if path.suffix == ".json":
+        return
+    if path.exists() and not path.read_text(errors="replace").startswith(HEADER):
+        raise WriteError(
+            f"{path}: holds variables that this command did not write. Remedy: name a file of its "
+            "own, such as host_vars/HOST/tuned.yml"
+        )
+    if path.parent.parent.name == "host_vars":
+        for suffix in (".yml", ".yaml"):
+            beside = path.parent.with_name(path.parent.name + suffix)
+            if beside.exists():
+                raise WriteError(
+                    f"{path}: Ansible would read the folder {path.parent} and no longer {beside}. "
+                    f"Remedy: mv {beside} {path.parent / 'main.yml'}"
+                )
+
+
+def role_variables(setting: Setting, topology: Topology) -> dict[str, Any]:
+    """Return the setting as variables of the Ansible role `llama_node`."""
+    variables: dict[str, Any] = {
+        "llama_node_threads": setting.threads,
+        "llama_node_batch": setting.batch,
+        "llama_node_ubatch": setting.micro_batch,
+        "llama_node_slots": setting.slots,
+    }
+    if setting.pinning == "cores":  # offered with a single NUMA node only
+        cpus = pinned_cpus("cores", topology.nodes[0]) or ()
+        variables["llama_node_service_options"] = {
+            "CPUAffinity": format_kernel_list(cpus).replace(",", " ")
+        }
+    return variables
+
+
+def write_result(
+    path: Path,
+    report: TuningReport,
+    topology: Topology,
+    subject: dict[str, Any],
+    written_at: datetime,
+) -> None:
+    """Write host vars or, where the suffix is `.json`, the whole report. Raises OSError."""
+    if path.suffix == ".json":
+        text = json.dumps({"subject": subject, **report.as_dict()}, indent=2) + "\n"
+    else:
+        text = render_host_vars(report, topology, subject, written_at)
+    draft = path.with_name(f".{path.name}.part")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+def render_host_vars(
+    report: TuningReport, topology: Topology, subject: dict[str, Any], written_at: datetime
+) -> str:
+    """Return the text of a host vars file, with the measurements that it rests on."""
+    best, session = report.best, report.session
+    judged = f"{session.request.prompt} + {session.request.answer} tokens"
+    moment = f"{written_at.astimezone(UTC):%Y-%m-%d %H:%M}"
+    comments = [
+        f"{HEADER} on {moment} UTC, which replaces it as a whole.",
+        f"# Goal {session.goal}: requests of {judged}, slots of {subject['context']} tokens.",
+        f"# Model {subject['model']}, {subject['server']}, {subject['processor']}.",
+        *(f"# {line}" for line in report.verdict()),
+        f"# Each server: {format_figures(best.figures)}.",
+    ]
+    body = yaml.safe_dump(role_variables(best.setting, topology), sort_keys=False)
+    return "\n".join(comments) + f"\n---\n{body}"
+
+
+def format_figures(figures: Figures) -> str:
+    """Describe figures in words."""
+    stall = "" if figures.stall is None else f", stall {figures.stall:.2f} s"
+    memory = "" if figures.memory is None else f", {figures.memory / (1 << 30):.1f} GiB"
+    return (
+        f"reads {figures.prefill:.0f} tokens/s, writes {figures.decode:.1f} alone and "
+        f"{figures.decode_busy:.1f} in all slots{stall}{memory}"
+    )
+
+
 PLOTTED_FIGURES: tuple[tuple[str, Callable[[Figures], float | None]], ...] = (
     ("prefill,\ntokens/s", lambda one: one.prefill),
     ("decode alone,\ntokens/s", lambda one: one.decode),
@@ -168,20 +266,14 @@ KNOB_LABELS = {"micro_batch": "micro-batch"}
 
 
 def draw_report(path: Path, report: TuningReport, title: str) -> None:
-    """Draw every measurement of the settings on the way, and the medians; the suffix says how.
+    """Plot the measurements along each knob, and their medians; the suffix selects the format.
 
     Each column shows settings that differ from the best in this knob only (and, for batch and
-    micro-batch, in the other where it had to follow). Raises MissingExtraError without the extra
-    `plots`, and OSError.
+    micro-batch, in the other where it had to follow). Needs the extra `plots`. Raises OSError.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError(
-            f"plots need the package {error.name!r}, which is not installed: "
-            "pip install 'llama-gateway[plots]'"
-        ) from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     space = report.session.search.space
     knobs = [knob for knob in KNOBS if len(space.values(knob)) > 1]
     rows = ["score", *(label for label, _ in PLOTTED_FIGURES)]
@@ -216,26 +308,25 @@ def draw_report(path: Path, report: TuningReport, title: str) -> None:
 
 
 def settings_along_knob(report: TuningReport, knob: str) -> dict[object, Setting]:
-    """For each value of the knob the setting that is otherwise like the best one.
+    """Return measured settings that differ in this knob only, by its value.
 
-    Where there is none, the one that is like a setting the search has passed.
+    It is the longest such series; of equals the one around the best setting.
     """
     tried = {row.setting for row in report.results}
-    passed = [
+    bases = [
         report.best.setting,
         report.baseline.setting,
         *(row.setting for row in report.results),
     ]
-    many = [
+    series = [
         {
             value: base.with_knob(knob, value)
             for value in report.session.search.space.values(knob)
             if base.with_knob(knob, value) in tried
         }
-        for base in passed
+        for base in bases
     ]
-    # The fullest series; of equals the one around the best setting, which comes first.
-    return max(many, key=len)
+    return max(series, key=len)
 
 
 def _points(found: TuningReport, setting: Setting, line: int) -> list[float]:

@@ -1,9 +1,9 @@
-"""Which setting to measure next: pure, from the scores so far.
+"""Searches for the best setting: which one to measure next, by the scores so far.
 
-One knob after the other is turned, beginning with the rule of thumb. From the best value known
-the search walks in both directions until it is clearly worse; those that seem better are measured
-again, the worse half falling out each time; and the last one has to be better by more than noise.
-It ends when a round over all knobs has changed nothing.
+It begins with the rule of thumb and turns one knob after the other. From the best value known it
+walks in both directions until the score is clearly worse. Values that seem better are measured
+again, the worse half dropping out each time; the last one must be better by more than noise. The
+search ends when a round over all knobs has changed nothing.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from gateway.tools.tune.measurements import (
 from gateway.tools.tune.setting import KNOBS, SearchSpace, Setting
 
 REPEATS = 3
-"""Measurements of a setting before it is believed, and of the first one before anything else."""
+"""Measurements of a setting before it can win, and of the first one before any other."""
 
 MOST_ROUNDS = 3
-"""Times that each knob is turned at most."""
+"""Rounds over all knobs at most."""
 
 
 @dataclass(slots=True)
 class Search:
-    """The state of a search: `steps` tells what to measure, `best` what is best so far."""
+    """A search: `settings_to_measure` yields what to measure, `best` is the best setting so far."""
 
     space: SearchSpace
     baseline: Setting
     history: ScoreHistory = field(default_factory=ScoreHistory)
     best: Setting = field(init=False)
-    searched_knobs: list[str] = field(default_factory=list)  # knobs that were searched, in order
+    searched_knobs: list[str] = field(default_factory=list)  # in order
     current_knob: str | None = None
 
     def __post_init__(self) -> None:
         self.best = self.baseline
 
     def settings_to_measure(self) -> Iterator[Setting]:
-        """What to measure next. Its score must be in the history when the next one is asked for."""
+        """Yield the next setting; add its score to the history before taking another."""
         yield from self._measured(self.baseline, REPEATS)
         if self.baseline in self.history.failed:
             return
@@ -64,13 +64,13 @@ class Search:
                 yield from self._once_more(self.best)
             before = self.best
             self.current_knob = knob
-            yield from self._turn(knob)
+            yield from self._search_knob(knob)
             self.current_knob = None
             self.searched_knobs.append(knob)
             unchanged = unchanged + 1 if self.best == before else 1
 
     def unsearched_knobs(self) -> list[str]:
-        """Knobs that the search did not come to, or not to the end of."""
+        """Return the knobs whose values were not all tried."""
         return [
             knob
             for knob in KNOBS
@@ -78,36 +78,37 @@ class Search:
         ]
 
     def expected_measurements(self) -> int:
-        """About how many measurements it takes: each value once, and some repeats."""
+        """Estimate the number of measurements: each value once, and some repeats."""
         values = [len(self.space.values(knob)) for knob in KNOBS]
         turned = [count for count in values if count > 1]
         return REPEATS + sum(turned) + 3 * len(turned)
 
-    def _turn(self, knob: str) -> Iterator[Setting]:
+    def _search_knob(self, knob: str) -> Iterator[Setting]:
         base, history = self.best, self.history
-        seen: list[Setting] = []
-        for way in self.space.directions(knob, getattr(base, knob)):
-            for value in way:
+        tried: list[Setting] = []
+        for direction in self.space.directions(knob, getattr(base, knob)):
+            for value in direction:
                 rival = base.with_knob(knob, value)
                 yield from self._measured(rival, 1)
                 if rival in history.failed:
                     break  # what does not fit will not fit with more of it
-                seen.append(rival)
+                tried.append(rival)
                 if history.clearly_better(base, rival):
                     break  # farther on it is worse still
-        field = self._ahead(seen, base)
+        candidates = self._ahead(tried, base)
         for times in range(2, REPEATS + 1):
-            field = field[: math.ceil(len(field) / 2)]
-            if not field:
+            candidates = candidates[: math.ceil(len(candidates) / 2)]
+            if not candidates:
                 return
-            for rival in field:
+            for rival in candidates:
                 yield from self._measured(rival, times)
             yield from self._once_more(base)
-            field = self._ahead(field, base)
-        if field and history.clearly_better(field[0], base):
-            self.best = field[0]
+            candidates = self._ahead(candidates, base)
+        if candidates and history.clearly_better(candidates[0], base):
+            self.best = candidates[0]
 
     def _ahead(self, rivals: list[Setting], base: Setting) -> list[Setting]:
+        """Return the rivals with a better score than `base`, the best first."""
         history = self.history
         ahead = [
             rival
@@ -131,25 +132,25 @@ EndReason = Literal["complete", "time", "interrupted"]
 
 @dataclass(frozen=True, slots=True)
 class PlannedMeasurement:
-    """What the session does next, for whoever shows it."""
+    """A measurement that is about to begin."""
 
     setting: Setting
-    number: int  # of measurements made by this run, from 1
+    number: int  # in this run, from 1
     seconds_left: float
     seconds_each: float | None  # None before the first is done
 
 
 @dataclass(slots=True)
 class TuningSession:
-    """All that is known. It stays whole when `run` is cancelled between two measurements."""
+    """A search and its measurements. Cancelling `run` keeps what was measured."""
 
     search: Search
     request: BenchmarkRequest
     goal: Goal
-    earlier: list[Measurement]  # of earlier runs, used before anything is measured again
+    earlier: list[Measurement]  # of earlier runs, used instead of measuring again
     measurements: list[Measurement] = field(default_factory=list)
     end_reason: EndReason = "interrupted"
-    new_measurements: int = 0  # measurements of this run
+    new_measurements: int = 0  # made by this run
 
     async def run(
         self,
@@ -162,19 +163,19 @@ class TuningSession:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Measure until the search ends or `seconds` are over; `keep` writes each down.
+        """Measure until the search ends or `seconds` are over; `record` stores each measurement.
 
-        Nothing is begun that would take longer than is left. Raises what `measure` and `keep`
-        raise, but a setting that does not run is only noted.
+        No measurement begins that would take longer than the time left. Raises what `measure` and
+        `record` raise, but a SettingFailedError is recorded as a measurement.
         """
         until = clock() + seconds
         earlier: defaultdict[Setting, deque[Measurement]] = defaultdict(deque)
         for one in self.earlier:
-            if one.figures is not None:  # what did not run may run now
+            if one.figures is not None:  # a setting that failed may run now
                 earlier[one.setting].append(one)
         for setting in self.search.settings_to_measure():
             if earlier[setting]:
-                self._take(earlier[setting].popleft())
+                self._add(earlier[setting].popleft())
                 continue
             left = until - clock()
             each = self.seconds_each()
@@ -187,36 +188,36 @@ class TuningSession:
             try:
                 measured = await measure(setting, left)
                 figures, others = measured.figures, measured.other_work
-            except SettingFailedError as why:
-                error = str(why)
+            except SettingFailedError as failure:
+                error = str(failure)
             except TimeoutError:
                 self.end_reason = "time"
                 return
             one = Measurement(setting, figures, error, clock() - begun, now(), others)
             self.new_measurements += 1
             record(one)
-            self._take(one)
+            self._add(one)
             on_end(one)
         self.end_reason = "complete"
 
     def seconds_each(self) -> float | None:
-        """What a measurement takes, by those that ran."""
+        """The median duration of the measurements that ran."""
         took = [one.seconds for one in self.measurements if one.figures is not None]
         return statistics.median(took) if took else None
 
     def median_by_setting(self) -> dict[Setting, Figures]:
-        """The medians of each setting that ran, in the order of their first measurement."""
-        many: dict[Setting, list[Figures]] = {}
+        """Return the median figures of each setting that ran, the first measured first."""
+        by_setting: dict[Setting, list[Figures]] = {}
         for one in self.measurements:
             if one.figures is not None:
-                many.setdefault(one.setting, []).append(one.figures)
-        return {setting: median_figures(figures) for setting, figures in many.items()}
+                by_setting.setdefault(one.setting, []).append(one.figures)
+        return {setting: median_figures(figures) for setting, figures in by_setting.items()}
 
     def errors(self) -> dict[Setting, str]:
-        """Why settings did not run."""
+        """Return the errors of settings that did not run."""
         return {one.setting: one.error for one in self.measurements if one.error is not None}
 
-    def _take(self, one: Measurement) -> None:
+    def _add(self, one: Measurement) -> None:
         self.measurements.append(one)
         value = None if one.figures is None else score(one.figures, self.request, self.goal)
         self.search.history.add(one.setting, value)

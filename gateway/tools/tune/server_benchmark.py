@@ -1,4 +1,4 @@
-"""What one server that nobody else uses does: reading, writing alone, writing in all slots, stall.
+"""Benchmarks one idle server: prefill, decode alone, decode with all slots busy, stall.
 
 Prompts are ordinary words as token ids, so that their length is exact; nothing is cached.
 """
@@ -19,17 +19,17 @@ import httpx
 
 from gateway.tools.tune.measurements import BenchmarkRequest, Figures, median_figures
 
-FIGURE_REPEATS = 3  # of all figures on one start of a server ...
+FIGURE_REPEATS = 3  # of all figures, on one start of a server
 
-REPEATS_SECONDS = 15.0  # ... unless that has taken so many seconds
+REPEATS_SECONDS = 15.0  # no repeat begins after this time
 
-SHORT_PROMPT = 32  # tokens of a prompt that only begins an answer
+SHORT_PROMPT = 32  # tokens of a prompt where only decode is measured
 
-SETTLED_TOKENS = 8  # tokens after which a stream has its pace
+SETTLED_TOKENS = 8  # tokens after which a stream's speed is steady
 
-WARM_UP_TOKENS = 16  # tokens written first: the model's pages are read in
+WARM_UP_TOKENS = 16  # decoded first, so that the model's pages are in memory
 
-IDLE_TIMEOUT = 30.0  # seconds until a server has let go of streams that were left
+IDLE_TIMEOUT = 30.0  # seconds until the slots of closed streams must be idle
 
 IDLE_POLL_INTERVAL = 0.02
 
@@ -46,12 +46,12 @@ T = TypeVar("T")
 
 
 class BenchmarkError(Exception):
-    """The server answered with something that can't be measured; the text says what."""
+    """The server's response can't be measured. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSample:
-    """When a stream had how many tokens, and its pace by the server's clock, in tokens/s."""
+    """Tokens of a stream at a time, and its speed by the server's own clock."""
 
     at: float
     tokens: int
@@ -59,7 +59,7 @@ class StreamSample:
 
 
 class ServerBenchmark:
-    """Measures the server at `url`; `context` is that of one slot, in tokens."""
+    """Benchmarks the server at `url`; `context` is that of one slot, in tokens."""
 
     def __init__(
         self,
@@ -78,77 +78,79 @@ class ServerBenchmark:
         self._context = context
         self._clock = clock
         self._text: list[int] = []
-        self._turn = 0
+        self._prompts_made = 0
 
     async def run(self) -> Figures:
-        """All figures, medians of a few repeats; the memory is left to others.
+        """Measure all figures but the memory: medians of a few repeats.
 
-        Raises ProbeError, and httpx.HTTPError when the server goes away.
+        Raises BenchmarkError, and httpx.HTTPError when the server goes away.
         """
         self._text = await self._tokens()
         await self._alone(SHORT_PROMPT, WARM_UP_TOKENS)
-        begun, many = self._clock(), list[Figures]()
-        while len(many) < FIGURE_REPEATS and (not many or self._clock() - begun < REPEATS_SECONDS):
+        began, repeats = self._clock(), list[Figures]()
+        while len(repeats) < FIGURE_REPEATS and (
+            not repeats or self._clock() - began < REPEATS_SECONDS
+        ):
             prefill, decode = await self._alone(self._request.prompt, self._request.answer)
             several = self._slots > 1
             busy = await self._all_busy() if several else decode
             stall = await self._stall() if several else None
-            many.append(Figures(prefill, decode, busy, stall, None))
-        return median_figures(many)
+            repeats.append(Figures(prefill, decode, busy, stall, None))
+        return median_figures(repeats)
 
     async def _alone(self, prompt: int, answer: int) -> tuple[float, float]:
-        """Tokens/s of reading and of writing, by the server's own clock."""
+        """Return tokens/s of prefill and decode of one request, by the server's own clock."""
         last: dict[str, Any] = {}
         async with aclosing(self._stream(prompt, answer)) as chunks:
             async for chunk in chunks:
                 last = chunk
         timings = last.get("timings") or {}
-        read, wrote = timings.get("prompt_per_second"), timings.get("predicted_per_second")
-        if not read or not wrote or timings.get("prompt_n", 0) < prompt:
+        prefill, decode = timings.get("prompt_per_second"), timings.get("predicted_per_second")
+        if not prefill or not decode or timings.get("prompt_n", 0) < prompt:
             raise BenchmarkError(f"{self._url}: the end of an answer has no usable `timings`")
-        return float(read), float(wrote)
+        return float(prefill), float(decode)
 
     async def _all_busy(self) -> float:
-        """Tokens/s of all slots together."""
+        """Return tokens/s of decode in all slots together."""
 
         async def one() -> list[StreamSample]:
-            return [step async for step in self._written(SHORT_PROMPT, self._request.answer)]
+            return [sample async for sample in self._samples(SHORT_PROMPT, self._request.answer)]
 
         return combined_throughput(await run_concurrently([one() for _ in range(self._slots)]))
 
     async def _stall(self) -> float:
-        """Seconds of the longest silence of a stream while another slot reads a prompt."""
-        reading: asyncio.Task[tuple[float, float]] | None = None
+        """Return the longest silence of a stream during another slot's prefill, in seconds."""
+        neighbour: asyncio.Task[tuple[float, float]] | None = None
         times: list[float] = []
         sent = 0.0
         room = self._context - SHORT_PROMPT - 1
         try:
-            async with aclosing(self._written(SHORT_PROMPT, room)) as steps:
-                async for step in steps:
-                    times.append(step.at)
-                    if reading is None and step.tokens >= SETTLED_TOKENS:
-                        sent = step.at
-                        reading = asyncio.create_task(self._alone(self._request.prompt, 2))
-                    elif reading is not None and reading.done():
+            async with aclosing(self._samples(SHORT_PROMPT, room)) as samples:
+                async for sample in samples:
+                    times.append(sample.at)
+                    if neighbour is None and sample.tokens >= SETTLED_TOKENS:
+                        sent = sample.at
+                        neighbour = asyncio.create_task(self._alone(self._request.prompt, 2))
+                    elif neighbour is not None and neighbour.done():
                         break
-            if reading is None:
+            if neighbour is None:
                 raise BenchmarkError(f"{self._url}: a stream ended after {len(times)} tokens")
-            await reading
+            await neighbour
         finally:
-            if reading is not None and not reading.done():
-                reading.cancel()
-                await asyncio.gather(reading, return_exceptions=True)
-        await self._idle()
+            if neighbour is not None and not neighbour.done():
+                neighbour.cancel()
+                await asyncio.gather(neighbour, return_exceptions=True)
+        await self._wait_until_idle()
         return longest_silence(times, sent)
 
-    async def _written(self, prompt: int, answer: int) -> AsyncGenerator[StreamSample, None]:
+    async def _samples(self, prompt: int, answer: int) -> AsyncGenerator[StreamSample, None]:
         async with aclosing(self._stream(prompt, answer)) as chunks:
             async for chunk in chunks:
                 timings = chunk.get("timings") or {}
                 if not isinstance(timings.get("predicted_n"), int):
                     raise BenchmarkError(f"{self._url}: a chunk without `timings.predicted_n`")
-                pace = float(timings.get("predicted_per_second") or 0.0)
-                yield StreamSample(self._clock(), timings["predicted_n"], pace)
+                speed = float(timings.get("predicted_per_second") or 0.0)
+                yield StreamSample(self._clock(), timings["predicted_n"], speed)
 
     async def _stream(self, prompt: int, answer: int) -> AsyncGenerator[dict[str, Any], None]:
         body = {
@@ -160,11 +162,11 @@ class ServerBenchmark:
             "timings_per_token": True,
             "temperature": 0,
         }
-        async with self._client.stream("POST", f"{self._url}/completion", json=body) as answered:
-            if answered.status_code != 200:
-                text = (await answered.aread())[:500].decode(errors="replace")
-                raise BenchmarkError(f"{self._url}: HTTP {answered.status_code}: {text}")
-            async for line in answered.aiter_lines():
+        async with self._client.stream("POST", f"{self._url}/completion", json=body) as response:
+            if response.status_code != 200:
+                text = (await response.aread())[:500].decode(errors="replace")
+                raise BenchmarkError(f"{self._url}: HTTP {response.status_code}: {text}")
+            async for line in response.aiter_lines():
                 if not line.startswith("data: "):
                     continue
                 chunk = _json(self._url, line[6:])
@@ -173,30 +175,30 @@ class ServerBenchmark:
                 yield chunk
 
     def _prompt(self, length: int) -> list[int]:
-        """Other words each time."""
-        self._turn += 1
-        at = self._turn * 7 % len(self._text)
+        """Return a prompt of this length that differs from all earlier ones."""
+        self._prompts_made += 1
+        at = self._prompts_made * 7 % len(self._text)
         return (self._text[at:] + self._text[:at])[:length]
 
     async def _tokens(self) -> list[int]:
         rng, words = random.Random(PROMPT_SEED), PROMPT_WORDS.split()
         chosen = rng.choices(words, k=self._request.prompt + SHORT_PROMPT)
-        answered = await self._client.post(
+        response = await self._client.post(
             f"{self._url}/tokenize", json={"content": " ".join(chosen)}
         )
-        found = _json(self._url, answered.text).get("tokens")
+        found = _json(self._url, response.text).get("tokens")
         if not isinstance(found, list) or len(found) < self._request.prompt:
-            raise BenchmarkError(f"{self._url}: /tokenize answered {answered.text[:200]}")
+            raise BenchmarkError(f"{self._url}: /tokenize answered {response.text[:200]}")
         return found
 
-    async def _idle(self) -> None:
-        """Wait until no slot works on a stream that was left."""
+    async def _wait_until_idle(self) -> None:
+        """Wait until the slots of closed streams are idle."""
         until = self._clock() + IDLE_TIMEOUT
         while self._clock() < until:
-            answered = await self._client.get(f"{self._url}/slots")
-            if answered.status_code != 200:
-                return  # switched off: what is left of the stream counts into the next figure
-            if not any(slot.get("is_processing") for slot in answered.json()):
+            response = await self._client.get(f"{self._url}/slots")
+            if response.status_code != 200:
+                return  # `/slots` is switched off: the stream's end may distort the next figure
+            if not any(slot.get("is_processing") for slot in response.json()):
                 return
             await asyncio.sleep(IDLE_POLL_INTERVAL)
         raise BenchmarkError(
@@ -205,7 +207,7 @@ class ServerBenchmark:
 
 
 async def run_concurrently(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; when one fails the others are ended first, and its error is raised."""
+    """Return all results; when one fails, cancel the others and raise its error."""
     tasks = [asyncio.create_task(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -216,20 +218,20 @@ async def run_concurrently(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def combined_throughput(streams: list[list[StreamSample]]) -> float:
-    """Tokens/s of streams that ran side by side: all their tokens over all their time.
+    """Return tokens/s of concurrent streams: all their tokens over all their time.
 
-    Where they came to us in bunches that is too much; the server's own paces bound it.
+    Tokens that arrive in bunches make it too high, so the server's own speeds bound it.
     """
     if any(len(stream) < 2 for stream in streams):
-        raise BenchmarkError("an answer came in one piece, so its pace is not known")
+        raise BenchmarkError("an answer came in one piece, so its speed is not known")
     took = max(stream[-1].at for stream in streams) - min(stream[0].at for stream in streams)
     tokens = sum(stream[-1].tokens - stream[0].tokens for stream in streams)
-    paces = sum(stream[-1].tokens_per_second for stream in streams)
-    return min(tokens / took, paces) if took > 0 else paces
+    server_speeds = sum(stream[-1].tokens_per_second for stream in streams)
+    return min(tokens / took, server_speeds) if took > 0 else server_speeds
 
 
 def longest_silence(times: list[float], since: float) -> float:
-    """The longest time between two tokens, of which the second came after `since`."""
+    """Return the longest time between two tokens of which the second came after `since`."""
     return max(
         (after - before for before, after in pairwise(times) if after > since),
         default=0.0,

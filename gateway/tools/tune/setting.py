@@ -1,4 +1,4 @@
-"""What can be set on a llama.cpp server, which values are worth a try, and where to begin."""
+"""Settings of a llama.cpp server, the values to search, and the rule of thumb to begin with."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gateway.tools.local.embedded import DEFAULT_BATCH, DEFAULT_MICRO_BATCH
-from gateway.tools.local.plan import DEFAULT_SLOTS, ServerSpec
+from gateway.tools.local.plan import DEFAULT_SLOTS
+from gateway.tools.local.server_command import ServerSpec
 from gateway.tools.local.topology import NumaNode, Topology
 
 Pinning = Literal["free", "node", "cores"]
-"""free: any CPU. node: the strong CPUs of its NUMA node. cores: one CPU of each of their cores."""
+"""free: any CPU. node: the performance CPUs of its NUMA node. cores: one CPU of each such core."""
 
 KNOBS = ("threads", "micro_batch", "slots", "batch", "pinning")
-"""In the order in which they are searched: what usually matters most comes first."""
+"""In the order of the search: the knob that usually matters most comes first."""
 
 BATCH_SIZES = (128, 256, 512, 1024, 2048)  # tokens of a step; 2048 is llama.cpp's own default
 
@@ -24,7 +25,7 @@ SLOT_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How every server of the machine is started."""
+    """The setting with which every server of the machine is started."""
 
     threads: int
     batch: int  # tokens of one step
@@ -39,11 +40,11 @@ class Setting:
         )
 
     def with_knob(self, knob: str, value: Any) -> Setting:
-        """The setting with one knob turned; a computation never holds more than a step."""
-        made: Setting = replace(self, **{knob: value})
+        """Return the setting with one knob changed; the micro-batch never exceeds the batch."""
+        changed: Setting = replace(self, **{knob: value})
         if knob == "batch":
-            return replace(made, micro_batch=min(made.micro_batch, made.batch))
-        return replace(made, batch=max(made.batch, made.micro_batch))
+            return replace(changed, micro_batch=min(changed.micro_batch, changed.batch))
+        return replace(changed, batch=max(changed.batch, changed.micro_batch))
 
 
 PINNING_LABELS: dict[Pinning, str] = {
@@ -55,7 +56,7 @@ PINNING_LABELS: dict[Pinning, str] = {
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """The values of each knob; those of numbers ascend."""
+    """The values of each knob; numbers ascend."""
 
     threads: tuple[int, ...]
     batch: tuple[int, ...]
@@ -64,28 +65,28 @@ class SearchSpace:
     pinning: tuple[Pinning, ...]
 
     def values(self, knob: str) -> tuple[Any, ...]:
-        """All values of a knob."""
-        found: tuple[Any, ...] = getattr(self, knob)
-        return found
+        """Return all values of a knob."""
+        values: tuple[Any, ...] = getattr(self, knob)
+        return values
 
     def directions(self, knob: str, value: Any) -> tuple[tuple[Any, ...], ...]:
-        """The other values, as ways that lead away from `value`, the nearest first."""
+        """Return the other values by direction from `value`, the nearest first."""
         values = self.values(knob)
         if knob == "pinning":
             return tuple((other,) for other in values if other != value)
         below = tuple(other for other in reversed(values) if other < value)
         above = tuple(other for other in values if other > value)
-        return tuple(way for way in (below, above) if way)
+        return tuple(direction for direction in (below, above) if direction)
 
     @property
     def size(self) -> int:
-        """Settings of the full grid."""
+        """Number of settings of the full grid."""
         pairs = sum(micro <= batch for batch in self.batch for micro in self.micro_batch)
         return len(self.threads) * pairs * len(self.slots) * len(self.pinning)
 
 
 def rule_of_thumb(topology: Topology) -> Setting:
-    """What `llama-gateway up` and the role `llama_node` would do: where the search begins."""
+    """Return the setting of `llama-gateway up` and the role `llama_node`, where a search begins."""
     return Setting(
         _cores(topology),
         DEFAULT_BATCH,
@@ -96,10 +97,10 @@ def rule_of_thumb(topology: Topology) -> Setting:
 
 
 def search_space(topology: Topology, *, context: int, max_slots: int) -> SearchSpace:
-    """What is worth a try on this machine, with slots of `context` tokens.
+    """Return the values to try on this machine, with slots of `context` tokens.
 
-    Threads go up to the physical cores of a NUMA node and no further. With several NUMA nodes a
-    server always keeps to its own.
+    There are no more threads than physical cores of a NUMA node. With several NUMA nodes a server
+    is always pinned to its own.
     """
     cores = _cores(topology)
     pinnings = [_usual_pinning(topology)]
@@ -120,8 +121,8 @@ def search_space(topology: Topology, *, context: int, max_slots: int) -> SearchS
 
 
 def server_spec(setting: Setting, spec: ServerSpec, topology: Topology, context: int) -> ServerSpec:
-    """The planned server, set this way. It keeps no evicted prompts: each is to be read."""
-    home = next(node for node in topology.nodes if node.number == spec.numa_node)
+    """Return the planned server with this setting, and without a cache of evicted prompts."""
+    numa_node = next(node for node in topology.nodes if node.number == spec.numa_node)
     return replace(
         spec,
         name=f"tune-{spec.numa_node}",
@@ -130,13 +131,13 @@ def server_spec(setting: Setting, spec: ServerSpec, topology: Topology, context:
         threads=setting.threads,
         batch=setting.batch,
         micro_batch=setting.micro_batch,
-        cpus=pinned_cpus(setting.pinning, home),
+        cpus=pinned_cpus(setting.pinning, numa_node),
         prompt_cache_bytes=0,
     )
 
 
 def pinned_cpus(pinning: Pinning, node: NumaNode) -> tuple[int, ...] | None:
-    """The CPUs that a server on this node is kept to; None for any."""
+    """Return the CPUs that a server on this node is pinned to; None for any."""
     match pinning:
         case "free":
             return None
@@ -147,10 +148,10 @@ def pinned_cpus(pinning: Pinning, node: NumaNode) -> tuple[int, ...] | None:
 
 
 def _cores(topology: Topology) -> int:
-    """Of the smallest node: one number holds for all servers of a host."""
+    """Cores of the smallest node, since all servers of a host get the same setting."""
     return min(topology.threads_per_server(node) for node in topology.nodes)
 
 
 def _usual_pinning(topology: Topology) -> Pinning:
-    kept = len(topology.nodes) > 1 or any(node.efficiency_cpus for node in topology.nodes)
-    return "node" if kept else "free"
+    pinned = len(topology.nodes) > 1 or any(node.efficiency_cpus for node in topology.nodes)
+    return "node" if pinned else "free"

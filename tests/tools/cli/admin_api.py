@@ -1,4 +1,4 @@
-"""The admin API of the contract over nodes that a test changes at will."""
+"""A fake admin API, whose nodes a test can change."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def node(name: str, **changes: Any) -> dict[str, Any]:
 
 
 class AdminApi:
-    """Serves `nodes`; each look at a draining node ends one of its requests."""
+    """Serves `nodes`; each GET of a draining node ends one of its requests."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, dict[str, Any]] = {}
         self.key: str | None = None
-        self.asked: list[str] = []
-        self.looks_that_fail = 0
+        self.requests: list[str] = []
+        self.polls_that_fail = 0
         self.drains_end = True
         self.host_is_allowed = True
         self.url = ""
@@ -49,7 +49,7 @@ class AdminApi:
         self.nodes[name] = node(name, **changes)
 
     def answer(self, method: str, target: str, authorization: str | None) -> tuple[int, Any]:
-        self.asked.append(f"{method} {target}")
+        self.requests.append(f"{method} {target}")
         if self.key is not None and authorization != f"Bearer {self.key}":
             return 401, error("invalid_api_key", "No valid admin key was sent.")
         if not self.host_is_allowed:
@@ -62,15 +62,15 @@ class AdminApi:
         if found is None:
             return 404, error("not_found", f"There is no node '{parts[2]}'.")
         if method == "POST":
-            self.order(found, parts[3], parse_qs(url.query))
-        elif self.looks_that_fail:
-            self.looks_that_fail -= 1
+            self.act(found, parts[3], parse_qs(url.query))
+        elif self.polls_that_fail:
+            self.polls_that_fail -= 1
             return 500, error("server_error", "Not now.")
         elif found["state"] == "draining" and found["in_flight"] and self.drains_end:
             found["in_flight"] -= 1
         return 200, found
 
-    def order(self, found: dict[str, Any], action: str, query: dict[str, list[str]]) -> None:
+    def act(self, found: dict[str, Any], action: str, query: dict[str, list[str]]) -> None:
         if action == "drain":
             found["state"], found["reason"] = "draining", "drained by an operator"
         elif action == "resume":

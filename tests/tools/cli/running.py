@@ -1,4 +1,4 @@
-"""Run a command in this process, or in one of its own, and look at what it did."""
+"""Runs a command in this process or another, and returns its status and output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Ran:
 
 
 def run(*arguments: str, stdin: str = "") -> Ran:
-    """The command with these arguments; its output is no terminal."""
+    """Run the command in this process; its output is no terminal."""
     out, err = io.StringIO(), io.StringIO()
     status: object = None
     with (
@@ -45,7 +45,7 @@ def run(*arguments: str, stdin: str = "") -> Ran:
 def run_process(
     arguments: Sequence[str], environment: Mapping[str, str] | None = None, code: str | None = None
 ) -> Ran:
-    """The same as a process of its own; `code` instead of the command."""
+    """Run the command, or `code` instead, in a process of its own."""
     command = ["-c", code] if code is not None else ["-m", "gateway"]
     ended = subprocess.run(
         [sys.executable, *command, *arguments],
@@ -59,7 +59,7 @@ def run_process(
 
 
 def run_on_terminal(*arguments: str, **environment: str) -> tuple[int, str]:
-    """Exit status of a process of its own whose stderr is a terminal, and all that it showed."""
+    """Run the command with stderr on a terminal; return its status and the terminal's output."""
     ours, theirs = pty.openpty()
     try:
         process = subprocess.Popen(
@@ -76,7 +76,7 @@ def run_on_terminal(*arguments: str, **environment: str) -> tuple[int, str]:
 
 
 def read_until(terminal: int, mark: bytes | None = None) -> bytes:
-    """What is shown on a terminal until `mark` was, or until its other side is closed."""
+    """Read a terminal until `mark` appears, or until its other side is closed."""
     read = b""
     with contextlib.suppress(OSError):  # Linux: how a terminal whose other side is closed ends
         while (mark is None or mark not in read) and (part := os.read(terminal, 65536)):

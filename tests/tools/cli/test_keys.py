@@ -13,7 +13,7 @@ from tests.tools.cli.running import Ran, run
 
 
 def parts(ran: Ran) -> tuple[str, str]:
-    """The key and the snippet of an answer."""
+    """Return the key and the settings in an output."""
     assert ran.status == 0, ran.err
     before, _, snippet = ran.out.partition("For config/gateway.yaml:\n\n")
     (key,) = [line.strip() for line in before.splitlines() if line.startswith("  ")]
@@ -21,7 +21,7 @@ def parts(ran: Ran) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("command", ["hash", "create"])
-def test_a_made_key_opens_a_gateway_with_the_printed_lines(command: str, tmp_path: Path) -> None:
+def test_a_new_key_is_accepted_with_the_printed_settings(command: str, tmp_path: Path) -> None:
     key, snippet = parts(run("keys", command))
     file = tmp_path / "gateway.yaml"
     file.write_text(snippet)
@@ -31,7 +31,7 @@ def test_a_made_key_opens_a_gateway_with_the_printed_lines(command: str, tmp_pat
     assert key.split("_")[2] not in snippet
 
 
-def test_a_key_has_the_rights_that_were_asked_for(tmp_path: Path) -> None:
+def test_a_key_has_the_rights_of_its_flags(tmp_path: Path) -> None:
     name = 'Team "A": #1 é'
     ran = run(
         *("keys", "create", "--id", "team-a", "--name", name, "--max-class", "premium"),
@@ -49,7 +49,7 @@ def test_a_key_has_the_rights_that_were_asked_for(tmp_path: Path) -> None:
     assert (spec.id, spec.name, spec.trust_user_headers) == ("team-a", name, True)
 
 
-def test_a_key_s_class_is_also_its_highest_unless_that_is_said(tmp_path: Path) -> None:
+def test_a_key_s_class_is_also_its_highest_by_default(tmp_path: Path) -> None:
     for flags, best in (([], "premium"), (["--max-class", "urgent"], "urgent")):
         _, snippet = parts(run("keys", "create", "--class", "premium", *flags))
         (tmp_path / "gateway.yaml").write_text(snippet)
@@ -58,10 +58,10 @@ def test_a_key_s_class_is_also_its_highest_unless_that_is_said(tmp_path: Path) -
 
 
 def test_json_for_scripts() -> None:
-    made = json.loads(run("keys", "hash", "--id", "abc", "--json").out)
-    secret = made["key"].removeprefix("lg_abc_")
-    assert made == {
-        "key": made["key"],
+    entry = json.loads(run("keys", "hash", "--id", "abc", "--json").out)
+    secret = entry["key"].removeprefix("lg_abc_")
+    assert entry == {
+        "key": entry["key"],
         "id": "abc",
         "sha256": hashlib.sha256(secret.encode()).hexdigest(),
     }
@@ -78,7 +78,7 @@ def test_a_key_that_exists_is_read_from_stdin_and_not_shown() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "sk-my-secret", "lg_my.id_secret", "x" * 100_000])
-def test_what_is_no_key_is_refused_and_not_quoted(text: str) -> None:
+def test_a_text_that_is_no_key_is_refused_and_not_quoted(text: str) -> None:
     ran = run("keys", "hash", "--read", stdin=text)
     assert (ran.status, ran.out) == (2, "")
     assert len(ran.err.splitlines()) == 1

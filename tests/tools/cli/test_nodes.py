@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 
-from gateway.tools.cli import nodes as nodes_module
+from gateway.tools.cli.nodes import MOST_FAILED_POLLS
 from tests.tools.cli.admin_api import AdminApi, admin_api
 from tests.tools.cli.running import Ran, run
 
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[AdminApi]:
-    monkeypatch.setattr(nodes_module, "DRAIN_POLL_INTERVAL", 0.01)
     monkeypatch.chdir(tmp_path)  # no config/ of the project here
     with admin_api() as api:
         yield api
 
 
-def ask(api: AdminApi, *arguments: str) -> Ran:
+def run_nodes(api: AdminApi, *arguments: str) -> Ran:
     return run("nodes", *arguments, "--admin-url", api.url)
 
 
@@ -32,7 +31,7 @@ def test_the_fleet_is_a_table_that_a_pipe_does_not_fold(
     reason = "connection refused: " + "x" * 200
     api.add("a" * 60, models=["mistral-7b", "helper"])
     api.add("b", state="down", reason=reason, models=[], slots_busy=0)
-    ran = ask(api, *arguments)
+    ran = run_nodes(api, *arguments)
     assert (ran.status, ran.err) == (0, "")
     head, first, second = ran.out.splitlines()
     assert head.split()[:4] == ["NAME", "STATE", "SLOTS", "RUNNING"]
@@ -43,43 +42,43 @@ def test_the_fleet_is_a_table_that_a_pipe_does_not_fold(
     assert "\x1b" not in ran.out
 
 
-def test_json_is_what_the_api_said(api: AdminApi) -> None:
+def test_json_is_the_response_of_the_api(api: AdminApi) -> None:
     api.add("a", labels={"numa": "0"})
-    ran = ask(api, "--json")
+    ran = run_nodes(api, "--json")
     assert json.loads(ran.out) == {"nodes": [api.nodes["a"]]}
 
 
-def test_an_empty_fleet_is_told_and_leaves_stdout_empty(api: AdminApi) -> None:
-    ran = ask(api)
+def test_an_empty_fleet_is_a_note_and_leaves_stdout_empty(api: AdminApi) -> None:
+    ran = run_nodes(api)
     assert (ran.status, ran.out) == (0, "")
     assert "no nodes" in ran.err
 
 
-def test_what_a_node_says_can_t_control_the_terminal(api: AdminApi) -> None:
+def test_text_from_a_node_can_t_control_the_terminal(api: AdminApi) -> None:
     api.add("a", models=["evil\x1b[2J\nname"], reason="[red]not markup[/]", state="down")
-    ran = ask(api)
+    ran = run_nodes(api)
     assert "\x1b" not in ran.out
     assert len(ran.out.splitlines()) == 2
     assert "[red]not markup[/]" in ran.out
 
 
-def test_a_drain_is_ordered_and_told(api: AdminApi) -> None:
+def test_a_drain_is_started_and_shown(api: AdminApi) -> None:
     api.add("a", in_flight=2)
     api.drains_end = False
-    ran = ask(api, "drain", "a")
+    ran = run_nodes(api, "drain", "a")
     assert ran == Ran(0, "a: draining (drained by an operator), 2 running\n", "")
-    assert api.asked[0] == "POST /admin/nodes/a/drain"
+    assert api.requests[0] == "POST /admin/nodes/a/drain"
 
 
-def test_a_drain_s_deadline_is_handed_on(api: AdminApi) -> None:
+def test_a_drain_s_deadline_is_sent(api: AdminApi) -> None:
     api.add("a")
-    assert ask(api, "drain", "a", "--deadline", "90").status == 0
-    assert api.asked[0] == "POST /admin/nodes/a/drain?deadline=90"
+    assert run_nodes(api, "drain", "a", "--deadline", "90").status == 0
+    assert api.requests[0] == "POST /admin/nodes/a/drain?deadline=90"
 
 
 def test_waiting_follows_a_drain_to_its_end(api: AdminApi) -> None:
     api.add("a", in_flight=3)
-    ran = ask(api, "drain", "a", "--wait")
+    ran = run_nodes(api, "drain", "a", "--wait")
     assert (ran.status, ran.out) == (0, "a: draining (drained by an operator)\n")
     assert api.nodes["a"]["in_flight"] == 0
 
@@ -87,44 +86,44 @@ def test_waiting_follows_a_drain_to_its_end(api: AdminApi) -> None:
 def test_waiting_has_a_limit_and_says_that_the_node_stays_drained(api: AdminApi) -> None:
     api.add("a", in_flight=2)
     api.drains_end = False
-    ran = ask(api, "drain", "a", "--wait", "--timeout", "0.1")
+    ran = run_nodes(api, "drain", "a", "--wait", "--timeout", "0.1")
     assert (ran.status, ran.out) == (1, "")
     assert "a still runs 2 after 0.1 s; it stays drained" in ran.err
 
 
-def test_waiting_survives_a_few_failed_looks(api: AdminApi) -> None:
+def test_waiting_survives_a_few_failed_polls(api: AdminApi) -> None:
     api.add("a", in_flight=2)
     api.drains_end = False
 
     answer = api.answer
 
     def failing_later(method: str, target: str, authorization: str | None) -> tuple[int, Any]:
-        if len(api.asked) == 2:
-            api.looks_that_fail, api.drains_end = nodes_module.MOST_FAILED_POLLS - 1, True
+        if len(api.requests) == 2:
+            api.polls_that_fail, api.drains_end = MOST_FAILED_POLLS - 1, True
         return answer(method, target, authorization)
 
     api.answer = failing_later  # type: ignore[method-assign]
-    assert ask(api, "drain", "a", "--wait").status == 0
+    assert run_nodes(api, "drain", "a", "--wait").status == 0
     assert api.nodes["a"]["in_flight"] == 0
 
 
 def test_waiting_ends_when_somebody_resumes_the_node(api: AdminApi) -> None:
     api.add("a", in_flight=5)
-    order = api.order
+    act = api.act
 
-    def resumed_at_once(found: dict[str, object], *rest: object) -> None:
-        order(found, *rest)  # type: ignore[arg-type]
+    def resumed_at_once(found: dict[str, object], *others: object) -> None:
+        act(found, *others)  # type: ignore[arg-type]
         found["state"] = "ready"
 
-    api.order = resumed_at_once  # type: ignore[assignment]
-    ran = ask(api, "drain", "a", "--wait")
+    api.act = resumed_at_once  # type: ignore[assignment]
+    ran = run_nodes(api, "drain", "a", "--wait")
     assert ran.status == 1
     assert "no longer drained" in ran.err
 
 
 def test_a_node_is_resumed(api: AdminApi) -> None:
     api.add("a", state="draining", in_flight=0)
-    assert ask(api, "resume", "a") == Ran(0, "a: ready (answers its probes)\n", "")
+    assert run_nodes(api, "resume", "a") == Ran(0, "a: ready (answers its probes)\n", "")
 
 
 @pytest.mark.parametrize(("state", "status"), [("ready", 0), ("down", 1), ("loading", 1)])
@@ -132,17 +131,17 @@ def test_a_probe_s_exit_status_says_whether_the_node_answers(
     api: AdminApi, state: str, status: int
 ) -> None:
     api.add("a", state=state)
-    ran = ask(api, "probe", "a", "--json")
+    ran = run_nodes(api, "probe", "a", "--json")
     assert ran.status == status
     assert json.loads(ran.out)["state"] == state
-    assert api.asked[0] == "POST /admin/nodes/a/probe"
+    assert api.requests[0] == "POST /admin/nodes/a/probe"
 
 
-def test_an_unknown_node_is_told_in_the_gateway_s_words(api: AdminApi) -> None:
-    ran = ask(api, "drain", "a/../b c")
+def test_an_unknown_node_is_reported_in_the_gateway_s_words(api: AdminApi) -> None:
+    ran = run_nodes(api, "drain", "a/../b c")
     assert (ran.status, ran.out) == (1, "")
     assert "There is no node 'a/../b c'." in ran.err
-    assert api.asked == ["POST /admin/nodes/a%2F..%2Fb%20c/drain"]
+    assert api.requests == ["POST /admin/nodes/a%2F..%2Fb%20c/drain"]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,7 @@ def test_wrong_usage_is_2_and_no_traceback(arguments: tuple[str, ...]) -> None:
     assert "Traceback" not in ran.err
 
 
-def test_a_gateway_that_does_not_run_is_told_with_the_remedy() -> None:
+def test_a_gateway_that_does_not_run_is_reported_with_the_remedy() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -176,9 +175,9 @@ def test_a_gateway_that_does_not_run_is_told_with_the_remedy() -> None:
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[]", b"null"])
-def test_something_else_at_that_address_is_told(api: AdminApi, body: bytes) -> None:
+def test_another_server_at_that_address_is_reported(api: AdminApi, body: bytes) -> None:
     api.answer = lambda *_: (200, body)  # type: ignore[method-assign]
-    ran = ask(api)
+    ran = run_nodes(api)
     assert ran.status == 1
     assert "no gateway's admin API" in ran.err
 
@@ -187,15 +186,15 @@ def test_the_admin_key_comes_from_a_file(api: AdminApi, tmp_path: Path) -> None:
     api.key = "secret-of-the-admin"
     file = tmp_path / "admin.key"
     file.write_text("secret-of-the-admin\n")
-    refused = ask(api)
+    refused = run_nodes(api)
     assert refused.status == 1
     assert "--admin-key-file" in refused.err
-    assert ask(api, "--admin-key-file", str(file)).status == 0
+    assert run_nodes(api, "--admin-key-file", str(file)).status == 0
 
 
 def test_a_host_that_is_not_allowed_is_not_blamed_on_the_key(api: AdminApi) -> None:
     api.host_is_allowed = False
-    refused = ask(api)
+    refused = run_nodes(api)
     assert (refused.status, refused.out) == (1, "")
     assert (
         refused.err
@@ -204,16 +203,16 @@ def test_a_host_that_is_not_allowed_is_not_blamed_on_the_key(api: AdminApi) -> N
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n", b"\xff\xfe", b"two\nlines"])
-def test_a_key_file_without_a_key_is_told(
+def test_a_key_file_without_a_key_is_reported(
     api: AdminApi, tmp_path: Path, content: bytes | None
 ) -> None:
     file = tmp_path / "admin.key"
     if content is not None:
         file.write_bytes(content)
-    ran = ask(api, "--admin-key-file", str(file))
+    ran = run_nodes(api, "--admin-key-file", str(file))
     assert ran.status == 2
     assert str(file) in ran.err
-    assert api.asked == []
+    assert api.requests == []
 
 
 def test_the_address_and_the_key_are_in_the_settings_too(
@@ -246,8 +245,8 @@ def test_invalid_settings_do_not_keep_an_operator_from_the_gateway(
     assert run("nodes", "--config", "config/gateway.yaml").status == 2
 
 
-def test_a_proxy_in_the_environment_is_not_asked(
+def test_a_proxy_in_the_environment_is_not_used(
     api: AdminApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    assert ask(api).status == 0
+    assert run_nodes(api).status == 0

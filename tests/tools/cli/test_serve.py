@@ -12,7 +12,7 @@ from tests.tools.cli.running import run
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Options]:
-    """The options that the gateway would run with; here it does not run."""
+    """The options that the gateway would run with; it does not run."""
     seen: list[Options] = []
 
     def start(options: Options) -> int:
@@ -29,14 +29,14 @@ def test_without_flags_the_files_decide(given: list[Options]) -> None:
     assert given == [Options(inventory_file=Path("config/nodes.yaml"))]
 
 
-def test_the_usual_settings_are_taken_where_they_are_there(given: list[Options]) -> None:
+def test_the_default_settings_file_is_used_if_it_exists(given: list[Options]) -> None:
     Path("config").mkdir()
     Path("config/gateway.yaml").touch()
     run("serve")
     assert given[0].settings_file == Path("config/gateway.yaml")
 
 
-def test_settings_that_were_named_are_not_passed_over_when_missing(given: list[Options]) -> None:
+def test_a_named_settings_file_is_used_even_if_missing(given: list[Options]) -> None:
     run("serve", "--config", "missing.yaml")
     assert given[0].settings_file == Path("missing.yaml")
 
@@ -70,9 +70,7 @@ def test_a_flag_beats_the_environment(
 
 
 @pytest.mark.parametrize("status", [1, 2])
-def test_what_keeps_it_from_starting_is_a_line_on_stderr(
-    monkeypatch: pytest.MonkeyPatch, status: int
-) -> None:
+def test_a_start_error_is_one_line_on_stderr(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     def refuse(_: Options) -> int:
         raise StartError("the port is taken", status)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -23,16 +24,16 @@ def test_every_policy_is_shown_in_a_table() -> None:
 def test_json_has_all_figures() -> None:
     ran = run("simulate", *SMALL, "--policy", "nginx", "--policy", "least_finish", "--json")
     assert ran.status == 0
-    told = json.loads(ran.out)
-    assert (told["nodes"], told["slots"], told["requests"]) == (3, 6, 200)
-    assert [one["policy"] for one in told["policies"]] == ["nginx", "least_finish"]
-    for one in told["policies"]:
+    result = json.loads(ran.out)
+    assert (result["nodes"], result["slots"], result["requests"]) == (3, 6, 200)
+    assert [one["policy"] for one in result["policies"]] == ["nginx", "least_finish"]
+    for one in result["policies"]:
         assert 0 < one["bound"] <= one["completion"]["mean"]
         assert {"p50", "p95", "p99", "mean"} == set(one["ttft"])
         assert one["ratio"] == pytest.approx(one["completion"]["mean"] / one["bound"])
 
 
-def test_an_overload_is_told_in_words_and_in_json() -> None:
+def test_an_overload_is_reported_in_words_and_in_json() -> None:
     fleet = ("--fleet", "1x2@20:200", "--policy", "nginx", "--policy", "least_finish")
     flood = (*fleet, "--generate", "rate=2,requests=300")
     ran = run("simulate", *flood)
@@ -78,7 +79,7 @@ def test_an_inventory_and_the_speeds_that_the_gateway_measured(tmp_path: Path) -
     assert "times `speed_hint` for b: --speeds FILE tells more" in ran.err
 
 
-def test_a_trace_of_ones_own(tmp_path: Path) -> None:
+def test_a_trace_file_is_played(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     lines = [
         {"time": i, "prompt_tokens": 100 + i * 20, "output_tokens": 10, "session": "s"}
@@ -89,24 +90,24 @@ def test_a_trace_of_ones_own(tmp_path: Path) -> None:
         *("simulate", "--fleet", "2x2@40:600", "--trace", str(path), "--json"),
         *("--policy", "least_finish", "--limit", "8"),
     )
-    told = json.loads(ran.out)
-    assert told["requests"] == 8
-    assert told["policies"][0]["cached_share"] > 0.5
+    result = json.loads(ran.out)
+    assert result["requests"] == 8
+    assert result["policies"][0]["cached_share"] > 0.5
 
 
-def test_broken_lines_of_a_trace_are_told_or_left_out(tmp_path: Path) -> None:
+def test_broken_lines_of_a_trace_are_reported_or_skipped(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"prompt_tokens": 10, "output_tokens": 5}\n{"prompt_tokens": "x"}\n')
-    asked = ("simulate", "--fleet", "1x1@40:600", "--trace", str(path), "--policy", "nginx")
-    ran = run(*asked)
+    arguments = ("simulate", "--fleet", "1x1@40:600", "--trace", str(path), "--policy", "nginx")
+    ran = run(*arguments)
     assert (ran.status, ran.out) == (2, "")
     assert f'{path}:2:2: prompt_tokens: "x" is not valid (write a whole number' in ran.err
-    ran = run(*asked, "--skip-broken")
+    ran = run(*arguments, "--skip-broken")
     assert ran.status == 0
-    assert f"{path}: left out 1 broken lines" in ran.err
+    assert f"{path}: skipped 1 broken lines" in ran.err
 
 
-def test_a_policy_that_does_not_exist_is_told_with_those_that_do() -> None:
+def test_an_unknown_policy_is_reported_with_the_known_ones() -> None:
     ran = run("simulate", *SMALL, "--policy", "best")
     assert (ran.status, ran.out) == (2, "")
     assert "--policy best: there is no such policy; known: least_finish" in ran.err
@@ -114,7 +115,7 @@ def test_a_policy_that_does_not_exist_is_told_with_those_that_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "told"),
+    ("arguments", "status", "message"),
     [
         (("--fleet", "many"), 2, "'many' is no fleet: write COUNTxSLOTS@DECODE:PREFILL"),
         (("--fleet", "1x1@1:1", "--generate", "rate=x"), 2, "--generate: 'rate=x': write a number"),
@@ -128,17 +129,17 @@ def test_a_policy_that_does_not_exist_is_told_with_those_that_do() -> None:
         (("--batch", "1"), 2, "--batch"),
     ],
 )
-def test_wrong_usage_is_told_before_the_work(
+def test_wrong_usage_is_reported_before_the_work(
     arguments: tuple[str, ...],
     status: int,
-    told: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ran = run("simulate", *arguments)
     assert (ran.status, ran.out) == (status, "")
-    assert told in ran.err
+    assert message in ran.err
     assert "Traceback" not in ran.err
 
 
@@ -147,10 +148,19 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
     ran = run("simulate", *SMALL, "--policy", "nginx", "--plot", str(path))
     assert ran.status == 0
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert f"drawn: {path}" in ran.err
+    assert f"written: {path}" in ran.err
 
 
-def test_it_teaches_by_example() -> None:
+def test_a_missing_matplotlib_is_reported_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    ran = run("simulate", *SMALL, "--plot", str(tmp_path / "plot.png"))
+    assert ran.status == 1
+    assert "pip install 'llama-gateway[plots]'" in ran.err
+
+
+def test_the_help_shows_examples() -> None:
     ran = run("simulate", "--help")
     assert ran.status == 0
     for word in (*known_policies(), "Examples", "nodes --json > speeds.json", "conv.csv"):
@@ -158,14 +168,14 @@ def test_it_teaches_by_example() -> None:
 
 
 def test_a_terminal_shows_the_progress() -> None:
-    status, said = run_on_terminal(
+    status, output = run_on_terminal(
         *("simulate", "--policy", "nginx"),
         *("--fleet", "20x2@40:600", "--generate", "rate=3,requests=5000"),
         COLUMNS="100",
     )
     assert status == 0
-    assert "nginx" in said
-    assert "%" in said
+    assert "nginx" in output
+    assert "%" in output
 
 
 def test_standby_machines_are_compared_with_a_fleet_that_is_always_on() -> None:
@@ -188,16 +198,18 @@ def test_standby_machines_are_compared_with_a_fleet_that_is_always_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("arguments", "message"),
     [
         (("--standby", "2x2"), "is no fleet"),
-        (("--standby", "2x2@40:600", "--elastic", "starup=3"), "'starup' is nothing to set"),
+        (("--standby", "2x2@40:600", "--elastic", "starup=3"), "there is no 'starup'"),
         (("--standby", "2x2@40:600", "--elastic", "max=x"), "write a whole number"),
         (("--standby", "2x2@40:600", "--elastic", "min=3,max=2"), "not below min"),
         (("--standby", "2x2@40:600", "--policy", "nginx"), "compares fleets under least_finish"),
     ],
 )
-def test_a_mistake_about_standby_machines_is_told(arguments: tuple[str, ...], why: str) -> None:
+def test_a_mistake_about_standby_machines_is_reported(
+    arguments: tuple[str, ...], message: str
+) -> None:
     ran = run("simulate", *SMALL, *arguments)
     assert ran.status == 2
-    assert why in ran.err
+    assert message in ran.err

@@ -17,7 +17,7 @@ def run(*arguments: str) -> str:
     return result.output
 
 
-def test_two_sockets_are_told_with_the_command_for_each(tmp_path: Path) -> None:
+def test_two_sockets_are_shown_with_the_command_for_each(tmp_path: Path) -> None:
     output = run("--root", str(make_machine(tmp_path, two_sockets_with_smt())))
     assert "8 in 2 sockets and 2 NUMA nodes, 2 threads each" in output
     assert "AVX-512 VNNI" in output
@@ -45,7 +45,7 @@ def test_one_node_is_neither_pinned_nor_bound(tmp_path: Path) -> None:
     assert "numactl" not in output
 
 
-def test_a_server_on_a_hybrid_processor_keeps_to_the_strong_cores(tmp_path: Path) -> None:
+def test_a_server_on_a_hybrid_processor_is_pinned_to_the_performance_cores(tmp_path: Path) -> None:
     root = make_machine(tmp_path, [[[0, 1], [2], [3]]])
     write(root, "sys/devices/cpu_core/cpus", "0-1\n")
     write(root, "sys/devices/cpu_atom/cpus", "2-3\n")
@@ -54,13 +54,13 @@ def test_a_server_on_a_hybrid_processor_keeps_to_the_strong_cores(tmp_path: Path
     assert "numactl --physcpubind=0-1 llama-server --threads 1 ..." in output
 
 
-def test_this_machine_can_be_looked_at() -> None:
+def test_this_machine_s_work_is_read() -> None:
     found = json.loads(run("--json"))
     assert found["cores"] >= 1
     assert found["memory_total"] > 0
 
 
 def test_a_folder_without_proc_and_sys_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(CommandFailed, match="--root names the folder") as refused:
+    with pytest.raises(CommandFailed, match="--root") as refused:
         run("--root", str(tmp_path))
     assert refused.value.status == 2

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,8 +27,7 @@ import yaml
 from gateway.tools.cli import up
 from gateway.tools.local.gguf_file import read_model
 from gateway.tools.local.memory import memlock_warning, memory_needed
-from gateway.tools.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS
-from gateway.tools.local.prepare import plan_local_fleet
+from gateway.tools.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_local_fleet
 from gateway.tools.local.server_command import server_environment
 from gateway.tools.local.server_process import BASE_PORT, claim_free_port, claimed_port
 from tests.processes import wait_until_gone
@@ -43,7 +43,7 @@ real = [pytest.mark.real, pytest.mark.slow]
 
 @dataclass(slots=True)
 class Up:
-    """The process, and what it has said on stderr."""
+    """The process, and its lines on stderr."""
 
     process: Process
     lines: list[str] = field(default_factory=list)
@@ -56,8 +56,8 @@ class Up:
             self.more.set()
         self.more.set()
 
-    async def said(self, *parts: str) -> str:
-        """The first line with one of these words, once it is there."""
+    async def line_with(self, *parts: str) -> str:
+        """Wait for a line with one of these texts."""
         async with asyncio.timeout(START_LIMIT):
             while True:
                 self.more.clear()
@@ -67,20 +67,20 @@ class Up:
                 await self.more.wait()
 
     async def url(self) -> str:
-        found = ADDRESS.search(await self.said("Serving an OpenAI-compatible API at"))
+        found = ADDRESS.search(await self.line_with("Serving an OpenAI-compatible API at"))
         assert found is not None
         return found[0]
 
     def servers(self) -> list[psutil.Process]:
-        """What it has started and runs."""
+        """The processes that it has started."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     async def nodes(self) -> dict[str, Any]:
-        """The nodes as the admin API tells them."""
-        admin = json.loads(await self.said('"listening"'))["admin"]
+        """The nodes of the admin API, by name."""
+        admin = json.loads(await self.line_with('"listening"'))["admin"]
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-            told = (await client.get(f"{admin}/admin/nodes")).json()
-        return {node["name"]: node for node in told["nodes"]}
+            answer = (await client.get(f"{admin}/admin/nodes")).json()
+        return {node["name"]: node for node in answer["nodes"]}
 
     async def states(self) -> dict[str, str]:
         return {name: node["state"] for name, node in (await self.nodes()).items()}
@@ -92,7 +92,7 @@ class Up:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    # Without llama-server's of this machine: what is tested comes with the gateway.
+    # No llama-server of this machine is used, but the embedded one.
     given = {"LLAMA_GATEWAY_CACHE": str(tmp_path / "cache"), "PATH": "/nowhere"}
     return server_environment({**given, "TMPDIR": str(tmp_path)})
 
@@ -123,7 +123,7 @@ async def running(environment: dict[str, str], *arguments: str | Path) -> AsyncI
 
 async def until(condition: Callable[[], Awaitable[bool]], limit: float = 120.0) -> None:
     async with asyncio.timeout(limit):
-        while not await condition():  # noqa: ASYNC110 - another process, seen by asking
+        while not await condition():  # noqa: ASYNC110 - another process, seen by polling
             await asyncio.sleep(0.02)
 
 
@@ -145,18 +145,20 @@ class TestServing:
             environment, "--servers", "2", "--slots", "3", "--config", settings
         ) as it:
             url = await it.url()
-            told = "\n".join(it.lines)
-            assert "random" in told
-            assert "words mean nothing" in told
+            output = "\n".join(it.lines)
+            assert "random" in output
+            assert "words mean nothing" in output
             for name in ("local-0", "local-1"):
                 assert re.search(
-                    rf"^  {name}: started on http://127\.0\.0\.1:\d+$", told, re.MULTILINE
+                    rf"^  {name}: started on http://127\.0\.0\.1:\d+$", output, re.MULTILINE
                 )
-                assert re.search(rf"^  {name}: ready after \d+\.\d s$", told, re.MULTILINE)
-            assert "\x1b" not in told
+                assert re.search(rf"^  {name}: ready after \d+\.\d s$", output, re.MULTILINE)
+            assert "\x1b" not in output
 
-            assert (await it.said("curl")).startswith(f"  curl {url}/v1/chat/completions -d '{{")
-            body = re.search(r"-d '(.*)'$", await it.said("curl"))
+            assert (await it.line_with("curl")).startswith(
+                f"  curl {url}/v1/chat/completions -d '{{"
+            )
+            body = re.search(r"-d '(.*)'$", await it.line_with("curl"))
             assert body is not None
             async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
                 answer = await client.post(f"{url}/v1/chat/completions", content=body[1])
@@ -214,7 +216,7 @@ class TestServing:
             model = Path(environment["LLAMA_GATEWAY_CACHE"], "models", demo_model().name)
             away = shutil.move(model, model.with_suffix(".away"))
             victim.kill()
-            exited = json.loads(await it.said('"server exited"'))
+            exited = json.loads(await it.line_with('"server exited"'))
             assert (exited["server"], exited["how"]) == ("local-0", "killed by SIGKILL")
             async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
                 body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
@@ -222,7 +224,7 @@ class TestServing:
                 assert answer.status_code == 200, answer.text
                 assert answer.headers["x-gateway-node"] == "local-1"
             shutil.move(away, model)
-            await it.said('"server ready"')
+            await it.line_with('"server ready"')
             await until(ready)
             assert (await it.nodes())["local-0"]["url"].endswith(f":{port}")
             servers = it.servers()
@@ -239,9 +241,7 @@ class TestServing:
             assert [memlock_warning(model, server.pid) for server in it.servers()] == [None]
             assert "is locked" not in "\n".join(it.lines)
 
-    async def test_no_server_outlives_a_gateway_that_is_killed(
-        self, environment: dict[str, str]
-    ) -> None:
+    async def test_no_server_outlives_a_killed_gateway(self, environment: dict[str, str]) -> None:
         async with running(environment, "--servers", "2") as it:
             await it.url()
             servers = it.servers()
@@ -260,7 +260,7 @@ class TestServing:
         )
         slow.chmod(0o755)
         async with running(environment, "--servers", "2", "--server-bin", slow) as it:
-            await it.said("local-1: started")
+            await it.line_with("local-1: started")
             servers = it.servers()
             assert len(servers) == 2
             assert await it.end(number) == status
@@ -274,29 +274,29 @@ class TestServing:
             with claim_free_port("127.0.0.1", max(port + 1, BASE_PORT)) as claim:
                 port = claimed_port(claim)  # the first one that a server would take
             async with running(environment, "--port", str(port)) as it:
-                said = await it.said("Serving", "choose another with --port")
-                if "Serving" in said:
+                line = await it.line_with("Serving", "choose another with --port")
+                if "Serving" in line:
                     assert await it.url() == f"http://127.0.0.1:{port}"
                     assert await it.end() == 0
                     return
             # Somebody else on this machine was quicker.
 
-    async def test_its_servers_stand_where_they_are_told_to_and_pass_over_what_is_taken(
+    async def test_servers_get_ports_from_the_given_one_on_and_skip_those_in_use(
         self, environment: dict[str, str]
     ) -> None:
         with claim_free_port("127.0.0.1", 20_000) as claim:
             port = claimed_port(claim)
             arguments = ("--servers", "2", "--server-port", str(port))
             async with running(environment, *arguments) as it:
-                told = await it.said("the servers are on")
-                first, second = map(int, re.findall(r"\d+", told.partition("servers are on")[2]))
+                line = await it.line_with("the servers are on")
+                first, second = map(int, re.findall(r"\d+", line.partition("servers are on")[2]))
                 assert port < first < second < port + 1000
-                assert told.startswith(f"Not every port from {port} on was to be had")
+                assert line.startswith(f"Some ports from {port} on are in use")
                 for name, taken in (("local-0", first), ("local-1", second)):
                     assert f"  {name}: started on http://127.0.0.1:{taken}" in it.lines
                 assert await it.end() == 0
 
-    async def test_a_terminal_shows_a_live_list(self, environment: dict[str, str]) -> None:
+    async def test_a_terminal_shows_the_servers_progress(self, environment: dict[str, str]) -> None:
         ours, theirs = pty.openpty()
         process = await asyncio.create_subprocess_exec(
             *COMMAND, *("--port", "0", "--admin-port", "0", "--servers", "2"),
@@ -310,9 +310,9 @@ class TestServing:
                 asyncio.to_thread(read_until, ours, b"curl"), START_LIMIT
             )
             process.terminate()
-            rest = asyncio.to_thread(read_until, ours, b"ended")
+            remaining = asyncio.to_thread(read_until, ours, b"ended")
             assert await asyncio.wait_for(process.wait(), START_LIMIT) == 0
-            shown += await asyncio.wait_for(rest, START_LIMIT)
+            shown += await asyncio.wait_for(remaining, START_LIMIT)
         finally:
             os.close(ours)
             if process.returncode is None:
@@ -326,13 +326,13 @@ class TestServing:
 
 
 class TestRefusing:
-    def test_a_missing_model_is_told(self, tmp_path: Path) -> None:
+    def test_a_missing_model_is_reported(self, tmp_path: Path) -> None:
         ran = run("up", "--model", str(tmp_path / "missing.gguf"))
         assert (ran.status, ran.out) == (1, "")
         assert ran.err.startswith("error: ")
         assert "missing.gguf: no such file" in ran.err
 
-    def test_a_file_that_is_no_model_is_told_with_the_remedy(self, tmp_path: Path) -> None:
+    def test_a_file_that_is_no_model_is_reported_with_the_remedy(self, tmp_path: Path) -> None:
         (tmp_path / "text.gguf").write_text("hello")
         ran = run("up", "--model", str(tmp_path / "text.gguf"))
         assert ran.status == 1
@@ -350,30 +350,36 @@ class TestRefusing:
         assert len(re.findall(r"\d+\.\d GiB", ran.err)) == 4
         assert "--force-memory" in ran.err
 
-    def test_a_model_that_may_not_be_locked_is_refused_with_the_remedy(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("gateway.tools.local.prepare.memlock_limit", lambda: 65536)
-        ran = run("up", "--mlock", "--model", str(demo_model()))
-        assert ran.status == 1
-        assert "may lock 0 MiB of memory here, and the model is 4 MiB" in ran.err
-        assert "--memlock=unlimited" in ran.err
+    def test_a_model_that_may_not_be_locked_is_refused_with_the_remedy(self) -> None:
+        command = ["prlimit", "--memlock=65536:65536", sys.executable, "-m", "gateway"]
+        if os.geteuid() == 0:
+            command = ["setpriv", "--bounding-set=-ipc_lock", *command]
+        ran = subprocess.run(
+            [*command, "up", "--mlock", "--model", str(demo_model())],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert ran.returncode == 1
+        assert "may lock 0 MiB of memory here, and the model is 4 MiB" in ran.stderr
+        assert "--memlock=unlimited" in ran.stderr
 
-    def test_a_server_that_has_not_locked_its_model_is_told_of(
+    def test_a_server_without_a_locked_model_is_noted(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         plan = plan_local_fleet(demo_model(), mlock=True, servers=2, cache=tmp_path)
-        up._tell_of_unlocked(plan, (os.getpid(), None))
+        up.note_unlocked_models(plan, (os.getpid(), None))
         assert capsys.readouterr().err.startswith("  local-0: only 0 MiB of 4 MiB is locked")
 
-    def test_a_binary_that_is_not_there_is_told(self, tmp_path: Path) -> None:
+    def test_a_missing_binary_is_reported(self, tmp_path: Path) -> None:
         ran = run("up", "--server-bin", str(tmp_path / "llama-server"))
         assert ran.status == 1
         assert "--server-bin" in ran.err
 
     @pytest.mark.real
     @pytest.mark.parametrize("flag", ["--port", "--admin-port"])
-    def test_a_port_that_is_taken_is_told_before_a_server_starts(self, flag: str) -> None:
+    def test_a_port_in_use_is_reported_before_a_server_starts(self, flag: str) -> None:
         with socket.socket() as other:
             other.bind(("127.0.0.1", 0))
             other.listen()

@@ -1,4 +1,4 @@
-"""Builds the parts of `/sys` and `/proc` of machines that the tests don't have."""
+"""Builds `/sys` and `/proc` of other machines."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ def make_machine(
     nodes_per_socket: int = 1,
     cpuinfo: str = EPYC,
 ) -> Path:
-    """A machine whose NUMA nodes are lists of cores, which are lists of CPUs.
+    """Build a machine whose NUMA nodes are lists of cores, which are lists of CPUs.
 
     Each node has an equal share of the memory, three quarters of it free, and a cache of its own.
     """
-    everything = [cpu for node in nodes for core in node for cpu in core]
-    online = sorted(set(everything) - set(offline))
+    all_cpus = [cpu for node in nodes for core in node for cpu in core]
+    online = sorted(set(all_cpus) - set(offline))
     write(root, "sys/devices/system/cpu/online", listed(online))
     write(root, "sys/devices/system/node/online", f"0-{len(nodes) - 1}")
     share = memory_gib * GIB_IN_KIB // len(nodes)
     for number, cores in enumerate(nodes):
-        home = f"sys/devices/system/node/node{number}"
-        write(root, f"{home}/cpulist", listed(c for core in cores for c in core if c in online))
+        folder = f"sys/devices/system/node/node{number}"
+        write(root, f"{folder}/cpulist", listed(c for core in cores for c in core if c in online))
         write(
             root,
-            f"{home}/meminfo",
+            f"{folder}/meminfo",
             f"\nNode {number} MemTotal:       {share} kB\n"
             f"Node {number} MemFree:        {share // 2} kB\n"
             f"Node {number} Inactive(file): {share // 8} kB\n"
@@ -67,10 +67,10 @@ def make_machine(
             for cpu in core:
                 if cpu in online:
                     siblings = listed(c for c in core if c in online)
-                    home = f"sys/devices/system/cpu/cpu{cpu}"
-                    write(root, f"{home}/topology/thread_siblings_list", siblings)
+                    folder = f"sys/devices/system/cpu/cpu{cpu}"
+                    write(root, f"{folder}/topology/thread_siblings_list", siblings)
                     socket = number // nodes_per_socket
-                    write(root, f"{home}/topology/physical_package_id", f"{socket}\n")
+                    write(root, f"{folder}/topology/physical_package_id", f"{socket}\n")
                     write_cache(root, cpu, 0, 1, "Data", "32K", siblings)
                     write_cache(root, cpu, 1, 1, "Instruction", "32K", siblings)
                     shared = listed(c for other in cores for c in other if c in online)
@@ -89,29 +89,29 @@ def make_machine(
         root,
         "proc/self/status",
         "Name:\tpython\n"
-        f"Cpus_allowed_list:\t{cpus_allowed or listed(everything)}\n"
+        f"Cpus_allowed_list:\t{cpus_allowed or listed(all_cpus)}\n"
         f"Mems_allowed_list:\t{memory_nodes_allowed or f'0-{len(nodes) - 1}'}\n",
     )
     return root
 
 
 def two_sockets_with_smt() -> list[list[list[int]]]:
-    """Two nodes of four cores with two threads each, numbered as Linux numbers them."""
+    """Two nodes of four cores with two threads each, numbered as in Linux."""
     return [[[core, core + 8] for core in range(first, first + 4)] for first in (0, 4)]
 
 
 def write_cache(
     root: Path, cpu: int, index: int, level: int, kind: str, size: str, shared: str
 ) -> None:
-    """Write one cache as a CPU sees it."""
-    home = f"sys/devices/system/cpu/cpu{cpu}/cache/index{index}"
+    """Write one cache of a CPU."""
+    folder = f"sys/devices/system/cpu/cpu{cpu}/cache/index{index}"
     values = {"level": str(level), "type": kind, "size": size, "shared_cpu_list": shared}
     for name, value in values.items():
-        write(root, f"{home}/{name}", value.strip() + "\n")
+        write(root, f"{folder}/{name}", value.strip() + "\n")
 
 
 def listed(numbers: Iterable[int]) -> str:
-    """A kernel list; ranges where they are."""
+    """Format a kernel list, with ranges."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and parts[-1][-1] == number - 1:

@@ -1,4 +1,4 @@
-"""The two models that docs/models.md names, as files of the very shape but without the weights.
+"""The two models of docs/models.md, as files of the same shape but without the weights.
 
 Everything is as published: the metadata is what llama.cpp prints when it loads the files, the
 tensors have their shapes and types, and the sizes are exact. Only the weights are missing (a hole
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What is known of a file from those who publish and load it."""
+    """A published model file: its size, its shape and where it is published."""
 
     file: str
     name: str  # general.name
@@ -46,7 +46,7 @@ class Published:
 
     @property
     def url(self) -> str:
-        """Where its publisher keeps it."""
+        """The publisher's address of the file."""
         repository = self.name.replace("qwen", "Qwen").replace("b-instruct", "B-Instruct")
         return f"https://huggingface.co/Qwen/{repository}-GGUF/resolve/{REVISIONS[self.name]}/{self.file}"
 
@@ -159,12 +159,12 @@ def tensors(model: Published) -> Iterator[tuple[str, tuple[int, ...], Type]]:
 
 
 def types(model: Published) -> Counter[Type]:
-    """How many tensors there are of each type."""
+    """Count the tensors of each type."""
     return Counter(kind for _, _, kind in tensors(model))
 
 
 def weights(model: Published) -> int:
-    """Bytes of all tensors."""
+    """Sum the bytes of all tensors."""
     return sum(_bytes(shape, kind) for _, shape, kind in tensors(model))
 
 
@@ -174,7 +174,7 @@ def _bytes(shape: tuple[int, ...], kind: Type) -> int:
 
 
 def _vocabulary() -> Iterator[str]:
-    """Every byte as GPT-2's tokenizers write it, words of nothing, and the control tokens."""
+    """Every byte as GPT-2's tokenizers write it, placeholder words, and the control tokens."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     other = [byte for byte in range(256) if byte not in plain]
     yield from map(chr, plain)

@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import pytest
 
-from gateway.tools.local import demo_model
+from gateway.tools.local import MissingExtraError
 from gateway.tools.local.demo_model import (
     BARE_WORDS,
     DEMO_SHAPES,
@@ -20,15 +20,14 @@ from gateway.tools.local.demo_model import (
     vocabulary,
     write_model,
 )
-from gateway.tools.local.errors import MissingExtraError
 from gateway.tools.local.gguf_file import read_model
 
 DIGEST = "75744240716fb4a26a9ae7f0ffd6b689661ee810ff240697980ebf1c425a5e3e"
 
 
-def test_the_same_bytes_come_out_everywhere(tmp_path: Path) -> None:
+def test_the_model_has_the_same_bytes_everywhere(tmp_path: Path) -> None:
     path = ensure_demo_model(tmp_path)
-    # Changed on purpose? Then raise demo_model.VERSION, so that old files are not reused.
+    # Changed on purpose? Then raise FILE_VERSION, so that old files are not reused.
     assert hashlib.sha256(path.read_bytes()).hexdigest() == DIGEST
     assert path.name == "demo-small-v1.gguf"
 
@@ -53,7 +52,7 @@ def test_it_is_written_once(tmp_path: Path) -> None:
     assert path.stat().st_mtime_ns == before.st_mtime_ns
 
 
-def test_processes_that_ask_at_once_get_the_same_whole_file(tmp_path: Path) -> None:
+def test_concurrent_processes_get_the_same_whole_file(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     with context.Pool(4) as pool:
         paths = pool.map(ensure_demo_model, [tmp_path] * 4)
@@ -63,19 +62,6 @@ def test_processes_that_ask_at_once_get_the_same_whole_file(tmp_path: Path) -> N
         "demo-small-v1.gguf",
         "demo-small-v1.gguf.lock",
     ]
-
-
-def test_a_write_that_fails_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(path: Path, shape: demo_model.DemoShape) -> None:
-        path.write_bytes(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(demo_model, "write_model", fail)
-    with pytest.raises(OSError, match="disk full"):
-        ensure_demo_model(tmp_path)
-    assert [p.suffix for p in (tmp_path / "models").iterdir()] == [".lock"]
 
 
 def test_a_missing_package_is_named_with_the_remedy(

@@ -26,7 +26,7 @@ from tests.servers import (
     stop_demo_server,
     wait_for_demo_server,
 )
-from tests.tools.local.asking import LIMIT, get, post
+from tests.tools.local.server_requests import TIMEOUT, get, post
 
 pytestmark = pytest.mark.real
 
@@ -57,7 +57,7 @@ def chat(url: str, content: str, **more: Any) -> dict[str, Any]:
     return choice
 
 
-def test_what_the_gateway_reads_of_a_node_is_switched_on(url: str) -> None:
+def test_the_endpoints_that_the_gateway_reads_are_enabled(url: str) -> None:
     assert get(f"{url}/health").json() == {"status": "ok"}
     props = get(f"{url}/props").json()
     assert props["total_slots"] == 2
@@ -67,12 +67,12 @@ def test_what_the_gateway_reads_of_a_node_is_switched_on(url: str) -> None:
     assert [model["id"] for model in get(f"{url}/v1/models").json()["data"]] == ["demo"]
 
 
-def test_no_web_page_may_call_it(url: str) -> None:
+def test_no_web_page_may_call_the_server(url: str) -> None:
     answer = get(f"{url}/slots", headers={"Origin": "http://evil.example"})
     assert answer.headers.get("Access-Control-Allow-Origin", "") == ""
 
 
-def test_keys_of_a_file_are_asked_for(tmp_path: Path) -> None:
+def test_keys_of_a_file_are_required(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("older-key\nnewer-key\n")
     server = spawn_demo_server(extra=("--api-key-file", str(keys)))
@@ -89,7 +89,7 @@ def test_keys_of_a_file_are_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n \n", "schlüssel".encode()])
-def test_a_file_without_a_key_opens_nothing(tmp_path: Path, content: bytes | None) -> None:
+def test_a_file_without_keys_is_refused(tmp_path: Path, content: bytes | None) -> None:
     keys = tmp_path / "keys"
     if content is not None:
         keys.write_bytes(content)
@@ -97,12 +97,12 @@ def test_a_file_without_a_key_opens_nothing(tmp_path: Path, content: bytes | Non
     try:
         with pytest.raises(AssertionError, match=f"embedded: --api-key-file {keys} "):
             wait_for_demo_server(server)
-        assert server.process.wait(LIMIT) == 1
+        assert server.process.wait(TIMEOUT) == 1
     finally:
         stop_demo_server(server)
 
 
-def test_it_runs_on_to_its_length_in_printable_words(url: str) -> None:
+def test_it_generates_printable_words_up_to_its_length(url: str) -> None:
     choice = chat(url, "Tell me of the sea.", max_tokens=300)
     assert choice["finish_reason"] == "length"
     text = choice["message"]["content"]
@@ -112,7 +112,7 @@ def test_it_runs_on_to_its_length_in_printable_words(url: str) -> None:
     assert len(set(words)) > 50
 
 
-def test_greedy_text_repeats_itself_on_every_server_alone_or_in_company() -> None:
+def test_greedy_text_is_the_same_on_every_server_alone_or_beside_others() -> None:
     prompts = [f"Tell me of the river, {number}." for number in range(8)]
     with demo_servers(2, slots=4) as (one, other):
 
@@ -129,13 +129,13 @@ def test_greedy_text_repeats_itself_on_every_server_alone_or_in_company() -> Non
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_it_calls_a_tool_and_answers_with_words_afterwards(url: str, choice: str) -> None:
-    asked = chat(url, "Weather?", tools=[TOOL], tool_choice=choice, max_tokens=200)
-    assert asked["finish_reason"] == "tool_calls"
-    (call,) = asked["message"]["tool_calls"]
+def test_it_calls_a_tool_and_then_answers_with_words(url: str, choice: str) -> None:
+    reply = chat(url, "Weather?", tools=[TOOL], tool_choice=choice, max_tokens=200)
+    assert reply["finish_reason"] == "tool_calls"
+    (call,) = reply["message"]["tool_calls"]
     assert call["function"]["name"] == "get_weather"
     result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
-    messages = [{"role": "user", "content": "Weather?"}, asked["message"], result]
+    messages = [{"role": "user", "content": "Weather?"}, reply["message"], result]
     body = {"messages": messages, "tools": [TOOL], "max_tokens": 20, "temperature": 0}
     answer = post(f"{url}/v1/chat/completions", json=body).json()
     assert answer["choices"][0]["finish_reason"] == "length"
@@ -149,7 +149,7 @@ def test_a_json_schema_is_followed(url: str) -> None:
     assert choice["message"]["content"].replace(" ", "") in {'{"a":"x"}', '{"a":"y"}'}
 
 
-def test_any_text_is_read_and_given_back(url: str) -> None:
+def test_any_text_is_tokenized_and_restored(url: str) -> None:
     text = "Grüße, 日本 \U0001f600\n\ttab  two spaces <b>&</b>"
     tokens = post(f"{url}/tokenize", json={"content": text}).json()["tokens"]
     assert post(f"{url}/detokenize", json={"tokens": tokens}).json()["content"] == text
@@ -187,19 +187,19 @@ def test_a_model_may_be_locked_in_memory(more: tuple[str, ...]) -> None:
     server = spawn_demo_server(extra=("--mlock", *more))
     try:
         wait_for_demo_server(server)
-        told = memlock_warning(model, server.pid)
+        warning = memlock_warning(model, server.pid)
         mapped = str(model.path) in Path(f"/proc/{server.pid}/maps").read_text()
     finally:
         stop_demo_server(server)
-    assert told is None
+    assert warning is None
     assert mapped == (not more)
 
 
-def test_sigterm_ends_it_at_once_though_a_stream_runs() -> None:
+def test_sigterm_ends_the_server_at_once_during_a_stream() -> None:
     with running_demo_servers(1, context=16_384) as (server,):
         body = {"prompt": "on", "n_predict": 16_000, "stream": True}
         url = f"{server.url}/completion"
-        with httpx.stream("POST", url, json=body, timeout=LIMIT) as answer:
+        with httpx.stream("POST", url, json=body, timeout=TIMEOUT) as answer:
             next(answer.iter_lines())
             server.process.terminate()
             # By itself the server ends its streams first, some 30 s, and then with status 0.
@@ -252,6 +252,6 @@ def test_a_file_that_is_no_model_is_an_error_without_a_traceback(tmp_path: Path)
 def test_a_log_holds_no_prompt_and_no_answer() -> None:
     with running_demo_servers(1) as (server,):
         text = chat(server.url, "my secret lighthouse", max_tokens=50)["message"]["content"]
-        said = server.log_with("prompt eval time")
-    assert "lighthouse" not in said
-    assert text.split()[0] + " " + text.split()[1] not in said
+        log = server.log_with("prompt eval time")
+    assert "lighthouse" not in log
+    assert text.split()[0] + " " + text.split()[1] not in log

@@ -1,56 +1,71 @@
 from __future__ import annotations
 
+import ctypes
+import importlib.metadata
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gateway.tools.local import embedded
-from gateway.tools.local.embedded import OPENMP_LIBRARY, openmp_folder, packaged_openmp
-from gateway.tools.local.errors import MissingExtraError
-from gateway.tools.local.prepare import plan_local_fleet
+from gateway.tools.local import MissingExtraError
+from gateway.tools.local.embedded import (
+    OPENMP_LIBRARY,
+    openmp_folder,
+    packaged_openmp,
+    system_has_openmp,
+)
+from gateway.tools.local.plan import plan_local_fleet
 from gateway.tools.local.server_command import server_environment
 from tests.servers import running_demo_servers
-from tests.tools.local.asking import post
+from tests.tools.local.server_requests import post
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the wheel brings its own there")
 
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "OPENMP_LIBRARY", "libgomp.so.none")
-    assert not embedded.system_has_openmp()
-    monkeypatch.setattr(embedded, "system_has_openmp", lambda: False)
-    monkeypatch.setattr(embedded, "OPENMP_LIBRARY", OPENMP_LIBRARY)
+    """A system without the OpenMP runtime."""
+
+    def load(name: str | None, **options: Any) -> ctypes.CDLL:
+        return load_library("libgomp.so.none" if name == OPENMP_LIBRARY else name, **options)
+
+    load_library = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    assert not system_has_openmp()
 
 
 def test_where_the_system_has_the_runtime_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded, "system_has_openmp", lambda: True)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
     assert openmp_folder(tmp_path) is None
-    made = server_environment({"LLAMA_GATEWAY_CACHE": str(tmp_path), "LD_LIBRARY_PATH": "/other"})
-    assert made["LD_LIBRARY_PATH"] == "/other"
+    environment = server_environment(
+        {"LLAMA_GATEWAY_CACHE": str(tmp_path), "LD_LIBRARY_PATH": "/other"}
+    )
+    assert environment["LD_LIBRARY_PATH"] == "/other"
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("bare")
-def test_elsewhere_a_server_is_shown_the_copy_of_a_package(tmp_path: Path) -> None:
+def test_elsewhere_a_server_finds_the_copy_of_a_package(tmp_path: Path) -> None:
     assert openmp_folder(tmp_path) == tmp_path / "lib"
     link = tmp_path / "lib" / OPENMP_LIBRARY
-    carried = packaged_openmp()
-    assert carried is not None
-    assert link.resolve() == carried.resolve()
+    packaged = packaged_openmp()
+    assert packaged is not None
+    assert link.resolve() == packaged.resolve()
 
-    made = server_environment({"LLAMA_GATEWAY_CACHE": str(tmp_path)})
-    assert made["LD_LIBRARY_PATH"] == str(tmp_path / "lib")
-    made = server_environment({"LLAMA_GATEWAY_CACHE": str(tmp_path), "LD_LIBRARY_PATH": "/other"})
-    assert made["LD_LIBRARY_PATH"] == f"/other:{tmp_path / 'lib'}"
+    environment = server_environment({"LLAMA_GATEWAY_CACHE": str(tmp_path)})
+    assert environment["LD_LIBRARY_PATH"] == str(tmp_path / "lib")
+    environment = server_environment(
+        {"LLAMA_GATEWAY_CACHE": str(tmp_path), "LD_LIBRARY_PATH": "/other"}
+    )
+    assert environment["LD_LIBRARY_PATH"] == f"/other:{tmp_path / 'lib'}"
 
 
 @pytest.mark.usefixtures("bare")
 @pytest.mark.parametrize("stale", ["/no/such/file", "/etc/hostname"])
-def test_a_link_that_leads_elsewhere_is_made_anew(tmp_path: Path, stale: str) -> None:
+def test_a_link_to_another_file_is_replaced(tmp_path: Path, stale: str) -> None:
     link = tmp_path / "lib" / OPENMP_LIBRARY
     link.parent.mkdir()
     link.symlink_to(stale)
@@ -60,11 +75,10 @@ def test_a_link_that_leads_elsewhere_is_made_anew(tmp_path: Path, stale: str) ->
 
 
 @pytest.mark.usefixtures("bare")
-def test_without_any_copy_the_remedy_is_told(
+def test_without_any_copy_the_error_names_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded, "OPENMP_PACKAGE", "no-such-package")
-    monkeypatch.setattr("gateway.tools.local.prepare.system_has_openmp", lambda: False)
+    monkeypatch.setattr(importlib.metadata, "files", lambda package: None)
     monkeypatch.setenv("PATH", "/nowhere")  # no llama-server, which would do without
     assert openmp_folder(tmp_path) is None
     with pytest.raises(MissingExtraError, match="apt-get install libgomp1"):

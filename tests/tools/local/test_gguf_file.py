@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.tools.local.errors import ModelFileError
+from gateway.tools.local import ModelFileError
 from gateway.tools.local.gguf_file import TENSOR_BLOCKS, model_parts, read_model
 
 PADDING = 16  # bytes behind the last tensor that `write_gguf` writes
@@ -39,7 +39,7 @@ def test_size_name_and_trained_context_are_read(tmp_path: Path) -> None:
     assert read_model(path, "other").name == "other"
 
 
-def test_a_file_that_does_not_say_its_context(tmp_path: Path) -> None:
+def test_a_file_without_a_context_length(tmp_path: Path) -> None:
     assert read_model(write_gguf(tmp_path / "m.gguf", context=None)).trained_context is None
 
 
@@ -89,7 +89,7 @@ def test_a_model_cut_short_anywhere_is_refused(
         read_model(path)
 
 
-def test_a_model_without_its_last_weights_is_told_how_much_is_there(tmp_path: Path) -> None:
+def test_a_model_without_its_last_weights_is_refused_with_its_size(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf")
     needed = path.stat().st_size - PADDING
     os.truncate(path, needed)
@@ -109,7 +109,7 @@ def test_a_part_cut_short_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "told"),
+    ("held", "message"),
     [
         ("<!DOCTYPE html><html>404</html>", "web page"),
         ('{"error": "Repository not found"}', "error message"),
@@ -117,12 +117,10 @@ def test_a_part_cut_short_is_named(tmp_path: Path) -> None:
         ("PK\3\4", "does not begin with GGUF"),
     ],
 )
-def test_what_a_download_left_in_place_of_a_model_is_told(
-    tmp_path: Path, held: str, told: str
-) -> None:
+def test_another_file_in_place_of_a_model_is_named(tmp_path: Path, held: str, message: str) -> None:
     path = tmp_path / "m.gguf"
     path.write_text(held)
-    with pytest.raises(ModelFileError, match=told):
+    with pytest.raises(ModelFileError, match=message):
         read_model(path)
 
 

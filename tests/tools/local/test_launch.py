@@ -37,7 +37,7 @@ def memory_can_be_bound() -> bool:
     return status == 0
 
 
-def test_it_becomes_the_command() -> None:
+def test_launch_execs_the_command() -> None:
     process = subprocess.Popen(
         [*LAUNCH, "--", sys.executable, "-c", "import os; print(os.getpid())"],
         stdout=subprocess.PIPE,
@@ -59,7 +59,7 @@ def test_cpus_and_memory_survive_exec() -> None:
         assert " bind:0 " in done.stdout
 
 
-def test_what_cannot_be_pinned_runs_all_the_same_and_says_so() -> None:
+def test_a_process_that_cannot_be_pinned_runs_anyway_with_a_note() -> None:
     done = run("--memory-node", "1000", "--", "/bin/echo", "runs")
     assert done.stdout == "runs\n"
     assert "not pinned" in done.stderr
@@ -72,7 +72,7 @@ def test_a_command_that_cannot_run_exits_as_in_a_shell(command: str, status: int
     assert done.stderr.startswith(f"launch: {command}: ")
 
 
-def test_a_parent_that_is_gone_already_is_noticed() -> None:
+def test_a_parent_that_has_ended_already_is_noticed() -> None:
     done = run("--parent", "1", "--", "/bin/echo", "orphan")
     assert (done.returncode, done.stdout) == (1, "")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.tools.local.errors import MemoryShortError
+from gateway.tools.local import MemoryShortError
 from gateway.tools.local.gguf_file import ModelFile
 from gateway.tools.local.memory import check_memory, format_gib, memory_headroom
 from gateway.tools.local.topology import Topology, read_topology
@@ -20,24 +20,24 @@ def machine(tmp_path: Path) -> Topology:
     return read_topology(make_machine(tmp_path, two_sockets_with_smt(), memory_gib=64))
 
 
-def test_what_leaves_exactly_two_gib_passes(machine: Topology) -> None:
+def test_servers_that_leave_exactly_two_gib_fit(machine: Topology) -> None:
     machine = replace(machine, memory_available=32 * GIB)
     check_memory(machine, MODEL, [None, None])
     assert memory_headroom(machine, MODEL.size, 2) == 0
 
 
-def test_a_byte_less_is_refused_with_figures_and_the_way_out(machine: Topology) -> None:
+def test_one_byte_less_is_refused_with_figures_and_the_remedy(machine: Topology) -> None:
     machine = replace(machine, memory_available=32 * GIB - 1)
     with pytest.raises(MemoryShortError) as caught:
         check_memory(machine, MODEL, [None, None])
-    told = str(caught.value)
+    message = str(caught.value)
     for part in ("big.gguf", "10.0 GiB", "2 servers", "30.0 GiB", "2.0 GiB", "32.0 GiB"):
-        assert part in told
-    assert "--force-memory" in told
-    assert "fewer --servers" in told
+        assert part in message
+    assert "--force-memory" in message
+    assert "fewer --servers" in message
 
 
-def test_one_server_is_not_told_to_become_fewer(machine: Topology) -> None:
+def test_fewer_servers_are_no_remedy_for_one(machine: Topology) -> None:
     machine = replace(machine, memory_available=GIB)
     with pytest.raises(MemoryShortError) as caught:
         check_memory(machine, MODEL, [None])
@@ -53,7 +53,7 @@ def test_a_bound_server_must_fit_into_its_node(machine: Topology) -> None:
         check_memory(replace(machine, nodes=(low, machine.nodes[1])), MODEL, [0, 1])
 
 
-def test_force_lets_everything_pass(machine: Topology) -> None:
+def test_force_skips_the_check(machine: Topology) -> None:
     check_memory(replace(machine, memory_available=0), MODEL, [0, 0, 0], force=True)
 
 

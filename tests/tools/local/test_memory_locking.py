@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.tools.local.errors import MemoryLockError
+from gateway.tools.local import MemoryLockError
 from gateway.tools.local.gguf_file import ModelFile
 from gateway.tools.local.memory import check_memlock, memlock_limit, memlock_warning
-from gateway.tools.local.prepare import plan_local_fleet
+from gateway.tools.local.plan import LocalFleetPlan, plan_local_fleet
 from gateway.tools.local.topology import read_topology
 from tests.tools.local.machine import make_machine
 
@@ -61,11 +61,11 @@ def test_the_capability_counts_where_a_server_will_have_it(
     assert (memlock_limit(root) is None) == free
 
 
-def test_where_nothing_tells_it_is_tried(tmp_path: Path) -> None:
+def test_without_proc_there_is_no_limit(tmp_path: Path) -> None:
     assert memlock_limit(tmp_path) is None
 
 
-def test_a_limit_below_the_model_is_told_with_the_remedy() -> None:
+def test_a_limit_below_the_model_is_refused_with_the_remedy() -> None:
     with pytest.raises(MemoryLockError) as caught:
         check_memlock(MODEL, 8 << 20)
     for word in ("/models/m.gguf", "8 MiB", "8.0 GiB", "prlimit", "CAP_IPC_LOCK", "--mlock"):
@@ -75,20 +75,20 @@ def test_a_limit_below_the_model_is_told_with_the_remedy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("locked", "told"),
+    ("locked", "warning"),
     [
         (8 << 20, None),
-        (0, "only 0 MiB of 8.0 GiB is locked in memory; its log may tell why"),
-        (4 << 20, "only 4.0 GiB of 8.0 GiB is locked in memory; its log may tell why"),
+        (0, "only 0 MiB of 8.0 GiB is locked in memory; its log may say why"),
+        (4 << 20, "only 4.0 GiB of 8.0 GiB is locked in memory; its log may say why"),
     ],
 )
-def test_what_a_server_has_locked_is_looked_at(
-    tmp_path: Path, locked: int, told: str | None
+def test_a_server_with_too_little_locked_memory_is_warned_of(
+    tmp_path: Path, locked: int, warning: str | None
 ) -> None:
     home = tmp_path / "proc/7"
     home.mkdir(parents=True)
     (home / "status").write_text(f"Name:\tllama-server\nVmLck:\t{locked:8} kB\n")
-    assert memlock_warning(MODEL, 7, tmp_path) == told
+    assert memlock_warning(MODEL, 7, tmp_path) == warning
     assert memlock_warning(MODEL, 8, tmp_path) is None
 
 
@@ -118,13 +118,15 @@ def test_launch_lets_a_server_lock_what_the_hard_limit_allows() -> None:
     assert done.stdout == f"({hard}, {hard})\n"
 
 
-def test_a_model_that_may_not_be_locked_starts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_may_not_be_locked_starts_nothing(tmp_path: Path) -> None:
     topology = read_topology(make_machine(tmp_path / "machine", [[[0]]]))
-    monkeypatch.setattr("gateway.tools.local.prepare.memlock_limit", lambda: 1 << 20)
+
+    def plan(limit: int | None) -> LocalFleetPlan:
+        return plan_local_fleet(
+            cache=tmp_path, topology=topology, mlock=True, read_memlock_limit=lambda: limit
+        )
+
     with pytest.raises(MemoryLockError, match="1 MiB"):
-        plan_local_fleet(cache=tmp_path, topology=topology, mlock=True)
-    monkeypatch.setattr("gateway.tools.local.prepare.memlock_limit", lambda: None)
-    assert plan_local_fleet(cache=tmp_path, topology=topology, mlock=True).specs[0].mlock
+        plan(1 << 20)
+    assert plan(None).specs[0].mlock
     assert not plan_local_fleet(cache=tmp_path, topology=topology).specs[0].mlock

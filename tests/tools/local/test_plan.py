@@ -39,7 +39,7 @@ def test_each_node_gets_a_server_pinned_and_with_memory_of_its_own(two_nodes: To
     assert second.no_mmap
 
 
-def test_memory_that_may_not_be_taken_is_not_bound(two_nodes: Topology) -> None:
+def test_memory_that_is_not_allowed_is_not_bound(two_nodes: Topology) -> None:
     forbidden = replace(two_nodes.nodes[1], memory_allowed=False)
     machine = replace(two_nodes, nodes=(two_nodes.nodes[0], forbidden))
     assert [spec.memory_node for spec in plan_servers(machine, MODEL)] == [0, None]
@@ -54,7 +54,7 @@ def test_several_servers_of_a_node_share_its_cores(
     assert len({spec.name for spec in specs}) == servers
 
 
-def test_servers_are_dealt_out_over_the_nodes(two_nodes: Topology) -> None:
+def test_servers_are_distributed_over_the_nodes(two_nodes: Topology) -> None:
     specs = plan_servers(two_nodes, MODEL, servers=3)
     assert [spec.numa_node for spec in specs] == [0, 1, 0]
     assert [spec.threads for spec in specs] == [2, 4, 2]

@@ -15,7 +15,7 @@ from tests.tools.local.machine import (
 )
 
 
-def test_an_epyc_is_told_with_what_llama_cpp_can_use(tmp_path: Path) -> None:
+def test_an_epyc_has_the_instructions_that_llama_cpp_can_use(tmp_path: Path) -> None:
     processor = read_processor(make_machine(tmp_path, [[[0]]]))
     assert processor.architecture == "x86_64"
     assert processor.name == "AMD EPYC 9554 64-Core Processor"
@@ -36,7 +36,7 @@ def test_amx_is_found(tmp_path: Path) -> None:
     ],
     ids=["graviton 3", "altra"],
 )
-def test_an_arm_server_is_told_by_its_core(
+def test_an_arm_server_is_named_for_its_core(
     tmp_path: Path, cpuinfo: str, name: str, has: set[str], lacks: set[str]
 ) -> None:
     processor = read_processor(make_machine(tmp_path, [[[0]]], cpuinfo=cpuinfo))
@@ -45,12 +45,12 @@ def test_an_arm_server_is_told_by_its_core(
     assert not lacks & set(processor.instructions)
 
 
-def test_a_machine_that_says_nothing_is_unknown_and_no_error(tmp_path: Path) -> None:
+def test_a_machine_without_cpuinfo_is_unknown_and_no_error(tmp_path: Path) -> None:
     processor = read_processor(tmp_path)
     assert (processor.architecture, processor.name, processor.instructions) == ("", "", ())
 
 
-def test_a_shared_cache_is_told_once_and_code_caches_are_left_out(tmp_path: Path) -> None:
+def test_a_shared_cache_appears_once_and_instruction_caches_do_not(tmp_path: Path) -> None:
     root = make_machine(tmp_path, two_sockets_with_smt())
     caches = read_caches(root, set(range(16)))
     assert [cache.level for cache in caches] == [1] * 8 + [3] * 2

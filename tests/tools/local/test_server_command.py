@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from gateway.tools.local import ServerBinaryError
 from gateway.tools.local.embedded import argument_parser
-from gateway.tools.local.errors import ServerBinaryError
-from gateway.tools.local.plan import ServerSpec
 from gateway.tools.local.server_command import (
     ServerBinary,
+    ServerSpec,
     find_binary,
     parse_flags,
     server_command,
@@ -52,7 +52,7 @@ def split(command: list[str]) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("binary", [None, help_with("--metrics")])
-def test_batches_that_are_given_are_used(binary: ServerBinary | None) -> None:
+def test_given_batches_are_used(binary: ServerBinary | None) -> None:
     spec = replace(SPEC, batch=1024, micro_batch=128)
     _, server = split(server_command(spec, 8081, parent=42, binary=binary))
     batch, micro_batch = ("-b", "-ub") if binary else ("--batch", "--ubatch")
@@ -85,7 +85,7 @@ def test_the_embedded_server_understands_its_command_line() -> None:
     assert options.mlock
 
 
-def test_a_binary_is_given_only_flags_that_it_has() -> None:
+def test_a_binary_gets_only_flags_that_it_has() -> None:
     _, old = split(server_command(PINNED, 8081, parent=1, binary=help_with()))
     assert " ".join(old) == (
         "/bin/llama-server -m /models/m.gguf --alias m --host 127.0.0.1 --port 8081 "
@@ -97,7 +97,7 @@ def test_a_binary_is_given_only_flags_that_it_has() -> None:
     assert middle[middle.index("--cache-ram") + 1] == "3072"
 
 
-def test_of_two_names_of_a_flag_the_newer_is_taken() -> None:
+def test_of_two_names_of_a_flag_the_newer_is_used() -> None:
     both = help_with("--no-ui", "--no-webui", "--load-mode", "--no-mmap")
     _, command = split(server_command(PINNED, 8081, parent=1, binary=both))
     assert command[command.index("--load-mode") + 1] == "none"
@@ -114,7 +114,7 @@ def test_of_two_names_of_a_flag_the_newer_is_taken() -> None:
         (("--mlock", "--no-mmap"), False, "--mlock"),
     ],
 )
-def test_a_model_is_locked_by_the_flags_that_there_are(
+def test_a_model_is_locked_by_the_flags_of_the_binary(
     has: tuple[str, ...], no_mmap: bool, given: str
 ) -> None:
     spec = replace(SPEC, mlock=True, no_mmap=no_mmap)
@@ -123,7 +123,7 @@ def test_a_model_is_locked_by_the_flags_that_there_are(
     assert " ".join(server).endswith(f" {given}")
 
 
-def test_a_prefill_is_cut_small_but_a_text_to_embed_is_not_cut() -> None:
+def test_prefills_have_small_batches_but_embeddings_one() -> None:
     for spec, sizes in ((SPEC, "-b 512 -ub 256"), (PINNED, "-b 4096 -ub 4096")):
         assert sizes in " ".join(server_command(spec, 8081, parent=1, binary=help_with()))
 
@@ -138,7 +138,7 @@ def test_without_a_binary_the_embedded_server_is_used(tmp_path: Path) -> None:
     assert find_binary(None, str(tmp_path)) is None
 
 
-def test_a_binary_on_path_is_found_and_asked(tmp_path: Path) -> None:
+def test_a_binary_on_path_is_found_with_its_flags(tmp_path: Path) -> None:
     program = script(tmp_path / "llama-server", f"/bin/cat <<'E'\n{HELP}E")
     found = find_binary(None, str(tmp_path))
     assert found is not None
@@ -158,7 +158,7 @@ def test_one_named_must_exist_and_be_a_llama_server(tmp_path: Path) -> None:
 
 
 def test_a_server_finds_this_package_from_any_folder() -> None:
-    made = server_environment({"PYTHONPATH": "/other", "A": "b"})
-    root, other = made["PYTHONPATH"].split(":")
+    environment = server_environment({"PYTHONPATH": "/other", "A": "b"})
+    root, other = environment["PYTHONPATH"].split(":")
     assert (Path(root) / "gateway/tools/local/launch.py").is_file()
-    assert (other, made["A"]) == ("/other", "b")
+    assert (other, environment["A"]) == ("/other", "b")

@@ -1,4 +1,4 @@
-"""What the gateway relies on in the pinned llama.cpp server.
+"""Behaviour of the pinned llama.cpp server that the gateway relies on.
 
 Where one of these fails after an upgrade, it is the relay that has to learn.
 """
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.servers import demo_servers
-from tests.tools.local.asking import LIMIT, get, post
+from tests.tools.local.server_requests import TIMEOUT, get, post
 
 pytestmark = pytest.mark.real
 
@@ -35,7 +35,7 @@ class Connection:
         parts = urlsplit(url)
         assert parts.hostname
         assert parts.port
-        self._socket = socket.create_connection((parts.hostname, parts.port), timeout=LIMIT)
+        self._socket = socket.create_connection((parts.hostname, parts.port), timeout=TIMEOUT)
         self.file: BinaryIO = self._socket.makefile("rb")
 
     def __enter__(self) -> Self:
@@ -69,7 +69,7 @@ class Connection:
         except TimeoutError:
             return True
         finally:
-            self._socket.settimeout(LIMIT)
+            self._socket.settimeout(TIMEOUT)
         return False
 
 
@@ -83,7 +83,7 @@ def wait_until_free(url: str) -> None:
 
 
 def broken_off(url: str) -> bool:
-    """Whether the last answer had more to come; waits until its slot is free."""
+    """Return whether the last response was incomplete; wait until its slot is free."""
     wait_until_free(url)
     [slot] = get(f"{url}/slots").json()
     return bool(slot["next_token"][0]["has_next_token"])
@@ -101,7 +101,7 @@ def test_a_connection_serves_a_hundred_requests(url: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_connection_is_told_to_end_after_five_idle_seconds_or_a_hundred_requests(
+def test_a_connection_ends_after_five_idle_seconds_or_a_hundred_requests(
     url: str,
 ) -> None:
     with Connection(url) as connection:
@@ -117,7 +117,7 @@ def test_an_error_closes_the_connection(url: str) -> None:
         assert (status, headers["connection"]) == (400, "close")
 
 
-def test_a_slot_is_free_soon_after_its_stream_is_left(url: str) -> None:
+def test_a_slot_is_free_soon_after_its_stream_is_closed(url: str) -> None:
     with Connection(url) as connection:
         connection.send("/completion", LONG)
         assert connection.head()[0] == 200
@@ -127,7 +127,7 @@ def test_a_slot_is_free_soon_after_its_stream_is_left(url: str) -> None:
 
 
 def withheld(url: str) -> bool:
-    """Whether a second head was withheld while the first request had the slot, and came then."""
+    """Return whether a second response's head came only after the first request left the slot."""
     with Connection(url) as first, Connection(url) as second:
         first.send("/completion", LONG)
         assert first.head()[0] == 200
@@ -144,7 +144,7 @@ def test_the_head_comes_at_once_with_a_free_slot_and_is_withheld_without(url: st
     assert any(withheld(url) for _ in range(10))
 
 
-def test_a_prompt_that_is_too_long_is_told_with_both_numbers(url: str) -> None:
+def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(url: str) -> None:
     answer = post(f"{url}/completion", json={"prompt": "x" * 20_000, "stream": True})
     assert answer.status_code == 400
     error = answer.json()["error"]

@@ -5,7 +5,7 @@ from pathlib import Path
 from gateway.tools.local.server_process import last_lines, open_log, truncate_log
 
 
-def test_the_log_of_the_run_before_is_kept_once(tmp_path: Path) -> None:
+def test_the_log_of_the_previous_run_stays(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "local-0.log"
     for run in range(3):
         with open_log(path) as log:
@@ -27,7 +27,7 @@ def test_a_log_that_grows_past_its_limit_is_cut_under_its_writer(tmp_path: Path)
     assert path.with_name("x.log.1").read_bytes().endswith(b"b\n")
 
 
-def test_the_last_lines_are_read_as_well_as_can_be(tmp_path: Path) -> None:
+def test_the_last_lines_of_any_log_are_read(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
     path.write_bytes(b"\n".join(str(n).encode() for n in range(100)) + b"\nbad \xff\n")
     assert last_lines(path, 2) == ["99", "bad \ufffd"]

@@ -17,7 +17,7 @@ def listen_as_a_server(port: int, option: int) -> None:
 
 
 @pytest.mark.parametrize("option", [socket.SO_REUSEADDR, socket.SO_REUSEPORT])
-def test_the_server_meant_for_it_can_listen_on_a_claimed_port(option: int) -> None:
+def test_the_server_can_listen_on_its_claimed_port(option: int) -> None:
     with claim_port(HOST) as claim:
         listen_as_a_server(claimed_port(claim), option)
         listen_as_a_server(claimed_port(claim), option)  # and once more after its end
@@ -28,12 +28,12 @@ def test_a_claimed_port_cannot_be_claimed_again() -> None:
         claim_port(HOST, claimed_port(claim))
 
 
-def test_the_first_free_port_from_the_base_is_taken() -> None:
+def test_the_first_free_port_from_the_base_is_claimed() -> None:
     with claim_port(HOST) as taken, claim_free_port(HOST, claimed_port(taken)) as claim:
         assert claimed_port(claim) > claimed_port(taken)
 
 
-def test_any_port_will_do_where_none_is_left_above() -> None:
+def test_any_free_port_is_claimed_where_none_is_free_above() -> None:
     with claim_free_port(HOST, 65536) as claim:
         assert claimed_port(claim) > 0
 

@@ -1,4 +1,4 @@
-"""What docs/models.md says of two models, checked on files of their very shape."""
+"""Checks the statements of docs/models.md about two models, on files of the same shape."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.tools.local.errors import ModelFileError
+from gateway.tools.local import ModelFileError
 from gateway.tools.local.gguf_file import read_model
 from gateway.tools.local.memory import GIB, memory_needed
 from gateway.tools.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_servers
@@ -32,7 +32,7 @@ def test_the_fixture_has_the_tensors_that_the_published_file_has(model: Publishe
 
 
 @pytest.mark.parametrize("model", MODELS, ids=named)
-def test_up_reads_of_the_file_what_the_page_says(model: Published, tmp_path: Path) -> None:
+def test_up_reads_the_figures_of_the_page(model: Published, tmp_path: Path) -> None:
     read = read_model(write_hollow(model, tmp_path))
     assert (read.name, read.size, read.trained_context) == (
         model.file.removesuffix(".gguf"),
@@ -64,12 +64,12 @@ def test_the_page_fetches_and_checks_the_file(model: Published) -> None:
     assert f"--model {model.file}" in PAGE
 
 
-def test_half_a_download_is_told(tmp_path: Path) -> None:
+def test_half_a_download_is_refused_as_the_page_says(tmp_path: Path) -> None:
     model = MODELS[0]
     path = write_hollow(model, tmp_path)
     with path.open("r+b") as file:
         file.truncate(model.size // 2)
-    told = re.search(r"cut short: [\d,]+ of at least [\d,]+ bytes are there", PAGE)
-    assert told
-    with pytest.raises(ModelFileError, match=told[0]):
+    quoted = re.search(r"cut short: [\d,]+ of at least [\d,]+ bytes are there", PAGE)
+    assert quoted
+    with pytest.raises(ModelFileError, match=quoted[0]):
         read_model(path)

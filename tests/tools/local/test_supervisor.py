@@ -12,9 +12,8 @@ import psutil
 import pytest
 
 import gateway
-from gateway.tools.local.errors import ServerStartError
-from gateway.tools.local.plan import ServerSpec
-from gateway.tools.local.server_command import find_binary
+from gateway.tools.local import ServerStartError
+from gateway.tools.local.server_command import ServerSpec, find_binary
 from gateway.tools.local.supervisor import (
     LocalFleet,
     ServerEvent,
@@ -50,7 +49,7 @@ async def until(condition: Callable[[], bool], limit: float = 60.0) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_pauses_double_up_to_a_limit_and_begin_anew_after_a_steady_life() -> None:
+def test_the_backoff_doubles_up_to_a_limit_and_is_reset_by_uptime() -> None:
     pauses: list[float] = []
     for _ in range(9):
         pauses.append(restart_backoff(pauses[-1] if pauses else None, uptime=1.0))
@@ -63,8 +62,8 @@ def test_pauses_double_up_to_a_limit_and_begin_anew_after_a_steady_life() -> Non
 async def test_servers_answer_are_described_as_nodes_and_end_with_the_fleet(
     tmp_path: Path,
 ) -> None:
-    told: list[ServerEvent] = []
-    fleet = LocalFleet(specs(2), tmp_path, base_port=0, on_event=told.append)
+    events: list[ServerEvent] = []
+    fleet = LocalFleet(specs(2), tmp_path, base_port=0, on_event=events.append)
     async with fleet, httpx.AsyncClient(timeout=60) as client:
         for url in fleet.urls:
             props = (await client.get(f"{url}/props")).json()
@@ -78,25 +77,25 @@ async def test_servers_answer_are_described_as_nodes_and_end_with_the_fleet(
         # They log from threads of their own.
         await until(lambda: all(log.stat().st_size > 0 for log in fleet.logs))
     assert all(gone(pid) for pid in pids)
-    assert {type(progress) for progress in told} >= {ServerStarted, ServerReady}
-    assert sum(isinstance(progress, ServerReady) for progress in told) == 2
+    assert {type(event) for event in events} >= {ServerStarted, ServerReady}
+    assert sum(isinstance(event, ServerReady) for event in events) == 2
     assert all(log.parent == tmp_path for log in fleet.logs)
 
 
 @pytest.mark.real
 async def test_the_fleet_ends_while_a_server_waits_for_its_restart(tmp_path: Path) -> None:
-    told: list[ServerEvent] = []
-    async with LocalFleet(specs(1), tmp_path, base_port=0, on_event=told.append) as fleet:
+    events: list[ServerEvent] = []
+    async with LocalFleet(specs(1), tmp_path, base_port=0, on_event=events.append) as fleet:
         (pid,) = fleet.pids
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: any(isinstance(progress, ServerExited) for progress in told))
+        await until(lambda: any(isinstance(event, ServerExited) for event in events))
     assert fleet.pids == (None,)
-    assert sum(isinstance(progress, ServerStarted) for progress in told) == 1
+    assert sum(isinstance(event, ServerStarted) for event in events) == 1
 
 
 @pytest.mark.real
-async def test_a_server_that_cannot_start_is_told_with_its_log_and_ends_the_others(
+async def test_a_server_that_cannot_start_is_reported_with_its_log_and_ends_the_others(
     tmp_path: Path,
 ) -> None:
     bad = tmp_path / "bad.gguf"
@@ -104,10 +103,10 @@ async def test_a_server_that_cannot_start_is_told_with_its_log_and_ends_the_othe
     fleet = LocalFleet([*specs(1), *specs(2, bad)[1:]], tmp_path / "logs", base_port=0)
     with pytest.raises(ServerStartError) as caught:
         await fleet.__aenter__()
-    told = str(caught.value)
-    assert told.startswith("local-1: the llama.cpp server ended (exit status 1)")
-    assert str(fleet.logs[1]) in told
-    assert f"could not serve {bad}" in told
+    message = str(caught.value)
+    assert message.startswith("local-1: the llama.cpp server ended (exit status 1)")
+    assert str(fleet.logs[1]) in message
+    assert f"could not serve {bad}" in message
     assert fleet.pids == (None, None)
 
 
@@ -120,7 +119,7 @@ async def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> No
 
 
 @pytest.mark.real
-async def test_cancelling_the_start_ends_what_was_started(tmp_path: Path) -> None:
+async def test_cancelling_the_start_ends_the_started_servers(tmp_path: Path) -> None:
     started = asyncio.Event()
     fleet = LocalFleet(specs(2), tmp_path, base_port=0, on_event=lambda _: started.set())
     task = asyncio.create_task(fleet.__aenter__())
@@ -149,7 +148,7 @@ async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.real
 async def test_a_llama_server_binary_is_run_in_place_of_the_embedded_one(tmp_path: Path) -> None:
-    """The binary is the embedded server behind llama-server's flags: none is to be had here."""
+    """The binary is the embedded server behind llama-server's flags."""
     binary = find_binary(stub_binary(tmp_path / "llama-server"))
     fleet = LocalFleet(specs(1), tmp_path, binary=binary, base_port=0)
     async with fleet, httpx.AsyncClient(timeout=60) as client:
@@ -168,11 +167,11 @@ def stub_binary(path: Path, before: str = "") -> Path:
 import argparse, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 from gateway.tools.local import embedded
-made = argparse.ArgumentParser()
+parser = argparse.ArgumentParser()
 for names in (("-m", "--model"), ("--alias",), ("--host",), ("--port",), ("-np", "--parallel"),
               ("-c", "--ctx-size"), ("-t", "--threads"), ("-tb",), ("-b",), ("-ub",)):
-    made.add_argument(*names)
-given = made.parse_args()
+    parser.add_argument(*names)
+given = parser.parse_args()
 {before}
 embedded.main(["--model", given.model, "--alias", given.alias, "--port", given.port,
                "--slots", given.parallel, "--ctx", given.ctx_size])

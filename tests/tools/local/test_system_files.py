@@ -28,7 +28,7 @@ def test_a_list_is_read_back_as_it_was_written(numbers: set[int]) -> None:
     assert parse_kernel_list(format_kernel_list(numbers)) == numbers
 
 
-def test_neighbours_are_written_as_a_range() -> None:
+def test_consecutive_numbers_are_formatted_as_a_range() -> None:
     assert format_kernel_list({0, 1, 2, 5, 7, 8}) == "0-2,5,7-8"
 
 
@@ -40,6 +40,6 @@ def test_sizes_are_read(text: str, size: int) -> None:
     assert parse_kernel_size(text) == size
 
 
-def test_what_is_not_there_is_empty(tmp_path: Path) -> None:
+def test_a_missing_file_is_empty(tmp_path: Path) -> None:
     assert read_number(tmp_path / "none") is None
     assert read_kernel_list(tmp_path / "none") is None

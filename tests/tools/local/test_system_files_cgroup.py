@@ -36,7 +36,7 @@ def test_the_tightest_limit_of_the_ancestors_counts(tmp_path: Path) -> None:
     assert cgroup_memory_headroom(tmp_path) == 3 * GIB
 
 
-def test_cache_that_is_dropped_first_counts_as_free(tmp_path: Path) -> None:
+def test_inactive_page_cache_counts_as_free(tmp_path: Path) -> None:
     write(tmp_path, "proc/self/cgroup", "0::/\n")
     write(tmp_path, "sys/fs/cgroup/memory.max", f"{8 * GIB}\n")
     write(tmp_path, "sys/fs/cgroup/memory.current", f"{6 * GIB}\n")
@@ -76,7 +76,7 @@ def test_version_1_without_limits(tmp_path: Path) -> None:
     assert cgroup_memory_headroom(tmp_path) is None
 
 
-def test_a_path_cannot_climb_out_of_the_mount(tmp_path: Path) -> None:
+def test_a_path_cannot_leave_the_mount(tmp_path: Path) -> None:
     write(tmp_path, "proc/self/cgroup", "0::/../../outside\n")
     write(tmp_path, "sys/fs/outside/cpu.max", "100000 100000\n")
     assert cgroup_cpu_quota(tmp_path) is None

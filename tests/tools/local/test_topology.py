@@ -27,7 +27,7 @@ def test_smt_siblings_are_one_core(tmp_path: Path) -> None:
     assert machine.nodes[1].cpus == (4, 5, 6, 7, 12, 13, 14, 15)
 
 
-def test_a_node_counts_memory_that_is_free_or_easily_given_back(tmp_path: Path) -> None:
+def test_a_node_counts_memory_that_is_free_or_easily_reclaimed(tmp_path: Path) -> None:
     machine = read_topology(make_machine(tmp_path, two_sockets_with_smt(), memory_gib=64))
     assert [node.memory_total for node in machine.nodes] == [32 * GIB, 32 * GIB]
     assert [node.memory_available for node in machine.nodes] == [24 * GIB, 24 * GIB]
@@ -51,12 +51,12 @@ def test_a_cpu_whose_sibling_is_not_allowed_is_a_core_of_one(tmp_path: Path) -> 
     assert read_topology(root).nodes[0].cores == ((0,), (9,))
 
 
-def test_a_node_of_memory_without_cpus_is_left_out(tmp_path: Path) -> None:
+def test_a_node_without_cpus_is_left_out(tmp_path: Path) -> None:
     root = make_machine(tmp_path, [[[0], [1]], []])
     assert [node.number for node in read_topology(root).nodes] == [0]
 
 
-def test_memory_that_the_cpuset_forbids_is_told(tmp_path: Path) -> None:
+def test_memory_that_the_cpuset_forbids_is_shown(tmp_path: Path) -> None:
     root = make_machine(tmp_path, two_sockets_with_smt(), memory_nodes_allowed="0")
     assert [node.memory_allowed for node in read_topology(root).nodes] == [True, False]
 
@@ -70,7 +70,7 @@ def test_a_kernel_without_numa_is_one_node(tmp_path: Path) -> None:
     assert (node.memory_total, node.memory_available) == (GIB, GIB // 2)
 
 
-def test_nothing_readable_still_gives_one_core(tmp_path: Path) -> None:
+def test_an_unreadable_machine_has_one_core(tmp_path: Path) -> None:
     assert read_topology(tmp_path).core_count == 1
 
 
@@ -88,7 +88,7 @@ def test_this_machine_is_read() -> None:
     assert 0 < machine.memory_available <= machine.memory_total
 
 
-def test_two_sockets_are_told_with_the_way_between_them(tmp_path: Path) -> None:
+def test_two_sockets_have_their_distances(tmp_path: Path) -> None:
     machine = read_topology(make_machine(tmp_path, two_sockets_with_smt()))
     assert machine.sockets == (0, 1)
     assert [node.sockets for node in machine.nodes] == [(0,), (1,)]
@@ -103,7 +103,7 @@ def test_a_socket_may_hold_several_nodes(tmp_path: Path) -> None:
     assert [node.sockets for node in machine.nodes] == [(0,)] * 4 + [(1,)] * 4
 
 
-def test_a_server_gets_a_thread_for_each_physical_core_and_none_for_a_hyperthread(
+def test_a_server_gets_a_thread_for_each_physical_core_and_none_for_hyperthreads(
     tmp_path: Path,
 ) -> None:
     machine = read_topology(make_machine(tmp_path, two_sockets_with_smt()))

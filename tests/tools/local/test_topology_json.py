@@ -18,10 +18,10 @@ MODULES = (
     "tools/__init__",
     *(f"tools/local/{name}" for name in ("__init__", "processor", "system_files", "topology")),
 )
-"""What a playbook copies to a machine; beside them an empty `gateway/__init__.py`."""
+"""The modules that a playbook runs on a host, beside an empty `gateway/__init__.py`."""
 
 
-def test_a_bare_python_tells_a_machine_that_nothing_is_installed_on(tmp_path: Path) -> None:
+def test_a_bare_python_reads_the_topology(tmp_path: Path) -> None:
     copied = tmp_path / "gateway/tools/local"
     copied.mkdir(parents=True)
     (tmp_path / "gateway/__init__.py").touch()
@@ -30,11 +30,11 @@ def test_a_bare_python_tells_a_machine_that_nothing_is_installed_on(tmp_path: Pa
             Path(gateway.__file__).parent / f"{module}.py", tmp_path / f"gateway/{module}.py"
         )
     machine = make_machine(tmp_path / "machine", two_sockets_with_smt())
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-I", "-S", "-c",
          RUN, str(tmp_path), str(machine)],
         capture_output=True, check=True, text=True, timeout=120,
     )  # fmt: skip
-    found = json.loads(told.stdout)
+    found = json.loads(result.stdout)
     assert (found["sockets"], found["cores"]) == (2, 8)
     assert [server["threads"] for server in found["servers"]] == [4, 4]

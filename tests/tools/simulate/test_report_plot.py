@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
 from gateway.tools.simulate.comparison import compare
-from gateway.tools.simulate.report import PlotsNotInstalledError, PolicyReport, plot_reports
+from gateway.tools.simulate.report import PolicyReport, plot_reports
 from gateway.tools.simulate.traffic import Traffic, generate
 from tests.tools.simulate.build import machine
 
@@ -26,13 +24,3 @@ def test_a_picture_is_drawn(reports: list[PolicyReport], tmp_path: Path) -> None
     plot_reports(tmp_path / "plot.svg", reports, "200 requests")
     text = (tmp_path / "plot.svg").read_text()
     assert "<svg" in text
-
-
-def test_a_missing_package_is_told_with_the_remedy(
-    reports: list[PolicyReport], tmp_path: Path
-) -> None:
-    with (
-        patch.dict(sys.modules, {"matplotlib.figure": None}),
-        pytest.raises(PlotsNotInstalledError, match=r"pip install 'llama-gateway\[plots\]'"),
-    ):
-        plot_reports(tmp_path / "plot.png", reports, "title")

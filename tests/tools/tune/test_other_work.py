@@ -15,7 +15,7 @@ CPUS = {0, 1}
 
 
 def machine(root: Path, busy: tuple[int, int], idle: int, **processes: int) -> Path:
-    """Ticks since the start: of two CPUs that may be used, a third, and of processes."""
+    """Write `/proc` with the ticks of two usable CPUs, of a third, and of processes."""
     lines = [f"cpu{cpu} {ticks // 2} {ticks - ticks // 2} 0 {idle} 0 0 0 0 0 0" for cpu, ticks in
              enumerate(busy)]  # fmt: skip
     write(
@@ -52,7 +52,7 @@ def test_a_process_name_may_hold_brackets_and_blanks(tmp_path: Path) -> None:
     assert other_work_between(before, after).top_processes[0][1] == "a) R (b"
 
 
-def test_a_system_that_tells_nothing_has_no_known_work(tmp_path: Path) -> None:
+def test_a_system_without_proc_has_no_known_work(tmp_path: Path) -> None:
     times = read_cpu_times(CPUS, tmp_path)
     assert times.cpus == 0
     assert other_work_between(times, times).busy_cpus == 0.0
@@ -82,5 +82,5 @@ def test_a_busy_process_of_this_machine_is_found() -> None:
             busy.kill()
 
 
-def test_a_process_that_is_gone_has_no_memory(tmp_path: Path) -> None:
+def test_a_process_that_has_ended_has_no_memory(tmp_path: Path) -> None:
     assert peak_memory(4711, tmp_path) is None

@@ -8,7 +8,6 @@ from itertools import product
 
 import pytest
 
-from gateway.tools.tune.measurements import ScoreHistory
 from gateway.tools.tune.search import REPEATS, Search
 from gateway.tools.tune.setting import BATCH_SIZES, MICRO_BATCH_SIZES, SearchSpace, Setting
 
@@ -27,7 +26,7 @@ Surface = Callable[[Setting], float]
 
 
 def towards(best: Setting, steep: float = 0.15) -> Surface:
-    """Worse by a share for each step away from the best value of a knob."""
+    """A surface that gets worse by a share with each step away from the best value of a knob."""
 
     def seconds(setting: Setting) -> float:
         away = (
@@ -84,8 +83,10 @@ def test_noise_rarely_hides_the_best_or_makes_the_result_worse_than_the_start() 
 
 
 def test_on_a_flat_surface_the_rule_of_thumb_stays() -> None:
-    kept = sum(run(lambda _: 30.0, noise=0.03, seed=seed)[0].best == START for seed in range(60))
-    assert kept >= 54
+    unchanged = sum(
+        run(lambda _: 30.0, noise=0.03, seed=seed)[0].best == START for seed in range(60)
+    )
+    assert unchanged >= 54
 
 
 def test_without_any_difference_nothing_is_changed_and_little_is_measured() -> None:
@@ -117,12 +118,12 @@ def test_knobs_that_depend_on_each_other_are_turned_again() -> None:
     assert measured <= 1.5 * MOST
 
 
-def test_a_way_that_gets_clearly_worse_is_left() -> None:
+def test_a_direction_that_gets_clearly_worse_is_left() -> None:
     search, _ = run(towards(Setting(16, 512, 256, 1, "free"), steep=1.0), noise=0.01)
     assert {setting.slots for setting in search.history.scores} == {1, 2, 3}
 
 
-def test_a_setting_that_does_not_run_ends_its_way_only() -> None:
+def test_a_setting_that_does_not_run_ends_its_direction_only() -> None:
     search = Search(SPACE, START)
     surface = towards(Setting(16, 512, 256, 8, "free"))
     for setting in search.settings_to_measure():
@@ -131,16 +132,16 @@ def test_a_setting_that_does_not_run_ends_its_way_only() -> None:
     assert {setting.slots for setting in search.history.failed} == {4}
 
 
-def test_a_start_that_does_not_run_is_the_end() -> None:
+def test_a_first_setting_that_does_not_run_ends_the_search() -> None:
     search = Search(SPACE, START)
-    asked = []
+    measured = []
     for setting in search.settings_to_measure():
-        asked.append(setting)
+        measured.append(setting)
         search.history.add(setting, None)
-    assert asked == [START]
+    assert measured == [START]
 
 
-def test_a_search_that_is_stopped_knows_what_it_did_not_come_to() -> None:
+def test_a_stopped_search_knows_its_unsearched_knobs() -> None:
     search = Search(SPACE, START)
     for number, setting in enumerate(search.settings_to_measure()):
         if number == 4:
@@ -150,13 +151,13 @@ def test_a_search_that_is_stopped_knows_what_it_did_not_come_to() -> None:
     assert search.unsearched_knobs() == ["threads", "micro_batch", "slots", "batch", "pinning"]
 
 
-def test_the_same_scores_lead_the_same_way() -> None:
+def test_the_same_scores_give_the_same_search() -> None:
     first, _ = run(towards(Setting(12, 256, 128, 4, "cores")), noise=0.03)
     second, _ = run(towards(Setting(12, 256, 128, 4, "cores")), noise=0.03)
     assert list(first.history.scores) == list(second.history.scores)
 
 
-def test_no_setting_is_asked_for_whose_computation_is_larger_than_its_step() -> None:
+def test_no_setting_has_a_micro_batch_larger_than_its_batch() -> None:
     for best in (Setting(16, 128, 128, 2, "free"), Setting(16, 1024, 1024, 2, "free")):
         search, _ = run(towards(best))
         assert all(one.micro_batch <= one.batch for one in search.history.scores)
@@ -166,35 +167,3 @@ def test_no_setting_is_asked_for_whose_computation_is_larger_than_its_step() -> 
 def test_the_size_of_the_grid_counts_settings_that_are_possible() -> None:
     possible = [one for one in product(*astuple(SPACE)) if one[2] <= one[1]]
     assert SPACE.size == len(possible)
-
-
-class TestHistory:
-    def test_noise_is_found_from_repeats(self) -> None:
-        rng = random.Random(2)
-        history = ScoreHistory()
-        for slots in range(1, 41):
-            setting = START.with_knob("slots", slots)
-            for _ in range(3):
-                history.add(setting, slots * math.exp(rng.gauss(0, 0.05)))
-        assert history.noise() == pytest.approx(0.05, rel=0.15)
-
-    def test_two_repeats_that_agree_by_chance_are_not_believed(self) -> None:
-        history = ScoreHistory()
-        for _ in range(2):
-            history.add(START, 30.0)
-        assert history.noise() > 0.01
-
-    def test_one_outlier_does_not_move_a_setting(self) -> None:
-        history = ScoreHistory()
-        for score in (30.0, 90.0, 30.3):
-            history.add(START, score)
-        assert history.median_score(START) == 30.3
-
-    def test_less_seconds_are_better(self) -> None:
-        history, other = ScoreHistory(), START.with_knob("threads", 12)
-        for _ in range(3):
-            history.add(START, 30.0)
-            history.add(other, 20.0)
-        assert history.clearly_better(other, START)
-        assert not history.clearly_better(START, other)
-        assert history.gain(other, START) == pytest.approx(1 / 3)

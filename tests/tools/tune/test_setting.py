@@ -33,20 +33,20 @@ def smt(tmp_path: Path) -> Topology:
     return read_topology(make_machine(tmp_path, two_sockets_with_smt()[:1]))
 
 
-def test_the_search_begins_with_what_would_be_run_anyway(two_sockets: Topology) -> None:
+def test_the_search_begins_with_the_setting_of_up(two_sockets: Topology) -> None:
     start = rule_of_thumb(two_sockets)
     assert start == Setting(4, 512, 256, 2, "node")
     planned = plan_servers(two_sockets, MODEL)
     for spec in planned:
-        made = server_spec(start, spec, two_sockets, spec.context)
+        changed = server_spec(start, spec, two_sockets, spec.context)
         same = replace(
             spec,
-            name=made.name,
+            name=changed.name,
             batch=512,
             micro_batch=256,
-            prompt_cache_bytes=made.prompt_cache_bytes,
+            prompt_cache_bytes=changed.prompt_cache_bytes,
         )
-        assert made == same
+        assert changed == same
 
 
 def test_the_start_is_in_the_space(two_sockets: Topology, smt: Topology) -> None:
@@ -75,7 +75,7 @@ def test_one_thread_of_each_core_is_tried_where_cores_have_several(
     assert search_space(plain, context=4096, max_slots=8).pinning == ("free",)
 
 
-def test_servers_of_several_nodes_are_never_let_off_theirs(two_sockets: Topology) -> None:
+def test_servers_of_several_nodes_are_always_pinned(two_sockets: Topology) -> None:
     assert search_space(two_sockets, context=4096, max_slots=8).pinning == ("node",)
     specs = [
         server_spec(rule_of_thumb(two_sockets), spec, two_sockets, 4096)
@@ -88,14 +88,14 @@ def test_servers_of_several_nodes_are_never_let_off_theirs(two_sockets: Topology
     ]
 
 
-def test_weak_cores_are_left_out(tmp_path: Path) -> None:
+def test_efficiency_cores_are_left_out(tmp_path: Path) -> None:
     root = make_machine(tmp_path, [[[0, 1], [2], [3]]])
     write(root, "sys/devices/cpu_core/cpus", "0-1\n")
     write(root, "sys/devices/cpu_atom/cpus", "2-3\n")
     assert rule_of_thumb(read_topology(root)) == Setting(1, 512, 256, 2, "node")
 
 
-def test_a_knob_takes_the_other_batch_along() -> None:
+def test_batch_and_micro_batch_follow_each_other() -> None:
     start = Setting(4, 512, 256, 2, "free")
     assert start.with_knob("micro_batch", 1024) == Setting(4, 1024, 1024, 2, "free")
     assert start.with_knob("batch", 128) == Setting(4, 128, 128, 2, "free")
@@ -106,14 +106,14 @@ class TestGoals:
     def test_latency_is_a_request_alone_and_the_stall(self) -> None:
         assert score(FIGURES, REQUEST, "latency") == 10 + 10 + 4
 
-    def test_with_one_slot_a_neighbour_is_waited_for(self) -> None:
+    def test_with_one_slot_a_request_waits_for_its_neighbour(self) -> None:
         alone = replace(FIGURES, stall=None)
         assert score(alone, REQUEST, "latency") == (10 + 10) * 1.5
 
     def test_throughput_is_time_of_a_busy_server(self) -> None:
         assert score(FIGURES, REQUEST, "throughput") == 10 + 100 / 16
 
-    def test_balanced_prefers_what_is_better_in_both(self) -> None:
+    def test_balanced_prefers_the_setting_that_is_better_in_both(self) -> None:
         better = replace(FIGURES, prefill=120.0)
         assert score(better, REQUEST, "balanced") < score(FIGURES, REQUEST, "balanced")
         assert score(FIGURES, REQUEST, "balanced") == pytest.approx((24 * 16.25) ** 0.5)

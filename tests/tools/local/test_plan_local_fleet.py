@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.tools.local.errors import MemoryShortError, MissingExtraError, ModelFileError
-from gateway.tools.local.prepare import plan_local_fleet
+from gateway.tools.local import MemoryShortError, MissingExtraError, ModelFileError
+from gateway.tools.local.plan import plan_local_fleet
 from gateway.tools.local.supervisor import LocalFleet
 from gateway.tools.local.topology import Topology, read_topology
 from tests.tools.local.machine import make_machine, two_sockets_with_smt
@@ -32,7 +32,7 @@ def test_without_a_model_the_demo_model_is_made(tmp_path: Path, machine: Topolog
     assert [(spec.alias, spec.numa_node) for spec in plan.specs] == [("demo", 0), ("demo", 1)]
 
 
-def test_a_real_model_is_taken_as_it_is(tmp_path: Path, machine: Topology) -> None:
+def test_a_named_model_is_used_as_it_is(tmp_path: Path, machine: Topology) -> None:
     path = plan_local_fleet(cache=tmp_path, topology=machine).model.path.rename(
         tmp_path / "real.gguf"
     )
@@ -58,7 +58,7 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
         plan_local_fleet(tmp_path / "none.gguf", cache=tmp_path)
 
 
-def test_without_the_extra_the_remedy_is_told(
+def test_a_missing_extra_is_reported_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -67,7 +67,7 @@ def test_without_the_extra_the_remedy_is_told(
 
 
 @pytest.mark.real
-async def test_what_is_prepared_for_this_machine_can_be_started(tmp_path: Path) -> None:
+async def test_the_plan_for_this_machine_can_be_started(tmp_path: Path) -> None:
     plan = plan_local_fleet(servers=2, cache=tmp_path)
     fleet = LocalFleet(plan.specs, plan.log_folder, binary=plan.binary, base_port=0)
     async with fleet, httpx.AsyncClient(timeout=60) as client:

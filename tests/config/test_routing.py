@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config.routing import ModelRule, find_alias_loop
+from tests.config.conftest import LoadSettings, Problems
+
+
+def test_model_rules_are_read(load_gateway: LoadSettings) -> None:
+    rules = load_gateway(
+        """
+        models:
+          gpt-4o-mini: {use: mistral-7b}
+          helper: {use: [phi-4-mini, mistral-7b]}
+          mistral-7b:
+            set: {temperature: 0.2, stop: [a, b], seed: ~}
+            default: {max_tokens: 512}
+            max_tokens: 2048
+            strip: logit_bias
+        default_model: helper
+        classes: {urgent: {max_wait: 30s}}
+        """
+    )
+    assert rules.models["gpt-4o-mini"].use == ("mistral-7b",)
+    assert rules.models["helper"].use == ("phi-4-mini", "mistral-7b")
+    rule = rules.models["mistral-7b"]
+    assert rule.set == {"temperature": 0.2, "stop": ["a", "b"], "seed": None}
+    assert (rule.default, rule.max_tokens, rule.strip) == (
+        {"max_tokens": 512},
+        2048,
+        ("logit_bias",),
+    )
+    assert rules.default_model == "helper"
+    assert rules.classes["urgent"].max_wait == 30.0
+
+
+def test_names_that_stand_for_each_other_are_refused(gateway_problems: Problems) -> None:
+    (problem,) = gateway_problems("models:\n  a: {use: [x, b]}\n  b: {use: c}\n  c: {use: a}\n")
+    assert problem.message == "the names stand for each other: a -> b -> c -> a"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected", "remedy"),
+    [
+        ('{"*": {set: {temperature: 0}}}', '"*" names no model', "use: NAME"),
+        ('{"*": }', '"*" names no model', "use: NAME"),
+        ('{"*": {use: "*"}}', '* uses "*"', "name the models"),
+        ('{"*": {use: [a, "*"]}}', '* uses "*"', "name the models"),
+        ('{"*": {use: a}, b: {use: ["*"]}}', 'b uses "*"', "name the models"),
+        ('{"*": {use: a}, a: {use: b}, b: {use: a}}', "stand for each other", ""),
+    ],
+)
+def test_a_catch_all_that_leads_nowhere_is_refused(
+    gateway_problems: Problems, wrong: str, expected: str, remedy: str
+) -> None:
+    (problem,) = gateway_problems(f"models: {wrong}")
+    assert problem.key == "models"
+    assert expected in problem.message
+    assert remedy in problem.remedy
+
+
+def test_a_catch_all_may_use_an_alias(load_gateway: LoadSettings) -> None:
+    models = load_gateway('models: {"*": {use: [a, b]}, a: {use: c}}').models
+    assert models["*"].use == ("a", "b")
+
+
+def test_a_name_may_use_itself_and_fall_back(load_gateway: LoadSettings) -> None:
+    assert load_gateway("models: {a: {use: [a, b]}, b: {}}").models["a"].use == ("a", "b")
+
+
+def test_a_long_chain_of_names_is_no_loop_and_no_recursion() -> None:
+    chain = {f"m{i}": ModelRule(use=(f"m{i + 1}",)) for i in range(20_000)}
+    assert find_alias_loop(chain) == []
+    assert len(find_alias_loop({**chain, "m20000": ModelRule(use=("m0",))})) == 20_002
+
+
+GRAPHS = st.dictionaries(
+    st.sampled_from("abcdef"), st.lists(st.sampled_from("abcdefgh"), max_size=4)
+)
+
+
+@given(GRAPHS)
+def test_a_loop_is_found_exactly_where_there_is_one(graph: dict[str, list[str]]) -> None:
+    rules = {name: ModelRule(use=tuple(used)) for name, used in graph.items()}
+    loop = find_alias_loop(rules)
+
+    # The other direction: take away names that lead nowhere until nothing changes.
+    left = {name: {one for one in used if one != name} for name, used in graph.items()}
+    while ends := [name for name, used in left.items() if not used & left.keys()]:
+        for name in ends:
+            del left[name]
+    assert bool(loop) == bool(left)
+    for name, used in pairwise(loop):
+        assert used in rules[name].use
+    assert not loop or (loop[0] == loop[-1] and len(loop) > 2)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.emulator import EmulatedNode
+from tests.tools.cli.running import Ran, run
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/nodes.yaml").write_text("nodes: [{name: a, url: http://127.0.0.1:1}]\n")
+    return tmp_path
+
+
+async def check_nodes(folder: Path, inventory: str, *arguments: str) -> Ran:
+    (folder / "config/nodes.yaml").write_text(inventory)
+    settings = folder / "config/gateway.yaml"
+    if not settings.exists():
+        settings.write_text("health: {timeout: 60}\n")
+    return await asyncio.to_thread(run, "check", "--probe", *arguments)
+
+
+async def test_every_node_is_check_nodes(folder: Path) -> None:
+    async with EmulatedNode(slots=3, context=2048, model="mistral-7b") as node:
+        ran = await check_nodes(folder, f"nodes: [{{name: a, url: '{node.url}'}}]\n")
+    assert ran.status == 0, ran.err
+    head, row = ran.out.splitlines()[-2:]
+    assert head.split()[:2] == ["NAME", "ANSWER"]
+    assert row.split()[:5] == ["a", "up", "3", "2048", "mistral-7b"]
+
+
+async def test_a_node_that_differs_from_the_inventory_is_reported(folder: Path) -> None:
+    async with EmulatedNode(slots=3, model="mistral-7b") as node:
+        inventory = f"nodes: [{{name: a, url: '{node.url}', slots: 2, model: phi}}]\n"
+        ran = await check_nodes(folder, inventory)
+        as_json = await check_nodes(folder, inventory, "--json")
+    assert ran.status == 0
+    assert "the inventory says 2, the server has 3" in ran.out
+    assert "the inventory says phi" in ran.out
+    (answer,) = json.loads(as_json.out)["nodes"]
+    assert (answer["answer"], answer["slots"], len(answer["drift"])) == ("up", 3, 2)
+
+
+async def test_a_node_that_does_not_answer_is_status_1_and_hides_no_other(folder: Path) -> None:
+    async with EmulatedNode() as node, EmulatedNode(api_key="secret") as locked:
+        inventory = (
+            "nodes:\n"
+            f"- {{name: up, url: '{node.url}'}}\n"
+            f"- {{name: locked, url: '{locked.url}'}}\n"
+            "- {name: gone, url: 'http://127.0.0.1:1'}\n"
+            "- {name: off, url: 'http://127.0.0.1:1', enabled: false}\n"
+        )
+        ran = await check_nodes(folder, inventory)
+        as_json = await check_nodes(folder, inventory, "--json")
+    assert ran.status == 1
+    answers = {one["name"]: one["answer"] for one in json.loads(as_json.out)["nodes"]}
+    assert answers == {"up": "up", "locked": "locked", "gone": "refused", "off": "standby"}
+    assert "api_key_env" in ran.out
+
+
+async def test_a_disabled_node_is_no_failure(folder: Path) -> None:
+    ran = await check_nodes(
+        folder, "nodes: [{name: a, url: 'http://127.0.0.1:1', enabled: false}]\n"
+    )
+    assert ran.status == 0
+    assert "not asked" in ran.out
+
+
+async def test_a_node_that_hangs_is_given_up_after_the_health_timeout(folder: Path) -> None:
+    (folder / "config/gateway.yaml").write_text("health: {timeout: 0.2}\n")
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1000):
+            pass
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    ran = await check_nodes(folder, f"nodes: [{{name: a, url: 'http://127.0.0.1:{port}'}}]\n")
+    server.close()
+    await asyncio.wait_for(server.wait_closed(), 60)
+    assert ran.status == 1
+    assert "timed out" in ran.out
