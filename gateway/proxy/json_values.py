@@ -9,13 +9,19 @@ import msgspec
 JsonObject = dict[str, Any]
 """A JSON object."""
 
-_ANY = msgspec.json.Decoder()
+VALUE_DECODER = msgspec.json.Decoder()
 
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 _OBJECTS = msgspec.json.Decoder(list[dict[str, Any]])
 
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+"""An object's fields, each value as its own bytes."""
+
+ITEMS_DECODER = msgspec.json.Decoder(list[msgspec.Raw])
+"""A list's items, each as its own bytes."""
+
+TEXT_DECODER = msgspec.json.Decoder(str)
 
 JSON_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What reading JSON raises: where it is none, not in UTF-8, or nested too deeply."""
@@ -28,7 +34,7 @@ class InvalidJson(Exception):  # noqa: N818 - says what it is
 def parse_json(data: bytes) -> Any:
     """The value. Raises: NoJson."""
     try:
-        return _ANY.decode(data)
+        return VALUE_DECODER.decode(data)
     except JSON_ERRORS:
         raise InvalidJson from None
 
@@ -44,7 +50,7 @@ def parse_object(data: bytes) -> JsonObject:
 def check_object(data: bytes) -> None:
     """See that it is an object, without making what is in it. Raises: NoJson."""
     try:
-        _FIELDS.decode(data)
+        FIELDS_DECODER.decode(data)
     except JSON_ERRORS:
         raise InvalidJson from None
 
