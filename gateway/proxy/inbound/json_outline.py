@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -69,19 +69,9 @@ _BYTE_POSITION = re.compile(r"\(byte (\d+)\)")
 
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
 
-_TRACKED_NAMES: dict[bytes, str] = {
-    name.encode(): name
-    for name in (
-        *MEDIA_KEYS,
-        "source",
-        "multimodal_data",
-        "server_url",
-        "url",
-        "data",
-        "type",
-        "role",
-    )
-}
+_OTHER_TRACKED = ("source", "multimodal_data", "server_url", "url", "data", "type", "role")
+
+_TRACKED_NAMES = {name.encode(): name for name in (*MEDIA_KEYS, *_OTHER_TRACKED)}
 
 _MEDIA_CONTAINERS = frozenset({*MEDIA_KEYS, "source", "multimodal_data"})
 
@@ -98,8 +88,6 @@ _PREFIXES = {
 }
 
 _SUFFIXES = {
-    _AFTER_VALUE: (b"", b""),
-    _AFTER_OPENING: (b"", b""),
     _AFTER_COLON: (b'""', b'""'),
     _AFTER_COMMA: (b'""', b'"":""'),
     _IN_STRING: (b'"', b'"'),
@@ -142,24 +130,40 @@ class BodyField:
     values_before: int = 0
     """Objects, lists and strings of the body before this field."""
 
+    def add_item(self) -> None:
+        """Count a string, list or object of the list."""
+        self.item_count += 1
+        self.last_role = ""
 
-@dataclass(slots=True)
-class JsonOutline:
+    def truncate(self, end: int, suffix: bytes, values: int) -> None:
+        """End the part for the prompt key if it is long; `values`: those of the body so far."""
+        long = end - self.start >= KEYED_FIELD_BYTES
+        if not self.truncated_at and (long or values - self.values_before >= KEYED_FIELD_VALUES):
+            self.truncated_at, self.truncated_suffix = end, suffix
+
+    def finish(self, end: int) -> None:
+        """The value ends at `end`."""
+        self.end = end
+        if self.truncated_at > end:
+            self.truncated_at, self.truncated_suffix = 0, b""
+
+
+class JsonOutline(NamedTuple):
     """What a body consists of."""
 
-    fields: list[BodyField] = field(default_factory=list)
-    depth: int = 0
-    links: list[Link] = field(default_factory=list)
+    fields: list[BodyField]
+    depth: int
+    links: list[Link]
     """Texts that a node might fetch as URLs."""
-    has_images: bool = False
-    media_spans: list[Span] = field(default_factory=list)
+    has_images: bool
+    media_spans: list[Span]
     """Base64 of images and audio."""
-    uncounted_media: int = 0
+    uncounted_media: int
     """Further ones, beyond `MOST_MEDIA_FILES`."""
-    uncounted_media_bytes: int = 0
+    uncounted_media_bytes: int
     """Bytes of those."""
-    escape_count: int = 0
-    unicode_escape_count: int = 0
+    escape_count: int
+    unicode_escape_count: int
     """Escapes in all, and those of the form `\\u0041`."""
 
 
@@ -172,8 +176,7 @@ def read_outline(
     while at < len(body):
         at = scanner.step(at)
         yield
-    scanner.finish()
-    return scanner.outline
+    return scanner.finish()
 
 
 def safe_cut(body: bytes, start: int, end: int) -> int:
@@ -219,15 +222,15 @@ class OutlineScanner:
     """Scans one body, chunk by chunk."""
 
     __slots__ = (
-        "_body", "_brackets", "_containers", "_field", "_limits", "_names", "_next_name",
-        "_scalars", "_sizes", "_sources", "_state", "_string_start", "_strings", "outline",
+        "_body", "_brackets", "_containers", "_depth", "_escapes", "_field", "_fields",
+        "_has_images", "_limits", "_links", "_media", "_names", "_next_name", "_scalars", "_sizes",
+        "_sources", "_state", "_string_start", "_strings", "_uncounted", "_unicode_escapes",
     )  # fmt: skip
 
     def __init__(self, body: bytes, limits: LimitSettings, sizes: ScanSizes) -> None:
         self._body = body
         self._limits = limits
         self._sizes = sizes
-        self.outline = JsonOutline()
         self._brackets = bytearray()
         """The open brackets."""
         self._names: list[str | None] = []
@@ -240,7 +243,14 @@ class OutlineScanner:
         self._field: BodyField | None = None
         self._sources: list[tuple[int, list[str], list[Link]]] = []
         """Open `source` objects: their depth, their types, and the links in them."""
-        self._containers = self._strings = self._scalars = 0
+        self._fields: list[BodyField] = []
+        self._links: list[Link] = []
+        self._media: list[Span] = []
+        self._uncounted: list[int] = []
+        """Bytes of each file beyond `MOST_MEDIA_FILES`."""
+        self._has_images = False
+        self._containers = self._strings = self._scalars = self._depth = 0
+        self._escapes = self._unicode_escapes = 0
 
     def step(self, start: int) -> int:
         """Scan the chunk at `start`; return where the next one begins."""
@@ -273,12 +283,17 @@ class OutlineScanner:
         self._check_limits()
         return self._check_chunk(start, start + cut, state, brackets)
 
-    def finish(self) -> None:
-        """Check that the body is complete. Raises: GatewayError 400."""
+    def finish(self) -> JsonOutline:
+        """The outline of a complete body. Raises: GatewayError 400."""
         if self._brackets or self._state == _START:
             raise errors.invalid_json(
                 "Input data was truncated" if self._body.strip() else "it is empty"
             )
+        uncounted = self._uncounted
+        return JsonOutline(
+            self._fields, self._depth, self._links, self._has_images, self._media,
+            len(uncounted), sum(uncounted), self._escapes, self._unicode_escapes,
+        )  # fmt: skip
 
     def _check_chunk(self, start: int, end: int, state: int, brackets: bytes) -> int:
         """Check that the chunk is JSON in its place; return `end`. Raises: GatewayError 400."""
@@ -303,17 +318,10 @@ class OutlineScanner:
         elif body.strip(_SPACE_BYTES):
             raise errors.invalid_json(f"JSON is malformed: trailing characters (byte {start})")
         if body.find(b"\\") >= 0:
-            self.outline.escape_count += body.count(b"\\")
-            self.outline.unicode_escape_count += body.count(b"\\u")
-        current = self._field
-        if (
-            current is not None
-            and not current.truncated_at
-            and (len(self._brackets) > 1 or self._state == _IN_STRING)
-        ):
-            values = self._containers + self._strings - current.values_before
-            if end - current.start >= KEYED_FIELD_BYTES or values >= KEYED_FIELD_VALUES:
-                current.truncated_at, current.truncated_suffix = end, suffix[:-1]
+            self._escapes += body.count(b"\\")
+            self._unicode_escapes += body.count(b"\\u")
+        if self._field is not None and (len(self._brackets) > 1 or self._state == _IN_STRING):
+            self._field.truncate(end, suffix[:-1], self._containers + self._strings)
         return end
 
     def _invalid(self, start: int, state: int, brackets: bytes) -> errors.GatewayError:
@@ -331,13 +339,13 @@ class OutlineScanner:
             (self._containers, limits.json_containers, "json_containers", "lists and objects"),
             (self._strings, limits.json_strings, "json_strings", "strings"),
             (self._scalars, limits.json_numbers, "json_numbers", "numbers"),
-            (len(self.outline.fields), limits.json_fields, "json_fields", "fields"),
+            (len(self._fields), limits.json_fields, "json_fields", "fields"),
         ):
             if count > most:
                 raise errors.invalid_request(
                     f"The body has more than {most} {what} ('limits.{key}')."
                 )
-        if len(self.outline.links) > MOST_LINKS:
+        if len(self._links) > MOST_LINKS:
             raise errors.invalid_request(f"The body has more than {MOST_LINKS} images and links.")
 
     # One loop, since a call for each token would double the cost.
@@ -388,7 +396,7 @@ class OutlineScanner:
                 brackets.append(byte)
                 if len(brackets) > deepest:
                     raise errors.nested_too_deeply(deepest)
-                self.outline.depth = max(self.outline.depth, len(brackets))
+                self._depth = max(self._depth, len(brackets))
                 name, self._next_name = self._next_name, None
                 names.append(name)
                 if name in _MEDIA_CONTAINERS:
@@ -475,31 +483,26 @@ class OutlineScanner:
                 end if space is None else space.end(),
                 values_before=self._containers + self._strings,
             )
-            self.outline.fields.append(self._field)
+            self._fields.append(self._field)
 
     def _end_field(self, end: int) -> None:
         """The current top-level field ends before `end`."""
         ended, self._field = self._field, None
-        if ended is None:
-            return
-        tail = self._body[max(ended.start, end - self._sizes.chunk) : end]
-        ended.end = end - len(tail) + len(tail.rstrip(_SPACE_BYTES))
-        if not ended.truncated_at or ended.truncated_at > ended.end:
-            ended.truncated_at, ended.truncated_suffix = 0, b""
+        if ended is not None:
+            tail = self._body[max(ended.start, end - self._sizes.chunk) : end]
+            ended.finish(end - len(tail) + len(tail.rstrip(_SPACE_BYTES)))
 
     def _mark_scalars(self) -> None:
         if self._field is not None and self._brackets[1] == 91:
             self._field.has_scalars = True
 
     def _add_item(self) -> None:
-        current = self._field
-        if current is not None and self._brackets[1] == 91:
-            current.item_count += 1
-            current.last_role = ""
+        if self._field is not None and self._brackets[1] == 91:
+            self._field.add_item()
 
     def _begin_container(self, name: str | None) -> None:
         if name == "multimodal_data":
-            self.outline.has_images = True
+            self._has_images = True
         elif name == "source" and self._brackets[-1] == 123:
             self._sources.append((len(self._brackets), [], []))
 
@@ -507,18 +510,18 @@ class OutlineScanner:
         if self._sources and self._sources[-1][0] > len(self._brackets):
             _, types, links = self._sources.pop()
             if not types or any(one != "base64" for one in types):
-                self.outline.links += links
+                self._links += links
 
     def _end_value(self, quote: int, end: int) -> None:
         """Note a string value that may be a link, media, a type or a role."""
-        outline, brackets, name = self.outline, self._brackets, self._next_name
+        brackets, name = self._brackets, self._next_name
         if len(brackets) == 2:
             self._add_item()
         container = self._names[-1] if self._names else None
         start = quote + 1
         if name == "type":
             text = self._decode_text(start, end) if end - start < LONGEST_TYPE_VALUE else ""
-            outline.has_images = outline.has_images or text in IMAGE_TYPES
+            self._has_images = self._has_images or text in IMAGE_TYPES
             if container == "source" and self._sources:
                 self._sources[-1][1].append(text)
         elif name == "role":
@@ -533,7 +536,7 @@ class OutlineScanner:
 
     def _add_link(self, name: str | None, container: str | None, start: int, end: int) -> None:
         """Note the value of `name` in an object named `container` if it may be a URL."""
-        links = self.outline.links
+        links = self._links
         top = self._field.name if self._field is not None and len(self._brackets) == 3 else ""
         if name in MEDIA_KEYS:
             links.append((start, end, "url"))
@@ -559,11 +562,10 @@ class OutlineScanner:
                 return
         elif not bare or not is_base64(body, start):
             return
-        if len(self.outline.media_spans) < MOST_MEDIA_FILES:
-            self.outline.media_spans.append((start, end))
+        if len(self._media) < MOST_MEDIA_FILES:
+            self._media.append((start, end))
         else:
-            self.outline.uncounted_media += 1
-            self.outline.uncounted_media_bytes += end - start
+            self._uncounted.append(end - start)
 
     def _decode_text(self, start: int, end: int) -> str:
         """A string's text; empty if it is not valid."""
@@ -595,4 +597,4 @@ def _suffix(state: int, brackets: bytes | bytearray) -> bytes:
     if not brackets:
         return b""
     closing = bytes(byte + 2 for byte in reversed(brackets))  # `]` is `[` + 2, `}` is `{` + 2
-    return _SUFFIXES[state][brackets[-1] == 123] + closing
+    return _SUFFIXES.get(state, (b"", b""))[brackets[-1] == 123] + closing

@@ -174,11 +174,10 @@ class LargeBody:
         parsed = parse_body(
             _join_fields((name, known[name]) for name in known if name not in large)
         )
-        if large.pop("model", None) is not None:
-            parsed.model = self._truncated_text("model")
-        for name, value in large.items():
-            setattr(parsed, name, msgspec.Raw(value))
-        return parsed
+        values: dict[str, object] = {name: msgspec.Raw(value) for name, value in large.items()}
+        if "model" in large:
+            values["model"] = self._truncated_text("model")
+        return msgspec.structs.replace(parsed, **values)
 
     def _truncated_text(self, name: str) -> str:
         """The beginning of a string field. Raises: GatewayError 400 if it is no string."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -11,11 +12,18 @@ from gateway import errors
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL
 from gateway.fleet.model_index import ModelIndex
+from gateway.fleet.prompt_tree import PromptKey
 from gateway.proxy.api import assembly
 from gateway.proxy.inbound import edits, media, parsed_body, request_limits
 from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES, Body, LargeBody, read_large_body
 from gateway.proxy.inbound.model_names import ModelAliases, ResolvedModel
-from gateway.proxy.inbound.parsed_body import BYTES_PER_TOKEN, PROMPT_FIELDS, ParsedBody, parse_body
+from gateway.proxy.inbound.parsed_body import (
+    BYTES_PER_TOKEN,
+    PROMPT_FIELDS,
+    ParsedBody,
+    PromptSize,
+    parse_body,
+)
 from gateway.proxy.inbound.prompt_key import VolatileLines, build_large_prompt_key, build_prompt_key
 from gateway.proxy.inbound.prompt_list import PromptList, parse_prompt_list
 from gateway.proxy.inbound.routes import Route
@@ -87,21 +95,23 @@ def prepare(
             request_limits.check_sampling(parsed, limits)
     model, targets = _resolve_model(parsed.model, rules, incoming.caller, model_index)
     bodies, slots = _edited_bodies(body, parsed, targets, route, rules)
-    request = _new_request(incoming, bodies, parsed.model, model, priority)
-    request.needs_vision = needs_vision
-    request.slots = slots
-    request.prompt_tokens = tokens
-    request.llama_cpp_only = route.llama_cpp_only
-    request.generates = route.generates
+    generation = prompt_list = None
     if route.generates:
         if prompt_field == "prompt":
-            request.prompt_list = _parse_prompt_list(
-                incoming, parsed.prompt, priority, rules, model_index
-            )
-        _set_generation_fields(request, body, parsed, raw, route, rules.volatile_lines)
-    else:
-        request.text_bytes = tokens * BYTES_PER_TOKEN
-    return request
+            prompt_list = _parse_prompt_list(incoming, parsed.prompt, priority, rules, model_index)
+        generation = _generation(body, parsed, raw, slots, route, model, rules.volatile_lines)
+    return _new_request(
+        incoming,
+        parsed.model,
+        priority,
+        model,
+        bodies,
+        needs_vision=needs_vision,
+        slots=slots,
+        prompt_tokens=tokens,
+        prompt_list=prompt_list,
+        generation=generation,
+    )
 
 
 def prepare_multipart(
@@ -117,9 +127,7 @@ def prepare_multipart(
     """
     model, targets = _resolve_model(parsed.model, rules, incoming.caller, model_index)
     bodies = {target.name: incoming.body for target in targets}
-    request = _new_request(incoming, bodies, parsed.model, model, priority)
-    request.generates = False
-    return request
+    return _new_request(incoming, parsed.model, priority, model, bodies)
 
 
 def prepare_large(
@@ -131,10 +139,8 @@ def prepare_large(
     """
     large = yield from read_large_body(body, rules.limits)
     request = prepare_body(large)
-    request.prompt_key = yield from build_large_prompt_key(
-        large, route, request.model, rules.volatile_lines
-    )
-    return request
+    key = yield from build_large_prompt_key(large, route, request.model, rules.volatile_lines)
+    return replace(request, prompt_key=key)
 
 
 def _resolve_model(
@@ -209,14 +215,58 @@ def _completion_count(parsed: ParsedBody, limit: int) -> int:
     return most
 
 
+class _Generation(NamedTuple):
+    """The fields that only a request for generated text has, as in `Request`."""
+
+    stream: bool
+    logprobs: bool
+    may_assemble: bool
+    max_tokens: int | None
+    prompt_key: PromptKey | None
+    prompt_size: PromptSize
+
+
+def _generation(
+    body: Body,
+    parsed: ParsedBody,
+    raw_prompt: msgspec.Raw,
+    slots: int,
+    route: Route,
+    model: str,
+    volatile_lines: VolatileLines,
+) -> _Generation:
+    stream = bool(parsed.stream)
+    key = None
+    if isinstance(body, bytes):
+        size = parsed_body.measure_prompt(
+            raw_prompt, parsed.tools, parsed.system, parsed.instructions
+        )
+        key = build_prompt_key(body, route, model, volatile_lines)
+    else:
+        size = body.measure_prompt(route.prompt_field)
+    return _Generation(
+        stream,
+        request_limits.wants_logprobs(parsed),
+        not stream and assembly.can_assemble(route.path, body, parsed.messages, slots),
+        _max_tokens(parsed),
+        key,
+        size,
+    )
+
+
 def _new_request(
     incoming: IncomingRequest,
-    bodies: dict[str, Body],
     model_in_body: str | None,
-    model: str,
     priority: Priority,
+    model: str,
+    bodies: dict[str, Body],
+    *,
+    needs_vision: bool = False,
+    slots: int = 1,
+    prompt_tokens: int = 0,
+    prompt_list: PromptList | None = None,
+    generation: _Generation | None = None,
 ) -> Request:
-    """A request with everything that is known apart from the body's contents."""
     # Positional arguments: so many keywords would cost more than the rest of `prepare`.
     request = Request(
         incoming.id,
@@ -232,38 +282,28 @@ def _new_request(
         incoming.route.endpoint,
         incoming.received_at,
     )
+    request.needs_vision = needs_vision
+    request.slots = slots
+    request.prompt_tokens = prompt_tokens
+    request.prompt_list = prompt_list
+    request.llama_cpp_only = incoming.route.llama_cpp_only
     if incoming.client_timeout is not None:
         request.deadline = incoming.received_at + incoming.client_timeout
         request.client_has_timer = incoming.client_has_timer
     request.fairness_key = incoming.fairness_key or incoming.caller.id
     request.session = incoming.session
-    return request
-
-
-def _set_generation_fields(
-    request: Request,
-    body: Body,
-    parsed: ParsedBody,
-    raw_prompt: msgspec.Raw,
-    route: Route,
-    volatile_lines: VolatileLines,
-) -> None:
-    """Set the fields that only a request for generated text has."""
-    request.stream = bool(parsed.stream)
-    request.logprobs = request_limits.wants_logprobs(parsed)
-    if not request.stream:
-        request.may_assemble = assembly.can_assemble(
-            route.path, body, parsed.messages, request.slots
-        )
-    request.max_tokens = _max_tokens(parsed)
-    if isinstance(body, bytes):
-        size = parsed_body.measure_prompt(
-            raw_prompt, parsed.tools, parsed.system, parsed.instructions
-        )
-        request.prompt_key = build_prompt_key(body, route, request.model, volatile_lines)
+    if generation is None:
+        request.generates = False
+        request.text_bytes = prompt_tokens * BYTES_PER_TOKEN
     else:
-        size = body.measure_prompt(route.prompt_field)
-    request.text_bytes, request.exact_tokens, request.media_tokens = size
+        request.stream = generation.stream
+        request.logprobs = generation.logprobs
+        request.may_assemble = generation.may_assemble
+        request.max_tokens = generation.max_tokens
+        request.prompt_key = generation.prompt_key
+        size = generation.prompt_size
+        request.text_bytes, request.exact_tokens, request.media_tokens = size
+    return request
 
 
 def _max_tokens(parsed: ParsedBody) -> int | None:
@@ -289,8 +329,7 @@ def _parse_prompt_list(
 
     def sub_request(index: int, body: bytes) -> Generator[None, None, Request]:
         def prepare_body(large: LargeBody) -> Request:
-            one.body = large
-            return prepare(one, large.parse(), priority, rules, model_index)
+            return prepare(replace(one, body=large), large.parse(), priority, rules, model_index)
 
         one = replace(
             incoming,

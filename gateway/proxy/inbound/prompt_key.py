@@ -12,7 +12,7 @@ the turn before, whatever the template puts between messages.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 
 import msgspec
 
@@ -103,9 +103,6 @@ _SYSTEM_ROLES = frozenset({"system", "developer"})
 
 _CHAT_FIELDS = frozenset({"messages", "input"})
 
-LineFilter = Callable[[str], str]
-"""Removes volatile lines from a text."""
-
 
 def build_prompt_key(
     body: bytes, route: Route, model: str, volatile_lines: VolatileLines
@@ -117,13 +114,12 @@ def build_prompt_key(
     """
     if len(body) < SHORTEST_BODY or not route.generates:
         return None
-    key = _KeyBuilder(model)
-    stable_lines = _line_filter(key, volatile_lines)
+    key = _KeyBuilder(model, volatile_lines)
     try:
         if route.prompt_field in _CHAT_FIELDS:
-            _add_chat(key, _CHAT_BODY.decode(body), stable_lines)
+            _add_chat(key, _CHAT_BODY.decode(body))
         elif route.prompt_field == "prompt":
-            if not _add_completion_prompt(key, _COMPLETION_BODY.decode(body).prompt, stable_lines):
+            if not _add_completion_prompt(key, _COMPLETION_BODY.decode(body).prompt):
                 return None
         elif route.prompt_field == "input_prefix":
             _add_infill(key, _INFILL_BODY.decode(body))
@@ -143,30 +139,29 @@ def build_large_prompt_key(
     """
     if not route.generates:
         return None
-    key = _KeyBuilder(model)
-    stable_lines = _line_filter(key, volatile_lines)
+    key = _KeyBuilder(model, volatile_lines)
     try:
         if route.prompt_field in _CHAT_FIELDS:
-            yield from _add_large_chat(key, body, stable_lines)
+            yield from _add_large_chat(key, body)
         elif route.prompt_field == "prompt":
             if body.count_token_ids("prompt"):
                 key.add_open(body.truncated_field("prompt")[1:-1].strip())
                 key.size = max(key.size, 1)
                 key.scale(BYTES_PER_TOKEN * body.count_token_ids("prompt"))
             elif body.count_prompts() > 1 or not _add_completion_prompt(
-                key, msgspec.Raw(body.truncated_field("prompt")), stable_lines
+                key, msgspec.Raw(body.truncated_field("prompt"))
             ):
                 return None
             else:
-                key.size += body.truncated_bytes("prompt")
+                key.count(body.truncated_bytes("prompt"))
         elif route.prompt_field == "input_prefix":
             if extra := body.truncated_field("input_extra"):
                 key.add(extra)
             key.add_open(
                 TEXT_DECODER.decode(body.truncated_field("input_prefix") or b'""').encode()
             )
-            key.size += sum(map(body.truncated_bytes, ("input_extra", "input_prefix")))
-            key.size += body.field_size("input_suffix") + body.field_size("prompt")
+            key.count(sum(map(body.truncated_bytes, ("input_extra", "input_prefix"))))
+            key.count(body.field_size("input_suffix") + body.field_size("prompt"))
         else:
             return None
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -174,16 +169,14 @@ def build_large_prompt_key(
     return key.build()
 
 
-def _add_large_chat(
-    key: _KeyBuilder, body: LargeBody, stable_lines: LineFilter
-) -> Generator[None, None, None]:
+def _add_large_chat(key: _KeyBuilder, body: LargeBody) -> Generator[None, None, None]:
     if tools := body.truncated_field("tools"):
         key.add(tools)
     for name in ("system", "instructions"):
         if not key.full and (text := body.truncated_field(name)):
             system = _SYSTEM_PROMPT.decode(text)
             if system:
-                _add_message(key, _Message("system", content=system), stable_lines)
+                _add_message(key, _Message("system", content=system), is_system=True)
             yield
     name = "input" if body.has_any(("input",)) else "messages"
     raw = body.truncated_field(name)
@@ -194,31 +187,22 @@ def _add_large_chat(
     for number, message in enumerate(messages):
         if key.full:
             # The remaining messages count their share of the size.
-            key.size += len(raw) * (len(messages) - number) // len(messages)
+            key.count(len(raw) * (len(messages) - number) // len(messages))
             break
         in_system_prompt = in_system_prompt and message.role in _SYSTEM_ROLES
-        _add_message(key, message, stable_lines if in_system_prompt else None)
+        _add_message(key, message, is_system=in_system_prompt)
         if number % MESSAGES_PER_STEP == MESSAGES_PER_STEP - 1:
             yield
-    key.size += sum(map(body.truncated_bytes, ("tools", "system", "instructions", name)))
-
-
-def _line_filter(key: _KeyBuilder, volatile_lines: VolatileLines) -> LineFilter:
-    def stable_lines(text: str) -> str:
-        sent = volatile_lines.stripped.remove_from(text)
-        stable = volatile_lines.ignored.remove_from(sent)
-        key.omits_volatile = key.omits_volatile or stable is not sent
-        return stable
-
-    return stable_lines
+    key.count(sum(map(body.truncated_bytes, ("tools", "system", "instructions", name))))
 
 
 class _KeyBuilder:
     """Builds a prompt key, block by block."""
 
-    __slots__ = ("blocks", "ends", "last_hash", "omits_volatile", "size")
+    __slots__ = ("_volatile_lines", "blocks", "ends", "last_hash", "omits_volatile", "size")
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, volatile_lines: VolatileLines) -> None:
+        self._volatile_lines = volatile_lines
         self.blocks: list[int] = []
         self.ends: list[int] = []
         self.size = 0
@@ -245,6 +229,17 @@ class _KeyBuilder:
         for at in range(0, full, BLOCK_BYTES):
             self._add_block(data[at : at + BLOCK_BYTES], BLOCK_BYTES)
         self.size += len(data) - full
+
+    def count(self, size: int) -> None:
+        """Count bytes of the prompt that are not hashed."""
+        self.size += size
+
+    def stable_lines(self, text: str) -> str:
+        """`text` of the system prompt without its volatile lines."""
+        sent = self._volatile_lines.stripped.remove_from(text)
+        stable = self._volatile_lines.ignored.remove_from(sent)
+        self.omits_volatile = self.omits_volatile or stable is not sent
+        return stable
 
     @property
     def full(self) -> bool:
@@ -275,12 +270,12 @@ class _KeyBuilder:
         self.ends.append(self.size)
 
 
-def _add_chat(key: _KeyBuilder, chat: _ChatBody, stable_lines: LineFilter) -> None:
+def _add_chat(key: _KeyBuilder, chat: _ChatBody) -> None:
     if chat.tools is not MISSING:
         key.add(bytes(chat.tools))
     for system in (chat.system, chat.instructions):
         if system:
-            _add_message(key, _Message("system", content=system), stable_lines)
+            _add_message(key, _Message("system", content=system), is_system=True)
     messages = chat.input if chat.input is not None else chat.messages
     if isinstance(messages, str):
         messages = [_Message("user", content=messages)]
@@ -291,17 +286,17 @@ def _add_chat(key: _KeyBuilder, chat: _ChatBody, stable_lines: LineFilter) -> No
         messages, unhashed = messages[:MOST_BLOCKS], messages[MOST_BLOCKS:]
     for message in messages:
         in_system_prompt = in_system_prompt and message.role in _SYSTEM_ROLES
-        _add_message(key, message, stable_lines if in_system_prompt else None)
+        _add_message(key, message, is_system=in_system_prompt)
     for message in unhashed:
-        key.size += _text_length(message)
+        key.count(_text_length(message))
 
 
-def _add_message(key: _KeyBuilder, message: _Message, stable_lines: LineFilter | None) -> None:
+def _add_message(key: _KeyBuilder, message: _Message, *, is_system: bool) -> None:
     """Add a message as blocks of its own. Images count as what they cost, not as their base64."""
     content = message.content
     texts = [message.role]
     if isinstance(content, str):
-        if stable_lines is not None and not (content := stable_lines(content)):
+        if is_system and not (content := key.stable_lines(content)):
             return
         texts.append(content)
     elif content:
@@ -310,9 +305,9 @@ def _add_message(key: _KeyBuilder, message: _Message, stable_lines: LineFilter |
                 key.add(_SEPARATOR.join(texts).encode())
                 _add_media_or_tool(key, part)
                 texts = []
-            elif text := part.text if stable_lines is None else stable_lines(part.text):
+            elif text := key.stable_lines(part.text) if is_system else part.text:
                 texts.append(text)
-        if stable_lines is not None and len(texts) == 1:
+        if is_system and len(texts) == 1:
             return
     key.add(_SEPARATOR.join(texts).encode())
     for raw in (message.name, message.tool_calls, message.arguments, message.output):
@@ -342,7 +337,7 @@ def _add_media_or_tool(key: _KeyBuilder, part: _Part) -> None:
         key.add(data, IMAGE_BYTES if b'"base64"' in data else None)
 
 
-def _add_completion_prompt(key: _KeyBuilder, raw: msgspec.Raw, stable_lines: LineFilter) -> bool:
+def _add_completion_prompt(key: _KeyBuilder, raw: msgspec.Raw) -> bool:
     """Add a completion's prompt, text or token ids; False if it is several, or none."""
     data = bytes(raw).strip()
     if data[:1] == b"[":
@@ -359,7 +354,7 @@ def _add_completion_prompt(key: _KeyBuilder, raw: msgspec.Raw, stable_lines: Lin
         text = TEXT_DECODER.decode(data)
     else:
         return False
-    key.add_open(stable_lines(text).encode())
+    key.add_open(key.stable_lines(text).encode())
     return True
 
 
@@ -368,7 +363,7 @@ def _add_infill(key: _KeyBuilder, infill: _InfillBody) -> None:
     if infill.input_extra is not MISSING:
         key.add(bytes(infill.input_extra))
     key.add_open(infill.input_prefix.encode())
-    key.size += len(infill.input_suffix) + len(infill.prompt)
+    key.count(len(infill.input_suffix) + len(infill.prompt))
 
 
 BUILT_IN_PATTERNS = ("x-anthropic-billing-header:",)
