@@ -28,15 +28,15 @@ INNER = 37
 
 
 @dataclass(slots=True)
-class Room:
-    """A package of gateway/, or a module that lies directly in it."""
+class Package:
+    """A package of gateway/, or a module directly in it."""
 
     name: str
     purpose: str = ""
     parts: list[str] = field(default_factory=list)
     """Packages inside it."""
     targets: set[str] = field(default_factory=set)
-    """Rooms that it imports."""
+    """Packages that it imports."""
 
 
 def layers(root: Path) -> list[list[str]]:
@@ -49,37 +49,37 @@ def layers(root: Path) -> list[list[str]]:
     ]
 
 
-def rooms(found: Sequence[Module]) -> dict[str, Room]:
+def packages(found: Sequence[Module]) -> dict[str, Package]:
     """Every package and module of gateway/, by name, with what it imports."""
-    known: dict[str, Room] = {}
+    known: dict[str, Package] = {}
     edges = imports(found)
     for module in found:
         name = package_of(module.name)
         if not name:
             continue
-        room = known.setdefault(name, Room(name))
-        room.targets |= {package_of(target) for target in edges[module.name]} - {"", name}
+        package = known.setdefault(name, Package(name))
+        package.targets |= {package_of(target) for target in edges[module.name]} - {"", name}
         if module.name == f"{PACKAGE}.{name}":
-            room.purpose = (ast.get_docstring(module.tree) or "").partition("\n\n")[0]
+            package.purpose = (ast.get_docstring(module.tree) or "").partition("\n\n")[0]
         elif module.is_package:
-            room.parts.append(module.name.split(".", 2)[2])
+            package.parts.append(module.name.split(".", 2)[2])
     return known
 
 
-def drawing(order: Sequence[Sequence[str]], known: Mapping[str, Room]) -> str:
-    """The layers as boxes, one on the other, each room with an arrow to those that it imports.
+def drawing(order: Sequence[Sequence[str]], known: Mapping[str, Package]) -> str:
+    """The layers as boxes, one on the other, each package with an arrow to those that it imports.
 
-    The lowest layer is drawn as one room, `ground`.
+    The lowest layer is drawn as one package, `ground`.
     """
     rank = {name: number for number, layer in enumerate(order) for name in layer}
     ground = [name for name in order[-1] if name in known]
     lines = ["┌" + "─" * INNER + "┐"]
     for layer in order[:-1]:
-        for room in (known[name] for name in layer if name in known):
-            parts = f" ({', '.join(room.parts)})" if room.parts else ""
-            above = sorted(room.targets - set(ground), key=lambda one: (rank.get(one, 99), one))
-            targets = above + (["ground"] if room.targets & set(ground) else [])
-            box = f"│ {room.name + parts:<{INNER - 1}}│"
+        for package in (known[name] for name in layer if name in known):
+            parts = f" ({', '.join(package.parts)})" if package.parts else ""
+            above = sorted(package.targets - set(ground), key=lambda one: (rank.get(one, 99), one))
+            targets = above + (["ground"] if package.targets & set(ground) else [])
+            box = f"│ {package.name + parts:<{INNER - 1}}│"
             lines.append(f"{box} ──► {', '.join(targets)}" if targets else box)
         lines.append("├" + "─" * INNER + "┤")
     text = f"ground: {', '.join(ground)}"
@@ -88,8 +88,8 @@ def drawing(order: Sequence[Sequence[str]], known: Mapping[str, Room]) -> str:
     return "\n".join(lines)
 
 
-def table(order: Sequence[Sequence[str]], known: Mapping[str, Room]) -> str:
-    """The layers as a table, with each room's purpose."""
+def table(order: Sequence[Sequence[str]], known: Mapping[str, Package]) -> str:
+    """The layers as a table, with each package's purpose."""
     rows = [
         f"| {number} | `{name}` | {' '.join(known[name].purpose.split())} |"
         for number, layer in enumerate(order, start=1)
@@ -101,7 +101,7 @@ def table(order: Sequence[Sequence[str]], known: Mapping[str, Room]) -> str:
 
 def page(root: Path) -> str:
     """The page with its drawing as the code has it now."""
-    order, known = layers(root), rooms(modules(root))
+    order, known = layers(root), packages(modules(root))
     text = (root / PAGE).read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parser.parse_args(arguments).write:
         (ROOT / PAGE).write_text(page(ROOT))
     else:
-        order, known = layers(ROOT), rooms(modules(ROOT))
+        order, known = layers(ROOT), packages(modules(ROOT))
         print(drawing(order, known), table(order, known), sep="\n\n")
     return 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.house.picture import BEGIN, END, PAGE, ROOT, drawing, layers, page, rooms
+from tests.house.picture import BEGIN, END, PAGE, ROOT, drawing, layers, page, packages
 from tests.house.source import modules
 
 FILES = {
@@ -32,7 +32,7 @@ def write(root: Path) -> None:
 
 def test_packages_are_drawn_by_layer_with_what_they_import(tmp_path: Path) -> None:
     write(tmp_path)
-    drawn = drawing(layers(tmp_path), rooms(modules(tmp_path)))
+    drawn = drawing(layers(tmp_path), packages(modules(tmp_path)))
     assert [line.strip("│ ").replace(" ", "") for line in drawn.splitlines() if "│" in line] == [
         "top│──►left,ground",
         "left(deep)",

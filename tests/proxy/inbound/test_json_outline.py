@@ -20,7 +20,6 @@ from gateway.proxy.inbound.json_outline import (
     ScanSizes,
     read_outline,
 )
-from tests.counting import instructions
 
 LIMITS = LimitSettings()
 FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -208,27 +207,10 @@ def _measured(body: bytes) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("item", [b"{}", b'""', b'{"":""}', b'{"url":""}', b"[1]"])
-def test_a_step_does_a_bounded_amount_of_work(item: bytes) -> None:
+def test_a_step_scans_a_bounded_number_of_tokens(item: bytes) -> None:
     body = b'{"x":[' + of(item, 100_000) + b"]}"
-    for steps in (_steps(body), _steps(body[:50_000])):
-        assert max(steps) < 1_500_000, "instructions in Python: some milliseconds"
-
-
-def _steps(body: bytes) -> list[int]:
-    scan = read_outline(body, LIMITS)
-    ended = False
-
-    def step() -> None:
-        nonlocal ended
-        try:
-            next(scan)
-        except (StopIteration, GatewayError):
-            ended = True
-
-    found = []
-    while not ended:
-        found.append(instructions(step))
-    return found
+    for steps in (_measured(body), _measured(body[:50_000])):
+        assert max(length for length, _ in steps) <= DEFAULT_SIZES.chunk
 
 
 def test_the_operators_limits_hold() -> None:
