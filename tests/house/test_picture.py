@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.house.picture import BEGIN, END, PAGE, ROOT, drawing, layers, page, packages
+from tests.house.picture import BEGIN, END, PAGE, ROOT, drawing, layers, packages, page
 from tests.house.source import modules
 
 FILES = {

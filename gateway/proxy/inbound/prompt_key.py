@@ -146,7 +146,6 @@ def build_large_prompt_key(
         elif route.prompt_field == "prompt":
             if body.count_token_ids("prompt"):
                 key.add_open(body.truncated_field("prompt")[1:-1].strip())
-                key.size = max(key.size, 1)
                 key.scale(BYTES_PER_TOKEN * body.count_token_ids("prompt"))
             elif body.count_prompts() > 1 or not _add_completion_prompt(
                 key, msgspec.Raw(body.truncated_field("prompt"))
