@@ -73,6 +73,19 @@ def test_every_command_and_flag_of_a_page_exists(page: Path) -> None:
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
 
 
+MODULES = {
+    f"/{shown(path)}"
+    for part in ("gateway", "tests", "deploy")
+    for path in (ROOT / part).rglob("*.py")
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_every_module_that_a_page_names_exists(page: Path) -> None:
+    named = set(re.findall(r"`([\w/]+\.py)`", page.read_text()))
+    assert {name for name in named if not any(one.endswith(f"/{name}") for one in MODULES)} == set()
+
+
 def test_a_command_that_does_not_exist_is_found() -> None:
     page = "```console\n$ cd x && llama-gateway nodes drain a --slowly  # soon\n```\n"
     page += "`llama-gateway fly`, `journalctl -u llama-gateway -n 5`\n"

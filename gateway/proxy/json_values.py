@@ -16,10 +16,10 @@ _OBJECT = msgspec.json.Decoder(dict[str, Any])
 _OBJECTS = msgspec.json.Decoder(list[dict[str, Any]])
 
 FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
-"""Decodes an object's fields; each value stays bytes."""
+"""An object's fields, each value as its own bytes."""
 
 ITEMS_DECODER = msgspec.json.Decoder(list[msgspec.Raw])
-"""Decodes a list's items; each item stays bytes."""
+"""A list's items, each as its own bytes."""
 
 TEXT_DECODER = msgspec.json.Decoder(str)
 

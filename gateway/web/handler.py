@@ -21,11 +21,17 @@ from gateway.fleet.fleet import Fleet
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
 from gateway.proxy.inbound import multipart
-from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES, Body, read_large_body
+from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES, Body
 from gateway.proxy.inbound.model_names import ModelAliases
 from gateway.proxy.inbound.parsed_body import parse_body
-from gateway.proxy.inbound.prepare import IncomingRequest, RequestRules, prepare, prepare_multipart
-from gateway.proxy.inbound.prompt_key import VolatileLines, build_large_prompt_key
+from gateway.proxy.inbound.prepare import (
+    IncomingRequest,
+    RequestRules,
+    prepare,
+    prepare_large,
+    prepare_multipart,
+)
+from gateway.proxy.inbound.prompt_key import VolatileLines
 from gateway.proxy.inbound.routes import Route, is_infill
 from gateway.proxy.prefill_progress import PrefillProgress
 from gateway.proxy.response_stream import BodyStream, ProxyResponse
@@ -148,9 +154,10 @@ class _HandledRequest:
                 body = await read_body(self._turn, settings.limits, edge.body_memory, share)
                 share.evict = self._turned_away
             if len(body) < SMALL_BODY_BYTES or self._route.multipart or not is_slow_to_parse(body):
-                live = self._live = self._prepared(preamble, body)
+                request = self._prepared(preamble, body)
             else:
-                live = self._live = await self._prepared_in_turn(preamble, body)
+                request = await self._prepared_in_turn(preamble, body)
+            live = self._live = InFlightRequest(request, record)
             edge.registry.add(live)
             if self._editing is not None:
                 self._replace(self._editing, live)
@@ -200,7 +207,7 @@ class _HandledRequest:
             raise errors.shutting_down()
         return preamble
 
-    async def _prepared_in_turn(self, preamble: RequestContext, body: bytes) -> InFlightRequest:
+    async def _prepared_in_turn(self, preamble: RequestContext, body: bytes) -> Request:
         """The same of a body that takes more than a moment: others have their turn in between.
 
         Raises: GatewayError.
@@ -216,22 +223,18 @@ class _HandledRequest:
         share = self._share or BodyAllocation(preamble.caller.id, preamble.fairness_key)
         edge.body_memory.allocate(share, made, rules.limits.buffered_bytes)
         try:
-            return await self._prepared_in_steps(preamble, body)
+            return await edge.forwarder.context.time_slicer.run(
+                prepare_large(
+                    body.removeprefix(BYTE_ORDER_MARK),
+                    self._route,
+                    rules,
+                    partial(self._prepared, preamble),
+                )
+            )
         finally:
             edge.body_memory.release(share, made)
 
-    async def _prepared_in_steps(self, preamble: RequestContext, body: bytes) -> InFlightRequest:
-        steps, rules = self._edge.forwarder.context.time_slicer, self._snapshot.rules
-        body = body.removeprefix(BYTE_ORDER_MARK)
-        large = await steps.run(read_large_body(body, rules.limits))
-        live = self._prepared(preamble, large)
-        request = live.request
-        request.prompt_key = await steps.run(
-            build_large_prompt_key(large, self._route, request.model, rules.volatile_lines)
-        )
-        return live
-
-    def _prepared(self, preamble: RequestContext, body: Body) -> InFlightRequest:
+    def _prepared(self, preamble: RequestContext, body: Body) -> Request:
         """The request that the body makes. Raises: GatewayError."""
         edge, record, route = self._edge, self.record, self._route
         made = prepare
@@ -283,7 +286,7 @@ class _HandledRequest:
             self._editing = request.session or self._whereabouts(
                 request.fairness_key, request.model
             )
-        return InFlightRequest(request, record)
+        return request
 
     def _whereabouts(self, party: str, model: str) -> str:
         """What stands for an editor's session that no header names."""

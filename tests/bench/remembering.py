@@ -14,10 +14,10 @@ from collections.abc import Callable
 import psutil
 
 from gateway.fleet.prompt_cache import FleetPromptCache, PromptKey
+from gateway.proxy.inbound.parsed_body import BYTES_PER_TOKEN
 from gateway.proxy.inbound.prompt_key import (
     BLOCK_BYTES,
     BUILT_IN_PATTERNS,
-    BYTES_PER_TOKEN,
     VolatileLines,
     build_prompt_key,
 )

@@ -1,202 +1,204 @@
-"""What a large JSON body is made of, found in short steps before any of it is parsed.
+"""Scans a large JSON body in short steps: checks it, and finds its fields, links and media.
 
-A few megabytes of `{},{},…` make forty times their size in objects, and one decode of sixty
-megabytes holds up everybody. So a large body is walked through in pieces: each is checked to be
-UTF-8, its tokens are counted against the limits, and a C decoder that builds nothing says whether
-it is JSON, between a head and an end that make a whole document of it. What is learnt on the way is
-where the body's fields are, and where in them there are links and pictures, so that nobody needs to
-read it whole again.
+Decoding a few megabytes of `{},{},…` takes forty times their size in objects, and one decode of
+sixty megabytes blocks the event loop. So a large body is scanned in chunks. Each is checked to be
+UTF-8; its tokens are counted against the limits; and a C decoder that builds nothing checks that it
+is JSON, after a prefix and before a suffix that make a whole document of it. The outline says where
+the body's fields are, and where in them there are links and media, so nothing reads it again.
 
-Time and memory go with the body's length, whatever its shape: a step looks at `CHUNK` bytes, or at
-`LONG` bytes where they lie within one string, and a shape that is dear ends at its limit.
+Time and memory are proportional to the body's length, whatever its shape: a step looks at
+`ScanSizes.chunk`, or at `ScanSizes.string_chunk` within one string, and costly shapes meet a limit.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
 from gateway import errors
 from gateway.config.listeners import LimitSettings
-from gateway.proxy.inbound.media import MOST_MEDIA_FILES, is_base64
-from gateway.proxy.inbound.parsed_body import IMAGE_TYPES, MEDIA_KEYS
+from gateway.proxy.inbound.media import IMAGE_TYPES, MEDIA_KEYS, MOST_MEDIA_FILES, is_base64
+from gateway.proxy.json_values import TEXT_DECODER
 
-CHUNK_BYTES = 16 * 1024
-"""Bytes in which tokens are looked for at a time: 16,000 at most, some milliseconds."""
 
-STRING_CHUNK_BYTES = 256 * 1024
-"""Bytes of one string that are looked at at a time."""
+class ScanSizes(NamedTuple):
+    """How much of a body one step scans, in bytes; tests use smaller ones."""
 
-UNSPLIT_STRING_BYTES = 4096
-"""Bytes of a string up to which it is not cut in two."""
+    chunk: int = 16 * 1024
+    """Outside of long strings: at most 16,000 tokens, some milliseconds."""
+    string_chunk: int = 256 * 1024
+    """Within a string."""
+    unsplit_string: int = 4096
+    """A string up to this length is not cut in two."""
+    longest_name: int = 1024
+    """The longest name of a top-level field; longer ones are refused."""
 
-MOST_GAP_BYTES = CHUNK_BYTES - 8
-"""Bytes of white space, or of one number, that may stand between two commas or brackets."""
 
-LONGEST_KEY = 1024
-"""Bytes of a name in the body itself."""
+DEFAULT_SIZES = ScanSizes()
 
 KEYED_FIELD_BYTES = 2 << 20
-"""Bytes of a field's beginning that its fingerprint is made of."""
+"""Bytes of a field's beginning that the prompt key covers."""
 
 KEYED_FIELD_VALUES = 1 << 14
-"""Objects, lists and strings of it."""
+"""Objects, lists and strings of that beginning."""
 
 MOST_LINKS = 10_000
-"""Texts that may be addresses; each is looked at."""
+"""Texts that may be URLs; each of them is checked."""
 
 SHORTEST_MEDIA_STRING = 256
 
 LONGEST_TYPE_VALUE = 128
 
-_SPACE = b" \t\n\r"
+_SPACE_BYTES = b" \t\n\r"
 
 _TOKEN = re.compile(
     rb'"([^"]*+)(?:"[ \t\n\r]*+(?:(:)|(?=[,\]}])|(\Z))|(\Z))|[\[\]{}]|(")',
 )
-"""A string, with the colon that makes a name of it; or a bracket. Groups 3 and 4: a string that
-ends with the chunk, or goes on behind it; 5: no JSON."""
+"""A string, with a colon if it is a name, or a bracket. Groups 3 and 4: a string that ends with the
+chunk, or goes on after it; 5: not JSON."""
 
-_CLOSE = re.compile(rb'"[ \t\n\r]*+(?:(:)|(?=[,\]}])|(\Z))')
+_STRING_END = re.compile(rb'"[ \t\n\r]*+(?:(:)|(?=[,\]}])|(\Z))')
 
-_SPACES = re.compile(rb"[ \t\n\r]*+")
+_WHITE_SPACE = re.compile(rb"[ \t\n\r]*+")
 
-_BYTE = re.compile(r"\(byte (\d+)\)")
+_BYTE_POSITION = re.compile(r"\(byte (\d+)\)")
 
-_HIGH = re.compile(rb"\\u[dD][89abAB]")
+_HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
 
-_NAMES: dict[bytes, str] = {
-    name.encode(): name
-    for name in (
-        *MEDIA_KEYS,
-        "source",
-        "multimodal_data",
-        "server_url",
-        "url",
-        "data",
-        "type",
-        "role",
-    )
-}
+_OTHER_TRACKED = ("source", "multimodal_data", "server_url", "url", "data", "type", "role")
+
+_TRACKED_NAMES = {name.encode(): name for name in (*MEDIA_KEYS, *_OTHER_TRACKED)}
 
 _MEDIA_CONTAINERS = frozenset({*MEDIA_KEYS, "source", "multimodal_data"})
 
-_AFTER, _WITHIN, _VALUE, _NEXT, _STRING, _KEY, _START = range(7)
-"""Where a chunk begins or ends: behind a value, behind an opening bracket, behind a colon, behind a
-comma, within a string, within a name, before all."""
+_AFTER_VALUE, _AFTER_OPENING, _AFTER_COLON, _AFTER_COMMA, _IN_STRING, _IN_NAME, _START = range(7)
+"""Where a chunk begins or ends."""
 
-_HEADS = {
-    _AFTER: (b"[0", b'{"":0'),
-    _WITHIN: (b"[", b"{"),
-    _VALUE: (b"[", b'{"":'),
-    _NEXT: (b"[0,", b'{"":0,'),
-    _STRING: (b'["', b'{"":"'),
-    _KEY: (b'["', b'{"'),
+_PREFIXES = {
+    _AFTER_VALUE: (b"[0", b'{"":0'),
+    _AFTER_OPENING: (b"[", b"{"),
+    _AFTER_COLON: (b"[", b'{"":'),
+    _AFTER_COMMA: (b"[0,", b'{"":0,'),
+    _IN_STRING: (b'["', b'{"":"'),
+    _IN_NAME: (b'["', b'{"'),
 }
 
-_ENDS = {
-    _AFTER: (b"", b""),
-    _WITHIN: (b"", b""),
-    _VALUE: (b'""', b'""'),
-    _NEXT: (b'""', b'"":""'),
-    _STRING: (b'"', b'"'),
-    _KEY: (b'"', b'":""'),
+_SUFFIXES = {
+    _AFTER_COLON: (b'""', b'""'),
+    _AFTER_COMMA: (b'""', b'"":""'),
+    _IN_STRING: (b'"', b'"'),
+    _IN_NAME: (b'"', b'":""'),
 }
 
-_BEHIND = {44: _NEXT, 58: _VALUE, 91: _WITHIN, 123: _WITHIN}
+_STATE_AFTER = {44: _AFTER_COMMA, 58: _AFTER_COLON, 91: _AFTER_OPENING, 123: _AFTER_OPENING}
 
 
-class _Nothing(msgspec.Struct):
-    """Any object, of which nothing is kept."""
+class _AnyObject(msgspec.Struct):
+    """Any object; no field is decoded."""
 
 
-_SKIP = msgspec.json.Decoder(_Nothing)
-
-_TEXT = msgspec.json.Decoder(str)
+_VALIDATOR = msgspec.json.Decoder(_AnyObject)
 
 Span = tuple[int, int]
 """Where a string begins and ends, without its quotes."""
 
 Link = tuple[int, int, str]
-"""The same, and what it is: `url`, `data`, or a `server`, which is an address whatever it says."""
+"""The same, and its kind: `url`, `data`, or `server`, which is a URL whatever it contains."""
 
 
 @dataclass(slots=True)
 class BodyField:
-    """One field of the body: where its value stands, and what it is made of."""
+    """One top-level field: where its value is, and what it holds."""
 
     name: str
     start: int
     end: int = 0
     item_count: int = 0
-    """Strings, lists and objects that stand in a list, where the value is one."""
+    """If the value is a list: its strings, lists and objects."""
     has_scalars: bool = False
-    """Whether anything else stands there: numbers."""
-    last_item: int = 0
-    """Where the last of `items` begins."""
+    """Whether that list holds anything else: numbers, say."""
     last_role: str = ""
-    """What the last of them says is its `role`."""
+    """The `role` of its last item."""
     truncated_at: int = 0
-    """Where the value's beginning ends, if it is longer than is looked at; 0: nowhere."""
+    """Where the part for the prompt key ends, if the value is longer; 0: it is not."""
     truncated_suffix: bytes = b""
-    """What makes JSON of that beginning."""
+    """The brackets and quotes that close that part."""
     values_before: int = 0
+    """Objects, lists and strings of the body before this field."""
+
+    def add_item(self) -> None:
+        """Count a string, list or object of the list."""
+        self.item_count += 1
+        self.last_role = ""
+
+    def truncate(self, end: int, suffix: bytes, values: int) -> None:
+        """End the part for the prompt key if it is long; `values`: those of the body so far."""
+        long = end - self.start >= KEYED_FIELD_BYTES
+        if not self.truncated_at and (long or values - self.values_before >= KEYED_FIELD_VALUES):
+            self.truncated_at, self.truncated_suffix = end, suffix
+
+    def finish(self, end: int) -> None:
+        """The value ends at `end`."""
+        self.end = end
+        if self.truncated_at > end:
+            self.truncated_at, self.truncated_suffix = 0, b""
 
 
-@dataclass(slots=True)
-class JsonOutline:
-    """What was found."""
+class JsonOutline(NamedTuple):
+    """What a body consists of."""
 
-    fields: list[BodyField] = field(default_factory=list)
-    depth: int = 0
-    links: list[Link] = field(default_factory=list)
-    """Texts that a server might fetch as addresses."""
-    has_images: bool = False
-    media_spans: list[Span] = field(default_factory=list)
-    """Base64 of pictures and sounds."""
-    uncounted_media: int = 0
-    """Further ones, which are not looked at."""
-    uncounted_media_bytes: int = 0
-    """Bytes of these."""
-    escape_count: int = 0
-    unicode_escape_count: int = 0
+    fields: list[BodyField]
+    depth: int
+    links: list[Link]
+    """Texts that a node might fetch as URLs."""
+    has_images: bool
+    media_spans: list[Span]
+    """Base64 of images and audio."""
+    uncounted_media: int
+    """Further ones, beyond `MOST_MEDIA_FILES`."""
+    uncounted_media_bytes: int
+    """Bytes of those."""
+    escape_count: int
+    unicode_escape_count: int
     """Escapes in all, and those of the form `\\u0041`."""
 
 
-def read_outline(body: bytes, limits: LimitSettings) -> Generator[None, None, JsonOutline]:
-    """Walk through `body`, a step at a time. Raises: GatewayError 400."""
-    walk = _OutlineScanner(body, limits)
+def read_outline(
+    body: bytes, limits: LimitSettings, sizes: ScanSizes = DEFAULT_SIZES
+) -> Generator[None, None, JsonOutline]:
+    """Scan `body` in short steps. Raises: GatewayError 400."""
+    scanner = OutlineScanner(body, limits, sizes)
     at = 0
     while at < len(body):
-        at = walk.step(at)
+        at = scanner.step(at)
         yield
-    walk.finish()
-    return walk.outline
+    return scanner.finish()
 
 
 def safe_cut(body: bytes, start: int, end: int) -> int:
-    """The last place up to `end` that is within no character and no escape of a string.
+    """The last position up to `end` that splits no character and no escape of a string.
 
-    `start` is such a place.
+    `start` must be such a position.
     """
     while end > start and end < len(body) and 0x80 <= body[end] < 0xC0:
         end -= 1
-    text = _neutral(body[start:end])
-    return start + _aligned(text, len(text))
+    text = _mask_escapes(body[start:end])
+    return start + _align(text, len(text))
 
 
-def _neutral(data: bytes) -> bytes:
-    """The same without escaped quotes and backslashes, each byte in its place."""
+def _mask_escapes(data: bytes) -> bytes:
+    """`data` with escaped quotes and backslashes masked, at the same length."""
     if data.find(b"\\") < 0:
         return data
     return data.replace(b"\\\\", b"\0\1").replace(b'\\"', b"\0\1")
 
 
-def _aligned(text: bytes, end: int) -> int:
-    """The last place up to `end` within no character and no escape of a `_neutral` string."""
+def _align(text: bytes, end: int) -> int:
+    """The last position up to `end` that splits no character and no escape of a masked string."""
     at = end
     if at == len(text):
         for back in range(1, 5):
@@ -209,346 +211,349 @@ def _aligned(text: bytes, end: int) -> int:
     escape = text.rfind(b"\\", max(0, at - 6), at)
     if escape >= 0:
         at = escape
-    if at >= 6 and _HIGH.match(text, at - 6):
+    if at >= 6 and _HIGH_SURROGATE.match(text, at - 6):
         at -= 6
     if at and text[at - 1] == 0:
         at -= 1
     return at
 
 
-class _OutlineScanner:
-    """The way through one body."""
+class OutlineScanner:
+    """Scans one body, chunk by chunk."""
 
     __slots__ = (
-        "_begun", "_body", "_containers", "_field", "_kinds", "_limits", "_names", "_pending",
-        "_plain", "_sources", "_state", "_strings", "outline",
+        "_body", "_brackets", "_containers", "_depth", "_escapes", "_field", "_fields",
+        "_has_images", "_limits", "_links", "_media", "_names", "_next_name", "_scalars", "_sizes",
+        "_sources", "_state", "_string_start", "_strings", "_uncounted", "_unicode_escapes",
     )  # fmt: skip
 
-    def __init__(self, body: bytes, limits: LimitSettings) -> None:
+    def __init__(self, body: bytes, limits: LimitSettings, sizes: ScanSizes) -> None:
         self._body = body
         self._limits = limits
-        self.outline = JsonOutline()
-        self._kinds = bytearray()
-        """The brackets that are open."""
+        self._sizes = sizes
+        self._brackets = bytearray()
+        """The open brackets."""
         self._names: list[str | None] = []
-        """For each of them, the name that it is the value of, where that is of interest."""
-        self._pending: str | None = None
-        """Such a name, whose value is next."""
+        """For each open bracket, the tracked name that it is the value of."""
+        self._next_name: str | None = None
+        """The tracked name whose value is next."""
         self._state = _START
-        self._begun = 0
-        """Where the string begins within which a chunk ended."""
+        self._string_start = 0
+        """Where the string begins that the chunk's end cuts."""
         self._field: BodyField | None = None
         self._sources: list[tuple[int, list[str], list[Link]]] = []
-        """Open objects `source`: their level, types, and addresses."""
-        self._containers = self._strings = self._plain = 0
+        """Open `source` objects: their depth, their types, and the links in them."""
+        self._fields: list[BodyField] = []
+        self._links: list[Link] = []
+        self._media: list[Span] = []
+        self._uncounted: list[int] = []
+        """Bytes of each file beyond `MOST_MEDIA_FILES`."""
+        self._has_images = False
+        self._containers = self._strings = self._scalars = self._depth = 0
+        self._escapes = self._unicode_escapes = 0
 
     def step(self, start: int) -> int:
-        """Look at what stands at `start`; where the next step begins."""
+        """Scan the chunk at `start`; return where the next one begins."""
         body = self._body
-        state, kinds = self._state, bytes(self._kinds)
-        within = state in {_STRING, _KEY}
-        end = start + (STRING_CHUNK_BYTES if within else CHUNK_BYTES)
-        text = _neutral(body[start:end])
+        state, brackets = self._state, bytes(self._brackets)
+        in_string = state in {_IN_STRING, _IN_NAME}
+        end = start + (self._sizes.string_chunk if in_string else self._sizes.chunk)
+        text = _mask_escapes(body[start:end])
         last = end >= len(body)
         at = 0
-        if within:
+        if in_string:
             at = text.find(b'"')
-            closed = None if at < 0 else _CLOSE.match(text, at)
+            closed = None if at < 0 else _STRING_END.match(text, at)
             if closed is None or closed[2] is not None:
                 if last or (closed is None and at >= 0):
-                    raise self._invalid(start, state, kinds)
-                at = _aligned(text, len(text) if at < 0 else at)
+                    raise self._invalid(start, state, brackets)
+                at = _align(text, len(text) if at < 0 else at)
                 if at <= 0:
-                    raise _long_gap()
-                return self._checked(start, start + at, state, kinds)
-            self._end_string(self._begun, start + at, start + closed.end(), closed[1] is not None)
+                    raise self._long_gap()
+                return self._check_chunk(start, start + at, state, brackets)
+            self._end_string(
+                self._string_start, start + at, start + closed.end(), closed[1] is not None
+            )
             at = closed.end()
-            if len(text) - at > CHUNK_BYTES:
-                text, last = text[: at + CHUNK_BYTES], False
-        cut = self._tokens(text, at, start, last=last)
+            if len(text) - at > self._sizes.chunk:
+                text, last = text[: at + self._sizes.chunk], False
+        cut = self._scan_tokens(text, at, start, last=last)
         if not last and cut <= 0:
-            raise _long_gap()
-        self._count()
-        return self._checked(start, start + cut, state, kinds)
+            raise self._long_gap()
+        self._check_limits()
+        return self._check_chunk(start, start + cut, state, brackets)
 
-    def finish(self) -> None:
-        """All is read."""
-        if self._kinds or self._state == _START:
+    def finish(self) -> JsonOutline:
+        """The outline of a complete body. Raises: GatewayError 400."""
+        if self._brackets or self._state == _START:
             raise errors.invalid_json(
                 "Input data was truncated" if self._body.strip() else "it is empty"
             )
+        uncounted = self._uncounted
+        return JsonOutline(
+            self._fields, self._depth, self._links, self._has_images, self._media,
+            len(uncounted), sum(uncounted), self._escapes, self._unicode_escapes,
+        )  # fmt: skip
 
-    def _checked(self, start: int, end: int, state: int, kinds: bytes) -> int:
-        """See that what stands there is JSON, where it stands; `end`."""
+    def _check_chunk(self, start: int, end: int, state: int, brackets: bytes) -> int:
+        """Check that the chunk is JSON in its place; return `end`. Raises: GatewayError 400."""
         body = self._body[start:end]
         try:
             body.decode()
         except UnicodeDecodeError as error:
             raise errors.invalid_json(f"byte {start + error.start} is not UTF-8") from None
-        closing = _closing(self._state, self._kinds)
-        if kinds or state == _START:
-            head = _head(state, kinds)
+        suffix = _suffix(self._state, self._brackets)
+        if brackets or state == _START:
+            prefix = _prefix(state, brackets)
             try:
-                _SKIP.decode(head + body + closing)
+                _VALIDATOR.decode(prefix + body + suffix)
             except msgspec.ValidationError:
                 raise errors.invalid_request("The body must be an object.") from None
             except msgspec.DecodeError as error:
-                before = start - len(head)
-                detail = _BYTE.sub(lambda found: f"(byte {int(found[1]) + before})", str(error))
+                before = start - len(prefix)
+                detail = _BYTE_POSITION.sub(
+                    lambda found: f"(byte {int(found[1]) + before})", str(error)
+                )
                 raise errors.invalid_json(detail) from None
-        elif body.strip(_SPACE):
+        elif body.strip(_SPACE_BYTES):
             raise errors.invalid_json(f"JSON is malformed: trailing characters (byte {start})")
         if body.find(b"\\") >= 0:
-            self.outline.escape_count += body.count(b"\\")
-            self.outline.unicode_escape_count += body.count(b"\\u")
-        now = self._field
-        if (
-            now is not None
-            and not now.truncated_at
-            and (len(self._kinds) > 1 or self._state == _STRING)
-        ):
-            seen = self._containers + self._strings - now.values_before
-            if end - now.start >= KEYED_FIELD_BYTES or seen >= KEYED_FIELD_VALUES:
-                now.truncated_at, now.truncated_suffix = end, closing[:-1]
+            self._escapes += body.count(b"\\")
+            self._unicode_escapes += body.count(b"\\u")
+        if self._field is not None and (len(self._brackets) > 1 or self._state == _IN_STRING):
+            self._field.truncate(end, suffix[:-1], self._containers + self._strings)
         return end
 
-    def _invalid(self, start: int, state: int, kinds: bytes) -> errors.GatewayError:
-        """Why what begins there is no JSON."""
-        head = _head(state, kinds)
+    def _invalid(self, start: int, state: int, brackets: bytes) -> errors.GatewayError:
+        """The error for a chunk at `start` that is not JSON."""
+        prefix = _prefix(state, brackets)
         try:
-            _SKIP.decode(head + self._body[start : start + STRING_CHUNK_BYTES])
+            _VALIDATOR.decode(prefix + self._body[start : start + self._sizes.string_chunk])
         except msgspec.DecodeError as error:
-            return errors.invalid_json(_BYTE.sub("", str(error)).strip())
+            return errors.invalid_json(_BYTE_POSITION.sub("", str(error)).strip())
         return errors.invalid_json("Input data was truncated")
 
-    def _count(self) -> None:
+    def _check_limits(self) -> None:
         limits = self._limits
         for count, most, key, what in (
             (self._containers, limits.json_containers, "json_containers", "lists and objects"),
             (self._strings, limits.json_strings, "json_strings", "strings"),
-            (self._plain, limits.json_numbers, "json_numbers", "numbers"),
-            (len(self.outline.fields), limits.json_fields, "json_fields", "fields"),
+            (self._scalars, limits.json_numbers, "json_numbers", "numbers"),
+            (len(self._fields), limits.json_fields, "json_fields", "fields"),
         ):
             if count > most:
                 raise errors.invalid_request(
                     f"The body has more than {most} {what} ('limits.{key}')."
                 )
-        if len(self.outline.links) > MOST_LINKS:
-            raise errors.invalid_request(f"The body has more than {MOST_LINKS} pictures and links.")
+        if len(self._links) > MOST_LINKS:
+            raise errors.invalid_request(f"The body has more than {MOST_LINKS} images and links.")
 
-    # One loop, since a call for each token would double its price.
-    def _tokens(  # noqa: PLR0912, PLR0915
+    # One loop, since a call for each token would double the cost.
+    def _scan_tokens(  # noqa: PLR0912, PLR0915
         self, text: bytes, at: int, start: int, *, last: bool
     ) -> int:
-        """Take in the tokens of a chunk from `at`; where the next one is to begin."""
-        kinds, names, deepest = self._kinds, self._names, self._limits.json_depth
-        behind = at
-        containers = strings = plain = 0
+        """Scan a chunk's tokens from `at`; return where the next chunk begins."""
+        brackets, names, deepest = self._brackets, self._names, self._limits.json_depth
+        done = at
+        containers = strings = scalars = 0
         for token in _TOKEN.finditer(text, at):
             here, end = token.span()
-            if here > behind:
-                if here - behind > 1:
-                    # More than a comma or a colon stands between them.
-                    plain += text.count(b",", behind, here)
-                if len(kinds) == 2 and text[behind:here].strip(b", \t\n\r"):
-                    self._are_plain()
-            kind = text[here]
-            if kind == 34:
+            if here > done:
+                if here - done > 1:
+                    # More than a comma or a colon is between the two tokens.
+                    scalars += text.count(b",", done, here)
+                if len(brackets) == 2 and text[done:here].strip(b", \t\n\r"):
+                    self._mark_scalars()
+            byte = text[here]
+            if byte == 34:
                 group = token.lastindex
                 strings += 1
-                if group == 5 or not kinds:
+                if group == 5 or not brackets:
                     raise errors.invalid_json(f"JSON is malformed (byte {start + here})")
                 if group == 2:
-                    self._name(token[1], start + here, start + end)
+                    self._begin_field(token[1], start + here, start + end)
                 elif group == 1:
                     if (
-                        self._pending is not None
-                        or len(kinds) == 2
+                        self._next_name is not None
+                        or len(brackets) == 2
                         or end - here > SHORTEST_MEDIA_STRING
                         or names[-1] == "multimodal_data"
                     ):
-                        self._text(start + here, start + token.end(1))
-                    self._pending = None
+                        self._end_value(start + here, start + token.end(1))
+                    self._next_name = None
                 elif last:
                     raise errors.invalid_json("Input data was truncated")
                 else:
                     strings -= 1
-                    self._add(containers, strings, plain)
+                    self._add(containers, strings, scalars)
                     return self._open_string(text, here, end if group == 4 else token.end(1), start)
-            elif kind in b"[{":
+            elif byte in b"[{":
                 containers += 1
-                if len(kinds) == 2:
-                    self._item(start + here)
-                elif not kinds and (self._state != _START or kind != 123 or containers > 1):
+                if len(brackets) == 2:
+                    self._add_item()
+                elif not brackets and (self._state != _START or byte != 123 or containers > 1):
                     raise errors.invalid_request("The body must be one object.")
-                kinds.append(kind)
-                if len(kinds) > deepest:
+                brackets.append(byte)
+                if len(brackets) > deepest:
                     raise errors.nested_too_deeply(deepest)
-                self.outline.depth = max(self.outline.depth, len(kinds))
-                pending, self._pending = self._pending, None
-                names.append(pending)
-                if pending in _MEDIA_CONTAINERS:
-                    self._watch(pending)
+                self._depth = max(self._depth, len(brackets))
+                name, self._next_name = self._next_name, None
+                names.append(name)
+                if name in _MEDIA_CONTAINERS:
+                    self._begin_container(name)
             else:
-                if not kinds:
+                if not brackets:
                     raise errors.invalid_json(f"JSON is malformed (byte {start + here})")
-                kinds.pop()
+                brackets.pop()
                 if names.pop() == "source":
                     self._end_source()
-                self._pending = None
-                if not kinds:
+                self._next_name = None
+                if not brackets:
                     self._end_field(start + here)
-            behind = end
-        self._add(containers, strings, plain)
+            done = end
+        self._add(containers, strings, scalars)
         if last:
-            self._state = _AFTER
+            self._state = _AFTER_VALUE
             return len(text)
-        comma = text.rfind(b",", behind)
-        if comma >= 0 and kinds:
-            self._add(0, 0, text.count(b",", behind, comma))
-            if len(kinds) == 2 and text[behind:comma].strip(b", \t\n\r"):
-                self._are_plain()
-            self._state = _AFTER
+        comma = text.rfind(b",", done)
+        if comma >= 0 and brackets:
+            self._add(0, 0, text.count(b",", done, comma))
+            if len(brackets) == 2 and text[done:comma].strip(b", \t\n\r"):
+                self._mark_scalars()
+            self._state = _AFTER_VALUE
             return comma
-        self._follow(text, behind)
-        return behind if kinds else len(text)
+        self._set_state(text, done)
+        return done if brackets else len(text)
 
-    def _add(self, containers: int, strings: int, plain: int) -> None:
+    def _add(self, containers: int, strings: int, scalars: int) -> None:
         self._containers += containers
         self._strings += strings
-        self._plain += plain
+        self._scalars += scalars
 
-    def _follow(self, text: bytes, at: int) -> None:
-        """The state at `at`, by what stands before it."""
-        before = text[:at].rstrip(_SPACE)
+    def _set_state(self, text: bytes, at: int) -> None:
+        """Set the state at `at` by the byte before it."""
+        before = text[:at].rstrip(_SPACE_BYTES)
         if before:
-            self._state = _BEHIND.get(before[-1], _AFTER)
-        elif self._state in {_STRING, _KEY}:
-            self._state = _AFTER
+            self._state = _STATE_AFTER.get(before[-1], _AFTER_VALUE)
+        elif self._state in {_IN_STRING, _IN_NAME}:
+            self._state = _AFTER_VALUE
 
     def _open_string(self, text: bytes, here: int, end: int, start: int) -> int:
-        """A string goes on behind the chunk: where to cut, before it or within it."""
+        """For a string that goes on after the chunk, where to cut: before it or in it."""
         before = self._state
-        self._follow(text, here)
-        if len(text) - here <= UNSPLIT_STRING_BYTES and here:
+        self._set_state(text, here)
+        if len(text) - here <= self._sizes.unsplit_string and here:
             return here
-        name = self._kinds[-1] == 123 and self._state in {_NEXT, _WITHIN}
-        cut = _aligned(text, end)
+        is_name = self._brackets[-1] == 123 and self._state in {_AFTER_COMMA, _AFTER_OPENING}
+        cut = _align(text, end)
         if cut <= here:
             self._state = before
             return 0
-        self._state = _KEY if name else _STRING
-        self._begun = start + here
-        if name and len(self._kinds) == 1:
-            raise _long_name()
+        self._state = _IN_NAME if is_name else _IN_STRING
+        self._string_start = start + here
+        if is_name and len(self._brackets) == 1:
+            raise self._long_name()
         return cut
 
-    def _end_string(self, begun: int, quote: int, end: int, name: bool) -> None:  # noqa: FBT001
-        """A string that earlier chunks began is at its end."""
+    def _end_string(self, start: int, quote: int, end: int, is_name: bool) -> None:  # noqa: FBT001
+        """A string ends that an earlier chunk began."""
         self._strings += 1
-        if name:
-            self._name(
-                b"" if quote - begun > UNSPLIT_STRING_BYTES else self._body[begun + 1 : quote],
-                begun,
-                end,
+        if is_name:
+            raw = (
+                b"" if quote - start > self._sizes.unsplit_string else self._body[start + 1 : quote]
             )
+            self._begin_field(raw, start, end)
             return
-        self._text(begun, quote)
-        self._pending = None
+        self._end_value(start, quote)
+        self._next_name = None
 
-    def _name(self, raw: bytes, here: int, end: int) -> None:
-        """A name in an object, and its value is next."""
-        name = _NAMES.get(raw)
-        if name is None and raw.find(b"\\u") >= 0 and len(raw) <= UNSPLIT_STRING_BYTES:
-            name = _NAMES.get(self._said(here + 1, here + 1 + len(raw)).encode())
-        self._pending = name
-        if len(self._kinds) == 1:
-            if end - here > LONGEST_KEY:
-                raise _long_name()
+    def _begin_field(self, raw: bytes, here: int, end: int) -> None:
+        """A field's name was read; its value is next."""
+        name = _TRACKED_NAMES.get(raw)
+        if name is None and raw.find(b"\\u") >= 0 and len(raw) <= self._sizes.unsplit_string:
+            name = _TRACKED_NAMES.get(self._decode_text(here + 1, here + 1 + len(raw)).encode())
+        self._next_name = name
+        if len(self._brackets) == 1:
+            if end - here > self._sizes.longest_name:
+                raise self._long_name()
             self._end_field(self._body.rfind(b",", 0, here))
-            space = _SPACES.match(self._body, end, end + CHUNK_BYTES)
-            value = end if space is None else space.end()
+            space = _WHITE_SPACE.match(self._body, end, end + self._sizes.chunk)
             self._field = BodyField(
-                self._said(here + 1, self._body.rfind(b'"', here, end)),
-                value,
+                self._decode_text(here + 1, self._body.rfind(b'"', here, end)),
+                end if space is None else space.end(),
                 values_before=self._containers + self._strings,
             )
-            self.outline.fields.append(self._field)
+            self._fields.append(self._field)
 
     def _end_field(self, end: int) -> None:
-        """The body's field that was read ends before `end`."""
-        now, self._field = self._field, None
-        if now is None:
-            return
-        tail = self._body[max(now.start, end - CHUNK_BYTES) : end]
-        now.end = end - len(tail) + len(tail.rstrip(_SPACE))
-        if not now.truncated_at or now.truncated_at > now.end:
-            now.truncated_at, now.truncated_suffix = 0, b""
+        """The current top-level field ends before `end`."""
+        ended, self._field = self._field, None
+        if ended is not None:
+            tail = self._body[max(ended.start, end - self._sizes.chunk) : end]
+            ended.finish(end - len(tail) + len(tail.rstrip(_SPACE_BYTES)))
 
-    def _are_plain(self) -> None:
-        if self._field is not None and self._kinds[1] == 91:
+    def _mark_scalars(self) -> None:
+        if self._field is not None and self._brackets[1] == 91:
             self._field.has_scalars = True
 
-    def _item(self, here: int) -> None:
-        now = self._field
-        if now is not None and self._kinds[1] == 91:
-            now.item_count += 1
-            now.last_item, now.last_role = here, ""
+    def _add_item(self) -> None:
+        if self._field is not None and self._brackets[1] == 91:
+            self._field.add_item()
 
-    def _watch(self, name: str | None) -> None:
+    def _begin_container(self, name: str | None) -> None:
         if name == "multimodal_data":
-            self.outline.has_images = True
-        elif name == "source" and self._kinds[-1] == 123:
-            self._sources.append((len(self._kinds), [], []))
+            self._has_images = True
+        elif name == "source" and self._brackets[-1] == 123:
+            self._sources.append((len(self._brackets), [], []))
 
     def _end_source(self) -> None:
-        if self._sources and self._sources[-1][0] > len(self._kinds):
-            _, types, spans = self._sources.pop()
-            if not types or any(said != "base64" for said in types):
-                self.outline.links += spans
+        if self._sources and self._sources[-1][0] > len(self._brackets):
+            _, types, links = self._sources.pop()
+            if not types or any(one != "base64" for one in types):
+                self._links += links
 
-    def _text(self, quote: int, end: int) -> None:
-        """A string that is a value: what it may be a link, a picture or a role of."""
-        found, kinds, pending = self.outline, self._kinds, self._pending
-        if len(kinds) == 2:
-            self._item(quote)
-        within = self._names[-1] if self._names else None
+    def _end_value(self, quote: int, end: int) -> None:
+        """Note a string value that may be a link, media, a type or a role."""
+        brackets, name = self._brackets, self._next_name
+        if len(brackets) == 2:
+            self._add_item()
+        container = self._names[-1] if self._names else None
         start = quote + 1
-        if pending == "type":
-            said = self._said(start, end) if end - start < LONGEST_TYPE_VALUE else ""
-            found.has_images = found.has_images or said in IMAGE_TYPES
-            if within == "source" and self._sources:
-                self._sources[-1][1].append(said)
-        elif pending == "role":
-            if len(kinds) == 3 and kinds[1] == 91 and self._field is not None:
+        if name == "type":
+            text = self._decode_text(start, end) if end - start < LONGEST_TYPE_VALUE else ""
+            self._has_images = self._has_images or text in IMAGE_TYPES
+            if container == "source" and self._sources:
+                self._sources[-1][1].append(text)
+        elif name == "role":
+            if len(brackets) == 3 and brackets[1] == 91 and self._field is not None:
                 self._field.last_role = (
-                    self._said(start, end) if end - start < LONGEST_TYPE_VALUE else ""
+                    self._decode_text(start, end) if end - start < LONGEST_TYPE_VALUE else ""
                 )
-        elif pending is not None or within == "multimodal_data":
-            self._link(pending, within, start, end)
+        elif name is not None or container == "multimodal_data":
+            self._add_link(name, container, start, end)
         if end - quote > SHORTEST_MEDIA_STRING:
-            self._media(quote + 1, end, bare=pending == "data" or within == "multimodal_data")
+            self._add_media(start, end, bare=name == "data" or container == "multimodal_data")
 
-    def _link(self, name: str | None, within: str | None, start: int, end: int) -> None:
-        """A string of that name in an object of the name `within`: it may be an address."""
-        links = self.outline.links
-        top = self._field.name if self._field is not None and len(self._kinds) == 3 else ""
+    def _add_link(self, name: str | None, container: str | None, start: int, end: int) -> None:
+        """Note the value of `name` in an object named `container` if it may be a URL."""
+        links = self._links
+        top = self._field.name if self._field is not None and len(self._brackets) == 3 else ""
         if name in MEDIA_KEYS:
             links.append((start, end, "url"))
         elif name in {"url", "data"}:
-            if within in MEDIA_KEYS:
+            if container in MEDIA_KEYS:
                 links.append((start, end, name))
-            elif within == "source" and self._sources:
+            elif container == "source" and self._sources:
                 self._sources[-1][2].append((start, end, name))
             elif name == "url" and top == "mcp_servers":
                 links.append((start, end, "server"))
         elif name == "server_url":
             if top == "tools":
                 links.append((start, end, "server"))
-        elif within == "multimodal_data":
+        elif container == "multimodal_data":
             links.append((start, end, "data"))
 
-    def _media(self, start: int, end: int, *, bare: bool) -> None:
+    def _add_media(self, start: int, end: int, *, bare: bool) -> None:
         body = self._body
         if body.startswith(b"data:", start):
             at = body.find(b";base64,", start, min(end, start + LONGEST_TYPE_VALUE))
@@ -557,41 +562,39 @@ class _OutlineScanner:
                 return
         elif not bare or not is_base64(body, start):
             return
-        if len(self.outline.media_spans) < MOST_MEDIA_FILES:
-            self.outline.media_spans.append((start, end))
+        if len(self._media) < MOST_MEDIA_FILES:
+            self._media.append((start, end))
         else:
-            self.outline.uncounted_media += 1
-            self.outline.uncounted_media_bytes += end - start
+            self._uncounted.append(end - start)
 
-    def _said(self, start: int, end: int) -> str:
-        """A string's text; empty if it is none."""
+    def _decode_text(self, start: int, end: int) -> str:
+        """A string's text; empty if it is not valid."""
         try:
-            return _TEXT.decode(b'"%b"' % self._body[start:end])
+            return TEXT_DECODER.decode(b'"%b"' % self._body[start:end])
         except (msgspec.DecodeError, UnicodeDecodeError):
             return ""
 
+    def _long_name(self) -> errors.GatewayError:
+        most = self._sizes.longest_name
+        return errors.invalid_request(f"The body has a field whose name is over {most} bytes.")
 
-def _head(state: int, kinds: bytes) -> bytes:
-    """What makes JSON of a chunk that begins in this state, within these brackets."""
-    if not kinds:
+    def _long_gap(self) -> errors.GatewayError:
+        most = self._sizes.chunk - 8
+        what = "white space, or of one number, in a row"
+        return errors.invalid_request(f"The body has more than {most} bytes of {what}.")
+
+
+def _prefix(state: int, brackets: bytes) -> bytes:
+    """What makes a document of a chunk that begins in this state, inside these brackets."""
+    if not brackets:
         return b""
-    outer = b"".join([b"[" if kind == 91 else b'{"":' for kind in kinds[:-1]])
-    return outer + _HEADS[state][kinds[-1] == 123]
+    outer = b"".join([b"[" if byte == 91 else b'{"":' for byte in brackets[:-1]])
+    return outer + _PREFIXES[state][brackets[-1] == 123]
 
 
-def _closing(state: int, kinds: bytes | bytearray) -> bytes:
-    """What makes JSON of a chunk that ends so."""
-    if not kinds:
+def _suffix(state: int, brackets: bytes | bytearray) -> bytes:
+    """What makes a document of a chunk that ends in this state, inside these brackets."""
+    if not brackets:
         return b""
-    ends = bytes(kind + 2 for kind in reversed(kinds))  # `]` and `}` stand two behind the others
-    return _ENDS[state][kinds[-1] == 123] + ends
-
-
-def _long_name() -> errors.GatewayError:
-    return errors.invalid_request(f"The body has a field whose name is over {LONGEST_KEY} bytes.")
-
-
-def _long_gap() -> errors.GatewayError:
-    return errors.invalid_request(
-        f"The body has more than {MOST_GAP_BYTES} bytes of white space, or of one number, on end."
-    )
+    closing = bytes(byte + 2 for byte in reversed(brackets))  # `]` is `[` + 2, `}` is `{` + 2
+    return _SUFFIXES.get(state, (b"", b""))[brackets[-1] == 123] + closing

@@ -1,60 +1,65 @@
-"""What pictures and sound in a prompt cost in tokens, by the first bytes of their base64 text.
+"""Images and audio in a prompt: their cost in tokens, and the URLs that a node would fetch.
 
-Encoders differ. llama.cpp's for the Qwen-VL family makes a token of each 28 x 28 pixels, 8 to
-4,096 in all (`clip.cpp`, `set_limit_image_tokens(8, 4096)`), those of Pixtral and Mistral 3 much
-the same; Gemma 3 makes 256 of any picture, LLaVA 1.5 576 (24 x 24). So the guess goes by the
-picture's size, and what a model's `usage` tells corrects it (`scheduling/token_estimates.py`).
-Encoders of sound work on pieces of 30 s: Voxtral makes 375 tokens of each.
+The cost is estimated from the first bytes of the base64 text. Encoders differ. llama.cpp's for the
+Qwen-VL family makes a token of each 28 x 28 pixels, 8 to 4,096 in all (`clip.cpp`,
+`set_limit_image_tokens(8, 4096)`), those of Pixtral and Mistral 3 much the same; Gemma 3 makes 256
+of any image, LLaVA 1.5 576 (24 x 24). So the estimate goes by the image's size, and a model's
+`usage` corrects it (`scheduling/token_estimates.py`). Audio encoders work on chunks of 30 s:
+Voxtral makes 375 tokens of each.
 """
 
 from __future__ import annotations
 
 import binascii
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from gateway import errors
+from gateway.proxy.json_values import JSON_ERRORS, VALUE_DECODER
 
 PIXELS_PER_TOKEN = 28
-"""Of a picture's width or height that one token covers."""
+"""Of an image's width or height, covered by one token."""
 
 LEAST_IMAGE_TOKENS, MOST_IMAGE_TOKENS = 8, 4096
 
 UNREADABLE_IMAGE_TOKENS = 576
-"""Tokens of a picture that does not tell its size (LLaVA 1.5's)."""
+"""Tokens of an image whose size cannot be read (LLaVA 1.5's)."""
 
 SURE_IMAGE_TOKENS = 256
-"""A picture costs fewer only if it is small: even Gemma 3's cost this much."""
+"""Only a small image costs fewer: even Gemma 3's cost this much."""
 
 AUDIO_CHUNK_SECONDS, AUDIO_CHUNK_TOKENS = 30, 375
 
 SURE_AUDIO_CHUNK_TOKENS = 64
-"""Tokens of a piece of sound that hardly any encoder stays below."""
+"""Tokens of a chunk of audio that hardly any encoder stays below."""
 
 SHORTEST_BASE64 = 64
-"""Characters of base64; no file is shorter."""
+"""Characters; no file in base64 is shorter."""
 
 FILE_HEADER_BYTES = 64
-"""Bytes within which all formats but JPEG tell their size."""
+"""Bytes within which all formats but JPEG have their size."""
 
 MOST_JPEG_SEGMENTS = 32
-"""Of a JPEG that are passed on the way to its size."""
+"""Segments of a JPEG that are skipped on the way to its size."""
 
 MOST_MEDIA_FILES = 4096
-"""Files in one prompt that are looked at; the others count as unreadable pictures."""
+"""Files in one prompt that are measured; the others count as unreadable images."""
 
 LONGEST_DATA_URL_TYPE = 128
-"""Bytes that stand before `;base64,` in such an address at most."""
+"""Bytes before `;base64,` in a data URL at most."""
 
 _BASE64 = re.compile(rb"[A-Za-z0-9+/_\-\\]{%d}" % SHORTEST_BASE64)
 
-_VALUE = re.compile(rb'"(?:data|multimodal_data)"\s*:\s*(?:\[\s*)?"')
+_BASE64_KEY = re.compile(rb'"(?:data|multimodal_data)"\s*:\s*(?:\[\s*)?"')
 
-_NEXT = re.compile(rb'"\s*,\s*"')
+_NEXT_ITEM = re.compile(rb'"\s*,\s*"')
 
-_SLASHES = bytes.maketrans(b"-_", b"+/")
+_FROM_URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 
 class MediaCost(NamedTuple):
-    """The files in a prompt: how many bytes of it they are, their tokens, the fewest tokens."""
+    """The files in a prompt: bytes of their base64, estimated tokens, fewest tokens."""
 
     base64_bytes: int = 0
     tokens: int = 0
@@ -62,10 +67,10 @@ class MediaCost(NamedTuple):
 
 
 def measure_media(data: bytes) -> MediaCost:
-    """What of a prompt's JSON is base64, and what that costs.
+    """The cost of all base64 in a prompt's JSON.
 
-    Addresses `data:...;base64,` count where they are whole values, not where a text quotes one;
-    bare base64 under the keys that APIs have for it (`data`, `multimodal_data`).
+    A data URL (`data:...;base64,`) counts where it is a whole value, not where a text quotes one;
+    bare base64 counts under the keys that APIs have for it (`data`, `multimodal_data`).
     """
     spans: list[tuple[int, int]] = []
     at = data.find(b";base64,")
@@ -79,50 +84,50 @@ def measure_media(data: bytes) -> MediaCost:
             spans.append((start, end))
             start = end
         at = data.find(b";base64,", start)
-    for found in _VALUE.finditer(data):
+    for found in _BASE64_KEY.finditer(data):
         start = found.end()
         while _BASE64.match(data, start):
             end = data.find(b'"', start)
             if end < 0:
                 break
             spans.append((start, end))
-            following = _NEXT.match(data, end)
+            following = _NEXT_ITEM.match(data, end)
             if following is None:
                 break
             start = following.end()
-    size = tokens = least = 0
+    base64_bytes = tokens = min_tokens = 0
     for number, (start, end) in enumerate(spans):
-        costs, surely = (
+        cost, min_cost = (
             file_cost(data, start, end) if number < MOST_MEDIA_FILES else UNREADABLE_IMAGE_COST
         )
-        size += end - start
-        tokens += costs
-        least += surely
-    return MediaCost(size, tokens, least)
+        base64_bytes += end - start
+        tokens += cost
+        min_tokens += min_cost
+    return MediaCost(base64_bytes, tokens, min_tokens)
 
 
 def is_base64(data: bytes, start: int) -> bool:
-    """Whether what stands there may be a file."""
+    """Whether a file in base64 may begin at `start`."""
     return _BASE64.match(data, start) is not None
 
 
-_SOUNDS = (b"RIFF", b"ID3", b"OggS", b"fLaC", b"\xff\xfb", b"\xff\xf3")
+_AUDIO_MAGIC = (b"RIFF", b"ID3", b"OggS", b"fLaC", b"\xff\xfb", b"\xff\xf3")
 
 UNREADABLE_IMAGE_COST = (UNREADABLE_IMAGE_TOKENS, SURE_IMAGE_TOKENS)
 
 
 def file_cost(data: bytes, start: int, end: int) -> tuple[int, int]:
-    """(tokens, the fewest tokens) of one file whose base64 stands there."""
+    """(tokens, fewest tokens) of the file whose base64 is `data[start:end]`."""
     if data.find(b"\\", start, end) >= 0:
-        # Slashes that are escaped move all that follows: then only the beginning is read.
+        # Escaped slashes shift all that follows: then only the beginning is read.
         data = data[start : min(end, start + 4 * FILE_HEADER_BYTES)].replace(b"\\/", b"/")
         length, start, end = end - start, 0, len(data)
     else:
         length = end - start
-    head = _bytes(data, start, end, 0, FILE_HEADER_BYTES)
-    if head.startswith(_SOUNDS) and head[8:12] != b"WEBP":
-        return _sound(head, length * 3 // 4)
-    size = _dimensions(head) or _jpeg(head, data, start, end)
+    head = _decode_base64(data, start, end, 0, FILE_HEADER_BYTES)
+    if head.startswith(_AUDIO_MAGIC) and head[8:12] != b"WEBP":
+        return _audio_cost(head, length * 3 // 4)
+    size = _dimensions(head) or _jpeg_dimensions(head, data, start, end)
     if size is None or min(size) <= 0:
         return UNREADABLE_IMAGE_COST
     width, height = size
@@ -131,15 +136,15 @@ def file_cost(data: bytes, start: int, end: int) -> tuple[int, int]:
     return tokens, min(tokens, SURE_IMAGE_TOKENS)
 
 
-def _sound(head: bytes, size: int) -> tuple[int, int]:
-    """The same of sound, by the rate that a WAV tells, else by 128 kbit/s."""
+def _audio_cost(head: bytes, size: int) -> tuple[int, int]:
+    """(tokens, fewest tokens) of audio, by a WAV's byte rate, else by 128 kbit/s."""
     rate = int.from_bytes(head[28:32], "little") if head[8:12] == b"WAVE" else 16_000
-    pieces = max(1, -(-size // (max(rate, 1000) * AUDIO_CHUNK_SECONDS)))
-    return pieces * AUDIO_CHUNK_TOKENS, pieces * SURE_AUDIO_CHUNK_TOKENS
+    chunks = max(1, -(-size // (max(rate, 1000) * AUDIO_CHUNK_SECONDS)))
+    return chunks * AUDIO_CHUNK_TOKENS, chunks * SURE_AUDIO_CHUNK_TOKENS
 
 
 def _dimensions(head: bytes) -> tuple[int, int] | None:
-    """Width and height in pixels, where a format tells them at its beginning."""
+    """Width and height in pixels, for formats that have them at the beginning."""
     if head.startswith(b"\x89PNG\r\n\x1a\n") and len(head) >= 24:
         return int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
     if head.startswith((b"GIF87a", b"GIF89a")) and len(head) >= 10:
@@ -148,12 +153,12 @@ def _dimensions(head: bytes) -> tuple[int, int] | None:
         low = int.from_bytes(head[18:22], "little", signed=True)
         return low, abs(int.from_bytes(head[22:26], "little", signed=True))
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP" and len(head) >= 30:
-        return _webp(head)
+        return _webp_dimensions(head)
     return None
 
 
-def _webp(head: bytes) -> tuple[int, int] | None:
-    """The three kinds of WebP: extended, lossless, lossy (RFC 9649)."""
+def _webp_dimensions(head: bytes) -> tuple[int, int] | None:
+    """For the three kinds of WebP: extended, lossless, lossy (RFC 9649)."""
     kind = head[12:16]
     if kind == b"VP8X":
         return (
@@ -171,29 +176,132 @@ def _webp(head: bytes) -> tuple[int, int] | None:
     return None
 
 
-def _jpeg(head: bytes, data: bytes, start: int, end: int) -> tuple[int, int] | None:
-    """A JPEG tells its size behind other segments, which are passed over unread."""
+def _jpeg_dimensions(head: bytes, data: bytes, start: int, end: int) -> tuple[int, int] | None:
+    """A JPEG has its size after other segments, which are skipped unread."""
     if not head.startswith(b"\xff\xd8\xff"):
         return None
     at = 2
     for _ in range(MOST_JPEG_SEGMENTS):
-        segment = _bytes(data, start, end, at, 9)
+        segment = _decode_base64(data, start, end, at, 9)
         if len(segment) < 9 or segment[0] != 0xFF:
             return None
         kind = segment[1]
         if 0xC0 <= kind <= 0xCF and kind not in {0xC4, 0xC8, 0xCC}:
             return int.from_bytes(segment[7:9]), int.from_bytes(segment[5:7])
-        # Bytes that fill up between segments, or a whole segment.
+        # Skip a fill byte between segments, or a whole segment.
         at += 1 if kind == 0xFF else 2 + int.from_bytes(segment[2:4])
     return None
 
 
-def _bytes(data: bytes, start: int, end: int, offset: int, count: int) -> bytes:
-    """`count` bytes from `offset` of the file whose base64 stands in `data[start:end]`."""
+def _decode_base64(data: bytes, start: int, end: int, offset: int, count: int) -> bytes:
+    """`count` bytes from `offset` of the file whose base64 is `data[start:end]`."""
     first = offset // 3 * 4
     text = data[start + first : min(end, start + first + (count // 3 + 2) * 4)]
-    text = text[: len(text) // 4 * 4].translate(_SLASHES)
+    text = text[: len(text) // 4 * 4].translate(_FROM_URL_SAFE)
     try:
         return binascii.a2b_base64(text)[offset % 3 :][:count]
     except binascii.Error:
         return b""
+
+
+MEDIA_KEYS = frozenset(
+    {"image_url", "video_url", "audio_url", "file_url", "input_audio", "input_video", "input_image"}
+)
+
+IMAGE_TYPES = ("image_url", "input_image", "image")
+"""A tuple, not a set: `type` in a tool's schema may be a list, which cannot be looked up in one."""
+
+_LINK_MARKS = (b"_url", b"input_", b"multimodal_data", b"mcp_servers")
+
+
+def may_have_links(body: bytes) -> bool:
+    """Whether `body` could hold an image or a link to one; an escape could spell anything."""
+    # A search for a single byte is several times as fast as one for a word, so it comes first. And
+    # `find`, since `in` first asks whether its operand is a number, which costs as much again.
+    return (
+        (body.find(b"_") >= 0 and any(body.find(mark) >= 0 for mark in _LINK_MARKS))
+        or (body.find(b"\\") >= 0 and body.find(b"\\u") >= 0)
+        or body.find(b'"source"') >= 0
+    )
+
+
+def find_links(body: bytes) -> tuple[list[str], bool]:
+    """The URLs that a node might fetch for this body, and whether it holds an image.
+
+    Raises: GatewayError 400.
+    """
+    try:
+        value = VALUE_DECODER.decode(body)
+    except JSON_ERRORS:
+        raise errors.invalid_json("it can't be read") from None
+    found: list[str] = []
+    has_images = False
+    pending: list[Any] = [value]
+    if isinstance(value, dict):
+        # The node itself calls tool servers, whatever their address looks like.
+        for name, key in (("tools", "server_url"), ("mcp_servers", "url")):
+            listed = value.get(name)
+            for item in listed if isinstance(listed, list) else ():
+                url = item.get(key) if isinstance(item, dict) else None
+                if isinstance(url, str):
+                    found.append(url)
+    while pending:
+        item = pending.pop()
+        if isinstance(item, list):
+            pending.extend(item)
+        elif isinstance(item, dict):
+            has_images = has_images or item.get("type") in IMAGE_TYPES or "multimodal_data" in item
+            for key, inner in item.items():
+                if key in MEDIA_KEYS or (
+                    key == "source" and isinstance(inner, dict) and inner.get("type") != "base64"
+                ):
+                    found.extend(_urls_of_part(inner))
+                elif key == "multimodal_data" and isinstance(inner, list):
+                    found.extend(text for text in inner if isinstance(text, str) and ":" in text)
+            pending.extend(item.values())
+    return found, has_images
+
+
+def _urls_of_part(part: object) -> list[str]:
+    """The URLs in a media part: the text itself, or its `url` and `data`."""
+    if isinstance(part, str):
+        return [part] if may_be_url(part) else []
+    if isinstance(part, dict):
+        url, data = part.get("url"), part.get("data")
+        found = [url] if isinstance(url, str) and may_be_url(url) else []
+        return [*found, data] if isinstance(data, str) and ":" in data else found
+    return []
+
+
+def may_be_url(text: str) -> bool:
+    """Whether a node might read `text` as a URL."""
+    # Some HTTP clients, curl's library among them, accept a URL without `://`.
+    return ":" in text or text.lstrip()[:4].lower() == "http"
+
+
+def check_links(links: list[str], hosts: tuple[str, ...], prompt_field: str | None) -> None:
+    """Refuse URLs that a node would have to fetch, but for those of `hosts`.
+
+    Raises: GatewayError 400.
+    """
+    for link in links:
+        if not link.startswith("data:") and not _is_allowed(link, hosts):
+            raise errors.invalid_request(
+                "Only 'data:' URLs may be sent for images and files: the node would have to fetch "
+                "anything else. An operator can allow hosts in 'limits.media_hosts'.",
+                prompt_field or "messages",
+            )
+
+
+def _is_allowed(link: str, hosts: tuple[str, ...]) -> bool:
+    """Whether a node may fetch it; never if URL parsers may disagree about its host."""
+    if _AMBIGUOUS_URL.search(link):
+        return False
+    try:
+        parts = urlsplit(link)
+        return parts.scheme in {"http", "https"} and parts.hostname in hosts
+    except ValueError:
+        return False
+
+
+_AMBIGUOUS_URL = re.compile(r"[^!-~]|[\\@]")

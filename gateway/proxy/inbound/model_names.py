@@ -1,4 +1,4 @@
-"""What a public model name stands for: aliases, fall-backs, and the rules met on the way."""
+"""Resolves public model names: aliases, fallbacks, and the `models` rules that apply."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from gateway.config.routing import CATCH_ALL, ModelRule
 from gateway.fleet.model_index import ModelIndex
 
 LONGEST_CACHED_NAME = 256
-"""Characters of a name that is remembered: clients may send names of megabytes."""
+"""Characters; longer names are not cached, since clients may send names of megabytes."""
 
 MOST_TARGETS = 32
-"""Names that one alias may fan out to."""
+"""Models that one alias may resolve to."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A model that nodes may serve, and the rules for requests that come to it by this name."""
+    """A model that nodes may serve, and the rules for requests that reach it by this name."""
 
     name: str
     rules: tuple[ModelRule, ...] = ()
@@ -26,32 +26,33 @@ class ResolvedModel:
 
 @dataclass(slots=True)
 class ModelAliases:
-    """The `models` of one settings file; made anew at each reload."""
+    """The `models` of one version of the settings; replaced at each reload."""
 
     rules: Mapping[str, ModelRule]
-    _known: dict[str, tuple[ResolvedModel, ...]] = field(default_factory=dict)
+    _resolved: dict[str, tuple[ResolvedModel, ...]] = field(default_factory=dict)
     has_catch_all: bool = field(init=False)
-    """Whether there is a catch-all."""
 
     def __post_init__(self) -> None:
         self.has_catch_all = CATCH_ALL in self.rules
 
     def is_catch_all(self, name: str, model_index: ModelIndex) -> bool:
-        """Whether the catch-all takes this name: no rule has it, and no node is known to.
+        """Whether the catch-all applies: no rule has this name, and no node may serve it.
 
-        Nor may a node have it that is about to say what it serves.
+        A node whose models are not known yet may serve any.
         """
         return self.has_catch_all and (
             name == CATCH_ALL or not (name in self.rules or model_index.may_serve(name))
         )
 
     def resolve(self, name: str) -> tuple[ResolvedModel, ...]:
-        """The models that `name` stands for, in order of preference; itself if nothing is said."""
+        """The models that `name` stands for, in order of preference; itself without a rule."""
         if name not in self.rules:
             return _unaliased(name) if len(name) <= LONGEST_CACHED_NAME else (ResolvedModel(name),)
-        found = self._known.get(name)
+        found = self._resolved.get(name)
         if found is None:
-            found = self._known[name] = tuple(_follow_aliases(name, self.rules, ()))[:MOST_TARGETS]
+            found = self._resolved[name] = tuple(_follow_aliases(name, self.rules, ()))[
+                :MOST_TARGETS
+            ]
         return found
 
 
@@ -67,13 +68,13 @@ def _follow_aliases(
     if rule is None:
         return [ResolvedModel(name, applied)]
     applied = (*applied, rule)
-    meanings: dict[str, ResolvedModel] = {}
-    for used in rule.use or (name,):
-        inner = (
-            [ResolvedModel(used, applied)]
-            if used == name
-            else _follow_aliases(used, rules, applied)
+    models: dict[str, ResolvedModel] = {}
+    for target in rule.use or (name,):
+        found = (
+            [ResolvedModel(target, applied)]
+            if target == name
+            else _follow_aliases(target, rules, applied)
         )
-        for meaning in inner:
-            meanings.setdefault(meaning.name, meaning)
-    return list(meanings.values())
+        for model in found:
+            models.setdefault(model.name, model)
+    return list(models.values())

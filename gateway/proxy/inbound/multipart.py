@@ -1,7 +1,7 @@
-"""Forms with a file (multipart/form-data, RFC 7578): the model's name is read, the rest is bytes.
+"""Multipart forms with a file (RFC 7578): only the model's name is read, the rest stays bytes.
 
-Only forms as every client writes them are taken. Whatever two parsers could read in two ways is
-refused, since a key's permission hangs on the name.
+Only forms as all clients write them are accepted. A form that two parsers could read in two ways is
+refused, since a key's permissions depend on the model's name.
 """
 
 from __future__ import annotations
@@ -33,87 +33,87 @@ _DISPOSITION = re.compile(
     re.IGNORECASE,
 )
 
-_ONE = re.compile(rb"(?:\A|\r\n)content-disposition:", re.IGNORECASE)
+_ANY_DISPOSITION = re.compile(rb"(?:\A|\r\n)content-disposition:", re.IGNORECASE)
 
 
 class _FormField(NamedTuple):
     name: bytes
     start: int
     end: int
-    """Its value is `body[start:end]`."""
+    """The value is `body[start:end]`."""
 
 
 def parse_multipart(body: bytes, headers: Headers) -> ParsedBody:
-    """What a form says of where it goes. Raises: GatewayError 400."""
-    kinds = [value for name, value in headers if name == b"content-type"]
-    found = _BOUNDARY.fullmatch(kinds[0]) if len(kinds) == 1 else None
+    """The fields that decide where a form goes. Raises: GatewayError 400."""
+    types = [value for name, value in headers if name == b"content-type"]
+    found = _BOUNDARY.fullmatch(types[0]) if len(types) == 1 else None
     if found is None:
-        raise _wrong("its Content-Type must be multipart/form-data with a boundary")
+        raise _invalid("its Content-Type must be multipart/form-data with a boundary")
     boundary = found[1] or found[2]
     if not body.startswith(b"--" + boundary + b"\r\n"):
-        raise _wrong("it does not begin with its boundary")
-    field = _model(body)
+        raise _invalid("it does not begin with its boundary")
+    field = _model_field(body)
     if field is None:
         return ParsedBody()
     value = body[field.start : field.end]
     try:
         model = value.decode()
     except UnicodeDecodeError:
-        raise _wrong("'model' is not UTF-8", "model") from None
+        raise _invalid("'model' is not UTF-8", "model") from None
     if len(value) > LONGEST_MODEL_NAME or not model.isprintable():
-        raise _wrong("'model' is no name", "model")
+        raise _invalid("'model' is no name", "model")
     return ParsedBody(model=model.strip() or None)
 
 
 def with_model(body: bytes, model: str) -> bytes:
-    """`body` with another model's name; it must be a form that `peek` has read."""
-    field = _model(body)
+    """`body` with another model's name; `parse_multipart` must have accepted it."""
+    field = _model_field(body)
     if field is not None:
         return body[: field.start] + model.encode() + body[field.end :]
-    line = body[: body.index(b"\r\n") + 2]
+    boundary_line = body[: body.index(b"\r\n") + 2]
     return b'%bContent-Disposition: form-data; name="model"\r\n\r\n%b\r\n%b' % (
-        line,
+        boundary_line,
         model.encode(),
         body,
     )
 
 
-def _model(body: bytes) -> _FormField | None:
-    found = [field for field in _fields(body) if field.name.lower() == b"model"]
+def _model_field(body: bytes) -> _FormField | None:
+    found = [field for field in _form_fields(body) if field.name.lower() == b"model"]
     if len(found) > 1 or any(field.name != b"model" for field in found):
-        raise _wrong("it names 'model' twice, or in capitals", "model")
+        raise _invalid("it names 'model' twice, or in capitals", "model")
     return found[0] if found else None
 
 
-def _fields(body: bytes) -> Iterator[_FormField]:
-    """The fields one by one. Raises: GatewayError 400."""
+def _form_fields(body: bytes) -> Iterator[_FormField]:
+    """The fields in their order. Raises: GatewayError 400."""
     at = body.index(b"\r\n")
-    mark = b"\r\n" + body[:at]
-    marks = body.count(body[:at])
+    delimiter = b"\r\n" + body[:at]
+    boundaries = body.count(body[:at])
     for count in range(1, MOST_FORM_FIELDS + 1):
         if body[at : at + 2] == b"--":
-            if count < marks:
-                raise _wrong("its boundary stands within a field")
+            if count < boundaries:
+                raise _invalid("its boundary stands within a field")
             return
         head = body.find(b"\r\n\r\n", at, at + LONGEST_FIELD_HEADERS)
         if body[at : at + 2] != b"\r\n" or head < 0:
-            raise _wrong("a field has no headers, or too many")
-        end = body.find(mark, head + 2)
+            raise _invalid("a field has no headers, or too many")
+        end = body.find(delimiter, head + 2)
         if end < 0:
-            raise _wrong("its last boundary is missing")
-        yield _FormField(_name(body[at + 2 : head]), min(head + 4, end), end)
-        at = end + len(mark)
-    raise _wrong(f"it has more than {MOST_FORM_FIELDS} fields")
+            raise _invalid("its last boundary is missing")
+        yield _FormField(_field_name(body[at + 2 : head]), min(head + 4, end), end)
+        at = end + len(delimiter)
+    raise _invalid(f"it has more than {MOST_FORM_FIELDS} fields")
 
 
-def _name(head: bytes) -> bytes:
+def _field_name(head: bytes) -> bytes:
     if b"\n" in head.replace(b"\r\n", b""):
-        raise _wrong("a line of a field's headers ends wrongly")
+        raise _invalid("a line of a field's headers ends wrongly")
     names = [found[1] for line in head.split(b"\r\n") if (found := _DISPOSITION.fullmatch(line))]
-    if len(names) != 1 or len(_ONE.findall(head)) != 1:
-        raise _wrong("a field's Content-Disposition can't be read")
+    if len(names) != 1 or len(_ANY_DISPOSITION.findall(head)) != 1:
+        raise _invalid("a field's Content-Disposition can't be read")
     return names[0]
 
 
-def _wrong(what: str, param: str | None = None) -> errors.GatewayError:
-    return errors.invalid_request(f"The form can't be read: {what}.", param)
+def _invalid(problem: str, param: str | None = None) -> errors.GatewayError:
+    return errors.invalid_request(f"The form can't be read: {problem}.", param)

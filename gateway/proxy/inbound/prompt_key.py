@@ -1,51 +1,51 @@
-"""A prompt as chained blocks: equal numbers at equal places mean prompts that begin alike.
+"""Prompt keys: hashes of a prompt's blocks, chained so that equal keys mean equal beginnings.
 
-What counts is what a chat template makes of a body, in its order: the model, the tools, the
-system's part, then the messages. It is taken from the values, so that escapes, white space, the
-order of keys and marks such as `cache_control` make no difference, and a message's text counts the
-same as a string and as a part. Tools and the arguments of their calls are the client's own bytes.
+A key covers what a chat template puts into the prompt, in the template's order: model, tools,
+system prompt, messages. It is built from decoded values: escapes, white space, the order of keys
+and marks such as `cache_control` make no difference, and a message's text counts the same as a
+string and as a part. Tools and the arguments of tool calls count as the client's own bytes.
 
-Each message begins a new block. So a turn's prompt ends where a block ends, the next turn's blocks
-begin with all of its blocks, and nothing has to be known of what stands between them.
+Each message begins a new block. So the key of a conversation's next turn begins with all blocks of
+the turn before, whatever the template puts between messages.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Generator, Sequence
 
 import msgspec
 
 from gateway.config.prompts import LONGEST_LINE, literal_prefix, pattern_problem
 from gateway.fleet.prompt_tree import PromptKey
+from gateway.proxy.inbound.edits import Edit, raw_fields
 from gateway.proxy.inbound.large_body import Body, LargeBody
-from gateway.proxy.inbound.parsed_body import MISSING
+from gateway.proxy.inbound.media import UNREADABLE_IMAGE_TOKENS
+from gateway.proxy.inbound.parsed_body import BYTES_PER_TOKEN, MISSING
 from gateway.proxy.inbound.routes import Route
+from gateway.proxy.json_values import FIELDS_DECODER, ITEMS_DECODER, TEXT_DECODER
 
 BLOCK_BYTES = 512
-"""Bytes; about 128 tokens, which a slow CPU node reads in a few seconds."""
+"""About 128 tokens, whose prefill takes a slow CPU node a few seconds."""
 
 SHORTEST_BODY = 256
-"""Bytes of a body below which no cache is worth thinking of."""
+"""Bytes of a body below which a cached prompt saves too little."""
 
 MOST_BLOCKS = 4096
-"""Of one prompt; what stands behind them is measured only."""
-
-BYTES_PER_TOKEN = 4
+"""Blocks of one prompt; the rest only counts towards its size."""
 
 MESSAGES_PER_STEP = 512
-"""Messages that are looked at in one step."""
+"""Messages that are hashed in one step."""
 
-IMAGE_BYTES = 576 * BYTES_PER_TOKEN
-"""Bytes that a picture or a sound counts as: LLaVA's 576 tokens lie amidst of what models make of
-a picture (256 to some thousands)."""
+IMAGE_BYTES = UNREADABLE_IMAGE_TOKENS * BYTES_PER_TOKEN
+"""Bytes that an image or audio file counts as: LLaVA's 576 tokens lie within the range of models
+(256 to some thousands)."""
 
 
 class _Part(msgspec.Struct):
     type: str = ""
     text: str | None = None
-    # What of other parts goes into a template: tools that were used, what they gave, thoughts.
+    # Of parts that are not text, what templates use: tool calls, their results, thinking, media.
     name: msgspec.Raw = MISSING
     input: msgspec.Raw = MISSING
     content: msgspec.Raw = MISSING
@@ -66,7 +66,7 @@ class _Message(msgspec.Struct):
     output: msgspec.Raw = MISSING
 
 
-class _Chat(msgspec.Struct):
+class _ChatBody(msgspec.Struct):
     tools: msgspec.Raw = MISSING
     system: str | list[_Part] | None = None
     instructions: str | None = None
@@ -74,186 +74,179 @@ class _Chat(msgspec.Struct):
     input: str | list[_Message] | None = None
 
 
-class _Plain(msgspec.Struct):
+class _CompletionBody(msgspec.Struct):
     prompt: msgspec.Raw = MISSING
 
 
-class _Infill(msgspec.Struct):
+class _InfillBody(msgspec.Struct):
     input_extra: msgspec.Raw = MISSING
     input_prefix: str = ""
     input_suffix: str = ""
     prompt: str = ""
 
 
-_CHAT = msgspec.json.Decoder(_Chat)
+_CHAT_BODY = msgspec.json.Decoder(_ChatBody)
 
-_SYSTEM_TEXT = msgspec.json.Decoder(str | list[_Part] | None)
+_COMPLETION_BODY = msgspec.json.Decoder(_CompletionBody)
 
-_TURNS = msgspec.json.Decoder(str | list[_Message] | None)
+_INFILL_BODY = msgspec.json.Decoder(_InfillBody)
 
-_PLAIN = msgspec.json.Decoder(_Plain)
+_SYSTEM_PROMPT = msgspec.json.Decoder(str | list[_Part] | None)
 
-_INFILL = msgspec.json.Decoder(_Infill)
-
-_TEXT = msgspec.json.Decoder(str)
+_MESSAGES = msgspec.json.Decoder(str | list[_Message] | None)
 
 _TEXTS = msgspec.json.Decoder(list[str])
 
 _SEPARATOR = "\0"
 
-_SYSTEM = frozenset({"system", "developer"})
+_SYSTEM_ROLES = frozenset({"system", "developer"})
 
 _CHAT_FIELDS = frozenset({"messages", "input"})
-
-LineFilter = Callable[[str], str]
 
 
 def build_prompt_key(
     body: bytes, route: Route, model: str, volatile_lines: VolatileLines
 ) -> PromptKey | None:
-    """The prompt's blocks, and its size in bytes of text.
+    """The key of a body's prompt.
 
-    None: it isn't worth it, the path has no use for a prompt cache, or the body holds several
-    prompts or something that isn't understood.
+    None: the prompt is too short, the path has no prompt cache, or the body holds several prompts
+    or a prompt in an unknown form.
     """
     if len(body) < SHORTEST_BODY or not route.generates:
         return None
-    chain = _Chain(model)
-    leave_out = _line_filter(chain, volatile_lines)
+    key = _KeyBuilder(model, volatile_lines)
     try:
         if route.prompt_field in _CHAT_FIELDS:
-            _add_chat(chain, _CHAT.decode(body), leave_out)
+            _add_chat(key, _CHAT_BODY.decode(body))
         elif route.prompt_field == "prompt":
-            if not _add_prompt(chain, _PLAIN.decode(body).prompt, leave_out):
+            if not _add_completion_prompt(key, _COMPLETION_BODY.decode(body).prompt):
                 return None
         elif route.prompt_field == "input_prefix":
-            _add_infill(chain, _INFILL.decode(body))
+            _add_infill(key, _INFILL_BODY.decode(body))
         else:
             return None
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-    return chain.prompt()
+    return key.build()
 
 
 def build_large_prompt_key(
     body: LargeBody, route: Route, model: str, volatile_lines: VolatileLines
 ) -> Generator[None, None, PromptKey | None]:
-    """The same of a large body, a step at a time: of its beginning; the rest is measured only."""
+    """The key of a large body's prompt, in short steps.
+
+    It covers the prompt's beginning; the rest only counts towards its size.
+    """
     if not route.generates:
         return None
-    chain = _Chain(model)
-    leave_out = _line_filter(chain, volatile_lines)
+    key = _KeyBuilder(model, volatile_lines)
     try:
         if route.prompt_field in _CHAT_FIELDS:
-            yield from _add_large_chat(chain, body, leave_out)
+            yield from _add_large_chat(key, body)
         elif route.prompt_field == "prompt":
             if body.count_token_ids("prompt"):
-                chain.add_open(body.truncated_field("prompt")[1:-1].strip())
-                chain.size = max(chain.size, 1)
-                chain.scale(BYTES_PER_TOKEN * body.count_token_ids("prompt"))
-            elif body.count_prompts() > 1 or not _add_prompt(
-                chain, _truncated_field(body, "prompt"), leave_out
+                key.add_open(body.truncated_field("prompt")[1:-1].strip())
+                key.scale(BYTES_PER_TOKEN * body.count_token_ids("prompt"))
+            elif body.count_prompts() > 1 or not _add_completion_prompt(
+                key, msgspec.Raw(body.truncated_field("prompt"))
             ):
                 return None
             else:
-                chain.size += body.truncated_bytes("prompt")
+                key.count(body.truncated_bytes("prompt"))
         elif route.prompt_field == "input_prefix":
             if extra := body.truncated_field("input_extra"):
-                chain.add(extra)
-            chain.add_open(_TEXT.decode(body.truncated_field("input_prefix") or b'""').encode())
-            chain.size += sum(map(body.truncated_bytes, ("input_extra", "input_prefix")))
-            chain.size += body.field_size("input_suffix") + body.field_size("prompt")
+                key.add(extra)
+            key.add_open(
+                TEXT_DECODER.decode(body.truncated_field("input_prefix") or b'""').encode()
+            )
+            key.count(sum(map(body.truncated_bytes, ("input_extra", "input_prefix"))))
+            key.count(body.field_size("input_suffix") + body.field_size("prompt"))
         else:
             return None
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-    return chain.prompt()
+    return key.build()
 
 
-def _truncated_field(body: LargeBody, name: str) -> msgspec.Raw:
-    return msgspec.Raw(body.truncated_field(name))
-
-
-def _add_large_chat(
-    chain: _Chain, body: LargeBody, leave_out: LineFilter
-) -> Generator[None, None, None]:
+def _add_large_chat(key: _KeyBuilder, body: LargeBody) -> Generator[None, None, None]:
     if tools := body.truncated_field("tools"):
-        chain.add(tools)
+        key.add(tools)
     for name in ("system", "instructions"):
-        if not chain.full and (text := body.truncated_field(name)):
-            system = _SYSTEM_TEXT.decode(text)
+        if not key.full and (text := body.truncated_field(name)):
+            system = _SYSTEM_PROMPT.decode(text)
             if system:
-                _add_message(chain, _Message("system", content=system), leave_out)
+                _add_message(key, _Message("system", content=system), is_system=True)
             yield
     name = "input" if body.has_any(("input",)) else "messages"
-    said = body.truncated_field(name)
-    turns = _TURNS.decode(said) if said and not chain.full else None
+    raw = body.truncated_field(name)
+    decoded = _MESSAGES.decode(raw) if raw and not key.full else None
     yield
-    if isinstance(turns, str):
-        turns = [_Message("user", content=turns)]
-    first = True
-    for number, message in enumerate(turns or ()):
-        if chain.full:
-            # What is left is measured by its share.
-            chain.size += len(said) * (len(turns or ()) - number) // len(turns or ())
+    messages = [_Message("user", content=decoded)] if isinstance(decoded, str) else decoded or []
+    in_system_prompt = True
+    for number, message in enumerate(messages):
+        if key.full:
+            # The remaining messages count their share of the size.
+            key.count(len(raw) * (len(messages) - number) // len(messages))
             break
-        first = first and message.role in _SYSTEM
-        _add_message(chain, message, leave_out if first else None)
+        in_system_prompt = in_system_prompt and message.role in _SYSTEM_ROLES
+        _add_message(key, message, is_system=in_system_prompt)
         if number % MESSAGES_PER_STEP == MESSAGES_PER_STEP - 1:
             yield
-    chain.size += sum(map(body.truncated_bytes, ("tools", "system", "instructions", name)))
+    key.count(sum(map(body.truncated_bytes, ("tools", "system", "instructions", name))))
 
 
-def _line_filter(chain: _Chain, volatile: VolatileLines) -> LineFilter:
-    def leave_out(text: str) -> str:
-        seen = volatile.stripped.remove_from(text)
-        left = volatile.ignored.remove_from(seen)
-        chain.unsure = chain.unsure or left is not seen
-        return left
+class _KeyBuilder:
+    """Builds a prompt key, block by block."""
 
-    return leave_out
+    __slots__ = ("_volatile_lines", "blocks", "ends", "last_hash", "omits_volatile", "size")
 
-
-class _Chain:
-    """Blocks as they are made."""
-
-    __slots__ = ("blocks", "ends", "last", "size", "unsure")
-
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, volatile_lines: VolatileLines) -> None:
+        self._volatile_lines = volatile_lines
         self.blocks: list[int] = []
         self.ends: list[int] = []
         self.size = 0
-        self.last = hash(model)
-        self.unsure = False
+        self.last_hash = hash(model)
+        self.omits_volatile = False
 
     def add(self, data: bytes, weight: int | None = None) -> None:
-        """A part that ends where a block ends; `weight`: the bytes it counts as."""
+        """Add data that ends with its own block; `weight`: the bytes that it counts as."""
         room = MOST_BLOCKS - len(self.blocks)
         if weight is None and len(data) > BLOCK_BYTES:
             full = min(len(data), room * BLOCK_BYTES)
             for at in range(0, full, BLOCK_BYTES):
                 part = data[at : at + BLOCK_BYTES]
-                self._close(part, len(part))
+                self._add_block(part, len(part))
             self.size += len(data) - full
         elif room:
-            self._close(data, len(data) if weight is None else weight)
+            self._add_block(data, len(data) if weight is None else weight)
         else:
             self.size += len(data) if weight is None else weight
 
     def add_open(self, data: bytes) -> None:
-        """A part that may go on in another prompt: only its full blocks count."""
+        """Add data that may go on in the next prompt: only full blocks are hashed."""
         full = min(len(data) // BLOCK_BYTES, MOST_BLOCKS - len(self.blocks)) * BLOCK_BYTES
         for at in range(0, full, BLOCK_BYTES):
-            self._close(data[at : at + BLOCK_BYTES], BLOCK_BYTES)
+            self._add_block(data[at : at + BLOCK_BYTES], BLOCK_BYTES)
         self.size += len(data) - full
+
+    def count(self, size: int) -> None:
+        """Count bytes of the prompt that are not hashed."""
+        self.size += size
+
+    def stable_lines(self, text: str) -> str:
+        """`text` of the system prompt without its volatile lines."""
+        sent = self._volatile_lines.stripped.remove_from(text)
+        stable = self._volatile_lines.ignored.remove_from(sent)
+        self.omits_volatile = self.omits_volatile or stable is not sent
+        return stable
 
     @property
     def full(self) -> bool:
-        """Whether there is no room for another block."""
+        """Whether no further block is hashed."""
         return len(self.blocks) >= MOST_BLOCKS
 
-    def prompt(self) -> PromptKey | None:
-        """All of it; None: there is nothing, or blocks without a single letter."""
+    def build(self) -> PromptKey | None:
+        """The key; None without blocks, or if they hold no text at all."""
         if not (self.blocks and self.size):
             return None
         return PromptKey(
@@ -261,67 +254,67 @@ class _Chain:
             self.size / BYTES_PER_TOKEN,
             tuple(self.ends),
             self.size,
-            self.unsure,
+            self.omits_volatile,
         )
 
     def scale(self, size: int) -> None:
-        """Measure everything anew: all of it is `size` bytes."""
+        """Count everything added so far as `size` bytes in all."""
         self.ends = [end * size // self.size for end in self.ends]
         self.size = size
 
-    def _close(self, data: bytes, weight: int) -> None:
-        self.last = hash((self.last, data))
+    def _add_block(self, data: bytes, weight: int) -> None:
+        self.last_hash = hash((self.last_hash, data))
         self.size += weight
-        self.blocks.append(self.last)
+        self.blocks.append(self.last_hash)
         self.ends.append(self.size)
 
 
-def _add_chat(chain: _Chain, chat: _Chat, leave_out: LineFilter) -> None:
+def _add_chat(key: _KeyBuilder, chat: _ChatBody) -> None:
     if chat.tools is not MISSING:
-        chain.add(bytes(chat.tools))
+        key.add(bytes(chat.tools))
     for system in (chat.system, chat.instructions):
         if system:
-            _add_message(chain, _Message("system", content=system), leave_out)
-    turns = chat.input if chat.input is not None else chat.messages
-    if isinstance(turns, str):
-        turns = [_Message("user", content=turns)]
-    first = True
-    rest: list[_Message] = []
-    if len(turns) > MOST_BLOCKS:
-        # Each of them makes a block at least.
-        turns, rest = turns[:MOST_BLOCKS], turns[MOST_BLOCKS:]
-    for message in turns:
-        first = first and message.role in _SYSTEM
-        _add_message(chain, message, leave_out if first else None)
-    for message in rest:
-        chain.size += _length(message)
+            _add_message(key, _Message("system", content=system), is_system=True)
+    messages = chat.input if chat.input is not None else chat.messages
+    if isinstance(messages, str):
+        messages = [_Message("user", content=messages)]
+    in_system_prompt = True
+    unhashed: list[_Message] = []
+    if len(messages) > MOST_BLOCKS:
+        # Each message makes a block at least.
+        messages, unhashed = messages[:MOST_BLOCKS], messages[MOST_BLOCKS:]
+    for message in messages:
+        in_system_prompt = in_system_prompt and message.role in _SYSTEM_ROLES
+        _add_message(key, message, is_system=in_system_prompt)
+    for message in unhashed:
+        key.count(_text_length(message))
 
 
-def _add_message(chain: _Chain, message: _Message, leave_out: LineFilter | None) -> None:
-    """A message as blocks of its own. Pictures count as what they cost, not as their base64."""
+def _add_message(key: _KeyBuilder, message: _Message, *, is_system: bool) -> None:
+    """Add a message as blocks of its own. Images count as what they cost, not as their base64."""
     content = message.content
     texts = [message.role]
     if isinstance(content, str):
-        if leave_out is not None and not (content := leave_out(content)):
+        if is_system and not (content := key.stable_lines(content)):
             return
         texts.append(content)
     elif content:
         for part in content:
             if part.text is None:
-                chain.add(_SEPARATOR.join(texts).encode())
-                _add_part(chain, part)
+                key.add(_SEPARATOR.join(texts).encode())
+                _add_media_or_tool(key, part)
                 texts = []
-            elif text := part.text if leave_out is None else leave_out(part.text):
+            elif text := key.stable_lines(part.text) if is_system else part.text:
                 texts.append(text)
-        if leave_out is not None and len(texts) == 1:
+        if is_system and len(texts) == 1:
             return
-    chain.add(_SEPARATOR.join(texts).encode())
+    key.add(_SEPARATOR.join(texts).encode())
     for raw in (message.name, message.tool_calls, message.arguments, message.output):
         if raw is not MISSING:
-            chain.add(bytes(raw))
+            key.add(bytes(raw))
 
 
-def _length(message: _Message) -> int:
+def _text_length(message: _Message) -> int:
     """Characters of a message's text."""
     content = message.content
     if isinstance(content, str):
@@ -329,22 +322,22 @@ def _length(message: _Message) -> int:
     return sum(len(part.text or "") for part in content or ())
 
 
-def _add_part(chain: _Chain, part: _Part) -> None:
-    """A part that is no text."""
-    chain.add(part.type.encode())
+def _add_media_or_tool(key: _KeyBuilder, part: _Part) -> None:
+    """Add a message part that is not text."""
+    key.add(part.type.encode())
     for raw in (part.name, part.thinking, part.input):
         if raw is not MISSING:
-            chain.add(bytes(raw))
+            key.add(bytes(raw))
     for raw in (part.image_url, part.source, part.input_audio, part.file):
         if raw is not MISSING:
-            chain.add(bytes(raw), IMAGE_BYTES)
+            key.add(bytes(raw), IMAGE_BYTES)
     if part.content is not MISSING:
         data = bytes(part.content)
-        chain.add(data, IMAGE_BYTES if b'"base64"' in data else None)
+        key.add(data, IMAGE_BYTES if b'"base64"' in data else None)
 
 
-def _add_prompt(chain: _Chain, raw: msgspec.Raw, leave_out: LineFilter) -> bool:
-    """A completion's prompt, text or token ids; False: it is several, or none."""
+def _add_completion_prompt(key: _KeyBuilder, raw: msgspec.Raw) -> bool:
+    """Add a completion's prompt, text or token ids; False if it is several, or none."""
     data = bytes(raw).strip()
     if data[:1] == b"[":
         if b'"' in data or b"[" in data[1:]:
@@ -353,46 +346,42 @@ def _add_prompt(chain: _Chain, raw: msgspec.Raw, leave_out: LineFilter) -> bool:
                 return False
             text = texts[0]
         else:
-            chain.add_open(data[1:-1].strip())
-            chain.scale(BYTES_PER_TOKEN * (data.count(b",") + 1))
+            key.add_open(data[1:-1].strip())
+            key.scale(BYTES_PER_TOKEN * (data.count(b",") + 1))
             return True
     elif data[:1] == b'"':
-        text = _TEXT.decode(data)
+        text = TEXT_DECODER.decode(data)
     else:
         return False
-    chain.add_open(leave_out(text).encode())
+    key.add_open(key.stable_lines(text).encode())
     return True
 
 
-def _add_infill(chain: _Chain, infill: _Infill) -> None:
-    """The other files, then what stands in front of the cursor; all else follows a changing end."""
+def _add_infill(key: _KeyBuilder, infill: _InfillBody) -> None:
+    """Add the other files and the text before the cursor; the rest only counts towards the size."""
     if infill.input_extra is not MISSING:
-        chain.add(bytes(infill.input_extra))
-    chain.add_open(infill.input_prefix.encode())
-    chain.size += len(infill.input_suffix) + len(infill.prompt)
+        key.add(bytes(infill.input_extra))
+    key.add_open(infill.input_prefix.encode())
+    key.count(len(infill.input_suffix) + len(infill.prompt))
 
 
 BUILT_IN_PATTERNS = ("x-anthropic-billing-header:",)
-"""Never part of a fingerprint; taken out of requests only where the settings say so."""
+"""Lines never in a prompt key; removed from requests only if the settings say so."""
 
 SEARCHED_CHARACTERS = 16 * 1024
-"""Characters of a system prompt in which lines are looked for."""
+"""Characters of a system prompt that are searched for lines."""
 
 MOST_LINES_PER_PATTERN = 16
-"""Lines of one text that are looked at for one pattern."""
+"""Lines of one text that are matched with one pattern."""
 
 MOST_FIELD_BYTES = 4 << 20
-"""Of a field; in a longer one no lines are looked for."""
+"""Bytes of a field up to which it is searched for lines."""
 
-_RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-_RAW_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
-
-_SYSTEM_ROLES = frozenset({b'"system"', b'"developer"'})
+_RAW_SYSTEM_ROLES = frozenset(f'"{role}"'.encode() for role in _SYSTEM_ROLES)
 
 
 class LinePatterns:
-    """Patterns for lines, compiled. Raises ValueError, in words for people, for unfit ones."""
+    """Compiled patterns for lines. Raises ValueError, in words for people, for an unfit one."""
 
     __slots__ = ("_patterns",)
 
@@ -425,9 +414,10 @@ class LinePatterns:
 
 
 class VolatileLines:
-    """Which lines are left out of fingerprints, and which of those out of requests too.
+    """Lines of system prompts that change from request to request, such as the time.
 
-    Raises ValueError, in words for people, for a pattern that is no fit.
+    `ignored` ones are left out of prompt keys, `stripped` ones are removed from requests too.
+    Raises ValueError, in words for people, for an unfit pattern.
     """
 
     __slots__ = ("ignored", "stripped", "strips_requests")
@@ -436,76 +426,75 @@ class VolatileLines:
         self.ignored = LinePatterns([*BUILT_IN_PATTERNS, *volatile, *strip])
         self.stripped = LinePatterns(strip)
         self.strips_requests = bool(strip)
-        """Whether `edit` may change anything."""
+        """Whether `strip_edit` may change anything."""
 
-    def strip_edit(self, body: Body) -> dict[str, Any]:
-        """New values of the body's fields, as `edits.applied` takes them; mostly none.
+    def strip_edit(self, body: Body) -> Edit:
+        """The edit that removes `stripped` lines from a body's system prompt; usually empty.
 
-        The system text loses its volatile lines: that of `system` and `instructions`, of the
-        messages of the system that stand first, and the head of a plain `prompt`. Whatever of the
-        body isn't touched keeps its bytes.
+        They are searched in `system` and `instructions`, in the system messages at the beginning,
+        and at the beginning of a plain `prompt`. Everything else keeps its bytes.
         """
         lines = self.stripped
         if not lines:
             return {}
         try:
-            fields = _RAW_FIELDS.decode(body) if isinstance(body, bytes) else body.raw_fields()
-            found = {}
-            for name, edited in _STRIPPERS.items():
+            fields = raw_fields(body)
+            edit: Edit = {}
+            for name, strip in _STRIPPERS.items():
                 if name in fields and len(fields[name]) <= MOST_FIELD_BYTES:
-                    value = edited(fields[name], lines)
+                    value = strip(fields[name], lines)
                     if value is not None:
-                        found[name] = value
+                        edit[name] = value
         except (msgspec.MsgspecError, UnicodeError, RecursionError):
             return {}
-        return found
+        return edit
 
 
 def _strip_text(raw: msgspec.Raw, lines: LinePatterns) -> msgspec.Raw | None:
-    """A string without its volatile lines; None: it has none."""
+    """A string without the matching lines; None if it has none."""
     if bytes(memoryview(raw)[:1]) != b'"':
         return None
     text = msgspec.json.decode(raw)
-    left = lines.remove_from(text)
-    return None if left is text else msgspec.Raw(msgspec.json.encode(left))
+    stripped = lines.remove_from(text)
+    return None if stripped is text else _encode(stripped)
 
 
 def _strip_content(raw: msgspec.Raw, lines: LinePatterns) -> msgspec.Raw | None:
-    """A string, or a list of parts: a part of which nothing is left goes as a whole."""
+    """The same for a string or a list of parts; a part that becomes empty is dropped."""
     if bytes(memoryview(raw)[:1]) != b"[":
         return _strip_text(raw, lines)
-    parts = _RAW_ITEMS.decode(raw)
+    parts = ITEMS_DECODER.decode(raw)
     kept = []
     for part in parts:
-        fields = _RAW_FIELDS.decode(part) if bytes(memoryview(part)[:1]) == b"{" else {}
+        fields = FIELDS_DECODER.decode(part) if bytes(memoryview(part)[:1]) == b"{" else {}
         text = _strip_text(fields["text"], lines) if "text" in fields else None
         if text is None:
             kept.append(part)
         elif bytes(text) != b'""':
-            kept.append(_encoded(fields | {"text": text}))
+            kept.append(_encode(fields | {"text": text}))
     if len(kept) == len(parts) and all(a is b for a, b in zip(kept, parts, strict=True)):
         return None
-    return _encoded(kept)
+    return _encode(kept)
 
 
 def _strip_messages(raw: msgspec.Raw, lines: LinePatterns) -> msgspec.Raw | None:
-    """The messages of the system that stand first; the others stay as they are."""
+    """The same for the system messages at the beginning; other messages stay."""
     if bytes(memoryview(raw)[:1]) != b"[":
         return None
-    messages = _RAW_ITEMS.decode(raw)
+    messages = ITEMS_DECODER.decode(raw)
     changed = False
     for i, message in enumerate(messages):
-        fields = _RAW_FIELDS.decode(message)
-        if bytes(fields.get("role", b"")) not in _SYSTEM_ROLES:
+        fields = FIELDS_DECODER.decode(message)
+        if bytes(fields.get("role", b"")) not in _RAW_SYSTEM_ROLES:
             break
         content = _strip_content(fields["content"], lines) if "content" in fields else None
         if content is not None:
-            messages[i] = _encoded(fields | {"content": content})
+            messages[i] = _encode(fields | {"content": content})
             changed = True
-    return _encoded(messages) if changed else None
+    return _encode(messages) if changed else None
 
 
-def _encoded(value: object) -> msgspec.Raw:
+def _encode(value: object) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(value))
 
 

@@ -1,4 +1,7 @@
-"""TODO."""
+"""Completions with several prompts: `prompt` as a list of prompts, checked and split.
+
+Each prompt becomes a request of its own; `proxy/multi_prompt.py` serves them as one.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,18 @@ from gateway import errors
 from gateway.config.listeners import LimitSettings
 from gateway.proxy.inbound.edits import raw_fields
 from gateway.proxy.inbound.large_body import FULL_PARSE_BYTES, Body
+from gateway.proxy.json_values import ITEMS_DECODER
 from gateway.proxy.time_slicer import TimeSlicer
 from gateway.request import Request
 
 MOST_PROMPTS_BYTES = FULL_PARSE_BYTES
-"""Of several prompts together: they are told apart in one go."""
+"""Bytes of several prompts together: they are split in one go."""
 
 MOST_REPEATED_BYTES = 8 << 20
-"""Bytes of what is sent again with each prompt, of all of them together."""
+"""Bytes of the other fields, times the prompts that they are sent with."""
 
-_RAWS = msgspec.json.Decoder(list[msgspec.Raw])
-
-
-RequestMaker = Callable[[int, bytes], Generator[None, None, Request]]
-"""Makes a request of a prompt's number and its body, a step at a time. Raises: GatewayError."""
+SubRequestMaker = Callable[[int, bytes], Generator[None, None, Request]]
+"""Makes a prompt's request of its index and body, in short steps. Raises: GatewayError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,43 +34,42 @@ class PromptList:
 
     prompts: list[msgspec.Raw]
     other_fields: dict[str, msgspec.Raw]
-    """All else that the body says: each of them is sent with it."""
-    make_request: RequestMaker
-    """Makes the request of one of them."""
+    """The body's other fields, which are sent with each prompt."""
+    make_request: SubRequestMaker
 
     async def sub_request(self, index: int, time_slicer: TimeSlicer) -> Request:
-        """The request of one prompt, made in these steps. Raises: GatewayError."""
+        """The request of one prompt. Raises: GatewayError."""
         body = msgspec.json.encode(self.other_fields | {"prompt": self.prompts[index]})
         return await time_slicer.run(self.make_request(index, body))
 
 
 def split_prompts(raw: msgspec.Raw) -> list[msgspec.Raw]:
-    """The prompts that a completion's `prompt` holds, as llama.cpp counts them; empty: it is one.
+    """The prompts of a completion's `prompt`, as llama.cpp counts them; empty: it is one.
 
-    A list of numbers, or of numbers and strings mixed, is one prompt; any other list holds one
-    an item.
+    A list of numbers, or of numbers and strings mixed, is one prompt; in any other list each item
+    is one.
     """
-    begin = bytes(memoryview(raw)[:64])
-    # Text and token ids need no second look.
-    if begin[:1] != b"[" or begin[1:].lstrip()[:1] not in _SEVERAL:
+    start = bytes(memoryview(raw)[:64])
+    # Text and token ids need no parsing.
+    if start[:1] != b"[" or start[1:].lstrip()[:1] not in _PROMPT_STARTS:
         return []
     try:
-        items = _RAWS.decode(raw)
+        items = ITEMS_DECODER.decode(raw)
     except msgspec.DecodeError:
         return []
-    if len(items) < 2 or any(bytes(item)[:1] not in _SEVERAL for item in items):
+    if len(items) < 2 or any(bytes(item)[:1] not in _PROMPT_STARTS for item in items):
         return []
     return items
 
 
-_SEVERAL = frozenset({b'"', b"[", b"{", b""})
-"""How an item begins that is a prompt by itself; nothing: white space stands before it."""
+_PROMPT_STARTS = frozenset({b'"', b"[", b"{", b""})
+"""The first byte of an item that is a prompt by itself; none: white space comes before it."""
 
 
 def parse_prompt_list(
-    body: Body, raw: msgspec.Raw, limits: LimitSettings, make_request: RequestMaker
+    body: Body, raw: msgspec.Raw, limits: LimitSettings, make_request: SubRequestMaker
 ) -> PromptList | None:
-    """The prompts of this body; None: it is one. Raises: GatewayError 400."""
+    """The prompts of this body; None: it has one. Raises: GatewayError 400."""
     prompts: list[msgspec.Raw] = []
     if isinstance(body, bytes):
         prompts = split_prompts(raw)
@@ -89,11 +89,11 @@ def parse_prompt_list(
             "Send fewer at a time.",
             "prompt",
         )
-    beside = len(body) - size
-    if beside * count > MOST_REPEATED_BYTES:
+    other_bytes = len(body) - size
+    if other_bytes * count > MOST_REPEATED_BYTES:
         raise errors.invalid_request(
-            f"The body has {beside} bytes beside 'prompt', which are sent with each of {count} "
-            f"prompts: more than {MOST_REPEATED_BYTES} bytes in all. Send fewer at a time.",
+            f"The body has {other_bytes} bytes besides 'prompt', which are sent with each of "
+            f"{count} prompts: more than {MOST_REPEATED_BYTES} bytes in all. Send fewer at a time.",
             "prompt",
         )
     fields = raw_fields(body)

@@ -1,11 +1,11 @@
-"""What a request binds its answer by: a grammar, or schemas that the node makes one of.
+"""Limits on what a request can make a node do: grammars, schemas, and options of sampling.
 
-llama.cpp reads them by recursion and in more than linear time. With the demo model a grammar of
-50,000 parentheses ends the server, a schema of 4,000 levels keeps it busy for more than 40 s, and
-250 KB of alternatives for 7 s. An object of 800 properties that may be left out takes it 5 s, one
-of 4,400, 120 KB in all, more than two minutes: the time goes with the cube of their number. So all
-of it is measured before any node sees it, on paths that generate nothing as well: they convert
-schemas, too.
+llama.cpp parses grammars, and converts schemas to grammars, recursively and in more than linear
+time. With the demo model a grammar of 50,000 parentheses ends the server, a schema of 4,000 levels
+keeps it busy for more than 40 s, and 250 KB of alternatives for 7 s. An object of 800 optional
+properties takes it 5 s, one of 4,400, 120 KB in all, more than two minutes: the time grows with the
+cube of their number. So all of them are measured before a node sees them, also on paths that
+generate nothing: those convert schemas, too.
 """
 
 from __future__ import annotations
@@ -18,28 +18,22 @@ import msgspec
 from gateway import errors
 from gateway.config.listeners import LimitSettings
 from gateway.proxy.inbound.parsed_body import MISSING, ParsedBody, nesting_depth
-from gateway.proxy.json_values import JSON_ERRORS
+from gateway.proxy.json_values import ITEMS_DECODER, JSON_ERRORS, TEXT_DECODER, VALUE_DECODER
 
-# As text alone, `text` is what a server of embeddings reads.
-_SCHEMAS = ("json_schema", "response_format", "text", "output_config", "output_format")
+# `text` holds a schema only as an object: as a string it is the input of an embeddings server.
+_SCHEMA_FIELDS = ("json_schema", "response_format", "text", "output_config", "output_format")
 
-_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
-
-_TEXT = msgspec.json.Decoder(str)
-
-_ANY = msgspec.json.Decoder()
-
-_OPAQUE = re.compile(
+_UNGROUPED = re.compile(
     rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|\[[^\]\\]*+(?:\\.[^\]\\]*+)*+(?:\]|\\?\Z)|#[^\n]*',
     re.DOTALL,
 )
-"""Of a grammar in GBNF: texts, sets of characters, comments. One that has no end ends with it."""
+"""Literals, character classes and comments of a GBNF grammar; an unclosed one runs to its end."""
 
 _NO_PARENTHESES = bytes(set(range(256)) - set(b"()"))
 
 
 def has_grammar(parsed: ParsedBody) -> bool:
-    """Whether the body has any of these fields."""
+    """Whether the body has a grammar, or a field that may hold a schema."""
     return not (
         parsed.tools
         is parsed.grammar
@@ -53,46 +47,49 @@ def has_grammar(parsed: ParsedBody) -> bool:
 
 
 def check_grammars(parsed: ParsedBody, body_depth: int, limits: LimitSettings) -> None:
-    """See that none is larger or deeper than it may. Raises: GatewayError 400.
+    """Check sizes and depths of grammars and schemas. Raises: GatewayError 400.
 
-    `levels`: how deeply the whole body is nested; 0: not worth counting.
+    `body_depth`: how deeply the whole body is nested; 0: unknown.
     """
     most = limits.grammar_bytes
     if len(parsed.tools) > limits.tools_bytes:
         raise errors.invalid_request(
             f"'tools' has more than {limits.tools_bytes} bytes ('limits.tools_bytes').", "tools"
         )
-    if len(parsed.tools) > most and any(len(tool) > most for tool in _items(parsed.tools)):
+    if len(parsed.tools) > most and any(len(tool) > most for tool in _decode_items(parsed.tools)):
         raise _too_large("tools", most)
-    for name in ("grammar", *_SCHEMAS):
+    for name in ("grammar", *_SCHEMA_FIELDS):
         raw = getattr(parsed, name)
         if len(raw) > most and (name != "text" or bytes(memoryview(raw)[:1]) == b"{"):
             raise _too_large(name, most)
-    _check_properties(parsed, limits.grammar_properties)
+    _check_optional_properties(parsed, limits.grammar_properties)
     deepest = limits.grammar_depth
     if (
         parsed.grammar is not MISSING
-        and parenthesis_depth(_text(parsed.grammar), deepest) > deepest
+        and parenthesis_depth(_decode_text(parsed.grammar), deepest) > deepest
     ):
         raise _too_deep("grammar", deepest)
     if 0 < body_depth <= deepest:
         return
-    for name in ("tools", *_SCHEMAS):
+    for name in ("tools", *_SCHEMA_FIELDS):
         if nesting_depth(bytes(getattr(parsed, name)), deepest) > deepest:
             raise _too_deep(name, deepest)
 
 
-def _check_properties(peeked: ParsedBody, most: int) -> None:
-    """See that nowhere are more properties optional than a node can make a grammar of."""
-    for name in ("tools", *_SCHEMAS):
-        raw = getattr(peeked, name)
+def _check_optional_properties(parsed: ParsedBody, most: int) -> None:
+    """Check that no schema has more optional properties than a node can convert.
+
+    Raises: GatewayError 400.
+    """
+    for name in ("tools", *_SCHEMA_FIELDS):
+        raw = getattr(parsed, name)
         if len(raw) <= most:
             continue  # not even a byte for each
-        parts = _items(raw) if name == "tools" else [raw]
-        # Each property has a colon. Only where there are so many is it worth a closer look.
+        parts = _decode_items(raw) if name == "tools" else [raw]
+        # Each property has a colon: only so many colons make decoding worthwhile.
         if sum(bytes(part).count(b":") ** 3 for part in parts) <= most**3:
             continue
-        if sum(map(_work, parts)) > most**3:
+        if sum(map(_conversion_cost, parts)) > most**3:
             raise errors.invalid_request(
                 f"'{name}' holds a schema whose objects have more than {most} properties that "
                 "may be left out, of several objects the cubes added up "
@@ -101,79 +98,78 @@ def _check_properties(peeked: ParsedBody, most: int) -> None:
             )
 
 
-def _work(raw: msgspec.Raw) -> int:
-    """What a node has to do for the optional properties of this schema's objects."""
+def _conversion_cost(raw: msgspec.Raw) -> int:
+    """A node's work to convert a schema: per object, the cube of its optional properties."""
     try:
-        waiting: list[Any] = [_ANY.decode(raw)]
+        pending: list[Any] = [VALUE_DECODER.decode(raw)]
     except JSON_ERRORS:
         return 0
-    work = largest = 0
+    cost = largest = 0
     merged: list[list[Any]] = []
-    while waiting:
-        item = waiting.pop()
+    while pending:
+        item = pending.pop()
         if isinstance(item, list):
-            waiting.extend(item)
+            pending.extend(item)
         elif isinstance(item, dict):
-            count = _optional(item)
+            count = _optional_properties(item)
             largest = max(largest, count)
-            work += count**3
-            together = item.get("allOf")
-            if isinstance(together, list):
-                merged.append(together)
-            waiting.extend(item.values())
+            cost += count**3
+            parts = item.get("allOf")
+            if isinstance(parts, list):
+                merged.append(parts)
+            pending.extend(item.values())
     for parts in merged:
-        # They make one object; what a reference stands for may be the largest of all.
-        work += (
+        # The parts become one object; a reference may stand for the largest of all.
+        cost += (
             sum(
-                largest if "$ref" in part else _optional(part)
+                largest if "$ref" in part else _optional_properties(part)
                 for part in parts
                 if isinstance(part, dict)
             )
             ** 3
         )
-    return work
+    return cost
 
 
-def _optional(schema: dict[str, Any]) -> int:
-    """How many properties of an object may be left out."""
+def _optional_properties(schema: dict[str, Any]) -> int:
+    """How many properties of an object are not required."""
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, dict):
         return 0
     if not isinstance(required, list):
         return len(properties)
-    named = {name for name in required if isinstance(name, str)}
-    return len(properties.keys() - named)
+    return len(properties.keys() - {name for name in required if isinstance(name, str)})
 
 
 def parenthesis_depth(grammar: bytes, limit: int) -> int:
-    """How deeply parentheses of a grammar are nested, as far as it may matter."""
+    """How deeply a grammar's parentheses nest, up to `limit` + 1; 0: clearly within `limit`."""
     if grammar.count(b"(") <= limit:
         return 0
-    parentheses = _OPAQUE.sub(b"", grammar).translate(None, _NO_PARENTHESES)
-    levels, too_many = 0, b"(" * (limit + 1)
-    while parentheses and levels <= limit:
-        if too_many in parentheses:
+    parentheses = _UNGROUPED.sub(b"", grammar).translate(None, _NO_PARENTHESES)
+    depth, too_deep = 0, b"(" * (limit + 1)
+    while parentheses and depth <= limit:
+        if too_deep in parentheses:
             return limit + 1
-        outer = parentheses.replace(b"()", b"")  # without the innermost ones
+        outer = parentheses.replace(b"()", b"")  # removes the innermost pairs
         if len(outer) == len(parentheses):
-            return levels + outer.count(b"(")  # some have no end
+            return depth + outer.count(b"(")  # some are never closed
         parentheses = outer
-        levels += 1
-    return levels
+        depth += 1
+    return depth
 
 
-def _items(raw: msgspec.Raw) -> list[msgspec.Raw]:
+def _decode_items(raw: msgspec.Raw) -> list[msgspec.Raw]:
     try:
-        return _ITEMS.decode(raw)
+        return ITEMS_DECODER.decode(raw)
     except JSON_ERRORS:
         return [raw]
 
 
-def _text(raw: msgspec.Raw) -> bytes:
+def _decode_text(raw: msgspec.Raw) -> bytes:
     try:
-        return _TEXT.decode(raw).encode()
+        return TEXT_DECODER.decode(raw).encode()
     except JSON_ERRORS:
-        return b""  # null, or what the node refuses
+        return b""  # null, or a value that the node refuses
 
 
 def _too_large(name: str, most: int) -> errors.GatewayError:
@@ -192,17 +188,17 @@ def _too_deep(name: str, most: int) -> errors.GatewayError:
 
 
 ECHO_FACTOR = 32
-"""Bytes of one event that a byte of the request's body may become: a bias for each character of a
-text is 24 bytes (above), and blanks that were sent as a token's id are up to 21 times as long."""
+"""Bytes of one event that a byte of the request's body may become: a `logit_bias` for each
+character of a text is 24 bytes, and blanks sent as a token's id grow up to 21 times."""
 
 MOST_OPTION_BYTES = 1024
-"""Largest `samplers` and `dry_sequence_breakers`: all samplers that llama.cpp has are 150 bytes."""
+"""Of `samplers` and `dry_sequence_breakers`; the names of all llama.cpp's samplers are 150."""
 
-_NUMBER = msgspec.json.Decoder(bool | int | float | None)
+_NUMBER_OR_SWITCH = msgspec.json.Decoder(bool | int | float | None)
 
 
 def check_sampling(parsed: ParsedBody, limits: LimitSettings) -> None:
-    """See that none is larger than it may. Raises: GatewayError 400."""
+    """Check the sizes of options that a node repeats or searches. Raises: GatewayError 400."""
     for name, setting in (
         ("stop", "stop_bytes"),
         ("stop_sequences", "stop_bytes"),
@@ -222,9 +218,9 @@ def check_sampling(parsed: ParsedBody, limits: LimitSettings) -> None:
                 f"'{name}' has more than {MOST_OPTION_BYTES} bytes. Shorten it.", name
             )
     if bytes(parsed.grammar_triggers) not in _NO_TRIGGERS:
-        # One of type 2 is a pattern of C++'s std::regex: `((.*)*)*b` stops all slots for ever.
+        # Type 2 is a pattern for C++'s std::regex: `((.*)*)*b` stops all slots for ever.
         raise errors.invalid_request(
-            "'grammar_triggers' are the server's own; requests can't have them.",
+            "'grammar_triggers' is set by the server itself; a request can't set it.",
             "grammar_triggers",
         )
 
@@ -233,14 +229,14 @@ _NO_TRIGGERS = (b"", b"null", b"[]")
 
 
 def logprobs_count(raw: msgspec.Raw) -> int | float | None:
-    """The number that `logprobs` is, llama.cpp's other name for `n_probs`; None: it is none.
+    """The number in `logprobs`, llama.cpp's other name for `n_probs`; None: no number.
 
     In a chat it is true or false. Raises: GatewayError 400.
     """
     if raw is MISSING:
         return None
     try:
-        value = _NUMBER.decode(raw) if len(raw) < MOST_OPTION_BYTES else ""
+        value = _NUMBER_OR_SWITCH.decode(raw) if len(raw) < MOST_OPTION_BYTES else ""
     except JSON_ERRORS:
         value = ""
     if isinstance(value, str):
@@ -249,7 +245,7 @@ def logprobs_count(raw: msgspec.Raw) -> int | float | None:
 
 
 def wants_logprobs(parsed: ParsedBody) -> bool:
-    """Whether the answer has probabilities, some thousands of bytes for each token."""
+    """Whether the response has logprobs, some thousands of bytes for each token."""
     return bool(
         parsed.n_probs
         or parsed.top_logprobs
@@ -261,9 +257,9 @@ _NO_LOGPROBS = (b"null", b"false", b"0")
 
 
 def max_event_bytes(body_bytes: int, limits: LimitSettings, *, logprobs: bool) -> int:
-    """Bytes of the largest event that a request with a body of so many bytes may cause.
+    """Bytes of the largest event that a request with a body of `body_bytes` may cause.
 
-    With probabilities the tokens of a `stop` text that is held back count each as thousands.
+    With logprobs, each token of a `stop` text that is held back adds thousands.
     """
     most = max(limits.response_bytes, limits.event_bytes)
     return most if logprobs else min(limits.event_bytes + ECHO_FACTOR * body_bytes, most)

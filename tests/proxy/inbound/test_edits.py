@@ -1,4 +1,4 @@
-"""Bodies change in what the contract names, and nowhere else."""
+"""Bodies change in the fields that the contract names, and nowhere else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gateway.proxy.inbound.parsed_body import parse_body
 def edited(
     body: bytes,
     *rules: ModelRule,
-    length_field: str | None = "max_tokens",
+    max_tokens_field: str | None = "max_tokens",
     max_tokens: int | None = None,
     n_probs: int = 64,
 ) -> bytes:
@@ -25,7 +25,7 @@ def edited(
     edit = required_edit(
         parse_body(after),
         rules,
-        max_tokens_field=length_field,
+        max_tokens_field=max_tokens_field,
         max_tokens=max_tokens,
         n_probs=n_probs,
     )
@@ -47,7 +47,7 @@ def test_a_body_that_needs_no_edit_stays_as_it_is() -> None:
     assert edited(PLAIN) is PLAIN
 
 
-def test_what_is_inside_stays_byte_for_byte() -> None:
+def test_values_stay_byte_for_byte() -> None:
     inside = b'[ {"role":"user", "content":"\\u00e9 \xc3\xa9\\/", "n":1.50e1} ]'
     body = b'{"messages":' + inside + b',"id_slot":3,"seed":12345678901234567890,"t":0.10}'
     out = edited(body)
@@ -58,23 +58,23 @@ def test_what_is_inside_stays_byte_for_byte() -> None:
 
 
 @pytest.mark.parametrize("field", ["id_slot", "lora"])
-def test_what_chooses_a_slot_or_an_adapter_is_taken_out(field: str) -> None:
+def test_fields_that_choose_a_slot_or_an_adapter_are_removed(field: str) -> None:
     values: tuple[Any, ...] = (0, -1, None, [], {"id": 1}, "x")
     for value in values:
         assert result({"prompt": "a", field: value}) == {"prompt": "a"}
 
 
-def test_an_escaped_key_is_taken_out_too() -> None:
+def test_an_escaped_key_is_removed_too() -> None:
     assert json.loads(edited(b'{"prompt":"a","id\\u005fslot":1,"id_slot":2}')) == {"prompt": "a"}
 
 
-def test_a_priority_goes_when_it_is_a_class() -> None:
+def test_a_priority_is_removed_when_it_is_a_class() -> None:
     assert result({"priority": "batch"}) == {}
     assert result({"priority": 5}) == {"priority": 5}
 
 
 @pytest.mark.parametrize("field", ["n_probs", "top_logprobs"])
-def test_probabilities_are_bounded(field: str) -> None:
+def test_logprobs_are_bounded(field: str) -> None:
     assert result({field: 100_000}) == {field: 64}
     assert result({field: 5}) == {field: 5}
     assert result({field: 5}, n_probs=0) == {field: 0}
@@ -83,16 +83,16 @@ def test_probabilities_are_bounded(field: str) -> None:
 @pytest.mark.parametrize(
     "field", ["max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"]
 )
-def test_a_length_is_lowered_under_any_of_its_names(field: str) -> None:
-    for asked, got in ((100, 100), (101, 100), (-1, 100), (-2, 100), (0, 0), (1e300, 100)):
-        assert result({field: asked}, max_tokens=100) == {field: got}
+def test_max_tokens_is_lowered_under_any_of_its_names(field: str) -> None:
+    for asked, sent in ((100, 100), (101, 100), (-1, 100), (-2, 100), (0, 0), (1e300, 100)):
+        assert result({field: asked}, max_tokens=100) == {field: sent}
 
 
-def test_a_length_that_is_missing_is_the_bound() -> None:
+def test_a_missing_max_tokens_becomes_the_limit() -> None:
     assert result({}, max_tokens=100) == {"max_tokens": 100}
     assert result({"max_tokens": None}, max_tokens=100) == {"max_tokens": 100}
-    assert result({}, length_field="n_predict", max_tokens=100) == {"n_predict": 100}
-    assert result({}, length_field=None, max_tokens=100) == {}
+    assert result({}, max_tokens_field="n_predict", max_tokens=100) == {"n_predict": 100}
+    assert result({}, max_tokens_field=None, max_tokens=100) == {}
     assert result({}) == {}
 
 
@@ -102,7 +102,7 @@ EXAMPLE = ModelRule(
 
 
 @pytest.mark.parametrize(
-    ("asked", "got"),
+    ("asked", "sent"),
     [
         ({}, {"max_tokens": 512}),
         ({"max_tokens": None}, {"max_tokens": 512}),
@@ -114,29 +114,29 @@ EXAMPLE = ModelRule(
     ],
 )
 def test_the_contracts_example_does_what_it_says(
-    asked: dict[str, Any], got: dict[str, Any]
+    asked: dict[str, Any], sent: dict[str, Any]
 ) -> None:
-    assert result(asked, EXAMPLE) == {"temperature": 0.2, **got}
+    assert result(asked, EXAMPLE) == {"temperature": 0.2, **sent}
 
 
-def test_the_operators_bound_holds_for_rules_too() -> None:
+def test_the_operators_limit_holds_for_rules_too() -> None:
     assert result({}, EXAMPLE, max_tokens=100)["max_tokens"] == 100
     loud = ModelRule(set={"max_tokens": 5000, "n_probs": 900, "id_slot": 1, "priority": "batch"})
     assert result({"max_tokens": 7}, loud, max_tokens=100) == {"max_tokens": 100, "n_probs": 64}
 
 
-def test_rules_met_on_the_way_apply_in_their_order() -> None:
+def test_rules_apply_in_the_order_of_their_aliases() -> None:
     alias = ModelRule(use=("b",), set={"top_k": 1}, default={"min_p": 0.1}, max_tokens=50)
     model = ModelRule(set={"top_k": 2}, default={"min_p": 0.2}, max_tokens=80)
     assert result({}, alias, model) == {"min_p": 0.1, "top_k": 2, "max_tokens": 50}
 
 
-def test_a_rule_may_set_what_is_nested() -> None:
+def test_a_rule_may_set_nested_values() -> None:
     rule = ModelRule(set={"chat_template_kwargs": {"a": {"b": [1, {"c": None}]}}})
     assert result({}, rule) == {"chat_template_kwargs": {"a": {"b": [1, {"c": None}]}}}
 
 
-def test_a_model_gets_another_name_where_it_stands() -> None:
+def test_a_models_name_is_replaced_in_its_place() -> None:
     assert with_model(b'{"a":1,"model":"x","b":[ 1 ]}', "y/z") == b'{"a":1,"model":"y/z","b":[ 1 ]}'
     assert with_model(b'{"a":1}', "y") == b'{"a":1,"model":"y"}'
 

@@ -1,4 +1,4 @@
-"""What is known of a large body is what would be known of it if it were parsed."""
+"""A large body answers every question as a small body with the same contents does."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import pytest
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
-from gateway.proxy.inbound import edits
-from gateway.proxy.inbound import parsed_body as peeking
+from gateway.proxy.inbound.routes import can_assemble
+from gateway.proxy.inbound import edits, parsed_body
 from gateway.proxy.inbound.large_body import (
     LARGE_BODY_BYTES,
     PARSED_FIELD_BYTES,
     LargeBody,
     read_large_body,
 )
+from gateway.proxy.inbound.media import find_links
 from gateway.proxy.inbound.prompt_key import (
     BLOCK_BYTES,
     MOST_BLOCKS,
@@ -32,16 +33,16 @@ from gateway.proxy.inbound.routes import ROUTES, can_assemble
 from tests.proxy.pictures import data_url, png
 
 LIMITS = LimitSettings()
-PICTURE = {"type": "image_url", "image_url": {"url": data_url(png(560, 280) + bytes(9000))}}
+IMAGE = {"type": "image_url", "image_url": {"url": data_url(png(560, 280) + bytes(9000))}}
 LONG = 'Hello «world», \\ "quoted" 😀\n' * 700
 
 
-def ran(work: Generator[None, None, Any]) -> Any:
+def finished(work: Generator[None, None, Any]) -> Any:
     return counted(work)[1]
 
 
 def counted(work: Generator[None, None, Any]) -> tuple[int, Any]:
-    """How many steps it took, and what it came to."""
+    """How many steps it took, and its result."""
     steps = 0
     while True:
         try:
@@ -53,7 +54,7 @@ def counted(work: Generator[None, None, Any]) -> tuple[int, Any]:
 
 def large(body: dict[str, Any] | bytes) -> tuple[bytes, LargeBody]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return data, ran(read_large_body(data, LIMITS))
+    return data, finished(read_large_body(data, LIMITS))
 
 
 BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -61,7 +62,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
         {"role": "system", "content": "short"},
         {"role": "user", "content": LONG},
         {"role": "assistant", "content": "yes"},
-        {"role": "user", "content": [{"type": "text", "text": LONG}, PICTURE]},
+        {"role": "user", "content": [{"type": "text", "text": LONG}, IMAGE]},
     ], "tools": [{"type": "function", "function": {"name": "f"}}]}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG},
                                            {"role": "assistant", "content": LONG}]}),
@@ -79,52 +80,50 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-def test_a_large_body_is_understood_as_a_small_one_is(path: str, body: dict[str, Any]) -> None:
+def test_a_large_body_is_read_as_a_small_one_is(path: str, body: dict[str, Any]) -> None:
     data, found = large(body)
-    peeked, seen = peeking.parse_body(data), found.parse()
-    for name in peeked.__struct_fields__:
-        a, b = getattr(peeked, name), getattr(seen, name)
+    small, parsed = parsed_body.parse_body(data), found.parse()
+    for name in small.__struct_fields__:
+        a, b = getattr(small, name), getattr(parsed, name)
         assert bytes(a) == bytes(b) if isinstance(a, msgspec.Raw) else a == b, name
     route = ROUTES[path]
     prompt = route.prompt_field if route.prompt_field in {"messages", "prompt", "input"} else None
-    assert found.count_prompts() == max(1, len(split_prompts(peeked.prompt)))
-    assert can_assemble(route, found, peeked.messages, 1) == can_assemble(
-        route, data, peeked.messages, 1
+    assert found.count_prompts() == max(1, len(split_prompts(small.prompt)))
+    assert can_assemble(route, found, small.messages, 1) == can_assemble(
+        route, data, small.messages, 1
     )
-    assert found.depth == peeking.nesting_depth(data, 1) or found.depth <= 8
-    raw = getattr(peeked, prompt) if prompt else peeking.MISSING
-    plain = peeking.measure_prompt(raw, peeked.tools, peeked.system, peeked.instructions)
+    assert found.depth == parsed_body.nesting_depth(data, 1) or found.depth <= 8
+    raw = getattr(small, prompt) if prompt else parsed_body.MISSING
+    small_size = parsed_body.measure_prompt(raw, small.tools, small.system, small.instructions)
     size = found.measure_prompt(prompt)
-    assert size.exact_tokens == plain.exact_tokens
-    assert size.media_tokens == plain.media_tokens
-    assert size.text_bytes == pytest.approx(plain.text_bytes, rel=0.2, abs=20)
+    assert size.exact_tokens == small_size.exact_tokens
+    assert size.media_tokens == small_size.media_tokens
+    assert size.text_bytes == pytest.approx(small_size.text_bytes, rel=0.2, abs=20)
     if prompt:
-        assert found.estimate_min_tokens(prompt, 4) <= peeking.estimate_min_tokens(raw, 4)
-    volatile = VolatileLines()
-    prompt_of = build_prompt_key(data, route, "m", volatile)
-    same = ran(build_large_prompt_key(found, route, "m", volatile))
-    assert (same is None) == (prompt_of is None)
-    if prompt_of is not None:
-        assert same.blocks == prompt_of.blocks
-        assert same.size == pytest.approx(prompt_of.size, rel=0.3)
+        assert found.estimate_min_tokens(prompt) <= parsed_body.estimate_min_tokens(raw)
+    small_key = build_prompt_key(data, route, "m", VolatileLines())
+    key = finished(build_large_prompt_key(found, route, "m", VolatileLines()))
+    assert (key is None) == (small_key is None)
+    if small_key is not None:
+        assert key.blocks == small_key.blocks
+        assert key.size == pytest.approx(small_key.size, rel=0.3)
 
 
-def test_a_fingerprint_ends_with_the_blocks_that_count() -> None:
+def test_a_prompt_key_has_bounded_blocks_and_the_whole_size() -> None:
     for content in ("x" * 6_000_000, [{"type": "text", "text": "x" * 1000}] * 6000):
         data, found = large({"messages": [{"role": "user", "content": content}] * 2})
         route = ROUTES["/v1/chat/completions"]
-        walk = build_large_prompt_key(found, route, "m", VolatileLines())
-        steps, prompt = counted(walk)
+        steps, key = counted(build_large_prompt_key(found, route, "m", VolatileLines()))
         whole = build_prompt_key(data, route, "m", VolatileLines())
         assert whole is not None
-        assert len(prompt.blocks) <= MOST_BLOCKS
-        common = min(len(prompt.blocks), 2_000_000 // BLOCK_BYTES)
-        assert prompt.blocks[:common] == whole.blocks[:common]
-        assert prompt.size == pytest.approx(len(data), rel=0.05)
+        assert len(key.blocks) <= MOST_BLOCKS
+        common = min(len(key.blocks), 2_000_000 // BLOCK_BYTES)
+        assert key.blocks[:common] == whole.blocks[:common]
+        assert key.size == pytest.approx(len(data), rel=0.05)
         assert steps < 100
 
 
-def test_edits_of_a_large_body_are_those_of_a_small_one() -> None:
+def test_a_large_body_is_edited_as_a_small_one_is() -> None:
     body = {"model": "old", "messages": [{"role": "user", "content": LONG * 4}], "priority": "high",
             "temperature": 1, "stop": ["x"]}  # fmt: skip
     data, found = large(body)
@@ -144,20 +143,20 @@ def test_edits_of_a_large_body_are_those_of_a_small_one() -> None:
     assert kept < 200, "long values are views of the body"
 
 
-def test_a_request_is_known_by_its_body() -> None:
+def test_equal_bodies_have_equal_hashes() -> None:
     _, one = large({"messages": [{"role": "user", "content": LONG}]})
     _, same = large({"messages": [{"role": "user", "content": LONG}]})
     _, other = large({"messages": [{"role": "user", "content": LONG + "!"}]})
     assert hash(one) == hash(same) != hash(other)
 
 
-def test_small_fields_can_be_asked_for_alone() -> None:
+def test_small_fields_can_be_had_alone() -> None:
     _, found = large({"return_tokens": True, "prompt": "x" * LARGE_BODY_BYTES})
     assert json.loads(found.without_large_fields()) == {"return_tokens": True}
     assert len(json.loads(found.bytes_to_parse())) == 2
 
 
-def test_little_is_parsed_however_many_fields_there_are() -> None:
+def test_only_small_fields_are_parsed_however_many_there_are() -> None:
     more = {f"x{number}": "y" * 15_000 for number in range(900)}
     _, found = large({"model": "m", "return_tokens": True, "priority": "x" * 9000, **more})
     assert found.parse().model == "m"
@@ -165,20 +164,20 @@ def test_little_is_parsed_however_many_fields_there_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["stream", "n", "priority", "service_tier", "max_tokens"])
-def test_a_field_that_can_be_no_longer_is_refused(name: str) -> None:
+def test_a_long_value_of_a_short_field_is_refused(name: str) -> None:
     _, found = large({name: "x" * (PARSED_FIELD_BYTES + 1), "prompt": "x" * LARGE_BODY_BYTES})
     with pytest.raises(GatewayError) as raised:
         found.parse()
     assert (raised.value.code, raised.value.param) == ("invalid_request", name)
 
 
-def test_a_model_of_any_length_is_none_that_is_known() -> None:
-    for said in ("x", "\\", "😀", "é"):
-        _, found = large({"model": said * LARGE_BODY_BYTES})
+def test_a_model_name_of_any_length_is_cut() -> None:
+    for letter in ("x", "\\", "😀", "é"):
+        _, found = large({"model": letter * LARGE_BODY_BYTES})
         model = found.parse().model
         assert model
         assert len(model) < PARSED_FIELD_BYTES
-        assert set(model) == {said}
+        assert set(model) == {letter}
 
 
 REMOTE = "http://169.254.169.254/x"
@@ -197,20 +196,20 @@ REMOTE = "http://169.254.169.254/x"
         {"prompt": {"prompt_string": "x", "multimodal_data": [REMOTE]}},
         {"messages": [{"content": [{"image_url": {"url": "HTTPS" + "x" * 99_000}}]}]},
         {"messages": [{"content": [{"image_url": {"url": "no address"}}]}]},
-        {"messages": [{"content": [PICTURE, PICTURE]}]},
+        {"messages": [{"content": [IMAGE, IMAGE]}]},
         {"messages": [{"tool_calls": [{"function": {"arguments": {"server_url": REMOTE}}}]}]},
     ],
 )  # fmt: skip
-def test_the_same_addresses_are_found_in_both(more: dict[str, Any]) -> None:
+def test_the_same_links_are_found_as_in_a_small_body(more: dict[str, Any]) -> None:
     for body in (more, {"pad": "x" * 30_000, **more}):
         data, found = large(body)
-        links, pictures = peeking.find_links(data)
+        links, has_images = find_links(data)
         remote = [link for link in links if not link.startswith("data:")]
         assert [link[:999] for link in found.find_links()] == [link[:999] for link in remote]
-        assert found.has_images == pictures
+        assert found.has_images == has_images
 
 
-def test_a_name_that_is_spelt_by_escapes_is_no_hiding_place() -> None:
+def test_a_name_spelt_with_escapes_hides_no_link() -> None:
     url = "\\u0068ttp\\u003a//x"
     data = b'{"pad":"%b","messages":[{"\\u0069mage_url":{"u\\u0072l":"%b"}}]}' % (
         b"x" * LARGE_BODY_BYTES, url.encode()

@@ -1,4 +1,4 @@
-"""What pictures and sound cost, by the beginning of their base64."""
+"""Images and audio cost tokens by their size, read from the beginning of their base64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gateway.proxy.inbound.media import (
 )
 from tests.proxy.pictures import bmp, data_url, gif, jpeg, png, wav, webp
 
-PICTURES = [
+IMAGES = [
     png(560, 280),
     gif(560, 280),
     bmp(560, 280),
@@ -42,8 +42,8 @@ def found(value: Any) -> MediaCost:
     return measure_media(json.dumps(value).encode())
 
 
-@pytest.mark.parametrize("data", PICTURES)
-def test_a_picture_costs_a_token_for_each_patch(data: bytes) -> None:
+@pytest.mark.parametrize("data", IMAGES)
+def test_an_image_costs_a_token_per_patch(data: bytes) -> None:
     for padding in range(3):
         url = data_url(data + bytes(padding), "image/any")
         media = found([{"type": "image_url", "image_url": {"url": url}}])
@@ -61,15 +61,15 @@ def test_a_picture_costs_a_token_for_each_patch(data: bytes) -> None:
         {"prompt_string": "see", "multimodal_data": [text_of(png(560, 280))]},
     ],
 )
-def test_pictures_are_found_in_every_apis_form(part: Any) -> None:
+def test_images_are_found_in_every_apis_form(part: Any) -> None:
     assert found([part]).tokens == 200
     assert found({"content": [part, {"type": "text", "text": "and"}, part]}).tokens == 400
 
 
-def test_several_of_them_in_one_list_all_count() -> None:
-    pictures = [text_of(png(28, 28 * many)) for many in (10, 20, 30)]
-    assert found({"multimodal_data": pictures}).tokens == 60
-    assert measure_media(json.dumps({"data": pictures}, indent=1).encode()).tokens == 60
+def test_all_images_of_a_list_count() -> None:
+    images = [text_of(png(28, 28 * many)) for many in (10, 20, 30)]
+    assert found({"multimodal_data": images}).tokens == 60
+    assert measure_media(json.dumps({"data": images}, indent=1).encode()).tokens == 60
 
 
 def test_escaped_slashes_hide_no_size() -> None:
@@ -86,30 +86,30 @@ def test_the_cost_is_bounded() -> None:
     "data",
     [bytes(3000), b"\xff\xd8\xff" + bytes(3000), b"<svg>" + 99 * b"x", png(0, 0), b"\x89PNG"],
 )
-def test_a_picture_that_does_not_tell_its_size_costs_a_usual_one(data: bytes) -> None:
+def test_an_image_of_unreadable_size_costs_a_usual_one(data: bytes) -> None:
     assert found(data_url(data)) == (len(text_of(data)), UNREADABLE_IMAGE_TOKENS, SURE_IMAGE_TOKENS)
 
 
-def test_what_it_costs_for_sure_is_less() -> None:
+def test_the_fewest_tokens_are_less() -> None:
     assert found(data_url(png(2000, 2000))).min_tokens == SURE_IMAGE_TOKENS
     assert found(data_url(png(56, 56))).min_tokens == 8
 
 
-def test_sound_costs_by_its_length() -> None:
-    for seconds, pieces in ((1, 1), (29, 1), (31, 2)):
+def test_audio_costs_by_its_length() -> None:
+    for seconds, chunks in ((1, 1), (29, 1), (31, 2)):
         part = {"type": "input_audio", "input_audio": {"data": text_of(wav(seconds, 2000))}}
-        assert found([part]).tokens == pieces * AUDIO_CHUNK_TOKENS
+        assert found([part]).tokens == chunks * AUDIO_CHUNK_TOKENS
     assert found([{"data": text_of(b"ID3" + bytes(16_000 * 40))}]).tokens == 2 * AUDIO_CHUNK_TOKENS
 
 
-def test_a_text_that_quotes_an_address_is_text() -> None:
+def test_a_text_that_quotes_a_data_url_is_text() -> None:
     url = data_url(png(560, 280))
     assert found([{"text": f'<img src="{url}">'}]) == MediaCost()
     assert found([{"text": f"see {url}"}]) == MediaCost()
     assert found([{"text": json.dumps({"data": text_of(bytes(999))})}]) == MediaCost()
 
 
-def test_other_data_is_no_picture() -> None:
+def test_other_data_is_no_image() -> None:
     assert found([{"data": "the quick brown fox jumps over the lazy dog " * 20}]) == MediaCost()
     assert found([{"data": {"type": "object"}}, {"data": "short"}]) == MediaCost()
 
@@ -126,10 +126,10 @@ def test_other_data_is_no_picture() -> None:
         b'{"data":"' + b"\\/" * 2_000_000 + b'"',
     ],
 )
-def test_looking_takes_time_by_the_length_only(body: bytes) -> None:
+def test_measuring_takes_time_linear_in_the_length(body: bytes) -> None:
     began = time.process_time()
     measure_media(body)
-    # Half a second where it was written; hours if it took the square of the length.
+    # Half a second; hours if the time grew with the square of the length.
     assert time.process_time() - began < 20
 
 
@@ -147,7 +147,7 @@ def test_any_bytes_cost_something_sane(data: bytes) -> None:
 
 
 @given(st.text(max_size=400) | st.binary(max_size=400).map(lambda data: data.decode("latin-1")))
-def test_any_text_is_looked_through(text: str) -> None:
+def test_any_text_can_be_measured(text: str) -> None:
     data = text.encode()
     assert 0 <= measure_media(data).base64_bytes <= len(data)
     assert (

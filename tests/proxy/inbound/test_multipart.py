@@ -1,4 +1,4 @@
-"""A form tells its model in one way only, and passes on byte by byte."""
+"""A form names its model in one way only, and its bytes are forwarded unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gateway.errors import GatewayError
 from gateway.proxy.inbound.multipart import parse_multipart, with_model
 
-KIND = [(b"content-type", b"multipart/form-data; boundary=b")]
+HEADERS = [(b"content-type", b"multipart/form-data; boundary=b")]
 FILE = (
     b'--b\r\nContent-Disposition: form-data; name="file"; filename="a \\"b\\".wav"; '
     b"filename*=UTF-8''a.wav\r\nContent-Type: audio/wav\r\n\r\n\x00\xff\r\n\r\n--\r\n"
@@ -39,7 +39,7 @@ def test_a_form_of_a_real_client_is_read() -> None:
 @pytest.mark.parametrize("new", ["m", "longer", "\u00e4", ""])
 def test_only_the_name_is_changed(fields: bytes, new: str) -> None:
     body = fields + END
-    assert parse_multipart(body, KIND).model == "m"
+    assert parse_multipart(body, HEADERS).model == "m"
     assert (
         with_model(body, new)
         == fields.replace(b"\r\n\r\nm\r\n", b"\r\n\r\n%b\r\n" % new.encode()) + END
@@ -47,9 +47,9 @@ def test_only_the_name_is_changed(fields: bytes, new: str) -> None:
 
 
 def test_a_form_without_a_model_gets_one() -> None:
-    assert parse_multipart(FILE + END, KIND).model is None
-    assert parse_multipart(field(b"") + END, KIND).model is None
-    assert parse_multipart(with_model(FILE + END, "m"), KIND).model == "m"
+    assert parse_multipart(FILE + END, HEADERS).model is None
+    assert parse_multipart(field(b"") + END, HEADERS).model is None
+    assert parse_multipart(with_model(FILE + END, "m"), HEADERS).model == "m"
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ def test_a_form_without_a_model_gets_one() -> None:
         b"".join(field(b"", b"x%d" % number) for number in range(70)) + END,
     ],
 )
-def test_what_could_be_read_in_two_ways_is_refused(body: bytes) -> None:
+def test_a_form_that_parsers_read_in_two_ways_is_refused(body: bytes) -> None:
     with pytest.raises(GatewayError) as caught:
-        parse_multipart(body, KIND)
+        parse_multipart(body, HEADERS)
     assert (caught.value.status, caught.value.code) == (400, "invalid_request")
 
 
 @pytest.mark.parametrize(
-    "kind",
+    "content_type",
     [
         b"application/json",
         b"multipart/form-data",
@@ -99,9 +99,9 @@ def test_what_could_be_read_in_two_ways_is_refused(body: bytes) -> None:
         b"multipart/form-data; boundary=b; boundary=c",
     ],
 )
-def test_what_is_no_form_is_refused(kind: bytes) -> None:
+def test_another_content_type_is_refused(content_type: bytes) -> None:
     with pytest.raises(GatewayError, match="multipart/form-data"):
-        parse_multipart(field(b"m") + END, [(b"content-type", kind)])
+        parse_multipart(field(b"m") + END, [(b"content-type", content_type)])
     with pytest.raises(GatewayError, match="multipart/form-data"):
         parse_multipart(field(b"m") + END, [])
 
@@ -111,5 +111,5 @@ def test_any_bytes_are_a_form_or_a_400(noise: bytes, at: int) -> None:
     body = field(b"m") + FILE + END
     body = body[:at] + noise + body[at:]
     with contextlib.suppress(GatewayError):
-        model = parse_multipart(body, KIND).model
-        assert parse_multipart(with_model(body, model or ""), KIND).model == model
+        model = parse_multipart(body, HEADERS).model
+        assert parse_multipart(with_model(body, model or ""), HEADERS).model == model

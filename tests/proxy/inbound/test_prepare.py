@@ -30,7 +30,7 @@ def prepared(
     body: bytes | dict[str, Any],
     path: str = "/v1/chat/completions",
     *,
-    patience: float | None = None,
+    client_timeout: float | None = None,
     models: dict[str, ModelRule] | None = None,
     default: str | None = None,
     known: tuple[str, ...] = ("demo",),
@@ -43,15 +43,15 @@ def prepared(
         x_request_id="tag",
         route=ROUTES[path],
         header_lines=b"accept: */*\r\n",
-        client_timeout=patience,
+        client_timeout=client_timeout,
         body=data,
         caller=caller,
         received_at=100.0,
     )
     rules = RequestRules(LimitSettings(**limits), ModelAliases(models or {}), default)
-    catalogue = ModelIndex()
-    catalogue.set_nodes([a_node(model=list(known))] if known else [])
-    return prepare(incoming, parse_body(data), Priority.NORMAL, rules, catalogue)
+    model_index = ModelIndex()
+    model_index.set_nodes([a_node(model=list(known))] if known else [])
+    return prepare(incoming, parse_body(data), Priority.NORMAL, rules, model_index)
 
 
 def refused(body: Any, *args: Any, **keys: Any) -> tuple[int, str, str | None]:
@@ -87,12 +87,12 @@ def refused(body: Any, *args: Any, **keys: Any) -> tuple[int, str, str | None]:
         ("/v1/messages/count_tokens", {"messages": []}, 0),
     ],
 )
-def test_a_prompt_takes_a_slot_for_each_answer(path: str, body: dict[str, Any], slots: int) -> None:
+def test_a_prompt_takes_a_slot_per_completion(path: str, body: dict[str, Any], slots: int) -> None:
     assert prepared(body, path).slots == slots
 
 
 @pytest.mark.parametrize("n", ["33", "1e9", "1e400", "9" * 30])
-def test_more_answers_than_allowed_are_refused(n: str) -> None:
+def test_more_completions_than_allowed_are_refused(n: str) -> None:
     body = f'{{"n":{n}}}'.encode()
     assert refused(body) == (400, "invalid_request", "n")
     assert refused(body.replace(b"n", b"n_cmpl"), "/completion")[2] == "n_cmpl"
@@ -107,7 +107,7 @@ def test_a_rule_that_sets_n_takes_its_slots() -> None:
 # Models.
 
 
-def test_the_model_is_what_is_said_or_the_default_or_the_only_one() -> None:
+def test_the_model_is_the_named_one_or_the_default_or_the_only_one() -> None:
     assert prepared({"model": "a"}, default="b").model == "a"
     assert prepared({}, default="b").model == "b"
     assert prepared({"model": None}).model == "demo"
@@ -131,7 +131,7 @@ def test_a_key_may_use_an_alias_without_its_model() -> None:
     )
 
 
-def test_each_candidate_has_the_body_that_its_rules_make() -> None:
+def test_each_model_has_the_body_that_its_rules_make() -> None:
     models = {
         "helper": ModelRule(use=("x", "y"), set={"temperature": 0.5}),
         "y": ModelRule(max_tokens=10, strip=("seed",)),
@@ -144,7 +144,7 @@ def test_each_candidate_has_the_body_that_its_rules_make() -> None:
     }
 
 
-def test_a_body_without_need_of_an_edit_is_the_same_object() -> None:
+def test_a_body_that_needs_no_edit_is_the_same_object() -> None:
     body = b'{ "model":"demo", "messages":[] }'
     request = prepared(body)
     assert request.bodies["demo"] is body
@@ -153,8 +153,8 @@ def test_a_body_without_need_of_an_edit_is_the_same_object() -> None:
 # Limits.
 
 
-def test_deadlines_count_from_the_arrival() -> None:
-    assert prepared({}, patience=2.5).deadline == 102.5
+def test_a_deadline_counts_from_the_arrival() -> None:
+    assert prepared({}, client_timeout=2.5).deadline == 102.5
     assert prepared({}).deadline is None
 
 
@@ -169,7 +169,7 @@ def test_nesting_may_be_as_deep_as_the_limit_says() -> None:
     assert prepared(deep, json_depth=300).bodies["demo"] is deep
 
 
-def test_only_what_generates_streams() -> None:
+def test_only_generated_responses_stream() -> None:
     assert prepared({"stream": True}).stream
     assert not prepared({"stream": True, "input": "a"}, "/v1/embeddings").stream
     assert not prepared({"stream": None}).stream
@@ -184,22 +184,22 @@ def test_only_what_generates_streams() -> None:
         ({}, None),
     ],
 )
-def test_the_answers_length_is_known_where_it_is_told(
+def test_the_most_tokens_are_known_if_the_body_says_so(
     body: dict[str, Any], tokens: int | None
 ) -> None:
     assert prepared(body).max_tokens == tokens
 
 
-# Pictures.
+# Images.
 
 
-def picture(url: str) -> dict[str, Any]:
+def body_with_image(url: str) -> dict[str, Any]:
     part = {"type": "image_url", "image_url": {"url": url}}
     return {"messages": [{"role": "user", "content": [part]}]}
 
 
-def test_a_picture_needs_a_node_that_sees() -> None:
-    assert prepared(picture(PNG)).needs_vision
+def test_an_image_needs_a_vision_node() -> None:
+    assert prepared(body_with_image(PNG)).needs_vision
     assert not prepared({"messages": [{"role": "user", "content": "image_url"}]}).needs_vision
 
 
@@ -210,14 +210,14 @@ def test_a_picture_needs_a_node_that_sees() -> None:
         "ftp://a", "javascript:x", " http://a", "httpbin.internal/x",
     ],
 )  # fmt: skip
-def test_a_remote_picture_is_refused(url: str) -> None:
-    assert refused(picture(url)) == (400, "invalid_request", "messages")
+def test_a_remote_image_is_refused(url: str) -> None:
+    assert refused(body_with_image(url)) == (400, "invalid_request", "messages")
 
 
 def test_an_operator_may_allow_hosts() -> None:
     hosts = ("pictures.example",)
     for url in ("http://pictures.example/x.png", "https://pictures.example:8443/x?y=1"):
-        assert prepared(picture(url), media_hosts=hosts).needs_vision
+        assert prepared(body_with_image(url), media_hosts=hosts).needs_vision
     for url in (
         "http://pictures.example@evil/x",
         "http://evil\\@pictures.example/",
@@ -227,14 +227,14 @@ def test_an_operator_may_allow_hosts() -> None:
         "http://pictures.example /x",
         "http://[::1",
     ):
-        assert refused(picture(url), media_hosts=hosts)[0] == 400
+        assert refused(body_with_image(url), media_hosts=hosts)[0] == 400
 
 
 # At the node.
 
 
 @in_virtual_time
-async def test_a_node_gets_the_very_bytes_of_the_client(tmp_path: Path) -> None:
+async def test_a_node_gets_the_clients_own_bytes(tmp_path: Path) -> None:
     body = (
         b'{ "messages":[ {"role":"user", "content":"\\u00e9 \xc3\xa9 \\/ "} ],\n'
         b'\t"temperature":0.10, "seed":12345678901234567890, "model":"demo", "stream":true }'
@@ -253,7 +253,7 @@ async def test_a_node_gets_the_very_bytes_of_the_client(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_node_hears_its_own_name_for_the_model(tmp_path: Path) -> None:
+async def test_a_node_gets_its_own_name_for_the_model(tmp_path: Path) -> None:
     one = EmulatedNode()
     nodes = ({"model": {"public": "inner"}},)
     models = {"gpt-4o-mini": {"use": "public", "set": {"temperature": 0}}}
@@ -268,14 +268,14 @@ async def test_a_node_hears_its_own_name_for_the_model(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_node_never_hears_of_a_remote_picture(tmp_path: Path) -> None:
+async def test_a_node_never_gets_a_remote_image(tmp_path: Path) -> None:
     blind, seeing = EmulatedNode(), EmulatedNode()
     nodes: tuple[dict[str, Any], ...] = ({}, {"endpoints": ["chat", "vision"]})
     async with proxy_over(tmp_path, blind, seeing, nodes=nodes) as proxy:
-        reply = await proxy.ask(**picture("http://169.254.169.254/latest"))
+        reply = await proxy.ask(**body_with_image("http://169.254.169.254/latest"))
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_request")
         assert blind.requests + seeing.requests == 0
-        assert (await proxy.ask(**picture(PNG))).headers["x-gateway-node"] == "b"
+        assert (await proxy.ask(**body_with_image(PNG))).headers["x-gateway-node"] == "b"
         source = {"type": "url", "url": "http://169.254.169.254/latest"}
         content = [{"type": "image", "source": source}]
         reply = await proxy.ask("/v1/messages", messages=[{"role": "user", "content": content}])

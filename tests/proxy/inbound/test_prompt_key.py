@@ -1,4 +1,4 @@
-"""Prompts that begin alike have blocks that begin alike, however they are written."""
+"""Prompts with equal beginnings have keys with equal beginnings, however they are written."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ LONG = "so it is long enough to be worth a thought; " * 20
 NONE = VolatileLines()
 
 
-def taken(
+def key_of(
     body: dict[str, Any], path: str = CHAT, model: str = "m", volatile: VolatileLines = NONE
 ) -> PromptKey:
-    prompt = of(json.dumps(body).encode(), path, model, volatile)
-    assert prompt is not None
-    return prompt
+    key = maybe_key(json.dumps(body).encode(), path, model, volatile)
+    assert key is not None
+    return key
 
 
-def of(
+def maybe_key(
     body: bytes, path: str = CHAT, model: str = "m", volatile: VolatileLines = NONE
 ) -> PromptKey | None:
     return build_prompt_key(body, ROUTES[path], model, volatile)
@@ -48,7 +48,7 @@ def chat(*turns: Any, **more: Any) -> dict[str, Any]:
 
 
 def shared(one: PromptKey, other: PromptKey) -> int:
-    """Bytes in front that are known to agree."""
+    """Bytes at the beginning that both keys agree on."""
     size = 0
     for a, b, end in zip(one.blocks, other.blocks, one.ends, strict=False):
         if a != b:
@@ -61,21 +61,21 @@ TEXTS = st.text(max_size=1500)
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=6), TEXTS, TEXTS)
-def test_the_next_turn_begins_with_all_blocks_of_the_last(
+def test_the_next_turn_begins_with_all_blocks_of_the_turn_before(
     turns: list[str], answer: str, question: str
 ) -> None:
-    before = taken(chat(LONG, *turns))
-    after = taken(chat(LONG, *turns, answer, question, stream=True, temperature=0.3))
+    before = key_of(chat(LONG, *turns))
+    after = key_of(chat(LONG, *turns, answer, question, stream=True, temperature=0.3))
     assert after.blocks[: len(before.blocks)] == before.blocks
     assert after.ends[: len(before.ends)] == before.ends
     assert before.ends_on_block
 
 
 @given(TEXTS, TEXTS, st.text(max_size=600))
-def test_what_differs_never_matches_beyond_the_difference(
+def test_different_prompts_never_match_beyond_the_difference(
     one: str, other: str, common: str
 ) -> None:
-    first, second = taken(chat(common + one, LONG)), taken(chat(common + other, LONG))
+    first, second = key_of(chat(common + one, LONG)), key_of(chat(common + other, LONG))
     if one == other:
         assert first.blocks == second.blocks
         return
@@ -90,14 +90,14 @@ def test_what_differs_never_matches_beyond_the_difference(
 @given(TEXTS)
 def test_escapes_and_white_space_make_no_difference(text: str) -> None:
     body = chat(LONG, text)
-    plain = of(json.dumps(body).encode())
+    plain = maybe_key(json.dumps(body).encode())
     for other in (
         json.dumps(body, ensure_ascii=False).encode(),
         json.dumps(body, indent=3).encode(),
         json.dumps(body, separators=(",", ":")).replace("/", "\\/").encode(),
         json.dumps(body, sort_keys=True).encode(),
     ):
-        found = of(other)
+        found = maybe_key(other)
         assert plain is not None
         assert found is not None
         assert found.blocks == plain.blocks
@@ -106,36 +106,36 @@ def test_escapes_and_white_space_make_no_difference(text: str) -> None:
 def test_text_counts_the_same_as_a_string_and_as_a_part() -> None:
     part = [{"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}]
     for path in (CHAT, MESSAGES):
-        one = taken(chat("be brief", LONG), path)
-        assert taken(chat("be brief", part), path).blocks == one.blocks
+        one = key_of(chat("be brief", LONG), path)
+        assert key_of(chat("be brief", part), path).blocks == one.blocks
 
 
-def test_keys_that_no_template_sees_make_no_difference() -> None:
+def test_fields_that_no_template_uses_make_no_difference() -> None:
     body = chat(LONG, "a")
     marked = chat(LONG, "a")
     for message in marked["messages"]:
         message |= {"id": "1", "cache_control": {"type": "ephemeral"}, "timestamp": 3}
-    assert taken(body).blocks == taken(marked).blocks
+    assert key_of(body).blocks == key_of(marked).blocks
 
 
 def test_models_share_nothing() -> None:
     body = chat(LONG, "a")
-    assert shared(taken(body, model="a"), taken(body, model="b")) == 0
+    assert shared(key_of(body, model="a"), key_of(body, model="b")) == 0
 
 
-def test_tools_stand_in_front_of_all_else() -> None:
+def test_tools_come_before_everything_else() -> None:
     tools = [{"type": "function", "function": {"name": "look", "description": LONG}}]
-    one = taken(chat(LONG, "a", tools=tools))
-    other = taken(chat("another", LONG, tools=tools))
+    one = key_of(chat(LONG, "a", tools=tools))
+    other = key_of(chat("another", LONG, tools=tools))
     assert shared(one, other) == len(json.dumps(tools))
-    assert shared(one, taken(chat(LONG, "a"))) == 0
+    assert shared(one, key_of(chat(LONG, "a"))) == 0
 
 
-def test_roles_and_calls_of_tools_count() -> None:
+def test_roles_and_tool_calls_count() -> None:
     question = {"role": "user", "content": LONG}
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     seen = {
-        taken({"messages": [question, last]}).blocks
+        key_of({"messages": [question, last]}).blocks
         for last in (
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": "x"},
@@ -147,10 +147,10 @@ def test_roles_and_calls_of_tools_count() -> None:
     assert len(seen) == 5
 
 
-def test_tools_used_in_messages_count() -> None:
+def test_tool_use_in_messages_counts() -> None:
     question = {"role": "user", "content": LONG}
     seen = {
-        taken({"messages": [question, {"role": "user", "content": [part]}]}, MESSAGES).blocks
+        key_of({"messages": [question, {"role": "user", "content": [part]}]}, MESSAGES).blocks
         for part in (
             {"type": "text", "text": "a"},
             {"type": "tool_use", "id": "1", "name": "a", "input": {"x": 1}},
@@ -170,48 +170,48 @@ def test_tools_used_in_messages_count() -> None:
         (RESPONSES, {"type": "input_image", "image_url": "data:image/png;base64,@"}),
     ],
 )
-def test_a_picture_counts_as_its_tokens_and_is_told_from_others(
+def test_an_image_counts_as_its_tokens_and_differs_from_others(
     path: str, part: dict[str, Any]
 ) -> None:
-    def with_picture(data: bytes) -> PromptKey:
+    def with_image(data: bytes) -> PromptKey:
         raw = json.dumps(part).replace("@", base64.b64encode(data).decode())
         content = [{"type": "text", "text": LONG}, json.loads(raw)]
         field = "input" if path == RESPONSES else "messages"
-        return taken({field: [{"role": "user", "content": content}]}, path)
+        return key_of({field: [{"role": "user", "content": content}]}, path)
 
-    one, other = with_picture(b"a" * 300_000), with_picture(b"a" * 299_999 + b"b")
+    one, other = with_image(b"a" * 300_000), with_image(b"a" * 299_999 + b"b")
     assert IMAGE_BYTES <= one.size <= IMAGE_BYTES + len(LONG) + 100
     assert one.blocks != other.blocks
     assert shared(one, other) >= len(LONG)
 
 
-def test_a_picture_that_a_tool_gave_counts_as_its_tokens() -> None:
-    picture = {"type": "image", "source": {"type": "base64", "data": "A" * 100_000}}
-    result = {"type": "tool_result", "tool_use_id": "1", "content": [picture]}
-    prompt = taken({"messages": [{"role": "user", "content": [result]}]}, MESSAGES)
+def test_an_image_from_a_tool_counts_as_its_tokens() -> None:
+    image = {"type": "image", "source": {"type": "base64", "data": "A" * 100_000}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [image]}
+    prompt = key_of({"messages": [{"role": "user", "content": [result]}]}, MESSAGES)
     assert prompt.size < IMAGE_BYTES + 100
 
 
 def test_instructions_and_input_are_a_system_prompt_and_messages() -> None:
-    one = taken({"instructions": LONG, "input": "hello"}, RESPONSES)
-    other = taken(
+    one = key_of({"instructions": LONG, "input": "hello"}, RESPONSES)
+    other = key_of(
         {"instructions": LONG, "input": [{"role": "user", "content": "hello"}]}, RESPONSES
     )
     assert one.blocks == other.blocks
-    assert one.blocks == taken(chat(LONG, "hello")).blocks
+    assert one.blocks == key_of(chat(LONG, "hello")).blocks
 
 
 def test_a_system_field_is_a_system_message() -> None:
     turns = [{"role": "user", "content": "hello"}]
     for system in (LONG, [{"type": "text", "text": LONG}]):
-        one = taken({"system": system, "messages": turns}, MESSAGES)
-        assert one.blocks == taken(chat(LONG, "hello")).blocks
+        one = key_of({"system": system, "messages": turns}, MESSAGES)
+        assert one.blocks == key_of(chat(LONG, "hello")).blocks
 
 
 def test_a_function_s_output_counts() -> None:
     call = {"type": "function_call", "name": "look", "arguments": LONG}
     seen = {
-        taken({"input": [call, {"type": "function_call_output", "output": out}]}, RESPONSES).blocks
+        key_of({"input": [call, {"type": "function_call_output", "output": out}]}, RESPONSES).blocks
         for out in ("a", "b")
     }
     assert len(seen) == 2
@@ -220,7 +220,7 @@ def test_a_function_s_output_counts() -> None:
 class TestPlainPrompts:
     @given(st.text(min_size=SHORTEST_BODY, max_size=4000), st.text(max_size=2000))
     def test_a_text_that_grows_keeps_its_full_blocks(self, text: str, more: str) -> None:
-        before, after = of_plain(text), of_plain(text + more)
+        before, after = plain_key(text), plain_key(text + more)
         if before is None:
             assert len(text.encode()) < BLOCK_BYTES
             return
@@ -231,7 +231,7 @@ class TestPlainPrompts:
 
     def test_ids_are_counted(self) -> None:
         ids = list(range(100, 1100))
-        before, after = of_plain(ids), of_plain([*ids, *ids])
+        before, after = plain_key(ids), plain_key([*ids, *ids])
         assert before is not None
         assert after is not None
         assert (before.tokens, after.tokens) == (1000, 2000)
@@ -239,27 +239,27 @@ class TestPlainPrompts:
         assert before.share_of(len(before.blocks)) > 0.85
 
     def test_one_text_in_a_list_is_that_text(self) -> None:
-        one, other = of_plain(LONG), of_plain([LONG])
+        one, other = plain_key(LONG), plain_key([LONG])
         assert one is not None
         assert other is not None
         assert one.blocks == other.blocks
 
     @pytest.mark.parametrize("prompt", [[LONG, LONG], [[1] * 300, [2]], [1, LONG], None, {}, 3])
-    def test_several_prompts_have_no_fingerprint(self, prompt: Any) -> None:
-        assert of_plain(prompt, pad=LONG) is None
+    def test_several_prompts_have_no_key(self, prompt: Any) -> None:
+        assert plain_key(prompt, pad=LONG) is None
 
-    def test_an_infill_keeps_what_stands_before_the_cursor(self) -> None:
+    def test_an_infill_keeps_the_text_before_the_cursor(self) -> None:
         def infill(prefix: str) -> PromptKey:
             body = {"input_prefix": prefix, "input_suffix": "end", "input_extra": [{"text": LONG}]}
-            return taken(body, "/infill")
+            return key_of(body, "/infill")
 
         before, after = infill(LONG), infill(LONG + "more")
         assert after.blocks == before.blocks
         assert after.size == before.size + 4
 
 
-def of_plain(prompt: Any, pad: str = "") -> PromptKey | None:
-    return of(json.dumps({"prompt": prompt, "user": pad}).encode(), "/completion")
+def plain_key(prompt: Any, pad: str = "") -> PromptKey | None:
+    return maybe_key(json.dumps({"prompt": prompt, "user": pad}).encode(), "/completion")
 
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.88.{}; cc_entrypoint=cli; cch={};"
@@ -278,38 +278,38 @@ def test_a_billing_line_is_left_out(system: Any) -> None:
     def body(line: str) -> dict[str, Any]:
         return {"system": system(line), "messages": turns}
 
-    one, other = (taken(body(BILLING.format(*x)), MESSAGES) for x in (("a3f", "1"), ("b7", "2")))
+    one, other = (key_of(body(BILLING.format(*x)), MESSAGES) for x in (("a3f", "1"), ("b7", "2")))
     assert one.blocks == other.blocks
-    assert one.blocks == taken({"system": LONG, "messages": turns}, MESSAGES).blocks
+    assert one.blocks == key_of({"system": LONG, "messages": turns}, MESSAGES).blocks
 
 
-def test_lines_of_the_settings_are_left_out_of_the_system_s_part_alone() -> None:
+def test_configured_lines_are_left_out_of_the_system_prompt_alone() -> None:
     volatile = VolatileLines(["Now: "])
 
-    def blocks(time: str, said: str = "") -> tuple[int, ...]:
-        turns = chat(f"Be brief.\nNow: {time}\n{LONG}", f"{said}Now: hello")
-        return taken(turns, volatile=volatile).blocks
+    def blocks(time: str, before: str = "") -> tuple[int, ...]:
+        turns = chat(f"Be brief.\nNow: {time}\n{LONG}", f"{before}Now: hello")
+        return key_of(turns, volatile=volatile).blocks
 
     assert blocks("12:00") == blocks("12:01")
     assert blocks("12:00", "Now: 12:01\n") != blocks("12:00", "Now: 12:02\n")
 
 
-def test_a_prompt_is_unsure_while_its_node_sees_what_was_left_out() -> None:
+def test_a_key_says_if_it_leaves_out_lines_that_the_node_sees() -> None:
     body = chat(f"{BILLING.format(1, 2)}\n{LONG}", "hello")
-    assert taken(body).omits_volatile
-    assert not taken(body, volatile=VolatileLines(strip=BUILT_IN_PATTERNS)).omits_volatile
-    assert not taken(chat(LONG, "hello")).omits_volatile
+    assert key_of(body).omits_volatile
+    assert not key_of(body, volatile=VolatileLines(strip=BUILT_IN_PATTERNS)).omits_volatile
+    assert not key_of(chat(LONG, "hello")).omits_volatile
 
 
 @pytest.mark.parametrize(
     "path", ["/v1/embeddings", "/v1/rerank", "/tokenize", "/v1/messages/count_tokens"]
 )
-def test_paths_without_a_prompt_cache_have_none(path: str) -> None:
-    assert of(json.dumps(chat(LONG, "a")).encode(), path) is None
+def test_paths_without_a_prompt_cache_have_no_key(path: str) -> None:
+    assert maybe_key(json.dumps(chat(LONG, "a")).encode(), path) is None
 
 
-def test_a_short_body_has_none() -> None:
-    assert of(json.dumps(chat("be brief", "hello")).encode()) is None
+def test_a_short_body_has_no_key() -> None:
+    assert maybe_key(json.dumps(chat("be brief", "hello")).encode()) is None
 
 
 @pytest.mark.parametrize(
@@ -326,24 +326,24 @@ def test_a_short_body_has_none() -> None:
         b'{"messages":[{"role":"user","content":"\\ud800' + b"a" * 600 + b'"}]}',
     ],
 )
-def test_what_is_not_understood_has_none_and_is_no_error(body: bytes) -> None:
-    found = of(body)
+def test_an_unknown_form_has_no_key_and_is_no_error(body: bytes) -> None:
+    found = maybe_key(body)
     assert found is None or found.blocks
 
 
 @given(st.binary(min_size=SHORTEST_BODY, max_size=600))
 def test_bytes_of_any_kind_are_no_error(data: bytes) -> None:
     for path in (CHAT, MESSAGES, RESPONSES, "/completion", "/infill"):
-        assert of(data, path) is None
+        assert maybe_key(data, path) is None
 
 
 @pytest.mark.parametrize("messages", [[{}] * 200, [{"content": []}] * 40, [{"role": ""}] * 200])
-def test_messages_without_a_single_letter_have_none(messages: list[Any]) -> None:
-    # No share of nothing can be told: a memory of prompts would divide by its size.
-    assert of(json.dumps({"messages": messages}).encode()) is None
+def test_messages_without_text_have_no_key(messages: list[Any]) -> None:
+    # A prompt cache would divide by its size.
+    assert maybe_key(json.dumps({"messages": messages}).encode()) is None
 
 
-def test_a_prompt_without_end_has_bounded_blocks() -> None:
-    prompt = taken(chat(LONG, *["a" * 500_000] * 12))
+def test_a_huge_prompt_has_bounded_blocks() -> None:
+    prompt = key_of(chat(LONG, *["a" * 500_000] * 12))
     assert len(prompt.blocks) == MOST_BLOCKS
     assert prompt.size >= 6_000_000

@@ -1,4 +1,4 @@
-"""Lines that change with each request are found, and nothing else is touched."""
+"""Volatile lines are removed, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def stripped(body: dict[str, Any], volatile: VolatileLines = STRIP) -> dict[str,
         ("a" * SEARCHED_CHARACTERS + "\n" + LINE, "a" * SEARCHED_CHARACTERS + "\n" + LINE),
     ],
 )
-def test_whole_lines_go_and_others_stay(text: str, left: str) -> None:
+def test_matching_lines_are_removed_whole(text: str, left: str) -> None:
     assert LinePatterns(BUILT_IN_PATTERNS).remove_from(text) == left
 
 
-def test_what_follows_the_plain_start_must_match_too() -> None:
+def test_the_text_after_the_literal_prefix_must_match_too() -> None:
     lines = LinePatterns([r"Now: \d\d:\d\d$"])
     assert lines.remove_from("Now: 12:34\nNow: or never\nb") == "Now: or never\nb"
 
@@ -60,7 +60,7 @@ def test_text_without_such_lines_is_the_same_object(text: str) -> None:
     assert LinePatterns(["wxyz-never: "]).remove_from(text) is text
 
 
-def test_a_request_without_a_pattern_to_strip_is_not_even_read() -> None:
+def test_without_a_pattern_to_strip_the_body_is_not_parsed() -> None:
     assert VolatileLines().strip_edit(b"no JSON") == {}
 
 
@@ -77,21 +77,21 @@ def test_a_request_without_a_pattern_to_strip_is_not_even_read() -> None:
         {"messages": [{"content": LINE}]},
     ],
 )
-def test_what_holds_no_such_line_needs_no_edit(body: dict[str, Any]) -> None:
+def test_a_body_without_such_a_line_needs_no_edit(body: dict[str, Any]) -> None:
     assert STRIP.strip_edit(json.dumps(body).encode()) == {}
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b'{"system":', b"\xff", b"[" * 100_000])
-def test_a_body_that_can_not_be_read_needs_no_edit(data: bytes) -> None:
+def test_an_unreadable_body_needs_no_edit(data: bytes) -> None:
     assert STRIP.strip_edit(data) == {}
 
 
-def test_the_block_that_holds_nothing_else_goes_as_a_whole() -> None:
+def test_a_part_that_holds_nothing_else_is_removed() -> None:
     blocks = [{"type": "text", "text": text} for text in (LINE, "You are", "here")]
     assert stripped({"system": blocks, "model": "m"}) == {"system": blocks[1:], "model": "m"}
 
 
-def test_a_line_in_front_of_others_goes_alone() -> None:
+def test_a_line_before_others_is_removed_alone() -> None:
     block = {"type": "text", "text": f"{LINE}\nYou are", "cache_control": {"type": "ephemeral"}}
     assert stripped({"system": [block]})["system"] == [block | {"text": "You are"}]
     assert stripped({"system": f"{LINE}\nYou are"}) == {"system": "You are"}
@@ -101,7 +101,7 @@ def test_a_line_in_front_of_others_goes_alone() -> None:
 
 @pytest.mark.parametrize("field", ["messages", "input"])
 @pytest.mark.parametrize("role", ["system", "developer"])
-def test_messages_of_the_system_lose_it_too(field: str, role: str) -> None:
+def test_system_messages_lose_the_line_too(field: str, role: str) -> None:
     turns = [
         {"role": role, "content": f"{LINE}\nYou are"},
         {"role": role, "content": [{"type": "text", "text": LINE}, {"type": "text", "text": "a"}]},
@@ -114,7 +114,7 @@ def test_messages_of_the_system_lose_it_too(field: str, role: str) -> None:
     ]
 
 
-def test_what_is_not_touched_keeps_its_bytes() -> None:
+def test_everything_else_keeps_its_bytes() -> None:
     inside = b'{ "role":"user", "content":"\\u00e9 \xc3\xa9\\/", "n":1.50e1 }'
     block = b'{"text" : "\\u0059ou" ,"x":12345678901234567890}'
     line = json.dumps(LINE + "\n").encode()
@@ -129,18 +129,18 @@ def test_what_is_not_touched_keeps_its_bytes() -> None:
     assert b"billing" not in out
 
 
-def test_escapes_hide_nothing() -> None:
+def test_an_escape_hides_no_line() -> None:
     hidden = "".join(f"\\u{ord(letter):04x}" for letter in LINE)
     assert STRIP.strip_edit(b'{"system":"%b"}' % hidden.encode()) != {}
 
 
 @given(st.dictionaries(st.text(max_size=5), st.text(max_size=20)), st.text(max_size=50))
-def test_only_the_line_goes_whatever_else_there_is(rest: dict[str, str], text: str) -> None:
+def test_only_the_line_is_removed_whatever_else_there_is(rest: dict[str, str], text: str) -> None:
     body = rest | {"system": f"{LINE}\n{text}"}
     assert stripped(body) == rest | {"system": LinePatterns(BUILT_IN_PATTERNS).remove_from(text)}
 
 
-def test_a_pattern_to_strip_is_left_out_of_fingerprints_too() -> None:
+def test_a_stripped_line_is_left_out_of_keys_too() -> None:
     volatile = VolatileLines(["Now: "], ["Today: "])
     assert volatile.ignored.remove_from(f"{LINE}\nNow: 1\nToday: 2\nYou") == "You"
     assert volatile.stripped.remove_from(f"{LINE}\nNow: 1\nToday: 2\nYou") == f"{LINE}\nNow: 1\nYou"
@@ -157,7 +157,7 @@ def test_a_pattern_to_strip_is_left_out_of_fingerprints_too() -> None:
         "x-trace: [^;]+;.{0,8}$",
     ],
 )
-def test_patterns_that_can_be_used(pattern: str) -> None:
+def test_patterns_that_are_accepted(pattern: str) -> None:
     assert pattern_problem(pattern) is None
 
 
@@ -184,11 +184,11 @@ def test_patterns_that_can_be_used(pattern: str) -> None:
         ("time: " + "(" * 120 + ")" * 120, None),
     ],
 )
-def test_patterns_that_can_not(pattern: str, why: str | None) -> None:
-    said = pattern_problem(pattern)
+def test_patterns_that_are_refused(pattern: str, why: str | None) -> None:
+    problem = pattern_problem(pattern)
     if why is not None:
-        assert said is not None
-        assert why in said
+        assert problem is not None
+        assert why in problem
         with pytest.raises(ValueError, match=why):
             VolatileLines([pattern])
 
@@ -200,5 +200,5 @@ def test_no_text_makes_a_pattern_run_long(pattern: str) -> None:
     text = ("time: " + "a" * 1017 + "\n") * 100
     began = time.process_time()
     assert lines.remove_from(text) == text
-    # 16 lines are looked at; about 10 ms where it was written.
+    # 16 lines are matched; about 10 ms.
     assert time.process_time() - began < 0.3

@@ -17,19 +17,19 @@ from tests.emulator import EmulatedNode
 from tests.proxy.proxy_over_nodes import proxy_over
 from tests.virtual import in_virtual_time
 
-NO_TEXTS: tuple[Any, ...] = (None, "", 3, [], {})
+NO_SCHEMAS: tuple[Any, ...] = (None, "", 3, [], {})
 LIMITS = LimitSettings(grammar_bytes=2000, grammar_depth=12)
 CHAT = "/v1/chat/completions"
 
 
 def checked(body: bytes | dict[str, Any]) -> str | None:
-    """Which field is refused; None: none."""
+    """The field that is refused, or None."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    peeked = parse_body(data)
-    if not request_limits.has_grammar(peeked):
-        return "not looked at"
+    parsed = parse_body(data)
+    if not request_limits.has_grammar(parsed):
+        return "not checked"
     try:
-        request_limits.check_grammars(peeked, nesting_depth(data, LIMITS.json_depth), LIMITS)
+        request_limits.check_grammars(parsed, nesting_depth(data, LIMITS.json_depth), LIMITS)
     except GatewayError as error:
         return error.param if error.code == "invalid_request" else error.code
     return None
@@ -56,11 +56,11 @@ WHERE: list[tuple[str, Any, int]] = [
     ("output_config", lambda schema: {"format": {"schema": schema}}, 2),
     ("output_format", lambda schema: {"schema": schema}, 1),
 ]
-"""Where APIs have schemas, and the levels around them."""
+"""Where APIs have schemas, and the levels of nesting around them."""
 
 
 @pytest.mark.parametrize(("name", "around", "levels"), WHERE)
-def test_schemas_may_be_so_deep(name: str, around: Any, levels: int) -> None:
+def test_schemas_have_a_depth_limit(name: str, around: Any, levels: int) -> None:
     assert checked({name: around(nested(12 - levels))}) is None
     assert checked({name: around(nested(13 - levels))}) == name
     # Also where the whole body is worth counting, and elsewhere it may be deeper.
@@ -71,7 +71,7 @@ def test_schemas_may_be_so_deep(name: str, around: Any, levels: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "around", "levels"), WHERE)
-def test_schemas_may_be_so_large(name: str, around: Any, levels: int) -> None:
+def test_schemas_have_a_size_limit(name: str, around: Any, levels: int) -> None:
     assert checked({name: around({"description": "x" * 1500})}) is None
     assert checked({name: around({"description": "x" * 2000})}) == name
 
@@ -80,7 +80,7 @@ def test_many_tools_may_be_larger_together() -> None:
     assert checked({"tools": [tool({"description": "x" * 500})] * 40}) is None
 
 
-def test_grammars_may_be_so_large_and_so_deep() -> None:
+def test_grammars_have_a_size_and_a_depth_limit() -> None:
     assert checked({"grammar": "root ::= " + '"a" ' * 300}) is None
     assert checked({"grammar": "root ::= " + '"a" ' * 600}) == "grammar"
     assert checked({"grammar": "root ::= " + "(" * 12 + '"a"' + ")" * 12}) is None
@@ -104,7 +104,7 @@ def test_grammars_may_be_so_large_and_so_deep() -> None:
         (b'"\\', 0),
     ],
 )
-def test_only_parentheses_that_group_count(text: bytes, levels: int) -> None:
+def test_only_grouping_parentheses_count(text: bytes, levels: int) -> None:
     # There must be enough of them to be counted at all.
     padded = b"# " + b"(" * 10 + b"\n" + text
     assert min(request_limits.parenthesis_depth(padded, 9), 10) == levels
@@ -116,15 +116,15 @@ def test_no_grammar_takes_long_to_measure(unit: bytes) -> None:
     text = unit * (LimitSettings().grammar_bytes // len(unit))
     began = time.process_time()
     request_limits.parenthesis_depth(text, 64)
-    # 20 ms where it was written; half a minute if it took the square of the length.
+    # 20 ms; half a minute if the time grew with the square of the length.
     assert time.process_time() - began < 5
 
 
-def test_what_has_neither_is_not_looked_at() -> None:
-    assert checked({"messages": [], "x": nested(100)}) == "not looked at"
-    for value in NO_TEXTS:
+def test_a_body_with_neither_is_not_checked() -> None:
+    assert checked({"messages": [], "x": nested(100)}) == "not checked"
+    for value in NO_SCHEMAS:
         for name in ("grammar", "tools", "response_format"):
-            assert checked({name: value}) is None, "a node knows better what is wrong with it"
+            assert checked({name: value}) is None, "the node reports the error itself"
 
 
 def properties(count: int, **more: Any) -> dict[str, Any]:
@@ -155,16 +155,14 @@ NAMED = [f"p{n}" for n in range(50)]
         ({"tools": [tool(properties(8))] * 50}, None),
     ],
 )  # fmt: skip
-def test_properties_that_may_be_left_out_are_counted(
-    body: dict[str, Any], field: str | None
-) -> None:
-    peeked = parse_body(json.dumps(body).encode())
+def test_optional_properties_are_counted(body: dict[str, Any], field: str | None) -> None:
+    parsed = parse_body(json.dumps(body).encode())
     limits = LimitSettings(grammar_properties=40)
     if field is None:
-        request_limits.check_grammars(peeked, 0, limits)
+        request_limits.check_grammars(parsed, 0, limits)
         return
     with pytest.raises(GatewayError) as raised:
-        request_limits.check_grammars(peeked, 0, limits)
+        request_limits.check_grammars(parsed, 0, limits)
     assert raised.value.param == field
     assert "'limits.grammar_properties'" in raised.value.message
 
@@ -175,7 +173,7 @@ SCHEMA = {"description": "x" * 140_000}
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/infill"])
 @in_virtual_time
-async def test_no_node_sees_what_is_refused(tmp_path: Path, path: str) -> None:
+async def test_a_refused_request_reaches_no_node(tmp_path: Path, path: str) -> None:
     async with proxy_over(tmp_path, EmulatedNode(infill=True)) as proxy:
         for more in ({"grammar": DEEP}, {"json_schema": SCHEMA}, {"tools": [tool(SCHEMA)]}):
             for stream in (True, False):
@@ -191,14 +189,14 @@ async def test_no_node_sees_what_is_refused(tmp_path: Path, path: str) -> None:
 
 
 @in_virtual_time
-async def test_the_limits_are_the_operators(tmp_path: Path) -> None:
+async def test_the_operators_limits_hold(tmp_path: Path) -> None:
     limits = {"grammar_bytes": "1MiB", "grammar_depth": 120}
     async with proxy_over(tmp_path, EmulatedNode(), limits=limits) as proxy:
         reply = await proxy.ask(grammar=DEEP, json_schema=SCHEMA, tools=[tool(SCHEMA)])
         assert reply.status_code == 200
 
 
-UNSLOTTED = [
+PATHS_WITHOUT_SLOTS = [
     "/apply-template",
     "/tokenize",
     "/v1/messages/count_tokens",
@@ -207,7 +205,7 @@ UNSLOTTED = [
 ]
 
 
-@pytest.mark.parametrize("path", UNSLOTTED)
+@pytest.mark.parametrize("path", PATHS_WITHOUT_SLOTS)
 @in_virtual_time
 async def test_the_limits_hold_where_nothing_is_generated(tmp_path: Path, path: str) -> None:
     huge = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(50_000)}}

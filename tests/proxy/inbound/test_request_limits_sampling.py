@@ -1,4 +1,4 @@
-"""What makes a node say or do far more than it weighs is bounded before a node sees it."""
+"""Options that make a node send or compute far more than their size are bounded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HUGE: dict[str, Any] = {
 
 @pytest.mark.parametrize("path", GENERATION_PATHS)
 @pytest.mark.parametrize("field", HUGE)
-def test_what_a_node_repeats_is_bounded(path: str, field: str) -> None:
+def test_options_that_a_node_echoes_are_bounded(path: str, field: str) -> None:
     body = {"model": "demo", **BODIES[path], field: HUGE[field]}
     assert refused(body, path) == (400, "invalid_request", field)
 
@@ -44,12 +44,12 @@ def test_a_refusal_names_the_setting() -> None:
 
 
 @pytest.mark.parametrize("value", [[{"type": 2, "value": "((.*)*)*b"}], {"type": 2}, "x", 1])
-def test_a_pattern_of_the_servers_own_is_refused(value: Any) -> None:
+def test_a_grammar_trigger_is_refused(value: Any) -> None:
     body = {"model": "demo", "prompt": "a", "grammar_lazy": True, "grammar_triggers": value}
     assert refused(body, "/completion") == (400, "invalid_request", "grammar_triggers")
 
 
-def test_what_people_use_passes() -> None:
+def test_usual_options_pass() -> None:
     body = {
         "model": "demo",
         "prompt": "a",
@@ -63,7 +63,7 @@ def test_what_people_use_passes() -> None:
 
 
 @pytest.mark.parametrize("value", [65, 100_000, 100_000.5, 1e300, 1 << 70])
-def test_a_number_of_log_probabilities_is_bounded(value: float) -> None:
+def test_a_number_of_logprobs_is_bounded(value: float) -> None:
     assert result({"logprobs": value}) == {"logprobs": 64}
     assert result({"logprobs": value, "n_probs": value, "top_logprobs": value}) == {
         "logprobs": 64,
@@ -73,17 +73,17 @@ def test_a_number_of_log_probabilities_is_bounded(value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [True, False, None, 0, 5, 64, -1])
-def test_log_probabilities_stay_as_they_are(value: object) -> None:
+def test_other_logprobs_stay_as_they_are(value: object) -> None:
     assert result({"logprobs": value}) == {"logprobs": value}
 
 
 @pytest.mark.parametrize("value", ["100000", [5], {"n": 5}])
-def test_log_probabilities_are_a_number_or_a_switch(value: object) -> None:
+def test_logprobs_are_a_number_or_a_switch(value: object) -> None:
     body = {"model": "demo", "prompt": "a", "logprobs": value}
     assert refused(body, "/v1/completions") == (400, "invalid_request", "logprobs")
 
 
-def test_an_event_may_be_larger_where_the_request_is() -> None:
+def test_a_larger_request_may_cause_larger_events() -> None:
     limits = LimitSettings()
     assert max_event_bytes(100, limits, logprobs=False) == MIB + ECHO_FACTOR * 100
     assert max_event_bytes(64 * MIB, limits, logprobs=False) == limits.response_bytes
@@ -91,7 +91,7 @@ def test_an_event_may_be_larger_where_the_request_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "tells"),
+    ("field", "value", "logprobs"),
     [
         ("logprobs", True, True),
         ("logprobs", 5, True),
@@ -103,20 +103,18 @@ def test_an_event_may_be_larger_where_the_request_is() -> None:
         ("stop", "a", False),
     ],
 )
-def test_a_request_that_asks_for_probabilities_is_known(
-    field: str, value: object, tells: bool
-) -> None:
+def test_a_request_for_logprobs_is_recognised(field: str, value: object, logprobs: bool) -> None:
     body = {"model": "demo", "prompt": "a", field: value}
-    assert prepared(body, "/completion").logprobs is tells
+    assert prepared(body, "/completion").logprobs is logprobs
 
 
 def test_an_event_may_be_larger_after_many() -> None:
-    gate = EventFramer(64, ceiling=4 * GROWTH_PER_EVENT)
-    gate.feed(b"data: {}\n\n" * 3)
-    gate.feed(b"data: " + (3 * GROWTH_PER_EVENT) * b"x")
-    gate.feed(b"\n\n")
+    framer = EventFramer(64, ceiling=4 * GROWTH_PER_EVENT)
+    framer.feed(b"data: {}\n\n" * 3)
+    framer.feed(b"data: " + (3 * GROWTH_PER_EVENT) * b"x")
+    framer.feed(b"\n\n")
     with pytest.raises(InvalidResponse, match=str(4 * GROWTH_PER_EVENT)):
-        gate.feed(b"data: " + 5 * GROWTH_PER_EVENT * b"x")
+        framer.feed(b"data: " + 5 * GROWTH_PER_EVENT * b"x")
 
 
 LOUD: list[dict[str, Any]] = [
