@@ -12,7 +12,6 @@ import pytest
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
-from gateway.proxy.inbound.routes import can_assemble
 from gateway.proxy.inbound import edits, parsed_body
 from gateway.proxy.inbound.large_body import (
     LARGE_BODY_BYTES,
