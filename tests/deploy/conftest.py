@@ -11,17 +11,17 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.deploy.ability import why_not
 from tests.deploy.base_image import cache_folder
 from tests.deploy.control import Control, Played, ansible_programs
+from tests.deploy.host_support import why_not
 from tests.deploy.hosts import Site, site
-from tests.deploy.parcels import Parcels
+from tests.deploy.release_files import ReleaseFiles
 
 
 @pytest.fixture(scope="session")
-def parcels(tmp_path_factory: pytest.TempPathFactory) -> Parcels:
+def parcels(tmp_path_factory: pytest.TempPathFactory) -> ReleaseFiles:
     """What the control machine sends: wheels of two versions, their dependencies, a model."""
-    return Parcels(tmp_path_factory.mktemp("parcels"), cache_folder())
+    return ReleaseFiles(tmp_path_factory.mktemp("parcels"), cache_folder())
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +41,7 @@ def key() -> Key:
 
 @pytest.fixture(scope="session")
 def control(
-    hosts: Site, parcels: Parcels, key: Key, tmp_path_factory: pytest.TempPathFactory
+    hosts: Site, parcels: ReleaseFiles, key: Key, tmp_path_factory: pytest.TempPathFactory
 ) -> Control:
     """The control machine, with an inventory of the gateway and two nodes."""
     made = Control(ansible_programs(), tmp_path_factory.mktemp("control"), hosts)

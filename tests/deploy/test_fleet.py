@@ -13,7 +13,7 @@ import pytest
 
 from tests.deploy.conftest import Fleet
 from tests.deploy.load import Load
-from tests.deploy.parcels import Parcels
+from tests.deploy.release_files import ReleaseFiles
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
@@ -192,7 +192,9 @@ def test_a_node_is_added_under_load(fleet: Fleet) -> None:
 
 
 @pytest.mark.gate
-def test_llama_cpp_and_the_gateway_are_upgraded_under_load(fleet: Fleet, parcels: Parcels) -> None:
+def test_llama_cpp_and_the_gateway_are_upgraded_under_load(
+    fleet: Fleet, parcels: ReleaseFiles
+) -> None:
     fleet.control.variables["llama_gateway_release_wheel"] = str(parcels.newer_wheel())
     fleet.control.variables["llama_node_slots"] = 3
     with Load(fleet.url, headers=fleet.headers) as load:

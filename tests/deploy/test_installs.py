@@ -9,7 +9,7 @@ import pytest
 
 from tests.deploy import llama_archives
 from tests.deploy.conftest import Fleet
-from tests.deploy.parcels import Parcels
+from tests.deploy.release_files import ReleaseFiles
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
@@ -28,7 +28,7 @@ def install(fleet: Fleet, how: str, archive: Path, **more: Any) -> str:
     return told
 
 
-def test_an_archive_of_binaries(fleet: Fleet, parcels: Parcels, tmp_path: Path) -> None:
+def test_an_archive_of_binaries(fleet: Fleet, parcels: ReleaseFiles, tmp_path: Path) -> None:
     archive = llama_archives.release_archive(tmp_path, parcels.wheelhouse())
     wrong = fleet.control.play(
         "site.yml",
@@ -44,7 +44,7 @@ def test_an_archive_of_binaries(fleet: Fleet, parcels: Parcels, tmp_path: Path) 
     assert "--metrics --slots --jinja --no-webui" in unit
 
 
-def test_memory_is_locked_without_root(fleet: Fleet, parcels: Parcels, tmp_path: Path) -> None:
+def test_memory_is_locked_without_root(fleet: Fleet, parcels: ReleaseFiles, tmp_path: Path) -> None:
     archive = llama_archives.release_archive(tmp_path, parcels.wheelhouse())
     fleet.control.play(
         "site.yml",
@@ -64,13 +64,13 @@ def test_memory_is_locked_without_root(fleet: Fleet, parcels: Parcels, tmp_path:
     assert int(limits[-1], 16) == 1 << 14  # CAP_IPC_LOCK, linux/capability.h, and no other
 
 
-def test_a_package(fleet: Fleet, parcels: Parcels, tmp_path: Path) -> None:
+def test_a_package(fleet: Fleet, parcels: ReleaseFiles, tmp_path: Path) -> None:
     package = llama_archives.package(tmp_path, parcels.wheelhouse())
     unit = install(fleet, "package", package, llama_node_package_file=str(package))
     assert "ExecStart=/usr/bin/llama-server" in unit
 
 
-def test_source(fleet: Fleet, parcels: Parcels, tmp_path: Path) -> None:
+def test_source(fleet: Fleet, parcels: ReleaseFiles, tmp_path: Path) -> None:
     archive = llama_archives.source_archive(tmp_path, parcels.wheelhouse())
     unit = install(fleet, "source", archive)
     assert "/build/bin/llama-server" in unit

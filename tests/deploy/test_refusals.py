@@ -20,7 +20,7 @@ import pytest
 from tests.deploy.conftest import Fleet
 from tests.deploy.control import Control, Played
 from tests.deploy.hosts import NETWORK
-from tests.deploy.parcels import Parcels
+from tests.deploy.release_files import ReleaseFiles
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
@@ -209,7 +209,9 @@ def test_files_that_are_not_on_the_control_machine(fleet: Fleet) -> None:
     assert "gw: /nowhere/cert.pem (edge_tls_certificate) is not on the control machine" in told
 
 
-def test_a_release_that_is_not_installed(fleet: Fleet, parcels: Parcels, tmp_path: Path) -> None:
+def test_a_release_that_is_not_installed(
+    fleet: Fleet, parcels: ReleaseFiles, tmp_path: Path
+) -> None:
     wheel = Path(shutil.copy(parcels.wheel(), tmp_path))
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("gateway/unheard-of.txt", "")

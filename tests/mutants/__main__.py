@@ -31,7 +31,7 @@ from queue import SimpleQueue
 from coverage import CoverageData
 from rich.progress import Progress
 
-from tests.mutants.mutation import Mutant, found_again, sample
+from tests.mutants.mutation import Mutant, find_again, sample
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY = 16 << 30
@@ -55,7 +55,7 @@ def _key(test: str) -> str:
     return test.replace(".py::", ".").replace("::", ".").replace("/", ".")
 
 
-class Reach:
+class ReachingTests:
     """Which tests reach which lines, and how long they take."""
 
     def __init__(self, coverage: Path, runs: Path, allowed: set[str] | None) -> None:
@@ -102,7 +102,9 @@ def checkouts(count: int) -> Iterator[SimpleQueue[Path]]:
         yield free
 
 
-def verdict(mutant: Mutant, tests: Sequence[str], seconds: float, free: SimpleQueue[Path]) -> str:
+def run_mutant(
+    mutant: Mutant, tests: Sequence[str], seconds: float, free: SimpleQueue[Path]
+) -> str:
     """Run the tests against a mutant. Return how it was found, or "alive"."""
     if not tests:
         return "not reached"
@@ -165,9 +167,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write what came of each mutant")
     options = parser.parse_args()
     allowed = set(options.tests.read_text().splitlines()) if options.tests else None
-    reach = Reach(options.coverage, options.runs, allowed)
+    reach = ReachingTests(options.coverage, options.runs, allowed)
     if options.again:
-        drawn = found_again(ROOT, options.folders, json.loads(options.again.read_text()))
+        drawn = find_again(ROOT, options.folders, json.loads(options.again.read_text()))
     else:
         drawn = sample(ROOT, options.folders, options.count, options.seed)
     found: dict[str, str] = {}
@@ -180,17 +182,17 @@ def main() -> int:
 
         def one(mutant: Mutant) -> None:
             tests, seconds = reach.tests(mutant, options.longest, options.most)
-            how = found[str(mutant)] = verdict(mutant, tests, seconds, free)
+            how = found[str(mutant)] = run_mutant(mutant, tests, seconds, free)
             line = f"{how}: {mutant}"
             progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
             progress.advance(bar)
 
         list(pool.map(one, drawn))
-    tell(found, options.json)
+    print_counts(found, options.json)
     return 0
 
 
-def tell(found: Mapping[str, str], path: Path | None) -> None:
+def print_counts(found: Mapping[str, str], path: Path | None) -> None:
     """Print the counts; write what came of each mutant where that is asked for."""
     counts = Counter(how.split(":", maxsplit=1)[0] for how in found.values())
     print(", ".join(f"{count} {how}" for how, count in counts.most_common()))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SWAPPED: dict[type[ast.AST], str] = {
+OPERATOR_SWAPS: dict[type[ast.AST], str] = {
     ast.Lt: "<=",
     ast.LtE: "<",
     ast.Gt: ">=",
@@ -29,7 +29,7 @@ SWAPPED: dict[type[ast.AST], str] = {
     ast.BitOr: "&",
 }
 """An operator and what takes its place."""
-QUIET = {"_log", "log", "logger"}
+LOGGERS = {"_log", "log", "logger"}
 """Calls on these only log: a fault there is none that a user would notice."""
 
 
@@ -63,7 +63,7 @@ def sample(root: Path, folders: Sequence[str], count: int, seed: int) -> list[Mu
     return sorted(drawn, key=lambda mutant: (mutant.path, mutant.begin))
 
 
-def found_again(root: Path, folders: Sequence[str], told: Iterable[str]) -> list[Mutant]:
+def find_again(root: Path, folders: Sequence[str], described: Iterable[str]) -> list[Mutant]:
     """Return the mutants that were told of as text, in code that may have moved by some lines.
 
     What is no longer there is left out.
@@ -72,7 +72,7 @@ def found_again(root: Path, folders: Sequence[str], told: Iterable[str]) -> list
     for mutant in _all(root, folders):
         same.setdefault(_without_line(str(mutant)), []).append(mutant)
     found = []
-    for text in told:
+    for text in described:
         line = int(text.split(":", maxsplit=2)[1])
         alike = same.get(_without_line(text), [])
         found += sorted(alike, key=lambda mutant: abs(mutant.line - line))[:1]
@@ -129,7 +129,7 @@ def _only_logs(node: ast.AST) -> bool:
     call = node.value if isinstance(node, ast.Expr) else None
     return isinstance(call, ast.Call) and any(
         isinstance(part, ast.Name | ast.Attribute)
-        and (part.id if isinstance(part, ast.Name) else part.attr) in QUIET
+        and (part.id if isinstance(part, ast.Name) else part.attr) in LOGGERS
         for part in ast.walk(call.func)
     )
 
@@ -138,12 +138,15 @@ def _faults(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:  # noqa: PLR0912 - 
     """Yield the pieces of a node that can be replaced, with their replacements."""
     match node:
         case ast.Compare(left=left, ops=[operator], comparators=[right]) if (
-            type(operator) in SWAPPED
+            type(operator) in OPERATOR_SWAPS
         ):
-            swapped = SWAPPED[type(operator)]
+            swapped = OPERATOR_SWAPS[type(operator)]
             yield node, f"({ast.unparse(left)}) {swapped} ({ast.unparse(right)})"
-        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in SWAPPED:
-            yield node, f"(({ast.unparse(left)}) {SWAPPED[type(operator)]} ({ast.unparse(right)}))"
+        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in OPERATOR_SWAPS:
+            yield (
+                node,
+                f"(({ast.unparse(left)}) {OPERATOR_SWAPS[type(operator)]} ({ast.unparse(right)}))",
+            )
         case ast.BoolOp(op=operator, values=values):
             other = " or " if isinstance(operator, ast.And) else " and "
             yield node, "(" + other.join(f"({ast.unparse(value)})" for value in values) + ")"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.mutation import found_again, mutants, sample
+from tests.mutants.mutation import find_again, mutants, sample
 
 
 def made(tmp_path: Path, source: str) -> set[str]:
@@ -66,4 +66,4 @@ def test_a_fault_is_found_again_where_the_code_has_moved(tmp_path: Path) -> None
     module.write_text("a = 1\nb = 1\nc = 2\n")
     told = [str(mutant) for mutant in sample(tmp_path, ["p"], 3, 1)]
     module.write_text("x.y = None\nb = 1\na = 1\n")
-    assert [mutant.line for mutant in found_again(tmp_path, ["p"], told)] == [2, 2]
+    assert [mutant.line for mutant in find_again(tmp_path, ["p"], told)] == [2, 2]

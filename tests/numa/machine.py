@@ -15,7 +15,7 @@ import tarfile
 from pathlib import Path
 
 from tests.deploy.base_image import RELEASE, debian
-from tests.deploy.parcels import Parcels
+from tests.deploy.release_files import ReleaseFiles
 
 SOCKETS = 2
 CORES = 2  # of a socket
@@ -51,7 +51,7 @@ class MachineError(Exception):
     """The machine did not come to its report."""
 
 
-def run_in_two_nodes(parcels: Parcels, folder: Path) -> str:
+def run_in_two_nodes(parcels: ReleaseFiles, folder: Path) -> str:
     """What `in_guest` writes on its standard output, in a machine with this checkout's gateway.
 
     `folder` is filled with what the machine is made of. Needs root, `mmdebstrap`, `mkfs.ext4`
@@ -86,7 +86,7 @@ def run_in_two_nodes(parcels: Parcels, folder: Path) -> str:
     return said
 
 
-def _disk(base: Path, parcels: Parcels, folder: Path) -> Path:
+def _disk(base: Path, parcels: ReleaseFiles, folder: Path) -> Path:
     """Debian, the gateway's packages, the program and an init."""
     root = folder / "root"
     subprocess.run(["cp", "-a", str(base), str(root)], check=True, timeout=120)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.deploy.base_image import cache_folder
-from tests.deploy.parcels import Parcels
+from tests.deploy.release_files import ReleaseFiles
 from tests.numa.machine import CORES, SOCKETS, THREADS, run_in_two_nodes
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3600)]
@@ -21,7 +21,7 @@ CPUS = ["0-3", "4-7"]
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if os.geteuid() != 0:
         pytest.fail("needs root: make test-numa as root, or in a virtual machine")
-    parcels = Parcels(tmp_path_factory.mktemp("parcels"), cache_folder())
+    parcels = ReleaseFiles(tmp_path_factory.mktemp("parcels"), cache_folder())
     said = run_in_two_nodes(parcels, tmp_path_factory.mktemp("machine"))
     told: dict[str, Any] = json.loads(said)
     print(f"booted in {told['boot']:.0f} s, looked at in {told['seconds']:.0f} s")

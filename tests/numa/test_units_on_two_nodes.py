@@ -15,7 +15,7 @@ import pytest
 
 from tests.deploy.base_image import cache_folder
 from tests.deploy.control import Control, Played, ansible_programs
-from tests.deploy.parcels import Parcels
+from tests.deploy.release_files import ReleaseFiles
 from tests.numa import placement
 from tests.numa.host import PATIENCE, SERVERS, Guest, guest
 from tests.numa.machine import CORES, SOCKETS
@@ -34,7 +34,7 @@ SHOWN = "ActiveState,NRestarts,MainPID,User,NUMAPolicy,NUMAMask,CPUAffinity"
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Control, Guest]]:
     if os.geteuid() != 0:
         pytest.fail("needs root: make test-numa as root, or in a virtual machine")
-    parcels = Parcels(tmp_path_factory.mktemp("parcels"), cache_folder())
+    parcels = ReleaseFiles(tmp_path_factory.mktemp("parcels"), cache_folder())
     began = time.monotonic()
     with guest(NAME, parcels.cache, tmp_path_factory.mktemp("machine")) as (site, made):
         print(f"answers ssh after {time.monotonic() - began:.0f} s")

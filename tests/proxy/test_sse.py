@@ -25,7 +25,7 @@ from gateway.proxy.sse import (
     validated,
 )
 from gateway.transport.errors import InvalidResponse
-from tests.bench import shapes
+from tests.bench import node_replies
 
 LIMIT = 1 << 20
 OPEN_COMMENT = re.compile(rb"(?:\A|(?<=\n))(?::\n)+\r?\n")
@@ -177,7 +177,7 @@ def test_a_glance_finds_what_a_closer_look_would(
 
 def test_of_a_whole_stream_in_one_piece_only_its_end_needs_a_closer_look() -> None:
     gate = EventFramer(LIMIT, CHAT.ordinary_events)
-    stream = shapes.stream_body(200)
+    stream = node_replies.stream_body(200)
     assert gate.feed(stream) == stream
     assert gate.event_count == len(list(split(stream)))
     assert gate.special_bytes == len(CHAT.stream_end)

@@ -23,7 +23,7 @@ from openai import AsyncOpenAI
 from gateway.events import StreamResumed
 from gateway.proxy import sse
 from tests.gateways import running_gateway
-from tests.reliability.cutter import Plan, cutters
+from tests.reliability.cutting_proxy import CutPlan, cutting_proxies
 from tests.servers import start_demo_servers
 
 WORDS = [
@@ -46,11 +46,11 @@ class Outcome:
 
     streams: int = 0
     identical: int = 0
-    own: int = 0
+    other_continuation: int = 0
     """Not identical, but the second server's own continuation of the bytes sent."""
     wrong: list[str] = field(default_factory=list)
     """Anything else, in words."""
-    usage: int = 0
+    usage_equal: int = 0
     """Streams whose usage is that of the uninterrupted run."""
     resumed: int = 0
 
@@ -59,13 +59,13 @@ class Outcome:
         """In one line."""
         return (
             f"{self.streams} streams cut, {self.resumed} resumed: {self.identical} identical, "
-            f"{self.own} another continuation of the bytes sent, {len(self.wrong)} wrong; "
-            f"usage adds up in {self.usage}"
+            f"{self.other_continuation} another continuation of the bytes sent, "
+            f"{len(self.wrong)} wrong; usage adds up in {self.usage_equal}"
         )
 
 
 @dataclass(slots=True)
-class Question:
+class CutStream:
     """One stream to be cut."""
 
     path: str
@@ -74,7 +74,7 @@ class Question:
     within: int
 
 
-def question(rng: random.Random, *, fragments: bool) -> Question:
+def random_stream(rng: random.Random, *, fragments: bool) -> CutStream:
     """A random one; `fragments`: of words that don't tokenize as they were written."""
     text = " ".join(rng.choices(WORDS, k=rng.randint(3, 12)))
     tokens = rng.randint(20, 120)
@@ -86,10 +86,10 @@ def question(rng: random.Random, *, fragments: bool) -> Question:
     if fragments:
         body["logit_bias"] = [[fragment, 4.0] for fragment in FRAGMENTS]
     # The role's event is the first of a chat.
-    return Question(path, body, rng.randint(2, tokens - 1), rng.choice((0, 0, 7, 90)))
+    return CutStream(path, body, rng.randint(2, tokens - 1), rng.choice((0, 0, 7, 90)))
 
 
-async def run(
+async def run_cuts(
     streams: int,
     seed: int,
     resume: str,
@@ -101,10 +101,10 @@ async def run(
     """Cut so many streams; `rounding`: of servers that read otherwise than they write."""
     rng = random.Random(seed)
     outcome = Outcome()
-    plan = Plan()
+    plan = CutPlan()
     async with (
         start_demo_servers(2, slots=1, extra=() if rounding else ("--exact",)) as urls,
-        cutters(urls, plan) as proxies,
+        cutting_proxies(urls, plan) as proxies,
         httpx.AsyncClient(base_url=urls[0], timeout=300, trust_env=False) as server,
     ):
         with tempfile.TemporaryDirectory() as folder:
@@ -115,8 +115,8 @@ async def run(
                 client = AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
                 async with client:
                     for number in range(streams):
-                        asked = question(rng, fragments=fragments)
-                        await one(asked, plan, client, server, outcome)
+                        asked = random_stream(rng, fragments=fragments)
+                        await cut_one(asked, plan, client, server, outcome)
                         if progress and number % 100 == 99:
                             print(outcome.line, flush=True)
                 running.gateway.bus.flush()
@@ -127,14 +127,18 @@ def _count(outcome: Outcome, event: StreamResumed) -> None:
     outcome.resumed += event.resumed_on is not None
 
 
-async def one(
-    asked: Question, plan: Plan, client: AsyncOpenAI, server: httpx.AsyncClient, outcome: Outcome
+async def cut_one(
+    asked: CutStream,
+    plan: CutPlan,
+    client: AsyncOpenAI,
+    server: httpx.AsyncClient,
+    outcome: Outcome,
 ) -> None:
     """One stream: whole from the server itself, then cut through the gateway."""
     whole, count = await direct(server, asked.path, asked.body)
     plan.arm(asked.after, asked.within)
     try:
-        text, usage, ids, reason = await through(client, asked)
+        text, usage, ids, reason = await via_gateway(client, asked)
     except Exception as error:  # noqa: BLE001 - whatever a client may raise is a failure
         outcome.streams += 1
         outcome.wrong.append(f"{asked.path}: {type(error).__name__}: {error}")
@@ -143,22 +147,22 @@ async def one(
         plan.after = None
         return  # it ended before its cut
     outcome.streams += 1
-    sent, tokens = said(plan.passed)
+    sent, tokens = text_and_tokens(plan.passed)
     if len(ids) != 1:
         outcome.wrong.append(f"{asked.path}: {len(ids)} ids in one stream")
     elif text == whole:
         outcome.identical += 1
-    elif text == sent + await after(server, asked, sent, tokens):
-        outcome.own += 1
+    elif text == sent + await continuation(server, asked, sent, tokens):
+        outcome.other_continuation += 1
     else:
         outcome.wrong.append(f"{asked.path}: {text!r} is not {whole!r}, sent {sent!r}")
-    outcome.usage += usage == count
+    outcome.usage_equal += usage == count
     if reason not in {"length", "stop"}:
         outcome.wrong.append(f"{asked.path}: ended by {reason}")
 
 
-async def through(
-    client: AsyncOpenAI, asked: Question
+async def via_gateway(
+    client: AsyncOpenAI, asked: CutStream
 ) -> tuple[str, int | None, set[str], str | None]:
     """Text, tokens, ids and the reason of the end, as OpenAI's client gives them."""
     text, ids, usage, reason = "", set(), None, None
@@ -192,7 +196,7 @@ async def direct(
     return text, value["usage"]["completion_tokens"]
 
 
-async def after(server: httpx.AsyncClient, asked: Question, sent: str, tokens: int) -> str:
+async def continuation(server: httpx.AsyncClient, asked: CutStream, sent: str, tokens: int) -> str:
     """The server's own continuation of what was sent, so many tokens."""
     body = dict(asked.body, max_tokens=asked.body["max_tokens"] - tokens)
     if asked.path == PATHS[1]:
@@ -201,7 +205,7 @@ async def after(server: httpx.AsyncClient, asked: Question, sent: str, tokens: i
     return (await direct(server, asked.path, body))[0].removeprefix(sent)
 
 
-def said(stream: bytes) -> tuple[str, int]:
+def text_and_tokens(stream: bytes) -> tuple[str, int]:
     """The text and its tokens in a reply that was cut, its head and chunk framing included."""
     _, _, body = stream.partition(b"\r\n\r\n")
     plain = b""
@@ -234,7 +238,7 @@ def main() -> None:
     options = parser.parse_args()
     began = time.monotonic()
     outcome = asyncio.run(
-        run(
+        run_cuts(
             options.streams,
             options.seed,
             options.resume,
