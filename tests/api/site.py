@@ -83,7 +83,7 @@ class Site:
 
 
 @asynccontextmanager
-async def a_site(
+async def running_site(
     folder: Path,
     nodes: Sequence[str | Mapping[str, Any]],
     settings: Mapping[str, Any] | None = None,

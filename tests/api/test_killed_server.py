@@ -17,7 +17,7 @@ from gateway.events import StreamResumed
 from gateway.fleet.node import NodeState
 from gateway.tools.local.plan import ServerSpec
 from gateway.tools.local.supervisor import LocalFleet
-from tests.api.site import HELLO, Site, a_site, busy
+from tests.api.site import HELLO, Site, busy, running_site
 from tests.gateways import until
 from tests.servers import demo_model
 
@@ -129,7 +129,7 @@ def under_way(site: Site) -> int:
 async def test_a_killed_server_costs_no_answer(tmp_path: Path) -> None:
     async with (
         the_fleet(tmp_path, NODES, slots=2) as fleet,
-        a_site(tmp_path, fleet.inventory(), SETTINGS) as site,
+        running_site(tmp_path, fleet.inventory(), SETTINGS) as site,
     ):
         await until(
             lambda: all(n.state is NodeState.READY for n in site.gateway.fleet.nodes.values())
@@ -188,7 +188,7 @@ async def test_the_only_server_is_waited_for_though_all_it_ran_failed_at_once(
     health = SETTINGS["health"] | {"open": 3600.0, "open_max": 3600.0}
     async with (
         the_fleet(tmp_path, 1, slots=8) as fleet,
-        a_site(tmp_path, fleet.inventory(), {"health": health}) as site,
+        running_site(tmp_path, fleet.inventory(), {"health": health}) as site,
     ):
         body = {"messages": HELLO, "max_tokens": ANSWER}
         async with asyncio.TaskGroup() as group:

@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 
 from gateway.access.keys import new_key
 from tests.api.conftest import CONTEXT
-from tests.api.site import FIXED, HELLO, Site, a_site, busy, until_busy
+from tests.api.site import FIXED, HELLO, Site, busy, running_site, until_busy
 from tests.gateways import NO_TLS, until
 from tests.servers import running_demo_servers
 
@@ -115,7 +115,7 @@ async def test_a_prompt_that_is_too_long_for_one_node_goes_to_a_roomier_one(
         {"name": "small", "url": chat_url, "speed_hint": 10.0},
         {"name": "roomy", "url": narrow_url},
     ]
-    async with a_site(tmp_path, nodes) as site, site.openai() as client:
+    async with running_site(tmp_path, nodes) as site, site.openai() as client:
         raw = await client.chat.completions.with_raw_response.create(
             **CHAT | {"messages": messages, "stream": streams}
         )
@@ -168,7 +168,7 @@ async def test_keys_decide_who_may_ask_for_what(
         {"id": limited.id, "sha256": limited.sha256, "models": ["demo-embed"]},
     ]
     nodes = [{"name": "chat", "url": chat_url}, {"name": "embed", "url": embedder_url}]
-    async with a_site(tmp_path, nodes, {"keys": keys}) as site:
+    async with running_site(tmp_path, nodes, {"keys": keys}) as site:
         async with site.openai(full.text) as client:
             raw = await client.chat.completions.with_raw_response.create(
                 **CHAT, extra_headers={"X-Priority": "premium"}
@@ -220,7 +220,7 @@ async def test_a_full_queue_is_a_rate_limit_and_asked_again(
     tmp_path: Path, narrow_url: str
 ) -> None:
     async with (
-        a_site(tmp_path, [narrow_url], {"queue": {"max": 0}}) as site,
+        running_site(tmp_path, [narrow_url], {"queue": {"max": 0}}) as site,
         held(site),
         site.openai(max_retries=0) as client,
     ):
@@ -239,7 +239,7 @@ async def test_a_client_that_is_told_to_come_back_succeeds_then(
 ) -> None:
     settings = {"queue": {"max": 0}}
     async with (
-        a_site(tmp_path, [narrow_url], settings) as site,
+        running_site(tmp_path, [narrow_url], settings) as site,
         # As often as it takes until the server has let go of what was left.
         site.openai(max_retries=50) as client,
     ):
@@ -257,7 +257,7 @@ async def test_a_client_that_is_told_to_come_back_succeeds_then(
 @pytest.mark.usefixtures("holding")
 async def test_a_wait_that_was_too_long_is_not_repeated(tmp_path: Path, narrow_url: str) -> None:
     async with (
-        a_site(tmp_path, [narrow_url], {"queue": {"max_wait": 0.2}}) as site,
+        running_site(tmp_path, [narrow_url], {"queue": {"max_wait": 0.2}}) as site,
         held(site),
         site.openai() as client,
     ):
@@ -275,7 +275,7 @@ async def test_a_fleet_that_is_out_may_be_asked_again(
 ) -> None:
     with running_demo_servers(1) as (server,):
         settings = {"retries": {"wait_for_node": 0.1}, "health": {"interval": 0.2}}
-        async with a_site(tmp_path, [server.url], settings) as site:
+        async with running_site(tmp_path, [server.url], settings) as site:
             server.kill()
             async with site.openai(max_retries=0) as client:
                 with pytest.raises(package.InternalServerError) as caught:
@@ -300,7 +300,7 @@ async def test_what_no_node_can_do_is_not_repeated(
 
 async def test_an_answer_that_is_not_there_in_time_is_not_repeated(tmp_path: Path) -> None:
     with running_demo_servers(1, slots=1, context=16_384) as (server,):
-        async with a_site(tmp_path, [server.url]) as site, site.openai() as client:
+        async with running_site(tmp_path, [server.url]) as site, site.openai() as client:
             asked = asyncio.create_task(
                 client.chat.completions.create(**LONG, extra_headers={"X-Request-Timeout": "1"})
             )
@@ -323,7 +323,7 @@ async def test_a_client_that_waits_no_longer_raises_its_own_time_out(tmp_path: P
         # Its timer began when its request was sent, and that has taken a while.
         options: dict[str, Any] = {"timeout": 2.0, "max_retries": 0}
         told = {"x-stainless-timeout": "1", "x-stainless-read-timeout": "1"}
-        async with a_site(tmp_path, [server.url]) as site, site.openai(**options) as client:
+        async with running_site(tmp_path, [server.url]) as site, site.openai(**options) as client:
             with pytest.raises(package.APITimeoutError):
                 await client.chat.completions.create(**LONG, extra_headers=told)
             await site.until_idle()
@@ -346,7 +346,7 @@ async def test_a_node_that_dies_in_mid_stream_is_an_error_of_the_client(
     tmp_path: Path, api: str
 ) -> None:
     with running_demo_servers(1, slots=1, context=16_384) as (server,):
-        async with a_site(tmp_path, [server.url]) as site, site.openai() as client:
+        async with running_site(tmp_path, [server.url]) as site, site.openai() as client:
             asks: dict[str, Any] = {
                 "chat": client.chat.completions.create,
                 "responses": client.responses.create,
@@ -374,7 +374,7 @@ async def test_requests_that_the_operator_cancels_are_errors_of_their_clients(
     tmp_path: Path, narrow_url: str
 ) -> None:
     async with (
-        a_site(tmp_path, [narrow_url]) as site,
+        running_site(tmp_path, [narrow_url]) as site,
         site.openai() as client,
         httpx.AsyncClient(
             base_url=site.running.admin_url, trust_env=False, verify=NO_TLS, timeout=60

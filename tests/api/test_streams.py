@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.site import FIXED, HELLO, UNCACHED, Site, a_site, until_busy
+from tests.api.site import FIXED, HELLO, UNCACHED, Site, running_site, until_busy
 from tests.gateways import until
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
@@ -86,7 +86,7 @@ async def test_a_long_prompt_tells_how_much_of_it_is_read(
     monkeypatch.setattr("gateway.web.handler.PROGRESS_SECONDS", 0.02)
     # Seconds of reading, of which no pause of a machine hides all.
     body = {"messages": [{"role": "user", "content": "river stone " * 2000}], "max_tokens": 3}
-    async with a_site(tmp_path, [narrow_url]) as site:
+    async with running_site(tmp_path, [narrow_url]) as site:
         ours = await streamed(site.http, "/v1/chat/completions", body | UNCACHED, **ASKING)
     told = [tuple(map(int, one)) for one in _READ.findall(ours)]
     assert told == sorted(told)
@@ -122,7 +122,7 @@ async def test_concurrent_streams_keep_to_themselves(site: Site) -> None:
 
 
 async def test_heartbeats_come_while_a_stream_waits(tmp_path: Path, narrow_url: str) -> None:
-    async with a_site(tmp_path, [narrow_url], {"heartbeat": 0.05}) as site:
+    async with running_site(tmp_path, [narrow_url], {"heartbeat": 0.05}) as site:
         long = CHAT | {"model": "demo", "max_tokens": 15_000, "stream": True}
         async with site.http.stream("POST", "/v1/chat/completions", json=long) as first:
             busy = first.aiter_bytes()

@@ -21,7 +21,7 @@ SUPPORTED = [
 ]
 LIMIT = 20.0
 """Seconds for a Python to tell its version; a shim of a version manager may have none to start."""
-ASKED = "import ensurepip, sys, venv; print(*sys.version_info[:2]); print(sys.executable)"
+PROBE = "import ensurepip, sys, venv; print(*sys.version_info[:2]); print(sys.executable)"
 
 
 def candidates(path: str, home: Path) -> Iterator[Path]:
@@ -33,13 +33,13 @@ def candidates(path: str, home: Path) -> Iterator[Path]:
         yield from (folder / f"python3.{minor}" for _, minor in SUPPORTED)
 
 
-def answer(program: Path) -> tuple[tuple[int, int], Path] | None:
+def probe(program: Path) -> tuple[tuple[int, int], Path] | None:
     """Return the version of a Python that can make environments, and its path; else None."""
     if not os.access(program, os.X_OK):
         return None
     try:
         done = subprocess.run(
-            [program, "-c", ASKED], capture_output=True, text=True, timeout=LIMIT, check=True
+            [program, "-c", PROBE], capture_output=True, text=True, timeout=LIMIT, check=True
         )
         version, executable = done.stdout.splitlines()
         major, minor = version.split()
@@ -52,7 +52,7 @@ def supported(programs: Iterable[Path]) -> dict[tuple[int, int], Path]:
     """Return the first program found of each supported version."""
     found: dict[tuple[int, int], Path] = {}
     for program in dict.fromkeys(programs):
-        told = answer(program)
+        told = probe(program)
         if told is not None and told[0] in SUPPORTED:
             found.setdefault(*told)
     return dict(sorted(found.items()))

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-KNOWN = ROOT / "docs" / "flaky.md"
+KNOWN_FLAKY = ROOT / "docs" / "flaky.md"
 MOST_FLAKY = 3
 MOST_REPEATED = 10
 """More failures than these are no stumble, and none of them is repeated."""
@@ -33,9 +33,9 @@ LIMIT = 900.0
 FAILED = 1
 """pytest's exit status when tests failed; every other one but 0 means that the run is void."""
 HUNK = re.compile(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@")
-NOTHING = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
+EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
 """git's name of the tree without a file."""
-SESSION_HOURS = 4
+RECENT_HOURS = 4
 """If nothing else is known, what was committed within so many hours of HEAD is the change."""
 
 
@@ -150,7 +150,7 @@ def change(since: str | None, root: Path = ROOT) -> dict[str, set[int]]:
     Without a revision: since this branch left its upstream; else what HEAD and the commits of the
     hours before it changed. Without any commit that is older, everything.
     """
-    base = since or _left_upstream(root) or _before_this_session(root) or NOTHING
+    base = since or _left_upstream(root) or _before_recent_hours(root) or EMPTY_TREE
     found: dict[str, set[int]] = {}
     lines: set[int] = set()
     for line in _git(root, "diff", "--unified=0", "--find-renames", base).splitlines():
@@ -174,9 +174,9 @@ def _left_upstream(root: Path) -> str | None:
     return base if base != head else None
 
 
-def _before_this_session(root: Path) -> str | None:
+def _before_recent_hours(root: Path) -> str | None:
     when = int(_git(root, "log", "-1", "--format=%ct"))
-    before = f"--before={when - SESSION_HOURS * 3600}"
+    before = f"--before={when - RECENT_HOURS * 3600}"
     return _git(root, "rev-list", "-1", before, "HEAD").strip() or None
 
 
@@ -185,7 +185,7 @@ def _git(root: Path, *words: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def known(page: Path = KNOWN) -> str:
+def known_flaky(page: Path = KNOWN_FLAKY) -> str:
     """Return the page of known flaky tests; empty where there is none."""
     return page.read_text() if page.exists() else ""
 
@@ -199,7 +199,7 @@ def passes_alone(test: str) -> bool:
         return False
 
 
-def read(path: Path) -> Run:
+def read_run(path: Path) -> Run:
     """Read what `tests.ci.failures` wrote.
 
     Raises OSError or ValueError when the run did not come to its end.
@@ -242,11 +242,11 @@ def main() -> int:
         "--since",
         default=os.environ.get("GATE_SINCE") or None,
         help="revision before the change (default: $GATE_SINCE, else the upstream branch, "
-        f"else the last commit {SESSION_HOURS} hours older than HEAD)",
+        f"else the last commit {RECENT_HOURS} hours older than HEAD)",
     )
     options = parser.parse_args()
     try:
-        run = read(options.failures)
+        run = read_run(options.failures)
     except (OSError, ValueError, KeyError) as error:
         print(f"== the run did not come to its end, nothing is repeated: {error}")
         return 1
@@ -263,7 +263,7 @@ def main() -> int:
         print(f"== repeat {test}", flush=True)
         repeated[test] = passes_alone(test)
     verdict = judge(repeated, change(options.since))
-    print(report(verdict, run, known()), flush=True)
+    print(report(verdict, run, known_flaky()), flush=True)
     return 0 if verdict.passed else 1
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.ci import repeat
-from tests.ci.repeat import Change, Run, change, judge, known, read, report, touched
+from tests.ci.repeat import Change, Run, change, judge, known_flaky, read_run, report, touched
 
 TEST = "tests/proxy/test_sse.py::test_one[a]"
 
@@ -142,7 +142,7 @@ def test_the_report_shows_how_a_flaky_test_failed_and_where_it_belongs(house: Pa
 
 
 def test_every_known_flaky_test_is_still_there() -> None:
-    for test in re.findall(r"^\| `([^`]+)`", known(), re.MULTILINE):
+    for test in re.findall(r"^\| `([^`]+)`", known_flaky(), re.MULTILINE):
         path, name = test.split("::")[0], test.split("::")[-1]
         assert f"def {name}(" in (repeat.ROOT / path).read_text(), test
 
@@ -172,7 +172,7 @@ def test_what_fails_at_first_and_passes_alone_is_flaky(
     monkeypatch.setenv("PYTHONPATH", root)
     assert subprocess.run(command, cwd=tmp_path, check=False, capture_output=True).returncode == 1
 
-    run = read(failures)
+    run = read_run(failures)
     names = {test.split("::")[1]: text for test, text in run.failed.items()}
     assert set(names) == {"test_bad", "test_stumbles", "test_without_its_fixture"}
     assert "the first time" in names["test_stumbles"]

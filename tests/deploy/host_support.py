@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.deploy.base_image import RELEASE
 
-# Program: the Debian package that has it.
+# Required programs, each with its Debian package.
 PROGRAMS = {
     "mmdebstrap": "mmdebstrap",
     "systemd-nspawn": "systemd-container",
@@ -28,30 +28,30 @@ BRIDGE = "lgtest-try"
 FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
 
 
-def why_not() -> str:
-    """The reason with its remedy, or nothing."""
+def unsupported_reason() -> str:
+    """Why this machine can't run hosts, with the remedy; empty if it can."""
     if os.geteuid() != 0:
         return "root is needed. Remedy: run it as root, or in a virtual machine"
     if missing := sorted({PROGRAMS[name] for name in PROGRAMS if not shutil.which(name)}):
         return f"programs are missing. Remedy: apt-get install {' '.join(missing)}"
-    told = Path("/etc/os-release").read_text()
-    if not re.search(rf"^VERSION_CODENAME={RELEASE}$", told, re.MULTILINE):
+    release = Path("/etc/os-release").read_text()
+    if not re.search(rf"^VERSION_CODENAME={RELEASE}$", release, re.MULTILINE):
         return f"hosts are made from this machine's package sources, and it is not Debian {RELEASE}"
-    return rights_missing()
+    return missing_rights()
 
 
-def rights_missing() -> str:
-    """What a container that this runs in may withhold, tried: nothing of it stays."""
+def missing_rights() -> str:
+    """Rights that a container around this process may lack; they are tried without a trace."""
     with tempfile.TemporaryDirectory() as name:
         layers = f"lowerdir={name}/lower,upperdir={name}/upper,workdir={name}/work"
-        inside = (
+        commands = (
             f"mount -t tmpfs tmpfs {name}; cd {name}; mkdir lower upper work root; "
             f"mount -t overlay overlay -o {layers} root; "
             f"ip link add {BRIDGE} type bridge; nft list tables"
         )
-        unshared = ["unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork"]
+        unshare = ["unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork"]
         done = subprocess.run(
-            [*unshared, "sh", "-ec", inside],
+            [*unshare, "sh", "-ec", commands],
             capture_output=True,
             text=True,
             timeout=30,
@@ -65,6 +65,6 @@ def rights_missing() -> str:
 
 
 if __name__ == "__main__":
-    if reason := why_not():
+    if reason := unsupported_reason():
         print(reason)
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""What a control machine sends to its hosts, made from this checkout."""
+"""The files that a control machine sends to its hosts, made from this checkout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT = 300.0
 
 @dataclass(frozen=True, slots=True)
 class ReleaseFiles:
-    """`folder` is this run's; in `cache` lies what many runs use."""
+    """Makes the files; `folder` belongs to this run, `cache` is shared by many."""
 
     folder: Path
     cache: Path
@@ -30,7 +30,7 @@ class ReleaseFiles:
         return self._built(ROOT, self.folder / "wheel")
 
     def newer_wheel(self) -> Path:
-        """The same with a version that is one higher."""
+        """The same with a higher version."""
         tree = self.folder / "newer-tree"
         shutil.copytree(ROOT / "gateway", tree / "gateway")
         for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -43,7 +43,7 @@ class ReleaseFiles:
         return self._built(tree, self.folder / "newer")
 
     def wheelhouse(self) -> Path:
-        """A tar of all that the pins name, as `make wheelhouse` makes it."""
+        """A tar of all pinned packages, as `make wheelhouse` makes it."""
         known = hashlib.sha256(PINS.read_bytes()).hexdigest()[:10]
         made = self.cache / f"wheelhouse-{known}.tar"
         if made.is_file():
@@ -61,7 +61,7 @@ class ReleaseFiles:
         return made
 
     def model(self) -> Path:
-        """The demo model, under a name of its own."""
+        """The demo model, as `demo.gguf`."""
         named = self.folder / "demo.gguf"
         shutil.copy(ensure_demo_model(self.cache / "models"), named)
         return named

@@ -11,13 +11,15 @@ import httpx
 import pytest
 import yaml
 
-from tests.deploy.conftest import Fleet, made_key
+from tests.deploy.conftest import DeployedFleet, create_key
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
 
-def test_another_key_is_valid_once_it_is_in_the_settings(fleet: Fleet, tmp_path: Path) -> None:
-    control, other = fleet.control, made_key("team-a")
+def test_another_key_is_valid_once_it_is_in_the_settings(
+    fleet: DeployedFleet, tmp_path: Path
+) -> None:
+    control, other = fleet.control, create_key("team-a")
     settings = control.variables["gateway_settings"]
     control.variables["gateway_settings"] = {"keys": [fleet.key.entry, other.entry]}
     keyed = tmp_path / "key"
@@ -39,7 +41,7 @@ def test_another_key_is_valid_once_it_is_in_the_settings(fleet: Fleet, tmp_path:
     assert (status(fleet, other.secret), status(fleet, fleet.key.secret)) == (401, 200)
 
 
-def test_no_secret_is_shown_however_much_is_told(fleet: Fleet, tmp_path: Path) -> None:
+def test_no_secret_is_shown_however_much_is_told(fleet: DeployedFleet, tmp_path: Path) -> None:
     """All of them change, with differences and what each module was given."""
     control = fleet.control
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
@@ -90,7 +92,7 @@ def encoded(mark: str) -> str:
     return base64.b64encode(mark.encode())[:16].decode()
 
 
-def status(fleet: Fleet, key: str | None) -> int:
+def status(fleet: DeployedFleet, key: str | None) -> int:
     """Of a chat through the edge with this key."""
     answer = httpx.post(
         f"{fleet.url}/v1/chat/completions",
@@ -102,7 +104,7 @@ def status(fleet: Fleet, key: str | None) -> int:
     return answer.status_code
 
 
-def test_a_machine_runs_with_what_tune_found_for_it(fleet: Fleet) -> None:
+def test_a_machine_runs_with_what_tune_found_for_it(fleet: DeployedFleet) -> None:
     control, host = fleet.control, fleet.hosts["n1"]
     control.play("drain.yml", "--limit", "n1")
     host.run("systemctl stop 'llama-server-numa*'")

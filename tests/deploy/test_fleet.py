@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.conftest import Fleet
-from tests.deploy.load import Load
+from tests.deploy.conftest import DeployedFleet
+from tests.deploy.load import DeployLoad
 from tests.deploy.release_files import ReleaseFiles
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
@@ -28,12 +28,12 @@ def wait_for(what: Callable[[], bool], limit: float = 30.0) -> None:
         time.sleep(0.3)
 
 
-def node_key(fleet: Fleet, name: str) -> str:
+def node_key(fleet: DeployedFleet, name: str) -> str:
     """The one that the servers of a host ask for."""
     return fleet.hosts[name].run("head -n 1 /var/lib/llama-node/api.key").stdout.strip()
 
 
-def asked(fleet: Fleet, name: str, path: str, key: str = "") -> tuple[int, str]:
+def asked(fleet: DeployedFleet, name: str, path: str, key: str = "") -> tuple[int, str]:
     """What a node answers the gateway's machine."""
     url = f"http://{fleet.hosts[name].address}:8080{path}"
     code = (
@@ -48,8 +48,8 @@ def asked(fleet: Fleet, name: str, path: str, key: str = "") -> tuple[int, str]:
 
 
 @pytest.mark.gate
-def test_bare_machines_become_a_fleet_that_answers_through_nginx(fleet: Fleet) -> None:
-    assert set(fleet.made.changed) == {"gw", "n1", "n2"}
+def test_bare_machines_become_a_fleet_that_answers_through_nginx(fleet: DeployedFleet) -> None:
+    assert set(fleet.result.changed) == {"gw", "n1", "n2"}
     assert fleet.chat()["usage"]["completion_tokens"] == 8
     assert {name: node["state"] for name, node in fleet.nodes().items()} == {
         "n1-numa0": "ready",
@@ -58,11 +58,11 @@ def test_bare_machines_become_a_fleet_that_answers_through_nginx(fleet: Fleet) -
 
 
 @pytest.mark.gate
-def test_a_second_run_changes_nothing(fleet: Fleet) -> None:
+def test_a_second_run_changes_nothing(fleet: DeployedFleet) -> None:
     assert fleet.control.play("site.yml").changed == {}
 
 
-def test_a_check_tells_what_a_run_would_change_and_changes_nothing(fleet: Fleet) -> None:
+def test_a_check_tells_what_a_run_would_change_and_changes_nothing(fleet: DeployedFleet) -> None:
     check = ("site.yml", "--check", "--diff")
     assert fleet.control.play(*check).changed == {}
     pid = "systemctl show -p MainPID --value llama-server-numa0"
@@ -75,17 +75,17 @@ def test_a_check_tells_what_a_run_would_change_and_changes_nothing(fleet: Fleet)
     assert fleet.control.play("site.yml").changed == {}
 
 
-def test_some_of_the_tags_alone_change_nothing_where_all_is_done(fleet: Fleet) -> None:
+def test_some_of_the_tags_alone_change_nothing_where_all_is_done(fleet: DeployedFleet) -> None:
     for tag in ("install", "configure", "run"):
         assert fleet.control.play("site.yml", "--tags", tag).changed == {}
 
 
-def test_the_fleet_is_verified(fleet: Fleet) -> None:
+def test_the_fleet_is_verified(fleet: DeployedFleet) -> None:
     assert fleet.control.play("verify.yml").changed == {}
 
 
 @pytest.mark.gate
-def test_a_node_asks_for_a_key_that_only_the_gateway_has(fleet: Fleet) -> None:
+def test_a_node_asks_for_a_key_that_only_the_gateway_has(fleet: DeployedFleet) -> None:
     host, key = fleet.hosts["n1"], node_key(fleet, "n1")
     assert len(key) == 64
     assert key != node_key(fleet, "n2")
@@ -100,14 +100,14 @@ def test_a_node_asks_for_a_key_that_only_the_gateway_has(fleet: Fleet) -> None:
     assert key not in shown.stdout
 
 
-def reaches(fleet: Fleet, name: str) -> bool:
+def reaches(fleet: DeployedFleet, name: str) -> bool:
     """Whether a machine that is not the gateway gets an answer of n1's port."""
     address = fleet.hosts["n1"].address
     code = f"import socket; socket.create_connection(('{address}', 8080), timeout=5)"
     return fleet.hosts[name].run(f'python3 -c "{code}"', check=False).returncode == 0
 
 
-def told_that_nobody_listens(fleet: Fleet, name: str) -> bool:
+def told_that_nobody_listens(fleet: DeployedFleet, name: str) -> bool:
     """Whether what is no server's port answers a machine that is not the gateway, by UDP."""
     address = fleet.hosts["n1"].address
     code = (
@@ -118,7 +118,7 @@ def told_that_nobody_listens(fleet: Fleet, name: str) -> bool:
     return "ConnectionRefusedError" in done.stderr
 
 
-def test_nobody_else_reaches_a_node(fleet: Fleet) -> None:
+def test_nobody_else_reaches_a_node(fleet: DeployedFleet) -> None:
     host = fleet.hosts["n1"]
     assert not reaches(fleet, "n2")
     assert told_that_nobody_listens(fleet, "n2")
@@ -136,7 +136,7 @@ def test_nobody_else_reaches_a_node(fleet: Fleet) -> None:
 
 
 @pytest.mark.gate
-def test_a_server_that_is_killed_comes_back(fleet: Fleet) -> None:
+def test_a_server_that_is_killed_comes_back(fleet: DeployedFleet) -> None:
     host = fleet.hosts["n1"]
     before = host.run("systemctl show -p MainPID --value llama-server-numa0").stdout.strip()
     host.run(f"kill -9 {before}")
@@ -146,7 +146,7 @@ def test_a_server_that_is_killed_comes_back(fleet: Fleet) -> None:
     assert after not in {before, "0"}
 
 
-def test_prometheus_scrapes_the_gateway_and_every_node(fleet: Fleet) -> None:
+def test_prometheus_scrapes_the_gateway_and_every_node(fleet: DeployedFleet) -> None:
     host = fleet.hosts["gw"]
 
     def health() -> dict[str, str]:
@@ -159,7 +159,7 @@ def test_prometheus_scrapes_the_gateway_and_every_node(fleet: Fleet) -> None:
     host.run("promtool check config /etc/prometheus/prometheus.yml")
 
 
-def test_the_alerts_are_raised_by_metrics_that_exist(fleet: Fleet) -> None:
+def test_the_alerts_are_raised_by_metrics_that_exist(fleet: DeployedFleet) -> None:
     host = fleet.hosts["gw"]
     rules = host.run("cat /etc/prometheus/llama-gateway-rules.yml").stdout
     told = host.fetch("http://127.0.0.1:8001/metrics")
@@ -174,16 +174,16 @@ def test_the_alerts_are_raised_by_metrics_that_exist(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("name", "unit"), [("n1", "llama-server-numa0.service"), ("gw", "llama-gateway.service")]
 )
-def test_the_units_are_sound_and_closed(fleet: Fleet, name: str, unit: str) -> None:
+def test_the_units_are_sound_and_closed(fleet: DeployedFleet, name: str, unit: str) -> None:
     host = fleet.hosts[name]
     assert host.run(f"systemd-analyze verify {unit}").stderr == ""
     host.run(f"systemd-analyze security --threshold={int(SECURITY * 10)} {unit}")
 
 
 @pytest.mark.gate
-def test_a_node_is_added_under_load(fleet: Fleet) -> None:
+def test_a_node_is_added_under_load(fleet: DeployedFleet) -> None:
     fleet.control.groups["llama_nodes"].append("n3")
-    with Load(fleet.url, headers=fleet.headers) as load:
+    with DeployLoad(fleet.url, headers=fleet.headers) as load:
         load.wait_for(20)
         fleet.control.play("site.yml")
         wait_for(lambda: fleet.nodes()["n3-numa0"]["requests"] > 0)
@@ -193,11 +193,11 @@ def test_a_node_is_added_under_load(fleet: Fleet) -> None:
 
 @pytest.mark.gate
 def test_llama_cpp_and_the_gateway_are_upgraded_under_load(
-    fleet: Fleet, parcels: ReleaseFiles
+    fleet: DeployedFleet, release_files: ReleaseFiles
 ) -> None:
-    fleet.control.variables["llama_gateway_release_wheel"] = str(parcels.newer_wheel())
+    fleet.control.variables["llama_gateway_release_wheel"] = str(release_files.newer_wheel())
     fleet.control.variables["llama_node_slots"] = 3
-    with Load(fleet.url, headers=fleet.headers) as load:
+    with DeployLoad(fleet.url, headers=fleet.headers) as load:
         load.wait_for(20)
         fleet.control.play("upgrade.yml")
         load.wait_for(20)
@@ -208,12 +208,12 @@ def test_llama_cpp_and_the_gateway_are_upgraded_under_load(
     assert {node["state"] for node in fleet.nodes().values()} == {"ready"}
 
 
-def test_nodes_get_keys_and_new_ones_under_load(fleet: Fleet) -> None:
+def test_nodes_get_keys_and_new_ones_under_load(fleet: DeployedFleet) -> None:
     """An older fleet has none; then they are renewed, in two runs."""
     control = fleet.control
     control.play("site.yml", llama_node_key=False, llama_node_firewall=False)
     assert asked(fleet, "n1", "/props")[0] == 200
-    with Load(fleet.url, headers=fleet.headers) as load:
+    with DeployLoad(fleet.url, headers=fleet.headers) as load:
         load.wait_for(5)
         control.play("site.yml")
         load.wait_for(5)
@@ -233,9 +233,9 @@ def test_nodes_get_keys_and_new_ones_under_load(fleet: Fleet) -> None:
 
 
 @pytest.mark.gate
-def test_a_node_is_removed_under_load(fleet: Fleet) -> None:
+def test_a_node_is_removed_under_load(fleet: DeployedFleet) -> None:
     fleet.control.groups["llama_nodes"].remove("n3")
-    with Load(fleet.url, headers=fleet.headers) as load:
+    with DeployLoad(fleet.url, headers=fleet.headers) as load:
         load.wait_for(20)
         fleet.control.play("site.yml")
         load.wait_for(20)
@@ -243,7 +243,7 @@ def test_a_node_is_removed_under_load(fleet: Fleet) -> None:
     assert set(fleet.nodes()) == {"n1-numa0", "n2-numa0"}
 
 
-def test_huge_pages_and_the_governor_are_set_where_asked_for(fleet: Fleet) -> None:
+def test_huge_pages_and_the_governor_are_set_where_asked_for(fleet: DeployedFleet) -> None:
     host = fleet.hosts["n1"]
     setting = host.run("cat /sys/kernel/mm/transparent_hugepage/enabled").stdout
     now = setting.partition("[")[2].partition("]")[0]  # a container can't set another
@@ -261,7 +261,7 @@ def test_huge_pages_and_the_governor_are_set_where_asked_for(fleet: Fleet) -> No
     assert fleet.nodes()["n1-numa0"]["state"] == "ready"
 
 
-def test_a_host_is_drained_and_resumed(fleet: Fleet) -> None:
+def test_a_host_is_drained_and_resumed(fleet: DeployedFleet) -> None:
     fleet.control.play("drain.yml", "--limit", "n1")
     assert fleet.nodes()["n1-numa0"]["state"] == "draining"
     assert "--limit" in fleet.control.play("drain.yml", good=False).text
@@ -271,7 +271,7 @@ def test_a_host_is_drained_and_resumed(fleet: Fleet) -> None:
     assert fleet.nodes()["n1-numa0"]["state"] == "ready"
 
 
-def test_a_standby_server_that_its_gateway_has_stopped_stays_so(fleet: Fleet) -> None:
+def test_a_standby_server_that_its_gateway_has_stopped_stays_so(fleet: DeployedFleet) -> None:
     hook = ["true"]
     entry = {"standby": True, "start": hook, "stop": hook}
     arguments = ("site.yml", "--limit", "n2,gw")
@@ -284,14 +284,14 @@ def test_a_standby_server_that_its_gateway_has_stopped_stays_so(fleet: Fleet) ->
     wait_for(lambda: fleet.nodes()["n2-numa0"]["state"] == "ready")
 
 
-def test_a_host_of_other_groups_is_not_undone_unasked(fleet: Fleet) -> None:
+def test_a_host_of_other_groups_is_not_undone_unasked(fleet: DeployedFleet) -> None:
     told = fleet.control.play("remove.yml", "--limit", "gw", good=False)
     assert "remove=yes" in told.text
     assert told.changed == {}
     assert fleet.chat()["usage"]["completion_tokens"] == 8
 
 
-def test_a_host_is_undone(fleet: Fleet) -> None:
+def test_a_host_is_undone(fleet: DeployedFleet) -> None:
     assert "remove=yes" in fleet.control.play("remove.yml", "--limit", "n2", good=False).text
     fleet.control.play("remove.yml", "--limit", "n2", remove=True)
     fleet.control.groups["llama_nodes"].remove("n2")

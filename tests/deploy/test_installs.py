@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tests.deploy import llama_archives
-from tests.deploy.conftest import Fleet
+from tests.deploy.conftest import DeployedFleet
 from tests.deploy.release_files import ReleaseFiles
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
 
-def install(fleet: Fleet, how: str, archive: Path, **more: Any) -> str:
+def install(fleet: DeployedFleet, how: str, archive: Path, **more: Any) -> str:
     """Put one node's llama.cpp in by this way; what its unit says afterwards."""
     named = {
         "llama_node_archive_file": str(archive),
@@ -28,8 +28,10 @@ def install(fleet: Fleet, how: str, archive: Path, **more: Any) -> str:
     return told
 
 
-def test_an_archive_of_binaries(fleet: Fleet, parcels: ReleaseFiles, tmp_path: Path) -> None:
-    archive = llama_archives.release_archive(tmp_path, parcels.wheelhouse())
+def test_an_archive_of_binaries(
+    fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path
+) -> None:
+    archive = llama_archives.release_archive(tmp_path, release_files.wheelhouse())
     wrong = fleet.control.play(
         "site.yml",
         *("--limit", "n1,gw"),
@@ -44,8 +46,10 @@ def test_an_archive_of_binaries(fleet: Fleet, parcels: ReleaseFiles, tmp_path: P
     assert "--metrics --slots --jinja --no-webui" in unit
 
 
-def test_memory_is_locked_without_root(fleet: Fleet, parcels: ReleaseFiles, tmp_path: Path) -> None:
-    archive = llama_archives.release_archive(tmp_path, parcels.wheelhouse())
+def test_memory_is_locked_without_root(
+    fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path
+) -> None:
+    archive = llama_archives.release_archive(tmp_path, release_files.wheelhouse())
     fleet.control.play(
         "site.yml",
         *("--limit", "n1,gw"),
@@ -64,14 +68,14 @@ def test_memory_is_locked_without_root(fleet: Fleet, parcels: ReleaseFiles, tmp_
     assert int(limits[-1], 16) == 1 << 14  # CAP_IPC_LOCK, linux/capability.h, and no other
 
 
-def test_a_package(fleet: Fleet, parcels: ReleaseFiles, tmp_path: Path) -> None:
-    package = llama_archives.package(tmp_path, parcels.wheelhouse())
+def test_a_package(fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path) -> None:
+    package = llama_archives.package(tmp_path, release_files.wheelhouse())
     unit = install(fleet, "package", package, llama_node_package_file=str(package))
     assert "ExecStart=/usr/bin/llama-server" in unit
 
 
-def test_source(fleet: Fleet, parcels: ReleaseFiles, tmp_path: Path) -> None:
-    archive = llama_archives.source_archive(tmp_path, parcels.wheelhouse())
+def test_source(fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path) -> None:
+    archive = llama_archives.source_archive(tmp_path, release_files.wheelhouse())
     unit = install(fleet, "source", archive)
     assert "/build/bin/llama-server" in unit
     host = fleet.hosts["n1"]

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.conftest import Fleet
-from tests.deploy.control import Control, Played
+from tests.deploy.conftest import DeployedFleet
+from tests.deploy.control import ControlMachine, PlaybookResult
 from tests.deploy.hosts import NETWORK
 from tests.deploy.release_files import ReleaseFiles
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 SIGNATURE = "marked-a5%2F"
 
 
-def refused(control: Control, *arguments: str, **extra: Any) -> Played:
+def refused(control: ControlMachine, *arguments: str, **extra: Any) -> PlaybookResult:
     played = control.play("site.yml", *arguments, good=False, **extra)
     assert played.changed == {}
     assert "Traceback" not in played.output
@@ -37,7 +37,7 @@ def refused(control: Control, *arguments: str, **extra: Any) -> Played:
 
 
 @contextlib.contextmanager
-def replaced(control: Control, group: str, names: list[str]) -> Iterator[None]:
+def replaced(control: ControlMachine, group: str, names: list[str]) -> Iterator[None]:
     before = control.groups[group]
     control.groups[group] = names
     try:
@@ -90,7 +90,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture
-def mirror(fleet: Fleet, tmp_path: Path) -> Iterator[Mirror]:
+def mirror(fleet: DeployedFleet, tmp_path: Path) -> Iterator[Mirror]:
     made = Mirror(tmp_path)
     handler = partial(_Handler, mirror=made)
     with http.server.ThreadingHTTPServer((f"{NETWORK}.1", 0), handler) as server:
@@ -102,13 +102,13 @@ def mirror(fleet: Fleet, tmp_path: Path) -> Iterator[Mirror]:
         thread.join(10)
 
 
-def test_a_model_with_another_checksum(fleet: Fleet) -> None:
+def test_a_model_with_another_checksum(fleet: DeployedFleet) -> None:
     told = refused(fleet.control, llama_node_model_sha256="0" * 64).text
     assert "n1: " in told
     assert "not the one in llama_node_model_sha256" in told
 
 
-def test_too_little_memory_and_disk(fleet: Fleet, mirror: Mirror) -> None:
+def test_too_little_memory_and_disk(fleet: DeployedFleet, mirror: Mirror) -> None:
     told = refused(
         fleet.control,
         llama_node_model_file="",
@@ -122,7 +122,7 @@ def test_too_little_memory_and_disk(fleet: Fleet, mirror: Mirror) -> None:
     assert "n1: not enough memory: the model is 4 MiB, so 1 server needs" in told
 
 
-def test_a_url_that_has_no_model(fleet: Fleet, mirror: Mirror) -> None:
+def test_a_url_that_has_no_model(fleet: DeployedFleet, mirror: Mirror) -> None:
     told = refused(
         fleet.control,
         llama_node_model_file="",
@@ -133,12 +133,12 @@ def test_a_url_that_has_no_model(fleet: Fleet, mirror: Mirror) -> None:
     assert "llama_node_model_mirrors" in told
 
 
-def test_no_such_numa_node(fleet: Fleet) -> None:
+def test_no_such_numa_node(fleet: DeployedFleet) -> None:
     told = refused(fleet.control, llama_node_numa_nodes=[7]).text
     assert "n1: no NUMA node 7 (llama_node_numa_nodes)" in told
 
 
-def test_a_port_in_use(fleet: Fleet) -> None:
+def test_a_port_in_use(fleet: DeployedFleet) -> None:
     host = fleet.hosts["n1"]
     host.run("systemd-run --unit=squatter python3 -m http.server 9099")
     try:
@@ -148,7 +148,7 @@ def test_a_port_in_use(fleet: Fleet) -> None:
     assert "n1: port 9099 (llama_node_port) is in use by python3" in told
 
 
-def test_a_full_disk(fleet: Fleet) -> None:
+def test_a_full_disk(fleet: DeployedFleet) -> None:
     host = fleet.hosts["n3"]
     host.run("rm -rf /var/lib/llama-node; mkdir /var/lib/llama-node")
     host.run("mount -t tmpfs -o size=2M tmpfs /var/lib/llama-node")
@@ -161,7 +161,7 @@ def test_a_full_disk(fleet: Fleet) -> None:
     assert "llama_node_models_folder" in told
 
 
-def test_an_unreachable_host(fleet: Fleet) -> None:
+def test_an_unreachable_host(fleet: DeployedFleet) -> None:
     fleet.control.addresses["n9"] = f"{NETWORK}.99"
     with replaced(fleet.control, "llama_nodes", ["n1", "n9"]):
         told = refused(fleet.control).text
@@ -169,7 +169,7 @@ def test_an_unreachable_host(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("group", ["llama_nodes", "gateway"])
-def test_an_inventory_without(fleet: Fleet, group: str) -> None:
+def test_an_inventory_without(fleet: DeployedFleet, group: str) -> None:
     with replaced(fleet.control, group, []):
         told = refused(fleet.control).text
     assert f"has no host in group {group}" in told
@@ -184,7 +184,9 @@ def test_an_inventory_without(fleet: Fleet, group: str) -> None:
         ("n1", "/etc/systemd/system/llama-server-numa0.service", "llama_node_overwrite"),
     ],
 )
-def test_a_file_that_was_edited_by_hand(fleet: Fleet, name: str, path: str, variable: str) -> None:
+def test_a_file_that_was_edited_by_hand(
+    fleet: DeployedFleet, name: str, path: str, variable: str
+) -> None:
     host = fleet.hosts[name]
     host.run(f"cp -p {path} /var/tmp/kept && echo '# by hand' >> {path}")
     try:
@@ -195,7 +197,7 @@ def test_a_file_that_was_edited_by_hand(fleet: Fleet, name: str, path: str, vari
     assert f"-e {variable}=true" in told
 
 
-def test_files_that_are_not_on_the_control_machine(fleet: Fleet) -> None:
+def test_files_that_are_not_on_the_control_machine(fleet: DeployedFleet) -> None:
     nowhere = "/nowhere/archive.tar.gz"
     told = refused(
         fleet.control,
@@ -210,9 +212,9 @@ def test_files_that_are_not_on_the_control_machine(fleet: Fleet) -> None:
 
 
 def test_a_release_that_is_not_installed(
-    fleet: Fleet, parcels: ReleaseFiles, tmp_path: Path
+    fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path
 ) -> None:
-    wheel = Path(shutil.copy(parcels.wheel(), tmp_path))
+    wheel = Path(shutil.copy(release_files.wheel(), tmp_path))
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("gateway/unheard-of.txt", "")
     for tag in ("configure", "run"):
@@ -221,16 +223,18 @@ def test_a_release_that_is_not_installed(
     assert fleet.chat()["usage"]["completion_tokens"] == 8
 
 
-def test_a_name_that_all_servers_of_a_host_would_have(fleet: Fleet) -> None:
+def test_a_name_that_all_servers_of_a_host_would_have(fleet: DeployedFleet) -> None:
     assert "llama_node_entry" in refused(fleet.control, llama_node_entry={"name": "fast"}).text
 
 
-def test_a_folder_that_the_servers_would_not_see(fleet: Fleet) -> None:
+def test_a_folder_that_the_servers_would_not_see(fleet: DeployedFleet) -> None:
     told = refused(fleet.control, llama_node_models_folder="/home/models").text
     assert "n1: llama_node_models_folder and llama_node_home can't be in /home" in told
 
 
-def test_each_host_may_have_its_own_model_and_llama_cpp(fleet: Fleet, tmp_path: Path) -> None:
+def test_each_host_may_have_its_own_model_and_llama_cpp(
+    fleet: DeployedFleet, tmp_path: Path
+) -> None:
     """The first host of a play is asked for the whole, so it must be the odd one."""
     other = tmp_path / "other.gguf"
     other.write_bytes(b"other")
@@ -243,7 +247,7 @@ def test_each_host_may_have_its_own_model_and_llama_cpp(fleet: Fleet, tmp_path: 
         del fleet.control.host_variables[first]
 
 
-def test_a_listener_or_an_edge_without_keys(fleet: Fleet) -> None:
+def test_a_listener_or_an_edge_without_keys(fleet: DeployedFleet) -> None:
     told = refused(fleet.control, gateway_settings={}, gateway_host="0.0.0.0").text
     assert "gw: the gateway would listen on 0.0.0.0 (gateway_host) and ask nobody for a key" in told
     told = refused(fleet.control, gateway_settings={"keys": []}).text
@@ -251,13 +255,13 @@ def test_a_listener_or_an_edge_without_keys(fleet: Fleet) -> None:
     fleet.control.play(*("site.yml", "--tags", "preflight"), gateway_host="0.0.0.0")
 
 
-def test_a_key_that_a_process_would_show(fleet: Fleet) -> None:
+def test_a_key_that_a_process_would_show(fleet: DeployedFleet) -> None:
     for arguments in (["--api-key", "marked"], ["--api-key=marked"]):
         told = refused(fleet.control, llama_node_extra_args=arguments).text
         assert "llama_node_extra_args holds --api-key" in told
 
 
-def test_a_half_done_run_goes_on_where_it_stopped(fleet: Fleet, mirror: Mirror) -> None:
+def test_a_half_done_run_goes_on_where_it_stopped(fleet: DeployedFleet, mirror: Mirror) -> None:
     """A download that turns out wrong, then one that broke off half-way and is resumed."""
     model = Path(fleet.control.variables["llama_node_model_file"]).read_bytes()
     (mirror.folder / "other.gguf").write_bytes(model)

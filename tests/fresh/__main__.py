@@ -23,27 +23,27 @@ from pathlib import Path
 from typing import Any
 
 from tests.deploy.base_image import cache_folder
-from tests.fresh.commands import Ran, make_run, make_test
-from tests.fresh.inside import PLACE
+from tests.fresh.chroot import CHECKOUT_PATH
+from tests.fresh.commands import CommandResult, make_run, make_test
 from tests.fresh.systems import (
+    DEFAULT_SYSTEMS,
     NEWCOMER,
     SYSTEMS,
-    USUAL,
     System,
-    bare,
-    furnish,
+    bare_root,
+    copy_network_settings,
     registry_settings,
-    why_not,
+    unsupported_reason,
 )
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-RUN = "fresh-run-"
+RUN_FOLDER_PREFIX = "fresh-run-"
 LINES_OF_A_LOG = 30  # that are printed of what has failed
 COMMANDS = {"run": make_run, "test": make_test}
 
 
 @dataclass(slots=True)
-class Result:
+class SystemResult:
     """How the commands went on a system."""
 
     system: str
@@ -52,7 +52,7 @@ class Result:
     python: str = ""
     problem: str = ""
     """Why it did not come to the commands."""
-    ran: list[Ran] = field(default_factory=list)
+    ran: list[CommandResult] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -68,9 +68,11 @@ def _options() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="SYSTEM is "
         + ", ".join(f"{system.suite} ({system.title})" for system in SYSTEMS.values())
-        + f",\nor all of them: all. Usual: {' '.join(USUAL)}.",
+        + f",\nor all of them: all. Usual: {' '.join(DEFAULT_SYSTEMS)}.",
     )
-    parser.add_argument("systems", nargs="*", metavar="SYSTEM", type=_system, default=[*USUAL])
+    parser.add_argument(
+        "systems", nargs="*", metavar="SYSTEM", type=_system, default=[*DEFAULT_SYSTEMS]
+    )
     parser.add_argument("--only", choices=[*COMMANDS], help="one of the two commands")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     return parser
@@ -87,25 +89,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _options().parse_args(arguments)
     chosen = [*SYSTEMS] if "all" in given.systems else list(dict.fromkeys(given.systems))
     commands = [given.only] if given.only else [*COMMANDS]
-    if reason := why_not():
+    if reason := unsupported_reason():
         print(f"make test-fresh: {reason}", file=sys.stderr)
         return 2
     results = []
     try:
-        with _alone(cache_folder()) as cache:
+        with _locked(cache_folder()) as cache:
             for suite in chosen:
-                results.append(_tried(SYSTEMS[suite], commands, cache))
-                _say(_line(results[-1]) + "\n")
+                results.append(_try_system(SYSTEMS[suite], commands, cache))
+                _print_progress(_summary(results[-1]) + "\n")
     except _BusyError as error:
         print(f"make test-fresh: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        _say("Interrupted; nothing is left running.")
+        _print_progress("Interrupted; nothing is left running.")
         return 130
     if given.json:
-        print(json.dumps([_told(result) for result in results], indent=2))
+        print(json.dumps([_as_json_object(result) for result in results], indent=2))
     else:
-        print("\n".join(_line(result) for result in results))
+        print("\n".join(_summary(result) for result in results))
     return 0 if all(result.passed for result in results) else 1
 
 
@@ -114,7 +116,7 @@ class _BusyError(Exception):
 
 
 @contextlib.contextmanager
-def _alone(cache: Path) -> Iterator[Path]:
+def _locked(cache: Path) -> Iterator[Path]:
     """The cache, for one run at a time; what one that was killed has left is cleared."""
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "fresh-lock").open("w") as lock:
@@ -124,27 +126,27 @@ def _alone(cache: Path) -> Iterator[Path]:
             raise _BusyError(
                 f"another one runs with {cache}. Remedy: wait for it, or set DEPLOY_TEST_CACHE"
             ) from None
-        for left in cache.glob(f"{RUN}*"):
+        for left in cache.glob(f"{RUN_FOLDER_PREFIX}*"):
             shutil.rmtree(left)
         yield cache
 
 
-def _tried(system: System, commands: Sequence[str], cache: Path) -> Result:
-    result = Result(system.suite, system.title, _git("rev-parse", "--short", "HEAD"))
+def _try_system(system: System, commands: Sequence[str], cache: Path) -> SystemResult:
+    result = SystemResult(system.suite, system.title, _git("rev-parse", "--short", "HEAD"))
 
     def tell(text: str) -> None:
-        _say(f"{system.title}: {text}")
+        _print_progress(f"{system.title}: {text}")
 
-    with tempfile.TemporaryDirectory(prefix=RUN, dir=cache) as folder:
+    with tempfile.TemporaryDirectory(prefix=RUN_FOLDER_PREFIX, dir=cache) as folder:
         root = Path(folder) / "root"
         try:
             tell("making a bare system, or taking this week's")
-            subprocess.run(["cp", "-a", str(bare(cache, system)), str(root)], check=True)
-            furnish(root)
-            place = root / PLACE.lstrip("/")
+            subprocess.run(["cp", "-a", str(bare_root(cache, system)), str(root)], check=True)
+            copy_network_settings(root)
+            place = root / CHECKOUT_PATH.lstrip("/")
             _git("clone", "--quiet", "--no-hardlinks", str(CHECKOUT), str(place))
             owner = f"{NEWCOMER}:"
-            subprocess.run(["chroot", str(root), "chown", "-R", owner, PLACE], check=True)
+            subprocess.run(["chroot", str(root), "chown", "-R", owner, CHECKOUT_PATH], check=True)
             result.python = _out("chroot", str(root), "python3", "--version").split()[1]
         except subprocess.SubprocessError as error:
             result.problem = f"it can't be made: {error}"
@@ -171,7 +173,7 @@ def _out(*command: str) -> str:
     return done.stdout.strip()
 
 
-def _line(result: Result) -> str:
+def _summary(result: SystemResult) -> str:
     told = [f"{result.name}, Python {result.python}" if result.python else result.name]
     told += [result.problem] if result.problem else []
     for ran in result.ran:
@@ -181,11 +183,11 @@ def _line(result: Result) -> str:
     return f"{'passed' if result.passed else 'FAILED'}  {'; '.join(told)}"
 
 
-def _told(result: Result) -> dict[str, Any]:
+def _as_json_object(result: SystemResult) -> dict[str, Any]:
     return {**asdict(result), "passed": result.passed}
 
 
-def _say(text: str) -> None:
+def _print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

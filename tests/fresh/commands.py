@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.fresh.inside import PLACE, interrupt, left_behind, started
+from tests.fresh.chroot import CHECKOUT_PATH, interrupt, left_behind, running_command
 
 PORTS = (8000, 8001)  # of the gateway, unless it is told others
-TAKEN = "Address already in use"
+PORT_TAKEN = "Address already in use"
 ANY_PORTS = "ARGS=--port 0 --admin-port 0"
-SERVED = re.compile(r"OpenAI-compatible API at (http://\S+)/v1")
+SERVING = re.compile(r"OpenAI-compatible API at (http://\S+)/v1")
 COUNTED = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed)\b")
 ENDED = re.compile(r" in \d+\.\d+s\b")
 SHARE = re.compile(r"\[ *\d+%\]")
@@ -33,16 +33,16 @@ RUN_LIMIT = 1800.0  # seconds until it serves; a minute is usual
 ANSWER_LIMIT = 120.0
 END_LIMIT = 60.0  # from Ctrl-C on
 TEST_LIMIT = 7200.0  # a quarter of an hour is usual
-LOOK = 0.2  # seconds between two looks
-TELL = 60.0  # seconds between two words of how far it is
+POLL_EVERY = 0.2  # seconds between two looks
+PROGRESS_EVERY = 60.0  # seconds between two words of how far it is
 # What make itself says after Ctrl-C: its command has ended well, or with the status of SIGINT.
 INTERRUPTED = frozenset({0, 2, 130})
 
-Tell = Callable[[str], None]
+PrintProgress = Callable[[str], None]
 
 
 @dataclass(slots=True)
-class Ran:
+class CommandResult:
     """What came of a command. `problem` is empty when all went well."""
 
     command: str
@@ -55,48 +55,52 @@ class Ran:
     """Tests, by how they ended."""
 
 
-class _WentWrongError(Exception):
+class _CommandError(Exception):
     """Why a command has failed."""
 
 
-def make_run(root: Path, log: Path, environment: Mapping[str, str], tell: Tell) -> Ran:
+def make_run(
+    root: Path, log: Path, environment: Mapping[str, str], tell: PrintProgress
+) -> CommandResult:
     """`make run` until it has answered a chat, and Ctrl-C."""
     if not all(_is_free(port) for port in PORTS):
         return _run(root, log, environment, tell, ["make", "run", ANY_PORTS])
     ran = _run(root, log, environment, tell, ["make", "run"])
-    if ran.problem and TAKEN in log.read_text(errors="replace"):
+    if ran.problem and PORT_TAKEN in log.read_text(errors="replace"):
         # Somebody took a port while it installed.
         return _run(root, log, environment, tell, ["make", "run", ANY_PORTS])
     return ran
 
 
 def _run(
-    root: Path, log: Path, environment: Mapping[str, str], tell: Tell, command: list[str]
-) -> Ran:
-    ran = Ran(shlex.join(command))
+    root: Path, log: Path, environment: Mapping[str, str], tell: PrintProgress, command: list[str]
+) -> CommandResult:
+    ran = CommandResult(shlex.join(command))
     begun = time.monotonic()
-    with started(root, command, log, environment) as process:
+    with running_command(root, command, log, environment) as process:
         try:
-            url = _served(process, log, tell)
+            url = _wait_until_serving(process, log, tell)
             ran.seconds = time.monotonic() - begun
-            _try_out(url)
+            _check_gateway(url)
             interrupt(process)
-            _waited(process, log, END_LIMIT, tell, what="its end after Ctrl-C")
-            _judge_end(process.returncode, log.read_text(errors="replace"))
-        except _WentWrongError as problem:
+            _wait(process, log, END_LIMIT, tell, what="its end after Ctrl-C")
+            _check_end(process.returncode, log.read_text(errors="replace"))
+        except _CommandError as problem:
             ran.problem = str(problem)
-    ran.mib = _mib(root)
+    ran.mib = _venv_mib(root)
     return ran
 
 
-def make_test(root: Path, log: Path, environment: Mapping[str, str], tell: Tell) -> Ran:
+def make_test(
+    root: Path, log: Path, environment: Mapping[str, str], tell: PrintProgress
+) -> CommandResult:
     """`make test`, to its end."""
-    ran = Ran("make test")
+    ran = CommandResult("make test")
     begun = time.monotonic()
-    with started(root, ["make", "test"], log, environment) as process:
+    with running_command(root, ["make", "test"], log, environment) as process:
         try:
-            _waited(process, log, TEST_LIMIT, tell)
-        except _WentWrongError as problem:
+            _wait(process, log, TEST_LIMIT, tell)
+        except _CommandError as problem:
             ran.problem = str(problem)
         status = process.returncode
     ran.seconds = time.monotonic() - begun
@@ -105,7 +109,7 @@ def make_test(root: Path, log: Path, environment: Mapping[str, str], tell: Tell)
         ran.problem = f"it ended with status {status}"
     if not ran.problem and not ran.counts.get("passed"):
         ran.problem = "no test has passed"
-    ran.mib = _mib(root)
+    ran.mib = _venv_mib(root)
     return ran
 
 
@@ -118,11 +122,11 @@ def counts(output: str) -> dict[str, int]:
     return {}
 
 
-def _waited(
+def _wait(
     process: subprocess.Popen[bytes],
     log: Path,
     limit: float,
-    tell: Tell,
+    tell: PrintProgress,
     *,
     until: re.Pattern[str] | None = None,
     what: str = "it",
@@ -131,48 +135,52 @@ def _waited(
     begun = told = time.monotonic()
     while True:
         ended = process.poll() is not None
-        text = log.read_text(errors="replace") if until or time.monotonic() - told >= TELL else ""
+        text = (
+            log.read_text(errors="replace")
+            if until or time.monotonic() - told >= PROGRESS_EVERY
+            else ""
+        )
         if until and (found := until.search(text)):
             return found
         if ended:
             return None
         now = time.monotonic()
         if now - begun >= limit:
-            raise _WentWrongError(f"{what} takes longer than {limit:.0f} s")
-        if now - told >= TELL:
+            raise _CommandError(f"{what} takes longer than {limit:.0f} s")
+        if now - told >= PROGRESS_EVERY:
             told = now
-            tell(f"{now - begun:.0f} s: {_how_far(text)}")
-        time.sleep(LOOK)
+            tell(f"{now - begun:.0f} s: {_progress(text)}")
+        time.sleep(POLL_EVERY)
 
 
-def _how_far(text: str) -> str:
+def _progress(text: str) -> str:
     if shares := SHARE.findall(text):
         return f"tests {shares[-1]}"
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1][:100] if lines else "nothing said yet"
 
 
-def _served(process: subprocess.Popen[bytes], log: Path, tell: Tell) -> str:
-    found = _waited(process, log, RUN_LIMIT, tell, until=SERVED)
+def _wait_until_serving(process: subprocess.Popen[bytes], log: Path, tell: PrintProgress) -> str:
+    found = _wait(process, log, RUN_LIMIT, tell, until=SERVING)
     if found is None:
-        raise _WentWrongError(f"it ended with status {process.returncode}")
+        raise _CommandError(f"it ended with status {process.returncode}")
     return found[1]
 
 
-def _try_out(url: str) -> None:
+def _check_gateway(url: str) -> None:
     """Ask a gateway how it is, for its models, and for a chat."""
-    _asked(f"{url}/health")
-    _asked(f"{url}/v1/models")
-    answer = _asked(f"{url}/v1/chat/completions", CHAT)
+    _fetch(f"{url}/health")
+    _fetch(f"{url}/v1/models")
+    answer = _fetch(f"{url}/v1/chat/completions", CHAT)
     try:
         said = json.loads(answer)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError):
         said = None
     if not isinstance(said, str) or not said:
-        raise _WentWrongError(f"its answer to a chat has no text: {answer[:300]!r}")
+        raise _CommandError(f"its answer to a chat has no text: {answer[:300]!r}")
 
 
-def _asked(url: str, body: object = None) -> bytes:
+def _fetch(url: str, body: object = None) -> bytes:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     # A proxy of this machine has no part in what is on it.
@@ -184,18 +192,18 @@ def _asked(url: str, body: object = None) -> bytes:
     except urllib.error.HTTPError as error:
         with error:
             told = error.read(300)
-        raise _WentWrongError(f"{url} answers {error.code}: {told!r}") from None
+        raise _CommandError(f"{url} answers {error.code}: {told!r}") from None
     except OSError as error:
-        raise _WentWrongError(f"{url} does not answer: {error}") from None
+        raise _CommandError(f"{url} does not answer: {error}") from None
 
 
-def _judge_end(status: int, output: str) -> None:
+def _check_end(status: int, output: str) -> None:
     if "Traceback (most recent call last)" in output:
-        raise _WentWrongError("it ends with a traceback")
+        raise _CommandError("it ends with a traceback")
     if left := left_behind(output):
-        raise _WentWrongError(f"after Ctrl-C these processes live on: {'; '.join(left)}")
+        raise _CommandError(f"after Ctrl-C these processes live on: {'; '.join(left)}")
     if status not in INTERRUPTED:
-        raise _WentWrongError(f"after Ctrl-C it ended with status {status}")
+        raise _CommandError(f"after Ctrl-C it ended with status {status}")
 
 
 def _is_free(port: int) -> bool:
@@ -208,10 +216,10 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _mib(root: Path) -> int:
+def _venv_mib(root: Path) -> int:
     """MiB of disk that .venv takes."""
     seen: dict[tuple[int, int], int] = {}
-    for folder, _, files in os.walk(root / PLACE.lstrip("/") / ".venv"):
+    for folder, _, files in os.walk(root / CHECKOUT_PATH.lstrip("/") / ".venv"):
         for name in (".", *files):
             told = os.lstat(Path(folder) / name)
             seen[told.st_dev, told.st_ino] = told.st_blocks * 512

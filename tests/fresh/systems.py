@@ -38,7 +38,7 @@ SYSTEMS = {
         System("resolute", "Ubuntu 26.04", ubuntu=True),
     )
 }
-USUAL = ("bookworm", "trixie", "testing")
+DEFAULT_SYSTEMS = ("bookworm", "trixie", "testing")
 # An installed system has the last two; a bare root of mmdebstrap doesn't (Ubuntu's has no apt).
 PACKAGES = ("git", "make", "python3", "python3-venv", "apt", "ca-certificates")
 PROGRAMS = {
@@ -51,11 +51,11 @@ NEWCOMER = "newcomer"  # who runs the commands: they need no root
 VERSION = 1  # raise it when what is done below changes
 WEEK = "%G-%V"
 # Settings of this machine's apt, of those that decide how it reaches its archive.
-REACHING = re.compile(r"Acquire::(?:https?::|Check-Date |Check-Valid-Until )")
+APT_NETWORK_SETTING = re.compile(r"Acquire::(?:https?::|Check-Date |Check-Valid-Until )")
 UBUNTU_KEYS = Path("usr/share/keyrings/ubuntu-archive-keyring.gpg")
 
 
-def why_not() -> str:
+def unsupported_reason() -> str:
     """Why no system can be made here, with the remedy; or nothing."""
     if os.geteuid() != 0:
         return "root is needed. Remedy: run it as root, or in a virtual machine"
@@ -64,12 +64,12 @@ def why_not() -> str:
     return ""
 
 
-def bare(cache: Path, system: System) -> Path:
+def bare_root(cache: Path, system: System) -> Path:
     """The root of a bare system; fetched when there is none of this week.
 
     Raises: subprocess.SubprocessError; what mmdebstrap has against it stands on standard error.
     """
-    options = [f"--aptopt={setting}" for setting in _reaching()]
+    options = [f"--aptopt={setting}" for setting in _apt_network_settings()]
     if system.ubuntu:
         # Its archive has what it makes venvs with in `universe`.
         options += ["--components=main,universe", f"--keyring={_ubuntu_keys(cache, options)}"]
@@ -101,7 +101,7 @@ def _ubuntu_keys(cache: Path, options: Sequence[str]) -> Path:
     return folder / UBUNTU_KEYS
 
 
-def _reaching() -> list[str]:
+def _apt_network_settings() -> list[str]:
     """Proxies and the like: this machine's settings of apt."""
     told = subprocess.run(
         ["apt-config", "dump", "--no-empty", "--format", '%f "%v";%n'],
@@ -110,7 +110,7 @@ def _reaching() -> list[str]:
         check=True,
         timeout=60,
     ).stdout
-    return [line for line in told.splitlines() if REACHING.match(line)]
+    return [line for line in told.splitlines() if APT_NETWORK_SETTING.match(line)]
 
 
 def registry_settings() -> dict[str, str]:
@@ -143,7 +143,7 @@ def registry_settings() -> dict[str, str]:
     return found
 
 
-def furnish(root: Path) -> None:
+def copy_network_settings(root: Path) -> None:
     """Give a root this machine's name service and certificate authorities."""
     for file in (Path("/etc/resolv.conf"), Path("/etc/hosts"), AUTHORITIES):
         if file.exists():

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.fresh import __main__ as fresh
+from tests.fresh.chroot import LEFT_BEHIND, left_behind
 from tests.fresh.commands import counts
-from tests.fresh.inside import LEFT, left_behind
-from tests.fresh.systems import registry_settings, why_not
+from tests.fresh.systems import registry_settings, unsupported_reason
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_tests_are_counted_by_pytests_last_line(line: str, told: dict[str, int])
 
 
 def test_what_outlives_ctrl_c_is_told() -> None:
-    assert left_behind(f"INFO ended\n{LEFT}17 (llama-server) S 1 7\nmake: done\n") == [
+    assert left_behind(f"INFO ended\n{LEFT_BEHIND}17 (llama-server) S 1 7\nmake: done\n") == [
         "17 (llama-server) S 1 7"
     ]
 
@@ -42,7 +42,7 @@ def test_what_is_missing_here_is_told_with_its_remedy(
     assert "root is needed. Remedy: run it as root" in capsys.readouterr().err
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "mmdebstrap" else name)
-    assert why_not() == "programs are missing. Remedy: apt-get install mmdebstrap"
+    assert unsupported_reason() == "programs are missing. Remedy: apt-get install mmdebstrap"
 
 
 def test_a_system_that_is_not_known_is_refused_with_those_that_are(
@@ -58,7 +58,7 @@ def test_two_at_once_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DEPLOY_TEST_CACHE", str(tmp_path))
-    monkeypatch.setattr(fresh, "why_not", lambda: "")
+    monkeypatch.setattr(fresh, "unsupported_reason", lambda: "")
     with (tmp_path / "fresh-lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert fresh.main(["trixie"]) == 2

@@ -33,7 +33,7 @@ HOOKS = (
     'chroot "$1" update-initramfs -u -k all',
     'rm -rf "$1"/var/cache/apt/archives/*.deb "$1"/var/lib/apt/lists/*',
 )
-MODULES = ("in_guest", "placement")
+MODULES = ("guest_report", "placement")
 INIT = f"""#!/bin/sh
 mount -t tmpfs tmpfs /tmp
 mount -t tmpfs tmpfs /run
@@ -42,7 +42,7 @@ cd /tmp
 export HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin
 export PYTHONPATH=/{HOME}:/{HOME}/site PYTHONDONTWRITEBYTECODE=1
 stty raw -echo < /dev/ttyS1
-python3 -m tests.numa.in_guest > /dev/ttyS1
+python3 -m tests.numa.guest_report > /dev/ttyS1
 echo b > /proc/sysrq-trigger
 """
 
@@ -51,14 +51,16 @@ class MachineError(Exception):
     """The machine did not come to its report."""
 
 
-def run_in_two_nodes(parcels: ReleaseFiles, folder: Path) -> str:
-    """What `in_guest` writes on its standard output, in a machine with this checkout's gateway.
+def run_in_two_nodes(release_files: ReleaseFiles, folder: Path) -> str:
+    """What `guest_report` writes on its standard output, in a machine with this checkout's gateway.
 
     `folder` is filled with what the machine is made of. Needs root, `mmdebstrap`, `mkfs.ext4`
     and `qemu-system-x86_64`; a network for the first time.
     """
-    base = debian(parcels.cache, f"numa-{RELEASE}", (RELEASE, PACKAGES, HOOKS), PACKAGES, HOOKS)
-    disk = _disk(base, parcels, folder)
+    base = debian(
+        release_files.cache, f"numa-{RELEASE}", (RELEASE, PACKAGES, HOOKS), PACKAGES, HOOKS
+    )
+    disk = _disk(base, release_files, folder)
     console, report = folder / "console", folder / "report"
     command = [
         *qemu(base, disk, THREADS, console, report),
@@ -86,17 +88,17 @@ def run_in_two_nodes(parcels: ReleaseFiles, folder: Path) -> str:
     return said
 
 
-def _disk(base: Path, parcels: ReleaseFiles, folder: Path) -> Path:
+def _disk(base: Path, release_files: ReleaseFiles, folder: Path) -> Path:
     """Debian, the gateway's packages, the program and an init."""
     root = folder / "root"
     subprocess.run(["cp", "-a", str(base), str(root)], check=True, timeout=120)
     home = root / HOME
     wheels = folder / "wheels"
-    with tarfile.open(parcels.wheelhouse()) as tar:
+    with tarfile.open(release_files.wheelhouse()) as tar:
         # Debian 12's Python takes no `filter=` yet; those that do want one.
         tar.extraction_filter = getattr(tarfile, "data_filter", None)
         tar.extractall(wheels)
-    shutil.copy(parcels.wheel(), wheels)
+    shutil.copy(release_files.wheel(), wheels)
     subprocess.run(
         [
             *(sys.executable, "-m", "pip", "install", "-qq", "--no-index", "--no-deps"),
@@ -107,7 +109,7 @@ def _disk(base: Path, parcels: ReleaseFiles, folder: Path) -> Path:
         timeout=300,
     )
     (home / "models").mkdir()
-    shutil.copy(parcels.model(), home / "models")
+    shutil.copy(release_files.model(), home / "models")
     (home / "tests/numa").mkdir(parents=True)
     for module in MODULES:
         shutil.copy(Path(__file__).with_name(f"{module}.py"), home / "tests/numa")

@@ -21,8 +21,8 @@ CPUS = ["0-3", "4-7"]
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if os.geteuid() != 0:
         pytest.fail("needs root: make test-numa as root, or in a virtual machine")
-    parcels = ReleaseFiles(tmp_path_factory.mktemp("parcels"), cache_folder())
-    said = run_in_two_nodes(parcels, tmp_path_factory.mktemp("machine"))
+    release_files = ReleaseFiles(tmp_path_factory.mktemp("release_files"), cache_folder())
+    said = run_in_two_nodes(release_files, tmp_path_factory.mktemp("machine"))
     told: dict[str, Any] = json.loads(said)
     print(f"booted in {told['boot']:.0f} s, looked at in {told['seconds']:.0f} s")
     assert "error" not in told, f"{told['error']}\n{told['log']}"

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from tests.deploy import base_image
 from tests.deploy.base_image import RELEASE, debian
-from tests.deploy.hosts import Host, Site, furnish, ssh_options
+from tests.deploy.hosts import Host, HostNetwork, configure_root, ssh_options
 from tests.numa import machine
 
 THREADS = 1  # of a core: those of two are looked at where `up` is
 ADDRESS = "10.0.2.15"  # what qemu forwards to
 GATEWAY = "10.0.2.2"
 SERVERS = (8080, 8081)  # ports of llama.cpp
-PATIENCE = 60  # seconds that ssh may take to shake hands
+SSH_TIMEOUT = 60  # seconds that ssh may take to shake hands
 START_LIMIT = 900.0  # seconds until it answers ssh; a minute is enough on a quiet machine
 PACKAGES = (
     *base_image.PACKAGES,
@@ -50,12 +50,12 @@ class Guest(Host):
     ports: dict[int, int]
 
     def ssh(self) -> list[str]:
-        patience = ("-o", f"ConnectTimeout={PATIENCE}", "-p", str(self.ports[22]))
+        patience = ("-o", f"ConnectTimeout={SSH_TIMEOUT}", "-p", str(self.ports[22]))
         return ["ssh", *patience, "-i", str(self.key), *ssh_options(), f"root@{self.address}"]
 
 
 @contextlib.contextmanager
-def guest(name: str, cache: Path, folder: Path) -> Iterator[tuple[Site, Guest]]:
+def guest(name: str, cache: Path, folder: Path) -> Iterator[tuple[HostNetwork, Guest]]:
     """The machine, once it answers ssh; `folder` is filled with what it is made of."""
     made_of = (RELEASE, PACKAGES, HOOKS)
     base = debian(cache, f"numa-host-{RELEASE}", made_of, PACKAGES, HOOKS)
@@ -76,8 +76,8 @@ def guest(name: str, cache: Path, folder: Path) -> Iterator[tuple[Site, Guest]]:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
     try:
         made = Guest(name, "127.0.0.1", base, key, process, ports)
-        _wait(made, folder)
-        yield Site(folder, base, key, {name: made}), made
+        _wait_for_ssh(made, folder)
+        yield HostNetwork(folder, base, key, {name: made}), made
     finally:
         process.kill()
         process.wait()
@@ -87,7 +87,7 @@ def guest(name: str, cache: Path, folder: Path) -> Iterator[tuple[Site, Guest]]:
 def _disk(base: Path, name: str, key: str, folder: Path) -> Path:
     root = folder / "root"
     subprocess.run(["cp", "-a", str(base), str(root)], check=True, timeout=300)
-    furnish(root, name, ADDRESS, key, interface="eth0", gateway=GATEWAY)
+    configure_root(root, name, ADDRESS, key, interface="eth0", gateway=GATEWAY)
     # Its lists of packages count as fresh: there is nowhere to fetch newer ones from.
     os.utime(root / "var/lib/apt/lists")
     stamp = root / "var/lib/apt/periodic/update-success-stamp"
@@ -96,11 +96,11 @@ def _disk(base: Path, name: str, key: str, folder: Path) -> Path:
     return machine.disk_of(root, folder / "disk")
 
 
-def _wait(made: Guest, folder: Path) -> None:
+def _wait_for_ssh(made: Guest, folder: Path) -> None:
     end = time.monotonic() + START_LIMIT
     while made.up and time.monotonic() < end:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if made.run("true", check=False, limit=2 * PATIENCE).returncode == 0:
+            if made.run("true", check=False, limit=2 * SSH_TIMEOUT).returncode == 0:
                 return
         time.sleep(1)
     told = "".join((folder / n).read_text(errors="replace")[-3000:] for n in ("qemu", "console"))

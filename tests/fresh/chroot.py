@@ -12,14 +12,14 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tests.deploy.base_image import CONTAINED
+from tests.deploy.base_image import CONTAINED_COMMAND
 from tests.fresh.systems import NEWCOMER
 
-PLACE = "/home/" + NEWCOMER + "/llama-gateway"
-LEFT = "LEFT BEHIND: "
+CHECKOUT_PATH = "/home/" + NEWCOMER + "/llama-gateway"
+LEFT_BEHIND = "LEFT BEHIND: "
 STOP_LIMIT = 20.0
 # The mounts end with the namespace.
-_ENTER = """
+_ENTER_ROOT = """
 root=$1 user=$2 place=$3; shift 3
 mount --rbind /dev "$root/dev"
 mount --rbind /sys "$root/sys"
@@ -41,22 +41,22 @@ exec /usr/sbin/chroot "$root" sh -c '
 
 
 @contextlib.contextmanager
-def started(
+def running_command(
     root: Path, command: list[str], output: Path, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command in `PLACE` as a plain user; with the block it ends, and all that it started."""
     variables = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "HOME": str(Path(PLACE).parent),
+        "HOME": str(Path(CHECKOUT_PATH).parent),
         "USER": NEWCOMER,
         "LANG": "C.UTF-8",
         "TERM": "dumb",
         **environment,
     }
-    told = [str(root), NEWCOMER, PLACE, *command]
+    told = [str(root), NEWCOMER, CHECKOUT_PATH, *command]
     with output.open("wb") as file:
         process = subprocess.Popen(
-            [*CONTAINED, "--", "sh", "-euc", _ENTER, "sh", *told],
+            [*CONTAINED_COMMAND, "--", "sh", "-euc", _ENTER_ROOT, "sh", *told],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -77,4 +77,8 @@ def interrupt(process: subprocess.Popen[bytes]) -> None:
 
 def left_behind(output: str) -> list[str]:
     """The processes that a command had not ended when it ended itself."""
-    return [line.removeprefix(LEFT) for line in output.splitlines() if line.startswith(LEFT)]
+    return [
+        line.removeprefix(LEFT_BEHIND)
+        for line in output.splitlines()
+        if line.startswith(LEFT_BEHIND)
+    ]

@@ -13,7 +13,7 @@ import openai as package
 import pytest
 import pytest_asyncio
 
-from tests.api.site import FIXED, HELLO, Site, a_site, broken_off, busy, until_busy
+from tests.api.site import FIXED, HELLO, Site, broken_off, busy, running_site, until_busy
 from tests.gateways import NO_TLS, until
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
@@ -29,7 +29,7 @@ HELD = {"timeouts": {"silence": 600}}
 async def narrow(tmp_path: Path, narrow_url: str) -> AsyncIterator[Site]:
     """A gateway over one server with one slot, which is free before and after."""
     await until_busy(narrow_url, 0)
-    async with a_site(tmp_path, [narrow_url], HELD) as site:
+    async with running_site(tmp_path, [narrow_url], HELD) as site:
         yield site
     await until_busy(narrow_url, 0)
 

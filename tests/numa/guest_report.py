@@ -37,25 +37,25 @@ def main() -> None:
     try:
         told = subprocess.run([*GATEWAY, "topology", "--json"], capture_output=True, check=True)
         report["topology"] = json.loads(told.stdout)
-        say("topology told")
+        log_progress("topology told")
         settings = Path("/tmp/gateway.yaml")
         settings.write_text(SETTINGS)
         with LOG.open("wb") as log:
             command = [*GATEWAY, "up", "--model", MODEL, "--mlock", "--config", str(settings)]
             up = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            report["nodes"] = nodes_ready(up)
-            say(f"nodes: {report['nodes']}")
+            report["nodes"] = wait_for_nodes(up)
+            log_progress(f"nodes: {report['nodes']}")
             report["servers"] = [placement(pid) for pid in children(up.pid)]
             with ThreadPoolExecutor(CHATS) as pool:
                 report["chats"] = list(pool.map(chat, range(CHATS)))
-            say(f"chats: {report['chats']}")
+            log_progress(f"chats: {report['chats']}")
             # Once more: where the caches lie is known best after they were used.
             report["servers_later"] = [placement(pid) for pid in children(up.pid)]
         finally:
             up.send_signal(signal.SIGTERM)
             report["status"] = up.wait(120)
-            say(f"ended: {report['status']}")
+            log_progress(f"ended: {report['status']}")
         report["left"] = children(1, "gateway.tools.local.embedded")
     except Exception as error:  # noqa: BLE001 - whatever it is, the test shall see it
         report["error"] = repr(error)
@@ -64,13 +64,13 @@ def main() -> None:
     sys.stdout.write(json.dumps(report) + "\n")
 
 
-def say(what: str) -> None:
+def log_progress(what: str) -> None:
     """A line on the machine's console, for whoever waits."""
     seconds = Path("/proc/uptime").read_text().split()[0]
     print(f"{seconds} s: {what}", file=sys.stderr, flush=True)
 
 
-def nodes_ready(up: subprocess.Popen[bytes]) -> dict[str, str]:
+def wait_for_nodes(up: subprocess.Popen[bytes]) -> dict[str, str]:
     """The nodes and their states, once all are ready."""
     end = time.monotonic() + START_LIMIT
     states: dict[str, str] = {}
