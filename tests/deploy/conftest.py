@@ -77,8 +77,8 @@ def create_key(name: str) -> ClientKey:
     """Create a key as an operator does."""
     program = Path(sys.executable).with_name("llama-gateway")
     command = [str(program), "keys", "create", "--id", name, "--name", name, "--json"]
-    told = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
-    entry: dict[str, str] = json.loads(told)
+    output = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+    entry: dict[str, str] = json.loads(output)
     return ClientKey(entry.pop("key"), entry)
 
 
@@ -107,16 +107,16 @@ class DeployedFleet:
         url = f"{self.url}/v1/chat/completions"
         answer = httpx.post(url, json=body, headers=self.headers, verify=False, timeout=60)
         assert answer.status_code == 200, answer.text
-        told: dict[str, Any] = answer.json()
-        return told
+        completion: dict[str, Any] = answer.json()
+        return completion
 
     def nodes(self) -> dict[str, dict[str, Any]]:
         """The gateway's nodes, by name."""
-        told = self.hosts["gw"].run(
+        output = self.hosts["gw"].run(
             "/opt/llama-gateway/current/bin/llama-gateway nodes --json"
             " --config /etc/llama-gateway/gateway.yaml"
         )
-        return {node["name"]: node for node in json.loads(told.stdout)["nodes"]}
+        return {node["name"]: node for node in json.loads(output.stdout)["nodes"]}
 
 
 @pytest.fixture(scope="session")

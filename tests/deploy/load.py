@@ -102,7 +102,7 @@ def _complete(text: str) -> bool:
 
 
 def main() -> None:
-    """`python -m tests.deploy.load URL SECONDS`: load the fleet for so long, and print the result."""
+    """`python -m tests.deploy.load URL SECONDS`: load a fleet for so long, print the result."""
     import sys
 
     with DeployLoad(sys.argv[1]) as load:

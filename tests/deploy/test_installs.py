@@ -1,4 +1,4 @@
-"""llama.cpp by an archive of binaries, by a package, by source; each serves a chat."""
+"""llama.cpp from an archive of binaries, a package and source; each serves a chat."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
 
 def install(fleet: DeployedFleet, how: str, archive: Path, **more: Any) -> str:
-    """Put one node's llama.cpp in by this way; what its unit says afterwards."""
+    """Install llama.cpp on one node in this way. Returns the text of its unit."""
     named = {
         "llama_node_archive_file": str(archive),
         "llama_node_archive_sha256": llama_archives.sha256(archive),
@@ -62,7 +62,7 @@ def test_memory_is_locked_without_root(
     pid = host.run("systemctl show -p MainPID --value llama-server-numa0").stdout.strip()
     assert "--mlock" in host.run(f"tr '\\0' ' ' < /proc/{pid}/cmdline").stdout
     locked = host.run(f"sed -n 's/^VmLck:[^0-9]*//p' /proc/{pid}/status").stdout.split()[0]
-    assert int(locked) > 16 << 10  # KiB; what the manager allows without the capability is 8 MiB
+    assert int(locked) > 16 << 10  # KiB; without the capability the limit is 8 MiB
     limits = host.run(f"grep -E '^(Uid|CapEff)' /proc/{pid}/status").stdout.split()
     assert limits[1] != "0"  # not root
     assert int(limits[-1], 16) == 1 << 14  # CAP_IPC_LOCK, linux/capability.h, and no other

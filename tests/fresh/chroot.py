@@ -1,6 +1,6 @@
-"""Commands in the root of a bare system, and what is left when they have ended: nothing.
+"""Runs commands in the root of a bare system, and finds processes that they leave behind.
 
-They see this machine's network, devices and processors, but not its files and processes.
+Commands see this machine's network, devices and processors, but not its files and processes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ exec /usr/sbin/chroot "$root" sh -c '
 def running_command(
     root: Path, command: list[str], output: Path, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command in `PLACE` as a plain user; with the block it ends, and all that it started."""
+    """Run a command in the checkout as a plain user; it and its children end with the block."""
     variables = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": str(Path(CHECKOUT_PATH).parent),
@@ -53,10 +53,10 @@ def running_command(
         "TERM": "dumb",
         **environment,
     }
-    told = [str(root), NEWCOMER, CHECKOUT_PATH, *command]
+    arguments = [str(root), NEWCOMER, CHECKOUT_PATH, *command]
     with output.open("wb") as file:
         process = subprocess.Popen(
-            [*CONTAINED_COMMAND, "--", "sh", "-euc", _ENTER_ROOT, "sh", *told],
+            [*CONTAINED_COMMAND, "--", "sh", "-euc", _ENTER_ROOT, "sh", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -71,12 +71,12 @@ def running_command(
 
 
 def interrupt(process: subprocess.Popen[bytes]) -> None:
-    """What Ctrl-C does in a terminal: each process of the group gets SIGINT."""
+    """Send SIGINT to each process of the group, as Ctrl-C does in a terminal."""
     os.killpg(process.pid, signal.SIGINT)
 
 
 def left_behind(output: str) -> list[str]:
-    """The processes that a command had not ended when it ended itself."""
+    """The processes that were still running when a command ended."""
     return [
         line.removeprefix(LEFT_BEHIND)
         for line in output.splitlines()

@@ -1,4 +1,4 @@
-"""Small faults put into source code: where one can be made, and the source with it."""
+"""Mutants: the small faults that can be put into a module's source."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ OPERATOR_SWAPS: dict[type[ast.AST], str] = {
     ast.BitAnd: "|",
     ast.BitOr: "&",
 }
-"""An operator and what takes its place."""
+"""Operators, each with its replacement."""
 LOGGERS = {"_log", "log", "logger"}
-"""Calls on these only log: a fault there is none that a user would notice."""
+"""Calls of these objects only log, so users would not notice a fault there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One fault: a piece of a file's source, and what stands there instead."""
+    """One fault: a piece of a file's source, and its replacement."""
 
     path: Path
     begin: int
@@ -64,9 +64,9 @@ def sample(root: Path, folders: Sequence[str], count: int, seed: int) -> list[Mu
 
 
 def find_again(root: Path, folders: Sequence[str], described: Iterable[str]) -> list[Mutant]:
-    """Return the mutants that were told of as text, in code that may have moved by some lines.
+    """Return the mutants with these descriptions; their lines may have moved.
 
-    What is no longer there is left out.
+    Mutants of code that no longer exists are left out.
     """
     same: dict[str, list[Mutant]] = {}
     for mutant in _all(root, folders):
@@ -90,7 +90,7 @@ def _all(root: Path, folders: Sequence[str]) -> list[Mutant]:
 
 
 def mutants(path: Path, root: Path) -> Iterator[Mutant]:
-    """Yield every fault that can be made in one module."""
+    """Yield all mutants of one module."""
     data = (root / path).read_bytes()
     starts = [0]
     for line in data.splitlines(keepends=True):
@@ -110,7 +110,7 @@ def mutants(path: Path, root: Path) -> Iterator[Mutant]:
 
 
 def _executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """Walk through what runs: neither annotations nor what only logs or only type checkers see."""
+    """Walk through executed code: neither annotations, nor calls that log, nor TYPE_CHECKING."""
     for name, value in ast.iter_fields(tree):
         if name in {"annotation", "returns", "type_params", "decorator_list"}:
             continue

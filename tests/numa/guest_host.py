@@ -1,7 +1,6 @@
-"""The machine of two sockets as a host for a playbook: systemd and sshd, at a port of this machine.
+"""The machine of two sockets as a host for a playbook, with systemd and sshd.
 
-The guest sees no network but this machine, and this machine sees the ports of the guest that are
-forwarded to it.
+The guest reaches no network but this machine, and this machine reaches the guest's forwarded ports.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from tests.deploy.base_image import RELEASE, debian
 from tests.deploy.hosts import Host, HostNetwork, configure_root, ssh_options
 from tests.numa import machine
 
-THREADS = 1  # of a core: those of two are looked at where `up` is
-ADDRESS = "10.0.2.15"  # what qemu forwards to
+THREADS = 1  # per core; cores with two threads are tested with `up`
+ADDRESS = "10.0.2.15"  # the guest's address, to which qemu forwards
 GATEWAY = "10.0.2.2"
 SERVERS = (8080, 8081)  # ports of llama.cpp
-SSH_TIMEOUT = 60  # seconds that ssh may take to shake hands
-START_LIMIT = 900.0  # seconds until it answers ssh; a minute is enough on a quiet machine
+SSH_TIMEOUT = 60  # seconds for a handshake of ssh
+START_LIMIT = 900.0  # seconds until it answers ssh; on a quiet machine it takes a minute
 PACKAGES = (
     *base_image.PACKAGES,
-    # What the role asks apt for is there: without a network it can't be fetched.
+    # Packages that the role installs, which can't be fetched without a network.
     *("python3-venv", "libgomp1", "linux-image-cloud-amd64"),
 )
 HOOKS = (
@@ -45,18 +44,18 @@ HOOKS = (
 
 @dataclass(slots=True)
 class Guest(Host):
-    """`ports` are this machine's, by those of the guest."""
+    """The guest; `ports`: the guest's port -> this machine's forwarded port."""
 
     ports: dict[int, int]
 
     def ssh(self) -> list[str]:
-        patience = ("-o", f"ConnectTimeout={SSH_TIMEOUT}", "-p", str(self.ports[22]))
-        return ["ssh", *patience, "-i", str(self.key), *ssh_options(), f"root@{self.address}"]
+        options = ("-o", f"ConnectTimeout={SSH_TIMEOUT}", "-p", str(self.ports[22]))
+        return ["ssh", *options, "-i", str(self.key), *ssh_options(), f"root@{self.address}"]
 
 
 @contextlib.contextmanager
 def guest(name: str, cache: Path, folder: Path) -> Iterator[tuple[HostNetwork, Guest]]:
-    """The machine, once it answers ssh; `folder` is filled with what it is made of."""
+    """Run the machine; yields once it answers ssh. Its files are made in `folder`."""
     made_of = (RELEASE, PACKAGES, HOOKS)
     base = debian(cache, f"numa-host-{RELEASE}", made_of, PACKAGES, HOOKS)
     key, console = folder / "key", folder / "console"
@@ -72,12 +71,12 @@ def guest(name: str, cache: Path, folder: Path) -> Iterator[tuple[HostNetwork, G
         *("-netdev", ",".join(["user", "id=net", "restrict=on", *forwards])),
         *("-device", "virtio-net-pci,netdev=net,romfile="),
     ]
-    with (folder / "qemu").open("wb") as said:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+    with (folder / "qemu").open("wb") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     try:
-        made = Guest(name, "127.0.0.1", base, key, process, ports)
-        _wait_for_ssh(made, folder)
-        yield HostNetwork(folder, base, key, {name: made}), made
+        host = Guest(name, "127.0.0.1", base, key, process, ports)
+        _wait_for_ssh(host, folder)
+        yield HostNetwork(folder, base, key, {name: host}), host
     finally:
         process.kill()
         process.wait()
@@ -88,7 +87,7 @@ def _disk(base: Path, name: str, key: str, folder: Path) -> Path:
     root = folder / "root"
     subprocess.run(["cp", "-a", str(base), str(root)], check=True, timeout=300)
     configure_root(root, name, ADDRESS, key, interface="eth0", gateway=GATEWAY)
-    # Its lists of packages count as fresh: there is nowhere to fetch newer ones from.
+    # The package lists must count as fresh, since newer ones can't be fetched.
     os.utime(root / "var/lib/apt/lists")
     stamp = root / "var/lib/apt/periodic/update-success-stamp"
     stamp.parent.mkdir(parents=True, exist_ok=True)
@@ -96,21 +95,21 @@ def _disk(base: Path, name: str, key: str, folder: Path) -> Path:
     return machine.disk_of(root, folder / "disk")
 
 
-def _wait_for_ssh(made: Guest, folder: Path) -> None:
+def _wait_for_ssh(host: Guest, folder: Path) -> None:
     end = time.monotonic() + START_LIMIT
-    while made.up and time.monotonic() < end:
+    while host.up and time.monotonic() < end:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if made.run("true", check=False, limit=2 * SSH_TIMEOUT).returncode == 0:
+            if host.run("true", check=False, limit=2 * SSH_TIMEOUT).returncode == 0:
                 return
         time.sleep(1)
-    told = "".join((folder / n).read_text(errors="replace")[-3000:] for n in ("qemu", "console"))
-    raise machine.MachineError(f"{made.name} does not answer ssh:\n{told}")
+    logs = "".join((folder / n).read_text(errors="replace")[-3000:] for n in ("qemu", "console"))
+    raise machine.MachineError(f"{host.name} does not answer ssh:\n{logs}")
 
 
-def _free_ports(*wanted: int) -> dict[int, int]:
+def _free_ports(*guest_ports: int) -> dict[int, int]:
     with contextlib.ExitStack() as stack:
         ports = {}
-        for port in wanted:
+        for port in guest_ports:
             taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             ports[port] = taken.getsockname()[1]
         return ports

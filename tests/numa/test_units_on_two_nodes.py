@@ -1,4 +1,4 @@
-"""The units of `llama_node` on two sockets: played over ssh, and looked at as they run."""
+"""The units of the role llama_node on two sockets, deployed over ssh and inspected as they run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.numa import placement
 from tests.numa.guest_host import SERVERS, SSH_TIMEOUT, Guest, guest
 from tests.numa.machine import CORES, SOCKETS
 
-PLAY_LIMIT = 3600  # seconds; 23 minutes were seen on a machine with much else to do
+PLAY_LIMIT = 3600  # seconds; on a busy machine it took 23 minutes
 pytestmark = [pytest.mark.net, pytest.mark.timeout(2 * PLAY_LIMIT)]
 
 NAME = "two-sockets"
@@ -36,14 +36,14 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ControlM
         pytest.fail("needs root: make test-numa as root, or in a virtual machine")
     release_files = ReleaseFiles(tmp_path_factory.mktemp("release_files"), cache_folder())
     began = time.monotonic()
-    with guest(NAME, release_files.cache, tmp_path_factory.mktemp("machine")) as (site, made):
+    with guest(NAME, release_files.cache, tmp_path_factory.mktemp("machine")) as (site, host):
         print(f"answers ssh after {time.monotonic() - began:.0f} s")
         control = ControlMachine(ansible_programs(), tmp_path_factory.mktemp("control"), site)
         control.limit = PLAY_LIMIT
-        # The gateway is a host that the plays leave alone.
+        # The plays don't touch the gateway's host.
         control.groups = {"llama_nodes": [NAME], "gateway": ["gw"]}
         control.variables = {
-            "ansible_port": made.ports[22],
+            "ansible_port": host.ports[22],
             "ansible_timeout": SSH_TIMEOUT,
             "ansible_ssh_common_args": " ".join(HOST_KEYS),
             "llama_gateway_release_wheel": str(release_files.wheel()),
@@ -52,7 +52,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ControlM
             "llama_node_context": 2048,
             "llama_node_mlock": True,
         }
-        yield control, made
+        yield control, host
 
 
 def play(control: ControlMachine) -> PlaybookResult:
@@ -64,15 +64,15 @@ def play(control: ControlMachine) -> PlaybookResult:
 
 @pytest.fixture(scope="module")
 def node(machine: tuple[ControlMachine, Guest]) -> Guest:
-    """The host that the playbook has made a node of."""
-    control, made = machine
+    """The host, which the playbook has made a node."""
+    control, host = machine
     assert set(play(control).changed) == {NAME}
-    return made
+    return host
 
 
 @pytest.fixture(scope="module")
 def units(node: Guest) -> list[dict[str, str]]:
-    """What systemd says of each unit, in the order of the NUMA nodes."""
+    """systemd's properties of each unit, in the order of the NUMA nodes."""
     told = node.run(f"systemctl show -p {SHOWN} {' '.join(UNITS)}", limit=2 * SSH_TIMEOUT).stdout
     return [dict(re.findall(r"^(\w+)=(.*)$", one, re.MULTILINE)) for one in told.split("\n\n")]
 
@@ -89,11 +89,11 @@ def chats(node: Guest) -> list[httpx.Response]:
 def servers(
     node: Guest, units: list[dict[str, str]], chats: list[httpx.Response]
 ) -> list[dict[str, Any]]:
-    """Where each server is, as the kernel tells: after a chat, when its caches were used."""
+    """The placement of each server after a chat, when its caches have been used."""
     program = Path(placement.__file__).read_text()
     pids = " ".join(unit["MainPID"] for unit in units)
-    said = node.run(f"python3 - {pids} <<'END'\n{program}\nEND", limit=4 * SSH_TIMEOUT).stdout
-    told: list[dict[str, Any]] = json.loads(said)
+    output = node.run(f"python3 - {pids} <<'END'\n{program}\nEND", limit=4 * SSH_TIMEOUT).stdout
+    told: list[dict[str, Any]] = json.loads(output)
     return told
 
 
@@ -146,7 +146,9 @@ def test_each_has_a_copy_of_the_model_and_locks_it_without_root(
         assert server["locked_kib"] > 3500
 
 
-def test_each_server_is_well_and_answers_a_chat(node: Guest, chats: list[httpx.Response]) -> None:
+def test_each_server_is_healthy_and_answers_a_chat(
+    node: Guest, chats: list[httpx.Response]
+) -> None:
     for port in SERVERS:
         told = httpx.get(f"http://127.0.0.1:{node.ports[port]}/health", timeout=SSH_TIMEOUT)
         assert told.status_code == 200

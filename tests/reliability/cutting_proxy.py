@@ -1,4 +1,4 @@
-"""A TCP proxy in front of a server that breaks a stream off at a chosen event."""
+"""A TCP proxy in front of a server, which cuts a stream at a chosen event."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ METHODS = (b"GET ", b"POST ")
 
 @dataclass(slots=True)
 class CutPlan:
-    """Shared by the proxies of a fleet: the next stream to get so far is cut, and no other."""
+    """Where the next stream is cut; shared by the proxies of a fleet, of which one cuts."""
 
     after: int | None = None
-    """Events with data, the stream's first included; None: nothing is cut."""
+    """The cut comes after this many events with data; None: no cut."""
     within: int = 0
-    """Bytes of the next event that still pass, so that half a one may be the last."""
+    """Bytes of the next event that still pass, so that an event may be cut too."""
     path: bytes = b"POST "
-    """Only replies to requests that begin so count."""
+    """Only responses to requests that begin with this are cut."""
     passed: bytes = b""
-    """What of the stream that was cut had passed, chunk framing included."""
+    """The bytes of the cut stream that had passed, with head and chunk framing."""
     cuts: int = 0
 
     def arm(self, after: int, within: int = 0) -> None:
-        """Cut the next stream there."""
+        """Cut the next stream at this place."""
         self.after, self.within, self.passed = after, within, b""
 
 
 @dataclass(slots=True)
 class CuttingProxy:
-    """Passes bytes on in both directions, until the plan says that this is enough."""
+    """Passes bytes on in both directions until the planned cut."""
 
     plan: CutPlan
     host: str
@@ -40,24 +40,24 @@ class CuttingProxy:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
+        """Serve one connection."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         try:
-            # Python 3.11 prints what is cancelled in here as an error.
+            # Python 3.11 prints a cancellation in a connection's callback as an error.
             with contextlib.suppress(OSError, asyncio.CancelledError):
-                there, back = await asyncio.open_connection(self.host, self.port)
+                server_reader, server_writer = await asyncio.open_connection(self.host, self.port)
                 try:
-                    await self._pass(reader, writer, there, back)
+                    await self._pass(reader, writer, server_reader, server_writer)
                 finally:
-                    back.transport.abort()
+                    server_writer.transport.abort()
         finally:
             writer.transport.abort()
             self._tasks.discard(task)
 
     async def close(self) -> None:
-        """End what is still open."""
+        """End all open connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -66,21 +66,21 @@ class CuttingProxy:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        there: asyncio.StreamReader,
-        back: asyncio.StreamWriter,
+        server_reader: asyncio.StreamReader,
+        server_writer: asyncio.StreamWriter,
     ) -> None:
-        asked = bytearray()
+        request_start = bytearray()
 
         async def forth() -> None:
             while data := await reader.read(65536):
-                if data.startswith(METHODS):  # and is no further piece of a request
-                    asked.clear()
-                    asked.extend(data[:64])
-                back.write(data)
-                await back.drain()
+                if data.startswith(METHODS):  # the beginning of a request
+                    request_start.clear()
+                    request_start.extend(data[:64])
+                server_writer.write(data)
+                await server_writer.drain()
 
         sending = asyncio.create_task(forth())
-        receiving = asyncio.create_task(self._receive(there, writer, asked))
+        receiving = asyncio.create_task(self._receive(server_reader, writer, request_start))
         try:
             await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -89,14 +89,17 @@ class CuttingProxy:
             await asyncio.gather(sending, receiving, return_exceptions=True)
 
     async def _receive(
-        self, there: asyncio.StreamReader, writer: asyncio.StreamWriter, asked: bytearray
+        self,
+        server_reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        request_start: bytearray,
     ) -> None:
         seen = b""
-        while data := await there.read(65536):
+        while data := await server_reader.read(65536):
             if data.startswith(b"HTTP/1.1 "):
                 seen = b""
             plan = self.plan
-            if plan.after is not None and asked.startswith(plan.path):
+            if plan.after is not None and request_start.startswith(plan.path):
                 seen += data
                 if b"text/event-stream" in seen[:2048]:
                     end = _end_of(seen, plan.after)
@@ -114,15 +117,15 @@ class CuttingProxy:
 
 
 async def _flushed(writer: asyncio.StreamWriter) -> None:
-    """Wait until the kernel has it all, for an abort drops what it has not."""
-    while writer.transport.get_write_buffer_size():  # noqa: ASYNC110 - nothing tells of it
+    """Wait until the kernel has all bytes; an abort would drop the others."""
+    while writer.transport.get_write_buffer_size():  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0.001)
-    # A reset overtakes what the reader has not read yet.
+    # A reset discards bytes that the peer has not read yet.
     await asyncio.sleep(0.02)
 
 
 def _end_of(seen: bytes, events: int) -> int | None:
-    """Where so many events with data end, if they have come."""
+    """The end of the given number of events with data; None if they have not come yet."""
     place = 0
     for _ in range(events):
         start = seen.find(b"data: ", place)
@@ -134,7 +137,7 @@ def _end_of(seen: bytes, events: int) -> int | None:
 
 @contextlib.asynccontextmanager
 async def cutting_proxies(urls: list[str], plan: CutPlan) -> AsyncIterator[list[str]]:
-    """A proxy in front of each of these servers; gives the proxies' URLs."""
+    """Run a proxy in front of each server. Yields the proxies' URLs."""
     async with contextlib.AsyncExitStack() as stack:
         proxies = []
         for url in urls:

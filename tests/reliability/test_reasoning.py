@@ -1,4 +1,4 @@
-"""Streams of real servers that reason, cut anywhere: the client sees them uninterrupted."""
+"""Reasoning streams of real servers, cut anywhere: the client sees them uninterrupted."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tests.servers import start_demo_servers
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ASKED: dict[str, dict[str, Any]] = {
+BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"stream_options": {"include_usage": True}},
     "/v1/messages": {},
 }
 TOKENS = 20
 HALF_A_WORD = 2
 QUESTIONS = [("Hello there", False, 6), ("winter", False, 2), ("winter", True, 6)]
-"""What is asked, whether the answer is to end at a word, and every how many events it is cut.
+"""Prompt, whether the answer ends at a stop sequence, and the step between two cuts in events.
 
-The first is thought of to the end. The second is cut everywhere: with one kind of marks at the odd
-places of a dialect, with the other at its even ones.
+The answer to the first consists of reasoning alone. The second is cut everywhere: with text tokens
+as marks at the odd events of an API, with control tokens at the even ones, or the reverse.
 """
 CLOSED = -14.0
-"""What is taken from the odds of the closing mark: thoughts are of some ten words."""
+"""Logit penalty of the closing mark, so that the reasoning has some ten words."""
 OPENED = "{{- '<|im_start|>assistant\\n' }}"
 CONTENT = "{%- if message.content %}"
 THOUGHT = (
@@ -44,9 +44,9 @@ THOUGHT = (
     scope="module", params=[TokenType.USER_DEFINED, TokenType.CONTROL], ids=["text", "control"]
 )
 def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """The demo model, taught a thought: its template opens one, and it closes it by itself.
+    """The demo model with reasoning: its template opens it, and the model closes it.
 
-    The marks are tokens that are written as text, or not.
+    The marks are tokens that are written as text (USER_DEFINED), or not (CONTROL).
     """
     marks = [Token(text, 0.0, request.param) for text in ("<think>", "</think>")]
     tokens = [*vocabulary(), *marks]
@@ -64,8 +64,8 @@ def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 async def streamed(running: Running, path: str, words: str, stop: str | None) -> list[Any]:
-    """The data of its events."""
-    body = ASKED[path] | {"messages": [{"role": "user", "content": words}]}
+    """The data of a stream's events."""
+    body = BODIES[path] | {"messages": [{"role": "user", "content": words}]}
     body |= {"stream": True, "temperature": 0, "max_tokens": TOKENS}
     if stop:
         body["stop_sequences" if path == "/v1/messages" else "stop"] = [stop]
@@ -74,8 +74,8 @@ async def streamed(running: Running, path: str, words: str, stop: str | None) ->
     return [msgspec.json.decode(one) for one in data if one and one != b"[DONE]"]
 
 
-def shown(values: list[Any]) -> list[Any]:
-    """What its client sees of a stream, with text that comes in a row put together."""
+def as_client_sees(values: list[Any]) -> list[Any]:
+    """What a client sees of a stream, with consecutive texts joined."""
     found: list[Any] = []
 
     def add(*kind: Any, text: str) -> None:
@@ -102,22 +102,22 @@ def shown(values: list[Any]) -> list[Any]:
     return found
 
 
-def thought_of(values: list[Any]) -> str:
-    """What was thought."""
+def reasoning_of(values: list[Any]) -> str:
+    """The reasoning's text."""
     deltas = [value.get("delta") or {} for value in values]
     deltas += [choice["delta"] for value in values for choice in value.get("choices", ())]
     return "".join(d.get("thinking") or d.get("reasoning_content") or "" for d in deltas)
 
 
 def text_of(values: list[Any]) -> str:
-    """What was answered."""
+    """The answer's text."""
     deltas = [value.get("delta") or {} for value in values]
     deltas += [choice["delta"] for value in values for choice in value.get("choices", ())]
     return "".join(d.get("text") or d.get("content") or "" for d in deltas)
 
 
-@pytest.mark.parametrize("path", ASKED)
-async def test_what_reasons_goes_on_wherever_it_is_cut(
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_reasoning_stream_is_resumed_wherever_it_is_cut(
     tmp_path: Path, path: str, model: Path
 ) -> None:
     plan = CutPlan()
@@ -129,20 +129,20 @@ async def test_what_reasons_goes_on_wherever_it_is_cut(
         running_gateway(tmp_path, urls, SETTINGS | {"retries": retries}) as running,
     ):
         begin = 1 + ((model.stem == TokenType.CONTROL.name) is (path == "/v1/messages"))
-        for words, ends, step in QUESTIONS:
+        for words, with_stop, step in QUESTIONS:
             stop = None
-            if ends:
+            if with_stop:
                 # From the middle of one word of the answer, which is a token, to that of another.
                 text = text_of(await streamed(running, path, words, None))
                 stop = " ".join(text.split(" ")[2:4])[HALF_A_WORD:-HALF_A_WORD]
             whole = await streamed(running, path, words, stop)
-            assert thought_of(whole)
+            assert reasoning_of(whole)
             assert bool(text_of(whole)) is (words != "Hello there")
-            expected = shown(whole)
+            expected = as_client_sees(whole)
             for after in range(begin, len(whole), step):
-                if ends and path != "/v1/messages" and after == len(whole) - 1:
-                    continue  # the tokens of a stop word are told by the event that is missing
+                if with_stop and path != "/v1/messages" and after == len(whole) - 1:
+                    continue  # the missing event has the tokens of the stop sequence
                 cuts = plan.cuts
                 plan.arm(after)
-                assert shown(await streamed(running, path, words, stop)) == expected, after
+                assert as_client_sees(await streamed(running, path, words, stop)) == expected, after
                 assert plan.cuts == cuts + 1

@@ -1,4 +1,4 @@
-"""Streams of real servers that end at a word, cut before its end: the word still ends them."""
+"""Streams of real servers that are cut within a stop sequence still end at it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.servers import start_demo_servers
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TALK = {"messages": [{"role": "user", "content": "Hello there"}]}
-ASKED: dict[str, dict[str, Any]] = {
+BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {**TALK, "stop": []},
     "/v1/completions": {"prompt": "Hello there", "stop": []},
     "/v1/messages": {**TALK, "stop_sequences": []},
@@ -27,8 +27,8 @@ HALF_A_WORD = 2
 
 
 async def streamed(running: Running, path: str, stop: str | None) -> tuple[str, str, int]:
-    """The text, why it ended, and how many events with data it had."""
-    body = ASKED[path] | {"stream": True, "temperature": 0, "max_tokens": TOKENS}
+    """Text, finish reason and number of events with data of a stream."""
+    body = BODIES[path] | {"stream": True, "temperature": 0, "max_tokens": TOKENS}
     for name in ("stop", "stop_sequences"):
         if name in body:
             body[name] = [stop] if stop else []
@@ -46,8 +46,8 @@ async def streamed(running: Running, path: str, stop: str | None) -> tuple[str, 
     return text, reason, sum(1 for one in data if one)
 
 
-@pytest.mark.parametrize("path", ASKED)
-async def test_a_word_that_ends_an_answer_ends_it_across_the_seam(
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_stop_sequence_ends_the_answer_across_a_splice_point(
     tmp_path: Path, path: str
 ) -> None:
     plan = CutPlan()
