@@ -1,4 +1,4 @@
-"""Clients that leave, and what a server with a single slot is given meanwhile."""
+"""Clients that disconnect, and the load of a server with a single slot meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
 PATH = "/v1/chat/completions"
 SHORT: dict[str, Any] = {"messages": HELLO, "max_tokens": 8, **FIXED}
 LONG = SHORT | {"max_tokens": 15_000, "stream": True}
-# A slot is held for so many seconds at most, and on a slow machine the server needs many.
+# The silence timeout also limits how long a slot is held; on a slow machine the server needs long.
 HELD = {"timeouts": {"silence": 600}}
 
 
@@ -49,23 +49,24 @@ async def test_a_stream_that_is_left_frees_its_slot_at_once(narrow: Site, narrow
     await narrow.until_idle()
     [record] = narrow.records
     assert (record.status, record.reason, record.attempts) == (499, "client_closed", 1)
-    assert record.completion_tokens > 0  # what was generated counts, though it was cut short
+    assert record.completion_tokens > 0  # generated tokens count though the answer was cut
     assert the_node(narrow).failures == 0
 
 
 async def test_a_plain_request_that_is_left_frees_its_slot_at_once(
     narrow: Site, narrow_url: str
 ) -> None:
-    # By itself llama.cpp generates to the end of a plain request though nobody reads it any more.
+    # llama.cpp alone would finish a plain answer though its client has left.
     body = SHORT | {"max_tokens": 15_000}
-    asked = asyncio.create_task(narrow.http.post(PATH, json=body))
+    sent = asyncio.create_task(narrow.http.post(PATH, json=body))
     await until_busy(narrow_url, 1)
     await until(
         lambda: any(
-            live.attempt and live.attempt.event_count > 5 for live in narrow.gateway.registry
+            in_flight.attempt and in_flight.attempt.event_count > 5
+            for in_flight in narrow.gateway.registry
         )
     )
-    asked.cancel()
+    sent.cancel()
     await until_busy(narrow_url, 0)
     assert await broken_off(narrow_url)
     await until(lambda: narrow.records)
@@ -75,20 +76,20 @@ async def test_a_plain_request_that_is_left_frees_its_slot_at_once(
 
 
 @pytest.mark.slow
-async def test_what_can_only_be_answered_plainly_holds_its_slot_until_the_server_has_let_go(
+async def test_a_request_that_cannot_be_streamed_holds_its_slot_until_the_server_frees_it(
     narrow: Site, narrow_url: str
 ) -> None:
     begun = [*HELLO, {"role": "assistant", "content": "well"}]
     body = SHORT | {"max_tokens": 1000, "messages": begun}
-    asked = asyncio.create_task(narrow.http.post(PATH, json=body))
+    sent = asyncio.create_task(narrow.http.post(PATH, json=body))
     await until_busy(narrow_url, 1)
-    asked.cancel()
+    sent.cancel()
     await until(lambda: narrow.records)
     assert narrow.records[0].status == 499
     assert narrow.leased == {"node-0": 1}
     queued = asyncio.create_task(narrow.http.post(PATH, json=SHORT))
     await until(narrow.gateway.scheduler.queue_positions)
-    # Nothing reaches the server while it is still at work for nobody.
+    # The server gets no request while it still works for the client that has left.
     while not queued.done():
         assert await deferred(narrow_url) == 0
     assert (await queued).status_code == 200
@@ -99,14 +100,14 @@ async def test_what_can_only_be_answered_plainly_holds_its_slot_until_the_server
 async def test_a_client_that_gives_up_gets_its_own_error_and_frees_the_slot(
     narrow: Site, narrow_url: str
 ) -> None:
-    # It has asked before it gives up, however slow this machine is; and it says that it will wait
-    # longer than it does, else the gateway could be the first to give up.
+    # The client sends its request before it gives up, however slow this machine is. It announces a
+    # longer timeout than it has, or the gateway could give up first.
     limits = httpx.Timeout(60.0, read=0.3)
-    patient = {"X-Stainless-Read-Timeout": "600"}
+    long_timeout = {"X-Stainless-Read-Timeout": "600"}
     async with narrow.openai(timeout=limits, max_retries=0) as client:
         with pytest.raises(package.APITimeoutError):
             await client.chat.completions.create(
-                model="demo", messages=HELLO, max_tokens=15_000, extra_headers=patient
+                model="demo", messages=HELLO, max_tokens=15_000, extra_headers=long_timeout
             )
     await until(lambda: narrow.records)
     await narrow.until_idle()
@@ -114,10 +115,10 @@ async def test_a_client_that_gives_up_gets_its_own_error_and_frees_the_slot(
 
 
 async def deferred(url: str) -> int:
-    """Requests that wait inside the server, by its own count."""
+    """Requests that wait in the server for a slot, by its own metrics."""
     async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=10) as client:
-        told = (await client.get(f"{url}/metrics")).text
-    found = re.search(r"^llamacpp:requests_deferred (\d+)", told, re.MULTILINE)
+        metrics = (await client.get(f"{url}/metrics")).text
+    found = re.search(r"^llamacpp:requests_deferred (\d+)", metrics, re.MULTILINE)
     assert found
     return int(found[1])
 
@@ -133,25 +134,27 @@ async def test_a_server_is_never_given_more_than_it_has_slots(
         order.append(number)
 
     async with asyncio.TaskGroup() as group:
-        asked = []
+        sent = []
         async with narrow.http.stream("POST", PATH, json=LONG) as answer:
             parts = answer.aiter_bytes()
             await anext(parts)
             for number in range(3):
-                asked.append(group.create_task(ask(number)))
+                sent.append(group.create_task(ask(number)))
                 await until(lambda n=number: len(narrow.gateway.scheduler.queue_positions()) > n)
             await anext(parts)  # the slot is still taken
-        looks = 0
-        while not all(task.done() for task in asked):
+        polls = 0
+        while not all(task.done() for task in sent):
             assert await deferred(narrow_url) == 0
             assert narrow.leased["node-0"] <= 1
-            looks += 1
-    assert looks > 3
+            polls += 1
+    assert polls > 3
     assert order == [0, 1, 2]  # first come, first served
     assert [record.queue_seconds > 0 for record in narrow.records] == [False, True, True, True]
 
 
-async def test_who_leaves_the_queue_is_never_sent(narrow: Site, narrow_url: str) -> None:
+async def test_a_request_whose_client_leaves_the_queue_is_never_sent(
+    narrow: Site, narrow_url: str
+) -> None:
     async with narrow.http.stream("POST", PATH, json=LONG) as answer:
         parts = answer.aiter_bytes()
         await anext(parts)
@@ -163,4 +166,4 @@ async def test_who_leaves_the_queue_is_never_sent(narrow: Site, narrow_url: str)
         [record] = narrow.records
         assert (record.status, record.attempts, record.node) == (499, 0, None)
         assert await deferred(narrow_url) == 0
-        await anext(parts)  # the other one runs on
+        await anext(parts)  # the other stream continues

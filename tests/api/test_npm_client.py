@@ -96,7 +96,7 @@ async def test_errors(script: Path, site: Site) -> None:
         "class": ("BadRequestError", "invalid_request"),
         "endpoint": ("InternalServerError", "not_supported"),
     }
-    assert [record.status for record in site.records] == [404, 400, 501]  # each asked for once
+    assert [record.status for record in site.records] == [404, 400, 501]  # each was sent once
 
 
 async def test_an_abort_frees_the_slot(script: Path, tmp_path: Path, narrow_url: str) -> None:
@@ -121,7 +121,7 @@ async def test_a_node_that_dies_in_mid_stream_is_an_error(script: Path, tmp_path
             async with running(script, site, "broken") as process:
                 assert process.stdout is not None
                 assert await asyncio.wait_for(process.stdout.readline(), LIMIT) == b"streaming\n"
-                await until(lambda: any(live.attempt for live in site.gateway.registry))
+                await until(lambda: any(in_flight.attempt for in_flight in site.gateway.registry))
                 assert await busy(server.url) == 1
                 server.kill()
                 error = await result(process)

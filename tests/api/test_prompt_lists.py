@@ -1,4 +1,4 @@
-"""Several prompts in one request are answered as the server answers them, slots or no slots."""
+"""Several prompts in one request are answered as by the server, however many slots there are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.api.test_llama_cpp_paths import settled
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
 
 WORDS = ["river", "stone", "hand", "gold", "one two", "silver bell", "plant", "iro", "again"]
-"""More than the server's four slots."""
+"""More prompts than the server has slots (four)."""
 ASK: dict[str, Any] = {"prompt": WORDS, "max_tokens": 5, **FIXED, **UNCACHED}
 
 
@@ -45,7 +45,7 @@ async def test_more_prompts_than_slots_are_one_answer_in_order(
     assert record.completion_tokens == ours["usage"]["completion_tokens"]
 
 
-async def test_several_answers_to_each_are_numbered_as_the_server_numbers_them(
+async def test_several_answers_to_each_prompt_are_numbered_as_by_the_server(
     site: Site, chat_node: httpx.AsyncClient
 ) -> None:
     ask = ASK | {"n": 3}
@@ -73,34 +73,34 @@ async def test_a_stream_of_several_prompts_is_one_stream(
     stream = await openai.completions.create(
         model="demo", prompt=WORDS, max_tokens=5, stream=True, extra_body=FIXED | UNCACHED, **more
     )
-    said: dict[int, str] = {}
+    texts_by_index: dict[int, str] = {}
     finished, ids, usages = [], set(), []
     async for chunk in stream:
         ids.add(chunk.id)
         if chunk.usage:
             usages.append(chunk.usage.total_tokens)
         for choice in chunk.choices:
-            said[choice.index] = said.get(choice.index, "") + choice.text
+            texts_by_index[choice.index] = texts_by_index.get(choice.index, "") + choice.text
             if choice.finish_reason:
                 finished.append(choice.index)
-    assert said == texts(plain)
+    assert texts_by_index == texts(plain)
     assert sorted(finished) == list(range(len(WORDS)))
     assert len(ids) == 1
     assert usages == ([plain["usage"]["total_tokens"]] if counts else [])
 
 
-async def test_several_answers_to_each_are_numbered_in_a_stream_too(
+async def test_several_answers_to_each_prompt_are_numbered_in_a_stream_too(
     site: Site, openai: AsyncOpenAI
 ) -> None:
     plain = (await site.http.post("/v1/completions", json=ASK | {"model": "demo", "n": 2})).json()
     stream = await openai.completions.create(
         model="demo", prompt=WORDS, n=2, max_tokens=5, stream=True, extra_body=FIXED | UNCACHED
     )
-    said: dict[int, str] = {}
+    texts_by_index: dict[int, str] = {}
     async for chunk in stream:
         for choice in chunk.choices:
-            said[choice.index] = said.get(choice.index, "") + choice.text
-    assert said == texts(plain)
+            texts_by_index[choice.index] = texts_by_index.get(choice.index, "") + choice.text
+    assert texts_by_index == texts(plain)
 
 
 async def test_a_native_stream_ends_once_for_each_prompt(site: Site) -> None:
@@ -117,14 +117,14 @@ async def test_one_prompt_that_is_too_long_is_the_error_of_all(
 ) -> None:
     prompts = [*WORDS[:2], "zq" * CONTEXT, *WORDS[2:]]
 
-    async def asked() -> None:
+    async def send() -> None:
         answer: Any = await openai.completions.create(
             model="demo", prompt=prompts, max_tokens=400, stream=stream
         )
         _ = [chunk async for chunk in answer]
 
     with pytest.raises(APIError, match="prompt is too long") as caught:
-        await asked()
+        await send()
     if isinstance(caught.value, BadRequestError):
         assert caught.value.code == "context_length_exceeded"
         assert caught.value.param == "prompt"
