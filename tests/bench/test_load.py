@@ -133,8 +133,7 @@ async def test_stamped_streams_give_the_age_of_every_token(upstream: Upstream) -
 
 
 async def test_stamps_survive_any_cut_of_the_body() -> None:
-    load = Load(("", 0), b"", connection=StampedConnection)
-    connection = StampedConnection(load._finished, 0, 1)
+    connection = StampedConnection(lambda connection, problem: None, 0, 1)
     body = (
         node_replies.ROLE
         + node_replies.stamped_token(1)

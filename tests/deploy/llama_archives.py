@@ -48,13 +48,13 @@ main(["--model", given.model, "--alias", given.alias, "--host", given.host, "--p
 CMAKE = """cmake_minimum_required(VERSION 3.14)
 project(llama NONE)
 get_cmake_property(names CACHE_VARIABLES)
-set(told "")
+set(switches "")
 foreach(name ${names})
   if(name MATCHES "^GGML_")
-    string(APPEND told "${name}=${${name}}\\n")
+    string(APPEND switches "${name}=${${name}}\\n")
   endif()
 endforeach()
-file(WRITE ${CMAKE_BINARY_DIR}/switches ${told})
+file(WRITE ${CMAKE_BINARY_DIR}/switches ${switches})
 add_custom_target(llama-server
   COMMAND ${CMAKE_COMMAND} -E copy_directory ${CMAKE_SOURCE_DIR}/server ${CMAKE_BINARY_DIR}/bin)
 """

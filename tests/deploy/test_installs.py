@@ -24,8 +24,8 @@ def install(fleet: DeployedFleet, how: str, archive: Path, **more: Any) -> str:
     fleet.control.play("site.yml", "--limit", "n1,gw", **wanted)
     assert fleet.nodes()["n1-numa0"]["state"] == "ready"
     assert fleet.control.play("site.yml", "--limit", "n1,gw", **wanted).changed == {}
-    told: str = fleet.hosts["n1"].run("systemctl cat llama-server-numa0").stdout
-    return told
+    unit: str = fleet.hosts["n1"].run("systemctl cat llama-server-numa0").stdout
+    return unit
 
 
 def test_an_archive_of_binaries(
@@ -79,9 +79,9 @@ def test_source(fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Pat
     unit = install(fleet, "source", archive)
     assert "/build/bin/llama-server" in unit
     host = fleet.hosts["n1"]
-    told = host.run("cat /opt/llama-node/llama.cpp-*/build/switches").stdout.split()
+    switches = host.run("cat /opt/llama-node/llama.cpp-*/build/switches").stdout.split()
     flags = set(host.run("grep -m1 -E '^(flags|Features)' /proc/cpuinfo").stdout.split())
     if "avx" in flags:
-        assert f"GGML_AVX2={'ON' if 'avx2' in flags else 'OFF'}" in told
-        assert f"GGML_AVX512_VNNI={'ON' if 'avx512_vnni' in flags else 'OFF'}" in told
-    assert "GGML_NATIVE=OFF" in told
+        assert f"GGML_AVX2={'ON' if 'avx2' in flags else 'OFF'}" in switches
+        assert f"GGML_AVX512_VNNI={'ON' if 'avx512_vnni' in flags else 'OFF'}" in switches
+    assert "GGML_NATIVE=OFF" in switches

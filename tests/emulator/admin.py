@@ -1,7 +1,7 @@
 """The admin interface of a node, for other processes: `POST /__faults`, `GET /__stats`.
 
 No fault applies to these two paths. They answer on the node's own port and, since that one may
-refuse, on a second listener (`Desk.listen`).
+refuse connections, on a second listener (`AdminServer.listen`).
 """
 
 from __future__ import annotations

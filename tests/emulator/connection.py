@@ -31,7 +31,7 @@ class ReceivedRequest:
     headers: dict[str, str]
     body: bytes
     connection: int
-    reused: bool  # the connection has carried a request before
+    reused: bool  # not the first request of its connection
     keep_alive: bool
 
 

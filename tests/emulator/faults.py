@@ -80,7 +80,7 @@ class Fault:
     path: str | None = (
         None  # None: all that need a slot; "control": all others; "*", or an exact path
     )
-    reused: bool = False  # only on a connection that has carried a request before
+    reused: bool = False  # only for later requests of a connection
     after_events: int | None = None
     seconds: float | None = None
     size: int | None = None  # bytes

@@ -19,14 +19,14 @@ class FaultyResponse(Response):
         self,
         link: ResponseConnection,
         fault: Fault,
-        board: FaultPlan,
+        faults: FaultPlan,
         *,
         closing: bool,
         closes_streams: bool,
     ) -> None:
         super().__init__(link, closing=closing, head_only=False, closes_streams=closes_streams)
         self.fault = fault
-        self.faults = board
+        self.faults = faults
         self.sent = 0  # events
         self.triggered = False
         self.unmerged: list[bytes] = []  # chunks that are to be sent in one segment

@@ -73,8 +73,8 @@ def node(machine: tuple[ControlMachine, Guest]) -> Guest:
 @pytest.fixture(scope="module")
 def units(node: Guest) -> list[dict[str, str]]:
     """systemd's properties of each unit, in the order of the NUMA nodes."""
-    told = node.run(f"systemctl show -p {SHOWN} {' '.join(UNITS)}", limit=2 * SSH_TIMEOUT).stdout
-    return [dict(re.findall(r"^(\w+)=(.*)$", one, re.MULTILINE)) for one in told.split("\n\n")]
+    output = node.run(f"systemctl show -p {SHOWN} {' '.join(UNITS)}", limit=2 * SSH_TIMEOUT).stdout
+    return [dict(re.findall(r"^(\w+)=(.*)$", one, re.MULTILINE)) for one in output.split("\n\n")]
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +93,8 @@ def servers(
     program = Path(placement.__file__).read_text()
     pids = " ".join(unit["MainPID"] for unit in units)
     output = node.run(f"python3 - {pids} <<'END'\n{program}\nEND", limit=4 * SSH_TIMEOUT).stdout
-    told: list[dict[str, Any]] = json.loads(output)
-    return told
+    placements: list[dict[str, Any]] = json.loads(output)
+    return placements
 
 
 def flag(server: dict[str, Any], name: str) -> str:
@@ -150,8 +150,8 @@ def test_each_server_is_healthy_and_answers_a_chat(
     node: Guest, chats: list[httpx.Response]
 ) -> None:
     for port in SERVERS:
-        told = httpx.get(f"http://127.0.0.1:{node.ports[port]}/health", timeout=SSH_TIMEOUT)
-        assert told.status_code == 200
+        response = httpx.get(f"http://127.0.0.1:{node.ports[port]}/health", timeout=SSH_TIMEOUT)
+        assert response.status_code == 200
     assert [chat.status_code for chat in chats] == [200] * SOCKETS
     assert [chat.json()["usage"]["completion_tokens"] for chat in chats] == [8] * SOCKETS
 
