@@ -7,16 +7,16 @@ from tests.house.sample_checkout import Tree, texts
 from tests.house.source import Figure, modules
 
 APIS = {
-    "gateway/relay/__init__.py": "",
-    "gateway/relay/dialects/__init__.py": "from gateway.relay.dialects.chat import CHAT",
-    "gateway/relay/dialects/chat.py": """
+    "gateway/proxy/__init__.py": "",
+    "gateway/proxy/api/__init__.py": "from gateway.proxy.api.chat import CHAT",
+    "gateway/proxy/api/chat.py": """
         class Chat:
             name = "chat"
-            def asks(self, path, dialect):
-                return path == "/v1/chat" or dialect.name == "chat"
+            def handles(self, path, api):
+                return path == "/v1/chat" or api.name == "chat"
         CHAT = Chat()
         """,
-    "gateway/relay/routes.py": """
+    "gateway/proxy/routes.py": """
         TABLE = (Route("/v1/chat", 1), Route("/v1/messages", 2), Route("/infill", 3))
         SHORT = frozenset({"/v1/chat"})
         ROUTES = {route.path: route for route in TABLE}
@@ -38,8 +38,8 @@ APIS = {
         "path.startswith('/v1/messages')",
         "dialect.name == 'messages'",
         "self._api not in ('chat', 'native')",
-        "dialect is CHAT",
-        "isinstance(dialect, (int, Chat))",
+        "api is CHAT",
+        "isinstance(api, (int, Chat))",
         "{'/infill': 1}",
         "{'chat': 1, 'messages': 2}",
     ],
@@ -57,12 +57,12 @@ def test_a_test_of_an_api_counts(tree: Tree, line: str) -> None:
         "'messages' in body",
         "request.endpoint == 'chat'",
         "node.name == 'chat'",
-        "dialect.name == other",
+        "api.name == other",
         "ask('/infill')",
         "{'messages': 1}",
         "{'/health': '/infill'}",
         "{path: 1}",
-        "isinstance(dialect, str)",
+        "isinstance(api, str)",
     ],
 )
 def test_other_comparisons_do_not_count(tree: Tree, line: str) -> None:
@@ -71,9 +71,9 @@ def test_other_comparisons_do_not_count(tree: Tree, line: str) -> None:
 
 def found_in(tree: Tree, line: str) -> Figure:
     head = (
-        "from gateway.relay.dialects import CHAT\n"
-        "from gateway.relay.dialects.chat import Chat\n"
-        "from gateway.relay.routes import ROUTES, SHORT\n"
+        "from gateway.proxy.api import CHAT\n"
+        "from gateway.proxy.api.chat import Chat\n"
+        "from gateway.proxy.routes import ROUTES, SHORT\n"
         "OWN = '/infill'\n"
     )
     return api_tests(modules(tree(APIS | {"gateway/web.py": f"{head}print({line})\n"})))
@@ -81,7 +81,7 @@ def found_in(tree: Tree, line: str) -> Figure:
 
 def test_a_case_of_an_api_counts(tree: Tree) -> None:
     text = """
-        match route.dialect.name:
+        match route.api.name:
             case "chat": ...
         match word:
             case "chat": ...

@@ -7,30 +7,30 @@ from tests.house.source import modules
 
 VALUE = {
     "gateway/request.py": "class Request:\n    id = ''\n",
-    "gateway/cli/__init__.py": "",
-    "gateway/cli/ask.py": """
+    "gateway/tools/__init__.py": "",
+    "gateway/tools/ask.py": """
         from gateway.request import Request
         def send(asked: Request) -> str:
             return asked.id
         """,
-    "gateway/relay/__init__.py": "",
-    "gateway/relay/live.py": """
+    "gateway/proxy/__init__.py": "",
+    "gateway/proxy/in_flight.py": """
         from gateway.request import Request
-        class Live:
+        class InFlight:
             def __init__(self, request: Request, number: int) -> None:
                 self.request = request
                 self.number = number
         class All:
             def __init__(self) -> None:
-                self.every: list[Live] = []
+                self.every: list[InFlight] = []
         """,
     "gateway/web/__init__.py": "",
-    "gateway/web/edge.py": """
-        from gateway.relay.live import All, Live
-        def serve(found: All, before: Live | None) -> int:
+    "gateway/web/handler.py": """
+        from gateway.proxy.in_flight import All, InFlight
+        def serve(found: All, before: InFlight | None) -> int:
             assert before is not None
             one = found.every[0]
-            print(Live, before.request.id)
+            print(InFlight, before.request.id)
             return one.number
         """,
 }
@@ -45,13 +45,17 @@ def test_every_name_of_the_request_and_of_its_carriers_counts(tree: Tree) -> Non
     found = modules(root)
     figures = request_names(found, ModuleTypes(root, found))
     assert figures["request_attributes"].places == ["id"]
-    assert figures["request_names"].places == ["before: Live", "one: Live", "request: Request"]
+    assert figures["request_names"].places == [
+        "before: InFlight",
+        "one: InFlight",
+        "request: Request",
+    ]
     assert figures["request_names_in_proxy"].places == ["request: Request"]
     assert figures["request_names_by_module"].places == [
-        "gateway.relay.live: request",
-        "gateway.web.edge: before",
-        "gateway.web.edge: one",
-        "gateway.web.edge: request",
+        "gateway.proxy.in_flight: request",
+        "gateway.web.handler: before",
+        "gateway.web.handler: one",
+        "gateway.web.handler: request",
     ]
     assert figures["request_spellings"].places == [
         "before",
@@ -61,11 +65,11 @@ def test_every_name_of_the_request_and_of_its_carriers_counts(tree: Tree) -> Non
         "self.request",
     ]
     assert figures["request_classes"].places == [
-        "gateway.relay.live.Live",
+        "gateway.proxy.in_flight.InFlight",
         "gateway.request.Request",
     ]
     assert figures["request_functions"].places == [
-        "gateway.relay.live.Live",
-        "gateway.web.edge.serve",
+        "gateway.proxy.in_flight.InFlight",
+        "gateway.web.handler.serve",
     ]
     assert figures["request_modules"].value == 2

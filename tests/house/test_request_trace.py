@@ -19,18 +19,18 @@ def traced(*, learnt: bool = False) -> ModuleTracer:
     received, asked, granted, over = (min(names) for names in STAGES.values())
     steps: list[tuple[FrameStub, str, object]] = [
         (FrameStub("gateway.protocol", "data"), "call", None),
-        (FrameStub("gateway.edge", received), "call", None),
+        (FrameStub("gateway.handler", received), "call", None),
         (FrameStub("gateway.value", "__init__", "<string>"), "call", None),
         (FrameStub("gateway.late", "<module>"), "call", None),
         (FrameStub("httpx", "send"), "call", None),
         (FrameStub("gateway.keys", "find"), "call" if learnt else "line", None),
-        (FrameStub("gateway.relay", asked), "call", None),
+        (FrameStub("gateway.proxy", asked), "call", None),
         (FrameStub("gateway.node", "take"), "call", None),
         (FrameStub("gateway.scheduler", granted), "return", None),
         (FrameStub("gateway.retry", "spend"), "call", None),
         (FrameStub("gateway.scheduler", granted), "return", 1),
-        (FrameStub("gateway.reply", "read"), "call", None),
-        (FrameStub("gateway.edge", over), "return", None),
+        (FrameStub("gateway.response_stream", "read"), "call", None),
+        (FrameStub("gateway.handler", over), "return", None),
     ]
     for frame, event, value in steps:
         tracer(frame, event, value)  # type: ignore[arg-type]  # what it reads of a frame
@@ -40,11 +40,11 @@ def traced(*, learnt: bool = False) -> ModuleTracer:
 
 def test_a_trace_lists_the_modules_up_to_the_lease_and_in_all() -> None:
     lists = figures([traced(learnt=True), traced(), traced(learnt=True), traced()])
-    way = ["gateway.edge", "gateway.relay", "gateway.node", "gateway.retry"]
+    way = ["gateway.handler", "gateway.proxy", "gateway.node", "gateway.retry"]
     assert lists["to_lease"] == way
     assert lists["to_lease_first"] == [way[0], "gateway.keys", *way[1:]]
     assert lists["forwarder_to_lease"] == lists["forwarder_to_lease_first"] == way[1:]
-    assert lists["entered"] == ["gateway.protocol", *way, "gateway.reply"]
+    assert lists["entered"] == ["gateway.protocol", *way, "gateway.response_stream"]
 
 
 def test_each_stage_is_marked_by_a_function_of_this_checkout() -> None:
