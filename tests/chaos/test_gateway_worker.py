@@ -1,10 +1,16 @@
 from __future__ import annotations
 
-from tests.chaos.gateway_worker import REQUEST_OBJECTS
-from tests.house.module_figures import class_names
-from tests.house.source import ROOT, modules
+from pathlib import Path
+
+from tests.chaos.gateway_worker import REQUEST_OBJECTS, live_request_objects
+from tests.emulator import EmulatedNode
+from tests.gateways import running_gateway
 
 
-def test_the_leak_check_counts_classes_that_the_gateway_has() -> None:
-    known = {name for module in modules(ROOT) for name in class_names(module.tree)}
-    assert set(REQUEST_OBJECTS) <= known
+async def test_the_leak_check_finds_the_objects_of_a_running_request(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
+        node.faults.next("hang", after_events=2)
+        async with running.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            await anext(response.aiter_bytes())
+            assert set(live_request_objects()) == set(REQUEST_OBJECTS)
