@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 import psutil
 
-from gateway.fleet.prompt_cache import FleetPromptCache, PromptKey
+from gateway.fleet.prompt_cache import FleetPromptCache
+from gateway.fleet.prompt_tree import PromptKey
 from gateway.proxy.inbound.prompt_key import (
     BLOCK_BYTES,
     BUILT_IN_PATTERNS,
@@ -59,7 +60,7 @@ def extended(blocks: tuple[int, ...], count: int, rng: random.Random) -> tuple[i
 def serve(cache: FleetPromptCache, row: int, blocks: tuple[int, ...]) -> PromptKey:
     """Serve one request: look it up, place it on a node's row and finish it."""
     prompt = PromptKey(blocks, len(blocks) * TOKENS)
-    cached = cache.cached_tokens(prompt).get(row, 0.0)
+    cached = cache.lookup(prompt).cached.get(row, 0.0)
     cache.request_placed(row, prompt)
     cache.request_finished(row, prompt, prompt.tokens, cached, 150)
     return prompt
@@ -112,7 +113,7 @@ def main() -> None:
     grew = (process.memory_info().rss - resident) / 1e6
     print(f"one request, looked up, placed and finished, fleet of {NODES:,}: {cost:6.1f} us")
     print(f"index of {NODES:,} full nodes: {grew:6.1f} MB")
-    known = len(cache.cached_tokens(prompt))
+    known = len(cache.lookup(prompt).cached)
     cost = best_microseconds(lambda: cache.lookup(prompt), 500)
     print(f"lookup of 30 blocks, some of them cached by {known} nodes: {cost:6.1f} us")
     cold = PromptKey(extended((), 30, rng), 30 * TOKENS)
