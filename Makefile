@@ -1,20 +1,20 @@
-# `make` alone explains itself. Everything is set up in .venv; nothing else of the machine is touched.
+# `make` alone lists the targets. Everything is set up in .venv; nothing else on the machine changes.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules
-# Two sets at once would meet in one environment.
+# Two targets at once would install into the same environment.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 VENV := .venv
 BIN := $(VENV)/bin
-# The Python that .venv is made of; empty: the system's, or else the newest supported one on PATH.
+# The Python for .venv; empty: the system's, or else the newest supported one on PATH.
 PYTHON ?=
-# How many test processes run side by side. Tests wait for half of their time: three keep two cores busy.
+# Parallel test processes. Tests wait for half of their time, so three keep two cores busy.
 TEST_PROCESSES ?= 3
-# More arguments for the command of a target: make test ARGS="-k queue", make run ARGS="--servers 2".
+# Further arguments for the command of a target: make test ARGS="-k queue", make run ARGS="--servers 2".
 ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -33,7 +33,7 @@ install: $(VENV)/.local ## set up .venv with what `make run` needs (fast when no
 dev: $(VENV)/.dev ## set up .venv with everything for working on it: tests, checks, documentation
 	@echo 'Ready: $(BIN)/llama-gateway, and what the other targets need'
 
-# An environment that is there is kept, unless PYTHON names another than its own.
+# An existing environment is kept, unless PYTHON names another Python than its own.
 ifneq ($(PYTHON),)
 ifneq ($(shell PYTHON='$(PYTHON)' setup/find-python 2>/dev/null),$(realpath $(BIN)/python))
 .PHONY: $(BIN)/python
@@ -44,7 +44,7 @@ $(BIN)/python:
 	echo "Making $(VENV) with $$("$$python" --version) ($$python)"; \
 	"$$python" -m venv --clear $(VENV)
 
-# Each of these sets holds the ones before it, so that one run of pip installs what is missing.
+# Each set includes the ones before it, so that one run of pip installs all missing packages.
 HELD_BY_local := build local
 HELD_BY_test := build local test
 HELD_BY_dev := build local test dev
@@ -61,44 +61,44 @@ $(VENV)/.local $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(BIN)/python requirement
 run: $(VENV)/.local ## serve real llama.cpp servers of this machine on http://127.0.0.1:8000/v1
 	@$(BIN)/llama-gateway up $(ARGS)
 
-test: $(VENV)/.test ## pass every test that needs no root and no Debian package
+test: $(VENV)/.test ## run every test that needs no root and no Debian package
 	@$(BIN)/python -m pytest -m 'not net' -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
-test-fast: $(VENV)/.test ## only the tests that take no time and no server
+test-fast: $(VENV)/.test ## run only the tests that are fast and need no server
 	@$(BIN)/python -m pytest -m 'not net and not slow and not real' -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
 
-test-fresh: $(VENV)/.test ## the README's two commands on bare Debian 12, 13 and testing (root; mmdebstrap); ARGS="noble resolute": Ubuntu
+test-fresh: $(VENV)/.test ## run README's two commands on bare Debian 12, 13 and testing (root; mmdebstrap); ARGS="noble resolute": Ubuntu
 	@$(BIN)/python -m tests.fresh $(ARGS)
 
-test-net: $(VENV)/.test ## tests with packet loss, partitions, lost descriptors and jumping clocks (root; ip, nft)
+test-net: $(VENV)/.test ## run tests with packet loss, partitions, no descriptors and jumping clocks (root; ip, nft)
 	@$(BIN)/python -m pytest -m net tests/chaos $(ARGS)
 
-test-wheel: $(VENV)/.test ## install the wheel by pipx and by uv in an empty home, and ask what it serves (package index)
+test-wheel: $(VENV)/.test ## install the wheel by pipx and by uv in an empty home, and send it a request (package index)
 	@$(BIN)/python -m pytest -m net tests/test_wheel.py $(ARGS)
 
-chaos: $(VENV)/.test ## seeded faults under load, run after run: ARGS="--runs 500 --seconds 15 --resume FILE"
+chaos: $(VENV)/.test ## inject seeded faults under load, run after run: ARGS="--runs 500 --seconds 15 --resume FILE"
 	@$(BIN)/python -m tests.chaos $(ARGS)
 
-soak: $(VENV)/.test ## an hour of streams; memory must be flat: ARGS="--minutes 60 --streams 2000 --plot soak.png"
+soak: $(VENV)/.test ## run streams for an hour; memory must be flat: ARGS="--minutes 60 --streams 2000 --plot soak.png"
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)
 
-check: $(VENV)/.dev ## format, lint, types and import direction
+check: $(VENV)/.dev ## check format, lint, types and import direction
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 
-format: $(VENV)/.dev ## format the code and mend what lint can mend by itself
+format: $(VENV)/.dev ## format the code and apply lint's automatic fixes
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.test ## the data plane beside nginx, HAProxy and none (two cores; the peers must be installed)
+bench: $(VENV)/.test ## measure the data plane beside nginx, HAProxy and no proxy (two cores; peers must be installed)
 	@$(BIN)/python -m tests.bench.dataplane $(ARGS)
 
-bench-scheduling: $(VENV)/.test ## how soon requests are answered, beside nginx and HAProxy (40 minutes, two cores; ARGS="--scale 4": ten)
+bench-scheduling: $(VENV)/.test ## measure response times beside nginx and HAProxy (40 minutes, two cores; ARGS="--scale 4": ten)
 	@$(BIN)/python -m tests.bench.scheduling $(ARGS)
 
-wheel: $(VENV)/.build ## build the wheel of this checkout in dist/ (the playbooks do it by themselves)
+wheel: $(VENV)/.build ## build the wheel of this checkout in dist/ (the playbooks do it themselves)
 	@rm -f dist/llama_gateway-*.whl
 	@$(BIN)/python -m pip wheel -qq --no-deps --no-build-isolation -w dist .
 	@ls dist/llama_gateway-*.whl
@@ -126,10 +126,10 @@ check-deploy: $(ANSIBLE)/.installed ## lint the playbooks by the production prof
 	@cd deploy/ansible && PATH="$(abspath $(ANSIBLE))/bin:$$PATH" ansible-lint -q --nocolor --offline
 	@cd deploy/ansible && PATH="$(abspath $(ANSIBLE))/bin:$$PATH" yamllint --strict .
 
-test-deploy: $(VENV)/.test $(ANSIBLE)/.installed ## bring up real hosts (systemd-nspawn, as root) and run the playbooks over them
+test-deploy: $(VENV)/.test $(ANSIBLE)/.installed ## start hosts (systemd-nspawn, as root) and run the playbooks over them
 	@DEPLOY_TEST_ANSIBLE=$(ANSIBLE)/bin $(BIN)/python -m pytest tests/deploy -m net $(ARGS)
 
-# Run with the oldest supported Python: what it needs is a superset of what newer ones need.
+# Runs with the oldest supported Python, whose pins are a superset of those of newer ones.
 COMPILE := CUSTOM_COMPILE_COMMAND='make pins' $(BIN)/pip-compile --quiet --upgrade --strip-extras --allow-unsafe \
   --generate-hashes --annotation-style=line --no-emit-index-url --no-emit-trusted-host --no-emit-find-links \
   --no-emit-options
@@ -153,7 +153,7 @@ docs: $(VENV)/.dev ## build the documentation into site/
 docs-serve: $(VENV)/.dev ## serve the documentation on http://127.0.0.1:8100 while you write
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8100
 
-clean: ## remove .venv and everything that was made
+clean: ## remove .venv and all build results
 	rm -rf $(VENV) site build dist htmlcov .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache \
 	  .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

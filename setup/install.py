@@ -2,8 +2,8 @@
 
     .venv/bin/python setup/install.py local --checkout
 
-On a terminal one line shows how far it is; elsewhere a line now and then. A set that is there is
-left alone. Status 1, with pip's words, when pip fails.
+On a terminal one line shows the progress; elsewhere a line is printed now and then. Packages that
+are installed already are kept. Status 1, with pip's output, when pip fails.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ ROUTINE = re.compile(
     r"Collecting|Requirement already|Ignoring|Looking in|WARNING: Location|\s+(Using|Downloading) "
 )
 KEPT_LINES = 200
-A_LINE_EVERY = 10.0  # seconds, where there is no terminal
-LOOK_EVERY = 0.2  # seconds
+A_LINE_EVERY = 10.0  # seconds, without a terminal
+POLL_EVERY = 0.2  # seconds
 
 
 class Progress:
-    """One line that is written over, or on no terminal a line every ten seconds."""
+    """One line that is overwritten; without a terminal, a line every ten seconds."""
 
     def __init__(self) -> None:
         self._terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
@@ -51,19 +51,19 @@ class Progress:
             self.line(text)
 
     def line(self, text: str) -> None:
-        """Write what stays."""
+        """Write a line that stays."""
         sys.stdout.write(f"\r\x1b[K{text}\n" if self._terminal else f"{text}\n")
         sys.stdout.flush()
         self._last = time.monotonic()
 
 
 def canonical(name: str) -> str:
-    """A distribution's name as indexes compare it."""
+    """A distribution's name in the form that indexes compare."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def pinned(files: list[Path]) -> dict[str, str]:
-    """Name -> version of all that the files pin."""
+    """Name -> version of all packages that the files pin."""
     return {
         canonical(name): version
         for file in files
@@ -72,7 +72,7 @@ def pinned(files: list[Path]) -> dict[str, str]:
 
 
 def installed() -> dict[str, str]:
-    """Name -> version of what this environment holds; INSTALLER is among the last files written."""
+    """Name -> version of the installed packages; INSTALLER is among the last files written."""
     site = Path(sysconfig.get_path("purelib"))
     found = {}
     for marker in site.glob("*.dist-info/INSTALLER"):
@@ -82,13 +82,13 @@ def installed() -> dict[str, str]:
 
 
 def missing(wanted: dict[str, str]) -> dict[str, str]:
-    """Those of the pins that this environment lacks or has in another version."""
-    there = installed()
-    return {name: version for name, version in wanted.items() if there.get(name) != version}
+    """The pins that this environment lacks or has in another version."""
+    found = installed()
+    return {name: version for name, version in wanted.items() if found.get(name) != version}
 
 
 def install(files: list[Path], progress: Progress) -> bool:
-    """Install what the files pin; whether pip managed."""
+    """Install the packages that the files pin. Returns whether pip succeeded."""
     todo = missing(pinned(files))
     if not todo:
         return True
@@ -97,7 +97,7 @@ def install(files: list[Path], progress: Progress) -> bool:
     progress.line(f"Getting {len(todo)} packages {of}")
     command = [sys.executable, "-m", "pip", "install", "--require-hashes", "--progress-bar", "off"]
     command += [word for file in files for word in ("-r", str(file))]
-    if not _followed(command, todo, progress):
+    if not _run_pip(command, todo, progress):
         return False
     progress.line(f"Installed {len(todo)} packages {of} in {time.monotonic() - began:.0f} s")
     return True
@@ -105,17 +105,17 @@ def install(files: list[Path], progress: Progress) -> bool:
 
 @dataclass(slots=True)
 class Pip:
-    """How far a run of pip is, by its words and, while it installs and says none, by the folder."""
+    """Progress of a run of pip, by its output and, while it installs silently, by the folder."""
 
     todo: dict[str, str]
     got: int = 0
     getting: str = ""
     installing: list[str] = field(default_factory=list)
-    said: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+    output: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
 
     def read(self, line: str) -> None:
-        """Take a line that pip wrote."""
-        self.said.append(line)
+        """Process a line of pip's output."""
+        self.output.append(line)
         if found := COLLECTING.match(line):
             self.got += 1
             self.getting = f"{found[1]} {found[2]}"
@@ -127,19 +127,19 @@ class Pip:
     def __str__(self) -> str:
         if not self.installing:
             return f"[{self.got}/{len(self.todo)}] getting {self.getting or 'the list'}"
-        there = installed()
-        left = [name for name in self.installing if there.get(name) != self.todo.get(name)]
+        found = installed()
+        left = [name for name in self.installing if found.get(name) != self.todo.get(name)]
         done = len(self.installing) - len(left)
         now = f"installing {left[0]}" if left else "finishing"
         return f"[{done}/{len(self.installing)}] {now}"
 
 
-def _followed(command: list[str], todo: dict[str, str], progress: Progress) -> bool:
-    """Run pip and show how far it is; print its words where it fails."""
+def _run_pip(command: list[str], todo: dict[str, str], progress: Progress) -> bool:
+    """Run pip and show its progress; print its output when it fails."""
     state, over = Pip(todo), threading.Event()
 
     def watch() -> None:
-        while not over.wait(LOOK_EVERY):
+        while not over.wait(POLL_EVERY):
             progress.show(str(state))
 
     watcher = threading.Thread(target=watch, daemon=True)
@@ -157,34 +157,37 @@ def _followed(command: list[str], todo: dict[str, str], progress: Progress) -> b
         over.set()
         watcher.join()
     if pip.returncode:
-        progress.line("\n".join(line for line in state.said if line and not ROUTINE.match(line)))
+        progress.line("\n".join(line for line in state.output if line and not ROUTINE.match(line)))
         progress.line(
-            f"pip failed with status {pip.returncode}; its words are above. Remedy: see that the "
-            "package index can be reached, and run the same again: it goes on from what is there"
+            f"pip failed with status {pip.returncode}; its output is above. Remedy: make sure that "
+            "the package index can be reached, and run the same command again: it continues from "
+            "the packages that are installed"
         )
     return pip.returncode == 0
 
 
 def install_checkout() -> bool:
-    """Make the command `llama-gateway` run this checkout; whether pip managed."""
+    """Make the command `llama-gateway` run this checkout. Returns whether pip succeeded."""
     command = [sys.executable, "-m", "pip", "install", "-qq", "--no-build-isolation", "--no-deps"]
     return subprocess.run([*command, "-e", str(ROOT)], check=False).returncode == 0
 
 
 def main() -> int:
-    """Install the set that was named; its exit status."""
+    """Install the named set; the exit status."""
     parser = argparse.ArgumentParser(description="Install a set of requirements/ with progress.")
     sets = sorted(file.stem for file in (ROOT / "requirements").glob("*.txt"))
     parser.add_argument("set", choices=sets)
-    parser.add_argument("--checkout", action="store_true", help="and the checkout, editable")
+    parser.add_argument(
+        "--checkout", action="store_true", help="install the checkout too, editable"
+    )
     options = parser.parse_args()
     names = dict.fromkeys([options.set, "build"])
     files = [ROOT / "requirements" / f"{name}.txt" for name in names]
     try:
-        managed = install(files, Progress()) and (not options.checkout or install_checkout())
+        succeeded = install(files, Progress()) and (not options.checkout or install_checkout())
     except KeyboardInterrupt:
         return 130
-    return 0 if managed else 1
+    return 0 if succeeded else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""How the Python that runs this was built: an unoptimised one takes 15-20 % more CPU.
+"""Finds out how this Python was built: an unoptimised build takes 15-20 % more CPU.
 
-    python setup/python_build.py     says so where it is one, else nothing
+    python setup/python_build.py     warns of an unoptimised build; else prints nothing
 
 Measured in turns with nginx: a plain request costs 5.07 x nginx on Debian's 3.11.2 and 5.96 x on a
 3.11.7 built without optimisation (docs/performance.md).
@@ -15,20 +15,26 @@ import sysconfig
 from collections.abc import Mapping
 from typing import Any
 
-PROFILED = ("-fprofile-use", "-fprofile-instr-use")
-TOLD = ("--enable-", "--with-lto", "--with-pydebug", "--disable-gil", "--with-tail-call-interp")
-UNTOLD = ("--enable-shared", "--enable-ipv6", "--enable-loadable-sqlite-extensions")
+PROFILE_FLAGS = ("-fprofile-use", "-fprofile-instr-use")
+SHOWN_SWITCHES = (
+    "--enable-",
+    "--with-lto",
+    "--with-pydebug",
+    "--disable-gil",
+    "--with-tail-call-interp",
+)
+HIDDEN_SWITCHES = ("--enable-shared", "--enable-ipv6", "--enable-loadable-sqlite-extensions")
 
 
 def optimised(variables: Mapping[str, Any] | None = None) -> bool | None:
-    """Whether the build was guided by a profile; None where its records don't tell.
+    """Whether the build was guided by a profile; None if its records don't show it.
 
-    `variables` are those of `sysconfig`. What tells:
+    `variables` are those of `sysconfig`. The signs:
 
     - `--enable-optimizations` among the arguments of configure (python.org's images, Fedora, conda,
       uv's builds), or a flag that uses a profile among those of the compiler;
     - configure records one flag to make a profile and one to use it. Debian, Ubuntu and deadsnakes
-      build with a profile without that argument, and their record has lost the second;
+      build with a profile without that argument, and their records lack the second flag;
     - with both flags on record and neither used, there was no profile (pyenv without
       PYTHON_CONFIGURE_OPTS).
     """
@@ -39,7 +45,7 @@ def optimised(variables: Mapping[str, Any] | None = None) -> bool | None:
     used = [str(known.get(name) or "") for name in ("PY_CORE_CFLAGS", "PY_CFLAGS")]
     if "--enable-optimizations" in shlex.split(arguments):
         return True
-    if any(flag in flags for flag in PROFILED for flags in used):
+    if any(flag in flags for flag in PROFILE_FLAGS for flags in used):
         return True
     if not known.get("PGO_PROF_GEN_FLAG"):
         return None
@@ -47,13 +53,13 @@ def optimised(variables: Mapping[str, Any] | None = None) -> bool | None:
 
 
 def described(variables: Mapping[str, Any] | None = None) -> str:
-    """The build in one line, without a path: optimised or not, compiler, switches and flags."""
+    """The build in one line, without paths: optimised or not, compiler, switches and flags."""
     known = sysconfig.get_config_vars() if variables is None else variables
     verdict = {True: "optimised", False: "NOT optimised", None: "optimisation unknown"}
     switches = [
         word
         for word in shlex.split(str(known.get("CONFIG_ARGS") or ""))
-        if word.startswith(TOLD) and word not in UNTOLD
+        if word.startswith(SHOWN_SWITCHES) and word not in HIDDEN_SWITCHES
     ]
     flags = dict.fromkeys(
         word for word in str(known.get("PY_CFLAGS") or "").split() if word[:2] in {"-O", "-f", "-m"}
@@ -63,7 +69,7 @@ def described(variables: Mapping[str, Any] | None = None) -> str:
 
 
 def warning() -> str:
-    """What to tell of this Python: that it is slow, what that costs, and the remedy; or nothing."""
+    """A warning that this Python is slow, with the cost and the remedy; empty if it is not."""
     if optimised() is not False:
         return ""
     return (
@@ -74,5 +80,5 @@ def warning() -> str:
 
 
 if __name__ == "__main__":
-    if told := warning():
-        sys.stderr.write(f"{told}\n")
+    if message := warning():
+        sys.stderr.write(f"{message}\n")

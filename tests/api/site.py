@@ -1,4 +1,4 @@
-"""A gateway over real servers, and what the tests of this folder ask of it."""
+"""A gateway over real servers, with the clients and records that these tests need."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.gateways import NO_TLS, Running, running_gateway, until
 
 HELLO: Any = [{"role": "user", "content": "hello there"}]
 FIXED: dict[str, Any] = {"temperature": 0, "seed": 7}
-"""What makes an answer of the demo model the same each time."""
+"""Parameters that make an answer of the demo model reproducible."""
 
 UNCACHED = {"cache_prompt": False}
-"""What makes its figures the same too."""
+"""A parameter that makes its figures reproducible too."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Site:
 
     @property
     def records(self) -> list[RequestFinished]:
-        """The requests that have ended, those included whose telling was put off."""
+        """The requests that have ended, including those whose events were still queued."""
         self.gateway.bus.flush()
         return self._records
 
@@ -54,11 +54,11 @@ class Site:
         return self.running.client
 
     def openai(self, key: str = "unused", **options: Any) -> AsyncOpenAI:
-        """The official client, as its documentation has it."""
+        """The official client, set up as in its documentation."""
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
 
     def anthropic(self, key: str = "unused", **options: Any) -> AsyncAnthropic:
-        """The official client, as its documentation has it."""
+        """The official client, set up as in its documentation."""
         return AsyncAnthropic(base_url=self.url, api_key=key, **options)
 
     @property
@@ -78,17 +78,17 @@ class Site:
         )
 
     async def until_idle(self, limit: float = 60.0) -> None:
-        """Wait until nothing is counted any more."""
+        """Wait until every counter is at zero."""
         await until(lambda: self.idle, limit)
 
 
 @asynccontextmanager
-async def a_site(
+async def running_site(
     folder: Path,
     nodes: Sequence[str | Mapping[str, Any]],
     settings: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[Site]:
-    """A gateway over these nodes; at its end nothing may be left that is counted."""
+    """Run a gateway over these nodes; at its end every counter must be at zero."""
     async with running_gateway(folder, nodes, settings) as running:
         site = Site(running)
         yield site
@@ -96,14 +96,14 @@ async def a_site(
 
 
 async def busy(url: str) -> int:
-    """Slots that a server itself shows busy."""
+    """Busy slots by the server's own `/slots`."""
     async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=60) as client:
         slots = (await client.get(f"{url}/slots")).json()
     return sum(slot["is_processing"] for slot in slots)
 
 
 async def broken_off(url: str) -> bool:
-    """Whether the answer of each slot that was used had more to come when it ended."""
+    """Whether the answer in each used slot was cut off before its end."""
     async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=60) as client:
         slots = (await client.get(f"{url}/slots")).json()
     return all(token["has_next_token"] for slot in slots for token in slot["next_token"])

@@ -13,12 +13,12 @@ from anthropic import AsyncAnthropic
 
 from gateway.access.keys import new_key
 from tests.api.conftest import CONTEXT
-from tests.api.site import HELLO, Site, a_site
+from tests.api.site import HELLO, Site, running_site
 from tests.servers import running_demo_servers
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
 
-# This client has no `temperature` of its own any more.
+# This client no longer has a parameter `temperature`.
 ASK: dict[str, Any] = {
     "model": "demo",
     "messages": HELLO,
@@ -130,7 +130,7 @@ async def test_the_request_has_an_id_that_the_client_finds(anthropic: AsyncAnthr
 
 
 def kind(error: package.APIStatusError) -> str:
-    """The type that the error itself tells."""
+    """The type in the error's body."""
     assert isinstance(error.body, dict)
     assert error.body["type"] == "error"
     assert error.body["request_id"] == error.response.headers["request-id"]
@@ -152,7 +152,7 @@ async def test_a_prompt_that_is_too_long_is_a_bad_request(anthropic: AsyncAnthro
     assert kind(caught.value) == "invalid_request_error"
 
 
-async def test_a_key_is_read_from_where_this_client_puts_it(tmp_path: Path, chat_url: str) -> None:
+async def test_a_key_is_read_from_this_clients_header(tmp_path: Path, chat_url: str) -> None:
     key, other = new_key("one"), new_key("other")
     settings = {
         "keys": [
@@ -160,7 +160,7 @@ async def test_a_key_is_read_from_where_this_client_puts_it(tmp_path: Path, chat
             {"id": other.id, "sha256": other.sha256, "models": ["another"]},
         ]
     }
-    async with a_site(tmp_path, [chat_url], settings) as site:
+    async with running_site(tmp_path, [chat_url], settings) as site:
         async with site.anthropic(key.text) as client:
             assert (await client.messages.create(**ASK)).content
         async with site.anthropic("lg_wrong_key") as client:
@@ -173,11 +173,11 @@ async def test_a_key_is_read_from_where_this_client_puts_it(tmp_path: Path, chat
         assert kind(forbidden.value) == "permission_error"
 
 
-async def test_a_wait_that_was_too_long_is_an_overload_and_not_repeated(
+async def test_a_queue_timeout_is_an_overload_and_not_retried(
     tmp_path: Path, narrow_url: str
 ) -> None:
     settings = {"queue": {"max_wait": 0.2}}
-    async with a_site(tmp_path, [narrow_url], settings) as site, site.anthropic() as client:
+    async with running_site(tmp_path, [narrow_url], settings) as site, site.anthropic() as client:
         async with client.messages.stream(**ASK | {"max_tokens": 15_000}) as stream:
             await anext(aiter(stream))
             with pytest.raises(package.InternalServerError) as caught:
@@ -187,11 +187,9 @@ async def test_a_wait_that_was_too_long_is_an_overload_and_not_repeated(
         assert [record.status for record in site.records].count(503) == 1
 
 
-async def test_an_error_behind_a_sign_of_life_keeps_its_type(
-    tmp_path: Path, narrow_url: str
-) -> None:
+async def test_an_error_after_a_heartbeat_keeps_its_type(tmp_path: Path, narrow_url: str) -> None:
     settings = {"queue": {"max_wait": 0.5}, "heartbeat": 0.1}
-    async with a_site(tmp_path, [narrow_url], settings) as site, site.anthropic() as client:
+    async with running_site(tmp_path, [narrow_url], settings) as site, site.anthropic() as client:
         async with client.messages.stream(**ASK | {"max_tokens": 15_000}) as stream:
             await anext(aiter(stream))
             with pytest.raises(package.APIStatusError) as caught:
@@ -205,7 +203,7 @@ async def test_an_error_behind_a_sign_of_life_keeps_its_type(
 async def test_a_full_queue_is_a_rate_limit(tmp_path: Path, narrow_url: str) -> None:
     settings = {"queue": {"max": 0}}
     async with (
-        a_site(tmp_path, [narrow_url], settings) as site,
+        running_site(tmp_path, [narrow_url], settings) as site,
         site.anthropic(max_retries=0) as client,
         client.messages.stream(**ASK | {"max_tokens": 15_000}) as stream,
     ):
@@ -219,7 +217,7 @@ async def test_a_full_queue_is_a_rate_limit(tmp_path: Path, narrow_url: str) -> 
 @pytest.mark.slow
 async def test_a_node_that_dies_in_mid_stream_is_an_error_of_the_client(tmp_path: Path) -> None:
     with running_demo_servers(1, slots=1, context=16_384) as (server,):
-        async with a_site(tmp_path, [server.url]) as site, site.anthropic() as client:
+        async with running_site(tmp_path, [server.url]) as site, site.anthropic() as client:
             async with client.messages.stream(**ASK | {"max_tokens": 15_000}) as stream:
                 texts = aiter(stream.text_stream)
                 for _ in range(20):

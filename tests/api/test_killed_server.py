@@ -17,7 +17,7 @@ from gateway.events import StreamResumed
 from gateway.fleet.node import NodeState
 from gateway.tools.local.server_command import ServerSpec
 from gateway.tools.local.supervisor import LocalFleet
-from tests.api.site import HELLO, Site, a_site, busy
+from tests.api.site import HELLO, Site, busy, running_site
 from tests.gateways import until
 from tests.servers import demo_model
 
@@ -30,59 +30,59 @@ pytestmark = [
 
 NODES = 3
 CLIENTS = 10
-ANSWER = 500  # tokens, each of which outlasts the look at how many are under way
+ANSWER = 500  # tokens: long enough that the answers still run while they are counted
 SETTINGS = {"health": {"interval": 0.2}}
 
 
 @dataclass(slots=True)
-class Seen:
-    """What one client saw of one request."""
+class ClientRequest:
+    """One request as its client saw it."""
 
     stream: bool
     tokens: int
     began: bool = False
-    """Whether a byte of the answer had come."""
+    """Whether a byte of the answer has come."""
     over: bool = False
     complete: bool = False
     error: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
-class Crowd:
-    """Clients that ask one thing after the other until they are told to stop."""
+class ClientLoad:
+    """Clients that send one request after the other until they are stopped."""
 
     site: Site
     rng: random.Random
     stopped: bool = False
-    seen: list[Seen] = field(default_factory=list)
+    requests: list[ClientRequest] = field(default_factory=list)
 
     async def client(self, *, streams: bool) -> None:
         while not self.stopped:
-            seen = Seen(streams, self.rng.randrange(100, 300))
-            self.seen.append(seen)
-            await self._ask(seen)
-            seen.over = True
+            request = ClientRequest(streams, self.rng.randrange(100, 300))
+            self.requests.append(request)
+            await self._ask(request)
+            request.over = True
 
-    async def _ask(self, seen: Seen) -> None:
+    async def _ask(self, request: ClientRequest) -> None:
         body = {
-            "messages": HELLO, "max_tokens": seen.tokens, "stream": seen.stream,
+            "messages": HELLO, "max_tokens": request.tokens, "stream": request.stream,
             "temperature": 1.0, "seed": self.rng.randrange(1 << 30),
         }  # fmt: skip
-        if seen.stream:
+        if request.stream:
             body["stream_options"] = {"include_usage": True}
         path = "/v1/chat/completions"
-        if not seen.stream:
+        if not request.stream:
             answer = await self.site.http.post(path, json=body)
-            seen.began = True
+            request.began = True
             value = answer.json()
-            seen.error = value.get("error")
-            seen.complete = answer.status_code == 200 and _tokens(value) == seen.tokens
+            request.error = value.get("error")
+            request.complete = answer.status_code == 200 and _tokens(value) == request.tokens
             return
         async with self.site.http.stream("POST", path, json=body) as stream:
             assert stream.status_code == 200, await stream.aread()
             data = b""
             async for chunk in stream.aiter_bytes():
-                seen.began = True
+                request.began = True
                 data += chunk
         assert data.endswith(b"\n\n")  # no event is ever cut
         *events, last = [event.removeprefix(b"data: ") for event in data.split(b"\n\n")[:-1]]
@@ -90,9 +90,9 @@ class Crowd:
         if last == b"[DONE]":
             texts = [v for v in values if v["choices"] and v["choices"][0]["delta"].get("content")]
             assert len({value["id"] for value in values}) == 1
-            seen.complete = _tokens(values[-1]) == seen.tokens and len(texts) > 0
+            request.complete = _tokens(values[-1]) == request.tokens and len(texts) > 0
         else:
-            seen.error = json.loads(last)["error"]
+            request.error = json.loads(last)["error"]
 
 
 def _tokens(value: dict[str, Any]) -> Any:
@@ -109,60 +109,60 @@ def the_fleet(folder: Path, nodes: int, slots: int) -> LocalFleet:
 
 
 def torn(site: Site, spared: set[str]) -> str | None:
-    """A node that holds both a stream that has begun and a request that has no byte yet."""
+    """A node with both a stream that has begun and a request without a response byte."""
     begun: set[str | None] = set()
     waiting: set[str | None] = set()
-    for live in site.gateway.registry:
-        if live.attempt is not None:
-            began = live.attempt.is_sse and live.attempt.event_count > 5
-            (begun if began else waiting).add(live.record.node)
+    for in_flight in site.gateway.registry:
+        if in_flight.attempt is not None:
+            began = in_flight.attempt.is_sse and in_flight.attempt.event_count > 5
+            (begun if began else waiting).add(in_flight.record.node)
     both = (begun & waiting) - spared
     return both.pop() if both else None
 
 
 def under_way(site: Site) -> int:
-    """Answers of which something has come."""
-    attempts = [live.attempt for live in site.gateway.registry]
+    """Attempts that have received a part of their answer."""
+    attempts = [in_flight.attempt for in_flight in site.gateway.registry]
     return sum(attempt is not None and attempt.event_count > 0 for attempt in attempts)
 
 
 async def test_a_killed_server_costs_no_answer(tmp_path: Path) -> None:
     async with (
         the_fleet(tmp_path, NODES, slots=2) as fleet,
-        a_site(tmp_path, fleet.inventory(), SETTINGS) as site,
+        running_site(tmp_path, fleet.inventory(), SETTINGS) as site,
     ):
         await until(
             lambda: all(n.state is NodeState.READY for n in site.gateway.fleet.nodes.values())
         )
         resumed: list[StreamResumed] = []
         site.gateway.bus.subscribe(StreamResumed, resumed.append)
-        crowd = Crowd(site, random.Random(5))
+        load = ClientLoad(site, random.Random(5))
         async with asyncio.TaskGroup() as group:
             for number in range(CLIENTS):
-                group.create_task(crowd.client(streams=number % 2 == 0))
+                group.create_task(load.client(streams=number % 2 == 0))
             killed: set[str] = set()
-            await kill_one(site, fleet, crowd, killed)
+            await kill_one(site, fleet, load, killed)
             for _ in range(6):
-                # What a server had begun may be over when it dies.
+                # An answer may end before its server is killed.
                 if resumed:
                     break
-                await kill_one(site, fleet, crowd, set())
-            crowd.stopped = True
-        assert [seen.error for seen in crowd.seen if seen.error is not None] == []
-        assert all(seen.complete for seen in crowd.seen)
-        assert len(crowd.seen) > 3 * CLIENTS
+                await kill_one(site, fleet, load, set())
+            load.stopped = True
+        assert [request.error for request in load.requests if request.error is not None] == []
+        assert all(request.complete for request in load.requests)
+        assert len(load.requests) > 3 * CLIENTS
         assert len(resumed) >= 1
         assert all(event.resumed_on is not None for event in resumed)
 
         await site.until_idle()
         codes = [record.status for record in site.records]
-        assert codes == [200] * len(crowd.seen)
+        assert codes == [200] * len(load.requests)
         assert max(record.attempts for record in site.records) > 1
         assert [await busy(url) for url in fleet.urls] == [0] * NODES
 
 
-async def kill_one(site: Site, fleet: LocalFleet, crowd: Crowd, killed: set[str]) -> None:
-    """Kill one more server at its worst moment and see it return."""
+async def kill_one(site: Site, fleet: LocalFleet, load: ClientLoad, killed: set[str]) -> None:
+    """Kill a server at the worst moment and wait until it is back."""
     await until(lambda: torn(site, killed) is not None, limit=120)
     name = torn(site, killed)
     assert name is not None
@@ -171,12 +171,12 @@ async def kill_one(site: Site, fleet: LocalFleet, crowd: Crowd, killed: set[str]
     pid = fleet.pids[index]
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    untouched = [seen for seen in crowd.seen if not seen.over and not seen.began]
+    untouched = [request for request in load.requests if not request.over and not request.began]
     assert untouched
     node = site.gateway.fleet.nodes[name]
     await until(lambda: node.state is not NodeState.READY)
-    await until(lambda: all(seen.over for seen in untouched), limit=120)
-    assert all(seen.complete for seen in untouched)
+    await until(lambda: all(request.over for request in untouched), limit=120)
+    assert all(request.complete for request in untouched)
     await until(lambda: node.state is NodeState.READY and node.leased > 0, limit=120)
     assert fleet.pids[index] not in {None, pid}
 
@@ -188,11 +188,11 @@ async def test_the_only_server_is_waited_for_though_all_it_ran_failed_at_once(
     health = SETTINGS["health"] | {"open": 3600.0, "open_max": 3600.0}
     async with (
         the_fleet(tmp_path, 1, slots=8) as fleet,
-        a_site(tmp_path, fleet.inventory(), {"health": health}) as site,
+        running_site(tmp_path, fleet.inventory(), {"health": health}) as site,
     ):
         body = {"messages": HELLO, "max_tokens": ANSWER}
         async with asyncio.TaskGroup() as group:
-            asked = [
+            sent = [
                 group.create_task(site.http.post("/v1/chat/completions", json=body))
                 for _ in range(10)
             ]
@@ -200,8 +200,8 @@ async def test_the_only_server_is_waited_for_though_all_it_ran_failed_at_once(
             [pid] = fleet.pids
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-        answers = [task.result() for task in asked]
+        answers = [task.result() for task in sent]
         assert [answer.status_code for answer in answers] == [200] * 10
         assert all(_tokens(answer.json()) == ANSWER for answer in answers)
-        again = [int(answer.headers["x-gateway-attempts"]) > 1 for answer in answers]
-        assert sum(again) > site.gateway.settings.health.failures
+        retried = [int(answer.headers["x-gateway-attempts"]) > 1 for answer in answers]
+        assert sum(retried) > site.gateway.settings.health.failures

@@ -1,4 +1,4 @@
-"""llama.cpp's own paths through the gateway answer as the server itself does, or not at all."""
+"""llama.cpp's own paths: the gateway answers as the server itself does, or not at all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAME: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "hello there", "max_tokens": 12, **FIXED, **UNCACHED}),
     ("/v1/messages", {"messages": HELLO, "max_tokens": 12, "temperature": 0, **UNCACHED}),
     ("/v1/responses", {"input": "hello", "max_output_tokens": 12, "temperature": 0, **UNCACHED}),
-    # What the server itself refuses comes out in its own words.
+    # The server's own errors pass unchanged.
     ("/tokenize", {"content": 5}),
     ("/detokenize", {"tokens": "x"}),
     ("/apply-template", {}),
@@ -49,7 +49,7 @@ CHANGING = {
 
 
 def settled(value: Any) -> Any:
-    """A value without what differs from one answer to the next."""
+    """A value without the fields that differ from one answer to the next."""
     if isinstance(value, dict):
         return {name: settled(inner) for name, inner in value.items() if name not in CHANGING}
     if isinstance(value, list):
@@ -68,7 +68,7 @@ async def test_a_path_answers_as_the_server_does(
     assert settled(ours.json()) == settled(direct.json())
 
 
-async def test_what_it_refuses_on_anthropics_path_has_their_form(
+async def test_the_servers_errors_on_anthropics_path_have_anthropics_form(
     site: Site, chat_node: httpx.AsyncClient
 ) -> None:
     direct = await chat_node.post("/v1/messages", json={"max_tokens": 3})
@@ -99,7 +99,7 @@ async def test_numbers_are_the_servers_own(
 async def test_openais_paths_mean_the_same_without_their_version(
     site: Site, path: str, model: str, body: dict[str, Any]
 ) -> None:
-    # The server itself takes some of these for its own API.
+    # The server itself uses some of these paths for its own API.
     short = await site.http.post(path, json=body | {"model": model})
     full = await site.http.post(f"/v1{path}", json=body | {"model": model})
     assert short.status_code == full.status_code == 200
@@ -117,12 +117,12 @@ async def test_openais_paths_mean_the_same_without_their_version(
         ("/embedding", {"content": "a"}),
     ],
 )
-async def test_what_the_server_cannot_do_is_said_once_and_not_blamed(
+async def test_an_unsupported_request_is_sent_once_and_the_node_is_not_blamed(
     site: Site, chat_node: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> None:
     direct = await chat_node.post(path, json=body)
     assert direct.status_code == 501
-    for _ in range(2):  # the second is refused without asking the node
+    for _ in range(2):  # the second is refused without a request to the node
         answer = await site.http.post(path, json=body | {"model": "demo"})
         assert answer.status_code == 501
         assert answer.json()["error"]["code"] == "not_supported"
@@ -134,7 +134,7 @@ async def test_what_the_server_cannot_do_is_said_once_and_not_blamed(
     assert (await site.http.post("/tokenize", json={"content": "a", "model": "demo"})).is_success
 
 
-async def test_properties_tell_sizes_and_nothing_else(
+async def test_properties_show_sizes_and_nothing_else(
     site: Site, chat_node: httpx.AsyncClient
 ) -> None:
     own = (await chat_node.get("/props")).json()
@@ -162,7 +162,7 @@ async def test_the_servers_properties_cannot_be_changed(site: Site) -> None:
     assert answer.json()["error"]["code"] == "method_not_allowed"
 
 
-async def test_a_slot_of_the_clients_choice_is_not_given(site: Site, chat_url: str) -> None:
+async def test_clients_cannot_choose_a_slot(site: Site, chat_url: str) -> None:
     body = {"prompt": "hello", "n_predict": 2, "model": "demo"}
     free = await site.http.post("/completion", json=body)
     for slot in range(4):
@@ -170,6 +170,6 @@ async def test_a_slot_of_the_clients_choice_is_not_given(site: Site, chat_url: s
         assert answer.json()["id_slot"] == free.json()["id_slot"]
 
 
-async def test_health_and_readiness_are_told(site: Site) -> None:
+async def test_health_and_readiness_are_answered(site: Site) -> None:
     assert (await site.http.get("/health")).json() == {"status": "ok"}
     assert (await site.http.get("/ready")).status_code == 200

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.api import npm
-from tests.api.site import FIXED, HELLO, Site, a_site, broken_off, busy, until_busy
+from tests.api.site import FIXED, HELLO, Site, broken_off, busy, running_site, until_busy
 from tests.gateways import until
 from tests.servers import running_demo_servers
 
@@ -32,7 +32,7 @@ LIMIT = 120.0  # seconds for one script
 def script(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The script in a folder where the client can be imported."""
     assert pytestconfig.cache is not None
-    client = npm.installed(pytestconfig.cache.mkdir("npm"))
+    client = npm.install_client(pytestconfig.cache.mkdir("npm"))
     folder = tmp_path_factory.mktemp("npm")
     (folder / "node_modules").symlink_to(client / "node_modules")
     return Path(shutil.copy(Path(__file__).with_name("client.mjs"), folder))
@@ -96,11 +96,14 @@ async def test_errors(script: Path, site: Site) -> None:
         "class": ("BadRequestError", "invalid_request"),
         "endpoint": ("InternalServerError", "not_supported"),
     }
-    assert [record.status for record in site.records] == [404, 400, 501]  # each asked for once
+    assert [record.status for record in site.records] == [404, 400, 501]  # each was sent once
 
 
 async def test_an_abort_frees_the_slot(script: Path, tmp_path: Path, narrow_url: str) -> None:
-    async with a_site(tmp_path, [narrow_url]) as site, running(script, site, "abort") as process:
+    async with (
+        running_site(tmp_path, [narrow_url]) as site,
+        running(script, site, "abort") as process,
+    ):
         assert process.stdout is not None
         assert await asyncio.wait_for(process.stdout.readline(), LIMIT) == b"aborted\n"
         await until_busy(narrow_url, 0)
@@ -114,11 +117,11 @@ async def test_an_abort_frees_the_slot(script: Path, tmp_path: Path, narrow_url:
 
 async def test_a_node_that_dies_in_mid_stream_is_an_error(script: Path, tmp_path: Path) -> None:
     with running_demo_servers(1, slots=1, context=16_384) as (server,):
-        async with a_site(tmp_path, [server.url]) as site:
+        async with running_site(tmp_path, [server.url]) as site:
             async with running(script, site, "broken") as process:
                 assert process.stdout is not None
                 assert await asyncio.wait_for(process.stdout.readline(), LIMIT) == b"streaming\n"
-                await until(lambda: any(live.attempt for live in site.gateway.registry))
+                await until(lambda: any(in_flight.attempt for in_flight in site.gateway.registry))
                 assert await busy(server.url) == 1
                 server.kill()
                 error = await result(process)

@@ -72,7 +72,7 @@ async def test_models_are_listed_with_their_context(openai: AsyncOpenAI) -> None
 
 
 @pytest.mark.parametrize("name", ["helper", "org/demo"])
-async def test_a_model_is_told_by_its_name(openai: AsyncOpenAI, name: str) -> None:
+async def test_a_model_is_found_by_its_name(openai: AsyncOpenAI, name: str) -> None:
     assert (await openai.models.retrieve(name)).id == name
 
 
@@ -101,9 +101,7 @@ async def test_a_streamed_chat_has_the_same_text(
     assert len(chunks) > 20
 
 
-async def test_a_stream_tells_its_usage_where_it_is_asked_to(
-    openai: AsyncOpenAI, site: Site
-) -> None:
+async def test_a_stream_has_its_usage_on_request(openai: AsyncOpenAI, site: Site) -> None:
     stream = await openai.chat.completions.create(
         **CHAT, stream=True, stream_options={"include_usage": True}
     )
@@ -165,7 +163,7 @@ async def test_the_synchronous_client_works_as_well(
 
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_required_tool_is_called(openai: AsyncOpenAI, *, streams: bool) -> None:
-    # The demo model calls a tool in words that mean nothing, within the tool's grammar.
+    # The demo model calls a tool with meaningless words that match the tool's grammar.
     options: Any = {
         "model": "demo", "messages": HELLO, "tools": [WEATHER], "tool_choice": "required",
         "max_tokens": 400, **FIXED,
@@ -182,7 +180,7 @@ async def test_a_required_tool_is_called(openai: AsyncOpenAI, *, streams: bool) 
     assert list(json.loads(call.function.arguments)) == ["city"]
 
 
-async def test_a_tools_answer_is_taken(openai: AsyncOpenAI) -> None:
+async def test_a_tools_result_is_accepted(openai: AsyncOpenAI) -> None:
     first = await openai.chat.completions.create(
         model="demo", messages=HELLO, tools=[WEATHER], tool_choice="required", max_tokens=400,
         **FIXED,
@@ -223,7 +221,7 @@ async def test_a_completion_has_the_servers_own_text(
     assert plain.choices[0].text == text == direct["choices"][0]["text"]
 
 
-async def test_several_prompts_are_answered_each(openai: AsyncOpenAI) -> None:
+async def test_each_of_several_prompts_is_answered(openai: AsyncOpenAI) -> None:
     prompts = ["one fish", "two birds", "three trees"]
     together = await openai.completions.create(**TEXT | {"prompt": prompts, "max_tokens": 8})
     texts = {choice.index: choice.text for choice in together.choices}
@@ -296,7 +294,7 @@ async def test_a_response_has_the_servers_own_text(
 async def test_a_streamed_response_has_its_events_and_the_same_text(openai: AsyncOpenAI) -> None:
     body: Any = {"model": "demo", "input": "hello there", "max_output_tokens": 24, "temperature": 0}
     plain = await openai.responses.create(**body)
-    # Not by `responses.stream`: that helper wants fields that llama.cpp's events don't have.
+    # `responses.stream` is not used: it needs fields that llama.cpp's events don't have.
     events = [event async for event in await openai.responses.create(**body, stream=True)]
     assert events[0].type == "response.created"
     last = events[-1]
@@ -305,7 +303,7 @@ async def test_a_streamed_response_has_its_events_and_the_same_text(openai: Asyn
     assert text == last.response.output_text == plain.output_text
 
 
-# Names and rules.
+# Model names and rules.
 
 
 @pytest.mark.parametrize("name", ["gpt-4o-mini", "helper", "steady", "org/demo"])
@@ -322,15 +320,15 @@ async def test_a_model_rule_bounds_the_answer(openai: AsyncOpenAI) -> None:
     assert answer.usage.completion_tokens == 4
 
 
-async def test_a_model_rule_speaks_where_the_client_does_not(openai: AsyncOpenAI) -> None:
-    said = await openai.chat.completions.create(**CHAT | {"model": "brief", "max_tokens": 5})
-    unsaid = await openai.chat.completions.create(model="brief", messages=HELLO)
-    assert said.usage is not None
-    assert unsaid.usage is not None
-    assert (said.usage.completion_tokens, unsaid.usage.completion_tokens) == (5, 3)
+async def test_a_model_rule_sets_defaults_for_missing_parameters(openai: AsyncOpenAI) -> None:
+    explicit = await openai.chat.completions.create(**CHAT | {"model": "brief", "max_tokens": 5})
+    default = await openai.chat.completions.create(model="brief", messages=HELLO)
+    assert explicit.usage is not None
+    assert default.usage is not None
+    assert (explicit.usage.completion_tokens, default.usage.completion_tokens) == (5, 3)
 
 
-async def test_a_model_rule_overrules_and_takes_out(
+async def test_a_model_rule_overrides_and_removes_parameters(
     openai: AsyncOpenAI, chat_node: httpx.AsyncClient
 ) -> None:
     first = (await chat_node.post("/tokenize", json={"content": " as"})).json()["tokens"][0]
@@ -340,10 +338,10 @@ async def test_a_model_rule_overrules_and_takes_out(
     assert answer.choices[0].message.content == await direct_text(chat_node)
 
 
-# Heads.
+# Response headers.
 
 
-async def test_the_head_tells_of_the_request(openai: AsyncOpenAI) -> None:
+async def test_response_headers_describe_the_request(openai: AsyncOpenAI) -> None:
     raw = await openai.chat.completions.with_raw_response.create(
         **CHAT, extra_headers={"X-Request-ID": "mine-1", "X-Priority": "batch"}
     )
@@ -362,7 +360,7 @@ async def test_a_streams_head_forbids_buffering(openai: AsyncOpenAI) -> None:
     assert len([chunk async for chunk in raw.parse()]) > 20
 
 
-async def test_the_client_asks_once_for_what_succeeds(openai: AsyncOpenAI, site: Site) -> None:
+async def test_the_client_sends_a_successful_request_once(openai: AsyncOpenAI, site: Site) -> None:
     assert package.DEFAULT_MAX_RETRIES == 2
     await openai.chat.completions.create(**CHAT)
     await site.until_idle()

@@ -1,4 +1,4 @@
-"""What goes wrong, as the official `openai` client raises it, and how often it asks again."""
+"""Errors as the official `openai` client raises them, and how often it retries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 
 from gateway.access.keys import new_key
 from tests.api.conftest import CONTEXT
-from tests.api.site import FIXED, HELLO, Site, a_site, busy, until_busy
+from tests.api.site import FIXED, HELLO, Site, busy, running_site, until_busy
 from tests.gateways import NO_TLS, until
 from tests.servers import running_demo_servers
 
@@ -28,55 +28,55 @@ CHAT: dict[str, Any] = {"model": "demo", "messages": HELLO, "max_tokens": 8, **F
 LONG: dict[str, Any] = CHAT | {"max_tokens": 15_000}
 
 
-def told_of(error: package.APIStatusError) -> tuple[int, Any, str | None]:
-    """Status, code and the word in the head, which must be the same."""
+def error_facts(error: package.APIStatusError) -> tuple[int, Any, str | None]:
+    """Status, code and `X-Gateway-Reason`, which must equal the code."""
     reason = error.response.headers.get("x-gateway-reason")
     return error.status_code, error.code, reason
 
 
-# What the client did wrong.
+# Errors of the client.
 
 
-async def test_an_unknown_model_is_not_found_and_asked_for_once(
+async def test_an_unknown_model_is_not_found_and_not_retried(
     openai: AsyncOpenAI, site: Site
 ) -> None:
     with pytest.raises(package.NotFoundError, match="'nobody' does not exist") as caught:
         await openai.chat.completions.create(**CHAT | {"model": "nobody"})
-    assert told_of(caught.value) == (404, "model_not_found", "model_not_found")
+    assert error_facts(caught.value) == (404, "model_not_found", "model_not_found")
     assert caught.value.param == "model"
     assert [record.status for record in site.records] == [404]
 
 
-async def test_an_unknown_model_is_not_told_either(openai: AsyncOpenAI) -> None:
+async def test_an_unknown_model_cannot_be_retrieved_either(openai: AsyncOpenAI) -> None:
     with pytest.raises(package.NotFoundError) as caught:
         await openai.models.retrieve("nobody")
-    assert told_of(caught.value)[1] == "model_not_found"
+    assert error_facts(caught.value)[1] == "model_not_found"
 
 
 async def test_an_unknown_path_is_not_found(openai: AsyncOpenAI) -> None:
     with pytest.raises(package.NotFoundError) as caught:
         await openai.images.generate(prompt="a river")
-    assert told_of(caught.value)[1] == "not_found"
+    assert error_facts(caught.value)[1] == "not_found"
     assert "Images are not made" in caught.value.message
 
 
 async def test_an_unknown_class_is_a_bad_request(openai: AsyncOpenAI) -> None:
     with pytest.raises(package.BadRequestError, match="'best'") as caught:
         await openai.chat.completions.create(**CHAT, extra_headers={"X-Priority": "best"})
-    assert told_of(caught.value) == (400, "invalid_request", "invalid_request")
+    assert error_facts(caught.value) == (400, "invalid_request", "invalid_request")
 
 
 async def test_a_wrong_type_is_a_bad_request_that_names_the_field(openai: AsyncOpenAI) -> None:
     with pytest.raises(package.BadRequestError) as caught:
         await openai.chat.completions.create(**CHAT | {"max_tokens": "many"})
-    assert told_of(caught.value)[1] == "invalid_request"
+    assert error_facts(caught.value)[1] == "invalid_request"
     assert caught.value.param == "max_tokens"
 
 
 async def test_more_answers_than_any_node_has_slots_are_a_bad_request(openai: AsyncOpenAI) -> None:
     with pytest.raises(package.BadRequestError, match="5 slots") as caught:
         await openai.chat.completions.create(**CHAT, n=5)
-    assert told_of(caught.value)[1] == "invalid_request"
+    assert error_facts(caught.value)[1] == "invalid_request"
 
 
 async def test_a_nodes_own_bad_request_passes_through_and_blames_nobody(
@@ -93,13 +93,13 @@ async def test_a_nodes_own_bad_request_passes_through_and_blames_nobody(
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_a_prompt_that_is_too_long_is_told_with_the_context(
+async def test_the_error_for_a_prompt_that_is_too_long_has_the_context_size(
     openai: AsyncOpenAI, *, streams: bool
 ) -> None:
     messages = [{"role": "user", "content": "river stone " * CONTEXT}]
     with pytest.raises(package.BadRequestError, match=f"{CONTEXT} tokens") as caught:
         await openai.chat.completions.create(**CHAT | {"messages": messages, "stream": streams})
-    assert told_of(caught.value)[1:] == ("context_length_exceeded",) * 2
+    assert error_facts(caught.value)[1:] == ("context_length_exceeded",) * 2
     assert isinstance(caught.value.body, dict)
     assert caught.value.body["n_ctx"] == CONTEXT
     assert caught.value.body["n_prompt_tokens"] > CONTEXT
@@ -109,13 +109,13 @@ async def test_a_prompt_that_is_too_long_is_told_with_the_context(
 async def test_a_prompt_that_is_too_long_for_one_node_goes_to_a_roomier_one(
     tmp_path: Path, chat_url: str, narrow_url: str, *, streams: bool
 ) -> None:
-    # Letters that make no words have a token each: more than their number lets one guess.
+    # Letters that form no words have a token each: more than estimated from their number.
     messages = [{"role": "user", "content": "zq" * 1500}]
     nodes: list[dict[str, Any]] = [
         {"name": "small", "url": chat_url, "speed_hint": 10.0},
         {"name": "roomy", "url": narrow_url},
     ]
-    async with a_site(tmp_path, nodes) as site, site.openai() as client:
+    async with running_site(tmp_path, nodes) as site, site.openai() as client:
         raw = await client.chat.completions.with_raw_response.create(
             **CHAT | {"messages": messages, "stream": streams}
         )
@@ -127,25 +127,25 @@ async def test_a_prompt_that_is_too_long_for_one_node_goes_to_a_roomier_one(
         assert site.gateway.fleet.nodes["small"].failures == 0
 
 
-async def test_a_text_that_is_too_long_to_embed_is_told_the_same_way(
+async def test_the_error_for_a_text_that_is_too_long_to_embed_is_the_same(
     openai: AsyncOpenAI, site: Site
 ) -> None:
     with pytest.raises(package.BadRequestError) as caught:
         await openai.embeddings.create(model="demo-embed", input="river stone " * 512)
-    assert told_of(caught.value)[1:] == ("context_length_exceeded",) * 2
+    assert error_facts(caught.value)[1:] == ("context_length_exceeded",) * 2
     assert caught.value.param == "input"
     assert site.gateway.fleet.nodes["embed"].failures == 0
 
 
-async def test_what_no_node_does_is_told_with_the_servers_own_hint_and_asked_once(
+async def test_an_unsupported_request_gets_the_servers_own_hint_and_is_not_retried(
     openai: AsyncOpenAI, site: Site
 ) -> None:
     with pytest.raises(package.InternalServerError, match="Start it with `--embeddings`") as caught:
         await openai.embeddings.create(model="demo", input="hello")
-    assert told_of(caught.value) == (501, "not_supported", "not_supported")
+    assert error_facts(caught.value) == (501, "not_supported", "not_supported")
     with pytest.raises(package.InternalServerError, match="audio input") as caught:
         await openai.audio.transcriptions.create(model="demo", file=("a.wav", b"RIFF" * 9))
-    assert told_of(caught.value) == (501, "not_supported", "not_supported")
+    assert error_facts(caught.value) == (501, "not_supported", "not_supported")
     assert [record.status for record in site.records] == [501, 501]
 
 
@@ -159,7 +159,7 @@ async def test_a_remote_picture_is_refused(openai: AsyncOpenAI) -> None:
 # Keys.
 
 
-async def test_keys_decide_who_may_ask_for_what(
+async def test_keys_decide_which_models_a_client_may_use(
     tmp_path: Path, chat_url: str, embedder_url: str
 ) -> None:
     full, limited = new_key("full"), new_key("limited")
@@ -168,7 +168,7 @@ async def test_keys_decide_who_may_ask_for_what(
         {"id": limited.id, "sha256": limited.sha256, "models": ["demo-embed"]},
     ]
     nodes = [{"name": "chat", "url": chat_url}, {"name": "embed", "url": embedder_url}]
-    async with a_site(tmp_path, nodes, {"keys": keys}) as site:
+    async with running_site(tmp_path, nodes, {"keys": keys}) as site:
         async with site.openai(full.text) as client:
             raw = await client.chat.completions.with_raw_response.create(
                 **CHAT, extra_headers={"X-Priority": "premium"}
@@ -182,12 +182,12 @@ async def test_keys_decide_who_may_ask_for_what(
             assert raw_embedding.headers["x-gateway-class"] == "normal"
             with pytest.raises(package.PermissionDeniedError, match="may not use") as forbidden:
                 await client.chat.completions.create(**CHAT)
-            assert told_of(forbidden.value) == (403, "model_not_allowed", "model_not_allowed")
+            assert error_facts(forbidden.value) == (403, "model_not_allowed", "model_not_allowed")
         for wrong in (full.text + "x", f"lg_{full.id}_", "sk-anything"):
             async with site.openai(wrong) as client:
                 with pytest.raises(package.AuthenticationError) as refused:
                     await client.chat.completions.create(**CHAT)
-                assert told_of(refused.value) == (401, "invalid_api_key", "invalid_api_key")
+                assert error_facts(refused.value) == (401, "invalid_api_key", "invalid_api_key")
                 with pytest.raises(package.AuthenticationError):
                     await client.models.list()
         codes = [record.status for record in site.records]
@@ -195,19 +195,19 @@ async def test_keys_decide_who_may_ask_for_what(
         assert full.text.rpartition("_")[2] not in (tmp_path / "gateway.log").read_text()
 
 
-# A fleet that can't, now or at all.
+# Errors of the fleet.
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def holding(narrow_url: str) -> AsyncIterator[None]:
-    """After a test no stream of its own may still hold the only slot."""
+    """After a test the only slot must be free."""
     yield
     await until_busy(narrow_url, 0)
 
 
 @asynccontextmanager
 async def held(site: Site) -> AsyncIterator[None]:
-    """While a stream holds the only slot."""
+    """Hold the only slot with a stream."""
     async with site.openai() as client:
         stream = await client.chat.completions.create(**LONG, stream=True)
         async with stream:
@@ -216,17 +216,15 @@ async def held(site: Site) -> AsyncIterator[None]:
 
 
 @pytest.mark.usefixtures("holding")
-async def test_a_full_queue_is_a_rate_limit_and_asked_again(
-    tmp_path: Path, narrow_url: str
-) -> None:
+async def test_a_full_queue_is_a_rate_limit_and_retried(tmp_path: Path, narrow_url: str) -> None:
     async with (
-        a_site(tmp_path, [narrow_url], {"queue": {"max": 0}}) as site,
+        running_site(tmp_path, [narrow_url], {"queue": {"max": 0}}) as site,
         held(site),
         site.openai(max_retries=0) as client,
     ):
         with pytest.raises(package.RateLimitError) as caught:
             await client.chat.completions.create(**CHAT)
-        assert told_of(caught.value) == (429, "queue_full", "queue_full")
+        assert error_facts(caught.value) == (429, "queue_full", "queue_full")
         assert int(caught.value.response.headers["retry-after"]) >= 1
         assert "x-should-retry" not in caught.value.response.headers
         assert await busy(narrow_url) == 1
@@ -234,16 +232,14 @@ async def test_a_full_queue_is_a_rate_limit_and_asked_again(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("holding")
-async def test_a_client_that_is_told_to_come_back_succeeds_then(
-    tmp_path: Path, narrow_url: str
-) -> None:
+async def test_a_client_that_retries_as_advised_succeeds(tmp_path: Path, narrow_url: str) -> None:
     settings = {"queue": {"max": 0}}
     async with (
-        a_site(tmp_path, [narrow_url], settings) as site,
-        # As often as it takes until the server has let go of what was left.
+        running_site(tmp_path, [narrow_url], settings) as site,
+        # Retries until the server has freed the slot of the client that left.
         site.openai(max_retries=50) as client,
     ):
-        for _ in range(2):  # so that it is known how soon to come back
+        for _ in range(2):  # so that the gateway knows a Retry-After
             await client.chat.completions.create(**CHAT)
         async with held(site):
             answer = asyncio.create_task(client.chat.completions.create(**CHAT))
@@ -255,61 +251,63 @@ async def test_a_client_that_is_told_to_come_back_succeeds_then(
 
 
 @pytest.mark.usefixtures("holding")
-async def test_a_wait_that_was_too_long_is_not_repeated(tmp_path: Path, narrow_url: str) -> None:
+async def test_a_queue_timeout_is_not_retried(tmp_path: Path, narrow_url: str) -> None:
     async with (
-        a_site(tmp_path, [narrow_url], {"queue": {"max_wait": 0.2}}) as site,
+        running_site(tmp_path, [narrow_url], {"queue": {"max_wait": 0.2}}) as site,
         held(site),
         site.openai() as client,
     ):
         with pytest.raises(package.InternalServerError) as caught:
             await client.chat.completions.create(**CHAT)
-        assert told_of(caught.value) == (503, "queue_timeout", "queue_timeout")
+        assert error_facts(caught.value) == (503, "queue_timeout", "queue_timeout")
         assert caught.value.response.headers["x-should-retry"] == "false"
         assert int(caught.value.response.headers["retry-after"]) >= 1
         assert [record.status for record in site.records] == [503]
 
 
 @pytest.mark.slow
-async def test_a_fleet_that_is_out_may_be_asked_again(
+async def test_a_request_to_a_fleet_that_is_down_is_retried(
     tmp_path: Path,
 ) -> None:
     with running_demo_servers(1) as (server,):
         settings = {"retries": {"wait_for_node": 0.1}, "health": {"interval": 0.2}}
-        async with a_site(tmp_path, [server.url], settings) as site:
+        async with running_site(tmp_path, [server.url], settings) as site:
             server.kill()
             async with site.openai(max_retries=0) as client:
                 with pytest.raises(package.InternalServerError) as caught:
                     await client.chat.completions.create(**CHAT)
-            assert told_of(caught.value) == (503, "no_node", "no_node")
+            assert error_facts(caught.value) == (503, "no_node", "no_node")
             assert int(caught.value.response.headers["retry-after"]) >= 1
             assert "x-should-retry" not in caught.value.response.headers
             assert [record.status for record in site.records] == [503]
 
 
 @pytest.mark.parametrize("path", ["embeddings", "rerank"])
-async def test_what_no_node_can_do_is_not_repeated(
+async def test_a_request_that_no_node_supports_is_not_retried(
     openai: AsyncOpenAI, site: Site, path: str
 ) -> None:
     body = {"model": "demo", "input": "a", "query": "a", "documents": ["b"]}
     with pytest.raises(package.InternalServerError) as caught:
         await openai.post(f"/{path}", cast_to=object, body=body)
-    assert told_of(caught.value) == (501, "not_supported", "not_supported")
+    assert error_facts(caught.value) == (501, "not_supported", "not_supported")
     assert caught.value.response.headers["x-should-retry"] == "false"
     assert [record.status for record in site.records] == [501]
 
 
-async def test_an_answer_that_is_not_there_in_time_is_not_repeated(tmp_path: Path) -> None:
+async def test_a_request_without_an_answer_in_time_is_not_retried(tmp_path: Path) -> None:
     with running_demo_servers(1, slots=1, context=16_384) as (server,):
-        async with a_site(tmp_path, [server.url]) as site, site.openai() as client:
-            asked = asyncio.create_task(
+        async with running_site(tmp_path, [server.url]) as site, site.openai() as client:
+            sent = asyncio.create_task(
                 client.chat.completions.create(**LONG, extra_headers={"X-Request-Timeout": "1"})
             )
-            await until(lambda: asked.done() or any(live.attempt for live in site.gateway.registry))
-            os.kill(server.pid, signal.SIGSTOP)  # it can't show its slot free
+            await until(
+                lambda: sent.done() or any(in_flight.attempt for in_flight in site.gateway.registry)
+            )
+            os.kill(server.pid, signal.SIGSTOP)  # so that it can't report its slot free
             try:
                 with pytest.raises(package.InternalServerError) as caught:
-                    await asked
-                assert told_of(caught.value) == (504, "node_timeout", "node_timeout")
+                    await sent
+                assert error_facts(caught.value) == (504, "node_timeout", "node_timeout")
                 assert caught.value.response.headers["x-should-retry"] == "false"
                 assert [record.status for record in site.records] == [504]
                 assert site.gateway.fleet.nodes["node-0"].leased == 1  # it still runs there
@@ -318,21 +316,21 @@ async def test_an_answer_that_is_not_there_in_time_is_not_repeated(tmp_path: Pat
             await site.until_idle()
 
 
-async def test_a_client_that_waits_no_longer_raises_its_own_time_out(tmp_path: Path) -> None:
+async def test_a_client_that_stops_waiting_raises_its_own_timeout(tmp_path: Path) -> None:
     with running_demo_servers(1, slots=1, context=16_384, size="medium") as (server,):
-        # Its timer began when its request was sent, and that has taken a while.
+        # The client's timer started when it sent the request, some time ago.
         options: dict[str, Any] = {"timeout": 2.0, "max_retries": 0}
-        told = {"x-stainless-timeout": "1", "x-stainless-read-timeout": "1"}
-        async with a_site(tmp_path, [server.url]) as site, site.openai(**options) as client:
+        listed = {"x-stainless-timeout": "1", "x-stainless-read-timeout": "1"}
+        async with running_site(tmp_path, [server.url]) as site, site.openai(**options) as client:
             with pytest.raises(package.APITimeoutError):
-                await client.chat.completions.create(**LONG, extra_headers=told)
+                await client.chat.completions.create(**LONG, extra_headers=listed)
             await site.until_idle()
             assert [record.status for record in site.records] == [504]
             node = site.gateway.fleet.nodes["node-0"]
             assert (node.failures, node.circuit.suspect_callers) == (0, set())
 
 
-# In the middle of a stream.
+# Errors in the middle of a stream.
 
 
 async def read(parts: AsyncIterator[Any]) -> None:
@@ -346,7 +344,7 @@ async def test_a_node_that_dies_in_mid_stream_is_an_error_of_the_client(
     tmp_path: Path, api: str
 ) -> None:
     with running_demo_servers(1, slots=1, context=16_384) as (server,):
-        async with a_site(tmp_path, [server.url]) as site, site.openai() as client:
+        async with running_site(tmp_path, [server.url]) as site, site.openai() as client:
             asks: dict[str, Any] = {
                 "chat": client.chat.completions.create,
                 "responses": client.responses.create,
@@ -357,7 +355,7 @@ async def test_a_node_that_dies_in_mid_stream_is_an_error_of_the_client(
             }
             stream = await asks[api](**bodies[api], stream=True)
             parts = aiter(stream)
-            for _ in range(30):  # some of which have no text
+            for _ in range(30):  # some of them have no text
                 await anext(parts)
             server.kill()
             with pytest.raises(package.APIError) as caught:
@@ -374,7 +372,7 @@ async def test_requests_that_the_operator_cancels_are_errors_of_their_clients(
     tmp_path: Path, narrow_url: str
 ) -> None:
     async with (
-        a_site(tmp_path, [narrow_url]) as site,
+        running_site(tmp_path, [narrow_url]) as site,
         site.openai() as client,
         httpx.AsyncClient(
             base_url=site.running.admin_url, trust_env=False, verify=NO_TLS, timeout=60
@@ -384,16 +382,16 @@ async def test_requests_that_the_operator_cancels_are_errors_of_their_clients(
         tag = {"X-Request-ID": "waiting-1"}
         queued = asyncio.create_task(client.chat.completions.create(**CHAT, extra_headers=tag))
         await until(site.gateway.scheduler.queue_positions)
-        told = (await admin.get("/admin/requests")).json()["requests"]
-        assert [request["state"] for request in told] == ["running", "waiting"]
-        for name in ("waiting-1", told[0]["id"]):
+        listed = (await admin.get("/admin/requests")).json()["requests"]
+        assert [request["state"] for request in listed] == ["running", "waiting"]
+        for name in ("waiting-1", listed[0]["id"]):
             assert (await admin.delete(f"/admin/requests/{name}")).status_code == 200
         with pytest.raises(package.InternalServerError, match="has cancelled") as refused:
             await queued
-        assert told_of(refused.value) == (503, "cancelled", "cancelled")
+        assert error_facts(refused.value) == (503, "cancelled", "cancelled")
         with pytest.raises(package.APIError, match="has cancelled"):
             await read(aiter(stream))
         await site.until_idle()
         assert await busy(narrow_url) == 0
-        assert len(site.records) == 2  # neither was repeated
+        assert len(site.records) == 2  # neither was retried
         assert site.gateway.fleet.nodes["node-0"].failures == 0

@@ -1,4 +1,4 @@
-"""`llama-gateway serve` as a process over real servers, steered while clients are served."""
+"""`llama-gateway serve` as a process over real servers, reconfigured under load."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WORDS = 20  # tokens of an answer
 
 @dataclass(slots=True)
 class Serving:
-    """The process, and what it has logged."""
+    """The process and its log."""
 
     process: Process
     nodes_file: Path
@@ -61,16 +61,16 @@ class Serving:
         return str(self.logged("listening")[0]["admin"])
 
     def write_nodes(self, **urls: str) -> None:
-        """Replace the inventory as an editor does: by a rename."""
+        """Replace the inventory file by a rename, as editors do."""
         new = self.nodes_file.with_suffix(".new")
         new.write_text(inventory(**urls))
         new.rename(self.nodes_file)
 
     async def nodes(self) -> dict[str, Any]:
-        """The nodes as the admin API tells them."""
+        """The nodes by the admin API."""
         async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=60) as client:
-            told = (await client.get(f"{self.admin_url}/admin/nodes")).json()
-        return {node["name"]: node for node in told["nodes"]}
+            listed = (await client.get(f"{self.admin_url}/admin/nodes")).json()
+        return {node["name"]: node for node in listed["nodes"]}
 
 
 def inventory(**urls: str) -> str:
@@ -80,7 +80,7 @@ def inventory(**urls: str) -> str:
 
 @asynccontextmanager
 async def serving(folder: Path, **urls: str) -> AsyncIterator[Serving]:
-    """The process over these servers; at its end it gets SIGTERM and must end well."""
+    """Run the process over these servers; at the end it must exit with status 0 on SIGTERM."""
     nodes_file, config = folder / "nodes.yaml", folder / "gateway.yaml"
     config.write_text(
         yaml.safe_dump({"health": HEALTH, "listen": {"port": 0}, "admin": {"port": 0}})
@@ -111,12 +111,12 @@ async def serving(folder: Path, **urls: str) -> AsyncIterator[Serving]:
 
 @dataclass(slots=True)
 class Load:
-    """Clients that ask without a pause, half of them for streams; every answer must be whole."""
+    """Clients that send without a pause, half of them for streams; all answers must be complete."""
 
     url: str
-    asked: int = 0
+    sent: int = 0
     answers: list[tuple[int, str]] = field(default_factory=list)
-    """Of each answer the number of its question, in the order of asking, and the node."""
+    """The number of each request, in the order of sending, and the node that answered."""
     stopped: bool = False
 
     async def client(self, *, stream: bool) -> None:
@@ -125,7 +125,7 @@ class Load:
             base_url=self.url, trust_env=False, verify=NO_TLS, timeout=120
         ) as client:
             while not self.stopped:
-                number, self.asked = self.asked, self.asked + 1
+                number, self.sent = self.sent, self.sent + 1
                 answer = await client.post("/v1/chat/completions", json=body)
                 assert answer.status_code == 200, answer.text
                 if stream:
@@ -135,8 +135,8 @@ class Load:
                 self.answers.append((number, answer.headers["x-gateway-node"]))
 
     async def more(self, answers: int = 20) -> set[str]:
-        """The nodes that give so many answers to what is asked from now on."""
-        start = self.asked
+        """The nodes that give the next `answers` answers to requests sent from now on."""
+        start = self.sent
 
         def given() -> list[str]:
             return [node for number, node in self.answers if number >= start]
@@ -159,12 +159,12 @@ async def under_load(url: str) -> AsyncIterator[Load]:
 
 async def until(condition: Callable[[], Awaitable[bool]], limit: float = 60.0) -> None:
     async with asyncio.timeout(limit):
-        while not await condition():  # noqa: ASYNC110 - another process, seen by asking
+        while not await condition():  # noqa: ASYNC110 - another process, without events
             await asyncio.sleep(0.02)
 
 
 async def command(*arguments: str) -> tuple[int | None, str, str]:
-    """A command of the same program, run to its end."""
+    """Run a command of llama-gateway to its end. Returns status, output and errors."""
     process = await asyncio.create_subprocess_exec(
         *COMMAND, *arguments, stdin=DEVNULL, stdout=PIPE, stderr=PIPE
     )
@@ -180,7 +180,7 @@ async def test_nodes_come_and_go_without_a_lost_request(tmp_path: Path) -> None:
         ):
             assert await load.more() == {"one"}
 
-            # The file alone: it is watched.
+            # No reload command is needed: the file is watched.
             gateway.write_nodes(one=one.url, two=two.url)
             await until(lambda: state_is(gateway, "two", "ready"))
             assert await load.more(30) == {"one", "two"}
@@ -245,8 +245,8 @@ async def test_a_node_is_drained_and_resumed_by_command_under_load(tmp_path: Pat
                 assert out.startswith("one: draining")
                 assert await busy(one.url) == 0
                 assert await load.more() == {"two"}
-                told = {name: node["state"] for name, node in (await gateway.nodes()).items()}
-                assert told == {"one": "draining", "two": "ready"}
+                listed = {name: node["state"] for name, node in (await gateway.nodes()).items()}
+                assert listed == {"one": "draining", "two": "ready"}
 
                 status, out, _ = await command("nodes", "resume", "one", *admin)
                 assert status == 0
@@ -255,7 +255,7 @@ async def test_a_node_is_drained_and_resumed_by_command_under_load(tmp_path: Pat
         assert {line["status"] for line in gateway.logged("request")} == {200}
 
 
-async def test_running_streams_end_well_when_the_process_is_told_to_end(tmp_path: Path) -> None:
+async def test_running_streams_complete_when_the_process_gets_sigterm(tmp_path: Path) -> None:
     with running_demo_servers(1) as (one,):
         async with serving(tmp_path, one=one.url) as gateway:
             await until(lambda: state_is(gateway, "one", "ready"))
@@ -275,14 +275,14 @@ async def test_running_streams_end_well_when_the_process_is_told_to_end(tmp_path
             assert await asyncio.wait_for(gateway.process.wait(), START_LIMIT) == 0
 
 
-async def test_a_check_asks_the_servers_what_they_are(tmp_path: Path) -> None:
+async def test_the_check_command_compares_the_inventory_with_the_servers(tmp_path: Path) -> None:
     nodes_file = tmp_path / "nodes.yaml"
     with running_demo_servers(2) as (one, two):
         nodes = [{"name": "one", "url": one.url}, {"name": "two", "url": two.url, "slots": 5}]
         nodes_file.write_text(yaml.safe_dump({"nodes": nodes}))
         status, out, err = await command("check", "--probe", "--nodes", str(nodes_file), "--json")
         assert status == 0, err
-        told = {node["name"]: node for node in json.loads(out)["nodes"]}
-        assert told["one"]["models"] == ["demo"]
-        assert (told["one"]["slots"], told["one"]["context"]) == (2, 4096)
-        assert any("slots" in difference for difference in told["two"]["drift"])
+        listed = {node["name"]: node for node in json.loads(out)["nodes"]}
+        assert listed["one"]["models"] == ["demo"]
+        assert (listed["one"]["slots"], listed["one"]["context"]) == (2, 4096)
+        assert any("slots" in difference for difference in listed["two"]["drift"])

@@ -1,4 +1,4 @@
-"""A stream through the gateway is the server's own, event by event and byte by byte."""
+"""A stream through the gateway equals the server's own, byte for byte."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.site import FIXED, HELLO, UNCACHED, Site, a_site, until_busy
+from tests.api.site import FIXED, HELLO, UNCACHED, Site, running_site, until_busy
 from tests.gateways import until
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
@@ -37,7 +37,7 @@ STREAMS: list[tuple[str, dict[str, Any]]] = [
 
 ASKING = {"X-Gateway-Progress": "1"}
 
-# What the server makes anew for each answer; nothing else may differ.
+# Fields that the server makes anew for each answer; nothing else may differ.
 _CHANGING = re.compile(
     rb'"(?:id|item_id|response_id)":"[^"]*"'
     rb'|"(?:created|created_at|completed_at|id_slot|time_ms)":[0-9.]+'
@@ -45,7 +45,7 @@ _CHANGING = re.compile(
 )
 
 
-def settled(data: bytes) -> bytes:
+def without_changing_fields(data: bytes) -> bytes:
     return _CHANGING.sub(b"-", data)
 
 
@@ -66,33 +66,33 @@ async def test_a_stream_is_the_servers_own(
     direct = await streamed(chat_node, path, body | {"model": "demo"})
     ours = await streamed(site.http, path, body | {"model": "demo"})
     assert direct.count(b"\n\n") > 3 or body.get("max_tokens") == 1
-    assert settled(ours) == settled(direct)
+    assert without_changing_fields(ours) == without_changing_fields(direct)
     await site.until_idle()
     assert [record.status for record in site.records] == [200]
 
 
 @pytest.mark.parametrize(("path", "body"), [STREAMS[0], STREAMS[5], *STREAMS[7:]])
-async def test_who_asks_for_progress_gets_the_servers_own_stream_as_well(
+async def test_a_stream_with_progress_is_the_servers_own_too(
     site: Site, chat_node: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> None:
     direct = await streamed(chat_node, path, body | {"model": "demo"})
     ours = await streamed(site.http, path, body | {"model": "demo"}, **ASKING)
-    assert settled(ours) == settled(direct)
+    assert without_changing_fields(ours) == without_changing_fields(direct)
 
 
-async def test_a_long_prompt_tells_how_much_of_it_is_read(
+async def test_progress_of_a_long_prefill_is_reported(
     tmp_path: Path, narrow_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.web.handler.PROGRESS_SECONDS", 0.02)
-    # Seconds of reading, of which no pause of a machine hides all.
+    # A prefill of seconds, so that no stall of the machine hides all of its progress.
     body = {"messages": [{"role": "user", "content": "river stone " * 2000}], "max_tokens": 3}
-    async with a_site(tmp_path, [narrow_url]) as site:
+    async with running_site(tmp_path, [narrow_url]) as site:
         ours = await streamed(site.http, "/v1/chat/completions", body | UNCACHED, **ASKING)
-    told = [tuple(map(int, one)) for one in _READ.findall(ours)]
-    assert told == sorted(told)
-    assert any(0 < processed < total for _, processed, total in told)
-    assert all(percent == 100 * processed // total for percent, processed, total in told)
-    assert all(total > 4000 for _, _, total in told)
+    progress = [tuple(map(int, one)) for one in _READ.findall(ours)]
+    assert progress == sorted(progress)
+    assert any(0 < processed < total for _, processed, total in progress)
+    assert all(percent == 100 * processed // total for percent, processed, total in progress)
+    assert all(total > 4000 for _, _, total in progress)
     assert ours.count(b'"role"') == 1
 
 
@@ -102,15 +102,15 @@ _READ = re.compile(rb": prefill percent=(\d+) processed=(\d+) total=(\d+)\n")
 async def test_concurrent_streams_keep_to_themselves(site: Site) -> None:
     body = CHAT | {"model": "demo", "max_tokens": 60, "id_slot": -1}
     fleet = site.gateway.fleet
-    fleet.drain("chat")  # until all are there
+    fleet.drain("chat")  # until all requests are queued
     try:
-        asked = [
+        sent = [
             asyncio.create_task(streamed(site.http, "/v1/chat/completions", body)) for _ in range(8)
         ]
         await until(lambda: len(site.gateway.scheduler.queue_positions()) == 8)
     finally:
         fleet.resume("chat")
-    streams = await asyncio.gather(*asked)
+    streams = await asyncio.gather(*sent)
     for data in streams:
         ids = set(re.findall(rb'"id":"([^"]+)"', data))
         assert len(ids) == 1
@@ -122,7 +122,7 @@ async def test_concurrent_streams_keep_to_themselves(site: Site) -> None:
 
 
 async def test_heartbeats_come_while_a_stream_waits(tmp_path: Path, narrow_url: str) -> None:
-    async with a_site(tmp_path, [narrow_url], {"heartbeat": 0.05}) as site:
+    async with running_site(tmp_path, [narrow_url], {"heartbeat": 0.05}) as site:
         long = CHAT | {"model": "demo", "max_tokens": 15_000, "stream": True}
         async with site.http.stream("POST", "/v1/chat/completions", json=long) as first:
             busy = first.aiter_bytes()

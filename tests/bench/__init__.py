@@ -1,1 +1,1 @@
-"""The data-plane benchmark: what a request and a chunk cost beside nginx and HAProxy."""
+"""Benchmarks: the data plane beside nginx and HAProxy, scheduling, and costs of single parts."""

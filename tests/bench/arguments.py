@@ -1,4 +1,4 @@
-"""What the benchmarks' command lines have in common."""
+"""Parsers of arguments that the benchmarks' command lines share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 
 def one_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """A parser of comma-separated names."""
+    """Return a parser of comma-separated names, each of which must be `known`."""
 
     def parse(text: str) -> list[str]:
         chosen = text.split(",")

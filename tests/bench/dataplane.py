@@ -1,9 +1,9 @@
 """The data-plane benchmark: `python -m tests.bench.dataplane` (`make bench`).
 
-It asks what one request and one chunk of a stream cost in CPU time (user and system, the whole
-process tree), as a ratio to nginx measured in the same run, target after target within each
-round, and takes the median over the rounds. Absolute figures vary with the machine and its
-mood; these ratios hold.
+It measures the CPU time of one request and of one chunk of a stream (user and system, the whole
+process tree) as a ratio to nginx in the same run. Each round measures one target after the other;
+the result is the median over the rounds. Absolute figures vary with the machine and its load;
+these ratios hold.
 
 Two cores are used: the proxy has one to itself, and this process, which is both the emulated
 upstream and the load, has the other. Every answer is checked; a sample with errors is invalid.
@@ -12,13 +12,13 @@ upstream and the load, has the other. Every answer is checked; a sample with err
     python -m tests.bench.dataplane --only chunk --targets gateway --perf      for a profile
     python -m tests.bench.dataplane --markdown docs/performance.md --json bench.json
 
-Who is what: `shapes.py` the bytes of a llama.cpp node, `upstream.py` the node, `load.py` the
-clients, `targets.py` the proxies (a new one is a function and an entry there; see its head),
-`scenarios.py` what is measured, `rounds.py` in which order, `results.py` medians, ratios and the
-targets to be met, `report.py` the tables.
+Modules: `upstream.py` is the emulated node and `node_replies.py` its responses, `load.py` the
+clients, `targets.py` the proxies (its docstring says how to add one), `scenarios.py` what is
+measured, `rounds.py` in which order, `measurement.py` one measurement, `results.py` medians,
+ratios and goals, `report.py` the tables.
 
 Exit status: 0 measured, whatever the figures; 1 some sample is invalid or a target did not
-start; 2 usage error, a target that was asked for and isn't installed among them.
+start; 2 usage error, or a target that was named is not installed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tests.bench.targets import TARGETS, Target
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; its exit status."""
+    """Run the benchmark; the exit status."""
     words = sys.argv[1:] if arguments is None else arguments
     options, scenarios, sizes = _parse(words)
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds = options.rounds or (1 if options.quick else 5)
     command = shlex.join(["python", "-m", "tests.bench.dataplane", *words])
     facts = machine.facts(names)
-    machine.head(facts, progress)
+    machine.print_facts(facts, progress)
     setting = report.Setting(command, facts, sizes, rounds)
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-bench-"))
     run = Run(scenarios, targets, sizes, rounds, cores[0], folder, progress, perf=options.perf)
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(run: Run, cores: Sequence[int]) -> Results:
-    """Measure with this process on the second core and as many open files as allowed."""
+    """Measure with this process on the second core and the highest limit of open files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     os.sched_setaffinity(0, {cores[1]})
@@ -93,7 +93,7 @@ def _measure(run: Run, cores: Sequence[int]) -> Results:
 
 
 def _installed(names: Sequence[str] | None, progress: Console) -> list[Target]:
-    """The targets to measure; none when one that was asked for isn't installed."""
+    """The targets to measure; none when one that was named is not installed."""
     wanted = [TARGETS[name] for name in names or TARGETS]
     missing = [target for target in wanted if target.program() is None]
     for target in missing:

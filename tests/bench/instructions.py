@@ -1,8 +1,8 @@
 """User instructions for each request, counted by callgrind: `python -m tests.bench.instructions`.
 
-Instructions hold while other work disturbs the clock, so two checkouts can be compared on a busy
-machine. Each checkout serves with its own `.venv`; they are counted in turns, and the least of
-each counts: what the event loop does by the clock only ever adds.
+Unlike times, instruction counts do not depend on other work, so two checkouts can be compared on a
+busy machine. Each checkout serves with its own `.venv`. They are counted alternately, and the
+minimum of each counts, since timers of the event loop only ever add instructions.
 
     python -m tests.bench.instructions                     this checkout
     python -m tests.bench.instructions ../before .         two, and the second's ratio to the first
@@ -33,15 +33,15 @@ from tests.bench.targets import HOST, status_of
 from tests.bench.upstream import Script, Upstream
 
 WARM_UP = 150
-"""Requests before the counted ones: caches are filled, CPython has specialised its code."""
+"""Requests before the counted ones: they fill caches, and CPython specialises its code."""
 START_LIMIT = 180.0
 LIMIT = 600.0
-"""Seconds; under valgrind all takes some fifty times as long."""
+"""Seconds; valgrind slows the gateway down some fifty times."""
 TOKENS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class InstructionScenario:
     """One scenario: a load over one connection."""
 
     name: str
@@ -54,20 +54,24 @@ def _plain_chat(address: Address) -> Load:
 
 
 SCENARIOS = (
-    Counted("plain embeddings", plain_load),
-    Counted(f"chat stream of {TOKENS} tokens", lambda address: stream_load(address, TOKENS)),
-    Counted(f"plain chat of {TOKENS} tokens", _plain_chat),
+    InstructionScenario("plain embeddings", plain_load),
+    InstructionScenario(
+        f"chat stream of {TOKENS} tokens", lambda address: stream_load(address, TOKENS)
+    ),
+    InstructionScenario(f"plain chat of {TOKENS} tokens", _plain_chat),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Count; the exit status."""
+    """Count the instructions; the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("checkouts", nargs="*", type=Path, default=[Path()])
     parser.add_argument("--requests", type=positive, default=400, help="counted in each scenario")
-    parser.add_argument("--rounds", type=positive, default=3, help="the least of them is compared")
+    parser.add_argument(
+        "--rounds", type=positive, default=3, help="the minimum of them is compared"
+    )
     options = parser.parse_args(arguments)
     if shutil.which("valgrind") is None:
         parser.error("valgrind is not installed (apt-get install valgrind)")
@@ -78,25 +82,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for _ in range(options.rounds):
         for row, checkout in zip(rows, options.checkouts, strict=True):
             try:
-                row.append(asyncio.run(_counted(checkout.resolve(), options.requests)))
+                row.append(asyncio.run(_count_checkout(checkout.resolve(), options.requests)))
             except RuntimeError as error:
                 print(f"{checkout}: {error}", file=sys.stderr)
                 return 1
     for scenario in SCENARIOS:
         counts = [[counted[scenario.name] for counted in row] for row in rows]
         first = min(counts[0])
-        told = [f"{min(some):,} to {max(some):,} ({min(some) / first:.3f} x)" for some in counts]
-        print(f"{scenario.name}: {', '.join(told)}")
+        spans = [f"{min(some):,} to {max(some):,} ({min(some) / first:.3f} x)" for some in counts]
+        print(f"{scenario.name}: {', '.join(spans)}")
     return 0
 
 
-async def _counted(checkout: Path, requests: int) -> dict[str, int]:
-    """Instructions of each scenario's requests. Raises: RuntimeError."""
+async def _count_checkout(checkout: Path, requests: int) -> dict[str, int]:
+    """Instructions for each request, by scenario. Raises: RuntimeError."""
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-instructions-"))
     async with Upstream(1, 64, Script(tokens=TOKENS, interval=0.0, burst=TOKENS)) as node:
         with claim_port(HOST) as claim:
             address = (HOST, claimed_port(claim))
-            process = _started(checkout, folder, address, node.ports[0])
+            process = _start_gateway(checkout, folder, address, node.ports[0])
         try:
             await _until_ready(process, address, folder)
             return {
@@ -108,10 +112,12 @@ async def _counted(checkout: Path, requests: int) -> dict[str, int]:
             await asyncio.to_thread(process.wait, 60)
 
 
-def _started(checkout: Path, folder: Path, address: Address, node: int) -> subprocess.Popen[bytes]:
+def _start_gateway(
+    checkout: Path, folder: Path, address: Address, node: int
+) -> subprocess.Popen[bytes]:
     nodes, settings = folder / "nodes.yaml", folder / "gateway.yaml"
     nodes.write_text(json.dumps({"nodes": [{"name": "node", "url": f"http://{HOST}:{node}"}]}))
-    # No probe and no watching of files among what is counted.
+    # Probes and the watching of files must not count.
     settings.write_text(json.dumps({"health": {"interval": 3600}}))
     command = [
         *("setpriv", "--pdeathsig", "TERM", "valgrind", "--tool=callgrind"),
@@ -135,7 +141,7 @@ def _started(checkout: Path, folder: Path, address: Address, node: int) -> subpr
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONHASHSEED": "0"},  # dictionaries of one shape
+            env={**os.environ, "PYTHONHASHSEED": "0"},  # equal dictionary layouts in all runs
         )
 
 
@@ -166,10 +172,10 @@ def _dumps(folder: Path) -> set[Path]:
 
 
 def sum_of(dump: Path) -> int:
-    """The instructions that a dump of callgrind's tells. Raises: RuntimeError."""
+    """The sum of instructions in a dump of callgrind. Raises: RuntimeError."""
     found = re.search(r"^(?:summary|totals): (\d+)", dump.read_text(errors="replace"), re.MULTILINE)
     if found is None:
-        raise RuntimeError(f"{dump} tells no sum")
+        raise RuntimeError(f"{dump} has no sum")
     return int(found[1])
 
 

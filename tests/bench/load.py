@@ -1,8 +1,8 @@
-"""Keep-alive clients that send requests and hold every answer against what it must be.
+"""The load: keep-alive clients that send requests and check every answer.
 
-A load is bounded twice: by its count of requests and by a time limit. An answer with another
-status, length or content, one that breaks off and one that never comes are errors, and one
-error makes the whole sample invalid.
+A load is bounded by its number of requests and by a time limit. An answer with another status,
+length or content, one that breaks off and one that never comes are errors; one error makes the
+whole sample invalid.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zlib import crc32
 
 import httptools
 
-from tests.bench import shapes
+from tests.bench import node_replies
 
 Address = tuple[str, int]
 CONNECTING_AT_ONCE = 64
@@ -26,7 +26,7 @@ CONNECTING_AT_ONCE = 64
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a load's requests."""
+    """The results of a load's requests."""
 
     completed: int = 0
     errors: int = 0
@@ -34,17 +34,19 @@ class Outcome:
     reconnects: int = 0
     seconds: float = 0.0
     took: list[float] = field(default_factory=list)
-    """Seconds of each request that was answered rightly."""
+    """Seconds of each correctly answered request."""
 
     def fail(self, problem: str) -> None:
         self.errors += 1
         self.first_error = self.first_error or problem
 
 
-class Connection(asyncio.Protocol):
+class LoadConnection(asyncio.Protocol):
     """One keep-alive connection; answers must match a length and a checksum."""
 
-    def __init__(self, finished: Callable[[Connection, str], None], length: int, crc: int) -> None:
+    def __init__(
+        self, finished: Callable[[LoadConnection, str], None], length: int, crc: int
+    ) -> None:
         self.finished = finished
         self.expected = (200, length, crc)
         self.parser = httptools.HttpResponseParser(self)
@@ -76,7 +78,7 @@ class Connection(asyncio.Protocol):
         self.crc = crc32(body, self.crc)
 
     def on_message_complete(self) -> None:
-        # Right only in here: later the parser has forgotten what this answer said.
+        # Only here: afterwards the parser has forgotten this answer's headers.
         if not self.parser.should_keep_alive():
             self.closed = True
             self.transport.close()
@@ -84,7 +86,7 @@ class Connection(asyncio.Protocol):
             self._end(self.problem())
 
     def problem(self) -> str:
-        """What is wrong with the answer that just ended; empty when nothing is."""
+        """The error in the answer that just ended; empty for a correct answer."""
         seen = (self.parser.get_status_code(), self.length, self.crc)
         return "" if seen == self.expected else f"status, length, checksum {seen}"
 
@@ -102,12 +104,14 @@ class Connection(asyncio.Protocol):
             self.finished(self, problem)
 
 
-class ChatConnection(Connection):
-    """Answers must be a plain chat completion with the right text, whoever wrote its JSON."""
+class ChatConnection(LoadConnection):
+    """Answers must be plain chat completions with the right text, in any layout of the JSON."""
 
     tokens = 0
 
-    def __init__(self, finished: Callable[[Connection, str], None], length: int, crc: int) -> None:
+    def __init__(
+        self, finished: Callable[[LoadConnection, str], None], length: int, crc: int
+    ) -> None:
         super().__init__(finished, length, crc)
         self.body = b""
 
@@ -121,20 +125,26 @@ class ChatConnection(Connection):
             return f"status {status}"
         try:
             choice = json.loads(body)["choices"][0]
-            said = (choice["message"]["content"], choice["finish_reason"])
+            content = (choice["message"]["content"], choice["finish_reason"])
         except (ValueError, LookupError, TypeError):
             return f"not a chat completion ({len(body)} bytes)"
-        return "" if said == (shapes.text(self.tokens), "stop") else "another text or finish reason"
+        return (
+            ""
+            if content == (node_replies.text(self.tokens), "stop")
+            else "another text or finish reason"
+        )
 
 
-class StampedConnection(Connection):
-    """Answers are streams of stamped events; notes how old each event was on arrival."""
+class StampedConnection(LoadConnection):
+    """Answers are streams of stamped events; records the age of each event on arrival."""
 
-    def __init__(self, finished: Callable[[Connection, str], None], length: int, crc: int) -> None:
+    def __init__(
+        self, finished: Callable[[LoadConnection, str], None], length: int, crc: int
+    ) -> None:
         super().__init__(finished, length, crc)
         self.partial = b""
         self.ages: list[tuple[int, int]] = []
-        """Microseconds: when an event came (monotonic) and how old it was."""
+        """Time of arrival (monotonic) and age of each event, in microseconds."""
 
     def on_body(self, body: bytes) -> None:
         now = time.monotonic_ns() // 1000
@@ -142,8 +152,8 @@ class StampedConnection(Connection):
         whole, ended, rest = (self.partial + body).rpartition(b"\n\n")
         self.partial = rest
         if ended:
-            self.ages.extend((now, now - sent) for sent in shapes.stamps(whole))
-            self.crc = whole.endswith(shapes.DONE.rstrip())
+            self.ages.extend((now, now - sent) for sent in node_replies.stamps(whole))
+            self.crc = whole.endswith(node_replies.DONE.rstrip())
 
     def problem(self) -> str:
         seen = (self.parser.get_status_code(), self.length, self.crc)
@@ -154,21 +164,21 @@ class StampedConnection(Connection):
 class Load:
     """Connections to one address that repeat one request.
 
-    `length` and `crc` are those of the body every answer must have.
+    Every answer's body must have the length `length` and the checksum `crc`.
     """
 
     address: Address
     request: bytes
     length: int = 0
     crc: int = 0
-    connection: type[Connection] = Connection
+    connection: type[LoadConnection] = LoadConnection
     clock: Callable[[], float] = time.perf_counter
-    connections: list[Connection] = field(default_factory=list, repr=False)
+    connections: list[LoadConnection] = field(default_factory=list, repr=False)
     outcome: Outcome = field(default_factory=Outcome)
     _unsent: int = 0
     _open: int = 0
     _done: asyncio.Event = field(default_factory=asyncio.Event)
-    _idle: list[Connection] = field(default_factory=list, repr=False)
+    _idle: list[LoadConnection] = field(default_factory=list, repr=False)
     _repairs: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def connect(self, count: int) -> None:
@@ -178,10 +188,10 @@ class Load:
             self.connections += await asyncio.gather(*(self._connect() for _ in range(batch)))
 
     async def run(self, total: int, limit: float, spread: float = 0.0) -> Outcome:
-        """Send `total` requests, each connection its next when it has its answer.
+        """Send `total` requests; each connection sends its next one after the answer.
 
-        The connections begin evenly over `spread` seconds. After `limit` seconds what is not
-        answered is an error.
+        The connections start evenly over `spread` seconds. Requests without an answer after
+        `limit` seconds are errors.
         """
         begin = self._begin(total)
         self._unsent = total
@@ -198,10 +208,10 @@ class Load:
         return self.outcome
 
     async def steady(self, rate: float, seconds: float, limit: float) -> Outcome:
-        """Send `rate` requests a second whatever the answers do.
+        """Send `rate` requests a second, whether or not answers come.
 
-        Connections are reused last in, first out, and opened when none is free. What is not
-        answered `limit` seconds after the last request is an error.
+        Connections are reused last in, first out, and opened when none is free. Requests without
+        an answer `limit` seconds after the last one are errors.
         """
         total = int(rate * seconds)
         begin = self._begin(total)
@@ -219,7 +229,7 @@ class Load:
         return self.outcome
 
     async def close(self) -> None:
-        """Drop all connections."""
+        """Abort all connections."""
         self._unsent = 0
         for connection in self.connections:
             connection.busy = False
@@ -243,14 +253,14 @@ class Load:
             self._unsent = 0
             self.outcome.fail(f"{self._open} of {total} answers missing after {limit:g} s")
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> LoadConnection:
         loop = asyncio.get_running_loop()
         _, made = await loop.create_connection(
             lambda: self.connection(self._finished, self.length, self.crc), *self.address
         )
         return made
 
-    def _next(self, connection: Connection) -> None:
+    def _next(self, connection: LoadConnection) -> None:
         if not self._unsent:
             return
         self._unsent -= 1
@@ -262,7 +272,7 @@ class Load:
         else:
             connection.send(self.request)
 
-    async def _replace(self, connection: Connection) -> None:
+    async def _replace(self, connection: LoadConnection) -> None:
         try:
             fresh = await self._connect()
         except OSError as error:
@@ -271,7 +281,7 @@ class Load:
         self.connections[self.connections.index(connection)] = fresh
         fresh.send(self.request)
 
-    def _finished(self, connection: Connection, problem: str) -> None:
+    def _finished(self, connection: LoadConnection, problem: str) -> None:
         if problem:
             self.outcome.fail(problem)
         else:

@@ -1,4 +1,4 @@
-"""Facts about the machine and the programs, to stand beside the figures."""
+"""Facts about the machine and the programs, which are printed with the figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.bench.targets import TARGETS
 
 
 def facts(targets: Sequence[str]) -> dict[str, str]:
-    """What a reader must know to place the figures."""
+    """The facts that a reader needs to judge the figures."""
     known = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": cpu_model(Path("/proc/cpuinfo").read_text()),
@@ -32,12 +32,12 @@ def facts(targets: Sequence[str]) -> dict[str, str]:
         program = TARGETS[name].program()
         if name in known or not program:
             continue
-        known[name] = _said([program, *TARGETS[name].version]).splitlines()[0]
+        known[name] = _output_of([program, *TARGETS[name].version]).splitlines()[0]
     return known
 
 
-def head(known: dict[str, str], progress: Console) -> None:
-    """Print the facts ahead of a run, and warn of a Python that makes the gateway look slow."""
+def print_facts(known: dict[str, str], progress: Console) -> None:
+    """Print the facts before a run, with a warning if this Python is not optimised."""
     for name, value in known.items():
         progress.print(f"{name}: {value}")
     if warning := python_build.warning():
@@ -45,7 +45,7 @@ def head(known: dict[str, str], progress: Console) -> None:
 
 
 def cpu_model(cpuinfo: str) -> str:
-    """The model's name in /proc/cpuinfo; the machine's architecture where it tells none."""
+    """The model name in /proc/cpuinfo; without one, the machine's architecture."""
     for line in cpuinfo.splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
@@ -61,14 +61,14 @@ def _installed(distribution: str) -> str:
 
 
 def commit() -> str:
-    """Commit of the tree, marked where files of the gateway differ from it."""
-    commit = _said(["git", "rev-parse", "--short", "HEAD"])
-    changed = _said(["git", "status", "--porcelain", "--", "gateway"])
+    """The checked-out commit, marked when files of the gateway have changed since."""
+    commit = _output_of(["git", "rev-parse", "--short", "HEAD"])
+    changed = _output_of(["git", "status", "--porcelain", "--", "gateway"])
     return f"{commit}{' with changes' if changed else ''}" if commit else ""
 
 
-def _said(command: list[str]) -> str:
-    """What a command prints; empty where it fails."""
+def _output_of(command: list[str]) -> str:
+    """The output of a command; empty when it fails."""
     try:
         done = subprocess.run(
             command,

@@ -1,4 +1,4 @@
-"""What a process and its descendants cost: CPU seconds and resident memory."""
+"""CPU time, resident memory and waiting time of a process and its descendants."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 
 
 def tree(pid: int) -> list[psutil.Process]:
-    """The process and all its descendants that live now."""
+    """The process and its living descendants."""
     root = psutil.Process(pid)
     return [root, *root.children(recursive=True)]
 
@@ -19,14 +19,14 @@ def cpu_seconds(pid: int) -> float:
     """User and system CPU time of the tree so far, children that have ended included.
 
     Living processes are read from their CPU clock, to the nanosecond: the clock ticks of
-    /proc/PID/stat (10 ms) are too coarse for a short run. Ended ones are only told in ticks.
+    /proc/PID/stat (10 ms) are too coarse for a short run. Ended ones are known in ticks only.
     """
     total = 0.0
     for process in tree(pid):
         try:
             total += time.clock_gettime(_cpu_clock(process.pid))
             ended = process.cpu_times()
-        except (OSError, psutil.NoSuchProcess):  # ended meanwhile: its parent tells its time
+        except (OSError, psutil.NoSuchProcess):  # ended meanwhile: its parent has its time
             continue
         total += ended.children_user + ended.children_system
     return total
@@ -38,7 +38,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def waited_seconds(pid: int) -> float:
-    """How long the living threads of the tree were ready to run and other work had their core."""
+    """Seconds in which living threads of the tree were runnable and other work had their core."""
     total = 0
     for process in tree(pid):
         for thread in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):

@@ -15,7 +15,7 @@ BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """How the figures came about."""
+    """The command, machine and sizes of a run."""
 
     command: str
     machine: dict[str, str]
@@ -24,12 +24,12 @@ class Setting:
 
 
 def number(value: float) -> str:
-    """Three digits that mean something."""
+    """A number with three significant digits."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def tables(results: Results, scenarios: Sequence[Scenario], targets: Sequence[str]) -> str:
-    """The figures, the verdicts and how busy the cores were, as Markdown tables."""
+    """The figures, the verdicts and the load of the cores, as Markdown tables."""
     parts = [_figures(results, scenarios, targets)]
     if OURS in targets:
         parts.append(_verdicts(results))
@@ -97,14 +97,14 @@ def _cores(results: Results, scenarios: Sequence[Scenario], targets: Sequence[st
 
 
 def page(report: str, setting: Setting) -> str:
-    """The tables with the command that made them and the facts of the machine."""
+    """The tables with the command that made them and the machine's facts."""
     facts = setting.machine | {"rounds": str(setting.rounds)}
-    told = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    return f"```console\n$ {setting.command}\n```\n\n{told}\n\n{report}"
+    lines = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    return f"```console\n$ {setting.command}\n```\n\n{lines}\n\n{report}"
 
 
 def write_between_markers(page: Path, text: str, marks: tuple[str, str] = (BEGIN, END)) -> None:
-    """Put `text` between the page's two markers; append both where the page has none."""
+    """Replace the text between the page's markers; append both to a page without them."""
     first, last = marks
     before, begin, rest = (page.read_text() if page.exists() else "").partition(first)
     _, _, after = rest.partition(last)
@@ -114,7 +114,7 @@ def write_between_markers(page: Path, text: str, marks: tuple[str, str] = (BEGIN
 
 
 def as_json(results: Results, setting: Setting) -> str:
-    """All samples and the verdicts, with how they came about."""
+    """The setting, all samples and the verdicts, as JSON."""
     kept = [(goal, goal.measure(results)) for goal in GOALS]
     goals = [
         {

@@ -1,4 +1,4 @@
-"""From samples to medians, ratios and verdicts."""
+"""Medians, ratios and verdicts from samples."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ OURS = "gateway"
 SGLANG_TO_NGINX = 144 / 22
 """CPU of sglang-router 0.3 to nginx 1.22 at plain c32, measured on the reference machine."""
 DELAY_LIMIT_MS = 50.0
-"""A count of streams is carried while their p99 delay stays below this."""
+"""A number of streams is sustained while their p99 delay stays below this."""
 
 Verdict = Literal["aim", "must", "MISS", "not measured"]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measurement of one target; one with errors is invalid and counts in no figure."""
+    """One measurement of one target; with errors it is invalid and counts in no figure."""
 
     scenario: str
     target: str
@@ -61,9 +61,10 @@ class Results:
         figure: str,
         combine: Callable[[float, float], float],
     ) -> float | None:
-        """Median over rounds of two (scenario, target)'s figures combined within each round.
+        """Median over the rounds of two figures, which are combined within each round.
 
-        Within a round both met the same weather; medians of each alone did not.
+        `one` and `other` are (scenario, target). Within a round both ran under the same
+        conditions; medians of each alone would mix conditions.
         """
         left, right = self.rounds(*one, figure), self.rounds(*other, figure)
         both = [combine(left[i], right[i]) for i in left.keys() & right.keys()]
@@ -72,7 +73,7 @@ class Results:
     def ratio(
         self, one: tuple[str, str], other: tuple[str, str], figure: str = "cpu_us"
     ) -> float | None:
-        """Median over rounds of one to the other."""
+        """Median over the rounds of the ratio of one to the other."""
         return self.paired(one, other, figure, lambda a, b: a / b if b else float("inf"))
 
 
@@ -87,7 +88,7 @@ class Goal:
     more_is_better: bool = False
 
     def verdict(self, value: float | None) -> Verdict:
-        """Which of its two bounds a value keeps."""
+        """The better of the two bounds that a value keeps."""
         if value is None:
             return "not measured"
         sign = -1 if self.more_is_better else 1
@@ -111,19 +112,19 @@ def _added(results: Results) -> float | None:
 
 
 def _streams(results: Results) -> float | None:
-    """The largest count whose p99 delay kept below the limit; 0 where none did."""
+    """The largest number of streams with a p99 delay below the limit; 0 when there is none."""
     counts = {
         int(sample.figures["streams"])
         for sample in results.samples
         if sample.target == OURS and "streams" in sample.figures and "p99_ms" in sample.figures
     }
-    carried = [
+    sustained = [
         count
         for count in counts
         if (delay := results.median(f"streams-{count}", OURS, "p99_ms")) is not None
         and delay < DELAY_LIMIT_MS
     ]
-    return max(carried, default=0) if counts else None
+    return max(sustained, default=0) if counts else None
 
 
 GOALS = (

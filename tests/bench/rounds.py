@@ -1,4 +1,4 @@
-"""One run of the benchmark: every scenario on every target, round by round."""
+"""One run of the benchmark: every scenario with every target, round by round."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.bench.measuring import Subject
+from tests.bench.measurement import RunningTarget
 from tests.bench.report import number
 from tests.bench.results import Sample
 from tests.bench.scenarios import Scenario, Sizes
@@ -18,12 +18,12 @@ from tests.bench.upstream import Upstream
 
 NODES = 4
 SLOTS = 512
-"""Of each node at least: the gateway's queue stays out of the figures."""
+"""Slots of each node, at least: enough that no request waits in the gateway's queue."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """What is measured, how often, and where the proxy runs."""
+    """What is measured, how often, and on which core the proxy runs."""
 
     scenarios: Sequence[Scenario]
     targets: Sequence[Target]
@@ -35,10 +35,10 @@ class Run:
     perf: bool = False
 
     async def samples(self) -> list[Sample]:
-        """Measure. Each target is started anew for each sample and is alone while measured."""
+        """Measure. Each sample starts its target anew; no other target runs meanwhile."""
         taken: list[Sample] = []
         slots = max(SLOTS, *(2 * count // NODES for count in self.sizes.many))
-        gc.disable()  # a collection in the load would be a delay in the figures
+        gc.disable()  # a collection in this process would count as a delay
         try:
             async with Upstream(NODES, slots) as upstream:
                 for round_ in range(1, self.rounds + 1):
@@ -46,14 +46,14 @@ class Run:
                         for target in self._order(scenario, round_):
                             sample = await self._sample(scenario, target, round_, upstream)
                             taken.append(sample)
-                            self._tell(scenario, sample)
+                            self._print_sample(scenario, sample)
                             gc.collect()
         finally:
             gc.enable()
         return taken
 
     def _order(self, scenario: Scenario, round_: int) -> list[Target]:
-        """Another target is first each round."""
+        """The targets in their order; each round begins with another one."""
         fitting = [t for t in self.targets if scenario.fits(t.name)]
         first = (round_ - 1) % max(1, len(fitting))
         return fitting[first:] + fitting[:first]
@@ -66,7 +66,7 @@ class Run:
         perf = folder / "perf.data" if self.perf else None
         try:
             async with running(target, folder, upstream.ports, self.core) as proxy:
-                subject = Subject(proxy.address, proxy.pid, upstream, perf)
+                subject = RunningTarget(proxy.address, proxy.pid, upstream, perf)
                 figures, outcome = await scenario.run(subject, self.sizes)
         except (TargetError, OSError) as error:
             return Sample(scenario.name, target.name, round_, {}, 1, str(error))
@@ -75,7 +75,7 @@ class Run:
             scenario.name, target.name, round_, figures, outcome.errors, outcome.first_error
         )
 
-    def _tell(self, scenario: Scenario, sample: Sample) -> None:
+    def _print_sample(self, scenario: Scenario, sample: Sample) -> None:
         place = f"{sample.round}/{self.rounds}  {scenario.name:12} {sample.target:8}"
         if sample.errors:
             self.progress.print(

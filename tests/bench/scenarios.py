@@ -1,4 +1,4 @@
-"""The scenarios: what is sent, what is counted, and what one measurement yields."""
+"""The scenarios: the requests of each, and the figures that one measurement yields."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from dataclasses import dataclass
 from functools import partial
 from zlib import crc32
 
-from tests.bench import shapes
+from tests.bench import node_replies
 from tests.bench.load import Address, ChatConnection, Load, Outcome, StampedConnection
-from tests.bench.measuring import Subject, measuring
+from tests.bench.measurement import RunningTarget, measuring
 from tests.bench.process import resident_bytes
 from tests.bench.upstream import Script
 
 LIMIT = 120.0
-"""Seconds after which a load that isn't through is an error."""
+"""Seconds after which an unfinished load is an error."""
 BURST = 10
-"""Tokens of one write at full speed: single writes would make the upstream the bottleneck."""
+"""Tokens in one write at full speed; with one token each the upstream would be the bottleneck."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured."""
+    """How many requests, streams and tokens are measured."""
 
     requests: int = 40000
     streams: int = 100
     tokens: int = 200
     interval: float = 0.02
     repeats: int = 10
-    """Streams each connection takes one after the other at full speed."""
+    """Streams that each connection receives one after the other at full speed."""
     rate: float = 100.0
     rate_seconds: float = 8.0
     many: tuple[int, ...] = (2000,)
@@ -58,18 +58,18 @@ Result = tuple[dict[str, float], Outcome]
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A named measurement; `figure` is the one of its figures that is compared."""
+    """A named measurement; `figure` names the figure that is compared."""
 
     name: str
     title: str
     figure: str
-    run: Callable[[Subject, Sizes], Awaitable[Result]]
+    run: Callable[[RunningTarget, Sizes], Awaitable[Result]]
     fits: Callable[[str], bool] = lambda _: True
-    """Whether it says something about a target."""
+    """Whether it is measured for a target, by the target's name."""
 
 
 def post(path: str, body: bytes) -> bytes:
-    """A whole request."""
+    """The bytes of a POST request."""
     return (
         f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nUser-Agent: bench\r\nAccept: */*\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -82,26 +82,29 @@ def chat(*, stream: bool) -> bytes:
         {"role": "system", "content": "You are a helpful assistant. Answer briefly."},
         {"role": "user", "content": "Name the instruments of a string quartet, one by one."},
     ]
-    body = {"model": shapes.MODEL, "messages": messages, "temperature": 0.2, "stream": stream}
-    return post("/v1/chat/completions", shapes.compact(body))
+    body = {"model": node_replies.MODEL, "messages": messages, "temperature": 0.2, "stream": stream}
+    return post("/v1/chat/completions", node_replies.compact(body))
 
 
 def plain_load(address: Address) -> Load:
-    """Embeddings: nothing that a gateway would assemble."""
-    request = shapes.compact({"model": shapes.MODEL, "input": "a short text"})
+    """Embeddings: plain answers that no gateway assembles from a stream."""
+    request = node_replies.compact({"model": node_replies.MODEL, "input": "a short text"})
     return Load(
-        address, post("/v1/embeddings", request), len(shapes.EMBEDDING), crc32(shapes.EMBEDDING)
+        address,
+        post("/v1/embeddings", request),
+        len(node_replies.EMBEDDING),
+        crc32(node_replies.EMBEDDING),
     )
 
 
 def stream_load(address: Address, tokens: int) -> Load:
-    """Chat streams of so many content events."""
-    body = shapes.stream_body(tokens)
+    """Chat streams of `tokens` content events."""
+    body = node_replies.stream_body(tokens)
     return Load(address, chat(stream=True), len(body), crc32(body))
 
 
-async def plain(subject: Subject, sizes: Sizes, *, connections: int) -> Result:
-    """Small requests, each connection its next when it has its answer."""
+async def plain(subject: RunningTarget, sizes: Sizes, *, connections: int) -> Result:
+    """Small requests; each connection sends its next one after the answer."""
     async with _closing(plain_load(subject.address)) as load:
         await load.connect(connections)
         await load.run(sizes.requests // 10, LIMIT)
@@ -111,22 +114,22 @@ async def plain(subject: Subject, sizes: Sizes, *, connections: int) -> Result:
     return figures | spread_ms([seconds * 1e3 for seconds in outcome.took]), outcome
 
 
-async def paced_chunks(subject: Subject, sizes: Sizes) -> Result:
-    """Streams at the pace of a node."""
+async def paced_chunks(subject: RunningTarget, sizes: Sizes) -> Result:
+    """Streams at the speed of a node."""
     script = Script(sizes.tokens, sizes.interval)
     load = stream_load(subject.address, sizes.tokens)
     return await _streams(subject, sizes, load, script, repeats=1)
 
 
-async def full_chunks(subject: Subject, sizes: Sizes) -> Result:
-    """Streams as fast as they go."""
+async def full_chunks(subject: RunningTarget, sizes: Sizes) -> Result:
+    """Streams at full speed."""
     script = Script(sizes.tokens, 0.0, BURST)
     load = stream_load(subject.address, sizes.tokens)
     return await _streams(subject, sizes, load, script, repeats=sizes.repeats)
 
 
-async def assembled(subject: Subject, sizes: Sizes) -> Result:
-    """Plain chat answers of nodes that write at their pace, whoever puts them together."""
+async def assembled(subject: RunningTarget, sizes: Sizes) -> Result:
+    """Plain chat answers at the speed of a node; the gateway assembles them from streams."""
 
     class Answers(ChatConnection):
         tokens = sizes.tokens
@@ -136,8 +139,8 @@ async def assembled(subject: Subject, sizes: Sizes) -> Result:
     return await _streams(subject, sizes, load, script, repeats=1)
 
 
-async def latency(subject: Subject, sizes: Sizes) -> Result:
-    """Small requests at a low steady rate: what one answer takes."""
+async def latency(subject: RunningTarget, sizes: Sizes) -> Result:
+    """Small requests at a low, constant rate: the latency of one answer."""
     async with _closing(plain_load(subject.address)) as load:
         await load.connect(4)
         await load.run(200, LIMIT)
@@ -147,14 +150,14 @@ async def latency(subject: Subject, sizes: Sizes) -> Result:
     return figures | spread_ms([seconds * 1e3 for seconds in outcome.took]), outcome
 
 
-async def many_streams(subject: Subject, sizes: Sizes, *, streams: int) -> Result:
-    """Streams of 10 tokens/s: how old an event is on arrival, while all of them run."""
+async def many_streams(subject: RunningTarget, sizes: Sizes, *, streams: int) -> Result:
+    """Streams of 10 tokens/s: the age of events on arrival while all streams run."""
     interval, ramp = 0.1, max(1.0, streams / 1000)
     tokens = int((ramp + 1 + sizes.many_seconds) / interval)
     load = Load(
         subject.address,
         chat(stream=True),
-        shapes.stamped_length(tokens),
+        node_replies.stamped_length(tokens),
         crc=True,
         connection=StampedConnection,
     )
@@ -173,7 +176,7 @@ async def many_streams(subject: Subject, sizes: Sizes, *, streams: int) -> Resul
         ]
     if not events:
         outcome.fail("no event came")
-    # A machine that stood still for all of the time has events before and after it.
+    # After a stall of the machine all events may lie outside the measured time.
     ages = [age / 1e3 for came, age in events if begin * 1e6 <= came <= until * 1e6] or [
         age / 1e3 for _, age in events
     ]
@@ -181,8 +184,8 @@ async def many_streams(subject: Subject, sizes: Sizes, *, streams: int) -> Resul
     return figures | spread_ms(ages), outcome
 
 
-async def idle_memory(subject: Subject, sizes: Sizes) -> Result:
-    """Memory while streams are open that have begun and say nothing more."""
+async def idle_memory(subject: RunningTarget, sizes: Sizes) -> Result:
+    """Memory while streams are open that send nothing after their first token."""
     count = sizes.idle
     async with _closing(stream_load(subject.address, 2)) as load:
         await load.connect(count)
@@ -214,7 +217,7 @@ def catalogue(sizes: Sizes) -> dict[str, Scenario]:
         Scenario("plain-c256", "plain c256, us/request", "cpu_us", c256),
         Scenario("chunk", f"chunk ({paced}), us/chunk", "cpu_us", paced_chunks),
         Scenario("chunk-full", "chunk full speed, us/chunk", "cpu_us", full_chunks),
-        # A plain answer that is only passed on has no tokens: nothing for the peers.
+        # Peers pass plain answers on without reading tokens, so they can't be compared.
         Scenario(
             "assembled",
             "assembled plain chat, us/token",
@@ -244,13 +247,13 @@ def catalogue(sizes: Sizes) -> dict[str, Scenario]:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """The smallest value that at least this share of the values doesn't exceed."""
+    """The smallest value that at least `share` of the values don't exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * share) - 1)]
 
 
 def spread_ms(values: list[float]) -> dict[str, float]:
-    """Median, 99th percentile and largest of values in ms; nothing where there are none."""
+    """Median, 99th percentile and maximum of values in ms; empty without values."""
     if not values:
         return {}
     return {
@@ -261,7 +264,7 @@ def spread_ms(values: list[float]) -> dict[str, float]:
 
 
 async def _streams(
-    subject: Subject, sizes: Sizes, load: Load, script: Script, *, repeats: int
+    subject: RunningTarget, sizes: Sizes, load: Load, script: Script, *, repeats: int
 ) -> Result:
     async with _closing(load):
         await load.connect(sizes.streams)

@@ -1,9 +1,9 @@
-"""What is measured: how each proxy is configured, started, awaited and ended.
+"""The measured proxies: how each one is configured, started, awaited and ended.
 
-To add a target, write a function that puts its configuration into a folder and returns its
+To add a target, write a function that writes its configuration into a folder and returns its
 command line, and add a `Target` to `TARGETS`. It must listen on `Plan.address`, spread requests
-over `Plan.upstreams` by least load, keep connections to them alive, relay streams unbuffered
-and stay in the foreground. Its ratios appear in every table by themselves.
+over `Plan.upstreams` by least load, keep connections to them alive, pass streams on unbuffered
+and stay in the foreground. The tables then show its ratios.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from tests.bench.load import Address
 HOST = "127.0.0.1"
 START_LIMIT = 90.0
 STOP_LIMIT = 30.0
-PATIENCE = 5.0
-"""Seconds for one answer of a target that starts."""
+ANSWER_LIMIT = 5.0
+"""Seconds within which a starting target must answer."""
 CONNECTIONS = 8192
-"""Connections each proxy is told to take; a stream takes two."""
+"""Connections that each proxy is configured for; a stream takes two."""
 
 
 class TargetError(Exception):
-    """A target can't be started; says why and where its log is."""
+    """A target can't be started; the message has the reason and the path of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a target has to know to configure itself."""
+    """The folder, port and upstreams that a target is configured with."""
 
     folder: Path
     port: int
@@ -53,21 +53,21 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One thing to measure."""
+    """One proxy to measure, or the upstream itself."""
 
     name: str
     program: Callable[[], str | None]
-    """Path of its binary, None where it isn't installed."""
+    """Returns the path of its binary; None when it is not installed."""
     remedy: str
     command: Callable[[str, Plan], list[str]]
     ready: str = "/health"
-    """Path that answers 200 when it can take work."""
+    """Path that answers 200 once it accepts requests."""
     version: tuple[str, ...] = ("--version",)
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A target that takes requests; `pid` is None for direct."""
+    """A target that accepts requests; `pid` is None for direct."""
 
     address: Address
     pid: int | None
@@ -81,7 +81,7 @@ def find(binary: str) -> str | None:
 def nginx(
     binary: str, plan: Plan, *, nodes: str = "", server: str = "", http: str = ""
 ) -> list[str]:
-    """Start nginx with `least_conn` over the nodes; the others are more lines of these blocks."""
+    """Configure nginx with `least_conn`; `nodes`, `server` and `http` are added to these blocks."""
     servers = "\n".join(f"    server {HOST}:{port} max_fails=0;" for port in plan.upstreams)
     user = "user root;" if os.geteuid() == 0 else ""
     config = plan.folder / "nginx.conf"
@@ -130,7 +130,7 @@ def _nginx(binary: str, plan: Plan) -> list[str]:
 
 
 def haproxy(binary: str, plan: Plan, *, defaults: str, server: str = "") -> list[str]:
-    """Start HAProxy with `leastconn`; more lines of its defaults, and words behind each server."""
+    """Configure HAProxy with `leastconn`, lines of its defaults, and options of each server."""
     servers = "\n".join(
         f"  server node{i} {HOST}:{port} {server}".rstrip() for i, port in enumerate(plan.upstreams)
     )
@@ -166,7 +166,7 @@ def _gateway_program() -> str | None:
 
 
 def _gateway(binary: str, plan: Plan) -> list[str]:
-    # JSON is YAML. All but the queue's length is left as an operator finds it.
+    # JSON is YAML. Only the queue's length differs from the defaults.
     nodes = plan.folder / "nodes.yaml"
     settings = plan.folder / "gateway.yaml"
     fleet = [
@@ -218,14 +218,14 @@ TARGETS = {
 async def running(
     target: Target, folder: Path, upstreams: tuple[int, ...], core: int
 ) -> AsyncIterator[Running]:
-    """Start a target on its core, wait until it takes work, and end it afterwards.
+    """Start a target on its core, wait until it accepts requests, and end it afterwards.
 
-    Raises TargetError when it isn't installed, exits or isn't ready within `START_LIMIT` s.
+    Raises TargetError when it is not installed, exits or is not ready within `START_LIMIT` s.
     """
     program = target.program()
     if program is None:
         raise TargetError(f"{target.name} is not installed ({target.remedy})")
-    # Nobody else gets the port before the target has it: it sets SO_REUSEADDR, as all servers do.
+    # The claim keeps the port free until the target has it; servers set SO_REUSEADDR.
     with claim_port(HOST) as claim:
         plan = Plan(folder, claimed_port(claim), upstreams)
         command = target.command(program, plan)
@@ -249,8 +249,8 @@ async def _run(target: Target, plan: Plan, command: list[str], core: int) -> Asy
 
 
 def _start(command: list[str], log: BinaryIO, folder: Path, core: int) -> subprocess.Popen[bytes]:
-    # setpriv: a killed benchmark leaves no proxy behind. Both tools exec what follows, so the
-    # process id stays that of the proxy.
+    # setpriv ends the proxy when the benchmark is killed. Both tools exec the command, so the
+    # process id is that of the proxy.
     wrapped = ["setpriv", "--pdeathsig", "TERM", "taskset", "-c", str(core), *command]
     return subprocess.Popen(
         wrapped,
@@ -268,23 +268,23 @@ async def _until_ready(
     until = time.monotonic() + START_LIMIT
     while time.monotonic() < until:
         if process.poll() is not None:
-            raise TargetError(_epitaph(target, process.returncode, log))
+            raise TargetError(_exit_message(target, process.returncode, log))
         if await status_of(plan.address, target.ready) == 200:
             return
         await asyncio.sleep(0.05)
     raise TargetError(f"{target.name} is not ready after {START_LIMIT:.0f} s; see {log}")
 
 
-def _epitaph(target: Target, status: int, log: Path) -> str:
+def _exit_message(target: Target, status: int, log: Path) -> str:
     lines = log.read_text(errors="replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "")
     return f"{target.name} exited with {status}: {last[-200:]} ({log})"
 
 
 async def status_of(address: Address, path: str) -> int:
-    """Status of a GET; 0 where nobody answers."""
+    """Status of a GET; 0 without an answer."""
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(ANSWER_LIMIT):
             reader, writer = await asyncio.open_connection(*address)
             try:
                 host = f"{address[0]}:{address[1]}"

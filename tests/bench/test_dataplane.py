@@ -36,16 +36,16 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(2 * LIMIT)
 @two_cores
 def test_a_quick_run_without_a_proxy_is_valid(tmp_path: Path) -> None:
-    """Of one scenario of each kind; `.ci/run` makes a quick run of all of them."""
+    """With one scenario of each kind; `.ci/run` makes a quick run of all of them."""
     page, file = tmp_path / "page.md", tmp_path / "bench.json"
     words = ["--quick", "--targets", "direct", "--streams", "20", "--markdown", str(page)]
     words += ["--only", "plain-c32,chunk,streams-20", "--json", str(file)]
     done = bench(*words)
     assert done.returncode == 0, done.stderr
-    told = json.loads(file.read_text())
-    samples = {sample["scenario"]: sample for sample in told["samples"]}
+    report = json.loads(file.read_text())
+    samples = {sample["scenario"]: sample for sample in report["samples"]}
     assert list(samples) == ["plain-c32", "chunk", "streams-20"]
-    assert not any(sample["errors"] for sample in told["samples"])
+    assert not any(sample["errors"] for sample in report["samples"])
     assert samples["plain-c32"]["figures"]["upstream_connections"] == 0
     delays = samples["streams-20"]["figures"]
     assert 0 < delays["p50_ms"] <= delays["p99_ms"] <= delays["max_ms"]
@@ -54,12 +54,12 @@ def test_a_quick_run_without_a_proxy_is_valid(tmp_path: Path) -> None:
     build = f"python: {platform.python_version()}, {python_build.described()}"
     assert f"- {build}\n" in page.read_text()
     assert f"{build}\n" in done.stderr
-    assert build.endswith(told["machine"]["python"])
+    assert build.endswith(report["machine"]["python"])
     assert done.stdout.strip() in page.read_text().partition(END)[0]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--targets", "ngnix"], "unknown: ngnix (there are gateway, nginx, haproxy, direct)"),
         (["--only", "chunks"], "unknown: chunks (there are plain-c32,"),
@@ -67,16 +67,16 @@ def test_a_quick_run_without_a_proxy_is_valid(tmp_path: Path) -> None:
         (["--streams", "2000,many"], "not a positive whole number: many"),
     ],
 )
-def test_a_word_it_does_not_know_is_told(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_an_unknown_argument_is_a_usage_error(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(words)
     assert exit_.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_target_that_was_asked_for_and_is_not_installed_is_an_error(
+def test_a_named_target_that_is_not_installed_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tests.bench.targets.find", lambda _: None)

@@ -1,5 +1,3 @@
-"""What the count of instructions reads and refuses."""
-
 from __future__ import annotations
 
 from pathlib import Path

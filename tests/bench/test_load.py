@@ -8,21 +8,24 @@ from zlib import crc32
 import httpx
 import pytest
 
-from tests.bench import shapes
+from tests.bench import node_replies
 from tests.bench.load import Address, ChatConnection, Load, StampedConnection
 from tests.bench.scenarios import chat, plain_load, stream_load
 from tests.bench.upstream import Script, Upstream
 from tests.virtual import in_virtual_time, now
 
 LIMIT = 50.0
-GOOD = shapes.answer(shapes.EMBEDDING)
+GOOD = node_replies.plain_response(node_replies.EMBEDDING)
 
 
 @asynccontextmanager
 async def answering(
     reply: Callable[[int], bytes], *, close: bool = False
 ) -> AsyncIterator[tuple[Address, list[int]]]:
-    """A server whose answer is a function of the request's number; its connections' counts."""
+    """A server whose answer is a function of the request's number.
+
+    Yields its address and the number of requests on each connection.
+    """
     served: list[int] = []
     tasks: set[asyncio.Task[None] | None] = set()
 
@@ -109,16 +112,16 @@ async def test_usage_that_was_not_asked_for_is_an_error(upstream: Upstream) -> N
     load = stream_load(direct(upstream), 5)
     head, _, body = load.request.partition(b"\r\n\r\n")
     more = body[:-1] + b',"stream_options":{"include_usage":true}}'
-    asked = head.replace(b"Length: %d" % len(body), b"Length: %d" % len(more))
-    load.request = asked + b"\r\n\r\n" + more
+    new_head = head.replace(b"Length: %d" % len(body), b"Length: %d" % len(more))
+    load.request = new_head + b"\r\n\r\n" + more
     async with loading(load, 1):
         outcome = await load.run(1, LIMIT)
     assert outcome.errors == 1
 
 
-async def test_stamped_streams_tell_the_age_of_every_token(upstream: Upstream) -> None:
+async def test_stamped_streams_give_the_age_of_every_token(upstream: Upstream) -> None:
     upstream.script = Script(tokens=10, interval=0.001, stamped=True)
-    length = shapes.stamped_length(10)
+    length = node_replies.stamped_length(10)
     load = Load(direct(upstream), chat(stream=True), length, 1, connection=StampedConnection)
     async with loading(load, 2):
         outcome = await load.run(2, LIMIT)
@@ -130,9 +133,13 @@ async def test_stamped_streams_tell_the_age_of_every_token(upstream: Upstream) -
 
 
 async def test_stamps_survive_any_cut_of_the_body() -> None:
-    load = Load(("", 0), b"", connection=StampedConnection)
-    connection = StampedConnection(load._finished, 0, 1)
-    body = shapes.ROLE + shapes.stamped_token(1) + shapes.stamped_token(2) + shapes.DONE
+    connection = StampedConnection(lambda connection, problem: None, 0, 1)
+    body = (
+        node_replies.ROLE
+        + node_replies.stamped_token(1)
+        + node_replies.stamped_token(2)
+        + node_replies.DONE
+    )
     for i in range(0, len(body), 7):
         connection.on_body(body[i : i + 7])
     assert len(connection.ages) == 2
@@ -154,9 +161,12 @@ async def test_a_plain_chat_is_judged_by_its_text(upstream: Upstream) -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        pytest.param(shapes.answer(shapes.EMBEDDING, "503 Service Unavailable"), id="status"),
-        pytest.param(shapes.answer(shapes.EMBEDDING[:-1]), id="length"),
-        pytest.param(shapes.answer(b"{" + b" " * 398 + b"}"), id="content"),
+        pytest.param(
+            node_replies.plain_response(node_replies.EMBEDDING, "503 Service Unavailable"),
+            id="status",
+        ),
+        pytest.param(node_replies.plain_response(node_replies.EMBEDDING[:-1]), id="length"),
+        pytest.param(node_replies.plain_response(b"{" + b" " * 398 + b"}"), id="content"),
         pytest.param(b"what is this\r\n\r\n", id="garbage"),
     ],
 )
@@ -215,12 +225,12 @@ async def test_a_steady_rate_opens_a_connection_only_when_none_is_free(connectio
         assert max(served) > 50 / max(2, connections)
 
 
-async def test_a_node_answers_what_a_gateway_asks_it(upstream: Upstream) -> None:
+async def test_a_node_answers_the_requests_of_a_gateway(upstream: Upstream) -> None:
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{upstream.ports[1]}") as client:
         assert (await client.get("/health")).json() == {"status": "ok"}
         assert (await client.get("/props")).json()["total_slots"] == 4
         assert len((await client.get("/slots?x=1")).json()) == 4
-        assert (await client.get("/v1/models")).json()["data"][0]["id"] == shapes.MODEL
+        assert (await client.get("/v1/models")).json()["data"][0]["id"] == node_replies.MODEL
         assert (await client.get("/nowhere")).status_code == 404
 
 
@@ -242,5 +252,5 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_the_expected_checksum_is_of_the_whole_body() -> None:
     load = stream_load(("127.0.0.1", 1), 9)
-    body = shapes.stream_body(9)
+    body = node_replies.stream_body(9)
     assert (load.length, load.crc) == (len(body), crc32(body))

@@ -26,7 +26,7 @@ subprocess.run([sys.executable, "-c", code], check=True)
 """
 LIMIT = 40.0
 TICK = 0.01
-"""Seconds; of ended children only whole ticks are told."""
+"""Seconds; the time of ended children is known in whole ticks."""
 
 
 def test_cpu_time_holds_living_and_ended_children() -> None:
@@ -43,7 +43,7 @@ def test_cpu_time_holds_living_and_ended_children() -> None:
     assert 0.4 <= seen < 30
 
 
-def test_our_own_cpu_time_is_what_the_process_clock_says() -> None:
+def test_the_own_cpu_time_is_that_of_the_process_clock() -> None:
     ended, before = os.times().children_user, time.process_time()
     assert cpu_seconds(os.getpid()) >= before + ended - TICK
 
@@ -60,7 +60,7 @@ def test_resident_memory_is_that_of_the_tree() -> None:
         parent.communicate(b"\n")
 
 
-def test_waiting_is_told_when_another_process_has_the_core() -> None:
+def test_waiting_time_grows_when_another_process_has_the_core() -> None:
     core = str(min(os.sched_getaffinity(0)))
     burn = ["taskset", "-c", core, sys.executable, "-c", "while True: pass"]
     before = waited_seconds(os.getpid())

@@ -33,7 +33,7 @@ def test_a_ratio_is_the_median_of_the_ratios_within_each_round() -> None:
     assert goal("chunk / nginx").measure(results) == 2
 
 
-def test_a_round_that_one_side_lacks_counts_for_neither() -> None:
+def test_a_round_that_lacks_one_side_counts_for_neither() -> None:
     results = Results(
         [
             sample("chunk", "gateway", 1, 30),
@@ -44,7 +44,7 @@ def test_a_round_that_one_side_lacks_counts_for_neither() -> None:
     assert results.ratio(("chunk", "gateway"), ("chunk", "nginx")) == 3
 
 
-def test_an_invalid_sample_counts_in_no_figure_and_is_told() -> None:
+def test_an_invalid_sample_counts_in_no_figure_and_is_reported() -> None:
     results = Results(
         [
             sample("chunk", "gateway", 1, 1, errors=4),
@@ -71,7 +71,7 @@ def test_more_streams_are_better(value: float, verdict: str) -> None:
     assert goal("streams").verdict(value) == verdict
 
 
-def test_the_streams_carried_are_the_largest_count_whose_delay_keeps_below_the_limit() -> None:
+def test_sustained_streams_are_the_largest_number_with_a_delay_below_the_limit() -> None:
     def streams(count: int, p99: float) -> Sample:
         return Sample(f"streams-{count}", "gateway", 1, {"streams": count, "p99_ms": p99})
 
@@ -86,12 +86,12 @@ def test_added_latency_is_what_exceeds_direct() -> None:
     assert goal("added median").measure(results) == pytest.approx(0.5)
 
 
-def test_assembling_is_held_against_nginx_relaying_chunks() -> None:
+def test_assembling_is_compared_with_chunks_through_nginx() -> None:
     results = Results([sample("assembled", "gateway", 1, 30), sample("chunk", "nginx", 1, 20)])
     assert goal("assembled").measure(results) == 1.5
 
 
-def test_growth_with_connections_is_held_against_our_own_cost() -> None:
+def test_growth_with_connections_is_compared_with_the_own_cost() -> None:
     results = Results(
         [sample("plain-c256", "gateway", 1, 120), sample("plain-c32", "gateway", 1, 100)]
     )
@@ -115,16 +115,20 @@ def test_direct_has_no_cpu_of_a_proxy() -> None:
     assert re.search(r"us/chunk \| - \| 10 \(1.00 x\) \|", tables)
 
 
-def test_json_holds_samples_verdicts_and_how_they_came_about() -> None:
+def test_json_has_the_setting_the_samples_and_the_verdicts() -> None:
     results = Results([sample("chunk", "gateway", 1, 30), sample("chunk", "nginx", 1, 10)])
     setting = report.Setting("python -m x", {"cpu": "A"}, Sizes(), 1)
-    told = json.loads(report.as_json(results, setting))
-    assert told["machine"] == {"cpu": "A"}
-    assert told["sizes"]["streams"] == 100
-    assert {"name": "chunk / nginx", "value": 3, "must": 2, "aim": 1.5, "kept": "MISS"} in told[
-        "goals"
-    ]
-    assert told["samples"][0]["figures"]["cpu_us"] == 30
+    report_json = json.loads(report.as_json(results, setting))
+    assert report_json["machine"] == {"cpu": "A"}
+    assert report_json["sizes"]["streams"] == 100
+    assert {
+        "name": "chunk / nginx",
+        "value": 3,
+        "must": 2,
+        "aim": 1.5,
+        "kept": "MISS",
+    } in report_json["goals"]
+    assert report_json["samples"][0]["figures"]["cpu_us"] == 30
 
 
 def test_the_tables_replace_what_stood_between_the_markers(tmp_path: Path) -> None:

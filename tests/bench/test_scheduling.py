@@ -40,11 +40,11 @@ def test_a_quick_run_answers_every_request(front: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(file.read_text())
-    [played] = told["played"]
+    output = json.loads(file.read_text())
+    [played] = output["played"]
     assert len(played["records"]) == 16
     assert {record["problem"] for record in played["records"]} == {""}
-    [figures] = told["figures"]
+    [figures] = output["figures"]
     assert 0 < figures["cached"] < 1
     assert figures["mean"] > played["bounds"]["alone"] > played["bounds"]["queued"] > 0
     assert page.read_text().startswith(MARKS[0])
@@ -63,13 +63,13 @@ def test_a_quick_run_in_virtual_time_answers_every_request(
         assert [record["problem"] for record in one["records"]] == [""] * 16
     ours, _, theirs = (sum(record["cached"] for record in one["records"]) for one in played)
     assert ours > theirs > 0
-    told = capsys.readouterr().out
-    assert "| gateway, lengths unknown |" in told
-    assert told.strip() in page.read_text()
+    output = capsys.readouterr().out
+    assert "| gateway, lengths unknown |" in output
+    assert output.strip() in page.read_text()
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--virtual", "--only", "nginx"], "with --virtual the fronts are given"),
         (["--virtual", "--real"], "not allowed with argument"),
@@ -79,16 +79,16 @@ def test_a_quick_run_in_virtual_time_answers_every_request(
         (["--scale", "nan"], "not a factor above 0 and up to 100: nan"),
     ],
 )
-def test_a_word_it_does_not_know_is_told(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_an_unknown_argument_is_a_usage_error(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(words)
     assert exit_.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_front_that_was_asked_for_and_is_not_installed_is_an_error(
+def test_a_named_front_that_is_not_installed_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tests.bench.targets.find", lambda _: None)
@@ -97,11 +97,11 @@ def test_a_front_that_was_asked_for_and_is_not_installed_is_an_error(
 
 
 @pytest.mark.parametrize("name", sorted(FRONTS))
-def test_every_front_is_told_all_nodes_and_its_port(tmp_path: Path, name: str) -> None:
+def test_every_front_is_configured_with_all_nodes_and_its_port(tmp_path: Path, name: str) -> None:
     command = FRONTS[name].target.command("/bin/front", Plan(tmp_path, 8123, (5001, 5002)))
-    told = " ".join([*command, *(file.read_text() for file in tmp_path.iterdir())])
+    output = " ".join([*command, *(file.read_text() for file in tmp_path.iterdir())])
     assert command[0] == "/bin/front"
-    assert all(port in told for port in ("8123", "5001", "5002"))
+    assert all(port in output for port in ("8123", "5001", "5002"))
 
 
 def test_haproxy_sends_a_node_no_more_than_it_has_slots(tmp_path: Path) -> None:

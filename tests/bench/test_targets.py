@@ -41,7 +41,7 @@ async def test_a_target_is_ready_pinned_and_gone_afterwards(tmp_path: Path) -> N
     assert not psutil.pid_exists(pid)
 
 
-async def test_a_target_that_exits_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+async def test_the_error_of_a_target_that_exits_has_the_end_of_its_log(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match=r"sample exited with 3: no such luck \(.*sample\.log\)"):
         async with running(
             python("import sys; print('no such luck'); sys.exit(3)"), tmp_path, (1,), CORE
@@ -58,7 +58,7 @@ async def test_a_target_that_never_is_ready_is_ended_at_the_limit(
             pass
 
 
-async def test_a_target_that_is_not_installed_tells_the_remedy(tmp_path: Path) -> None:
+async def test_the_error_of_a_target_that_is_not_installed_has_the_remedy(tmp_path: Path) -> None:
     absent = replace(TARGETS["nginx"], program=lambda: None)
     with pytest.raises(TargetError, match="apt-get install nginx"):
         async with running(absent, tmp_path, (1,), CORE):
@@ -71,8 +71,10 @@ async def test_direct_is_the_upstream_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gateway", "nginx", "haproxy"])
-def test_every_proxy_is_told_all_upstreams_and_its_port(tmp_path: Path, name: str) -> None:
+def test_every_proxy_is_configured_with_all_upstreams_and_its_port(
+    tmp_path: Path, name: str
+) -> None:
     command = TARGETS[name].command("/bin/proxy", Plan(tmp_path, 8123, (5001, 5002)))
-    told = " ".join([*command, *(file.read_text() for file in tmp_path.iterdir())])
+    configured = " ".join([*command, *(file.read_text() for file in tmp_path.iterdir())])
     assert command[0] == "/bin/proxy"
-    assert all(port in told for port in ("8123", "5001", "5002"))
+    assert all(port in configured for port in ("8123", "5001", "5002"))

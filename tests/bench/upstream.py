@@ -1,8 +1,8 @@
-"""An emulated llama.cpp node that costs next to nothing, so that the proxy is what is measured.
+"""An emulated llama.cpp node that needs next to no CPU, so that the proxy is measured.
 
-One protocol object a connection, bytes made beforehand, no framework. It never closes a
-connection by itself, though llama.cpp does after 100 requests or 5 idle seconds: reconnecting
-would be charged to every proxy alike and hide what is asked.
+It has one protocol object for each connection, responses encoded in advance, and no framework. It
+never closes a connection, though llama.cpp does after 100 requests or 5 idle seconds: the cost of
+reconnecting would count for every proxy alike and hide the differences.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Self, cast
 
 import httptools
 
-from tests.bench import shapes
+from tests.bench import node_replies
 
 BACKLOG = 4096
 
@@ -24,8 +24,8 @@ BACKLOG = 4096
 class Script:
     """How the node answers chat requests; changed between scenarios, never while streams run.
 
-    `interval` is the seconds between writes, 0 for no pause; `burst` the tokens of one write.
-    A stamped token tells when it was sent; a held stream stops after its first token.
+    `interval`: seconds between writes, 0 for no pause. `burst`: tokens in one write. `stamped`:
+    each token contains the time of sending. `held`: a stream stops after its first token.
     """
 
     tokens: int = 200
@@ -37,12 +37,12 @@ class Script:
 
 @dataclass(slots=True)
 class Counters:
-    """What the node has seen, over all its ports."""
+    """Counters over all ports of the node."""
 
     connections: int = 0
     requests: int = 0
     left: int = 0
-    """Streams whose client closed before their end."""
+    """Streams whose client left before the end."""
 
 
 @dataclass(slots=True)
@@ -51,19 +51,19 @@ class Upstream:
 
     nodes: int
     slots: int
-    """Slots that each of them advertises."""
+    """Slots that each node reports."""
     script: Script = field(default_factory=Script)
     counters: Counters = field(default_factory=Counters)
     ports: tuple[int, ...] = ()
-    control: dict[bytes, bytes] = field(default_factory=dict)
-    # Streams start at a random phase, as they would in life: in step they would reach the proxy
-    # in one batch and look cheaper than they are.
+    info_responses: dict[bytes, bytes] = field(default_factory=dict)
+    # Streams start at random phases, as in production: in step they would reach the proxy in one
+    # batch and look cheaper than they are.
     phases: random.Random = field(default_factory=lambda: random.Random(7))
     connections: set[NodeConnection] = field(default_factory=set, repr=False)
     _servers: list[asyncio.Server] = field(default_factory=list)
 
     async def __aenter__(self) -> Self:
-        self.control = shapes.control(self.slots)
+        self.info_responses = node_replies.info_responses(self.slots)
         loop = asyncio.get_running_loop()
         for _ in range(self.nodes):
             server = await loop.create_server(
@@ -121,17 +121,17 @@ class NodeConnection(asyncio.Protocol):
             self._chat(body)
         else:
             path = path.partition(b"?")[0]
-            self.transport.write(self.upstream.control.get(path, shapes.NOT_FOUND))
+            self.transport.write(self.upstream.info_responses.get(path, node_replies.NOT_FOUND))
 
     def _chat(self, body: bytes) -> None:
         script = self.upstream.script
         squeezed = body.replace(b" ", b"")
         if b'"stream":true' in squeezed:
-            self.transport.write(shapes.STREAM_HEAD)
+            self.transport.write(node_replies.STREAM_HEAD)
             self.stream = Stream(self, script, usage=b'"include_usage":true' in squeezed)
             self.stream.start(self.upstream.phases.random() * script.interval)
         else:
-            reply = shapes.answer(shapes.plain_chat(script.tokens))
+            reply = node_replies.plain_response(node_replies.plain_chat(script.tokens))
             self.loop.call_later(script.tokens * script.interval, self.transport.write, reply)
 
     def pause_writing(self) -> None:
@@ -188,13 +188,15 @@ class Stream:
     def _write(self) -> None:
         script = self.script
         self.timer = None
-        begin = b"" if self.sent else shapes.ROLE
+        begin = b"" if self.sent else node_replies.ROLE
         if script.stamped:
-            data = shapes.framed(begin + shapes.stamped_token(time.monotonic_ns() // 1000))
+            data = node_replies.http_chunk(
+                begin + node_replies.stamped_token(time.monotonic_ns() // 1000)
+            )
             count = 1
         else:
             count = min(script.burst, script.tokens - self.sent)
-            data = _run(begin, self.sent % len(shapes.TOKENS), count)
+            data = _run(begin, self.sent % len(node_replies.TOKENS), count)
         self.sent += count
         if self.sent < script.tokens:
             self.connection.transport.write(data)
@@ -206,10 +208,10 @@ class Stream:
         self.connection.transport.write(data + end)
 
 
-_EMBEDDING = shapes.answer(shapes.EMBEDDING)
-_FINAL = shapes.framed(shapes.FINAL)
-_END = _FINAL + shapes.framed(shapes.DONE) + shapes.END_OF_BODY
-_USAGE_END = _FINAL + shapes.framed(shapes.USAGE) + _END.removeprefix(_FINAL)
+_EMBEDDING = node_replies.plain_response(node_replies.EMBEDDING)
+_FINAL = node_replies.http_chunk(node_replies.FINAL)
+_END = _FINAL + node_replies.http_chunk(node_replies.DONE) + node_replies.END_OF_BODY
+_USAGE_END = _FINAL + node_replies.http_chunk(node_replies.USAGE) + _END.removeprefix(_FINAL)
 _RUNS: dict[tuple[bytes, int, int], bytes] = {}
 
 
@@ -219,7 +221,7 @@ def _run(begin: bytes, first: int, count: int) -> bytes:
     """
     run = _RUNS.get((begin, first, count))
     if run is None:
-        tokens = [shapes.token(first + i) for i in range(count)]
-        run = b"".join(map(shapes.framed, (begin + tokens[0], *tokens[1:])))
+        tokens = [node_replies.token(first + i) for i in range(count)]
+        run = b"".join(map(node_replies.http_chunk, (begin + tokens[0], *tokens[1:])))
         _RUNS[begin, first, count] = run
     return run

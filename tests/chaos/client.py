@@ -1,4 +1,4 @@
-"""A client of the gateway on plain sockets: it can leave at any stage, and read slowly."""
+"""A client of the gateway on plain sockets, which can leave at any stage and read slowly."""
 
 from __future__ import annotations
 
@@ -13,62 +13,62 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-SLOW_READS = 512
-"""Bytes that a slow client's kernel buffers for it, about."""
-SLOW = 3.0
-"""Seconds after which a slow client reads as fast as it can."""
+SLOW_RECEIVE_BUFFER = 512
+"""Bytes of a slow client's receive buffer (the kernel rounds it up)."""
+SLOW_SECONDS = 3.0
+"""Seconds after which a slow client reads at full speed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
-    """How a client behaves with one request; by default it waits for all of the answer."""
+class ClientBehaviour:
+    """How a client behaves during one request; by default it reads the whole response."""
 
-    leaves: str | None = None
-    """None, `sending` (half the body sent), `waiting` or `reading`."""
+    leaves_while: str | None = None
+    """The stage in which it leaves: None, `sending` (half the body), `waiting` or `reading`."""
     after: float = 0.0
-    """`waiting`: seconds after the request; `reading`: bytes of the reply."""
+    """`waiting`: seconds after the request; `reading`: bytes of the response."""
     pause: float = 0.0
-    """Seconds of rest after each piece that is read, in the first `SLOW` seconds."""
+    """Seconds without reading after each read, during the first `SLOW_SECONDS`."""
 
 
-PATIENT = Manner()
+READS_TO_END = ClientBehaviour()
 
 
 @dataclass(slots=True)
-class Got:
-    """What one request came to, as its client saw it."""
+class ReceivedResponse:
+    """The response to one request as its client received it."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     body: bytearray = field(default_factory=bytearray)
     complete: bool = False
-    """The reply came to its end, as HTTP tells ends."""
+    """Whether the response came to its end by HTTP's framing."""
     left: bool = False
-    """The client left before that."""
+    """Whether the client left before the end."""
     broke: str | None = None
-    """How the connection ended in place of it."""
+    """How the connection ended before the response did."""
 
 
-class _Stale(Exception):  # noqa: N818 - no error: official clients ask again
-    """A kept connection was closed before it gave a byte."""
+class _StaleConnection(Exception):  # noqa: N818 - no error: official clients retry
+    """A reused-alive connection was closed before the first byte of the response."""
 
 
-class _Protocol(asyncio.Protocol):
+class _ClientProtocol(asyncio.Protocol):
     """One connection, one request after the other."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport
-        self.got = Got()
+        self.response = ReceivedResponse()
         self.arrived = asyncio.Event()
         self.lost: str | None = None
-        self.keeps = True
+        self.keep_alive = True
         self._parser = httptools.HttpResponseParser(self)
 
-    def begin(self) -> Got:
-        self.got = Got()
-        self.keeps = False
+    def begin(self) -> ReceivedResponse:
+        self.response = ReceivedResponse()
+        self.keep_alive = False
         self._parser = httptools.HttpResponseParser(self)
-        return self.got
+        return self.response
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -88,26 +88,26 @@ class _Protocol(asyncio.Protocol):
     # What the parser calls.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.got.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self.response.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        self.got.status = self._parser.get_status_code()
+        self.response.status = self._parser.get_status_code()
 
     def on_body(self, data: bytes) -> None:
-        self.got.body += data
+        self.response.body += data
 
     def on_message_complete(self) -> None:
-        self.got.complete = True
-        self.keeps = bool(self._parser.should_keep_alive())
+        self.response.complete = True
+        self.keep_alive = bool(self._parser.should_keep_alive())
 
 
 class Client:
-    """Keeps one connection, as long as it lasts. An asynchronous context manager."""
+    """Sends requests over one connection while it lasts. An asynchronous context manager."""
 
     def __init__(self, url: str, *, slow: bool = False) -> None:
         self._address = urlsplit(url)
         self.slow = slow
-        self._protocol: _Protocol | None = None
+        self._protocol: _ClientProtocol | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -115,96 +115,104 @@ class Client:
     async def __aexit__(self, *exc: object) -> None:
         self._close()
 
-    async def ask(
+    async def send(
         self,
         path: str,
         body: dict[str, Any],
-        tag: str,
-        manner: Manner = PATIENT,
+        request_id: str,
+        behaviour: ClientBehaviour = READS_TO_END,
         limit: float = 30.0,
-    ) -> Got:
-        """One request and its reply. TimeoutError when it has no end within `limit` seconds."""
+    ) -> ReceivedResponse:
+        """Send a request and read its response.
+
+        Raises TimeoutError when the response has not ended within `limit` seconds.
+        """
         async with asyncio.timeout(limit):
             try:
-                return await self._ask(path, body, tag, manner)
-            except _Stale:
-                return await self._ask(path, body, tag, manner)
+                return await self._send_once(path, body, request_id, behaviour)
+            except _StaleConnection:
+                return await self._send_once(path, body, request_id, behaviour)
             except OSError as error:
                 self._close()
-                return Got(broke=repr(error))
+                return ReceivedResponse(broke=repr(error))
             except BaseException:
                 self._close()
                 raise
 
-    async def _ask(self, path: str, body: dict[str, Any], tag: str, manner: Manner) -> Got:
-        kept = self._protocol is not None and self._protocol.lost is None
-        protocol = self._protocol if kept else await self._connect()
+    async def _send_once(
+        self, path: str, body: dict[str, Any], request_id: str, behaviour: ClientBehaviour
+    ) -> ReceivedResponse:
+        reused = self._protocol is not None and self._protocol.lost is None
+        protocol = self._protocol if reused else await self._connect()
         assert protocol is not None
         self._protocol = protocol
-        got = protocol.begin()
+        response = protocol.begin()
         data = msgspec.json.encode(body)
         head = (
-            f"POST {path} HTTP/1.1\r\nhost: {self._address.netloc}\r\nx-request-id: {tag}\r\n"
+            f"POST {path} HTTP/1.1\r\nhost: {self._address.netloc}\r\n"
+            f"x-request-id: {request_id}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
         ).encode()
-        if manner.leaves == "sending":
+        if behaviour.leaves_while == "sending":
             protocol.transport.write(head + data[: len(data) // 2])
-            await asyncio.sleep(manner.after)
-            return self._leave(got)
+            await asyncio.sleep(behaviour.after)
+            return self._leave(response)
         protocol.transport.write(head + data)
         try:
-            until = manner.after if manner.leaves == "waiting" else None
+            until = behaviour.after if behaviour.leaves_while == "waiting" else None
             async with asyncio.timeout(until):
-                await self._read(protocol, got, manner)
+                await self._read(protocol, response, behaviour)
         except TimeoutError:
-            if manner.leaves != "waiting":
+            if behaviour.leaves_while != "waiting":
                 raise
-            return self._leave(got)
-        if got.left:
-            return self._leave(got)
-        if not got.complete:
-            if kept and not got.status and not got.body:
+            return self._leave(response)
+        if response.left:
+            return self._leave(response)
+        if not response.complete:
+            if reused and not response.status and not response.body:
                 self._close()
-                raise _Stale
-            got.broke = protocol.lost
-        if not protocol.keeps:
+                raise _StaleConnection
+            response.broke = protocol.lost
+        if not protocol.keep_alive:
             self._close()
-        return got
+        return response
 
-    async def _read(self, protocol: _Protocol, got: Got, manner: Manner) -> None:
-        reading = manner.leaves == "reading"
-        slow = time.monotonic() + SLOW
-        while not got.complete and protocol.lost is None:
-            if reading and len(got.body) > manner.after:
-                got.left = True
+    async def _read(
+        self, protocol: _ClientProtocol, response: ReceivedResponse, behaviour: ClientBehaviour
+    ) -> None:
+        reading = behaviour.leaves_while == "reading"
+        slow_until = time.monotonic() + SLOW_SECONDS
+        while not response.complete and protocol.lost is None:
+            if reading and len(response.body) > behaviour.after:
+                response.left = True
                 return
             protocol.arrived.clear()
             await protocol.arrived.wait()
-            if manner.pause and time.monotonic() < slow:
+            if behaviour.pause and time.monotonic() < slow_until:
                 with contextlib.suppress(RuntimeError):
                     protocol.transport.pause_reading()
-                await asyncio.sleep(manner.pause)
+                await asyncio.sleep(behaviour.pause)
                 with contextlib.suppress(RuntimeError):
                     protocol.transport.resume_reading()
 
-    async def _connect(self) -> _Protocol:
+    async def _connect(self) -> _ClientProtocol:
         loop = asyncio.get_running_loop()
         sock = socket.socket()
         sock.setblocking(False)
         try:
             if self.slow:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_READS)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_RECEIVE_BUFFER)
             await loop.sock_connect(sock, (self._address.hostname, self._address.port))
-            _, protocol = await loop.create_connection(_Protocol, sock=sock)
+            _, protocol = await loop.create_connection(_ClientProtocol, sock=sock)
         except BaseException:
             sock.close()
             raise
         return protocol
 
-    def _leave(self, got: Got) -> Got:
-        got.left = not got.complete
+    def _leave(self, response: ReceivedResponse) -> ReceivedResponse:
+        response.left = not response.complete
         self._close()
-        return got
+        return response
 
     def _close(self) -> None:
         if self._protocol is not None:

@@ -1,4 +1,4 @@
-"""One run: load, faults, healing, and then every invariant."""
+"""One chaos run: load and faults, recovery, and then a check of every invariant."""
 
 from __future__ import annotations
 
@@ -19,74 +19,79 @@ from typing import Any
 import httpx
 
 from tests.bench.process import waited_seconds
-from tests.chaos import asks
-from tests.chaos.asks import PROMPTS, Ask
-from tests.chaos.client import PATIENT, Client, Manner
-from tests.chaos.house import GatewayProcess
-from tests.chaos.judging import Judged, judge
-from tests.chaos.nodes import Emulator, Real, busy, references
-from tests.chaos.schedule import Fault, schedule
-from tests.chaos.trouble import Trouble
+from tests.chaos import workload
+from tests.chaos.client import READS_TO_END, Client, ClientBehaviour
+from tests.chaos.fault_injection import FaultInjector
+from tests.chaos.gateway_process import GatewayProcess
+from tests.chaos.nodes import EmulatorProcess, RealServer, busy_slots, reference_answers
+from tests.chaos.schedule import ScheduledFault, schedule
+from tests.chaos.verdict import Verdict, judge
+from tests.chaos.workload import REAL_PROMPT_COUNT, WorkloadRequest
 
 EMULATORS = 3
 SERVERS = 2
 CLIENTS = 14
 REAL_CLIENTS = 4
-FEW = 4
-"""Requests at once that leave nodes idle."""
-AFTERWARDS = ("again", "check")
-"""Words in the names of requests that are made when everything is healed."""
+PROBES = 4
+"""Concurrent requests during recovery: fewer than there are slots, so that nodes stay idle."""
+AFTER_RECOVERY = ("probe", "check")
+"""Words in the ids of requests that are sent after the recovery."""
 CHECKS = 8
-"""Requests that must be answered when everything is healed."""
-LIMIT = 30.0
-"""Seconds within which every request must have an end."""
-SLOW_LIMIT = 120.0
-"""The same for clients whose kernel takes a kilobyte at a time: the gateway may be long done."""
+"""Requests that must be answered after the recovery."""
+REQUEST_LIMIT = 30.0
+"""Seconds within which every request must end."""
+SLOW_REQUEST_LIMIT = 120.0
+"""The same for clients whose kernel takes a kilobyte at a time; the gateway may end earlier."""
 READY_LIMIT = 90.0
-REST_LIMIT = 60.0
-PATIENT_TIMES: dict[str, dict[str, Any]] = {
+IDLE_LIMIT = 60.0
+GENEROUS_TIMEOUTS: dict[str, dict[str, Any]] = {
     "health": {"timeout": 20.0},
     "timeouts": {"connect": 20.0, "first_byte": 60.0, "silence": 60.0, "total": 90.0},
     "queue": {"max_wait": 60.0},
     "retries": {"wait_for_node": 60.0},
 }
-"""When all is healed: what no machine is too slow for."""
-MANY = 1 << 20
-"""Descriptors that nothing has open."""
-KEPT_BYTES = 64 << 20
-"""Of resident memory by which the gateway's process may grow over all runs, after the first."""
+"""Timeouts after the recovery, which no machine is too slow for."""
+NO_DESCRIPTOR_LIMIT = 1 << 20
+"""More descriptors than any process has open."""
+ALLOWED_GROWTH = 64 << 20
+"""Bytes by which the gateway's resident memory may grow over all runs after the first."""
 
 
 @dataclass(slots=True)
-class Kit:
-    """What lives through many runs: nodes and the process of the gateways."""
+class ChaosTestbed:
+    """The nodes and the gateway's process, which many runs share."""
 
     gateway: GatewayProcess
-    emulators: list[Emulator]
-    servers: list[Real]
-    references: list[Ask]
+    emulators: list[EmulatorProcess]
+    servers: list[RealServer]
+    references: list[WorkloadRequest]
     runs: int = 0
     descriptors: int = 0
-    """That the process has open between runs, and ..."""
+    """Descriptors that the process had open after the first run."""
     rss: int = 0
-    """... its memory, after the first run."""
+    """Its resident bytes after the first run."""
 
     @property
-    def nodes(self) -> dict[str, Emulator | Real]:
-        nodes: list[Emulator | Real] = [*self.emulators, *self.servers]
+    def nodes(self) -> dict[str, EmulatorProcess | RealServer]:
+        nodes: list[EmulatorProcess | RealServer] = [*self.emulators, *self.servers]
         return {node.name: node for node in nodes}
 
 
 @asynccontextmanager
-async def a_kit(servers: int = SERVERS, prompts: int = PROMPTS) -> AsyncIterator[Kit]:
-    """Everything started; at the end, ended. `prompts`: how many the real servers are asked."""
+async def running_testbed(
+    servers: int = SERVERS, prompts: int = REAL_PROMPT_COUNT
+) -> AsyncIterator[ChaosTestbed]:
+    """Start nodes and gateway process, and stop them at the end.
+
+    `prompts` is the number of prompts that the real servers are asked.
+    """
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(GatewayProcess())
-        emulators: list[Emulator] = []
-        reals = []
+        emulators: list[EmulatorProcess] = []
+        real_servers = []
 
         async def emulate(number: int) -> None:
-            emulator = await Emulator.start(f"words-{number}")
+            emulator = await EmulatorProcess.start(f"words-{number}")
             stack.callback(emulator.close)
             emulators.append(emulator)
 
@@ -95,28 +100,30 @@ async def a_kit(servers: int = SERVERS, prompts: int = PROMPTS) -> AsyncIterator
                 group.create_task(emulate(number))
         emulators.sort(key=lambda emulator: emulator.name)
         for number in range(servers):
-            server = await Real.start(f"real-{number}")
+            server = await RealServer.start(f"real-{number}")
             stack.push_async_callback(server.aclose)
-            reals.append(server)
-        known = await references(reals[0].own_url, prompts) if reals else []
-        yield Kit(gateway, emulators, reals, known)
+            real_servers.append(server)
+        references = (
+            await reference_answers(real_servers[0].direct_url, prompts) if real_servers else []
+        )
+        yield ChaosTestbed(gateway, emulators, real_servers, references)
 
 
 @dataclass(slots=True)
-class Asked:
-    """One request of the run."""
+class FinishedRequest:
+    """One request of the run, with its verdict and its times."""
 
-    tag: str
-    ask: Ask
-    judged: Judged
+    request_id: str
+    request: WorkloadRequest
+    verdict: Verdict
     began: float
     ended: float
-    sent_whole: bool
+    sent_in_full: bool
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What one run came to."""
+class RunReport:
+    """The result of one run, as it is recorded."""
 
     seed: int
     seconds: float
@@ -128,25 +135,25 @@ class Outcome:
     rss: int = 0
     took: float = 0.0
     waited: float = 0.0
-    """Seconds that the gateway was ready to run and other work had its core."""
+    """Seconds in which the gateway was runnable and other work had its core."""
 
 
 @dataclass(slots=True)
-class Run:
-    """One seed's run with a kit."""
+class ChaosRun:
+    """The run of one seed over a testbed."""
 
-    kit: Kit
+    testbed: ChaosTestbed
     seed: int
     seconds: float
-    machine: bool
-    """Whether the gateway's own process meets faults: no descriptors, a clock that jumps."""
+    process_faults: bool
+    """Whether the gateway's own process has faults: no descriptors, a clock that jumps."""
     folder: Path
-    least: int = 0
-    """Whole answers that the storm must have had; on a slow machine it takes longer than told."""
-    asked: list[Asked] = field(default_factory=list)
+    min_whole: int = 0
+    """Complete answers that the load must get; on a slow machine it runs beyond `seconds`."""
+    finished: list[FinishedRequest] = field(default_factory=list)
 
     def settings(self) -> dict[str, Any]:
-        """Impatient ones; what may differ differs by the seed."""
+        """Settings with short timeouts; the seed varies those that may vary."""
         rng = random.Random(f"settings {self.seed}")
         return {
             "health": {"interval": 0.2, "timeout": 0.5, "discover_interval": 0.5, "open": 0.3,
@@ -159,177 +166,207 @@ class Run:
             "policy": rng.choice(("least_finish", "least_loaded", "round_robin")),
         }  # fmt: skip
 
-    async def __call__(self) -> Outcome:
+    async def __call__(self) -> RunReport:
         began = time.monotonic()
-        kit = self.kit
-        waited = waited_seconds(kit.gateway.pid)
+        testbed = self.testbed
+        waited = waited_seconds(testbed.gateway.pid)
         rng = random.Random(f"faults {self.seed}")
         faults = schedule(
             rng,
             self.seconds,
-            [node.name for node in kit.emulators],
-            [node.name for node in kit.servers],
-            machine=self.machine,
+            [node.name for node in testbed.emulators],
+            [node.name for node in testbed.servers],
+            process_faults=self.process_faults,
         )
-        outcome = Outcome(self.seed, self.seconds)
-        outcome.faults.update(fault.kind for fault in faults)
-        inventory = [{"name": n.name, "url": n.url, "host": n.name} for n in kit.nodes.values()]
+        report = RunReport(self.seed, self.seconds)
+        report.faults.update(fault.kind for fault in faults)
+        inventory = [{"name": n.name, "url": n.url, "host": n.name} for n in testbed.nodes.values()]
         settings = self.settings()
-        opened = await kit.gateway.order(
+        opened = await testbed.gateway.command(
             "open", folder=str(self.folder), nodes=inventory, settings=settings
         )
-        patient = {name: part | PATIENT_TIMES.get(name, {}) if isinstance(part, dict) else part
-                   for name, part in settings.items()}  # fmt: skip
-        trouble = Trouble(
-            kit.gateway, opened["admin"], self.folder, kit.nodes, inventory, settings, patient
+        generous_settings = {
+            name: part | GENEROUS_TIMEOUTS.get(name, {}) if isinstance(part, dict) else part
+            for name, part in settings.items()
+        }
+        injector = FaultInjector(
+            testbed.gateway,
+            opened["admin"],
+            self.folder,
+            testbed.nodes,
+            inventory,
+            settings,
+            generous_settings,
         )
         try:
-            await self._storm(opened["url"], trouble, faults)
-            outcome.violations += await self._recovered(opened)
-            left = await kit.gateway.order("rest", limit=REST_LIMIT)
+            await self._load_and_faults(opened["url"], injector, faults)
+            report.violations += await self._check_recovery(opened)
+            left = await testbed.gateway.command("wait_until_idle", limit=IDLE_LIMIT)
         finally:
-            closed = await kit.gateway.order("close", descriptors=kit.descriptors or MANY)
-        outcome.violations += self._judged(trouble)
-        outcome.violations += self._compared(left, trouble)
-        outcome.violations += await self._left_over(left, closed)
-        outcome.requests = len(self.asked)
-        outcome.outcomes.update(asked.judged.outcome for asked in self.asked)
-        outcome.attempts = left["attempts"]
-        outcome.rss = closed["rss"]
-        outcome.took = time.monotonic() - began
-        outcome.waited = waited_seconds(kit.gateway.pid) - waited
-        return outcome
+            closed = await testbed.gateway.command(
+                "close", descriptors=testbed.descriptors or NO_DESCRIPTOR_LIMIT
+            )
+        report.violations += self._check_verdicts(injector)
+        report.violations += self._check_records(left, injector)
+        report.violations += await self._check_leaks(left, closed)
+        report.requests = len(self.finished)
+        report.outcomes.update(done.verdict.outcome for done in self.finished)
+        report.attempts = left["attempts"]
+        report.rss = closed["rss"]
+        report.took = time.monotonic() - began
+        report.waited = waited_seconds(testbed.gateway.pid) - waited
+        return report
 
     # Load.
 
-    async def _storm(self, url: str, trouble: Trouble, faults: list[Fault]) -> None:
+    async def _load_and_faults(
+        self, url: str, injector: FaultInjector, faults: list[ScheduledFault]
+    ) -> None:
         until = time.monotonic() + self.seconds
         async with asyncio.TaskGroup() as group:
             for number in range(CLIENTS):
                 group.create_task(self._client(url, f"w{number}", until, real=False))
-            for number in range(REAL_CLIENTS if self.kit.servers else 0):
+            for number in range(REAL_CLIENTS if self.testbed.servers else 0):
                 group.create_task(self._client(url, f"r{number}", until, real=True))
-            await trouble.run(faults)
-        await trouble.heal()
+            await injector.run(faults)
+        await injector.recover()
 
     async def _client(self, url: str, name: str, until: float, *, real: bool) -> None:
         rng = random.Random(f"{self.seed} {name}")
         async with Client(url, slow=rng.random() < 0.15) as client:
             number = 0
-            while time.monotonic() < until or self._wants_more(until):
+            while time.monotonic() < until or self._needs_more_answers(until):
                 await asyncio.sleep(rng.expovariate(1 / 0.2))
-                tag = f"chaos-{self.seed}-{name}-{number}"
+                request_id = f"chaos-{self.seed}-{name}-{number}"
                 number += 1
-                ask = asks.real(rng, self.kit.references) if real else asks.emulated(rng, seed=tag)
-                await self._ask(client, ask, tag, _manner(rng))
+                request = (
+                    workload.real_request(rng, self.testbed.references)
+                    if real
+                    else workload.emulated_request(rng, seed=request_id)
+                )
+                await self._send(client, request, request_id, _random_behaviour(rng))
 
-    def _wants_more(self, until: float) -> bool:
-        whole = sum(asked.judged.outcome == "whole" for asked in self.asked)
-        return whole < self.least and time.monotonic() < until + SLOW_LIMIT
+    def _needs_more_answers(self, until: float) -> bool:
+        whole = sum(done.verdict.outcome == "whole" for done in self.finished)
+        return whole < self.min_whole and time.monotonic() < until + SLOW_REQUEST_LIMIT
 
-    async def _ask(self, client: Client, ask: Ask, tag: str, manner: Manner) -> Judged:
+    async def _send(
+        self, client: Client, request: WorkloadRequest, request_id: str, behaviour: ClientBehaviour
+    ) -> Verdict:
         began = time.monotonic()
-        limit = SLOW_LIMIT if client.slow or manner is PATIENT else LIMIT
+        limit = SLOW_REQUEST_LIMIT if client.slow or behaviour is READS_TO_END else REQUEST_LIMIT
         try:
-            got = await client.ask(ask.path, ask.body, tag, manner, limit)
-            judged = judge(ask, got)
+            response = await client.send(request.path, request.body, request_id, behaviour, limit)
+            verdict = judge(request, response)
         except TimeoutError:
-            judged = Judged("endless", f"no end within {limit:.0f} s")
-        whole = manner.leaves != "sending"
-        self.asked.append(Asked(tag, ask, judged, began, time.monotonic(), whole))
-        return judged
+            verdict = Verdict("endless", f"no end within {limit:.0f} s")
+        whole = behaviour.leaves_while != "sending"
+        self.finished.append(
+            FinishedRequest(request_id, request, verdict, began, time.monotonic(), whole)
+        )
+        return verdict
 
     # Afterwards.
 
-    async def _recovered(self, opened: dict[str, Any]) -> list[str]:
-        """With everything healed, all nodes come back and every dialect is answered."""
+    async def _check_recovery(self, opened: dict[str, Any]) -> list[str]:
+        """After the recovery all nodes become ready, and every API is answered."""
         rng = random.Random(self.seed)
         until = time.monotonic() + READY_LIMIT
         states: dict[str, str] = {}
         for number in itertools.count():
-            # A circuit closes when a request has succeeded; one is tried though others are idle.
+            # A circuit closes after a successful request; one goes there though others are idle.
             await asyncio.gather(
-                *(self._again(opened["url"], f"{number}-{one}", rng) for one in range(FEW))
+                *(self._send_probe(opened["url"], f"{number}-{one}", rng) for one in range(PROBES))
             )
-            states = await _states(opened["admin"])
-            if len(states) == len(self.kit.nodes) and set(states.values()) == {"ready"}:
+            states = await _node_states(opened["admin"])
+            if len(states) == len(self.testbed.nodes) and set(states.values()) == {"ready"}:
                 break
             if time.monotonic() > until:
                 return [f"nodes did not come back: {states}"]
             await asyncio.sleep(0.05)
-        checks = [self._any(rng, number) for number in range(CHECKS)]
+        checks = [self._any_request(rng, number) for number in range(CHECKS)]
         found = []
         async with Client(opened["url"]) as one:
-            for number, ask in enumerate(checks):
-                judged = await self._ask(one, ask, f"chaos-{self.seed}-check-{number}", PATIENT)
-                if judged.outcome != "whole":
-                    found.append(f"after all was healed, {ask.path} came to {judged}")
+            for number, request in enumerate(checks):
+                verdict = await self._send(
+                    one, request, f"chaos-{self.seed}-check-{number}", READS_TO_END
+                )
+                if verdict.outcome != "whole":
+                    found.append(f"after the recovery, {request.path} ended with {verdict}")
         return found
 
-    async def _again(self, url: str, name: str, rng: random.Random) -> None:
+    async def _send_probe(self, url: str, name: str, rng: random.Random) -> None:
         async with Client(url) as client:
-            ask = self._any(rng, rng.randrange(100))
-            await self._ask(client, ask, f"chaos-{self.seed}-again-{name}", PATIENT)
+            request = self._any_request(rng, rng.randrange(100))
+            await self._send(client, request, f"chaos-{self.seed}-probe-{name}", READS_TO_END)
 
-    def _any(self, rng: random.Random, number: int) -> Ask:
-        if self.kit.references and number % 3 == 0:
-            # Not the very body that nodes may have died on: that one is refused for a while.
-            ask = asks.real(rng, self.kit.references)
-            return replace(ask, body=ask.body | {"user": f"check {number}"})
-        return asks.emulated(rng, seed=f"check {number}")
+    def _any_request(self, rng: random.Random, number: int) -> WorkloadRequest:
+        if self.testbed.references and number % 3 == 0:
+            # A body on which nodes may have died is quarantined for a while: send another one.
+            request = workload.real_request(rng, self.testbed.references)
+            return replace(request, body=request.body | {"user": f"check {number}"})
+        return workload.emulated_request(rng, seed=f"check {number}")
 
-    def _judged(self, trouble: Trouble) -> list[str]:
+    def _check_verdicts(self, injector: FaultInjector) -> list[str]:
         return [
-            f"{asked.tag} {asked.ask.path} stream={asked.ask.stream}: "
-            f"{asked.judged.outcome}: {asked.judged.problem}"
-            for asked in self.asked
-            if asked.judged.problem is not None and not _excused(asked, trouble)
+            f"{done.request_id} {done.request.path} stream={done.request.stream}: "
+            f"{done.verdict.outcome}: {done.verdict.problem}"
+            for done in self.finished
+            if done.verdict.problem is not None and not _excused(done, injector)
         ]
 
-    def _compared(self, left: dict[str, Any], trouble: Trouble) -> list[str]:
-        """What clients saw is what the gateway noted, once for each request."""
-        noted: dict[str, list[Any]] = {}
+    def _check_records(self, left: dict[str, Any], injector: FaultInjector) -> list[str]:
+        """The gateway's records match what the clients saw, one record for each request."""
+        recorded: dict[str, list[Any]] = {}
         found = []
         for record in left["records"]:
-            tag = record[0]
-            if tag in noted:
-                found.append(f"{tag} was noted twice: {noted[tag]}, {record}")
-            noted[tag] = record
-            if record[-1] > (SLOW_LIMIT if tag.split("-")[2] in AFTERWARDS else LIMIT):
-                found.append(f"{tag} took {record[-1]:.1f} s")
-        for asked in self.asked:
-            record = noted.get(asked.tag)
+            request_id = record[0]
+            if request_id in recorded:
+                found.append(f"{request_id} was recorded twice: {recorded[request_id]}, {record}")
+            recorded[request_id] = record
+            if record[-1] > (
+                SLOW_REQUEST_LIMIT if request_id.split("-")[2] in AFTER_RECOVERY else REQUEST_LIMIT
+            ):
+                found.append(f"{request_id} took {record[-1]:.1f} s")
+        for done in self.finished:
+            record = recorded.get(done.request_id)
             if record is None:
                 if (
-                    asked.sent_whole
-                    and asked.judged.outcome != "left"
-                    and not _excused(asked, trouble)
+                    done.sent_in_full
+                    and done.verdict.outcome != "left"
+                    and not _excused(done, injector)
                 ):
-                    found.append(f"{asked.tag} was never noted, and came to {asked.judged}")
-            elif asked.judged.code and record[1] != asked.judged.code:
-                found.append(f"{asked.tag} was noted as {record[1:]}, and came to {asked.judged}")
+                    found.append(
+                        f"{done.request_id} was never recorded, and ended with {done.verdict}"
+                    )
+            elif done.verdict.status and record[1] != done.verdict.status:
+                found.append(
+                    f"{done.request_id} was recorded as {record[1:]}, and ended with {done.verdict}"
+                )
             elif record[1] == 500 and record[2] == "internal_error":
-                found.append(f"{asked.tag}: the gateway failed: {record[1:]}")
+                found.append(f"{done.request_id}: the gateway failed: {record[1:]}")
         return found
 
-    async def _left_over(self, left: dict[str, Any], closed: dict[str, Any]) -> list[str]:
+    async def _check_leaks(self, left: dict[str, Any], closed: dict[str, Any]) -> list[str]:
         found = [f"not zero: {left['counts']}"] if left["counts"] else []
-        found += [f"an object is left while it runs: {held}" for held in left["held"]]
-        found += [f"unhandled: {trouble}" for trouble in (*left["troubles"], *closed["troubles"])]
-        for node in self.kit.nodes.values():
-            taken = await _settled(node.own_url)
-            if taken != 0:
-                found.append(f"{node.name} shows {taken} slots busy")
+        found += [f"an object outlived its request: {leaked}" for leaked in left["leaked"]]
+        found += [f"unhandled: {error}" for error in (*left["loop_errors"], *closed["loop_errors"])]
+        for node in self.testbed.nodes.values():
+            busy = await _busy_when_settled(node.direct_url)
+            if busy != 0:
+                found.append(f"{node.name} shows {busy} slots busy")
         if closed["tasks"]:
             found.append(f"tasks left: {closed['tasks']}")
-        kit = self.kit
-        if kit.runs == 0:
-            kit.descriptors, kit.rss = closed["descriptors"], closed["rss"]
-        if closed["descriptors"] > kit.descriptors:
-            found.append(f"{closed['descriptors']} descriptors, {kit.descriptors} after run one")
-        if closed["rss"] > kit.rss + KEPT_BYTES:
-            found.append(f"{closed['rss'] >> 20} MiB, {kit.rss >> 20} after run one")
-        kit.runs += 1
+        testbed = self.testbed
+        if testbed.runs == 0:
+            testbed.descriptors, testbed.rss = closed["descriptors"], closed["rss"]
+        if closed["descriptors"] > testbed.descriptors:
+            found.append(
+                f"{closed['descriptors']} descriptors, {testbed.descriptors} after run one"
+            )
+        if closed["rss"] > testbed.rss + ALLOWED_GROWTH:
+            found.append(f"{closed['rss'] >> 20} MiB, {testbed.rss >> 20} after run one")
+        testbed.runs += 1
         log = (self.folder / "gateway.log").read_text()
         if "Traceback" in log:
             at = log.index("Traceback")
@@ -337,57 +374,59 @@ class Run:
         return found
 
 
-async def _states(admin: str) -> dict[str, str]:
-    """Of all nodes, by name; empty when it can't be told."""
+async def _node_states(admin: str) -> dict[str, str]:
+    """The states of all nodes, by name; empty when the admin interface does not answer."""
     with contextlib.suppress(httpx.HTTPError):
         async with httpx.AsyncClient(trust_env=False, verify=False, timeout=30) as client:
-            told = (await client.get(f"{admin}/admin/nodes")).json()["nodes"]
-            return {node["name"]: node["state"] for node in told}
+            nodes = (await client.get(f"{admin}/admin/nodes")).json()["nodes"]
+            return {node["name"]: node["state"] for node in nodes}
     return {}
 
 
-def _manner(rng: random.Random) -> Manner:
+def _random_behaviour(rng: random.Random) -> ClientBehaviour:
     chance = rng.random()
     pause = rng.choice((0.02, 0.2)) if rng.random() < 0.1 else 0.0
     if chance < 0.05:
-        return Manner("sending", rng.uniform(0, 0.1))
+        return ClientBehaviour("sending", rng.uniform(0, 0.1))
     if chance < 0.15:
-        return Manner("waiting", rng.choice((0.0, 0.01, 0.1, 0.5)))
+        return ClientBehaviour("waiting", rng.choice((0.0, 0.01, 0.1, 0.5)))
     if chance < 0.25:
-        return Manner("reading", rng.choice((0, 300, 3000)), pause)
-    return Manner(pause=pause)
+        return ClientBehaviour("reading", rng.choice((0, 300, 3000)), pause)
+    return ClientBehaviour(pause=pause)
 
 
-def _excused(asked: Asked, trouble: Trouble) -> bool:
-    """Without descriptors a new client can't be taken, and so is told nothing."""
-    if asked.judged.outcome != "broke":
+def _excused(done: FinishedRequest, injector: FaultInjector) -> bool:
+    """Whether the gateway had no descriptor left to accept this client, which got no response."""
+    if done.verdict.outcome != "broke":
         return False
     return any(
-        asked.began <= ended + 0.5 and asked.ended >= began for began, ended in trouble.starved
+        done.began <= ended + 0.5 and done.ended >= began
+        for began, ended in injector.out_of_descriptors
     )
 
 
-async def _settled(url: str, limit: float = REST_LIMIT) -> int | None:
-    """Busy slots of a node, once it has none or `limit` seconds have passed."""
+async def _busy_when_settled(url: str, limit: float = IDLE_LIMIT) -> int | None:
+    """Busy slots of a node once it has none, or after `limit` seconds."""
     until = time.monotonic() + limit
-    while (taken := await busy(url)) != 0 and time.monotonic() < until:  # noqa: ASYNC110
+    while (busy := await busy_slots(url)) != 0 and time.monotonic() < until:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
-    return taken
+    return busy
 
 
 async def run_seed(
-    kit: Kit,
+    testbed: ChaosTestbed,
     seed: int,
     seconds: float,
     *,
-    machine: bool,
+    process_faults: bool,
     keep: Path | None = None,
-    least: int = 0,
-) -> Outcome:
-    """One run in a folder of its own; where an invariant broke, the folder goes to `keep`."""
+    min_whole: int = 0,
+) -> RunReport:
+    """Run one seed in a folder of its own; after a violation the folder is copied to `keep`."""
+
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
-        outcome = await Run(kit, seed, seconds, machine, folder, least)()
-        if outcome.violations and keep is not None:
+        report = await ChaosRun(testbed, seed, seconds, process_faults, folder, min_whole)()
+        if report.violations and keep is not None:
             shutil.copytree(folder, keep / f"seed-{seed}", dirs_exist_ok=True, symlinks=True)
-    return outcome
+    return report

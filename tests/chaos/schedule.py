@@ -1,4 +1,4 @@
-"""What will go wrong when: a schedule that follows from a seed."""
+"""The schedule of faults that follows from a seed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-EMULATED_ONCE: list[dict[str, Any]] = [
+SINGLE_REQUEST_FAULTS: list[dict[str, Any]] = [
     *({"kind": kind} for kind in ("reset", "close", "garbage", "slow_head", "interim")),
     *({"kind": "hang", "seconds": seconds} for seconds in (0.2, 3.0)),
     *({"kind": "status", "status": status} for status in (500, 502, 503, 429, 404, 401)),
@@ -38,31 +38,31 @@ EMULATED_ONCE: list[dict[str, Any]] = [
     {"kind": "insert", "what": "not_json", "after_events": 0},
     {"kind": "insert", "what": "huge", "after_events": 0, "size": 2 << 20},
 ]
-"""For some of the next requests of an emulated node."""
+"""Faults of an emulated node for one or a few of its next requests."""
 
-EMULATED_STANDING: list[dict[str, Any]] = [
+STANDING_FAULTS: list[dict[str, Any]] = [
     *({"kind": "status", "status": status} for status in (500, 503, 429)),
     {"kind": "hang", "seconds": 1.5, "path": "control"},
     {"kind": "reset"},
     {"kind": "close", "after_events": 3},
     {"kind": "stale"},
 ]
-"""For all of its requests, for a while: it answers errors at once, say."""
+"""Faults of an emulated node for all its requests during a time."""
 
-WIRE = ("reset", "silence", "half", "half, then reset", "rubbish", "trickle")
+LINK_FAULTS = ("reset", "silence", "half", "half, then reset", "garbage", "trickle")
 
-NODE = ("once", "standing", "kill", "process", "stop", "loading", "refuse")
-"""Of emulated nodes."""
-REAL = ("wire", "process", "stop")
-"""Of real ones."""
-GATEWAY = ("remove", "change", "bad inventory", "settings", "reload", "drain", "full disk")
-MACHINE = ("descriptors", "clock")
-"""Of the gateway's own process: left out of `make test`."""
+EMULATOR_FAULTS = ("once", "standing", "kill", "process", "stop", "loading", "refuse")
+"""Kinds of faults of emulated nodes."""
+SERVER_FAULTS = ("link", "process", "stop")
+"""Kinds of faults of real servers."""
+GATEWAY_FAULTS = ("remove", "change", "bad inventory", "settings", "reload", "drain", "full disk")
+PROCESS_FAULTS = ("descriptors", "clock")
+"""Faults of the gateway's own process; `make test` leaves them out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """One thing that goes wrong, `at` so many seconds after the beginning, for `lasts` seconds."""
+class ScheduledFault:
+    """One fault: it begins `at` seconds into the run and lasts for `lasts` seconds."""
 
     at: float
     kind: str
@@ -82,42 +82,46 @@ def schedule(
     emulated: Iterable[str],
     real: Iterable[str],
     *,
-    machine: bool,
-) -> list[Fault]:
-    """Faults for a run of `seconds`, in their order."""
+    process_faults: bool,
+) -> list[ScheduledFault]:
+    """The faults of a run of `seconds`, by time; `emulated` and `real` are names of nodes."""
     emulators, servers = list(emulated), list(real)
     faults = []
     at = rng.uniform(0.2, 0.6)
-    busyness = rng.choice((0.03, 0.08, 0.2))  # mean seconds between faults
+    mean_gap = rng.choice((0.03, 0.08, 0.2))  # seconds between faults
     while at < seconds - 0.3:
         chance = rng.random()
         lasts = rng.uniform(0.05, min(2.5, seconds / 3))
-        if machine and chance < 0.03:
-            faults.append(_of_machine(rng, at, lasts))
+        if process_faults and chance < 0.03:
+            faults.append(_process_fault(rng, at, lasts))
         elif chance < 0.15:
-            faults.append(Fault(at, rng.choice(GATEWAY), rng.choice(emulators), lasts))
+            faults.append(
+                ScheduledFault(at, rng.choice(GATEWAY_FAULTS), rng.choice(emulators), lasts)
+            )
         elif servers and chance < 0.35:
-            kind = rng.choices(REAL, (6, 1, 2))[0]
-            detail = {"wire": rng.choice(WIRE)} if kind == "wire" else {}
-            faults.append(Fault(at, kind, rng.choice(servers), lasts, detail))
+            kind = rng.choices(SERVER_FAULTS, (6, 1, 2))[0]
+            detail = {"link": rng.choice(LINK_FAULTS)} if kind == "link" else {}
+            faults.append(ScheduledFault(at, kind, rng.choice(servers), lasts, detail))
         else:
-            faults.append(_of_emulator(rng, at, lasts, rng.choice(emulators)))
-        at += rng.expovariate(1 / busyness)
+            faults.append(_emulator_fault(rng, at, lasts, rng.choice(emulators)))
+        at += rng.expovariate(1 / mean_gap)
     return faults
 
 
-def _of_emulator(rng: random.Random, at: float, lasts: float, node: str) -> Fault:
-    kind = rng.choices(NODE, (60, 8, 8, 1, 5, 3, 3))[0]
+def _emulator_fault(rng: random.Random, at: float, lasts: float, node: str) -> ScheduledFault:
+    kind = rng.choices(EMULATOR_FAULTS, (60, 8, 8, 1, 5, 3, 3))[0]
     detail: dict[str, Any] = {}
     if kind == "once":
-        detail = {**rng.choice(EMULATED_ONCE), "n": rng.choice((1, 1, 1, 3))}
+        detail = {**rng.choice(SINGLE_REQUEST_FAULTS), "n": rng.choice((1, 1, 1, 3))}
     elif kind == "standing":
-        detail = rng.choice(EMULATED_STANDING)
-    return Fault(at, kind, node, lasts, detail)
+        detail = rng.choice(STANDING_FAULTS)
+    return ScheduledFault(at, kind, node, lasts, detail)
 
 
-def _of_machine(rng: random.Random, at: float, lasts: float) -> Fault:
+def _process_fault(rng: random.Random, at: float, lasts: float) -> ScheduledFault:
     if rng.random() < 0.5:
-        return Fault(at, "descriptors", lasts=min(lasts, 1.0), detail={"more": rng.choice((0, 3))})
+        return ScheduledFault(
+            at, "descriptors", lasts=min(lasts, 1.0), detail={"more": rng.choice((0, 3))}
+        )
     by = rng.choice((-86_400.0, -60.0, -1.0, 1.0, 3600.0, 365 * 86_400.0))
-    return Fault(at, "clock", detail={"seconds": by})
+    return ScheduledFault(at, "clock", detail={"seconds": by})

@@ -1,9 +1,9 @@
 """`python -m tests.chaos.soak --minutes 60`: memory, descriptors and delay over time must be flat.
 
 One gateway process carries streams of 10 tokens/s and a trickle of short requests, some of whose
-clients leave. Each stream's events tell when they were sent, so each arrival tells its delay:
-that of the gateway, and of this process, which is node and client at once. What this process
-adds by itself is measured first, without the gateway.
+clients leave. Each event carries the time at which it was sent, so its delay is known on arrival:
+that of the gateway plus that of this process, which is node and client at once. The delay of this
+process alone is measured first, without the gateway.
 """
 
 from __future__ import annotations
@@ -24,78 +24,78 @@ from typing import cast
 import psutil
 import uvloop
 
-from tests.bench import shapes
+from tests.bench import node_replies
 from tests.bench.load import Address
 from tests.bench.process import waited_seconds
 from tests.bench.scenarios import chat, post
 from tests.bench.targets import TARGETS, running
 from tests.bench.upstream import Script, Upstream
-from tests.chaos.flatness import Flatness, flatness
+from tests.chaos.trend import Trend, trend
 
 NODES = 20
 SLOTS = 128
-"""Of each: more than there are streams for it."""
-STEP = 0.25
-"""Milliseconds that two delays differ by to be told apart."""
-LONGEST = 20_000
-"""Steps; a longer delay counts as this one."""
+"""Slots of each node: more than it gets streams."""
+BUCKET_MS = 0.25
+"""Milliseconds that one bucket of the histogram spans."""
+BUCKETS = 20_000
+"""Buckets of the histogram; a longer delay counts in the last one."""
 CONNECTING = 50
 """Connections opened at once."""
-TEXT = 18
-"""Bytes of the text of one stamped token."""
+TOKEN_BYTES = 18
+"""Bytes of text in one stamped token."""
 
 
 @dataclass(slots=True)
 class Delays:
-    """A histogram of how old events are when they arrive."""
+    """A histogram of the events' age on arrival."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * (LONGEST + 1))
-    number: int = 0
+    counts: list[int] = field(default_factory=lambda: [0] * (BUCKETS + 1))
+    count: int = 0
 
-    def note(self, microseconds: int) -> None:
-        self.counts[min(LONGEST, int(microseconds / (STEP * 1000)))] += 1
-        self.number += 1
+    def add_delay(self, microseconds: int) -> None:
+        self.counts[min(BUCKETS, int(microseconds / (BUCKET_MS * 1000)))] += 1
+        self.count += 1
 
     def quantile(self, share: float) -> float:
-        """Milliseconds that this share of the delays stay under."""
-        left = share * self.number
+        """The quantile in milliseconds, rounded up to a bucket."""
+        left = share * self.count
         for step, count in enumerate(self.counts):
             left -= count
             if left <= 0:
-                return (step + 1) * STEP
-        return LONGEST * STEP
+                return (step + 1) * BUCKET_MS
+        return BUCKETS * BUCKET_MS
 
     def add(self, other: Delays) -> None:
         for step, count in enumerate(other.counts):
             self.counts[step] += count
-        self.number += other.number
+        self.count += other.count
 
 
 @dataclass(slots=True)
-class Tally:
-    """What all clients saw."""
+class ClientTotals:
+    """Totals over all clients."""
 
     delays: Delays = field(default_factory=Delays)
     streams: int = 0
     tokens: int = 0
-    """Of the streams that have ended."""
+    """Tokens of the streams that have ended."""
     ended: int = 0
     short: int = 0
-    left: int = 0
+    clients_left: int = 0
     failures: list[str] = field(default_factory=list)
 
 
 class StreamClient(asyncio.Protocol):
-    """One connection that asks for a stream, and for another when that has ended."""
+    """One connection that requests one stream after the other."""
 
-    def __init__(self, tally: Tally, request: bytes) -> None:
+    def __init__(self, tally: ClientTotals, request: bytes) -> None:
         self._tally = tally
         self._request = request
         self._transport: asyncio.Transport
         self._rest = b""
         self._began = False
         self.tokens = 0
-        """Of the stream that runs."""
+        """Tokens of the stream that runs."""
         self.over = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -111,14 +111,14 @@ class StreamClient(asyncio.Protocol):
                 return
             self._began = True
             tally.streams += 1
-        whole, _, self._rest = data.rpartition(b"\n\n")
-        if whole:
-            for sent in shapes.stamps(whole):
-                tally.delays.note(now - sent)
+        events, _, self._rest = data.rpartition(b"\n\n")
+        if events:
+            for sent in node_replies.stamps(events):
+                tally.delays.add_delay(now - sent)
                 self.tokens += 1
-        if b'"error"' in whole:
-            self._fail(whole[-300:])
-        elif whole.endswith(b"data: [DONE]") and self._rest.endswith(b"0\r\n\r\n"):
+        if b'"error"' in events:
+            self._fail(events[-300:])
+        elif events.endswith(b"data: [DONE]") and self._rest.endswith(b"0\r\n\r\n"):
             tally.ended += 1
             tally.streams -= 1
             tally.tokens += self.tokens
@@ -140,17 +140,19 @@ class StreamClient(asyncio.Protocol):
             self.close()
 
 
-async def short_requests(address: Address, tally: Tally, rate: float) -> None:
+async def short_requests(address: Address, tally: ClientTotals, rate: float) -> None:
     """Embeddings, `rate` a second, each on a connection of its own; every tenth client leaves."""
     rng = random.Random(5)
-    request = post("/v1/embeddings", shapes.compact({"model": shapes.MODEL, "input": "a text"}))
+    request = post(
+        "/v1/embeddings", node_replies.compact({"model": node_replies.MODEL, "input": "a text"})
+    )
     while True:
         await asyncio.sleep(rng.expovariate(rate))
         reader, writer = await asyncio.open_connection(*address)
         writer.write(request)
         if rng.random() < 0.1:
             await asyncio.sleep(rng.uniform(0, 0.002))
-            tally.left += 1
+            tally.clients_left += 1
         else:
             line = await reader.readline()
             tally.short += 1
@@ -161,9 +163,9 @@ async def short_requests(address: Address, tally: Tally, rate: float) -> None:
 
 @asynccontextmanager
 async def streams(
-    address: Address, tally: Tally, number: int, ramp: float
+    address: Address, tally: ClientTotals, number: int, ramp: float
 ) -> AsyncIterator[list[StreamClient]]:
-    """So many streams, begun within `ramp` seconds."""
+    """Run `number` streams at once, started over `ramp` seconds."""
     loop = asyncio.get_running_loop()
     request = chat(stream=True)
     clients: list[StreamClient] = []
@@ -184,37 +186,36 @@ async def streams(
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One moment."""
+    """One sample of the gateway's process."""
 
     seconds: float
     rss: int
     descriptors: int
     streams: int
     text: int
-    """Bytes of the answers that are under way, which the gateway keeps to go on with elsewhere."""
+    """Bytes of text in the transcripts, which the gateway keeps to resume streams elsewhere."""
     p50: float
     p99: float
-    """Milliseconds, of the events since the last sample."""
+    """Delays of the events since the last sample, in milliseconds."""
     waited: float
-    """Seconds since then that the gateway was ready and others had its core."""
+    """Seconds since then in which the gateway was runnable and other work had its core."""
 
     @property
-    def kept(self) -> int:
-        """Resident bytes beyond the text."""
+    def rss_beyond_text(self) -> int:
+        """Resident bytes without those of the text."""
         return self.rss - self.text
 
 
 @dataclass(slots=True)
 class Soak:
-    """One soak: what to do, and what was seen."""
+    """One soak: its options and its measurements."""
 
     options: argparse.Namespace
-    tally: Tally = field(default_factory=Tally)
+    tally: ClientTotals = field(default_factory=ClientTotals)
     samples: list[Sample] = field(default_factory=list)
     all_delays: Delays = field(default_factory=Delays)
-    alone: Delays = field(default_factory=Delays)
-    """Without the gateway."""
-    before: int = 0
+    delays_without_gateway: Delays = field(default_factory=Delays)
+    rss_before: int = 0
     """Resident bytes before the first stream."""
     tokens: int = 0
 
@@ -223,29 +224,31 @@ class Soak:
         tokens = int(options.stream_seconds * options.rate)
         script = Script(tokens, 1 / options.rate, stamped=True)
         async with Upstream(NODES, SLOTS, script) as upstream:
-            await self._alone(("127.0.0.1", upstream.ports[0]))
+            await self._measure_without_gateway(("127.0.0.1", upstream.ports[0]))
             with tempfile.TemporaryDirectory(prefix="soak-") as folder:
                 async with running(
                     TARGETS["gateway"], Path(folder), upstream.ports, options.core
                 ) as gateway:
                     assert gateway.pid is not None
-                    await self._through(gateway.address, psutil.Process(gateway.pid))
+                    await self._measure_through_gateway(
+                        gateway.address, psutil.Process(gateway.pid)
+                    )
         return self._report()
 
-    async def _alone(self, address: Address) -> None:
-        """The same streams without the gateway, for some seconds."""
-        tally = Tally(delays=self.alone)
+    async def _measure_without_gateway(self, address: Address) -> None:
+        """Measure the same streams without the gateway for `--alone` seconds."""
+        tally = ClientTotals(delays=self.delays_without_gateway)
         number = self.options.streams
         async with streams(address, tally, number, max(1.0, number / 500)):
-            self.alone = tally.delays = Delays()
+            self.delays_without_gateway = tally.delays = Delays()
             await asyncio.sleep(self.options.alone)
 
-    async def _through(self, address: Address, process: psutil.Process) -> None:
+    async def _measure_through_gateway(self, address: Address, process: psutil.Process) -> None:
         options, tally = self.options, self.tally
         await asyncio.sleep(1.0)
         short = asyncio.create_task(short_requests(address, tally, options.short))
         await asyncio.sleep(5.0)
-        self.before = process.memory_info().rss
+        self.rss_before = process.memory_info().rss
         ramp = max(1.0, options.streams / 300)
         async with streams(address, tally, options.streams, ramp) as clients:
             tally.delays = Delays()
@@ -257,20 +260,20 @@ class Soak:
                 seconds = time.monotonic() - began
                 delays, tally.delays = tally.delays, Delays()
                 self.all_delays.add(delays)
-                now_waited = waited_seconds(process.pid)
+                waited_now = waited_seconds(process.pid)
                 self.samples.append(
                     Sample(
                         seconds,
                         process.memory_info().rss,
                         process.num_fds(),
                         tally.streams,
-                        TEXT * sum(client.tokens for client in clients),
+                        TOKEN_BYTES * sum(client.tokens for client in clients),
                         delays.quantile(0.5),
                         delays.quantile(0.99),
-                        now_waited - waited,
+                        waited_now - waited,
                     )
                 )
-                waited = now_waited
+                waited = waited_now
                 self.tokens = tally.tokens + sum(client.tokens for client in clients)
                 if short.done():
                     short.result()
@@ -279,55 +282,55 @@ class Soak:
 
     def _report(self) -> int:
         options, tally, samples = self.options, self.tally, self.samples
-        rss = flatness([(s.seconds, s.kept / 1e6) for s in samples])
-        descriptors = flatness([(s.seconds, s.descriptors) for s in samples])
-        delay = flatness([(s.seconds, s.p99) for s in samples])
+        rss = trend([(s.seconds, s.rss_beyond_text / 1e6) for s in samples])
+        descriptors = trend([(s.seconds, s.descriptors) for s in samples])
+        delay = trend([(s.seconds, s.p99) for s in samples])
         seconds, last = options.minutes * 60, samples[-1]
         longest = max(samples, key=lambda s: s.text)
-        beyond = max(s.kept for s in samples) - self.before
+        most_beyond_text = max(s.rss_beyond_text for s in samples) - self.rss_before
         figures = {
             "minutes": options.minutes,
             "streams": options.streams,
             "tokens": self.tokens,
             "streams_ended": tally.ended,
             "short_requests": tally.short,
-            "clients_that_left": tally.left,
+            "clients_that_left": tally.clients_left,
             "failures": len(tally.failures),
-            "rss_before_mb": round(self.before / 1e6, 1),
+            "rss_before_mb": round(self.rss_before / 1e6, 1),
             "rss_after_mb": round(last.rss / 1e6, 1),
             "most_kb_of_text_per_stream": round(longest.text / options.streams / 1e3, 1),
-            "kb_per_stream_then": round((longest.rss - self.before) / options.streams / 1e3, 1),
-            "most_kb_per_stream_beyond_text": round(beyond / options.streams / 1e3, 1),
+            "kb_per_stream_then": round((longest.rss - self.rss_before) / options.streams / 1e3, 1),
+            "most_kb_per_stream_beyond_text": round(most_beyond_text / options.streams / 1e3, 1),
             "rss_mb_per_hour_beyond_it": round(rss.slope * 3600, 2),
             "descriptors_per_hour": round(descriptors.slope * 3600, 2),
             "p99_ms_per_hour": round(delay.slope * 3600, 2),
             "delay_p50_ms": self.all_delays.quantile(0.5),
             "delay_p99_ms": self.all_delays.quantile(0.99),
-            "delay_p99_ms_without_gateway": self.alone.quantile(0.99),
+            "delay_p99_ms_without_gateway": self.delays_without_gateway.quantile(0.99),
             "others_had_its_core": round(sum(s.waited for s in samples) / seconds, 3),
         }
         print(json.dumps(figures, indent=2))
         verdicts = {"memory beyond the text": rss, "descriptors": descriptors, "delay": delay}
-        for what, seen in verdicts.items():
-            print(f"{what}: {seen}")
+        for label, measured in verdicts.items():
+            print(f"{label}: {measured}")
         if options.out is not None:
             options.out.write_text(
                 json.dumps({"figures": figures, "samples": [_row(s) for s in samples]})
             )
         if options.plot is not None:
-            from tests.chaos.picture import draw
+            from tests.chaos.soak_plot import draw_soak
 
-            draw(options.plot, [_row(s) for s in samples], f"{options.streams} streams")
+            draw_soak(options.plot, [_row(s) for s in samples], f"{options.streams} streams")
         for failure in tally.failures[:5]:
             print(f"FAILED: {failure}")
-        flat = _flat(rss, descriptors)
+        flat = _is_flat(rss, descriptors)
         print("flat" if flat else "NOT FLAT")
         return 0 if flat and not tally.failures else 1
 
 
-def _flat(rss: Flatness, descriptors: Flatness) -> bool:
-    """Whether memory and descriptors stay: what the delay does depends on the machine's others."""
-    return rss.flat(share=0.02, least=2.0) and descriptors.flat(share=0.02, least=8.0)
+def _is_flat(rss: Trend, descriptors: Trend) -> bool:
+    """Whether memory and descriptors are flat; the delay depends on other work on the machine."""
+    return rss.is_flat(share=0.02, least=2.0) and descriptors.is_flat(share=0.02, least=8.0)
 
 
 def _row(sample: Sample) -> dict[str, float]:
@@ -352,14 +355,14 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--short", type=float, default=5.0, help="short requests a second")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between samples")
     parser.add_argument("--alone", type=float, default=15.0, help="seconds without the gateway")
-    parser.add_argument("--core", type=int, default=0, help="that the gateway runs on")
-    parser.add_argument("--plot", type=Path, help="a picture of it (extra: plots)")
-    parser.add_argument("--out", type=Path, help="all samples, as JSON")
+    parser.add_argument("--core", type=int, default=0, help="core that the gateway runs on")
+    parser.add_argument("--plot", type=Path, help="write a plot to this file (extra: plots)")
+    parser.add_argument("--out", type=Path, help="write all samples to this file, as JSON")
     return parser
 
 
 def main() -> int:
-    """Exit status 1 when it was not flat, or anything failed."""
+    """Run the soak. Exit status 1 when a figure was not flat or a request failed."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(Soak(_options().parse_args()).run())
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.run import a_kit, run_seed
+from tests.chaos.run import run_seed, running_testbed
 
 SEEDS = (9, 10)
-"""With faults of many kinds in a short time. What a run may leave behind is told by the second."""
+"""Seeds with many kinds of faults in a short time; the second run shows leaks of the first."""
 SECONDS = 1.5
 
 
@@ -19,10 +19,12 @@ SECONDS = 1.5
 async def test_whatever_happens_each_request_has_one_honest_end_and_nothing_is_left(
     tmp_path: Path,
 ) -> None:
-    async with a_kit(servers=1, prompts=3) as kit:
+    async with running_testbed(servers=1, prompts=3) as testbed:
         for seed in SEEDS:
             print(f"seed {seed}: python -m tests.chaos --runs 1 --seconds {SECONDS} --seed {seed}")
-            outcome = await run_seed(kit, seed, SECONDS, machine=False, keep=tmp_path, least=21)
-            assert outcome.violations == []
-            assert outcome.outcomes["whole"] > 20
-            assert outcome.faults.total() > 10
+            report = await run_seed(
+                testbed, seed, SECONDS, process_faults=False, keep=tmp_path, min_whole=21
+            )
+            assert report.violations == []
+            assert report.outcomes["whole"] > 20
+            assert report.faults.total() > 10

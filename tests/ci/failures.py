@@ -1,4 +1,4 @@
-"""A pytest plugin that writes down which tests failed: -p tests.ci.failures --failures FILE."""
+"""A pytest plugin that records failed tests in a file: -p tests.ci.failures --failures FILE."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.ci.repeat import Run
 
 
 class _Recorder:
-    """Collects the failures of a run; with pytest-xdist, in the process that controls it."""
+    """Collects the failures of a run; with pytest-xdist it runs in the controlling process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

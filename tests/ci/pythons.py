@@ -1,6 +1,6 @@
-"""Finds the Pythons of this machine that the gateway supports: python -m tests.ci.pythons.
+"""Finds the supported Pythons on this machine: python -m tests.ci.pythons.
 
-Prints a line each, newest last: its version as 3.12 and the path of its program.
+Prints a line for each, newest last: its version, such as 3.12, and the path of its program.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ SUPPORTED = [
     )
 ]
 LIMIT = 20.0
-"""Seconds for a Python to tell its version; a shim of a version manager may have none to start."""
-ASKED = "import ensurepip, sys, venv; print(*sys.version_info[:2]); print(sys.executable)"
+"""Seconds for a Python to print its version; a version manager's shim may have none to start."""
+PROBE = "import ensurepip, sys, venv; print(*sys.version_info[:2]); print(sys.executable)"
 
 
 def candidates(path: str, home: Path) -> Iterator[Path]:
-    """Yield programs that may be Pythons: those on PATH, then those that pyenv keeps beside it."""
+    """Yield programs that may be Pythons: those on PATH, then those that pyenv has installed."""
     folders = [Path(folder) for folder in path.split(os.pathsep) if folder]
     folders += sorted((home / ".pyenv" / "versions").glob("*/bin"))
     for folder in folders:
@@ -33,13 +33,13 @@ def candidates(path: str, home: Path) -> Iterator[Path]:
         yield from (folder / f"python3.{minor}" for _, minor in SUPPORTED)
 
 
-def answer(program: Path) -> tuple[tuple[int, int], Path] | None:
-    """Return the version of a Python that can make environments, and its path; else None."""
+def probe(program: Path) -> tuple[tuple[int, int], Path] | None:
+    """Return version and path of a Python that can make environments, or None."""
     if not os.access(program, os.X_OK):
         return None
     try:
         done = subprocess.run(
-            [program, "-c", ASKED], capture_output=True, text=True, timeout=LIMIT, check=True
+            [program, "-c", PROBE], capture_output=True, text=True, timeout=LIMIT, check=True
         )
         version, executable = done.stdout.splitlines()
         major, minor = version.split()
@@ -52,9 +52,9 @@ def supported(programs: Iterable[Path]) -> dict[tuple[int, int], Path]:
     """Return the first program found of each supported version."""
     found: dict[tuple[int, int], Path] = {}
     for program in dict.fromkeys(programs):
-        told = answer(program)
-        if told is not None and told[0] in SUPPORTED:
-            found.setdefault(*told)
+        probed = probe(program)
+        if probed is not None and probed[0] in SUPPORTED:
+            found.setdefault(*probed)
     return dict(sorted(found.items()))
 
 

@@ -1,12 +1,12 @@
-"""Repeats the failed tests of a run once, each alone, and judges what came of it.
+"""Repeats the failed tests of a run once, each alone, and decides whether the gate fails.
 
     python -m pytest -p tests.ci.failures --failures FILE ...
     python -m tests.ci.repeat FILE
 
 A test that fails again has failed. One that passes is FLAKY. It fails the gate if the change
-touched the test, what its file holds for its tests, or a module that this file mirrors or imports:
-the change may have brought a race. More than `MOST_FLAKY` fail the gate in any case. The others
-belong into docs/flaky.md, each with its cause, until they are mended.
+touched the test, shared code of its file, or a module that this file mirrors or imports, since the
+change may have introduced a race. More than `MOST_FLAKY` fail the gate in any case. The others
+belong into docs/flaky.md, each with its cause, until they are fixed.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-KNOWN = ROOT / "docs" / "flaky.md"
+KNOWN_FLAKY = ROOT / "docs" / "flaky.md"
 MOST_FLAKY = 3
 MOST_REPEATED = 10
-"""More failures than these are no stumble, and none of them is repeated."""
+"""With more failures than these none is repeated, since they can't be flaky."""
 LIMIT = 900.0
-"""Seconds for one test alone; pytest's own limit for a test is shorter."""
+"""Seconds for one repeated test; pytest's own limit for a test is shorter."""
 FAILED = 1
-"""pytest's exit status when tests failed; every other one but 0 means that the run is void."""
+"""pytest's exit status when tests failed; any other one but 0 means that the run broke off."""
 HUNK = re.compile(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@")
-NOTHING = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
-"""git's name of the tree without a file."""
-SESSION_HOURS = 4
-"""If nothing else is known, what was committed within so many hours of HEAD is the change."""
+EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
+"""git's id of the empty tree."""
+RECENT_HOURS = 4
+"""Without an upstream, the commits of so many hours before HEAD are the change."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run of pytest came to."""
+    """The result of a run of pytest."""
 
     status: int
     failed: dict[str, str]
-    """Node id of each failed test, and the text of its failure."""
+    """Failed tests: node id -> text of the failure."""
 
 
 @dataclass
 class Verdict:
-    """What the repetition of the failed tests says about a change."""
+    """The result of repeating the failed tests of a change."""
 
     failed: list[str] = field(default_factory=list)
     """Node ids of tests that failed twice."""
@@ -69,7 +69,7 @@ Change = Mapping[str, AbstractSet[int]]
 
 
 def judge(repeated: Mapping[str, bool], changed: Change, root: Path = ROOT) -> Verdict:
-    """Judge by which tests passed alone and by what the change touched."""
+    """Sort the repeated tests by whether they passed and whether the change touched them."""
     verdict = Verdict()
     for test, passed in repeated.items():
         if not passed:
@@ -84,8 +84,8 @@ def judge(repeated: Mapping[str, bool], changed: Change, root: Path = ROOT) -> V
 def touched(test: str, changed: Change, root: Path = ROOT) -> bool:
     """Whether the change touched the test or its module.
 
-    Its module is the one that its file mirrors, and those of the gateway that this file imports.
-    Another test of the file, and an import, is not the test's affair.
+    Its modules are the one that its file mirrors, and those of the gateway that the file imports.
+    Other tests of the file and its imports don't count.
     """
     own, *names = test.split("::")
     try:
@@ -100,7 +100,7 @@ def touched(test: str, changed: Change, root: Path = ROOT) -> bool:
 
 
 def _spans(body: Sequence[ast.stmt], wanted: Sequence[str]) -> Iterator[range]:
-    """Yield the lines of a test and of all that tests share."""
+    """Yield the lines of a test, and of the code that all tests of the file share."""
     for statement in body:
         assert statement.end_lineno is not None
         if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -118,10 +118,10 @@ def _spans(body: Sequence[ast.stmt], wanted: Sequence[str]) -> Iterator[range]:
 
 
 def _modules(own: str, tree: ast.Module) -> set[str]:
-    """Return the modules of the gateway that a file of tests mirrors or imports.
+    """Return the modules of the gateway that a test file mirrors or imports.
 
-    `test_wait_queue_order.py` mirrors `wait_queue.py`: what follows the module's name says which
-    side of it is tested.
+    `test_wait_queue_order.py` mirrors `wait_queue.py`; the rest of the name says which side of the
+    module is tested.
     """
     path = Path(own)
     words = path.stem.removeprefix("test_").split("_")
@@ -133,7 +133,7 @@ def _modules(own: str, tree: ast.Module) -> set[str]:
         if isinstance(statement, ast.Import):
             names = [name.name for name in statement.names]
         elif isinstance(statement, ast.ImportFrom) and statement.module:
-            # What is imported from a package may be a module of it.
+            # A name imported from a package may be one of its modules.
             names = [statement.module]
             names += [f"{statement.module}.{name.name}" for name in statement.names]
         else:
@@ -145,12 +145,12 @@ def _modules(own: str, tree: ast.Module) -> set[str]:
 
 
 def change(since: str | None, root: Path = ROOT) -> dict[str, set[int]]:
-    """Return what changed since a revision; a file that was only moved has no changed line.
+    """Return the changed lines since a revision; a file that was only moved has none.
 
-    Without a revision: since this branch left its upstream; else what HEAD and the commits of the
-    hours before it changed. Without any commit that is older, everything.
+    Without a revision: since this branch left its upstream; else the changes of HEAD and of the
+    commits in the hours before it; without an older commit, everything.
     """
-    base = since or _left_upstream(root) or _before_this_session(root) or NOTHING
+    base = since or _left_upstream(root) or _before_recent_hours(root) or EMPTY_TREE
     found: dict[str, set[int]] = {}
     lines: set[int] = set()
     for line in _git(root, "diff", "--unified=0", "--find-renames", base).splitlines():
@@ -158,7 +158,7 @@ def change(since: str | None, root: Path = ROOT) -> dict[str, set[int]]:
             lines = found.setdefault(line.removeprefix("+++ ").removeprefix("b/"), set())
         elif hunk := HUNK.match(line):
             first, count = int(hunk[1]), int(hunk[2] or 1)
-            # What was taken out stood between two lines.
+            # Removed lines were between two lines.
             lines |= set(range(first, first + count)) if count else {first, first + 1}
     for name in _git(root, "ls-files", "--others", "--exclude-standard").splitlines():
         found[name] = set(range(1, len((root / name).read_bytes().splitlines()) + 1))
@@ -174,9 +174,9 @@ def _left_upstream(root: Path) -> str | None:
     return base if base != head else None
 
 
-def _before_this_session(root: Path) -> str | None:
+def _before_recent_hours(root: Path) -> str | None:
     when = int(_git(root, "log", "-1", "--format=%ct"))
-    before = f"--before={when - SESSION_HOURS * 3600}"
+    before = f"--before={when - RECENT_HOURS * 3600}"
     return _git(root, "rev-list", "-1", before, "HEAD").strip() or None
 
 
@@ -185,13 +185,13 @@ def _git(root: Path, *words: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def known(page: Path = KNOWN) -> str:
-    """Return the page of known flaky tests; empty where there is none."""
+def known_flaky(page: Path = KNOWN_FLAKY) -> str:
+    """Return the text of the page of known flaky tests; empty without one."""
     return page.read_text() if page.exists() else ""
 
 
 def passes_alone(test: str) -> bool:
-    """Run one test in a process of its own, and show what it prints."""
+    """Run one test in a process of its own, with its output shown."""
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", test]
     try:
         return subprocess.run(command, cwd=ROOT, timeout=LIMIT, check=False).returncode == 0
@@ -199,32 +199,30 @@ def passes_alone(test: str) -> bool:
         return False
 
 
-def read(path: Path) -> Run:
-    """Read what `tests.ci.failures` wrote.
+def read_run(path: Path) -> Run:
+    """Read the file of `tests.ci.failures`.
 
-    Raises OSError or ValueError when the run did not come to its end.
+    Raises OSError or ValueError when the run did not finish.
     """
     data = json.loads(path.read_text())
     return Run(data["status"], data["failed"])
 
 
 def report(verdict: Verdict, run: Run, listed: str) -> str:
-    """Tell the verdict, with the first failure of each flaky test."""
+    """Return the verdict as text, with the first failure of each flaky test."""
     lines: list[str] = []
     for test in verdict.flaky:
         lines += [
             f"== FLAKY {test}",
-            "It failed, and passed when it was repeated alone. It failed so:",
+            "It failed, and passed when it was repeated alone. The failure:",
         ]
         lines += [run.failed[test], ""]
         if test in verdict.touched:
-            lines.append(
-                "The change touches this test or its module: that fails the gate. Mend it."
-            )
+            lines.append("The change touches this test or its module: that fails the gate. Fix it.")
         elif test.split("[", maxsplit=1)[0] in listed:
-            lines.append("docs/flaky.md knows it.")
+            lines.append("It is listed in docs/flaky.md.")
         else:
-            lines.append("Remedy: mend it, or add it to docs/flaky.md with its cause.")
+            lines.append("Remedy: fix it, or add it to docs/flaky.md with its cause.")
     lines += [f"== FAILED twice: {test}" for test in verdict.failed]
     if len(verdict.flaky) > MOST_FLAKY:
         lines.append(f"== {len(verdict.flaky)} flaky tests: more than {MOST_FLAKY} fail the gate.")
@@ -234,21 +232,21 @@ def report(verdict: Verdict, run: Run, listed: str) -> str:
 
 
 def main() -> int:
-    """Repeat and judge; return the exit status."""
+    """Repeat the failed tests; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.ci.repeat", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("failures", type=Path, help="what the plugin tests.ci.failures wrote")
+    parser.add_argument("failures", type=Path, help="the file of the plugin tests.ci.failures")
     parser.add_argument(
         "--since",
         default=os.environ.get("GATE_SINCE") or None,
         help="revision before the change (default: $GATE_SINCE, else the upstream branch, "
-        f"else the last commit {SESSION_HOURS} hours older than HEAD)",
+        f"else the last commit {RECENT_HOURS} hours older than HEAD)",
     )
     options = parser.parse_args()
     try:
-        run = read(options.failures)
+        run = read_run(options.failures)
     except (OSError, ValueError, KeyError) as error:
-        print(f"== the run did not come to its end, nothing is repeated: {error}")
+        print(f"== the run did not finish, nothing is repeated: {error}")
         return 1
     if run.status == 0:
         return 0
@@ -256,14 +254,14 @@ def main() -> int:
         print(f"== pytest ended with status {run.status}: nothing is repeated")
         return 1
     if len(run.failed) > MOST_REPEATED:
-        print(f"== {len(run.failed)} tests failed: too many to be stumbles, none is repeated")
+        print(f"== {len(run.failed)} tests failed: too many to be flaky, none is repeated")
         return 1
     repeated = {}
     for test in run.failed:
         print(f"== repeat {test}", flush=True)
         repeated[test] = passes_alone(test)
     verdict = judge(repeated, change(options.since))
-    print(report(verdict, run, known()), flush=True)
+    print(report(verdict, run, known_flaky()), flush=True)
     return 0 if verdict.passed else 1
 
 

@@ -20,13 +20,13 @@ def test_the_python_that_runs_this_is_supported() -> None:
 def test_make_and_the_pages_name_the_same_versions() -> None:
     versions = [f"{major}.{minor}" for major, minor in SUPPORTED]
     root = Path(__file__).resolve().parents[2]
-    told = f"supported='{versions[0]} to {versions[-1]}'"
-    assert told in (root / "setup" / "find-python").read_text()
+    statement = f"supported='{versions[0]} to {versions[-1]}'"
+    assert statement in (root / "setup" / "find-python").read_text()
     page = (root / "CONTRIBUTING.md").read_text()
     assert [version for version in versions if f"| {version} |" not in page] == []
 
 
-def test_each_version_is_found_once_and_what_does_not_start_is_left_out(tmp_path: Path) -> None:
+def test_each_version_is_found_once_and_broken_programs_are_left_out(tmp_path: Path) -> None:
     first = program(tmp_path / "a" / "python3.13", "echo 3 13", 'echo "$0"')
     second = program(tmp_path / "b" / "python3", "echo 3 13", 'echo "$0"')
     shim = program(tmp_path / "b" / "python3.12", "echo 'no such version' >&2", "exit 127")
@@ -35,10 +35,10 @@ def test_each_version_is_found_once_and_what_does_not_start_is_left_out(tmp_path
     assert found == {(3, 13): first}
 
 
-def test_pythons_of_pyenv_are_looked_for_beside_those_on_the_path(tmp_path: Path) -> None:
-    kept = tmp_path / ".pyenv" / "versions" / "3.12.9" / "bin"
-    kept.mkdir(parents=True)
+def test_pythons_of_pyenv_are_found_beside_those_on_the_path(tmp_path: Path) -> None:
+    installed = tmp_path / ".pyenv" / "versions" / "3.12.9" / "bin"
+    installed.mkdir(parents=True)
     found = list(candidates("/usr/bin::/bin", tmp_path))
     assert found[0] == Path("/usr/bin/python3")
-    assert kept / "python3.12" in found
+    assert installed / "python3.12" in found
     assert len(found) == 3 * (1 + len(SUPPORTED))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.ci import repeat
-from tests.ci.repeat import Change, Run, change, judge, known, read, report, touched
+from tests.ci.repeat import Change, Run, change, judge, known_flaky, read_run, report, touched
 
 TEST = "tests/proxy/test_sse.py::test_one[a]"
 
@@ -57,7 +57,7 @@ class TestThree:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Path:
+def checkout(tmp_path: Path) -> Path:
     """A project with one file of tests."""
     path = tmp_path / "tests" / "proxy" / "test_sse.py"
     path.parent.mkdir(parents=True)
@@ -65,20 +65,20 @@ def house(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_test_that_fails_twice_fails_the_gate(house: Path) -> None:
-    verdict = judge({TEST: False}, {}, house)
+def test_a_test_that_fails_twice_fails_the_gate(checkout: Path) -> None:
+    verdict = judge({TEST: False}, {}, checkout)
     assert verdict.failed == [TEST]
     assert not verdict.passed
 
 
-def test_a_flaky_test_far_from_the_change_passes(house: Path) -> None:
-    verdict = judge({TEST: True}, {"gateway/tools/cli/keys.py": {1}, "README.md": {1}}, house)
+def test_a_flaky_test_that_the_change_does_not_touch_passes(checkout: Path) -> None:
+    verdict = judge({TEST: True}, {"gateway/tools/cli/keys.py": {1}, "README.md": {1}}, checkout)
     assert verdict.flaky == [TEST]
     assert verdict.passed
 
 
-def test_a_flaky_test_near_the_change_fails_the_gate(house: Path) -> None:
-    verdict = judge({TEST: True}, {"gateway/proxy/sse.py": {1}}, house)
+def test_a_flaky_test_whose_module_changed_fails_the_gate(checkout: Path) -> None:
+    verdict = judge({TEST: True}, {"gateway/proxy/sse.py": {1}}, checkout)
     assert verdict.touched == [TEST]
     assert not verdict.passed
 
@@ -91,28 +91,26 @@ def test_a_flaky_test_near_the_change_fails_the_gate(house: Path) -> None:
         ("TestThree::test_four", {4, 6, 7, 16, 17}, {1, 2, 9, 10, 11, 13, 18}),
     ],
 )
-def test_lines_of_other_tests_are_not_the_tests_affair(
-    house: Path, test: str, near: set[int], far: set[int]
+def test_changed_lines_of_other_tests_do_not_count(
+    checkout: Path, test: str, near: set[int], far: set[int]
 ) -> None:
     file = "tests/proxy/test_sse.py"
-    assert {line for line in near if touched(f"{file}::{test}", {file: {line}}, house)} == near
-    assert not touched(f"{file}::{test}", {file: far}, house)
+    assert {line for line in near if touched(f"{file}::{test}", {file: {line}}, checkout)} == near
+    assert not touched(f"{file}::{test}", {file: far}, checkout)
 
 
 @pytest.mark.parametrize("module", ["gateway/proxy/sse.py", "gateway/fleet/node.py"])
-def test_the_module_that_is_mirrored_or_imported_counts_as_a_whole(
-    house: Path, module: str
-) -> None:
-    assert touched(TEST, {module: set()}, house)
+def test_any_change_of_a_mirrored_or_imported_module_counts(checkout: Path, module: str) -> None:
+    assert touched(TEST, {module: set()}, checkout)
 
 
-def test_more_than_three_flaky_tests_fail_the_gate(house: Path) -> None:
+def test_more_than_three_flaky_tests_fail_the_gate(checkout: Path) -> None:
     names = [f"tests/proxy/test_sse.py::test_{number}" for number in range(4)]
-    assert judge(dict.fromkeys(names[:3], True), {}, house).passed
-    assert not judge(dict.fromkeys(names, True), {}, house).passed
+    assert judge(dict.fromkeys(names[:3], True), {}, checkout).passed
+    assert not judge(dict.fromkeys(names, True), {}, checkout).passed
 
 
-def test_the_change_is_what_came_within_some_hours(repository: Path) -> None:
+def test_the_change_is_that_of_the_last_hours(repository: Path) -> None:
     assert change(None, repository) == {"edited.py": {1}}
     (repository / "new.py").write_text("a\nb\n")
     assert change("HEAD", repository) == {"new.py": {1, 2}}
@@ -131,27 +129,27 @@ def test_without_an_older_commit_everything_counts(repository: Path) -> None:
     assert found["old.py"] == set(range(1, 10))
 
 
-def test_the_report_shows_how_a_flaky_test_failed_and_where_it_belongs(house: Path) -> None:
+def test_the_report_shows_how_a_flaky_test_failed_and_where_to_list_it(checkout: Path) -> None:
     run = Run(1, {TEST: "assert 1 == 2"})
-    told = report(judge({TEST: True}, {}, house), run, "")
-    assert f"FLAKY {TEST}" in told
-    assert "assert 1 == 2" in told
-    assert "add it to docs/flaky.md" in told
+    output = report(judge({TEST: True}, {}, checkout), run, "")
+    assert f"FLAKY {TEST}" in output
+    assert "assert 1 == 2" in output
+    assert "add it to docs/flaky.md" in output
     listed = "| `tests/proxy/test_sse.py::test_one` | a race |"
-    assert "docs/flaky.md knows it" in report(judge({TEST: True}, {}, house), run, listed)
+    assert "It is listed in docs/flaky.md" in report(judge({TEST: True}, {}, checkout), run, listed)
 
 
-def test_every_known_flaky_test_is_still_there() -> None:
-    for test in re.findall(r"^\| `([^`]+)`", known(), re.MULTILINE):
+def test_every_known_flaky_test_exists() -> None:
+    for test in re.findall(r"^\| `([^`]+)`", known_flaky(), re.MULTILINE):
         path, name = test.split("::")[0], test.split("::")[-1]
         assert f"def {name}(" in (repeat.ROOT / path).read_text(), test
 
 
 @pytest.mark.slow
-def test_what_fails_at_first_and_passes_alone_is_flaky(
+def test_a_test_that_fails_first_and_passes_alone_is_flaky(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The plugin, the repetition and the verdict together, on tests that were made for it."""
+    """Plugin, repetition and verdict together, on tests made for this."""
     (tmp_path / "test_made.py").write_text(
         "import pathlib, pytest\n"
         "def test_good(): pass\n"
@@ -172,7 +170,7 @@ def test_what_fails_at_first_and_passes_alone_is_flaky(
     monkeypatch.setenv("PYTHONPATH", root)
     assert subprocess.run(command, cwd=tmp_path, check=False, capture_output=True).returncode == 1
 
-    run = read(failures)
+    run = read_run(failures)
     names = {test.split("::")[1]: text for test, text in run.failed.items()}
     assert set(names) == {"test_bad", "test_stumbles", "test_without_its_fixture"}
     assert "the first time" in names["test_stumbles"]
@@ -184,14 +182,14 @@ def test_what_fails_at_first_and_passes_alone_is_flaky(
     monkeypatch.setattr(sys, "argv", ["repeat", str(failures), "--since", "HEAD"])
     monkeypatch.setattr(repeat, "change", lambda since: {})
     assert repeat.main() == 1
-    told = capsys.readouterr().out
-    assert "== FLAKY test_made.py::test_stumbles" in told
-    assert "== FAILED twice: test_made.py::test_bad" in told
-    assert "2 failed twice, 1 flaky" in told
+    output = capsys.readouterr().out
+    assert "== FLAKY test_made.py::test_stumbles" in output
+    assert "== FAILED twice: test_made.py::test_bad" in output
+    assert "2 failed twice, 1 flaky" in output
 
 
 @pytest.mark.parametrize("text", [None, "{", '{"status": 2, "failed": {}}'])
-def test_a_run_that_did_not_end_is_not_repeated(
+def test_a_run_that_did_not_finish_is_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
 ) -> None:
     failures = tmp_path / "failures.json"
@@ -201,7 +199,7 @@ def test_a_run_that_did_not_end_is_not_repeated(
     assert repeat.main() == 1
 
 
-def test_so_many_failures_are_not_repeated(
+def test_many_failures_are_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failures = tmp_path / "failures.json"

@@ -1,6 +1,6 @@
-"""The root that every test host is an overlay of: Debian with systemd and sshd, made once.
+"""The root file system below every test host's overlay: Debian with systemd and sshd.
 
-Kept outside the tree, in `~/.cache/llama-gateway-tests` or where `DEPLOY_TEST_CACHE` says.
+It is made once and kept in `~/.cache/llama-gateway-tests`, or in `$DEPLOY_TEST_CACHE`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ PACKAGES = (
     *("python3", "python3-apt"),
     *("iproute2", "ca-certificates", "procps", "kmod"),
 )
-# What the roles install by themselves is only laid ready, so that a run needs no network.
-LAID_READY = (
+# Packages that the roles install: they are downloaded only, so that a run needs no network.
+PREDOWNLOADED = (
     "nginx-light",
     "nftables",
     "logrotate",
@@ -29,29 +29,29 @@ LAID_READY = (
     "curl",
     "openssl",
 )
-VERSION = 6  # raise it when what is done below changes
-LIMIT = 600.0  # seconds to make it; 100 s were seen
+VERSION = 6  # raise it when the steps below change
+LIMIT = 600.0  # seconds to make it; it took 100 s
 AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
-CONTAINED = (
+CONTAINED_COMMAND = (
     *("setpriv", "--pdeathsig", "KILL"),
     *("unshare", "--mount", "--pid", "--kill-child"),
 )
-"""What a command's words go behind: no process and no mount of it outlives it, or this process."""
+"""Prefix of a command: none of its processes and mounts outlives it, or this process."""
 
 
 def cache_folder() -> Path:
-    """Where the base and the runs live."""
+    """The folder of the base image and of the runs."""
     named = os.environ.get("DEPLOY_TEST_CACHE")
     return Path(named) if named else Path.home() / ".cache" / "llama-gateway-tests"
 
 
 def base_image(cache: Path) -> Path:
-    """The base's folder, made when it isn't there: root, a network and `mmdebstrap` are needed."""
+    """The base image's folder; made if missing, which needs root, a network and `mmdebstrap`."""
     laid_ready = (
-        f"apt-get -qq -y --no-install-recommends --download-only install {' '.join(LAID_READY)}"
+        f"apt-get -qq -y --no-install-recommends --download-only install {' '.join(PREDOWNLOADED)}"
     )
     hooks = [
-        # Services are started by what installs them, as on any machine.
+        # Installing a package starts its services, as on any machine.
         'rm -f "$1/usr/sbin/policy-rc.d"',
         'chroot "$1" apt-get -qq update',
         f'chroot "$1" {laid_ready}',
@@ -59,8 +59,8 @@ def base_image(cache: Path) -> Path:
         'chroot "$1" systemctl mask systemd-networkd-wait-online.service',
         'rm -f "$1/etc/machine-id" "$1/etc/resolv.conf" && touch "$1/etc/machine-id"',
     ]
-    told = (RELEASE, PACKAGES, LAID_READY, VERSION)
-    return debian(cache, f"base-{RELEASE}", told, PACKAGES, hooks)
+    made_of = (RELEASE, PACKAGES, PREDOWNLOADED, VERSION)
+    return debian(cache, f"base-{RELEASE}", made_of, PACKAGES, hooks)
 
 
 def debian(
@@ -73,9 +73,9 @@ def debian(
     suite: str = RELEASE,
     options: Sequence[str] = (),
 ) -> Path:
-    """The folder of a Debian, made anew when what it is `made_of` has changed.
+    """The folder of a Debian system; made again when `made_of` has changed.
 
-    `suite` and `options` are mmdebstrap's.
+    `suite` and `options` are those of mmdebstrap.
     """
     base = cache / f"{name}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:10]}"
     if base.is_dir():
@@ -86,7 +86,7 @@ def debian(
     draft = base.with_suffix(".draft")
     subprocess.run(
         [
-            *CONTAINED,
+            *CONTAINED_COMMAND,
             *("--mount-proc", "--"),
             *("mmdebstrap", "--quiet", "--variant=minbase", "--skip=cleanup/apt"),
             "--dpkgopt=force-unsafe-io",

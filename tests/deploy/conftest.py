@@ -11,40 +11,43 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.deploy.ability import why_not
 from tests.deploy.base_image import cache_folder
-from tests.deploy.control import Control, Played, ansible_programs
-from tests.deploy.hosts import Site, site
-from tests.deploy.parcels import Parcels
+from tests.deploy.control import ControlMachine, PlaybookResult, ansible_programs
+from tests.deploy.host_support import unsupported_reason
+from tests.deploy.hosts import HostNetwork, running_hosts
+from tests.deploy.release_files import ReleaseFiles
 
 
 @pytest.fixture(scope="session")
-def parcels(tmp_path_factory: pytest.TempPathFactory) -> Parcels:
-    """What the control machine sends: wheels of two versions, their dependencies, a model."""
-    return Parcels(tmp_path_factory.mktemp("parcels"), cache_folder())
+def release_files(tmp_path_factory: pytest.TempPathFactory) -> ReleaseFiles:
+    """The files that the control machine sends: wheels of two versions, dependencies, a model."""
+    return ReleaseFiles(tmp_path_factory.mktemp("release_files"), cache_folder())
 
 
 @pytest.fixture(scope="session")
-def hosts() -> Iterator[Site]:
-    """Four machines: one for the gateway and what is around it, two nodes, one for later."""
-    if reason := why_not():
+def hosts() -> Iterator[HostNetwork]:
+    """Four hosts: one for gateway, edge and monitoring, two nodes, and one that is added later."""
+    if reason := unsupported_reason():
         pytest.skip(reason)
-    with site(["gw", "n1", "n2", "n3"]) as made:
+    with running_hosts(["gw", "n1", "n2", "n3"]) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
-def key() -> Key:
-    """The one that clients of the fleet have."""
-    return made_key("clients")
+def key() -> ClientKey:
+    """The key of the fleet's clients."""
+    return create_key("clients")
 
 
 @pytest.fixture(scope="session")
 def control(
-    hosts: Site, parcels: Parcels, key: Key, tmp_path_factory: pytest.TempPathFactory
-) -> Control:
+    hosts: HostNetwork,
+    release_files: ReleaseFiles,
+    key: ClientKey,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> ControlMachine:
     """The control machine, with an inventory of the gateway and two nodes."""
-    made = Control(ansible_programs(), tmp_path_factory.mktemp("control"), hosts)
+    made = ControlMachine(ansible_programs(), tmp_path_factory.mktemp("control"), hosts)
     made.groups = {
         "llama_nodes": ["n1", "n2"],
         "gateway": ["gw"],
@@ -52,9 +55,9 @@ def control(
         "monitoring": ["gw"],
     }
     made.variables = {
-        "llama_gateway_release_wheel": str(parcels.wheel()),
-        "llama_gateway_release_wheelhouse": str(parcels.wheelhouse()),
-        "llama_node_model_file": str(parcels.model()),
+        "llama_gateway_release_wheel": str(release_files.wheel()),
+        "llama_gateway_release_wheelhouse": str(release_files.wheelhouse()),
+        "llama_node_model_file": str(release_files.model()),
         "llama_node_threads": 1,
         "llama_node_context": 2048,
         "gateway_settings": {"keys": [key.entry]},
@@ -63,39 +66,39 @@ def control(
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ClientKey:
     """A key of the gateway, and its entry in the settings."""
 
     secret: str
     entry: dict[str, str]
 
 
-def made_key(name: str) -> Key:
-    """As an operator makes one."""
+def create_key(name: str) -> ClientKey:
+    """Create a key as an operator does."""
     program = Path(sys.executable).with_name("llama-gateway")
     command = [str(program), "keys", "create", "--id", name, "--name", name, "--json"]
-    told = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
-    entry: dict[str, str] = json.loads(told)
-    return Key(entry.pop("key"), entry)
+    output = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+    entry: dict[str, str] = json.loads(output)
+    return ClientKey(entry.pop("key"), entry)
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
-    """A fleet that serves, and how the playbook that made it ended."""
+class DeployedFleet:
+    """A fleet that serves, with the result of the playbook that deployed it."""
 
-    control: Control
-    hosts: Site
-    made: Played
-    key: Key
+    control: ControlMachine
+    hosts: HostNetwork
+    result: PlaybookResult
+    key: ClientKey
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of a caller with a key."""
+        """Headers of a caller with a key."""
         return {"Authorization": f"Bearer {self.key.secret}"}
 
     @property
     def url(self) -> str:
-        """The edge."""
+        """The URL of the edge."""
         return f"https://{self.hosts['gw'].address}"
 
     def chat(self) -> dict[str, Any]:
@@ -104,19 +107,19 @@ class Fleet:
         url = f"{self.url}/v1/chat/completions"
         answer = httpx.post(url, json=body, headers=self.headers, verify=False, timeout=60)
         assert answer.status_code == 200, answer.text
-        told: dict[str, Any] = answer.json()
-        return told
+        completion: dict[str, Any] = answer.json()
+        return completion
 
     def nodes(self) -> dict[str, dict[str, Any]]:
-        """The nodes that the gateway has, by name."""
-        told = self.hosts["gw"].run(
+        """The gateway's nodes, by name."""
+        output = self.hosts["gw"].run(
             "/opt/llama-gateway/current/bin/llama-gateway nodes --json"
             " --config /etc/llama-gateway/gateway.yaml"
         )
-        return {node["name"]: node for node in json.loads(told.stdout)["nodes"]}
+        return {node["name"]: node for node in json.loads(output.stdout)["nodes"]}
 
 
 @pytest.fixture(scope="session")
-def fleet(control: Control, hosts: Site, key: Key) -> Fleet:
-    """The whole of site.yml over bare machines."""
-    return Fleet(control, hosts, control.play("site.yml"), key)
+def fleet(control: ControlMachine, hosts: HostNetwork, key: ClientKey) -> DeployedFleet:
+    """The fleet that site.yml deploys to bare hosts."""
+    return DeployedFleet(control, hosts, control.play("site.yml"), key)

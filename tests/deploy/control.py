@@ -1,4 +1,4 @@
-"""The control machine of a test: an inventory, and Ansible's programs run on it."""
+"""The control machine of a test: an inventory, and Ansible's programs that run with it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.deploy.hosts import ADMIN, Site, ssh_options
+from tests.deploy.hosts import ADMIN, HostNetwork, ssh_options
 
 PLAYBOOKS = Path(__file__).parents[2] / "deploy/ansible"
-LIMIT = 1500.0  # seconds for one playbook; half a minute to two were seen
+LIMIT = 1500.0  # seconds for one playbook; they took half a minute to two minutes
 RECAP = re.compile(r"^(\S+)\s+: ok=(\d+)\s+changed=(\d+)\s+unreachable=(\d+)\s+failed=(\d+)")
 
 
 def ansible_programs() -> Path:
-    """The folder of `ansible-playbook`: what `make test-deploy` made, else the one on PATH."""
+    """The folder of `ansible-playbook`: that of `make test-deploy`, else the one on PATH."""
     named = os.environ.get("DEPLOY_TEST_ANSIBLE")
     found = Path(named) / "ansible-playbook" if named else shutil.which("ansible-playbook")
     if not found or not Path(found).exists():
@@ -30,67 +30,72 @@ def ansible_programs() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """How a playbook ended."""
+class PlaybookResult:
+    """The result of a playbook."""
 
     status: int
     output: str
 
     @property
     def changed(self) -> dict[str, int]:
-        """What was changed on each host."""
+        """The number of changes on each host that was changed."""
         return {match[1]: int(match[3]) for match in self._recap() if int(match[3])}
 
     @property
     def text(self) -> str:
-        """The output as one line: Ansible breaks messages where it likes, and quotes them."""
+        """The output in one line, without the line breaks and quotes that Ansible adds."""
         return " ".join(self.output.split()).replace("''", "'")
 
     def _recap(self) -> list[re.Match[str]]:
         return [match for line in self.output.splitlines() if (match := RECAP.match(line))]
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a program and all that it started: Ansible's workers have sessions of their own."""
-    family = [process.pid]
-    for pid in family:
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its descendants: Ansible's workers have sessions of their own."""
+    pids = [process.pid]
+    for pid in pids:
         with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGSTOP)  # so that it starts nothing more
+            os.kill(pid, signal.SIGSTOP)  # so that it starts no more processes
             for task in Path(f"/proc/{pid}/task").iterdir():
-                family += map(int, (task / "children").read_text().split())
-    for pid in reversed(family):
+                pids += map(int, (task / "children").read_text().split())
+    for pid in reversed(pids):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
 
 
 @dataclass(slots=True)
-class Control:
-    """`groups` and `variables` are the inventory; what a test changes in them it changes back.
+class ControlMachine:
+    """Runs playbooks; `groups` and `variables` are the inventory.
 
-    What each playbook says is written to `folder` while it runs.
+    A test that changes the inventory restores it. The output of each playbook goes to `folder`.
     """
 
     programs: Path
     folder: Path
-    site: Site
+    site: HostNetwork
     groups: dict[str, list[str]] = field(default_factory=dict)
     variables: dict[str, Any] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
     host_variables: dict[str, dict[str, Any]] = field(default_factory=dict)
     limit: float = LIMIT
-    _played: int = 0
+    _plays: int = 0
 
-    def play(self, playbook: str, *arguments: str, good: bool = True, **extra: Any) -> Played:
-        """Run a playbook over the inventory; `extra` are variables of this run alone."""
+    def play(
+        self, playbook: str, *arguments: str, good: bool = True, **extra: Any
+    ) -> PlaybookResult:
+        """Run a playbook over the inventory; `extra` are variables of this run only.
+
+        Raises AssertionError unless it succeeds, or with `good=False` unless it fails.
+        """
         command = [
             *(str(self.programs / "ansible-playbook"), "-i", str(self._inventory())),
             *(playbook, *arguments),
         ]
         if extra:
             command += ["-e", json.dumps(extra)]
-        self._played += 1
-        log = self.folder / f"{self._played:02}-{playbook}.log"
+        self._plays += 1
+        log = self.folder / f"{self._plays:02}-{playbook}.log"
         with log.open("wb") as written:
             process = subprocess.Popen(
                 command,
@@ -103,17 +108,17 @@ class Control:
             )
             try:
                 status = process.wait(self.limit)
-            except BaseException:  # whatever ends the test ends the playbook and its workers
-                end(process)
+            except BaseException:  # the playbook and its workers must end with the test
+                kill_tree(process)
                 raise
-        played = Played(status, log.read_text())
+        played = PlaybookResult(status, log.read_text())
         if (played.status == 0) != good:
             raise AssertionError(f"{playbook}: status {played.status}\n{played.output[-6000:]}")
         return played
 
     def _inventory(self) -> Path:
         path = self.folder / "hosts.json"
-        told = {
+        inventory = {
             "all": {
                 "vars": {
                     "ansible_user": ADMIN,
@@ -127,7 +132,7 @@ class Control:
                 },
             }
         }
-        path.write_text(json.dumps(told, indent=2))
+        path.write_text(json.dumps(inventory, indent=2))
         return path
 
     def _host(self, name: str) -> dict[str, Any]:
@@ -136,9 +141,11 @@ class Control:
         return {"ansible_host": address, **self.host_variables.get(name, {})}
 
     def _environment(self) -> dict[str, str]:
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("ANSIBLE_")}
-        return kept | {
-            "PATH": f"{self.programs}{os.pathsep}{kept.get('PATH', '')}",
+        inherited = {
+            key: value for key, value in os.environ.items() if not key.startswith("ANSIBLE_")
+        }
+        return inherited | {
+            "PATH": f"{self.programs}{os.pathsep}{inherited.get('PATH', '')}",
             "ANSIBLE_HOME": str(self.folder / "home"),
             "ANSIBLE_NOCOLOR": "1",
         }

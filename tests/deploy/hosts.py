@@ -1,7 +1,7 @@
 """Real hosts for a playbook: Debian under systemd in containers of systemd-nspawn, with sshd.
 
-`with site(["h1", "h2"]) as hosts:` brings them up and takes everything away again, whatever
-happens; what an earlier run that was killed has left is cleared first.
+`with running_hosts(["h1", "h2"]) as hosts:` starts them and in any case removes everything at the
+end. First it removes what a killed earlier run has left.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ from tests.deploy.base_image import AUTHORITIES, base_image, cache_folder
 BRIDGE = "lgtest0"
 TABLE = "llama_gateway_tests"
 NETWORK = "10.213.0"
-ADMIN = "admin"  # whom Ansible logs in as; may become root
+ADMIN = "admin"  # the user that Ansible logs in as; may become root
 FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
-START_LIMIT = 60.0  # seconds until a host answers ssh; 5 were seen
+START_LIMIT = 60.0  # seconds until a host answers ssh; it took 5
 STOP_LIMIT = 20.0
-ROOM = 8 << 30  # bytes of memory, with which what the hosts write is kept there; 1.1 GB were seen
+TMPFS_BYTES = (
+    8 << 30
+)  # bytes of memory, with which what the hosts write is kept there; 1.1 GB were seen
 
 
 class HostError(Exception):
-    """A host did not do what it was to."""
+    """A host did not start, or a command on it failed."""
 
 
 @dataclass(slots=True)
 class Host:
-    """One machine. `root` is its file system, seen from outside."""
+    """One host. `root` is its file system as this machine sees it."""
 
     name: str
     address: str
@@ -48,7 +50,7 @@ class Host:
     process: subprocess.Popen[bytes]
 
     def ssh(self) -> list[str]:
-        """The command that `run` puts its words behind."""
+        """The ssh command, to which `run` adds the remote command."""
         return ["ssh", "-i", str(self.key), *ssh_options(), f"root@{self.address}"]
 
     def run(
@@ -63,18 +65,18 @@ class Host:
         return done
 
     def fetch(self, url: str) -> str:
-        """What a GET on the host itself answers."""
+        """The body of the answer to a GET on the host itself."""
         code = f"import urllib.request as r; print(r.urlopen({url!r}, timeout=20).read().decode())"
         return self.run(f'python3 -c "{code}"').stdout
 
     @property
     def up(self) -> bool:
-        """Whether it runs."""
+        """Whether it is running."""
         return self.process.poll() is None
 
 
 def ssh_options() -> list[str]:
-    """For hosts that are made anew for every run."""
+    """Options for hosts that are made anew in every run."""
     return [
         *("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"),
         *("-o", "LogLevel=ERROR", "-o", "ConnectTimeout=5", "-o", "BatchMode=yes"),
@@ -83,7 +85,7 @@ def ssh_options() -> list[str]:
 
 
 @dataclass(slots=True)
-class Site:
+class HostNetwork:
     """The hosts of a run, their bridge and their key."""
 
     folder: Path
@@ -102,7 +104,7 @@ class Site:
             self._wait(host)
 
     def stop(self, name: str) -> None:
-        """Pull the plug of a host."""
+        """Stop a host at once, as by a power failure."""
         _end(self.hosts[name].process)
 
     def _start(self, name: str) -> Host:
@@ -114,7 +116,7 @@ class Site:
         _run("mount", "-t", "overlay", "overlay", "-o", layers, str(root))
         address = f"{NETWORK}.{self._next}"
         self._next += 1
-        furnish(root, name, address, self.key.with_suffix(".pub").read_text())
+        configure_root(root, name, address, self.key.with_suffix(".pub").read_text())
         with (home / "console").open("wb") as console:
             process = subprocess.Popen(
                 [
@@ -131,7 +133,7 @@ class Site:
             )
         host = Host(name, address, root, self.key, process)
         self.hosts[name] = host
-        (home / "pid.json").write_text(json.dumps([process.pid, _began(process.pid)]))
+        (home / "pid.json").write_text(json.dumps([process.pid, _start_time(process.pid)]))
         return host
 
     def _wait(self, host: Host) -> None:
@@ -143,16 +145,16 @@ class Site:
                 if host.run("true", check=False, limit=10).returncode == 0:
                     return
             time.sleep(0.2)
-        told = (self.folder / host.name / "console").read_text(errors="replace")
-        raise HostError(f"{host.name} does not answer ssh:\n{told[-3000:]}")
+        console = (self.folder / host.name / "console").read_text(errors="replace")
+        raise HostError(f"{host.name} does not answer ssh:\n{console[-3000:]}")
 
 
 @contextlib.contextmanager
-def site(names: Iterable[str], cache: Path | None = None) -> Iterator[Site]:
-    """Hosts of these names, on a bridge of their own with a way out through this machine.
+def running_hosts(names: Iterable[str], cache: Path | None = None) -> Iterator[HostNetwork]:
+    """Start hosts of these names, on a bridge with masquerading through this machine.
 
-    One run at a time on a machine: another waits. SIGTERM ends the run as Ctrl-C does, so that
-    nothing stays behind.
+    Only one run at a time: another one waits. SIGTERM ends the run as Ctrl-C does, so that
+    everything is removed.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     cache = cache or cache_folder()
@@ -164,23 +166,23 @@ def site(names: Iterable[str], cache: Path | None = None) -> Iterator[Site]:
         folder = Path(tempfile.mkdtemp(prefix="run-", dir=cache))
         forwarding = FORWARDING.read_text()
         (folder / "forwarding").write_text(forwarding)
-        made = Site(folder, base, folder / "key")
+        network = HostNetwork(folder, base, folder / "key")
         try:
-            if _memory_available() > ROOM:
-                options = f"size={ROOM},mode=0700"
+            if _memory_available() > TMPFS_BYTES:
+                options = f"size={TMPFS_BYTES},mode=0700"
                 _run("mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder))
                 (folder / "forwarding").write_text(forwarding)
             _open_network()
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key"))
-            made.add(*names)
-            yield made
+            network.add(*names)
+            yield network
         finally:
-            for host in made.hosts.values():
+            for host in network.hosts.values():
                 _end(host.process)
             _clear(cache)
 
 
-def furnish(
+def configure_root(
     root: Path,
     name: str,
     address: str,
@@ -189,7 +191,7 @@ def furnish(
     interface: str = "host0",
     gateway: str = f"{NETWORK}.1",
 ) -> None:
-    """Give a root its name, its address, and who may log in with the run's key."""
+    """Give a root its host name, its address and its users, who log in with the run's key."""
     (root / "etc/hostname").write_text(f"{name}\n")
     (root / "etc/hosts").write_text(f"127.0.0.1 localhost\n{address} {name}\n")
     network = root / f"etc/systemd/network/10-{interface}.network"
@@ -223,12 +225,12 @@ def _open_network() -> None:
 
 
 def _clear(cache: Path) -> None:
-    """Take away all that a run made, this one or one that was killed."""
+    """Remove everything that a run has made: this one, or one that was killed."""
     for folder in cache.glob("run-*"):
         for home in folder.iterdir():
             if (home / "pid.json").is_file():
                 pid, began = json.loads((home / "pid.json").read_text())
-                if _began(pid) == began:
+                if _start_time(pid) == began:
                     _kill(pid)
         for root in folder.glob("*/root"):
             if os.path.ismount(root):
@@ -243,7 +245,7 @@ def _clear(cache: Path) -> None:
 
 
 def _memory_available() -> int:
-    """Bytes that this machine could give to programs."""
+    """Bytes of available memory."""
     found = re.search(r"^MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
 
@@ -256,7 +258,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(pid: int) -> None:
-    """Kill the first process of a container, with which all others end, then its keeper."""
+    """Kill the first process of a container, which ends all others, then systemd-nspawn."""
     children = Path(f"/proc/{pid}/task/{pid}/children")
     for _ in range(50):
         try:
@@ -276,8 +278,8 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _began(pid: int) -> str | None:
-    """When a process began, in the kernel's ticks; its number may be given out again."""
+def _start_time(pid: int) -> str | None:
+    """The start time of a process, in kernel ticks; its id may be reused."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -291,8 +293,8 @@ def _run(*command: str, check: bool = True) -> None:
 
 
 def main() -> None:
-    """`python -m tests.deploy.hosts NAME...`: hosts to try a playbook on, until Ctrl-C."""
-    with contextlib.suppress(KeyboardInterrupt), site(sys.argv[1:] or ["h1"]) as hosts:
+    """`python -m tests.deploy.hosts NAME...`: run hosts to try a playbook on, until Ctrl-C."""
+    with contextlib.suppress(KeyboardInterrupt), running_hosts(sys.argv[1:] or ["h1"]) as hosts:
         for host in hosts.hosts.values():
             print(f"{host.name} {host.address}: {' '.join(host.ssh())}", flush=True)
         signal.pause()

@@ -1,7 +1,7 @@
-"""Archives with a `llama-server` in them: a real server behind the command line of the binary.
+"""Archives with a `llama-server`: a real server with the command line of llama.cpp's binary.
 
-The binary itself can't be had from the package registries; what stands in for it is the server of
-the xllamacpp wheel, so that everything but the compiler's work is real.
+Package registries don't have the binary itself. The server of the xllamacpp wheel replaces it, so
+that everything but the compilation is real.
 """
 
 from __future__ import annotations
@@ -14,6 +14,14 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+EMBEDDED_SERVER = (
+    "gateway/__init__.py",
+    "gateway/tools/__init__.py",
+    "gateway/tools/local/__init__.py",
+    "gateway/tools/local/embedded.py",
+    "gateway/tools/local/launch.py",
+)
+"""The modules of the embedded server; they import nothing else of the gateway."""
 
 SERVER = '''#!/usr/bin/python3
 """llama-server's command line over the embedded server."""
@@ -40,40 +48,40 @@ main(["--model", given.model, "--alias", given.alias, "--host", given.host, "--p
 CMAKE = """cmake_minimum_required(VERSION 3.14)
 project(llama NONE)
 get_cmake_property(names CACHE_VARIABLES)
-set(told "")
+set(switches "")
 foreach(name ${names})
   if(name MATCHES "^GGML_")
-    string(APPEND told "${name}=${${name}}\\n")
+    string(APPEND switches "${name}=${${name}}\\n")
   endif()
 endforeach()
-file(WRITE ${CMAKE_BINARY_DIR}/switches ${told})
+file(WRITE ${CMAKE_BINARY_DIR}/switches ${switches})
 add_custom_target(llama-server
   COMMAND ${CMAKE_COMMAND} -E copy_directory ${CMAKE_SOURCE_DIR}/server ${CMAKE_BINARY_DIR}/bin)
 """
 
 
 def release_archive(folder: Path, wheelhouse: Path) -> Path:
-    """As llama.cpp's releases are: a folder with the binary and its libraries."""
-    made = folder / "llama-b1-bin-linux.tar.gz"
-    with tarfile.open(made, "w:gz") as tar:
+    """An archive like llama.cpp's releases: a folder with the binary and its libraries."""
+    archive = folder / "llama-b1-bin-linux.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
         _add_server(tar, "llama-b1", wheelhouse)
-    return made
+    return archive
 
 
 def source_archive(folder: Path, wheelhouse: Path) -> Path:
-    """As a tag's archive is: one folder with a CMakeLists.txt and a target `llama-server`."""
-    made = folder / "llama.cpp-b1.tar.gz"
-    with tarfile.open(made, "w:gz") as tar:
+    """An archive like that of a tag: a folder with a CMakeLists.txt and a target `llama-server`."""
+    archive = folder / "llama.cpp-b1.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
         _add(tar, "llama.cpp-b1/CMakeLists.txt", CMAKE.encode())
         _add_server(tar, "llama.cpp-b1/server", wheelhouse)
-    return made
+    return archive
 
 
 def package(folder: Path, wheelhouse: Path) -> Path:
     """A Debian package with the binary in /usr/bin."""
     tree = folder / "package"
     with tarfile.open(release_archive(folder, wheelhouse)) as tar:
-        # Debian 12's Python takes no `filter=` yet; those that do want one.
+        # Debian 12's Python has no argument `filter`; later ones require it.
         tar.extraction_filter = getattr(tarfile, "data_filter", None)
         tar.extractall(tree / "usr/lib")
     (tree / "usr/bin").mkdir(parents=True)
@@ -83,22 +91,29 @@ def package(folder: Path, wheelhouse: Path) -> Path:
         "Package: llama.cpp-test\nVersion: 1\nArchitecture: all\nDepends: libgomp1, python3\n"
         "Maintainer: nobody <nobody@example.org>\nDescription: llama-server for a test\n"
     )
-    made = folder / "llama.cpp-test.deb"
-    command = ["dpkg-deb", "--root-owner-group", "-Zgzip", "-z1", "--build", str(tree), str(made)]
+    archive = folder / "llama.cpp-test.deb"
+    command = [
+        "dpkg-deb",
+        "--root-owner-group",
+        "-Zgzip",
+        "-z1",
+        "--build",
+        str(tree),
+        str(archive),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
-    return made
+    return archive
 
 
 def sha256(path: Path) -> str:
-    """Of a file."""
+    """The SHA-256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _add_server(tar: tarfile.TarFile, home: str, wheelhouse: Path) -> None:
     _add(tar, f"{home}/llama-server", SERVER.encode(), mode=0o755)
-    for name in ("__init__", "local/__init__", "local/embedded", "local/launch"):
-        text = (ROOT / "gateway" / f"{name}.py").read_bytes()
-        _add(tar, f"{home}/lib/gateway/{name}.py", text)
+    for path in EMBEDDED_SERVER:
+        _add(tar, f"{home}/lib/{path}", (ROOT / path).read_bytes())
     with tarfile.open(wheelhouse) as wheels:
         (name,) = (one for one in wheels.getnames() if Path(one).name.startswith("xllamacpp-"))
         packed = wheels.extractfile(name)
@@ -110,6 +125,6 @@ def _add_server(tar: tarfile.TarFile, home: str, wheelhouse: Path) -> None:
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes, mode: int = 0o644) -> None:
-    told = tarfile.TarInfo(name)
-    told.size, told.mode = len(content), mode
-    tar.addfile(told, io.BytesIO(content))
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(content), mode
+    tar.addfile(info, io.BytesIO(content))

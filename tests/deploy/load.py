@@ -1,4 +1,4 @@
-"""Steady work for a fleet, through its edge, while something is done to it."""
+"""Steady load for a fleet, through its edge, during a change."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PAUSE = 1.0  # seconds between the requests of a client
 
 
 @dataclass(slots=True)
-class Load:
-    """`with Load(url) as load:` keeps `clients` clients asking, every other one for a stream.
+class DeployLoad:
+    """`with DeployLoad(url) as load:` runs `clients` clients; every second one requests streams.
 
-    Nothing is repeated by the clients, so `failures` holds every request that did not end well.
+    Clients don't retry, so `failures` has every request that failed.
     """
 
     url: str
@@ -34,7 +34,7 @@ class Load:
 
     def __enter__(self) -> Self:
         for number in range(self.clients):
-            thread = threading.Thread(target=self._work, args=(number,), daemon=True)
+            thread = threading.Thread(target=self._run_client, args=(number,), daemon=True)
             thread.start()
             self._threads.append(thread)
         return self
@@ -50,28 +50,29 @@ class Load:
             thread.join(LIMIT + 10)
 
     def wait_for(self, more: int, limit: float = 60.0) -> None:
-        """Until so many more requests have been answered."""
+        """Wait until `more` further requests have been answered."""
         wanted, end = self.answered + more, time.monotonic() + limit
         while self.answered < wanted:
             if time.monotonic() > end:
                 raise TimeoutError(f"{self.answered} of {wanted} answered: {self.failures[-3:]}")
             time.sleep(0.05)
 
-    def _work(self, number: int) -> None:
+    def _run_client(self, number: int) -> None:
         with httpx.Client(verify=False, timeout=LIMIT, headers=self.headers) as client:
-            turn = 0
+            count = 0
             while not self._over.is_set():
-                turn += 1
-                told = self._ask(client, f"client {number} turn {turn}", stream=number % 2 == 0)
+                count += 1
+                text = f"client {number} request {count}"
+                failure = self._send(client, text, stream=number % 2 == 0)
                 with self._lock:
-                    if told:
-                        self.failures.append(told)
+                    if failure:
+                        self.failures.append(failure)
                     else:
                         self.answered += 1
                 self._over.wait(PAUSE)
 
-    def _ask(self, client: httpx.Client, text: str, *, stream: bool) -> str:
-        """What went wrong, or nothing."""
+    def _send(self, client: httpx.Client, text: str, *, stream: bool) -> str:
+        """Send a request. Returns its failure, or an empty text."""
         body = {
             "messages": [{"role": "user", "content": text}],
             "max_tokens": TOKENS,
@@ -90,7 +91,7 @@ class Load:
 
 
 def _complete(text: str) -> bool:
-    """Whether a stream came to its proper end."""
+    """Whether a stream ended properly."""
     events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
     if not events or events[-1] != "[DONE]":
         return False
@@ -101,10 +102,10 @@ def _complete(text: str) -> bool:
 
 
 def main() -> None:
-    """`python -m tests.deploy.load URL SECONDS`: ask for so long, then tell."""
+    """`python -m tests.deploy.load URL SECONDS`: load a fleet for so long, print the result."""
     import sys
 
-    with Load(sys.argv[1]) as load:
+    with DeployLoad(sys.argv[1]) as load:
         time.sleep(float(sys.argv[2]))
     print(load.answered, "answered,", len(load.failures), "failed", load.failures[:5])
 

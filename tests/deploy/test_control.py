@@ -5,7 +5,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.deploy.control import end
+from tests.deploy.control import kill_tree
 
 PARENT = """
 import subprocess, sys
@@ -15,13 +15,13 @@ child.wait()
 """
 
 
-def test_what_ends_a_playbook_ends_workers_in_sessions_of_their_own() -> None:
+def test_killing_a_playbook_kills_workers_in_sessions_of_their_own() -> None:
     command = ["python3", "-c", f"import subprocess as s; s.run(['python3', '-c', '''{PARENT}'''])"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
         worker = Path(f"/proc/{int(process.stdout.readline())}/stat")
         assert worker.exists()
-        end(process)
+        kill_tree(process)
     deadline = time.monotonic() + 60
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it is gone
         while worker.read_text().rpartition(")")[2].split()[0] != "Z":

@@ -1,4 +1,4 @@
-"""The edge's site, rendered by the role, in a real nginx on this machine."""
+"""The site of the role edge, in a real nginx on this machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RENDER = """
         dest: "{{ folder }}/site.conf"
         mode: "0644"
 """
-# A test names the address it comes from; the module that reads it runs before the site's bounds.
+# Tests send their client address in a header; nginx reads it before it applies the site's limits.
 MAIN = """
 daemon off;
 worker_processes 1;
@@ -62,7 +62,7 @@ BODY_BYTES = 3000
 
 @dataclass(slots=True)
 class Upstream:
-    """What stands in for the gateway: it notes requests, and holds those for /held."""
+    """Replaces the gateway: it records requests, and does not finish the response to /held."""
 
     port: int = 0
     seen: list[dict[str, str]] = field(default_factory=list)
@@ -90,7 +90,7 @@ def upstream_handler(upstream: Upstream) -> type[http.server.BaseHTTPRequestHand
             self.wfile.write(b"ok")
 
         def do_POST(self) -> None:
-            """Answer before the body, as the gateway does where the key is wrong."""
+            """Answer before the body has come, as the gateway does for a wrong key."""
             upstream.seen.append({name.lower(): value for name, value in self.headers.items()})
             self.close_connection = True
             self.send_response(401)
@@ -111,7 +111,7 @@ class Edge:
     upstream: Upstream
 
     def get(self, path: str = "/", address: str = "192.0.2.1", **headers: str) -> httpx.Response:
-        """A request as if from this address."""
+        """Send a request from this client address."""
         sent = {"X-Test-Address": address, **headers}
         return httpx.get(f"{self.url}{path}", headers=sent, verify=False, timeout=60)
 
@@ -175,7 +175,7 @@ def render(folder: Path, upstream: int, settings: dict[str, Any]) -> None:
     }
     (folder / "hosts.json").write_text(json.dumps(inventory))
     (folder / "render.yml").write_text(RENDER)
-    told = {
+    body = {
         "role": str(ROLE),
         "folder": str(folder),
         "settings": {"edge_tls": str(tls), **settings},
@@ -183,7 +183,7 @@ def render(folder: Path, upstream: int, settings: dict[str, Any]) -> None:
     subprocess.run(
         [
             *(str(ansible_programs() / "ansible-playbook"), "-i", str(folder / "hosts.json")),
-            *(str(folder / "render.yml"), "-e", json.dumps(told)),
+            *(str(folder / "render.yml"), "-e", json.dumps(body)),
         ],
         cwd=PLAYBOOKS,
         check=True,
@@ -211,15 +211,15 @@ def wait_for_port(port: int) -> None:
 
 @pytest.fixture(scope="module")
 def edge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
-    """Two requests at once for each party, and no bound on the rate."""
+    """Two concurrent requests for each client network, and no limit of the rate."""
     folder = tmp_path_factory.mktemp("edge")
-    with running(folder, edge_party_requests=2, edge_party_rate=0) as made:
-        yield made
+    with running(folder, edge_party_requests=2, edge_party_rate=0) as edge:
+        yield edge
 
 
 @contextlib.contextmanager
 def held(edge: Edge, *addresses: str) -> Iterator[None]:
-    """A request of each address that has begun and doesn't end."""
+    """Hold a response open for each address."""
     edge.upstream.go_on.clear()
     with ThreadPoolExecutor(len(addresses)) as pool:
         waiting = [pool.submit(edge.get, "/held", address) for address in addresses]
@@ -241,7 +241,7 @@ def held(edge: Edge, *addresses: str) -> Iterator[None]:
     ],
     ids=["IPv4", "IPv6", "IPv6 with bytes that look like line ends"],
 )
-def test_a_party_has_so_many_requests_at_once_and_leaves_room_for_others(
+def test_concurrent_requests_of_a_client_network_are_limited_and_others_are_served(
     edge: Edge, ours: list[str], others: str
 ) -> None:
     *first, third = ours
@@ -250,13 +250,13 @@ def test_a_party_has_so_many_requests_at_once_and_leaves_room_for_others(
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.headers["content-type"] == "application/json"
-        told = refused.json()
-        assert (told["type"], told["error"]["type"]) == ("error", "rate_limit_error")
+        body = refused.json()
+        assert (body["type"], body["error"]["type"]) == ("error", "rate_limit_error")
         assert edge.get(address=others).status_code == 200
     assert edge.get(address=third).status_code == 200
 
 
-def test_a_party_has_so_many_requests_a_second(tmp_path: Path) -> None:
+def test_the_request_rate_of_a_client_network_is_limited(tmp_path: Path) -> None:
     with running(tmp_path, edge_party_rate=1, edge_party_burst=3) as edge:
         with httpx.Client(verify=False, headers={"X-Test-Address": "192.0.2.1"}) as client:
             seen = [client.get(edge.url).status_code for _ in range(40)]
@@ -265,18 +265,18 @@ def test_a_party_has_so_many_requests_a_second(tmp_path: Path) -> None:
         assert edge.get(address="192.0.2.2").status_code == 200
 
 
-def test_a_body_may_be_as_large_as_the_gateway_takes(edge: Edge) -> None:
+def test_the_largest_body_that_the_gateway_accepts_passes(edge: Edge) -> None:
     def status(size: int) -> httpx.Response:
         return httpx.post(edge.url, content=b"x" * size, verify=False, timeout=60)
 
-    assert status(BODY_BYTES).status_code == 401  # the gateway's own word
+    assert status(BODY_BYTES).status_code == 401  # the gateway's own answer
     refused = status(BODY_BYTES + 1)
     assert refused.status_code == 413
     assert refused.json()["error"]["code"] == "request_too_large"
 
 
 def test_the_gateway_answers_before_a_body_has_come(edge: Edge) -> None:
-    """Nothing is kept for who has no key."""
+    """Bodies of callers without a key are not buffered."""
     url = httpx.URL(edge.url)
     trusting = ssl.create_default_context()
     trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
@@ -288,7 +288,7 @@ def test_the_gateway_answers_before_a_body_has_come(edge: Edge) -> None:
         assert client.getresponse().status == 401
 
 
-def test_a_piece_of_an_answer_is_passed_on_when_it_comes(edge: Edge) -> None:
+def test_each_piece_of_a_response_is_passed_on_at_once(edge: Edge) -> None:
     edge.upstream.go_on.clear()
     with httpx.stream("GET", f"{edge.url}/held", verify=False, timeout=60) as answer:
         pieces = answer.iter_bytes()
@@ -298,7 +298,7 @@ def test_a_piece_of_an_answer_is_passed_on_when_it_comes(edge: Edge) -> None:
     assert edge.upstream.begun.acquire(timeout=60)
 
 
-def test_what_a_client_says_of_its_address_is_replaced(edge: Edge) -> None:
+def test_address_headers_of_a_client_are_replaced(edge: Edge) -> None:
     edge.upstream.seen.clear()
     claims = dict.fromkeys(("X-Forwarded-For", "X-Real-IP"), "127.0.0.1")
     edge.get(address="192.0.2.5", Forwarded="for=127.0.0.1", Host="llm.example.org", **claims)
@@ -308,7 +308,7 @@ def test_what_a_client_says_of_its_address_is_replaced(edge: Edge) -> None:
     assert not {"x-real-ip", "forwarded"} & set(seen)
 
 
-def test_a_gateway_that_is_away_is_told_as_such(tmp_path: Path) -> None:
+def test_without_a_gateway_the_edge_answers_503(tmp_path: Path) -> None:
     with running(tmp_path, edge_gateways=[f"127.0.0.1:{free_port()}"]) as edge:
         away = edge.get()
     assert away.status_code == 503

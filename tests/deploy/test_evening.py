@@ -11,13 +11,15 @@ import httpx
 import pytest
 import yaml
 
-from tests.deploy.conftest import Fleet, made_key
+from tests.deploy.conftest import DeployedFleet, create_key
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
 
-def test_another_key_is_valid_once_it_is_in_the_settings(fleet: Fleet, tmp_path: Path) -> None:
-    control, other = fleet.control, made_key("team-a")
+def test_another_key_is_valid_once_it_is_in_the_settings(
+    fleet: DeployedFleet, tmp_path: Path
+) -> None:
+    control, other = fleet.control, create_key("team-a")
     settings = control.variables["gateway_settings"]
     control.variables["gateway_settings"] = {"keys": [fleet.key.entry, other.entry]}
     keyed = tmp_path / "key"
@@ -29,9 +31,9 @@ def test_another_key_is_valid_once_it_is_in_the_settings(fleet: Fleet, tmp_path:
             200,
         )
         assert "asks for a key" in control.play("verify.yml").text
-        told = control.play("verify.yml", "-vvv", verify_key_file=str(keyed))
-        assert "asks for a key" not in told.text
-        assert other.secret not in told.output
+        first = control.play("verify.yml", "-vvv", verify_key_file=str(keyed))
+        assert "asks for a key" not in first.text
+        assert other.secret not in first.output
         assert control.play("site.yml", "--limit", "gw").changed == {}
     finally:
         control.variables["gateway_settings"] = settings
@@ -39,8 +41,10 @@ def test_another_key_is_valid_once_it_is_in_the_settings(fleet: Fleet, tmp_path:
     assert (status(fleet, other.secret), status(fleet, fleet.key.secret)) == (401, 200)
 
 
-def test_no_secret_is_shown_however_much_is_told(fleet: Fleet, tmp_path: Path) -> None:
-    """All of them change, with differences and what each module was given."""
+def test_no_secret_is_shown_even_with_the_most_verbose_output(
+    fleet: DeployedFleet, tmp_path: Path
+) -> None:
+    """All secrets change in runs that print differences and the arguments of each module."""
     control = fleet.control
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     subprocess.run(
@@ -53,7 +57,7 @@ def test_no_secret_is_shown_however_much_is_told(fleet: Fleet, tmp_path: Path) -
     )
     named = tmp_path / "named.key"
     named.write_text("marked-file-a1\n")
-    given: dict[str, Any] = {
+    secrets: dict[str, Any] = {
         "edge_tls_certificate": str(certificate),
         "edge_tls_key": str(key),
         "gateway_admin_key": "marked-admin-key-a2",
@@ -67,31 +71,31 @@ def test_no_secret_is_shown_however_much_is_told(fleet: Fleet, tmp_path: Path) -
             }
         ],
     }
-    control.variables |= given
+    control.variables |= secrets
     try:
-        told = control.play("site.yml", "-vvv", "--diff", llama_node_key_rotate=True)
-        told_again = control.play("site.yml", "-vvv", "--diff")
+        first = control.play("site.yml", "-vvv", "--diff", llama_node_key_rotate=True)
+        second = control.play("site.yml", "-vvv", "--diff")
     finally:
-        for name in given:
+        for name in secrets:
             del control.variables[name]
         control.play("site.yml")
     hidden = [line for line in key.read_text().splitlines() if "PRIVATE" not in line]
     hidden += [f"marked-{mark}" for mark in ("file-a1", "admin-key-a2", "variable-a3", "scrape-a4")]
     for name in control.groups["llama_nodes"]:
         hidden += fleet.hosts[name].run("cat /var/lib/llama-node/api.key").stdout.split()
-    for played in (told, told_again):
-        assert set(played.changed) == {"gw", *control.groups["llama_nodes"]}
-        shown = played.output
+    for result in (first, second):
+        assert set(result.changed) == {"gw", *control.groups["llama_nodes"]}
+        shown = result.output
         assert not [mark for mark in hidden if mark in shown or encoded(mark) in shown]
 
 
 def encoded(mark: str) -> str:
-    """As it begins where `slurp` shows a file."""
+    """The beginning of the text as `slurp` shows it in a file."""
     return base64.b64encode(mark.encode())[:16].decode()
 
 
-def status(fleet: Fleet, key: str | None) -> int:
-    """Of a chat through the edge with this key."""
+def status(fleet: DeployedFleet, key: str | None) -> int:
+    """The status of a chat through the edge with this key."""
     answer = httpx.post(
         f"{fleet.url}/v1/chat/completions",
         json={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2},
@@ -102,7 +106,7 @@ def status(fleet: Fleet, key: str | None) -> int:
     return answer.status_code
 
 
-def test_a_machine_runs_with_what_tune_found_for_it(fleet: Fleet) -> None:
+def test_a_machine_runs_with_the_settings_that_tune_has_found(fleet: DeployedFleet) -> None:
     control, host = fleet.control, fleet.hosts["n1"]
     control.play("drain.yml", "--limit", "n1")
     host.run("systemctl stop 'llama-server-numa*'")

@@ -1,4 +1,4 @@
-"""The evening, in the order an operator lives through it: these tests run one after the other."""
+"""Deploying and changing a fleet, in the order of docs/deploy.md: these tests run in order."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.conftest import Fleet
-from tests.deploy.load import Load
-from tests.deploy.parcels import Parcels
+from tests.deploy.conftest import DeployedFleet
+from tests.deploy.load import DeployLoad
+from tests.deploy.release_files import ReleaseFiles
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
 ALERTS = Path(__file__).with_name("alerts.yml")
-SECURITY = 2.0  # systemd's own scale: 0 is closed, 10 open; 1.5 and 1.7 were seen
+SECURITY = 2.0  # exposure by systemd-analyze: 0 is closed, 10 open; it was 1.5 and 1.7
 
 
 def wait_for(what: Callable[[], bool], limit: float = 30.0) -> None:
     end = time.monotonic() + limit
     while not what():
-        assert time.monotonic() < end, "did not come to pass"
+        assert time.monotonic() < end, "the condition was not met in time"
         time.sleep(0.3)
 
 
-def node_key(fleet: Fleet, name: str) -> str:
-    """The one that the servers of a host ask for."""
+def node_key(fleet: DeployedFleet, name: str) -> str:
+    """The key that the servers of a host require."""
     return fleet.hosts[name].run("head -n 1 /var/lib/llama-node/api.key").stdout.strip()
 
 
-def asked(fleet: Fleet, name: str, path: str, key: str = "") -> tuple[int, str]:
-    """What a node answers the gateway's machine."""
+def request_of_gateway(
+    fleet: DeployedFleet, name: str, path: str, key: str = ""
+) -> tuple[int, str]:
+    """Status and body of a node's answer to the gateway's machine."""
     url = f"http://{fleet.hosts[name].address}:8080{path}"
     code = (
         "import urllib.request as r, urllib.error as e\n"
@@ -48,8 +50,8 @@ def asked(fleet: Fleet, name: str, path: str, key: str = "") -> tuple[int, str]:
 
 
 @pytest.mark.gate
-def test_bare_machines_become_a_fleet_that_answers_through_nginx(fleet: Fleet) -> None:
-    assert set(fleet.made.changed) == {"gw", "n1", "n2"}
+def test_bare_machines_become_a_fleet_that_answers_through_nginx(fleet: DeployedFleet) -> None:
+    assert set(fleet.result.changed) == {"gw", "n1", "n2"}
     assert fleet.chat()["usage"]["completion_tokens"] == 8
     assert {name: node["state"] for name, node in fleet.nodes().items()} == {
         "n1-numa0": "ready",
@@ -58,40 +60,40 @@ def test_bare_machines_become_a_fleet_that_answers_through_nginx(fleet: Fleet) -
 
 
 @pytest.mark.gate
-def test_a_second_run_changes_nothing(fleet: Fleet) -> None:
+def test_a_second_run_changes_nothing(fleet: DeployedFleet) -> None:
     assert fleet.control.play("site.yml").changed == {}
 
 
-def test_a_check_tells_what_a_run_would_change_and_changes_nothing(fleet: Fleet) -> None:
+def test_a_check_reports_what_a_run_would_change_and_changes_nothing(fleet: DeployedFleet) -> None:
     check = ("site.yml", "--check", "--diff")
     assert fleet.control.play(*check).changed == {}
     pid = "systemctl show -p MainPID --value llama-server-numa0"
     before = fleet.hosts["n1"].run(pid).stdout
-    told = fleet.control.play(*check, llama_node_slots=3)
-    assert set(told.changed) == {"n1", "n2"}
-    assert "--slots 3" in told.text
+    output = fleet.control.play(*check, llama_node_slots=3)
+    assert set(output.changed) == {"n1", "n2"}
+    assert "--slots 3" in output.text
     assert fleet.hosts["n1"].run(pid).stdout == before
     assert {node["state"] for node in fleet.nodes().values()} == {"ready"}
     assert fleet.control.play("site.yml").changed == {}
 
 
-def test_some_of_the_tags_alone_change_nothing_where_all_is_done(fleet: Fleet) -> None:
+def test_single_tags_change_nothing_after_a_complete_run(fleet: DeployedFleet) -> None:
     for tag in ("install", "configure", "run"):
         assert fleet.control.play("site.yml", "--tags", tag).changed == {}
 
 
-def test_the_fleet_is_verified(fleet: Fleet) -> None:
+def test_the_fleet_is_verified(fleet: DeployedFleet) -> None:
     assert fleet.control.play("verify.yml").changed == {}
 
 
 @pytest.mark.gate
-def test_a_node_asks_for_a_key_that_only_the_gateway_has(fleet: Fleet) -> None:
+def test_a_node_requires_a_key_that_only_the_gateway_has(fleet: DeployedFleet) -> None:
     host, key = fleet.hosts["n1"], node_key(fleet, "n1")
     assert len(key) == 64
     assert key != node_key(fleet, "n2")
-    assert asked(fleet, "n1", "/props")[0] == 401
-    assert asked(fleet, "n1", "/slots", key=node_key(fleet, "n2"))[0] == 401
-    assert asked(fleet, "n1", "/props", key=key)[0] == 200
+    assert request_of_gateway(fleet, "n1", "/props")[0] == 401
+    assert request_of_gateway(fleet, "n1", "/slots", key=node_key(fleet, "n2"))[0] == 401
+    assert request_of_gateway(fleet, "n1", "/props", key=key)[0] == 200
     mode = host.run("stat -c '%a %U %G' /var/lib/llama-node/api.key").stdout.split()
     assert mode == ["640", "root", "llama-node"]
     held = fleet.hosts["gw"].run("stat -c '%a %U %G' /etc/llama-gateway/keys/*").stdout
@@ -100,15 +102,15 @@ def test_a_node_asks_for_a_key_that_only_the_gateway_has(fleet: Fleet) -> None:
     assert key not in shown.stdout
 
 
-def reaches(fleet: Fleet, name: str) -> bool:
-    """Whether a machine that is not the gateway gets an answer of n1's port."""
+def reaches(fleet: DeployedFleet, name: str) -> bool:
+    """Whether a machine other than the gateway can connect to n1's port."""
     address = fleet.hosts["n1"].address
     code = f"import socket; socket.create_connection(('{address}', 8080), timeout=5)"
     return fleet.hosts[name].run(f'python3 -c "{code}"', check=False).returncode == 0
 
 
-def told_that_nobody_listens(fleet: Fleet, name: str) -> bool:
-    """Whether what is no server's port answers a machine that is not the gateway, by UDP."""
+def gets_port_unreachable(fleet: DeployedFleet, name: str) -> bool:
+    """Whether a machine other than the gateway gets an ICMP error from an unused UDP port."""
     address = fleet.hosts["n1"].address
     code = (
         "import socket; s = socket.socket(type=socket.SOCK_DGRAM); s.settimeout(20);"
@@ -118,11 +120,11 @@ def told_that_nobody_listens(fleet: Fleet, name: str) -> bool:
     return "ConnectionRefusedError" in done.stderr
 
 
-def test_nobody_else_reaches_a_node(fleet: Fleet) -> None:
+def test_no_other_machine_reaches_a_node(fleet: DeployedFleet) -> None:
     host = fleet.hosts["n1"]
     assert not reaches(fleet, "n2")
-    assert told_that_nobody_listens(fleet, "n2")
-    host.run("systemctl restart nftables")  # which begins with taking every table away
+    assert gets_port_unreachable(fleet, "n2")
+    host.run("systemctl restart nftables")  # which first removes every table
     assert "llama_node" in host.run("nft list tables").stdout
     assert not reaches(fleet, "n2")
     arguments = ("site.yml", "--limit", "n1,gw", "--tags", "configure")
@@ -136,36 +138,36 @@ def test_nobody_else_reaches_a_node(fleet: Fleet) -> None:
 
 
 @pytest.mark.gate
-def test_a_server_that_is_killed_comes_back(fleet: Fleet) -> None:
+def test_a_server_that_is_killed_comes_back(fleet: DeployedFleet) -> None:
     host = fleet.hosts["n1"]
     before = host.run("systemctl show -p MainPID --value llama-server-numa0").stdout.strip()
     host.run(f"kill -9 {before}")
-    assert fleet.chat()["usage"]["completion_tokens"] == 8  # the other node's
+    assert fleet.chat()["usage"]["completion_tokens"] == 8  # by the other node
     wait_for(lambda: fleet.nodes()["n1-numa0"]["state"] == "ready")
     after = host.run("systemctl show -p MainPID --value llama-server-numa0").stdout.strip()
     assert after not in {before, "0"}
 
 
-def test_prometheus_scrapes_the_gateway_and_every_node(fleet: Fleet) -> None:
+def test_prometheus_scrapes_the_gateway_and_every_node(fleet: DeployedFleet) -> None:
     host = fleet.hosts["gw"]
 
     def health() -> dict[str, str]:
-        told = host.fetch("http://127.0.0.1:9090/api/v1/targets")
-        targets = json.loads(told)["data"]["activeTargets"]
+        output = host.fetch("http://127.0.0.1:9090/api/v1/targets")
+        targets = json.loads(output)["data"]["activeTargets"]
         return {t["labels"].get("node", t["labels"]["job"]): t["health"] for t in targets}
 
-    wanted = {"llama-gateway": "up", "n1-numa0": "up", "n2-numa0": "up"}
-    wait_for(lambda: health() == wanted, limit=60)
+    expected = {"llama-gateway": "up", "n1-numa0": "up", "n2-numa0": "up"}
+    wait_for(lambda: health() == expected, limit=60)
     host.run("promtool check config /etc/prometheus/prometheus.yml")
 
 
-def test_the_alerts_are_raised_by_metrics_that_exist(fleet: Fleet) -> None:
+def test_the_alerts_use_metrics_that_exist(fleet: DeployedFleet) -> None:
     host = fleet.hosts["gw"]
     rules = host.run("cat /etc/prometheus/llama-gateway-rules.yml").stdout
-    told = host.fetch("http://127.0.0.1:8001/metrics")
-    told += asked(fleet, "n1", "/metrics", key=node_key(fleet, "n1"))[1]
+    output = host.fetch("http://127.0.0.1:8001/metrics")
+    output += request_of_gateway(fleet, "n1", "/metrics", key=node_key(fleet, "n1"))[1]
     named = set(re.findall(r"\b(?:llama_gateway|llamacpp:)\w+", rules))
-    families = set(re.findall(r"^# TYPE (\S+)", told, re.MULTILINE))
+    families = set(re.findall(r"^# TYPE (\S+)", output, re.MULTILINE))
     assert {name.removesuffix("_bucket") for name in named} <= families
     (host.root / "var/tmp/alerts.yml").write_text(ALERTS.read_text())
     host.run("promtool test rules /var/tmp/alerts.yml")
@@ -174,16 +176,16 @@ def test_the_alerts_are_raised_by_metrics_that_exist(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("name", "unit"), [("n1", "llama-server-numa0.service"), ("gw", "llama-gateway.service")]
 )
-def test_the_units_are_sound_and_closed(fleet: Fleet, name: str, unit: str) -> None:
+def test_the_units_are_valid_and_hardened(fleet: DeployedFleet, name: str, unit: str) -> None:
     host = fleet.hosts[name]
     assert host.run(f"systemd-analyze verify {unit}").stderr == ""
     host.run(f"systemd-analyze security --threshold={int(SECURITY * 10)} {unit}")
 
 
 @pytest.mark.gate
-def test_a_node_is_added_under_load(fleet: Fleet) -> None:
+def test_a_node_is_added_under_load(fleet: DeployedFleet) -> None:
     fleet.control.groups["llama_nodes"].append("n3")
-    with Load(fleet.url, headers=fleet.headers) as load:
+    with DeployLoad(fleet.url, headers=fleet.headers) as load:
         load.wait_for(20)
         fleet.control.play("site.yml")
         wait_for(lambda: fleet.nodes()["n3-numa0"]["requests"] > 0)
@@ -192,10 +194,12 @@ def test_a_node_is_added_under_load(fleet: Fleet) -> None:
 
 
 @pytest.mark.gate
-def test_llama_cpp_and_the_gateway_are_upgraded_under_load(fleet: Fleet, parcels: Parcels) -> None:
-    fleet.control.variables["llama_gateway_release_wheel"] = str(parcels.newer_wheel())
+def test_llama_cpp_and_the_gateway_are_upgraded_under_load(
+    fleet: DeployedFleet, release_files: ReleaseFiles
+) -> None:
+    fleet.control.variables["llama_gateway_release_wheel"] = str(release_files.newer_wheel())
     fleet.control.variables["llama_node_slots"] = 3
-    with Load(fleet.url, headers=fleet.headers) as load:
+    with DeployLoad(fleet.url, headers=fleet.headers) as load:
         load.wait_for(20)
         fleet.control.play("upgrade.yml")
         load.wait_for(20)
@@ -206,24 +210,24 @@ def test_llama_cpp_and_the_gateway_are_upgraded_under_load(fleet: Fleet, parcels
     assert {node["state"] for node in fleet.nodes().values()} == {"ready"}
 
 
-def test_nodes_get_keys_and_new_ones_under_load(fleet: Fleet) -> None:
-    """An older fleet has none; then they are renewed, in two runs."""
+def test_nodes_get_keys_and_new_ones_under_load(fleet: DeployedFleet) -> None:
+    """An older fleet has no keys; then it gets some, which are renewed in two runs."""
     control = fleet.control
     control.play("site.yml", llama_node_key=False, llama_node_firewall=False)
-    assert asked(fleet, "n1", "/props")[0] == 200
-    with Load(fleet.url, headers=fleet.headers) as load:
+    assert request_of_gateway(fleet, "n1", "/props")[0] == 200
+    with DeployLoad(fleet.url, headers=fleet.headers) as load:
         load.wait_for(5)
         control.play("site.yml")
         load.wait_for(5)
         first = node_key(fleet, "n1")
-        assert asked(fleet, "n1", "/props")[0] == 401
+        assert request_of_gateway(fleet, "n1", "/props")[0] == 401
         control.play("site.yml", llama_node_key_rotate=True)
         load.wait_for(5)
         control.play("site.yml")
         load.wait_for(5)
     assert load.failures == []
-    assert asked(fleet, "n1", "/props", key=first)[0] == 401
-    assert asked(fleet, "n1", "/props", key=node_key(fleet, "n1"))[0] == 200
+    assert request_of_gateway(fleet, "n1", "/props", key=first)[0] == 401
+    assert request_of_gateway(fleet, "n1", "/props", key=node_key(fleet, "n1"))[0] == 200
     assert len(fleet.hosts["gw"].run("ls /etc/llama-gateway/keys").stdout.split()) == len(
         control.groups["llama_nodes"]
     )
@@ -231,9 +235,9 @@ def test_nodes_get_keys_and_new_ones_under_load(fleet: Fleet) -> None:
 
 
 @pytest.mark.gate
-def test_a_node_is_removed_under_load(fleet: Fleet) -> None:
+def test_a_node_is_removed_under_load(fleet: DeployedFleet) -> None:
     fleet.control.groups["llama_nodes"].remove("n3")
-    with Load(fleet.url, headers=fleet.headers) as load:
+    with DeployLoad(fleet.url, headers=fleet.headers) as load:
         load.wait_for(20)
         fleet.control.play("site.yml")
         load.wait_for(20)
@@ -241,17 +245,17 @@ def test_a_node_is_removed_under_load(fleet: Fleet) -> None:
     assert set(fleet.nodes()) == {"n1-numa0", "n2-numa0"}
 
 
-def test_huge_pages_and_the_governor_are_set_where_asked_for(fleet: Fleet) -> None:
+def test_huge_pages_and_the_governor_are_set_on_request(fleet: DeployedFleet) -> None:
     host = fleet.hosts["n1"]
     setting = host.run("cat /sys/kernel/mm/transparent_hugepage/enabled").stdout
     now = setting.partition("[")[2].partition("]")[0]  # a container can't set another
-    wanted: dict[str, Any] = {
+    expected: dict[str, Any] = {
         "llama_node_hugepages": now,
         "llama_node_governor": "performance",
     }
     arguments = ("site.yml", "--limit", "n1,gw", "--tags", "configure")
-    assert set(fleet.control.play(*arguments, **wanted).changed) == {"n1"}
-    assert fleet.control.play(*arguments, **wanted).changed == {}
+    assert set(fleet.control.play(*arguments, **expected).changed) == {"n1"}
+    assert fleet.control.play(*arguments, **expected).changed == {}
     rule = host.run("cat /etc/tmpfiles.d/llama-node.conf").stdout.split()
     assert rule[1:] == ["/sys/kernel/mm/transparent_hugepage/enabled", "-", "-", "-", "-", now]
     assert host.run("systemctl is-enabled llama-governor").stdout.strip() == "enabled"
@@ -259,7 +263,7 @@ def test_huge_pages_and_the_governor_are_set_where_asked_for(fleet: Fleet) -> No
     assert fleet.nodes()["n1-numa0"]["state"] == "ready"
 
 
-def test_a_host_is_drained_and_resumed(fleet: Fleet) -> None:
+def test_a_host_is_drained_and_resumed(fleet: DeployedFleet) -> None:
     fleet.control.play("drain.yml", "--limit", "n1")
     assert fleet.nodes()["n1-numa0"]["state"] == "draining"
     assert "--limit" in fleet.control.play("drain.yml", good=False).text
@@ -269,7 +273,7 @@ def test_a_host_is_drained_and_resumed(fleet: Fleet) -> None:
     assert fleet.nodes()["n1-numa0"]["state"] == "ready"
 
 
-def test_a_standby_server_that_its_gateway_has_stopped_stays_so(fleet: Fleet) -> None:
+def test_an_elastic_server_that_its_gateway_has_stopped_stays_stopped(fleet: DeployedFleet) -> None:
     hook = ["true"]
     entry = {"standby": True, "start": hook, "stop": hook}
     arguments = ("site.yml", "--limit", "n2,gw")
@@ -282,14 +286,14 @@ def test_a_standby_server_that_its_gateway_has_stopped_stays_so(fleet: Fleet) ->
     wait_for(lambda: fleet.nodes()["n2-numa0"]["state"] == "ready")
 
 
-def test_a_host_of_other_groups_is_not_undone_unasked(fleet: Fleet) -> None:
-    told = fleet.control.play("remove.yml", "--limit", "gw", good=False)
-    assert "remove=yes" in told.text
-    assert told.changed == {}
+def test_a_host_of_other_groups_is_not_removed_unasked(fleet: DeployedFleet) -> None:
+    output = fleet.control.play("remove.yml", "--limit", "gw", good=False)
+    assert "remove=yes" in output.text
+    assert output.changed == {}
     assert fleet.chat()["usage"]["completion_tokens"] == 8
 
 
-def test_a_host_is_undone(fleet: Fleet) -> None:
+def test_a_host_is_removed(fleet: DeployedFleet) -> None:
     assert "remove=yes" in fleet.control.play("remove.yml", "--limit", "n2", good=False).text
     fleet.control.play("remove.yml", "--limit", "n2", remove=True)
     fleet.control.groups["llama_nodes"].remove("n2")

@@ -1,4 +1,4 @@
-"""llama.cpp by an archive of binaries, by a package, by source; each serves a chat."""
+"""llama.cpp from an archive of binaries, a package and source; each serves a chat."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.deploy import llama_archives
-from tests.deploy.conftest import Fleet
-from tests.deploy.parcels import Parcels
+from tests.deploy.conftest import DeployedFleet
+from tests.deploy.release_files import ReleaseFiles
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
 
-def install(fleet: Fleet, how: str, archive: Path, **more: Any) -> str:
-    """Put one node's llama.cpp in by this way; what its unit says afterwards."""
+def install(fleet: DeployedFleet, how: str, archive: Path, **more: Any) -> str:
+    """Install llama.cpp on one node in this way. Returns the text of its unit."""
     named = {
         "llama_node_archive_file": str(archive),
         "llama_node_archive_sha256": llama_archives.sha256(archive),
@@ -24,12 +24,14 @@ def install(fleet: Fleet, how: str, archive: Path, **more: Any) -> str:
     fleet.control.play("site.yml", "--limit", "n1,gw", **wanted)
     assert fleet.nodes()["n1-numa0"]["state"] == "ready"
     assert fleet.control.play("site.yml", "--limit", "n1,gw", **wanted).changed == {}
-    told: str = fleet.hosts["n1"].run("systemctl cat llama-server-numa0").stdout
-    return told
+    unit: str = fleet.hosts["n1"].run("systemctl cat llama-server-numa0").stdout
+    return unit
 
 
-def test_an_archive_of_binaries(fleet: Fleet, parcels: Parcels, tmp_path: Path) -> None:
-    archive = llama_archives.release_archive(tmp_path, parcels.wheelhouse())
+def test_an_archive_of_binaries(
+    fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path
+) -> None:
+    archive = llama_archives.release_archive(tmp_path, release_files.wheelhouse())
     wrong = fleet.control.play(
         "site.yml",
         *("--limit", "n1,gw"),
@@ -44,8 +46,10 @@ def test_an_archive_of_binaries(fleet: Fleet, parcels: Parcels, tmp_path: Path) 
     assert "--metrics --slots --jinja --no-webui" in unit
 
 
-def test_memory_is_locked_without_root(fleet: Fleet, parcels: Parcels, tmp_path: Path) -> None:
-    archive = llama_archives.release_archive(tmp_path, parcels.wheelhouse())
+def test_memory_is_locked_without_root(
+    fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path
+) -> None:
+    archive = llama_archives.release_archive(tmp_path, release_files.wheelhouse())
     fleet.control.play(
         "site.yml",
         *("--limit", "n1,gw"),
@@ -58,26 +62,26 @@ def test_memory_is_locked_without_root(fleet: Fleet, parcels: Parcels, tmp_path:
     pid = host.run("systemctl show -p MainPID --value llama-server-numa0").stdout.strip()
     assert "--mlock" in host.run(f"tr '\\0' ' ' < /proc/{pid}/cmdline").stdout
     locked = host.run(f"sed -n 's/^VmLck:[^0-9]*//p' /proc/{pid}/status").stdout.split()[0]
-    assert int(locked) > 16 << 10  # KiB; what the manager allows without the capability is 8 MiB
+    assert int(locked) > 16 << 10  # KiB; without the capability the limit is 8 MiB
     limits = host.run(f"grep -E '^(Uid|CapEff)' /proc/{pid}/status").stdout.split()
     assert limits[1] != "0"  # not root
     assert int(limits[-1], 16) == 1 << 14  # CAP_IPC_LOCK, linux/capability.h, and no other
 
 
-def test_a_package(fleet: Fleet, parcels: Parcels, tmp_path: Path) -> None:
-    package = llama_archives.package(tmp_path, parcels.wheelhouse())
+def test_a_package(fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path) -> None:
+    package = llama_archives.package(tmp_path, release_files.wheelhouse())
     unit = install(fleet, "package", package, llama_node_package_file=str(package))
     assert "ExecStart=/usr/bin/llama-server" in unit
 
 
-def test_source(fleet: Fleet, parcels: Parcels, tmp_path: Path) -> None:
-    archive = llama_archives.source_archive(tmp_path, parcels.wheelhouse())
+def test_source(fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path) -> None:
+    archive = llama_archives.source_archive(tmp_path, release_files.wheelhouse())
     unit = install(fleet, "source", archive)
     assert "/build/bin/llama-server" in unit
     host = fleet.hosts["n1"]
-    told = host.run("cat /opt/llama-node/llama.cpp-*/build/switches").stdout.split()
+    switches = host.run("cat /opt/llama-node/llama.cpp-*/build/switches").stdout.split()
     flags = set(host.run("grep -m1 -E '^(flags|Features)' /proc/cpuinfo").stdout.split())
     if "avx" in flags:
-        assert f"GGML_AVX2={'ON' if 'avx2' in flags else 'OFF'}" in told
-        assert f"GGML_AVX512_VNNI={'ON' if 'avx512_vnni' in flags else 'OFF'}" in told
-    assert "GGML_NATIVE=OFF" in told
+        assert f"GGML_AVX2={'ON' if 'avx2' in flags else 'OFF'}" in switches
+        assert f"GGML_AVX512_VNNI={'ON' if 'avx512_vnni' in flags else 'OFF'}" in switches
+    assert "GGML_NATIVE=OFF" in switches

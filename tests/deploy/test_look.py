@@ -31,11 +31,11 @@ def look() -> ModuleType:
 
 @pytest.fixture
 def two_sockets(tmp_path: Path) -> dict[str, Any]:
-    """64 GiB in two nodes; three quarters of each are free."""
+    """A machine with 64 GiB in two NUMA nodes; three quarters of each are free."""
     return topology_as_dict(read_topology(make_machine(tmp_path, two_sockets_with_smt())))
 
 
-def told(
+def memory_problems(
     look: ModuleType, topology: dict[str, Any], gib: float, running: int = 0, **spec: Any
 ) -> list[str]:
     found = {
@@ -49,33 +49,31 @@ def told(
 
 
 def test_each_numa_node_must_hold_its_server(look: ModuleType, two_sockets: dict[str, Any]) -> None:
-    assert told(look, two_sockets, gib=14) == []
-    problems = told(look, two_sockets, gib=15)  # 22.5 and 2 of 24 GiB, twice
+    assert memory_problems(look, two_sockets, gib=14) == []
+    problems = memory_problems(look, two_sockets, gib=15)  # 22.5 + 2 of 24 GiB, on each node
     assert [problem.split(" has ")[0].rpartition("but ")[2] for problem in problems] == [
         "NUMA node 0",
         "NUMA node 1",
     ]
 
 
-def test_what_our_own_server_holds_counts_as_free(
+def test_memory_of_our_own_server_counts_as_free(
     look: ModuleType, two_sockets: dict[str, Any]
 ) -> None:
-    problems = told(look, two_sockets, gib=15, running=4 * GIB)
+    problems = memory_problems(look, two_sockets, gib=15, running=4 * GIB)
     assert [problem.split(" has ")[0].rpartition("but ")[2] for problem in problems] == [
         "NUMA node 0"
     ]
 
 
-def test_only_the_numa_nodes_that_are_asked_for_count(
-    look: ModuleType, two_sockets: dict[str, Any]
-) -> None:
-    assert len(told(look, two_sockets, gib=15, numa_nodes=[1])) == 1
+def test_only_the_requested_numa_nodes_count(look: ModuleType, two_sockets: dict[str, Any]) -> None:
+    assert len(memory_problems(look, two_sockets, gib=15, numa_nodes=[1])) == 1
     (problem,) = look.numa_problems({"numa_nodes": [0, 2, 3]}, two_sockets)
     assert "no NUMA node 2, 3 (llama_node_numa_nodes)" in problem
     assert "there are 0, 1" in problem
 
 
-def test_an_edited_file_is_told_from_ours_and_from_a_strangers(
+def test_an_edited_file_is_distinguished_from_ours_and_from_a_foreign_one(
     look: ModuleType, tmp_path: Path
 ) -> None:
     body = b"nodes: []\n"
@@ -93,19 +91,19 @@ def test_an_edited_file_is_told_from_ours_and_from_a_strangers(
     assert look.file_problems({**spec, "overwrite": True}) == []
 
 
-def test_a_packages_file_is_told_from_one_that_was_edited_before_the_first_run(
+def test_a_packages_file_is_distinguished_from_one_edited_before_the_first_run(
     look: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     brought, edited = tmp_path / "brought", tmp_path / "edited"
     brought.write_bytes(b"global:\n")
     edited.write_bytes(b"global:\n# mine\n")
     digest = hashlib.md5(b"global:\n", usedforsecurity=False).hexdigest()
-    told = f" {brought} {digest}\n {edited} {digest} obsolete\n"  # as dpkg-query writes it
-    asked: list[tuple[str, ...]] = []
+    listing = f" {brought} {digest}\n {edited} {digest} obsolete\n"  # as dpkg-query writes it
+    commands: list[tuple[str, ...]] = []
 
     def run(*command: str) -> str:
-        asked.append(command)
-        return told
+        commands.append(command)
+        return listing
 
     monkeypatch.setattr(look, "run", run)
     spec = {
@@ -116,11 +114,11 @@ def test_a_packages_file_is_told_from_one_that_was_edited_before_the_first_run(
     }
     (problem,) = look.file_problems(spec)
     assert problem.startswith(f"{edited} was not written by this role. Remedy: ")
-    assert asked[0] == ("dpkg-query", "--show", "--showformat=${Conffiles}\n", "prometheus")
+    assert commands[0] == ("dpkg-query", "--show", "--showformat=${Conffiles}\n", "prometheus")
 
 
 class _SignedForGet(http.server.BaseHTTPRequestHandler):
-    """As object stores answer an address that was signed for GET."""
+    """Answers as object stores do for a URL that is signed for GET."""
 
     def do_HEAD(self) -> None:
         self.send_error(403)
@@ -153,7 +151,7 @@ def test_a_model_at_an_address_signed_for_get_is_measured(look: ModuleType) -> N
             thread.join(10)
 
 
-def test_what_the_last_run_published_is_read_whatever_is_there(
+def test_the_last_runs_publication_is_read_and_broken_ones_are_ignored(
     look: ModuleType, tmp_path: Path
 ) -> None:
     path = tmp_path / "servers.json"
@@ -175,7 +173,7 @@ def test_space_on_one_disk_is_added_up(look: ModuleType, tmp_path: Path) -> None
     assert look.disk_problems([{**wanted[0], "bytes": 1}]) == []
 
 
-def test_a_model_that_is_sent_needs_room_where_ansible_puts_it_first(
+def test_a_model_that_is_uploaded_needs_room_in_ansibles_temporary_folder(
     look: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     me = pwd.getpwuid(os.getuid())
@@ -192,7 +190,7 @@ def test_a_model_that_is_sent_needs_room_where_ansible_puts_it_first(
     assert [one["path"] for one in look.disks(beside, model)] == [f"{home}/models"]
 
 
-def test_a_model_that_was_verified_is_not_looked_at_again(look: ModuleType, tmp_path: Path) -> None:
+def test_a_verified_model_is_not_read_again(look: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"weights")
     stat = path.stat()

@@ -16,14 +16,14 @@ def keys() -> ModuleType:
     spec = importlib.util.spec_from_file_location("node_keys", FILES / "keys.py")
     assert spec is not None
     assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_a_key_is_made_once(keys: ModuleType) -> None:
-    (made,) = first = keys.wanted([], rotate=False, running=[])
-    assert len(made) == 64
+    (module,) = first = keys.wanted([], rotate=False, running=[])
+    assert len(module) == 64
     assert keys.wanted([], rotate=False, running=[]) != first
     for running in ([], [""], [keys.fingerprint(first)]):
         assert keys.wanted(first, rotate=False, running=running) == first
@@ -32,7 +32,7 @@ def test_a_key_is_made_once(keys: ModuleType) -> None:
 def test_a_renewed_key_is_known_to_every_server_before_the_gateway_sends_it(
     keys: ModuleType,
 ) -> None:
-    """Two servers, of which the play may stop after each; the gateway sends the first of a file."""
+    """The play may stop after each of two servers; the gateway sends the first key of the file."""
     file = keys.wanted([], rotate=False, running=[])
     servers = [file, file]
 
@@ -46,11 +46,11 @@ def test_a_renewed_key_is_known_to_every_server_before_the_gateway_sends_it(
                 servers[number] = file
 
     (old,) = file
-    play(rotate=True, restarted=1)  # it stopped half-way
+    play(rotate=True, restarted=1)  # it stopped after the first server
     play(rotate=False, restarted=1)
     assert file[0] == old
     play(rotate=True, restarted=2)
-    assert len(file) == 2  # begun once, however often it is asked for
+    assert len(file) == 2  # a renewal begins once, however often it is requested
     play(rotate=False, restarted=1)
     assert file[0] != old
     play(rotate=False, restarted=2)
@@ -59,7 +59,7 @@ def test_a_renewed_key_is_known_to_every_server_before_the_gateway_sends_it(
     assert old not in file
 
 
-def test_what_tells_keys_apart_tells_nothing_of_them(keys: ModuleType) -> None:
+def test_fingerprints_of_keys_differ_and_reveal_nothing(keys: ModuleType) -> None:
     prints = {keys.fingerprint(one) for one in ([], ["a"], ["b"], ["a", "b"], ["ab"])}
     assert len(prints) == 5
     assert {len(one) for one in prints} == {16}

@@ -1,4 +1,4 @@
-"""What would not end well is refused before anything is changed, with host, variable, remedy."""
+"""Plays that would fail are refused before any change, with the host, variable and remedy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.conftest import Fleet
-from tests.deploy.control import Control, Played
+from tests.deploy.conftest import DeployedFleet
+from tests.deploy.control import ControlMachine, PlaybookResult
 from tests.deploy.hosts import NETWORK
-from tests.deploy.parcels import Parcels
+from tests.deploy.release_files import ReleaseFiles
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
@@ -28,16 +28,16 @@ pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 SIGNATURE = "marked-a5%2F"
 
 
-def refused(control: Control, *arguments: str, **extra: Any) -> Played:
-    played = control.play("site.yml", *arguments, good=False, **extra)
-    assert played.changed == {}
-    assert "Traceback" not in played.output
-    assert "Remedy: " in played.text
-    return played
+def refused(control: ControlMachine, *arguments: str, **extra: Any) -> PlaybookResult:
+    result = control.play("site.yml", *arguments, good=False, **extra)
+    assert result.changed == {}
+    assert "Traceback" not in result.output
+    assert "Remedy: " in result.text
+    return result
 
 
 @contextlib.contextmanager
-def replaced(control: Control, group: str, names: list[str]) -> Iterator[None]:
+def replaced(control: ControlMachine, group: str, names: list[str]) -> Iterator[None]:
     before = control.groups[group]
     control.groups[group] = names
     try:
@@ -48,7 +48,7 @@ def replaced(control: Control, group: str, names: list[str]) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Mirror:
-    """A web server on this machine, the folder it serves, and what it was asked for."""
+    """A web server on this machine: its folder, and the requests that it got."""
 
     folder: Path
     url: str = ""
@@ -74,7 +74,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
         self.mirror.fetched.append((self.path, wanted))
         file = self.mirror.folder / self.path[1:].partition("?")[0]
         if not (wanted and self.mirror.sends_parts and file.is_file()):
-            with contextlib.suppress(ConnectionError):  # a client that wanted a part leaves
+            with contextlib.suppress(ConnectionError):  # a client that requested a part leaves
                 super().do_GET()
             return
         body = file.read_bytes()
@@ -90,89 +90,90 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture
-def mirror(fleet: Fleet, tmp_path: Path) -> Iterator[Mirror]:
-    made = Mirror(tmp_path)
-    handler = partial(_Handler, mirror=made)
+def mirror(fleet: DeployedFleet, tmp_path: Path) -> Iterator[Mirror]:
+    mirror = Mirror(tmp_path)
+    handler = partial(_Handler, mirror=mirror)
     with http.server.ThreadingHTTPServer((f"{NETWORK}.1", 0), handler) as server:
-        made.url = f"http://{NETWORK}.1:{server.server_port}"
+        mirror.url = f"http://{NETWORK}.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        yield made
+        yield mirror
         server.shutdown()
         thread.join(10)
 
 
-def test_a_model_with_another_checksum(fleet: Fleet) -> None:
-    told = refused(fleet.control, llama_node_model_sha256="0" * 64).text
-    assert "n1: " in told
-    assert "not the one in llama_node_model_sha256" in told
+def test_a_model_with_another_checksum(fleet: DeployedFleet) -> None:
+    output = refused(fleet.control, llama_node_model_sha256="0" * 64).text
+    assert "n1: " in output
+    assert "not the one in llama_node_model_sha256" in output
 
 
-def test_too_little_memory_and_disk(fleet: Fleet, mirror: Mirror) -> None:
-    told = refused(
+def test_too_little_memory_and_disk(fleet: DeployedFleet, mirror: Mirror) -> None:
+    output = refused(
         fleet.control,
         llama_node_model_file="",
         llama_node_model_url=f"{mirror.url}/huge.gguf",
         llama_node_model_sha256="0" * 64,
     ).text
     assert (
-        "n1: not enough disk space: the model in /var/lib/llama-node/models needs 900.0 GiB" in told
+        "n1: not enough disk space: the model in /var/lib/llama-node/models needs 900.0 GiB"
+        in output
     )
-    told = refused(fleet.control, llama_node_memory_reserve=1 << 50).text
-    assert "n1: not enough memory: the model is 4 MiB, so 1 server needs" in told
+    output = refused(fleet.control, llama_node_memory_reserve=1 << 50).text
+    assert "n1: not enough memory: the model is 4 MiB, so 1 server needs" in output
 
 
-def test_a_url_that_has_no_model(fleet: Fleet, mirror: Mirror) -> None:
-    told = refused(
+def test_a_url_that_has_no_model(fleet: DeployedFleet, mirror: Mirror) -> None:
+    output = refused(
         fleet.control,
         llama_node_model_file="",
         llama_node_model_url=f"{mirror.url}/none.gguf",
         llama_node_model_sha256="0" * 64,
     ).text
-    assert "status 404" in told
-    assert "llama_node_model_mirrors" in told
+    assert "status 404" in output
+    assert "llama_node_model_mirrors" in output
 
 
-def test_no_such_numa_node(fleet: Fleet) -> None:
-    told = refused(fleet.control, llama_node_numa_nodes=[7]).text
-    assert "n1: no NUMA node 7 (llama_node_numa_nodes)" in told
+def test_no_such_numa_node(fleet: DeployedFleet) -> None:
+    output = refused(fleet.control, llama_node_numa_nodes=[7]).text
+    assert "n1: no NUMA node 7 (llama_node_numa_nodes)" in output
 
 
-def test_a_port_in_use(fleet: Fleet) -> None:
+def test_a_port_in_use(fleet: DeployedFleet) -> None:
     host = fleet.hosts["n1"]
     host.run("systemd-run --unit=squatter python3 -m http.server 9099")
     try:
-        told = refused(fleet.control, llama_node_port=9099).text
+        output = refused(fleet.control, llama_node_port=9099).text
     finally:
         host.run("systemctl stop squatter")
-    assert "n1: port 9099 (llama_node_port) is in use by python3" in told
+    assert "n1: port 9099 (llama_node_port) is in use by python3" in output
 
 
-def test_a_full_disk(fleet: Fleet) -> None:
+def test_a_full_disk(fleet: DeployedFleet) -> None:
     host = fleet.hosts["n3"]
     host.run("rm -rf /var/lib/llama-node; mkdir /var/lib/llama-node")
     host.run("mount -t tmpfs -o size=2M tmpfs /var/lib/llama-node")
     try:
         with replaced(fleet.control, "llama_nodes", ["n1", "n3"]):
-            told = refused(fleet.control).text
+            output = refused(fleet.control).text
     finally:
         host.run("umount /var/lib/llama-node")
-    assert "n3: not enough disk space: the model" in told
-    assert "llama_node_models_folder" in told
+    assert "n3: not enough disk space: the model" in output
+    assert "llama_node_models_folder" in output
 
 
-def test_an_unreachable_host(fleet: Fleet) -> None:
+def test_an_unreachable_host(fleet: DeployedFleet) -> None:
     fleet.control.addresses["n9"] = f"{NETWORK}.99"
     with replaced(fleet.control, "llama_nodes", ["n1", "n9"]):
-        told = refused(fleet.control).text
-    assert f"n9: can't be reached as {NETWORK}.99" in told
+        output = refused(fleet.control).text
+    assert f"n9: can't be reached as {NETWORK}.99" in output
 
 
 @pytest.mark.parametrize("group", ["llama_nodes", "gateway"])
-def test_an_inventory_without(fleet: Fleet, group: str) -> None:
+def test_an_inventory_without(fleet: DeployedFleet, group: str) -> None:
     with replaced(fleet.control, group, []):
-        told = refused(fleet.control).text
-    assert f"has no host in group {group}" in told
+        output = refused(fleet.control).text
+    assert f"has no host in group {group}" in output
 
 
 @pytest.mark.parametrize(
@@ -184,52 +185,58 @@ def test_an_inventory_without(fleet: Fleet, group: str) -> None:
         ("n1", "/etc/systemd/system/llama-server-numa0.service", "llama_node_overwrite"),
     ],
 )
-def test_a_file_that_was_edited_by_hand(fleet: Fleet, name: str, path: str, variable: str) -> None:
+def test_a_file_that_was_edited_by_hand(
+    fleet: DeployedFleet, name: str, path: str, variable: str
+) -> None:
     host = fleet.hosts[name]
     host.run(f"cp -p {path} /var/tmp/kept && echo '# by hand' >> {path}")
     try:
-        told = refused(fleet.control, "--tags", "preflight").text
+        output = refused(fleet.control, "--tags", "preflight").text
     finally:
         host.run(f"mv /var/tmp/kept {path}")
-    assert f"{name}: {path} was edited by hand since the last run" in told
-    assert f"-e {variable}=true" in told
+    assert f"{name}: {path} was edited by hand since the last run" in output
+    assert f"-e {variable}=true" in output
 
 
-def test_files_that_are_not_on_the_control_machine(fleet: Fleet) -> None:
+def test_files_that_are_not_on_the_control_machine(fleet: DeployedFleet) -> None:
     nowhere = "/nowhere/archive.tar.gz"
-    told = refused(
+    output = refused(
         fleet.control,
         llama_node_install="release",
         llama_node_archive_file=nowhere,
         llama_node_archive_sha256="0" * 64,
     ).text
-    assert f"n1: {nowhere} (llama_node_archive_file) is not on the control machine" in told
+    assert f"n1: {nowhere} (llama_node_archive_file) is not on the control machine" in output
     certificate = {"edge_tls_certificate": "/nowhere/cert.pem", "edge_tls_key": "/nowhere/key.pem"}
-    told = refused(fleet.control, "--tags", "preflight", **certificate).text
-    assert "gw: /nowhere/cert.pem (edge_tls_certificate) is not on the control machine" in told
+    output = refused(fleet.control, "--tags", "preflight", **certificate).text
+    assert "gw: /nowhere/cert.pem (edge_tls_certificate) is not on the control machine" in output
 
 
-def test_a_release_that_is_not_installed(fleet: Fleet, parcels: Parcels, tmp_path: Path) -> None:
-    wheel = Path(shutil.copy(parcels.wheel(), tmp_path))
+def test_a_release_that_is_not_installed(
+    fleet: DeployedFleet, release_files: ReleaseFiles, tmp_path: Path
+) -> None:
+    wheel = Path(shutil.copy(release_files.wheel(), tmp_path))
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("gateway/unheard-of.txt", "")
     for tag in ("configure", "run"):
-        told = refused(fleet.control, "--tags", tag, llama_gateway_release_wheel=str(wheel)).text
-        assert "is not there yet. Remedy: run the play without --tags" in told
+        output = refused(fleet.control, "--tags", tag, llama_gateway_release_wheel=str(wheel)).text
+        assert "is not there yet. Remedy: run the play without --tags" in output
     assert fleet.chat()["usage"]["completion_tokens"] == 8
 
 
-def test_a_name_that_all_servers_of_a_host_would_have(fleet: Fleet) -> None:
+def test_a_name_that_all_servers_of_a_host_would_have(fleet: DeployedFleet) -> None:
     assert "llama_node_entry" in refused(fleet.control, llama_node_entry={"name": "fast"}).text
 
 
-def test_a_folder_that_the_servers_would_not_see(fleet: Fleet) -> None:
-    told = refused(fleet.control, llama_node_models_folder="/home/models").text
-    assert "n1: llama_node_models_folder and llama_node_home can't be in /home" in told
+def test_a_folder_that_the_servers_would_not_see(fleet: DeployedFleet) -> None:
+    output = refused(fleet.control, llama_node_models_folder="/home/models").text
+    assert "n1: llama_node_models_folder and llama_node_home can't be in /home" in output
 
 
-def test_each_host_may_have_its_own_model_and_llama_cpp(fleet: Fleet, tmp_path: Path) -> None:
-    """The first host of a play is asked for the whole, so it must be the odd one."""
+def test_each_host_may_have_its_own_model_and_llama_cpp(
+    fleet: DeployedFleet, tmp_path: Path
+) -> None:
+    """Checks of a whole play run on its first host, so that host must be the different one."""
     other = tmp_path / "other.gguf"
     other.write_bytes(b"other")
     first = fleet.control.groups["llama_nodes"][0]
@@ -241,22 +248,26 @@ def test_each_host_may_have_its_own_model_and_llama_cpp(fleet: Fleet, tmp_path: 
         del fleet.control.host_variables[first]
 
 
-def test_a_listener_or_an_edge_without_keys(fleet: Fleet) -> None:
-    told = refused(fleet.control, gateway_settings={}, gateway_host="0.0.0.0").text
-    assert "gw: the gateway would listen on 0.0.0.0 (gateway_host) and ask nobody for a key" in told
-    told = refused(fleet.control, gateway_settings={"keys": []}).text
-    assert "gw: the edge on gw would open the gateway to everybody: it has no keys" in told
+def test_a_listener_or_an_edge_without_keys(fleet: DeployedFleet) -> None:
+    output = refused(fleet.control, gateway_settings={}, gateway_host="0.0.0.0").text
+    assert (
+        "gw: the gateway would listen on 0.0.0.0 (gateway_host) and ask nobody for a key" in output
+    )
+    output = refused(fleet.control, gateway_settings={"keys": []}).text
+    assert "gw: the edge on gw would open the gateway to everybody: it has no keys" in output
     fleet.control.play(*("site.yml", "--tags", "preflight"), gateway_host="0.0.0.0")
 
 
-def test_a_key_that_a_process_would_show(fleet: Fleet) -> None:
+def test_a_key_that_a_process_would_show(fleet: DeployedFleet) -> None:
     for arguments in (["--api-key", "marked"], ["--api-key=marked"]):
-        told = refused(fleet.control, llama_node_extra_args=arguments).text
-        assert "llama_node_extra_args holds --api-key" in told
+        output = refused(fleet.control, llama_node_extra_args=arguments).text
+        assert "llama_node_extra_args holds --api-key" in output
 
 
-def test_a_half_done_run_goes_on_where_it_stopped(fleet: Fleet, mirror: Mirror) -> None:
-    """A download that turns out wrong, then one that broke off half-way and is resumed."""
+def test_an_interrupted_run_continues_where_it_stopped(
+    fleet: DeployedFleet, mirror: Mirror
+) -> None:
+    """A download with a wrong checksum, then an interrupted one that is resumed."""
     model = Path(fleet.control.variables["llama_node_model_file"]).read_bytes()
     (mirror.folder / "other.gguf").write_bytes(model)
     wanted: dict[str, Any] = {
@@ -266,13 +277,13 @@ def test_a_half_done_run_goes_on_where_it_stopped(fleet: Fleet, mirror: Mirror) 
         "llama_node_model_name": "demo",
     }
     with replaced(fleet.control, "llama_nodes", ["n1"]):
-        told = fleet.control.play(
+        output = fleet.control.play(
             "site.yml", "-vvv", good=False, **wanted, llama_node_model_sha256="1" * 64
         ).text
-        assert "it was taken away. Remedy: mend llama_node_model_sha256" in told
-        # What the play was started with is told by Ansible itself.
-        assert f"signed={SIGNATURE}" not in told.replace(json.dumps(wanted)[1:-1], "")
-        assert fleet.chat()["model"] == "demo"  # what ran still runs
+        assert "it was taken away. Remedy: mend llama_node_model_sha256" in output
+        # Ansible itself prints the variables of its command line.
+        assert f"signed={SIGNATURE}" not in output.replace(json.dumps(wanted)[1:-1], "")
+        assert fleet.chat()["model"] == "demo"  # the running server still runs
         digest = hashlib.sha256(model).hexdigest()
         partial_name = f"/var/lib/llama-node/models/{digest[:12]}-other.gguf.partial"
         n1 = fleet.hosts["n1"]
@@ -287,7 +298,7 @@ def test_a_half_done_run_goes_on_where_it_stopped(fleet: Fleet, mirror: Mirror) 
             f"{digest[:12]}-other.gguf",
             f"{digest[:12]}-other.gguf.verified",
         ]
-        # Where a web server sends only the whole, it is fetched as a whole.
+        # A web server that sends no parts sends the whole file.
         (mirror.folder / "third.gguf").write_bytes(model)
         wanted["llama_node_model_url"] = f"{mirror.url}/third.gguf"
         n1.run(f"head -c 1000 {partial_name[:-8]} > {partial_name.replace('other', 'third')}")

@@ -1,4 +1,4 @@
-"""No task shows a secret: to who watches, on a command line, or in a file for everybody."""
+"""No task shows a secret in its output, on a command line, or in a file that all users can read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import yaml
 from tests.deploy.control import ansible_programs
 
 PLAYBOOKS = Path(__file__).parents[2] / "deploy/ansible"
-# What an operator gives that is a secret, or a file that holds one.
+# Variables with a secret, and with a file that contains one.
 GIVEN = {"verify_key", "verify_key_file"}
 FILES = {"edge_tls_key", "gateway_files"}
-# Made of a secret, and not one.
+# Variables that are derived from a secret, but are none.
 HARMLESS = {
     "gateway_digest",  # a hash of all that needs a restart
     "gateway_settings_made",  # names the file of the admin key where there is one
@@ -27,7 +27,7 @@ HARMLESS = {
 }
 COMMANDS = {"ansible.builtin.command", "ansible.builtin.shell", "ansible.builtin.raw"}
 WRITERS = {"ansible.builtin.copy", "ansible.builtin.template"}
-# What a task only decides by, or is called, is never shown with its values.
+# Parts of a task that Ansible never shows with their values.
 UNSHOWN = {"when", "name", "until", "failed_when", "changed_when", "notify", "register", "tags"}
 CLOSED = {"0600", "0640"}
 
@@ -38,9 +38,9 @@ def read(path: Path) -> Any:
     return yaml.safe_load(path.read_text()) or []
 
 
-def tasks_of(told: Any) -> Iterator[Task]:
-    """The tasks of a playbook or of a file of tasks, those of blocks too."""
-    for one in told:
+def tasks_of(value: Any) -> Iterator[Task]:
+    """The tasks of a playbook or of a file of tasks, including those in blocks."""
+    for one in value:
         inner = [
             one.get(part, [])
             for part in (
@@ -78,19 +78,19 @@ def arguments_of(task: Task) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {"_": arguments}
 
 
-def mentions(told: object, names: set[str]) -> set[str]:
-    """Those of the names that an expression in it takes the value of."""
-    expressions = re.findall(r"\{[{%](.*?)[%}]\}", json.dumps(told), re.DOTALL)
+def mentions(value: object, names: set[str]) -> set[str]:
+    """The names whose value an expression in the task uses."""
+    expressions = re.findall(r"\{[{%](.*?)[%}]\}", json.dumps(value), re.DOTALL)
     words = {word for one in expressions for word in re.findall(r"\w+", re.sub(r"'.*?'", "", one))}
     return names & words
 
 
 def secrets_of(tasks: list[Task]) -> set[str]:
-    """The variables that hold one, by whatever way it came into them."""
+    """The variables that contain a secret, directly or through other variables."""
     found = set(GIVEN)
     for path in PLAYBOOKS.glob("roles/*/meta/argument_specs.yml"):
         for entry in read(path)["argument_specs"].values():
-            found |= {name for name, told in entry["options"].items() if told.get("no_log")}
+            found |= {name for name, value in entry["options"].items() if value.get("no_log")}
     found -= FILES
     texts: dict[str, Any] = {}
     for path in PLAYBOOKS.glob("roles/*/[dv]*/main.yml"):
@@ -105,7 +105,7 @@ def secrets_of(tasks: list[Task]) -> set[str]:
 
 
 def closed_results(tasks: list[Task]) -> set[str]:
-    """What tasks that say nothing have found: what they were given is in it."""
+    """Results of tasks with `no_log`; they contain the tasks' arguments."""
     return {task["register"] for task in tasks if task.get("no_log") and "register" in task}
 
 
@@ -126,14 +126,14 @@ def test_the_secrets_are_known() -> None:
 
 
 def complaint(task: Task) -> str:
-    """What is wrong with a task; nothing where it shows no secret."""
+    """How a task shows a secret; empty if it does not."""
     module, arguments = module_of(task), arguments_of(task)
     used = mentions({key: value for key, value in task.items() if key not in UNSHOWN}, SECRETS)
     writes = module in WRITERS
     if writes:
         used |= mentions(task, FILES)
         used |= {name for name in [str(arguments.get("dest", ""))] if is_key(name)}
-    # A loop tells what it goes over, whatever its label is.
+    # A loop shows its items, whatever its label is.
     loop = str(task.get("loop", ""))
     if not re.search(r"range\(|map\(attribute", loop):
         used |= mentions(loop, RESULTS)
@@ -150,9 +150,9 @@ def complaint(task: Task) -> str:
     return ""
 
 
-def test_a_task_that_has_a_secret_shows_nothing() -> None:
-    told = {str(task.get("name")): complaint(task) for task in TASKS}
-    assert {name: why for name, why in told.items() if why} == {}
+def test_no_task_shows_a_secret() -> None:
+    value = {str(task.get("name")): complaint(task) for task in TASKS}
+    assert {name: why for name, why in value.items() if why} == {}
 
 
 COPY = {"ansible.builtin.copy": {"content": "{{ gateway_admin_key }}", "dest": "a", "mode": "0600"}}
@@ -175,12 +175,12 @@ COPY = {"ansible.builtin.copy": {"content": "{{ gateway_admin_key }}", "dest": "
         ({"ansible.builtin.fail": {"msg": "a"}, "when": "gateway_admin_key"}, False),
     ],
 )
-def test_what_shows_a_secret_is_seen(task: Task, complains: bool) -> None:
+def test_a_task_that_shows_a_secret_is_found(task: Task, complains: bool) -> None:
     assert bool(complaint(task)) == complains
 
 
 def only(role: str, file: str, name: str) -> Task:
-    """The task of a role by its name, for a play of its own."""
+    """The task of a role with this name, for a play of its own."""
     (found,) = (
         task
         for task in tasks_of(read(PLAYBOOKS / f"roles/{role}/tasks/{file}.yml"))
@@ -195,8 +195,8 @@ def only(role: str, file: str, name: str) -> Task:
 
 @pytest.mark.net
 @pytest.mark.timeout(200)
-def test_the_key_of_the_edge_and_that_of_a_check_are_not_told(tmp_path: Path) -> None:
-    """The very tasks, with all that Ansible can be made to tell; the edge answers nothing."""
+def test_the_key_of_the_edge_and_that_of_a_check_are_not_shown(tmp_path: Path) -> None:
+    """Runs these tasks with Ansible's most verbose output; the edge does not answer."""
     secrets = {"edge_tls_key": "marked-private-key", "edge_tls_certificate": "a-certificate"}
     for name, content in secrets.items():
         (tmp_path / name).write_text(f"{content}\n")
@@ -228,7 +228,7 @@ def test_the_key_of_the_edge_and_that_of_a_check_are_not_told(tmp_path: Path) ->
         "gateway": {},
     }
     (tmp_path / "hosts.json").write_text(json.dumps(inventory))
-    told = subprocess.run(
+    value = subprocess.run(
         [
             *(str(ansible_programs() / "ansible-playbook"), "-i", str(tmp_path / "hosts.json")),
             *("-vvv", "--diff", "-e", f"verify_key_file={tmp_path}/verify"),
@@ -241,5 +241,5 @@ def test_the_key_of_the_edge_and_that_of_a_check_are_not_told(tmp_path: Path) ->
         check=True,
     ).stdout
     assert (tmp_path / "sent/key.pem").read_text() == "marked-private-key\n"
-    assert "Chat from the control machine" in told
-    assert "marked" not in told.replace(str(tmp_path), "")
+    assert "Chat from the control machine" in value
+    assert "marked" not in value.replace(str(tmp_path), "")

@@ -1,4 +1,4 @@
-"""The units that are shipped as they are."""
+"""The unit files that are shipped in deploy/systemd."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_socket_listens_where_the_gateway_would() -> None:
 
 
 def test_the_memory_of_the_unit_is_above_the_worst_of_the_default_limits() -> None:
-    """Of two processes: a successor starts in the same unit."""
+    """For two processes, since a successor starts in the same unit."""
     limits = Settings().limits
     (most,) = lines("llama-gateway.service", "MemoryMax")
     bodies = limits.buffered_bytes * 5 // 4

@@ -1,4 +1,4 @@
-"""Units and build switches of machines that aren't here, by the role from fixtures of them."""
+"""Units and build switches that the role llama_node makes for machines given as fixtures."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ GRAVITON_4 = GRAVITON_3.replace("sve ", "sve sve2 ")
 
 
 def units(tmp_path: Path, topology: dict[str, Any], **variables: Any) -> dict[str, str]:
-    """The units by name."""
+    """The rendered units, by name."""
     made = tmp_path / "units"
     made.mkdir()
-    told = {
+    settings = {
         "folder": str(made),
         "llama_node_found": {
             "topology": topology,
@@ -84,18 +84,18 @@ def units(tmp_path: Path, topology: dict[str, Any], **variables: Any) -> dict[st
         "llama_node_program": "/opt/llama-node/1",
         **variables,
     }
-    run(tmp_path, PLAY, told)
+    run(tmp_path, PLAY, settings)
     return {path.name: path.read_text() for path in sorted(made.iterdir())}
 
 
 def run(tmp_path: Path, tasks: str, variables: dict[str, Any]) -> None:
-    """Run a play on this machine, as if it were the host epyc-a."""
+    """Run a play on this machine in place of the host epyc-a."""
     play = tmp_path / "play.yml"
     play.write_text(tasks)
-    told = {"ansible_python_interpreter": "python3", **variables}
+    settings = {"ansible_python_interpreter": "python3", **variables}
     program = str(ansible_programs() / "ansible-playbook")
     subprocess.run(
-        [program, "-i", "epyc-a,", str(play), "-e", json.dumps(told)],
+        [program, "-i", "epyc-a,", str(play), "-e", json.dumps(settings)],
         cwd=PLAYBOOKS,
         check=True,
         timeout=100,
@@ -121,7 +121,7 @@ def test_each_socket_has_its_server_bound_to_its_cores_and_memory(tmp_path: Path
         assert "StartLimitIntervalSec=0" in lines
 
 
-def test_one_socket_is_left_to_the_kernel(tmp_path: Path) -> None:
+def test_a_server_on_one_socket_is_not_pinned(tmp_path: Path) -> None:
     machine = make_machine(tmp_path / "machine", [[[0], [1]]])
     (text,) = units(
         tmp_path,
@@ -132,7 +132,7 @@ def test_one_socket_is_left_to_the_kernel(tmp_path: Path) -> None:
     ).values()
     assert " --mlock" in text
     assert "LimitMEMLOCK=infinity\nAmbientCapabilities=CAP_IPC_LOCK\n" in text
-    # The host asks its own server by its own address: it must not be shut out.
+    # The host connects to its own server by its own address, which the firewall must allow.
     assert "IPAddressDeny=any\nIPAddressAllow=localhost 10.0.0.11 10.0.0.10\n" in text
     assert "NUMAPolicy" not in text
     assert "CPUAffinity" not in text
@@ -140,7 +140,7 @@ def test_one_socket_is_left_to_the_kernel(tmp_path: Path) -> None:
     assert "--slots 5 --ctx 20480 --threads 2 " in text
 
 
-def test_a_server_asks_for_the_hosts_key_which_no_process_shows(tmp_path: Path) -> None:
+def test_a_server_requires_the_hosts_key_which_no_process_shows(tmp_path: Path) -> None:
     machine = make_machine(tmp_path / "machine", [[[0], [1]]])
     topology = topology_as_dict(read_topology(machine))
     (text,) = units(tmp_path, topology).values()
@@ -151,7 +151,7 @@ def test_a_server_asks_for_the_hosts_key_which_no_process_shows(tmp_path: Path) 
     assert "key" not in text.lower()
 
 
-def test_signs_that_systemd_expands_reach_the_server_as_they_are(tmp_path: Path) -> None:
+def test_characters_that_systemd_expands_reach_the_server_unchanged(tmp_path: Path) -> None:
     machine = make_machine(tmp_path / "machine", [[[0], [1]]])
     (text,) = units(
         tmp_path,
@@ -162,25 +162,25 @@ def test_signs_that_systemd_expands_reach_the_server_as_they_are(tmp_path: Path)
     assert start.endswith("--grammar 'root ::= $$x %%n'")
 
 
-def test_systemd_knows_every_line_and_little_is_open(tmp_path: Path) -> None:
+def test_systemd_accepts_every_line_and_the_unit_is_hardened(tmp_path: Path) -> None:
     machine = make_machine(tmp_path / "machine", two_sockets_with_smt())
     made = units(tmp_path, topology_as_dict(read_topology(machine)), llama_node_mlock=True)
     folder = tmp_path / "systemd"
     folder.mkdir()
     for name, text in made.items():
         unit = folder / name
-        # Neither the program nor the user is on this machine.
+        # This machine has neither the program nor the user.
         here = re.sub(r"(?m)^User=.*$", "User=daemon", text)
         unit.write_text(here.replace("=/opt/llama-node/1/bin/python ", "=/bin/sh "))
-        told = subprocess.run(
+        result = subprocess.run(
             ["systemd-analyze", "verify", str(unit)],
             capture_output=True,
             text=True,
             timeout=60,
             check=False,
         )
-        # Without a manager to ask it says so, too.
-        assert not [line for line in told.stderr.splitlines() if name in line], told.stderr
+        # Without a running systemd it prints this, too.
+        assert not [line for line in result.stderr.splitlines() if name in line], result.stderr
         subprocess.run(
             ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(unit)],
             check=True,
@@ -188,7 +188,7 @@ def test_systemd_knows_every_line_and_little_is_open(tmp_path: Path) -> None:
         )
 
 
-def test_what_tune_pins_to_stands_alone(tmp_path: Path) -> None:
+def test_the_pinning_that_tune_found_is_used_alone(tmp_path: Path) -> None:
     machine = make_machine(tmp_path / "machine", two_sockets_with_smt())
     topology = topology_as_dict(read_topology(machine))
     options = {"CPUAffinity": "0 1"}
@@ -212,8 +212,8 @@ def test_llama_cpp_is_built_for_the_instructions_that_the_cpu_has(tmp_path: Path
     machines = []
     for name, (architecture, cpuinfo) in fixtures.items():
         root = make_machine(tmp_path / name, [[[0], [1]]], cpuinfo=cpuinfo)
-        told = topology_as_dict(read_topology(root))
-        machines.append({"name": name, "architecture": architecture, "topology": told})
+        topology = topology_as_dict(read_topology(root))
+        machines.append({"name": name, "architecture": architecture, "topology": topology})
     written = tmp_path / "switches.json"
     variables = str(PLAYBOOKS / "roles/llama_node/vars/main.yml")
     run(
@@ -234,7 +234,7 @@ def test_llama_cpp_is_built_for_the_instructions_that_the_cpu_has(tmp_path: Path
     assert on("epyc") == avx512 | {"AVX512_VBMI"}
     amx = {"AMX_TILE", "AMX_INT8", "AMX_BF16"}
     assert on("sapphire-rapids") == avx512 | amx | {"AVX_VNNI"}
-    assert given["cortex-a72"] == []  # NEON is what every one of them has
+    assert given["cortex-a72"] == []  # every such CPU has NEON
     arm = "-DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod+fp16"
     assert given["altra"] == [arm]
     assert given["graviton-3"] == [f"{arm}+i8mm+bf16+sve"]

@@ -1,4 +1,4 @@
-"""The variables of the roles: what has a default is specified, described, used, and named right."""
+"""The variables of the roles: each with a default is specified, described, used and well named."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TYPES = {
     list: {"list"},
     dict: {"dict"},
 }
-# What a playbook is given for one run.
+# Variables that a playbook gets for one run.
 OF_A_RUN = {
     *("drain", "drain_all", "drain_deadline", "drain_timeout"),
     *("remove", "remove_all", "remove_models", "remove_timeout", "remove_deadline"),
@@ -38,9 +38,9 @@ def defaults(role: str) -> dict[str, Any]:
 
 
 def specified(role: str) -> dict[str, dict[str, Any]]:
-    told = read(PLAYBOOKS / "roles" / role / "meta/argument_specs.yml")["argument_specs"]
-    found: dict[str, dict[str, Any]] = told["main"]["options"]
-    for entry, other in told.items():
+    specs = read(PLAYBOOKS / "roles" / role / "meta/argument_specs.yml")["argument_specs"]
+    found: dict[str, dict[str, Any]] = specs["main"]["options"]
+    for entry, other in specs.items():
         assert (PLAYBOOKS / "roles" / role / f"tasks/{entry}.yml").is_file()
         assert other["options"] == found
     return found
@@ -64,8 +64,8 @@ def test_each_variable_is_used(role: str) -> None:
     assert not unused
 
 
-def test_what_the_roles_and_the_documentation_name_is_there() -> None:
-    """A misspelt variable would be another one, that nobody reads."""
+def test_the_variables_that_roles_and_documentation_name_exist() -> None:
+    """A misspelt variable would be a new one that no role reads."""
     known = {name for role in ROLES for name in defaults(role)} | OF_A_RUN
     for role in ROLES:
         path = PLAYBOOKS / f"roles/{role}/vars/main.yml"
@@ -84,7 +84,8 @@ def test_what_the_roles_and_the_documentation_name_is_there() -> None:
         assert set(read(path)) <= known, path
 
 
-def test_the_documentation_names_playbooks_groups_and_files_that_are_there() -> None:
+def test_the_playbooks_groups_and_files_that_the_documentation_names_exist() -> None:
+
     text = (ROOT / "docs/deploy.md").read_text()
     playbooks = set(re.findall(r"ansible-playbook (?:-i \S+ )?(\w+\.yml)", text))
     assert playbooks == {"site.yml", "verify.yml", "drain.yml", "upgrade.yml", "remove.yml"}

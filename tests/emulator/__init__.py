@@ -1,30 +1,36 @@
-"""An emulated llama.cpp server, for the faults and the scale that real ones can't give.
+"""An emulated llama.cpp server, for faults and fleet sizes that real servers can't provide.
 
     async with EmulatedNode(slots=2, prefill_tps=500, decode_tps=20) as node:
-        node.faults.next("reset", after_events=3)        # the next request that asks for a slot
-        node.faults.next("status", 2, status=503)        # the two after it
-        node.faults.set("hang", path="/health")          # every one, until node.faults.clear()
-        ...                                              # ask node.url
+        node.faults.next("reset", after_events=3)        # the next request that needs a slot
+        node.faults.next("status", 2, status=503)        # the two requests after it
+        node.faults.set("hang", path="/health")          # every request, until faults.clear()
+        ...                                              # send requests to node.url
         await node.until(lambda: node.busy == 0)
         assert node.requests == 3
 
-The answer's text follows from the prompt (`expected_text`, `expected_chat_text`). All kinds of
-faults: `faults.ACTS`, `faults.WHOLE`, `faults.PRESETS`. As a process of its own, with the faults
-switched over HTTP: `python -m tests.emulator` (see `desk.py`).
+The prompt determines the answer's text (`expected_text`, `expected_chat_text`). All kinds of
+faults: `faults.POINT_FAULTS`, `faults.RESPONSE_FAULTS`, `faults.PRESETS`. `python -m
+tests.emulator` runs a node as a process of its own, whose faults are switched over HTTP
+(`admin.py`).
+
+A request passes `connection.py` (HTTP), `node.py` (routes), `request_body.py`, `slots.py` with
+`prompt_cache.py`, and `generation.py` with `compute.py` (speeds), `language_model.py` (text) and
+`apis/` (the form of the answer), which writes it by `response.py` or, with a fault,
+`faulty_response.py`.
 """
 
 from __future__ import annotations
 
-from tests.emulator.faults import Fault, FaultBoard
+from tests.emulator.embeddings import expected_embedding, expected_score
+from tests.emulator.faults import Fault, FaultPlan
+from tests.emulator.language_model import expected_text
 from tests.emulator.node import EmulatedNode
-from tests.emulator.prompts import expected_chat_text, render_chat
-from tests.emulator.vectors import expected_embedding, expected_score
-from tests.emulator.words import expected_text
+from tests.emulator.request_body import expected_chat_text, render_chat
 
 __all__ = [
     "EmulatedNode",
     "Fault",
-    "FaultBoard",
+    "FaultPlan",
     "expected_chat_text",
     "expected_embedding",
     "expected_score",

@@ -1,7 +1,7 @@
 """`python -m tests.emulator --slots 2`: an emulated node as a process of its own.
 
-Prints two lines, the node's URL and the URL where it takes orders (see `desk.py`), and serves
-until SIGTERM, SIGINT or the end of its parent.
+Prints two lines, the URLs of the node and of its admin server (`admin.py`), and serves until
+SIGTERM, SIGINT or the end of its parent.
 """
 
 from __future__ import annotations
@@ -30,11 +30,18 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--prefill-tps", type=float, default=inf, help="prompt tokens/s")
     parser.add_argument("--decode-tps", type=float, default=inf, help="tokens/s of one slot")
-    parser.add_argument("--answer-tokens", type=int, default=32, help="where the model ends")
-    parser.add_argument("--prefill-stalls", action="store_true", help="as on a shared CPU")
-    parser.add_argument("--decode-step", type=float, default=0.0, help="seconds of a busy slot")
+    parser.add_argument(
+        "--answer-tokens", type=int, default=32, help="length of the model's own answers"
+    )
+    parser.add_argument("--prefill-stalls", action="store_true", help="slots share one CPU")
+    parser.add_argument(
+        "--decode-step",
+        type=float,
+        default=0.0,
+        help="seconds that each further busy slot adds to a token",
+    )
     parser.add_argument("--batch", type=int, default=256, help="tokens of one step")
-    parser.add_argument("--cache-ram", type=int, help="tokens of evicted prompts that are kept")
+    parser.add_argument("--cache-ram", type=int, help="tokens of evicted prompts in host memory")
     parser.add_argument("--ping-interval", type=float, default=30.0, help="seconds")
     parser.add_argument("--embeddings", action="store_true")
     parser.add_argument("--rerank", action="store_true")
@@ -52,8 +59,8 @@ async def _serve(options: dict[str, object]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with EmulatedNode(**options) as node:  # type: ignore[arg-type]
-        await node.desk.listen(node.host)
-        print(node.url, node.desk.url, sep="\n", flush=True)
+        await node.admin.listen(node.host)
+        print(node.url, node.admin.url, sep="\n", flush=True)
         await stop.wait()
 
 

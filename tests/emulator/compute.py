@@ -1,14 +1,14 @@
-"""What all slots of one node share: the computation, batch after batch.
+"""The computation that all slots of one node share, batch after batch.
 
-As in llama.cpp's `update_slots`, a batch holds one token of every slot that writes, and then as
-much as has room (`--batch-size`) of the prompts, first come, first served. It takes
+As in llama.cpp's `update_slots`, a batch holds one token of every decoding slot, and then as many
+prompt tokens as fit (`--batch-size`), first come, first served. It takes
 
-    prompt tokens / prefill_tps + base + step * (writing - 1)      seconds
+    prompt tokens / prefill_tps + base + step * (decoding - 1)      seconds
 
-where `base` is what a token takes alone and `step` what each more slot that writes adds. So
-prompts are read one after the other, and whoever writes meanwhile gets one token a batch.
+where `base` is the time of a token alone and `step` is added by each further decoding slot. So
+prompts are read one after the other, and meanwhile each decoding slot gets one token a batch.
 
-Batches are due at times that add up: a machine that is late delays one, but does not make the
+The times at which batches are due add up: a late timer delays one batch, but does not make the
 node slower.
 """
 
@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, eq=False)
-class _Share:
-    """What one request has in the batches: a prompt being read, or answers being written."""
+class _BatchShare:
+    """The share of one request in the batches: a prompt in prefill, or answers in decode."""
 
     left: int = 0  # prompt tokens still to be read
-    begun: float = 0.0  # when the first of them were taken up
-    width: int = 0  # answers being written
-    asked: bool = False  # for their next tokens
+    begun: float = 0.0  # time of the first batch with some of them
+    width: int = 0  # answers being decoded
+    asked: bool = False  # whether it waits for its next tokens
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -36,20 +36,20 @@ class Compute:
     """One node's computation. Speeds in tokens/s, `step` in seconds."""
 
     prefill_tps: float
-    decode_tps: float  # of a slot that writes alone
+    decode_tps: float  # of a slot that decodes alone
     step: float
     batch: int  # tokens
     clock: Callable[[], float]
     busy_seconds: float = 0.0
-    _reading: list[_Share] = field(default_factory=list)
-    _writing: list[_Share] = field(default_factory=list)
+    _reading: list[_BatchShare] = field(default_factory=list)
+    _writing: list[_BatchShare] = field(default_factory=list)
     _task: asyncio.Task[None] | None = None
 
     async def read(self, tokens: int) -> AsyncGenerator[tuple[int, float], None]:
-        """Read a prompt. Tells when it is begun and after each batch how much of it has been read,
-        and when it was begun (0: not yet).
+        """Read a prompt. Yields after each batch the tokens read and the time of their first
+        batch (0: not yet).
         """
-        share = _Share(left=tokens)
+        share = _BatchShare(left=tokens)
         self._reading.append(share)
         try:
             while share.left:
@@ -62,17 +62,17 @@ class Compute:
                 self._reading.remove(share)
 
     @contextmanager
-    def writing(self, width: int) -> Iterator[Writer]:
-        """Write `width` answers side by side."""
-        share = _Share(width=width)
+    def writing(self, width: int) -> Iterator[BatchWriter]:
+        """Decode `width` answers at once."""
+        share = _BatchShare(width=width)
         self._writing.append(share)
         try:
-            yield Writer(share, self._run)
+            yield BatchWriter(share, self._run)
         finally:
             self._writing.remove(share)
 
     def close(self) -> None:
-        """Forget the batch that is under way."""
+        """Cancel the current batch."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -87,7 +87,7 @@ class Compute:
             begun = self.clock()
             writers = [share for share in self._writing if share.asked]
             width = sum(share.width for share in writers)
-            taken = self._take_prompts(max(self.batch - width, 1), begun)
+            taken = self._prompt_tokens_of_batch(max(self.batch - width, 1), begun)
             seconds = sum(taken.values()) / self.prefill_tps
             if width:
                 seconds += 1 / self.decode_tps + self.step * (width - 1)
@@ -102,10 +102,10 @@ class Compute:
             for share in writers:
                 share.asked = False
                 share.wake.set()
-            await asyncio.sleep(0)  # whoever is done leaves or goes on to write
+            await asyncio.sleep(0)  # lets requests that are done leave or go on to decode
 
-    def _take_prompts(self, room: int, now: float) -> dict[_Share, int]:
-        """Prompt tokens of the next batch."""
+    def _prompt_tokens_of_batch(self, room: int, now: float) -> dict[_BatchShare, int]:
+        """The prompt tokens of the next batch, by request."""
         taken = {}
         for share in self._reading:
             taken[share] = min(room, share.left)
@@ -119,14 +119,14 @@ class Compute:
 
 
 @dataclass(slots=True)
-class Writer:
-    """The answers of one request while they are written."""
+class BatchWriter:
+    """The answers of one request while they are decoded."""
 
-    share: _Share
+    share: _BatchShare
     run: Callable[[], None]
 
-    def narrow(self, width: int) -> None:
-        """Some of its answers have ended."""
+    def set_width(self, width: int) -> None:
+        """Set the number of answers that go on."""
         self.share.width = width
 
     async def next(self) -> None:

@@ -1,4 +1,4 @@
-"""One connection of a client: HTTP/1.1 in, and the server's keep-alive habits."""
+"""One client connection: HTTP/1.1 with the keep-alive behaviour of llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import httptools
 
 if TYPE_CHECKING:
-    from tests.emulator.reply import Reply
+    from tests.emulator.response import Response
 
 _BODY_LIMIT = 64 << 20  # bytes
 _BAD_REQUEST = (
@@ -22,8 +22,8 @@ _BAD_REQUEST = (
 
 
 @dataclass(slots=True)
-class Request:
-    """One request as it came in. Header names are lower-case."""
+class ReceivedRequest:
+    """One received request. Header names are in lower case."""
 
     method: str
     path: str
@@ -31,7 +31,7 @@ class Request:
     headers: dict[str, str]
     body: bytes
     connection: int
-    reused: bool  # the connection has carried a request before
+    reused: bool  # not the first request of its connection
     keep_alive: bool
 
 
@@ -42,39 +42,39 @@ class _Incoming:
     body: bytearray = field(default_factory=bytearray)
 
 
-class Host(Protocol):
-    """What listens: it counts its connections and answers their requests."""
+class ConnectionOwner(Protocol):
+    """The listener: it counts its connections and handles their requests."""
 
     keepalive_seconds: float
 
-    def joined(self, connection: Connection) -> int: ...
-    def left(self, connection: Connection) -> None: ...
-    def handle(self, connection: Connection, request: Request) -> None: ...
+    def connection_opened(self, connection: Connection) -> int: ...
+    def connection_closed(self, connection: Connection) -> None: ...
+    def handle(self, connection: Connection, request: ReceivedRequest) -> None: ...
 
 
 class Connection(asyncio.Protocol):
     """Reads requests one after the other; `host.handle` answers each, then calls `finished`."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: ConnectionOwner) -> None:
         self.host = host
         self.number = 0
         self.served = 0  # requests begun
         self.gone = False
-        self.reply: Reply | None = None
+        self.response: Response | None = None
         self.task: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport
         self._incoming = _Incoming()
         self._parser = httptools.HttpRequestParser(self)
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[ReceivedRequest] = deque()
         self._writable: asyncio.Event | None = None
         self._idle: asyncio.TimerHandle | None = None
 
-    # What asyncio calls.
+    # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
-        self.number = self.host.joined(self)
-        self._rest()
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's class is no subclass
+        self.number = self.host.connection_opened(self)
+        self._start_idle_timer()
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -85,10 +85,10 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.gone = True
-        self._wake()
+        self._stop_idle_timer()
         self._resume()
-        self.host.left(self)
-        if self.task is not None and self.reply is not None and self.reply.interruptible:
+        self.host.connection_closed(self)
+        if self.task is not None and self.response is not None and self.response.interruptible:
             self.task.cancel()
 
     def pause_writing(self) -> None:
@@ -97,10 +97,10 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._resume()
 
-    # What the parser calls.
+    # Called by the parser.
 
     def on_message_begin(self) -> None:
-        self._wake()
+        self._stop_idle_timer()
         self._incoming = _Incoming()
 
     def on_url(self, url: bytes) -> None:
@@ -122,7 +122,7 @@ class Connection(asyncio.Protocol):
         incoming = self._incoming
         path, _, query = incoming.url.decode("latin-1").partition("?")
         self._waiting.append(
-            Request(
+            ReceivedRequest(
                 method=self._parser.get_method().decode("latin-1"),
                 path=path,
                 query=query,
@@ -133,9 +133,9 @@ class Connection(asyncio.Protocol):
                 keep_alive=self._parser.should_keep_alive(),
             )
         )
-        self._next()
+        self._handle_next()
 
-    # What a reply calls.
+    # Called by a response.
 
     def write(self, data: bytes) -> None:
         if not self.gone and not self._transport.is_closing():
@@ -154,30 +154,30 @@ class Connection(asyncio.Protocol):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._transport.abort()
 
-    def finished(self, reply: Reply) -> None:
-        """The reply has been written, or has failed."""
-        self.task = self.reply = None
-        if reply.closing:
+    def finished(self, response: Response) -> None:
+        """The response has been written, or has failed."""
+        self.task = self.response = None
+        if response.closing:
             self.close()
         if self.gone or self._transport.is_closing():
             self._waiting.clear()
         elif self._waiting:
             # Not at once: a client that pipelines must not make the stack grow.
-            asyncio.get_running_loop().call_soon(self._next)
+            asyncio.get_running_loop().call_soon(self._handle_next)
         else:
-            self._rest()
+            self._start_idle_timer()
 
-    def _next(self) -> None:
-        if self.reply is None and self._waiting and not self._transport.is_closing():
+    def _handle_next(self) -> None:
+        if self.response is None and self._waiting and not self._transport.is_closing():
             request = self._waiting.popleft()
             self.served += 1
             self.host.handle(self, request)
 
-    def _rest(self) -> None:
+    def _start_idle_timer(self) -> None:
         loop = asyncio.get_running_loop()
         self._idle = loop.call_later(self.host.keepalive_seconds, self.close)
 
-    def _wake(self) -> None:
+    def _stop_idle_timer(self) -> None:
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None

@@ -1,4 +1,4 @@
-"""Faults that a test switches on: what goes wrong, where, how often."""
+"""Faults that a test switches on: their kinds, the requests they apply to, and their number."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 import msgspec
 
-#: Kinds that act once: before the head where `after_events` is None, else when that many events
-#: (0: only the head) have gone out. On a plain reply any number above 0 means half the body;
+#: Faults at one point of a response: before the head if `after_events` is None, else after that
+#: many events (0: after the head). On a plain response any number above 0 means half the body;
 #: "cut" and "end" always do, "insert" and "error_event" do nothing there.
-ACTS = {
-    "hang": "goes silent for `seconds` (None: until released or the client leaves), then goes on",
+POINT_FAULTS = {
+    "hang": "goes silent for `seconds` (None: until released or the client leaves), then continues",
     "reset": "RST",
     "close": "FIN without an answer's end",
     "cut": "half of the next chunk, then FIN (RST where `reset` is true)",
     "end": "ends the body properly, though the answer is not complete",
-    "error_event": "the dialect's error event, then ends the body properly",
-    "insert": "sends `data` (or the preset `what`, see INSERTIONS) as a chunk, then goes on",
+    "error_event": "the API's error event, then ends the body properly",
+    "insert": "sends `data` (or the preset `what`, see INSERTIONS) as a chunk, then continues",
     "garbage_body": "bytes that break the chunked coding, then FIN",
 }
-#: Kinds that stand for the whole reply.
-WHOLE = {
+#: Faults that affect the whole response.
+RESPONSE_FAULTS = {
     "status": "answers `status` with the server's error body, `body` or `headers`",
     "garbage": "answers bytes that are no HTTP, then FIN",
-    "interim": "`count` interim answers (`status`, 103 unless told) before the real one",
+    "interim": "`count` interim responses (`status`, by default 103) before the final one",
     "slow_head": "head in pieces of `size` bytes (1), `seconds` (0.01) apart",
     "trickle": "everything in pieces of `size` bytes (1), `seconds` (0.01) apart",
     "head_bomb": "`count` (10000) more headers of `size` (20) bytes",
@@ -74,11 +74,13 @@ _ERRORS = {
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong. Which values a kind reads: see `ACTS` and `WHOLE`."""
+    """One fault. `POINT_FAULTS` and `RESPONSE_FAULTS` say which values each kind reads."""
 
     kind: str
-    path: str | None = None  # None: whatever takes a slot; "control", "*", or an exact path
-    reused: bool = False  # only on a connection that has carried a request before
+    path: str | None = (
+        None  # None: all that need a slot; "control": all others; "*", or an exact path
+    )
+    reused: bool = False  # only for later requests of a connection
     after_events: int | None = None
     seconds: float | None = None
     size: int | None = None  # bytes
@@ -92,15 +94,15 @@ class Fault:
     reset: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in ACTS and self.kind not in WHOLE:
-            allowed = ", ".join([*ACTS, *WHOLE, *PRESETS])
+        if self.kind not in POINT_FAULTS and self.kind not in RESPONSE_FAULTS:
+            allowed = ", ".join([*POINT_FAULTS, *RESPONSE_FAULTS, *PRESETS])
             raise ValueError(f"no fault {self.kind!r}; there are: {allowed}")
         if self.what not in {None, "huge", *INSERTIONS}:
             raise ValueError(f"no insertion {self.what!r}: huge, {', '.join(INSERTIONS)}")
         if self.kind == "status" and self.status is None:
             raise ValueError("a fault 'status' needs a status")
 
-    def hits(self, path: str, *, control: bool, reused: bool) -> bool:
+    def applies_to(self, path: str, *, control: bool, reused: bool) -> bool:
         if self.reused and not reused:
             return False
         if self.path is None:
@@ -121,7 +123,7 @@ class Fault:
 
 
 def read_fault(kind: str, **options: Any) -> Fault:
-    """A fault by its name or shorthand; raises ValueError for one that there is not."""
+    """A fault by its kind or preset. Raises ValueError for an unknown one."""
     options = PRESETS.get(kind, {"kind": kind}) | options
     if isinstance(options.get("data"), str):
         options["data"] = options["data"].encode()
@@ -131,50 +133,50 @@ def read_fault(kind: str, **options: Any) -> Fault:
         raise ValueError(f"fault {kind!r}: {error}") from None
 
 
-class FaultBoard:
-    """The faults of one node: those for coming requests first, then the standing one."""
+class FaultPlan:
+    """The faults of one node: those for the next requests, and standing ones."""
 
     def __init__(self) -> None:
         self.standing: list[Fault] = []
-        self.coming: deque[Fault] = deque()
+        self.upcoming: deque[Fault] = deque()
         self.fired = 0
         self._released = asyncio.Event()
 
     def next(self, kind: str, n: int = 1, **options: Any) -> None:
-        """Lets the next `n` requests that fit meet a fault."""
-        self.coming.extend([read_fault(kind, **options)] * n)
+        """Applies a fault to the next `n` requests that match."""
+        self.upcoming.extend([read_fault(kind, **options)] * n)
 
     def set(self, kind: str, **options: Any) -> None:
-        """Lets every request that fits meet a fault, until `clear()`."""
+        """Applies a fault to every request that matches, until `clear()`."""
         self.standing.append(read_fault(kind, **options))
 
     def clear(self) -> None:
-        """Forgets all faults and lets whatever hangs go on."""
+        """Removes all faults and releases hanging responses."""
         self.standing.clear()
-        self.coming.clear()
+        self.upcoming.clear()
         self.release()
 
     def release(self) -> None:
-        """Lets whatever hangs go on."""
+        """Lets hanging responses continue."""
         self._released.set()
         self._released = asyncio.Event()
 
-    def pick(self, path: str, *, control: bool, reused: bool) -> Fault | None:
+    def take(self, path: str, *, control: bool, reused: bool) -> Fault | None:
         fault = self._find(path, control=control, reused=reused)
         if fault is not None:
             self.fired += 1
         return fault
 
     def _find(self, path: str, *, control: bool, reused: bool) -> Fault | None:
-        for i, fault in enumerate(self.coming):
-            if fault.hits(path, control=control, reused=reused):
-                del self.coming[i]
+        for i, fault in enumerate(self.upcoming):
+            if fault.applies_to(path, control=control, reused=reused):
+                del self.upcoming[i]
                 return fault
-        hits = (f for f in self.standing if f.hits(path, control=control, reused=reused))
+        hits = (f for f in self.standing if f.applies_to(path, control=control, reused=reused))
         return next(hits, None)
 
     async def hang(self, seconds: float | None) -> None:
-        """Waits until released, `seconds` at most."""
+        """Waits until `release()`, at most `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 await self._released.wait()
@@ -182,7 +184,15 @@ class FaultBoard:
             return
 
     def __bool__(self) -> bool:
-        return bool(self.standing or self.coming)
+        return bool(self.standing or self.upcoming)
 
 
-__all__ = ["ACTS", "GARBAGE", "INSERTIONS", "WHOLE", "Fault", "FaultBoard", "read_fault"]
+__all__ = [
+    "GARBAGE",
+    "INSERTIONS",
+    "POINT_FAULTS",
+    "RESPONSE_FAULTS",
+    "Fault",
+    "FaultPlan",
+    "read_fault",
+]

@@ -1,4 +1,4 @@
-"""One request's way through slot, prefill and decode, at the node's speeds."""
+"""Generates answers: slot, prefill and decode of one request, at the node's speeds."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 
-from tests.emulator.cache import WIDTH, Tokens, pack
-from tests.emulator.compute import Compute, Writer
-from tests.emulator.dialects import DIALECTS, Answer, Dialect, Told
-from tests.emulator.dialects.answer import data, dump
-from tests.emulator.prompts import RefusedError, Work, written_tokens
-from tests.emulator.reply import GoneError, Reply
+from tests.emulator.apis import APIS, Answer, Api, ResponseState
+from tests.emulator.apis.answer import data_event, to_json
+from tests.emulator.compute import BatchWriter, Compute
+from tests.emulator.language_model import BEGIN_TOKEN, count_tokens, next_words, tokenize
+from tests.emulator.prompt_cache import TOKEN_BYTES, Tokens, pack
+from tests.emulator.request_body import GenerationRequest, RefusedError, open_answer_tokens
+from tests.emulator.response import ClientGoneError, Response
 from tests.emulator.slots import Slot, SlotPool
-from tests.emulator.words import BEGIN, count_tokens, next_words, tokenize
 
-_YIELD = 16  # tokens after which an unpaced answer lets others run
+_YIELD_EVERY = 16  # tokens after which an answer without delays yields to other tasks
 _FAILURE = {"code": 500, "message": "Compute error.", "type": "server_error"}
 
 
 @dataclass(slots=True)
-class Writing:
-    """One answer being written on one slot."""
+class ActiveAnswer:
+    """One answer that is decoded in a slot."""
 
     answer: Answer
     slot: Slot
-    tokens: Tokens  # of the prompt; empty where nothing is cached
+    tokens: Tokens  # of the prompt; empty if nothing is cached
     words: Iterator[str]
-    limit: int  # tokens that were asked for or fit
-    natural: int | None  # tokens after which the model ends by itself
-    read: bool = False  # the prompt
+    limit: int  # tokens that were requested, or that fit
+    natural_end: int | None  # tokens after which the model ends the answer
+    prompt_read: bool = False  # the prompt
 
 
 @dataclass(slots=True, kw_only=True)
 class Engine:
-    """What works on the slots of one node. Speeds in tokens/s; `inf` takes no time at all.
+    """Works on the slots of one node. Speeds in tokens/s; with `inf` work takes no time.
 
-    Every request has these speeds to itself, unless `compute` is what they share.
+    Each request has these speeds to itself, unless all share `compute`.
     """
 
     pool: SlotPool
@@ -46,18 +46,18 @@ class Engine:
     context: int  # tokens of one slot
     prefill_tps: float
     decode_tps: float
-    answer_tokens: int | Callable[[str], int]  # where the model ends by itself, after a prompt
-    batch: int  # prompt tokens between two signs of progress
+    answer_tokens: int | Callable[[str], int]  # length of the model's own answer to a prompt
+    batch: int  # prompt tokens between two progress events
     compute: Compute | None
     ping_interval: float  # seconds of silent prefill before a comment
     clock: Callable[[], float]
     requests: int = 0
-    prompt_tokens: int = 0  # that were read
-    cached_tokens: int = 0  # that need not be
+    prompt_tokens: int = 0  # prompt tokens that were read
+    cached_tokens: int = 0  # prompt tokens that were cached
     tokens: int = 0
     reading: int = 0  # prompts being read
 
-    def check(self, tokens: int) -> None:
+    def check_context(self, tokens: int) -> None:
         if tokens >= self.context:
             raise RefusedError(
                 400,
@@ -68,158 +68,170 @@ class Engine:
                 n_ctx=self.context,
             )
 
-    async def generate(self, work: Work, reply: Reply) -> None:
-        """Answers one request. Raises `RefusedError` while the reply has not begun."""
-        counts = [count_tokens(prompt) for prompt in work.prompts]
+    async def generate(self, request: GenerationRequest, response: Response) -> None:
+        """Answers one request. Raises `RefusedError` before the response has begun."""
+        counts = [count_tokens(prompt) for prompt in request.prompts]
         for count in counts:
-            self.check(count)
+            self.check_context(count)
         self.requests += 1
-        told = Told(work=work, model=self.model, created=int(time.time()), serial=self.requests)
+        state = ResponseState(
+            request=request, model=self.model, created=int(time.time()), number=self.requests
+        )
         cache = self.pool.cache is not None
-        packed = [pack([BEGIN, *tokenize(p)]) if cache else b"" for p in work.prompts]
-        slots = await self.pool.take(len(work.prompts), packed[0])
-        running: list[Writing] = []
+        packed = [pack([BEGIN_TOKEN, *tokenize(p)]) if cache else b"" for p in request.prompts]
+        slots = await self.pool.acquire(len(request.prompts), packed[0])
+        running: list[ActiveAnswer] = []
         try:
-            for i, (prompt, count) in enumerate(zip(work.prompts, counts, strict=True)):
+            for i, (prompt, count) in enumerate(zip(request.prompts, counts, strict=True)):
                 slot = slots[i % len(slots)]
                 cached = self.pool.cached(slot, packed[i])
                 answer = Answer(
                     index=i, prompt=prompt, prompt_tokens=count, slot=slot.id, cached=cached
                 )
-                told.answers.append(answer)
+                state.answers.append(answer)
                 room = self.context - count
-                limit = room if work.max_tokens is None else min(work.max_tokens, room)
+                limit = room if request.max_tokens is None else min(request.max_tokens, room)
                 slot.begin(count, limit, cached)
                 words = next_words(prompt)
-                natural = None if work.ignore_eos else self._natural(prompt)
-                running.append(Writing(answer, slot, packed[i], words, limit, natural))
-            dialect = DIALECTS[work.dialect](told)
-            if work.stream:
-                await self._stream(dialect, running, work, reply)
+                natural = None if request.ignore_eos else self._natural_end(prompt)
+                running.append(ActiveAnswer(answer, slot, packed[i], words, limit, natural))
+            api = APIS[request.api](state)
+            if request.stream:
+                await self._stream(api, running, request, response)
             else:
-                await self._prefill(running, work, None, dialect)
-                await self._decode(running, work, None, dialect)
-                await reply.plain(200, dump(dialect.plain()))
+                await self._prefill(running, request, None, api)
+                await self._decode(running, request, None, api)
+                await response.plain(200, to_json(api.plain()))
         finally:
-            for writing in running:
-                _keep(writing)
-            self.pool.give_back(slots)
+            for active in running:
+                _store_slot_contents(active)
+            self.pool.release(slots)
 
-    def _natural(self, prompt: str) -> int:
-        """Tokens after which the model ends by itself."""
+    def _natural_end(self, prompt: str) -> int:
+        """Tokens after which the model ends the answer."""
         ends = self.answer_tokens
-        return (ends if isinstance(ends, int) else ends(prompt)) - written_tokens(prompt)
+        return (ends if isinstance(ends, int) else ends(prompt)) - open_answer_tokens(prompt)
 
     async def _stream(
-        self, dialect: Dialect, running: list[Writing], work: Work, reply: Reply
+        self, api: Api, running: list[ActiveAnswer], request: GenerationRequest, response: Response
     ) -> None:
-        named = work.dialect == "messages"
-        error = b"event: error\n" + data(_FAILURE) if named else data({"error": _FAILURE})
-        reply.error_event = error
-        await reply.open_stream()
-        if first := dialect.head():
-            await reply.events(first)
-        await self._prefill(running, work, reply, dialect)
-        if reply.link.gone:
-            raise GoneError  # in prefill the server does not look; it does now
-        reply.interruptible = True
-        await self._decode(running, work, reply, dialect)
-        await reply.end_stream(dialect.end())
+        named = request.api == "messages"
+        error = (
+            b"event: error\n" + data_event(_FAILURE) if named else data_event({"error": _FAILURE})
+        )
+        response.error_event = error
+        await response.open_stream()
+        if first := api.head():
+            await response.events(first)
+        await self._prefill(running, request, response, api)
+        if response.connection.gone:
+            raise ClientGoneError  # the server notices it only after the prefill
+        response.interruptible = True
+        await self._decode(running, request, response, api)
+        await response.end_stream(api.end())
 
-    async def occupy(self, tokens: int) -> None:
-        """Reads a prompt for work that writes nothing (embeddings, reranking)."""
-        slots = await self.pool.take(1)
+    async def read_only(self, tokens: int) -> None:
+        """Reads a prompt without generating an answer (embeddings, reranking)."""
+        slots = await self.pool.acquire(1)
         try:
             slots[0].begin(tokens, 0)
             slots[0].contents = b""
-            async with aclosing(self._read(tokens, tokens, None)) as reading:
+            async with aclosing(self._read_prompt(tokens, tokens, None)) as reading:
                 async for _ in reading:
                     pass
             self.prompt_tokens += tokens
         finally:
-            self.pool.give_back(slots)
+            self.pool.release(slots)
 
     async def _prefill(
-        self, running: list[Writing], work: Work, reply: Reply | None, dialect: Dialect
+        self,
+        running: list[ActiveAnswer],
+        request: GenerationRequest,
+        response: Response | None,
+        api: Api,
     ) -> None:
         start = self.clock()
-        # The copies of `n` share one reading of their prompt.
-        answers = {writing.answer.prompt: writing.answer for writing in running}.values()
+        # With `n` > 1 the prompt is read once.
+        answers = {active.answer.prompt: active.answer for active in running}.values()
         total = sum(answer.prompt_tokens - answer.cached for answer in answers)
-        progress = work.return_progress and reply is not None
+        progress = request.return_progress and response is not None
         step = self.batch if progress else total
-        async with aclosing(self._read(total, step, reply)) as reading:
+        async with aclosing(self._read_prompt(total, step, response)) as reading:
             async for processed, begun in reading:
                 start = begun or start
-                for writing in running:
-                    answer = writing.answer
-                    writing.slot.processed = min(processed, answer.prompt_tokens - answer.cached)
-                if progress and begun and reply is not None:
-                    if reply.link.gone:
-                        raise GoneError
+                for active in running:
+                    answer = active.answer
+                    active.slot.processed = min(processed, answer.prompt_tokens - answer.cached)
+                if progress and begun and response is not None:
+                    if response.connection.gone:
+                        raise ClientGoneError
                     seconds, first = self.clock() - begun, running[0].answer
-                    await reply.events(dialect.progress(first, first.cached + processed, seconds))
+                    await response.events(api.progress(first, first.cached + processed, seconds))
         self.prompt_tokens += total
         self.cached_tokens += sum(answer.cached for answer in answers)
-        for writing in running:
-            writing.answer.prefill = self.clock() - start
-            writing.read = True
+        for active in running:
+            active.answer.prefill = self.clock() - start
+            active.prompt_read = True
 
     async def _decode(
-        self, running: list[Writing], work: Work, reply: Reply | None, dialect: Dialect
+        self,
+        running: list[ActiveAnswer],
+        request: GenerationRequest,
+        response: Response | None,
+        api: Api,
     ) -> None:
-        live = list(running)
+        unfinished = list(running)
         with ExitStack() as stack:
-            writer: Writer | None = None
+            writer: BatchWriter | None = None
             if self.compute is not None:
-                writer = stack.enter_context(self.compute.writing(len(live)))
+                writer = stack.enter_context(self.compute.writing(len(unfinished)))
             begin = self.clock()
             step = 0
-            while live:
+            while unfinished:
                 if step:
                     if writer is None:
-                        await self._pace(begin + step / self.decode_tps, step)
+                        await self._sleep_until(begin + step / self.decode_tps, step)
                     else:
-                        writer.narrow(len(live))
+                        writer.set_width(len(unfinished))
                         await writer.next()
-                for writing in list(live):
-                    writing.answer.decode = self.clock() - begin
-                    if await self._step(writing, work, reply, dialect):
-                        live.remove(writing)
+                for active in list(unfinished):
+                    active.answer.decode = self.clock() - begin
+                    if await self._step(active, request, response, api):
+                        unfinished.remove(active)
                 step += 1
 
     async def _step(
-        self, writing: Writing, work: Work, reply: Reply | None, dialect: Dialect
+        self, active: ActiveAnswer, request: GenerationRequest, response: Response | None, api: Api
     ) -> bool:
-        """Writes an answer's next token, if there is one; whether the answer has ended."""
-        answer = writing.answer
+        """Decodes an answer's next token, if there is one. Returns whether the answer has ended."""
+        answer = active.answer
         first = answer.tokens == 0
-        word = self._next_word(writing, work)
+        word = self._next_word(active, request)
         ended = word is None or bool(answer.stopping_word)
-        if not ended and answer.tokens >= writing.limit:
+        if not ended and answer.tokens >= active.limit:
             answer.finish, ended = "length", True
-        if reply is not None:
-            events = dialect.start(answer) if first else []
+        if response is not None:
+            events = api.start(answer) if first else []
             if word is not None:
-                events.append(dialect.delta(answer, word))
+                events.append(api.delta(answer, word))
             if events:
-                await reply.events(events)
+                await response.events(events)
             if ended:
-                await reply.events(dialect.finish(answer))
+                await response.events(api.finish(answer))
         return ended
 
-    def _next_word(self, writing: Writing, work: Work) -> str | None:
-        """Writes one more token; None when the model has ended."""
-        answer = writing.answer
-        if writing.natural is not None and answer.tokens >= writing.natural:
+    def _next_word(self, active: ActiveAnswer, request: GenerationRequest) -> str | None:
+        """Decodes one more token; None at the end of the model's answer."""
+        answer = active.answer
+        if active.natural_end is not None and answer.tokens >= active.natural_end:
             return None
-        word = next(writing.words)
+        word = next(active.words)
         answer.tokens += 1
-        writing.slot.decoded += 1
+        active.slot.decoded += 1
         self.tokens += 1
         before = len(answer.text)
         answer.text += word
-        for stop in work.stop:
+        for stop in request.stop:
             at = answer.text.find(stop)
             if at >= 0:
                 answer.finish, answer.stopping_word = "word", stop
@@ -227,48 +239,48 @@ class Engine:
                 return answer.text[before:]
         return word
 
-    async def _read(
-        self, tokens: int, step: int, reply: Reply | None
+    async def _read_prompt(
+        self, tokens: int, step: int, response: Response | None
     ) -> AsyncGenerator[tuple[int, float], None]:
-        """Reads prompt tokens; tells now and then how many have been read, and since when."""
+        """Reads a prompt. Yields now and then the tokens read and the time of the beginning."""
         self.reading += 1
         try:
-            begin = said = self.clock()
+            begin = last_ping = self.clock()
             if self.compute is None:
                 for done in range(0, tokens + step, step):
                     processed = min(done, tokens)
-                    await self._wait(begin + processed / self.prefill_tps, reply)
+                    await self._sleep_with_pings(begin + processed / self.prefill_tps, response)
                     yield processed, begin
                 return
             async with aclosing(self.compute.read(tokens)) as reading:
                 async for figures in reading:
-                    if reply is not None and self.clock() - said > self.ping_interval:
-                        said = self.clock()
-                        await reply.comment()
+                    if response is not None and self.clock() - last_ping > self.ping_interval:
+                        last_ping = self.clock()
+                        await response.comment()
                     yield figures
         finally:
             self.reading -= 1
 
-    async def _pace(self, due: float, step: int) -> None:
+    async def _sleep_until(self, due: float, step: int) -> None:
         delay = due - self.clock()
         if delay > 0:
             await asyncio.sleep(delay)
-        elif step % _YIELD == 0:
+        elif step % _YIELD_EVERY == 0:
             await asyncio.sleep(0)
 
-    async def _wait(self, due: float, reply: Reply | None) -> None:
+    async def _sleep_with_pings(self, due: float, response: Response | None) -> None:
         while (left := due - self.clock()) > 0:
-            nap = left if reply is None else min(left, self.ping_interval)
-            await asyncio.sleep(nap)
-            if reply is not None and nap < left:
-                await reply.comment()
+            seconds = left if response is None else min(left, self.ping_interval)
+            await asyncio.sleep(seconds)
+            if response is not None and seconds < left:
+                await response.comment()
 
 
-def _keep(writing: Writing) -> None:
-    """What the slot holds of a request when it ends, wherever that is."""
-    answer, slot = writing.answer, writing.slot
-    if not writing.read:
-        slot.contents = writing.tokens[: (answer.cached + slot.processed) * WIDTH]
-    elif writing.tokens:
-        # The last token was never put back in.
-        slot.contents = writing.tokens + pack(tokenize(answer.text))[:-WIDTH]
+def _store_slot_contents(active: ActiveAnswer) -> None:
+    """Store in the slot what it has cached when a request ends, in whichever phase."""
+    answer, slot = active.answer, active.slot
+    if not active.prompt_read:
+        slot.contents = active.tokens[: (answer.cached + slot.processed) * TOKEN_BYTES]
+    elif active.tokens:
+        # The last token was never read back.
+        slot.contents = active.tokens + pack(tokenize(answer.text))[:-TOKEN_BYTES]

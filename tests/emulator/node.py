@@ -1,4 +1,4 @@
-"""An emulated llama.cpp server: listener, routes, counters and life."""
+"""An emulated llama.cpp server: listener, routes, counters, start and stop."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from socket import socket
 from typing import Any, Self
 
 from gateway.tools.local.server_process import claim_port, claimed_port
-from tests.emulator import control, vectors
-from tests.emulator.cache import PromptCache
+from tests.emulator import embeddings, info_endpoints
+from tests.emulator.admin import AdminServer
+from tests.emulator.apis.answer import to_json
 from tests.emulator.compute import Compute
-from tests.emulator.connection import Connection, Request
-from tests.emulator.desk import Desk
-from tests.emulator.dialects.answer import dump
-from tests.emulator.faults import FaultBoard
-from tests.emulator.faulty import FaultyReply
+from tests.emulator.connection import Connection, ReceivedRequest
+from tests.emulator.faults import FaultPlan
+from tests.emulator.faulty_response import FaultyResponse
 from tests.emulator.generation import Engine
-from tests.emulator.prompts import DialectName, RefusedError, read_json, read_work
-from tests.emulator.reply import GoneError, Reply
+from tests.emulator.prompt_cache import PromptCache
+from tests.emulator.request_body import ApiName, RefusedError, read_generation_request, read_json
+from tests.emulator.response import ClientGoneError, Response
 from tests.emulator.slots import SlotPool
 from tests.virtual import now
 
-_DIALECTS: dict[str, DialectName] = {
+_APIS: dict[str, ApiName] = {
     "/v1/chat/completions": "chat",
     "/chat/completions": "chat",
     "/v1/completions": "completions",
@@ -37,20 +37,20 @@ _DIALECTS: dict[str, DialectName] = {
 _EMBEDDINGS = {"/v1/embeddings", "/embeddings", "/embedding"}
 _RERANKS = {"/v1/rerank", "/rerank", "/v1/reranking", "/reranking"}
 _TRANSCRIPTIONS = "/v1/audio/transcriptions"
-_WORK = {*_DIALECTS, *_EMBEDDINGS, *_RERANKS, "/infill", _TRANSCRIPTIONS}
+_SLOT_PATHS = {*_APIS, *_EMBEDDINGS, *_RERANKS, "/infill", _TRANSCRIPTIONS}
 
 
 class EmulatedNode:
     """A llama.cpp server that can misbehave.
 
     `async with EmulatedNode(slots=2) as node:` listens at `node.url`. Speeds are in tokens/s and
-    infinite unless told, times in seconds. Faults are switched at `node.faults`; `kill()`,
-    `revive()`, `refuse()` and `accept()` end and bring back the whole server on the same port.
+    infinite by default, times in seconds. `node.faults` switches faults; `kill()`, `revive()`,
+    `refuse()` and `accept()` stop and restart the whole server on the same port.
 
-    Unless told otherwise every request has the speeds to itself and nothing is cached. With
-    `prefill_stalls` all slots share one computation (`compute.py`; `decode_step` seconds are what
-    each more slot adds to a token). With `cache_ram` prompts are cached (`cache.py`), and so many
-    tokens of evicted ones are kept in host memory. `answer_tokens` may depend on the prompt.
+    By default each request has these speeds to itself and nothing is cached. With `prefill_stalls`
+    all slots share one computation (`compute.py`), where each further slot adds `decode_step`
+    seconds to a token. With `cache_ram` prompts are cached (`prompt_cache.py`), and up to
+    `cache_ram` tokens of evicted ones stay in host memory. `answer_tokens` may depend on a prompt.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class EmulatedNode:
         self.infill = infill
         self.audio = audio
         self.endpoint_slots = endpoint_slots
-        self.progress = progress  # whether `return_progress` is understood
+        self.progress = progress  # whether it knows `return_progress`
         self.embedding_size = embedding_size
         self.api_key = api_key
         self.build = build
@@ -122,20 +122,20 @@ class EmulatedNode:
         self.close_after_stream = close_after_stream
         self.host = host
         self.port = port
-        self.faults = FaultBoard()
-        self.desk = Desk(self)
+        self.faults = FaultPlan()
+        self.admin = AdminServer(self)
         self.loading = False  # 503 on every path
-        self.requests = 0  # that ask for a slot
+        self.requests = 0  # that need a slot
         self.control_requests = 0
         self.connections_opened = 0
-        self.seen: deque[Request] = deque(maxlen=remember)  # those that ask for a slot
+        self.seen: deque[ReceivedRequest] = deque(maxlen=remember)  # those that need a slot
         self.failures: list[Exception] = []  # of the emulator itself
         self.started = int(time.time())
         self._connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._claim: socket | None = None
-        """Keeps a port of its own choice while nobody listens: no other connection is given it."""
+        """Keeps the port while the node does not listen, so that no other socket gets it."""
 
     @property
     def url(self) -> str:
@@ -151,7 +151,7 @@ class EmulatedNode:
 
     @property
     def busy(self) -> int:
-        """Slots that work now."""
+        """Slots that are busy now."""
         return self.slots.busy
 
     @property
@@ -160,15 +160,15 @@ class EmulatedNode:
 
     @property
     def queued(self) -> int:
-        """Requests that wait inside for a slot."""
+        """Requests that wait in the node for a slot."""
         return len(self.slots.waiting)
 
     @property
     def connections(self) -> int:
-        """Connections that are open now."""
+        """Open connections."""
         return len(self._connections)
 
-    # Life.
+    # Start and stop.
 
     async def __aenter__(self) -> Self:
         await self.accept()
@@ -176,7 +176,7 @@ class EmulatedNode:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.kill()
-        await self.desk.close()
+        await self.admin.close()
         if self._claim is not None:
             self._claim.close()
         if self.failures:
@@ -199,14 +199,14 @@ class EmulatedNode:
         )
 
     async def refuse(self) -> None:
-        """Refuses new connections; those there are live on."""
+        """Refuses new connections; open ones stay."""
         if self._server is not None:
             self._server.close()
             self._server = None
             await asyncio.sleep(0)
 
     async def kill(self) -> None:
-        """Ends like kill -9: refuses, resets every connection, forgets all work."""
+        """Ends as by kill -9: refuses, resets every connection, drops all work and caches."""
         await self.refuse()
         for connection in list(self._connections):
             connection.reset()
@@ -216,11 +216,11 @@ class EmulatedNode:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.engine.compute is not None:
             self.engine.compute.close()
-        self.slots.forget()
+        self.slots.clear_prompts()
         await self.until(lambda: not self._connections)
 
     async def revive(self, *, loading: bool = False) -> None:
-        """Comes back on the same port with empty slots; `loading` answers 503 until set false."""
+        """Listens again on the same port with empty slots; `loading`: answers 503 until unset."""
         self.loading = loading
         await self.accept()
 
@@ -232,139 +232,141 @@ class EmulatedNode:
 
     # What a connection calls.
 
-    def joined(self, connection: Connection) -> int:
-        """Counts a new connection; its number."""
+    def connection_opened(self, connection: Connection) -> int:
+        """Counts a new connection. Returns its number."""
         self._connections.add(connection)
         self.connections_opened += 1
         return self.connections_opened
 
-    def left(self, connection: Connection) -> None:
+    def connection_closed(self, connection: Connection) -> None:
         self._connections.discard(connection)
 
-    def handle(self, connection: Connection, request: Request) -> None:
+    def handle(self, connection: Connection, request: ReceivedRequest) -> None:
         if request.path.startswith("/__"):
-            self.desk.handle(connection, request)
+            self.admin.handle(connection, request)
             return
-        work = request.path in _WORK
-        if work:
+        needs_slot = request.path in _SLOT_PATHS
+        if needs_slot:
             self.requests += 1
             self.seen.append(request)
         else:
             self.control_requests += 1
         closing = not request.keep_alive or connection.served >= self.keepalive_requests
-        fault = self.faults and self.faults.pick(
-            request.path, control=not work, reused=request.reused
+        fault = self.faults and self.faults.take(
+            request.path, control=not needs_slot, reused=request.reused
         )
         if not fault:
-            reply = Reply(
+            response = Response(
                 connection,
                 closing=closing,
                 head_only=request.method == "HEAD",
                 closes_streams=self.close_after_stream,
             )
-            connection.reply = reply
-            if not work:
-                self._tell(request, reply)
-                connection.finished(reply)
+            connection.response = response
+            if not needs_slot:
+                self._answer_at_once(request, response)
+                connection.finished(response)
                 return
         else:
-            reply = FaultyReply(
+            response = FaultyResponse(
                 connection,
                 fault,
                 self.faults,
                 closing=closing,
                 closes_streams=self.close_after_stream,
             )
-            connection.reply = reply
-        task = asyncio.get_running_loop().create_task(self._serve(connection, request, reply))
+            connection.response = response
+        task = asyncio.get_running_loop().create_task(self._serve(connection, request, response))
         connection.task = task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, connection: Connection, request: Request, reply: Reply) -> None:
+    async def _serve(
+        self, connection: Connection, request: ReceivedRequest, response: Response
+    ) -> None:
         try:
-            await self._reply(request, reply)
-        except (GoneError, asyncio.CancelledError):
-            reply.closing = True
-        except Exception as error:  # noqa: BLE001  # told when the node ends
+            await self._respond(request, response)
+        except (ClientGoneError, asyncio.CancelledError):
+            response.closing = True
+        except Exception as error:  # noqa: BLE001  # raised when the node ends
             self.failures.append(error)
             connection.reset()
         finally:
-            connection.finished(reply)
+            connection.finished(response)
 
-    async def _reply(self, request: Request, reply: Reply) -> None:
-        if isinstance(reply, FaultyReply) and await reply.before():
+    async def _respond(self, request: ReceivedRequest, response: Response) -> None:
+        if isinstance(response, FaultyResponse) and await response.replace_response():
             return
         try:
-            if request.path in _WORK:
-                await self._work(request, reply)
+            if request.path in _SLOT_PATHS:
+                await self._do_work(request, response)
             else:
-                status, body, kind = self._answer(request)
-                await reply.plain(status, body, kind)
+                status, body, kind = self._info_response(request)
+                await response.plain(status, body, kind)
         except RefusedError as refused:
-            await reply.plain(refused.status, dump(refused.value))
+            await response.plain(refused.status, to_json(refused.value))
 
-    def _tell(self, request: Request, reply: Reply) -> None:
+    def _answer_at_once(self, request: ReceivedRequest, response: Response) -> None:
         try:
-            status, body, kind = self._answer(request)
-            reply.write_plain(status, body, kind)
+            status, body, kind = self._info_response(request)
+            response.write_plain(status, body, kind)
         except RefusedError as refused:
-            reply.write_plain(refused.status, dump(refused.value))
+            response.write_plain(refused.status, to_json(refused.value))
 
-    def _answer(self, request: Request) -> tuple[int, bytes, str]:
-        """Status, body and content type of what takes no slot."""
-        self._admit(request)
+    def _info_response(self, request: ReceivedRequest) -> tuple[int, bytes, str]:
+        """Status, body and content type of a response that needs no slot."""
+        self._check_key(request)
         path = request.path
         kind = "application/json; charset=utf-8"
         if request.method == "OPTIONS":
             return 200, b"", "text/html"
         if request.method in {"GET", "HEAD"}:
             if path == "/metrics":
-                return 200, control.metrics(self).encode(), "text/plain; version=0.0.4"
-            if path in control.GETS:
-                return 200, dump(control.GETS[path](self, request.query)), kind
-        elif request.method == "POST" and path in control.POSTS:
-            return 200, dump(control.POSTS[path](read_json(request.body))), kind
+                return 200, info_endpoints.metrics(self).encode(), "text/plain; version=0.0.4"
+            if path in info_endpoints.GETS:
+                return 200, to_json(info_endpoints.GETS[path](self, request.query)), kind
+        elif request.method == "POST" and path in info_endpoints.POSTS:
+            return 200, to_json(info_endpoints.POSTS[path](read_json(request.body))), kind
         raise RefusedError(404, "not_found_error", "File Not Found")
 
-    async def _work(self, request: Request, reply: Reply) -> None:
-        self._admit(request)
+    async def _do_work(self, request: ReceivedRequest, response: Response) -> None:
+        self._check_key(request)
         path = request.path
         if request.method != "POST":
             raise RefusedError(404, "not_found_error", "File Not Found")
-        self._supports(path)
+        self._check_supported(path)
         if path == _TRANSCRIPTIONS:
-            # What it heard, as the real server's answer has it.
-            await reply.plain(200, dump({"type": "transcript.text.done", "text": "heard"}))
+            # In the form of the real server's answer.
+            await response.plain(200, to_json({"type": "transcript.text.done", "text": "heard"}))
             return
         body = read_json(request.body)
         if path in _EMBEDDINGS:
             native = path == "/embedding"
             size = self.embedding_size
-            value: Any = await vectors.embeddings(self.engine, body, size, native=native)
-            await reply.plain(200, dump(value))
+            value: Any = await embeddings.embeddings(self.engine, body, size, native=native)
+            await response.plain(200, to_json(value))
         elif path in _RERANKS:
-            await reply.plain(200, dump(await vectors.rerank(self.engine, body)))
+            await response.plain(200, to_json(await embeddings.rerank(self.engine, body)))
         else:
             if not self.progress:
                 body.pop("return_progress", None)
             if path == "/infill":
                 prefix, suffix = body.get("input_prefix", ""), body.get("input_suffix", "")
                 body = body | {"prompt": f"{prefix}{suffix}"}
-            dialect = _DIALECTS.get(path, "native")
-            work = read_work(dialect, body, len(self.slots.slots))
-            await self.engine.generate(work, reply)
+            api = _APIS.get(path, "native")
+            generation = read_generation_request(api, body, len(self.slots.slots))
+            await self.engine.generate(generation, response)
 
-    def _admit(self, request: Request) -> None:
+    def _check_key(self, request: ReceivedRequest) -> None:
         if self.loading:
             raise RefusedError(503, "unavailable_error", "Loading model")
-        if self.api_key is None or request.path in control.PUBLIC:
+        if self.api_key is None or request.path in info_endpoints.PUBLIC:
             return
         key = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self.api_key not in {key, request.headers.get("x-api-key")}:
             raise RefusedError(401, "authentication_error", "Invalid API Key")
 
-    def _supports(self, path: str) -> None:
+    def _check_supported(self, path: str) -> None:
         if path in _EMBEDDINGS and not self.embeddings:
             message = "This server does not support embeddings. Start it with `--embeddings`"
         elif path in _RERANKS and not self.rerank:

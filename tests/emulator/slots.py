@@ -1,4 +1,4 @@
-"""Slots of an emulated node: first in, first out, counted."""
+"""The slots of an emulated node, granted first come, first served."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from tests.emulator.cache import PromptCache, Tokens, reusable
+from tests.emulator.prompt_cache import PromptCache, Tokens, reusable
 
 
 @dataclass(slots=True)
 class Slot:
-    """One sequence the server can work on, with what `/slots` tells about it."""
+    """One slot, with the values that `/slots` shows."""
 
     id: int
     busy: bool = False
     task: int = -1
     prompt_tokens: int = 0
-    cached: int = 0  # of them, what was in the slot
-    processed: int = 0  # read since
+    cached: int = 0  # of them, tokens that the slot had cached
+    processed: int = 0  # read by this request
     decoded: int = 0
     limit: int = -1
     contents: Tokens = b""
@@ -31,7 +31,7 @@ class Slot:
         self.processed = self.decoded = 0
         self.limit = limit
 
-    def seen(self, context: int) -> dict[str, Any]:
+    def as_json(self, context: int) -> dict[str, Any]:
         """The slot as `/slots` shows it; before its first task it shows less."""
         value: dict[str, Any] = {
             "id": self.id,
@@ -59,9 +59,9 @@ class Slot:
 
 
 class SlotPool:
-    """All slots of one node. Who asks while they are taken waits in the order of asking.
+    """All slots of one node. Requests wait in order of arrival while none is free.
 
-    Without a prompt cache every prompt is read anew.
+    Without a prompt cache every prompt is read from the beginning.
     """
 
     def __init__(self, count: int, cache: PromptCache | None = None) -> None:
@@ -76,37 +76,37 @@ class SlotPool:
     def busy(self) -> int:
         return sum(slot.busy for slot in self.slots)
 
-    async def take(self, count: int, prompt: Tokens = b"") -> list[Slot]:
-        """Takes `count` slots at once (bounded by the number there are), the first for `prompt`."""
+    async def acquire(self, count: int, prompt: Tokens = b"") -> list[Slot]:
+        """Acquires `count` slots at once (at most all), the first of them chosen for `prompt`."""
         future: asyncio.Future[list[Slot]] = asyncio.get_running_loop().create_future()
         self.waiting.append((min(count, len(self.slots)), prompt, future))
-        self._serve()
+        self._grant()
         try:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
-                self.give_back(future.result())
+                self.release(future.result())
             raise
 
-    def give_back(self, slots: list[Slot]) -> None:
+    def release(self, slots: list[Slot]) -> None:
         for slot in slots:
             slot.busy = False
             self._uses += 1
             slot.used_at = self._uses
-        self._serve()
+        self._grant()
 
     def cached(self, slot: Slot, prompt: Tokens) -> int:
-        """Tokens of a prompt that need not be read on a slot."""
+        """Tokens of a prompt that a slot has cached."""
         return reusable(slot.contents, prompt) if self.cache is not None and prompt else 0
 
-    def forget(self) -> None:
-        """Loses all prompts, as a server that was started anew."""
+    def clear_prompts(self) -> None:
+        """Drops all cached prompts, as by a restart."""
         for slot in self.slots:
             slot.contents, slot.used_at = b"", 0
         if self.cache is not None:
             self.cache.evicted.clear()
 
-    def _serve(self) -> None:
+    def _grant(self) -> None:
         while self.waiting:
             count, prompt, future = self.waiting[0]
             free = [slot for slot in self.slots if not slot.busy]

@@ -14,7 +14,7 @@ def compute(prefill: float = inf, decode: float = inf, step: float = 0.0) -> Com
 
 
 async def read(work: Compute, tokens: int) -> list[tuple[int, float]]:
-    return [told async for told in work.read(tokens)]
+    return [progress async for progress in work.read(tokens)]
 
 
 async def write(work: Compute, tokens: int, width: int = 1) -> None:
@@ -40,7 +40,7 @@ async def test_prompts_are_read_one_after_the_other() -> None:
 
 
 @in_virtual_time
-async def test_each_more_slot_that_writes_adds_a_step() -> None:
+async def test_each_further_decoding_slot_adds_a_step() -> None:
     work = compute(decode=1000, step=0.002)
     await asyncio.gather(*(write(work, 10) for _ in range(3)))
     assert work.busy_seconds == pytest.approx(10 * (0.001 + 2 * 0.002))
@@ -50,7 +50,7 @@ async def test_each_more_slot_that_writes_adds_a_step() -> None:
 
 
 @in_virtual_time
-async def test_a_prompt_lets_its_neighbours_write_one_token_a_batch() -> None:
+async def test_during_a_prefill_other_slots_decode_one_token_a_batch() -> None:
     work = compute(prefill=2000, decode=1000)
     written = 0
 
@@ -64,15 +64,17 @@ async def test_a_prompt_lets_its_neighbours_write_one_token_a_batch() -> None:
     task = asyncio.create_task(neighbour())
     await asyncio.sleep(0.02)
     before = written
-    told = await read(work, 297)  # each batch has one token of the neighbour and 99 of the prompt
-    assert [done for done, _ in told] in ([0, 99, 198, 297], [0, 0, 99, 198, 297])
+    progress = await read(
+        work, 297
+    )  # each batch has one token of the neighbour and 99 of the prompt
+    assert [done for done, _ in progress] in ([0, 99, 198, 297], [0, 0, 99, 198, 297])
     assert written - before <= 5  # not the hundred and fifty of 0.15 s
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
 @in_virtual_time
-async def test_it_takes_as_long_as_it_says() -> None:
+async def test_work_takes_as_long_as_the_busy_seconds_say() -> None:
     work = compute(prefill=5000, decode=200)
     began = now()
     await asyncio.gather(read(work, 500), write(work, 20))
@@ -95,7 +97,7 @@ async def test_a_reader_that_leaves_lets_the_next_one_in() -> None:
 
 
 @in_virtual_time
-async def test_a_writer_that_does_not_ask_takes_no_time() -> None:
+async def test_a_writer_that_requests_no_token_takes_no_time() -> None:
     work = compute(decode=100)
     with work.writing(1) as writer:
         await writer.next()

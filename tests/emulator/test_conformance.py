@@ -1,4 +1,4 @@
-"""The emulated node against a real server: same replies, field by field."""
+"""The emulated node compared with a real server: the same responses, field by field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.emulator import EmulatedNode
-from tests.emulator.words import WORDS
+from tests.emulator.language_model import WORDS
 from tests.servers import (
     demo_servers,
     spawn_demo_server,
@@ -60,7 +60,7 @@ BAD: list[tuple[str, bytes]] = [
     ("/infill", b'{"input_prefix":"a","input_suffix":"b"}'),
     ("/v1/nothing", b"{}"),
 ]
-# What depends on the model or on the machine, or is told in part only.
+# Fields that depend on the model or on the machine, or that the emulator has in part only.
 SET_ASIDE = {"generation_settings", "params", "chat_template_caps", "speculative.types"}
 HEADERS = {"content-type", "connection", "keep-alive", "transfer-encoding", "server"}
 
@@ -78,7 +78,7 @@ def real_embedder() -> Iterator[str]:
 
 
 def shape(value: Any) -> Any:
-    """A value without what changes: names and types."""
+    """The shape of a value: its names and types."""
     if isinstance(value, dict):
         return {k: ... if k in SET_ASIDE else shape(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -89,7 +89,7 @@ def shape(value: Any) -> Any:
 
 
 def stream_shape(body: str) -> list[Any]:
-    """The events' names and shapes, a run of equal ones counted once."""
+    """The names and shapes of events; equal ones in a row count once."""
     shapes: list[Any] = []
     for block in body.split("\n\n")[:-1]:
         *names, data = block.split("\n")
@@ -114,59 +114,65 @@ async def both(
         EmulatedNode(slots=2, context=1024, embeddings=embeddings) as node,
         httpx.AsyncClient(timeout=30) as client,
     ):
-        await client.request(method, node.url + path, **options)  # a used slot tells more
+        await client.request(method, node.url + path, **options)  # a used slot has more fields
         emulated = await client.request(method, node.url + path, **options)
         return await client.request(method, real + path, **options), emulated
 
 
 @pytest.mark.parametrize(("path", "body"), CASES)
 async def test_plain_replies_agree(real: str, path: str, body: dict[str, Any]) -> None:
-    theirs, ours = await both(real, "POST", path, json=body)
-    assert shape(ours.json()) == shape(theirs.json())
-    assert heads(ours) == heads(theirs)
+    real_response, emulated_response = await both(real, "POST", path, json=body)
+    assert shape(emulated_response.json()) == shape(real_response.json())
+    assert heads(emulated_response) == heads(real_response)
 
 
 @pytest.mark.parametrize(("path", "body"), STREAMS)
 async def test_streams_agree(real: str, path: str, body: dict[str, Any]) -> None:
-    theirs, ours = await both(real, "POST", path, json=body | {"stream": True})
-    assert heads(ours) == heads(theirs)
+    real_response, emulated_response = await both(real, "POST", path, json=body | {"stream": True})
+    assert heads(emulated_response) == heads(real_response)
     if body.get("n") or isinstance(body.get("prompt"), list):  # answers interleave as they like
-        assert set(map(str, stream_shape(ours.text))) == set(map(str, stream_shape(theirs.text)))
+        assert set(map(str, stream_shape(emulated_response.text))) == set(
+            map(str, stream_shape(real_response.text))
+        )
     else:
-        assert stream_shape(ours.text) == stream_shape(theirs.text)
+        assert stream_shape(emulated_response.text) == stream_shape(real_response.text)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
 async def test_progress_agrees(real: str, path: str) -> None:
     body = HELLO | {"prompt": "hello", "stream": True, "return_progress": True, "n_predict": 2}
-    theirs, ours = await both(real, "POST", path, json=body)
-    assert stream_shape(ours.text) == stream_shape(theirs.text)
+    real_response, emulated_response = await both(real, "POST", path, json=body)
+    assert stream_shape(emulated_response.text) == stream_shape(real_response.text)
 
 
 @pytest.mark.parametrize(("path", "body"), BAD)
 async def test_errors_agree(real: str, path: str, body: bytes) -> None:
-    theirs, ours = await both(real, "POST", path, content=body)
-    assert ours.status_code == theirs.status_code
-    assert shape(ours.json()) == shape(theirs.json())
-    assert ours.json()["error"]["type"] == theirs.json()["error"]["type"]
-    assert heads(ours) == heads(theirs)
+    real_response, emulated_response = await both(real, "POST", path, content=body)
+    assert emulated_response.status_code == real_response.status_code
+    assert shape(emulated_response.json()) == shape(real_response.json())
+    assert emulated_response.json()["error"]["type"] == real_response.json()["error"]["type"]
+    assert heads(emulated_response) == heads(real_response)
 
 
 @pytest.mark.parametrize("path", ["/health", "/props", "/slots", "/v1/models", "/nothing"])
-async def test_what_the_node_tells_of_itself_agrees(real: str, path: str) -> None:
-    theirs, ours = await both(real, "GET", path)
+async def test_info_endpoints_agree(real: str, path: str) -> None:
+    real_response, emulated_response = await both(real, "GET", path)
     if path == "/slots":  # the real ones may be used already
-        assert all(set(slot) <= set(theirs.json()[0]) for slot in ours.json())
+        assert all(set(slot) <= set(real_response.json()[0]) for slot in emulated_response.json())
         return
-    assert shape(ours.json()) == shape(theirs.json())
-    assert heads(ours) == heads(theirs)
+    assert shape(emulated_response.json()) == shape(real_response.json())
+    assert heads(emulated_response) == heads(real_response)
 
 
 async def test_metrics_have_the_real_names(real: str) -> None:
-    theirs, ours = await both(real, "GET", "/metrics")
-    names = {line.split()[2:][0] for line in ours.text.splitlines() if line.startswith("# TYPE")}
-    assert names <= {line.split()[2] for line in theirs.text.splitlines() if line[0] == "#"}
-    assert ours.headers["content-type"] == theirs.headers["content-type"]
+    real_response, emulated_response = await both(real, "GET", "/metrics")
+    names = {
+        line.split()[2:][0]
+        for line in emulated_response.text.splitlines()
+        if line.startswith("# TYPE")
+    }
+    assert names <= {line.split()[2] for line in real_response.text.splitlines() if line[0] == "#"}
+    assert emulated_response.headers["content-type"] == real_response.headers["content-type"]
 
 
 @pytest.mark.parametrize(
@@ -179,10 +185,12 @@ async def test_metrics_have_the_real_names(real: str) -> None:
     ],
 )
 async def test_embeddings_agree(real_embedder: str, path: str, body: dict[str, Any]) -> None:
-    theirs, ours = await both(real_embedder, "POST", path, json=body, embeddings=True)
-    assert ours.status_code == theirs.status_code
-    assert shape(ours.json()) == shape(theirs.json())
-    assert heads(ours) == heads(theirs)
+    real_response, emulated_response = await both(
+        real_embedder, "POST", path, json=body, embeddings=True
+    )
+    assert emulated_response.status_code == real_response.status_code
+    assert shape(emulated_response.json()) == shape(real_response.json())
+    assert heads(emulated_response) == heads(real_response)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -199,7 +207,7 @@ async def test_connections_end_alike(real: str, stream: bool) -> None:
 
 
 async def cached_shares(url: str) -> list[float]:
-    """Shares of the prompts that were cached, in six conversations of three tenants by turns."""
+    """The cached share of each prompt, in six conversations of three tenants that alternate."""
     rng = random.Random(3)
 
     def words(count: int) -> str:
@@ -221,7 +229,7 @@ async def cached_shares(url: str) -> list[float]:
 
 
 async def cached_beside(url: str) -> float:
-    """The share of a prompt that is cached while another with its beginning is being answered."""
+    """The cached share of a prompt while another request with the same prefix is running."""
     rng = random.Random(1)
 
     def body(system: str, tokens: int) -> dict[str, Any]:
@@ -246,19 +254,21 @@ async def cached_beside(url: str) -> float:
 
 
 LONG = 30_000
-"""Tokens that take any server longer than the other request."""
+"""Tokens that take any server longer than the other request takes."""
 
 
 @pytest.mark.parametrize("memory", [True, False])
-async def test_a_busy_slot_s_beginning_is_cached_alike(memory: bool) -> None:
+async def test_the_prefix_of_a_busy_slot_is_cached_in_the_same_way(memory: bool) -> None:
     extra = () if memory else ("--cache-ram", "0")
     server = spawn_demo_server(slots=2, extra=extra)
     try:
         real = await cached_beside(wait_for_demo_server(server))
     finally:
         stop_demo_server(server)
-    kept = 64_000 if memory else 0
-    async with EmulatedNode(slots=2, cache_ram=kept, decode_tps=500, answer_tokens=10**6) as node:
+    cache_ram = 64_000 if memory else 0
+    async with EmulatedNode(
+        slots=2, cache_ram=cache_ram, decode_tps=500, answer_tokens=10**6
+    ) as node:
         emulated = await cached_beside(node.url)
     assert emulated == pytest.approx(real, abs=0.03)
     assert (real > 0.5) is memory

@@ -44,7 +44,7 @@ async def test_an_idle_connection_closes() -> None:
 
 
 @in_virtual_time
-async def test_an_idle_limit_does_not_end_a_long_answer() -> None:
+async def test_the_idle_timeout_does_not_end_a_long_answer() -> None:
     async with (
         EmulatedNode(keepalive_seconds=0.05, decode_tps=20) as node,
         wired(node.url) as wire,
@@ -55,7 +55,7 @@ async def test_an_idle_limit_does_not_end_a_long_answer() -> None:
 
 @pytest.mark.parametrize("close", [True, False])
 @in_virtual_time
-async def test_a_stream_ends_its_connection_unless_told_otherwise(close: bool) -> None:
+async def test_a_stream_ends_its_connection_by_default(close: bool) -> None:
     async with EmulatedNode(close_after_stream=close) as node, wired(node.url) as wire:
         await wire.send(post("/v1/chat/completions", chat(max_tokens=1)))
         assert b"Keep-Alive: timeout=5" in await wire.head()
@@ -77,14 +77,14 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 
 
 @in_virtual_time
-async def test_what_is_no_http_is_a_bad_request() -> None:
+async def test_anything_but_http_is_a_bad_request() -> None:
     async with EmulatedNode() as node, wired(node.url) as wire:
         await wire.send(b"garbage\r\n\r\n")
         assert (await wire.rest()).startswith(b"HTTP/1.1 400 Bad Request\r\n")
 
 
 @in_virtual_time
-async def test_a_client_that_asks_to_continue_is_told_so() -> None:
+async def test_a_client_that_expects_100_continue_gets_it() -> None:
     async with EmulatedNode() as node, wired(node.url) as wire:
         head, _, body = PLAIN.partition(b"\r\n\r\n")
         await wire.send(head + b"\r\nExpect: 100-continue\r\n\r\n")
@@ -141,7 +141,7 @@ async def test_a_killed_node_resets_and_comes_back_on_its_port() -> None:
 
 
 @in_virtual_time
-async def test_a_refusing_node_lets_its_connections_live() -> None:
+async def test_a_refusing_node_keeps_its_open_connections() -> None:
     async with EmulatedNode() as node, wired(node.url) as wire:
         await wire.send(HEALTH)
         await wire.until(b"}")

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.emulator import EmulatedNode, expected_chat_text
-from tests.emulator.faults import ACTS, GARBAGE, INSERTIONS, WHOLE, FaultBoard
+from tests.emulator.faults import GARBAGE, INSERTIONS, POINT_FAULTS, RESPONSE_FAULTS, FaultPlan
 from tests.emulator.wire import Wire, chat, events, post, text_of, unchunk, wired
 from tests.virtual import in_virtual_time
 
@@ -23,7 +23,7 @@ EVENTS = 7  # role, 4 words, end, [DONE]
 
 
 async def bytes_of(node: EmulatedNode, request: bytes = ASK) -> bytes:
-    """All bytes of a reply to the end of its connection."""
+    """All bytes of a response up to the end of its connection."""
     async with wired(node.url) as wire:
         await wire.send(request)
         return await wire.rest()
@@ -34,7 +34,7 @@ async def body_of(node: EmulatedNode) -> bytes:
 
 
 async def cut_off(wire: Wire, request: bytes = ASK) -> bytes:
-    """What comes before the connection is reset."""
+    """All bytes before the connection is reset."""
     await wire.send(request)
     seen = b""
     try:
@@ -45,20 +45,20 @@ async def cut_off(wire: Wire, request: bytes = ASK) -> bytes:
     raise AssertionError("it ended without a reset")
 
 
-def test_an_unknown_fault_is_told_with_those_there_are() -> None:
-    board = FaultBoard()
+def test_the_error_for_an_unknown_fault_lists_the_known_ones() -> None:
+    plan = FaultPlan()
     with pytest.raises(ValueError, match="no fault 'rset'; there are: hang, reset"):
-        board.next("rset")
+        plan.next("rset")
     with pytest.raises(ValueError, match="afterevents"):
-        board.next("reset", afterevents=3)
+        plan.next("reset", afterevents=3)
     with pytest.raises(ValueError, match="needs a status"):
-        board.next("status")
+        plan.next("status")
     with pytest.raises(ValueError, match="no insertion"):
-        board.next("insert", what="nonsense")
+        plan.next("insert", what="nonsense")
 
 
 @in_virtual_time
-async def test_faults_meet_the_next_requests_and_no_more() -> None:
+async def test_faults_apply_to_the_next_requests_only() -> None:
     async with EmulatedNode() as node, httpx.AsyncClient() as client:
         node.faults.next("status", 2, status=500)
         node.faults.next("status", status=429, headers={"Retry-After": "7"})
@@ -69,7 +69,7 @@ async def test_faults_meet_the_next_requests_and_no_more() -> None:
 
 
 @in_virtual_time
-async def test_a_standing_fault_stays_until_cleared_and_spares_the_probes() -> None:
+async def test_a_standing_fault_stays_until_cleared_and_does_not_apply_to_probes() -> None:
     async with EmulatedNode() as node, httpx.AsyncClient(base_url=node.url) as client:
         node.faults.set("status", status=502, body="<html>bad</html>")
         for _ in range(3):
@@ -101,7 +101,7 @@ async def test_any_status_has_an_error_body(status: int) -> None:
 
 
 @in_virtual_time
-async def test_a_loading_node_says_so_on_every_path() -> None:
+async def test_a_loading_node_answers_so_on_every_path() -> None:
     async with EmulatedNode() as node, httpx.AsyncClient(base_url=node.url) as client:
         node.faults.set("loading")
         assert (await client.get("/health")).json()["error"]["message"] == "Loading model"
@@ -183,7 +183,7 @@ async def test_a_hang_before_the_head_holds_a_slot_until_the_client_leaves(
 
 @pytest.mark.parametrize("after", [0, 3])
 @in_virtual_time
-async def test_a_hang_in_a_stream_goes_on_when_released(after: int) -> None:
+async def test_a_hanging_stream_continues_when_released(after: int) -> None:
     async with EmulatedNode() as node, wired(node.url) as wire:
         node.faults.next("hang", after_events=after)
         await wire.send(ASK)
@@ -196,7 +196,7 @@ async def test_a_hang_in_a_stream_goes_on_when_released(after: int) -> None:
 
 
 @in_virtual_time
-async def test_a_hang_may_have_its_time() -> None:
+async def test_a_hang_may_have_a_duration() -> None:
     async with EmulatedNode() as node:
         node.faults.next("hang", after_events=2, seconds=0.1)
         began = asyncio.get_running_loop().time()
@@ -205,7 +205,7 @@ async def test_a_hang_may_have_its_time() -> None:
 
 
 @in_virtual_time
-async def test_a_mute_node_works_on() -> None:
+async def test_a_node_without_control_endpoints_still_generates() -> None:
     async with EmulatedNode() as node, httpx.AsyncClient(base_url=node.url) as client:
         node.faults.set("mute")
         for path in ("/health", "/slots", "/props", "/metrics", "/v1/models"):
@@ -240,7 +240,7 @@ async def test_an_error_reply_may_be_cut_too() -> None:
 
 
 @in_virtual_time
-async def test_garbage_may_come_in_place_of_http() -> None:
+async def test_garbage_may_come_instead_of_http() -> None:
     async with EmulatedNode() as node:
         node.faults.next("garbage")
         assert await bytes_of(node) == GARBAGE
@@ -268,7 +268,7 @@ async def test_garbage_may_fill_a_plain_body() -> None:
 
 @pytest.mark.parametrize("what", INSERTIONS)
 @in_virtual_time
-async def test_odd_events_may_stand_between_the_others(what: str) -> None:
+async def test_odd_events_may_come_between_the_others(what: str) -> None:
     async with EmulatedNode() as node:
         node.faults.next("insert", what=what, after_events=3)
         body = await body_of(node)
@@ -287,7 +287,7 @@ async def test_an_enormous_event_may_come() -> None:
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/completion"])
 @in_virtual_time
-async def test_an_error_may_be_told_in_the_stream(path: str) -> None:
+async def test_an_error_may_come_in_the_stream(path: str) -> None:
     body: dict[str, Any] = {"prompt": "hello"} if path == "/completion" else {"messages": HELLO}
     async with EmulatedNode() as node:
         node.faults.next("error_event", after_events=2)
@@ -348,7 +348,7 @@ async def test_done_may_come_twice_or_never(kind: str, times: int) -> None:
 
 
 @in_virtual_time
-async def test_no_done_leaves_out_the_last_event_of_any_dialect() -> None:
+async def test_no_done_leaves_out_the_last_event_of_any_api() -> None:
     async with EmulatedNode() as node:
         node.faults.set("no_done")
         seen = await bytes_of(node, post("/v1/messages", {"messages": HELLO, "stream": True}))
@@ -366,7 +366,7 @@ async def test_a_head_may_come_byte_by_byte(kind: str) -> None:
 
 
 @in_virtual_time
-async def test_a_head_may_be_absurd() -> None:
+async def test_a_head_may_be_enormous() -> None:
     async with EmulatedNode() as node:
         node.faults.next("head_bomb", count=5000)
         assert (await bytes_of(node)).count(b"X-Bomb-") == 5000
@@ -376,7 +376,7 @@ async def test_a_head_may_be_absurd() -> None:
 
 
 @in_virtual_time
-async def test_interim_answers_may_come_first() -> None:
+async def test_interim_responses_may_come_first() -> None:
     async with EmulatedNode() as node, httpx.AsyncClient() as client:
         node.faults.next("interim", count=3, headers={"Link": "<a>"})
         assert (await bytes_of(node)).startswith(
@@ -417,9 +417,9 @@ async def test_chunks_may_have_extensions_and_a_trailer() -> None:
             assert expected_chat_text(HELLO, 1) in reply.text
 
 
-@pytest.mark.parametrize("kind", [*ACTS, *WHOLE])
+@pytest.mark.parametrize("kind", [*POINT_FAULTS, *RESPONSE_FAULTS])
 @in_virtual_time
-async def test_every_fault_leaves_the_node_as_healthy_as_before(kind: str) -> None:
+async def test_after_every_fault_the_node_works_as_before(kind: str) -> None:
     options: dict[str, Any] = {"status": 500} if kind == "status" else {}
     async with EmulatedNode() as node:
         for stream, after in product((True, False), (None, 0, 2)):
@@ -434,7 +434,7 @@ async def test_every_fault_leaves_the_node_as_healthy_as_before(kind: str) -> No
 
 
 @in_virtual_time
-async def test_nobody_else_is_given_the_port_of_a_node_that_is_down() -> None:
+async def test_no_other_socket_gets_the_port_of_a_node_that_is_down() -> None:
     async with EmulatedNode() as node:
         await node.kill()
         with socket.socket() as other, pytest.raises(OSError, match="in use"):

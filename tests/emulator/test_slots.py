@@ -33,7 +33,7 @@ async def test_the_head_comes_at_once_and_the_first_event_after_the_prefill() ->
 
 
 @in_virtual_time
-async def test_tokens_are_paced() -> None:
+async def test_tokens_come_at_the_decode_speed() -> None:
     async with EmulatedNode(decode_tps=50) as node, httpx.AsyncClient() as client:
         began = now()
         reply = await client.post(node.url + CHAT, json=chat(stream=False, max_tokens=11))
@@ -60,7 +60,7 @@ async def test_a_full_node_withholds_the_head_until_a_slot_is_free() -> None:
 
 
 @in_virtual_time
-async def test_slots_tell_that_they_are_busy() -> None:
+async def test_slots_show_that_they_are_busy() -> None:
     async with (
         EmulatedNode(slots=1, answer_tokens=10**6, decode_tps=100) as node,
         wired(node.url) as wire,
@@ -99,7 +99,7 @@ async def test_a_stream_s_slot_stays_taken_until_its_prompt_is_read() -> None:
 
 
 @in_virtual_time
-async def test_a_stream_with_progress_is_given_up_within_a_batch() -> None:
+async def test_a_stream_with_progress_is_abandoned_within_a_batch() -> None:
     async with EmulatedNode(prefill_tps=100, batch=5) as node, wired(node.url) as wire:
         await wire.send(post(CHAT, chat("the " * 1000, return_progress=True)))  # 10 s
         await wire.until(b"\n\n")
@@ -137,7 +137,7 @@ async def test_a_queued_stream_whose_client_left_still_has_its_prompt_read() -> 
 
 
 @in_virtual_time
-async def test_a_prefill_can_hold_its_neighbours_up() -> None:
+async def test_a_prefill_can_stall_other_slots() -> None:
     async with (
         EmulatedNode(
             prefill_tps=200, decode_tps=100, answer_tokens=10**6, prefill_stalls=True

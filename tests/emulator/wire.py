@@ -1,4 +1,4 @@
-"""A client below HTTP: sees segments, resets and cut chunks as they come."""
+"""A client on a raw socket, which sees segments, resets and cut chunks as they come."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def post(path: str, body: dict[str, Any] | None = None, headers: str = "") -> by
 
 
 def chat(text: str = "hello", **more: Any) -> dict[str, Any]:
-    """A chat of one message, streamed unless told otherwise."""
+    """A chat of one message, by default streamed."""
     return {"messages": [{"role": "user", "content": text}], "stream": True, **more}
 
 
 @dataclass(slots=True)
 class Wire:
-    """One connection to a node."""
+    """One raw connection to a node or gateway."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -47,12 +47,12 @@ class Wire:
         return await self.until(b"\r\n\r\n")
 
     async def rest(self) -> bytes:
-        """All bytes to the end of the connection; raises ConnectionResetError where it is RST."""
+        """All bytes to the end of the connection. Raises ConnectionResetError for a RST."""
         async with asyncio.timeout(LIMIT):
             return await self.reader.read()
 
     async def some(self, seconds: float = LIMIT) -> bytes:
-        """What has come or comes next; raises TimeoutError where nothing does."""
+        """The bytes that have come or come next. Raises TimeoutError when none do."""
         async with asyncio.timeout(seconds):
             return await self.reader.read(1 << 20)
 
@@ -66,7 +66,7 @@ class Wire:
 
 @asynccontextmanager
 async def wired(url: str) -> AsyncIterator[Wire]:
-    """A connection to a node."""
+    """Open a raw connection."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 24)
     wire = Wire(reader, writer)
@@ -77,7 +77,7 @@ async def wired(url: str) -> AsyncIterator[Wire]:
 
 
 async def stream_bytes(url: str, path: str, body: dict[str, Any]) -> bytes:
-    """The undone chunks of a streamed reply, that is its body; AssertionError where it is cut."""
+    """The body of a streamed response, without chunk framing. AssertionError when it is cut."""
     async with wired(url) as wire:
         await wire.send(post(path, body))
         await wire.head()
@@ -85,7 +85,7 @@ async def stream_bytes(url: str, path: str, body: dict[str, Any]) -> bytes:
 
 
 def unchunk(data: bytes) -> bytes:
-    """The body of a chunked message that is complete."""
+    """The body of a complete chunked message."""
     body = b""
     while True:
         line, _, data = data.partition(b"\r\n")

@@ -1,4 +1,4 @@
-"""README's two commands, as a newcomer types them, and what came of them."""
+"""Runs README's two commands as a new user does, and checks their results."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.fresh.inside import PLACE, interrupt, left_behind, started
+from tests.fresh.chroot import CHECKOUT_PATH, interrupt, left_behind, running_command
 
-PORTS = (8000, 8001)  # of the gateway, unless it is told others
-TAKEN = "Address already in use"
+PORTS = (8000, 8001)  # the gateway's default ports
+PORT_TAKEN = "Address already in use"
 ANY_PORTS = "ARGS=--port 0 --admin-port 0"
-SERVED = re.compile(r"OpenAI-compatible API at (http://\S+)/v1")
+SERVING = re.compile(r"OpenAI-compatible API at (http://\S+)/v1")
 COUNTED = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed)\b")
 ENDED = re.compile(r" in \d+\.\d+s\b")
 SHARE = re.compile(r"\[ *\d+%\]")
@@ -29,88 +29,96 @@ CHAT = {
     "messages": [{"role": "user", "content": "Hello"}],
     "max_tokens": 32,
 }
-RUN_LIMIT = 1800.0  # seconds until it serves; a minute is usual
+RUN_LIMIT = 1800.0  # seconds until it serves; it usually takes a minute
 ANSWER_LIMIT = 120.0
-END_LIMIT = 60.0  # from Ctrl-C on
-TEST_LIMIT = 7200.0  # a quarter of an hour is usual
-LOOK = 0.2  # seconds between two looks
-TELL = 60.0  # seconds between two words of how far it is
-# What make itself says after Ctrl-C: its command has ended well, or with the status of SIGINT.
+END_LIMIT = 60.0  # seconds from Ctrl-C to the end
+TEST_LIMIT = 7200.0  # it usually takes a quarter of an hour
+POLL_EVERY = 0.2  # seconds
+PROGRESS_EVERY = 60.0  # seconds between two progress messages
+# Statuses of make after Ctrl-C: its command has succeeded, or ended with the status of SIGINT.
 INTERRUPTED = frozenset({0, 2, 130})
 
-Tell = Callable[[str], None]
+PrintProgress = Callable[[str], None]
 
 
 @dataclass(slots=True)
-class Ran:
-    """What came of a command. `problem` is empty when all went well."""
+class CommandResult:
+    """The result of a command. `problem` is empty when it succeeded."""
 
     command: str
     problem: str = ""
     seconds: float = 0.0
     """Until `make run` served; until `make test` ended."""
     mib: int = 0
-    """What .venv takes on the disk afterwards."""
+    """Disk space of .venv afterwards."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Tests, by how they ended."""
+    """Numbers of tests by their outcome."""
 
 
-class _WentWrongError(Exception):
-    """Why a command has failed."""
+class _CommandError(Exception):
+    """A command failed; the message has the reason."""
 
 
-def make_run(root: Path, log: Path, environment: Mapping[str, str], tell: Tell) -> Ran:
-    """`make run` until it has answered a chat, and Ctrl-C."""
+def make_run(
+    root: Path, log: Path, environment: Mapping[str, str], progress: PrintProgress
+) -> CommandResult:
+    """Run `make run` until it has answered a chat, then send Ctrl-C."""
     if not all(_is_free(port) for port in PORTS):
-        return _run(root, log, environment, tell, ["make", "run", ANY_PORTS])
-    ran = _run(root, log, environment, tell, ["make", "run"])
-    if ran.problem and TAKEN in log.read_text(errors="replace"):
-        # Somebody took a port while it installed.
-        return _run(root, log, environment, tell, ["make", "run", ANY_PORTS])
-    return ran
+        return _run(root, log, environment, progress, ["make", "run", ANY_PORTS])
+    result = _run(root, log, environment, progress, ["make", "run"])
+    if result.problem and PORT_TAKEN in log.read_text(errors="replace"):
+        # Another process took a port during the installation.
+        return _run(root, log, environment, progress, ["make", "run", ANY_PORTS])
+    return result
 
 
 def _run(
-    root: Path, log: Path, environment: Mapping[str, str], tell: Tell, command: list[str]
-) -> Ran:
-    ran = Ran(shlex.join(command))
+    root: Path,
+    log: Path,
+    environment: Mapping[str, str],
+    progress: PrintProgress,
+    command: list[str],
+) -> CommandResult:
+    result = CommandResult(shlex.join(command))
     begun = time.monotonic()
-    with started(root, command, log, environment) as process:
+    with running_command(root, command, log, environment) as process:
         try:
-            url = _served(process, log, tell)
-            ran.seconds = time.monotonic() - begun
-            _try_out(url)
+            url = _wait_until_serving(process, log, progress)
+            result.seconds = time.monotonic() - begun
+            _check_gateway(url)
             interrupt(process)
-            _waited(process, log, END_LIMIT, tell, what="its end after Ctrl-C")
-            _judge_end(process.returncode, log.read_text(errors="replace"))
-        except _WentWrongError as problem:
-            ran.problem = str(problem)
-    ran.mib = _mib(root)
-    return ran
+            _wait(process, log, END_LIMIT, progress, what="its end after Ctrl-C")
+            _check_end(process.returncode, log.read_text(errors="replace"))
+        except _CommandError as problem:
+            result.problem = str(problem)
+    result.mib = _venv_mib(root)
+    return result
 
 
-def make_test(root: Path, log: Path, environment: Mapping[str, str], tell: Tell) -> Ran:
-    """`make test`, to its end."""
-    ran = Ran("make test")
+def make_test(
+    root: Path, log: Path, environment: Mapping[str, str], progress: PrintProgress
+) -> CommandResult:
+    """Run `make test` to its end."""
+    result = CommandResult("make test")
     begun = time.monotonic()
-    with started(root, ["make", "test"], log, environment) as process:
+    with running_command(root, ["make", "test"], log, environment) as process:
         try:
-            _waited(process, log, TEST_LIMIT, tell)
-        except _WentWrongError as problem:
-            ran.problem = str(problem)
+            _wait(process, log, TEST_LIMIT, progress)
+        except _CommandError as problem:
+            result.problem = str(problem)
         status = process.returncode
-    ran.seconds = time.monotonic() - begun
-    ran.counts = counts(log.read_text(errors="replace"))
-    if not ran.problem and status != 0:
-        ran.problem = f"it ended with status {status}"
-    if not ran.problem and not ran.counts.get("passed"):
-        ran.problem = "no test has passed"
-    ran.mib = _mib(root)
-    return ran
+    result.seconds = time.monotonic() - begun
+    result.counts = counts(log.read_text(errors="replace"))
+    if not result.problem and status != 0:
+        result.problem = f"it ended with status {status}"
+    if not result.problem and not result.counts.get("passed"):
+        result.problem = "no test has passed"
+    result.mib = _venv_mib(root)
+    return result
 
 
 def counts(output: str) -> dict[str, int]:
-    """How many tests ended in which way, by pytest's last line."""
+    """The numbers of tests by outcome, from pytest's last line."""
     for line in reversed(output.splitlines()):
         if ENDED.search(line):
             found = COUNTED.findall(line)
@@ -118,64 +126,70 @@ def counts(output: str) -> dict[str, int]:
     return {}
 
 
-def _waited(
+def _wait(
     process: subprocess.Popen[bytes],
     log: Path,
     limit: float,
-    tell: Tell,
+    progress: PrintProgress,
     *,
     until: re.Pattern[str] | None = None,
     what: str = "it",
 ) -> re.Match[str] | None:
-    """Wait for what `until` looks for in the log, or for the end."""
-    begun = told = time.monotonic()
+    """Wait for a match of `until` in the log, or for the end of the process."""
+    begun = last_progress = time.monotonic()
     while True:
         ended = process.poll() is not None
-        text = log.read_text(errors="replace") if until or time.monotonic() - told >= TELL else ""
+        text = (
+            log.read_text(errors="replace")
+            if until or time.monotonic() - last_progress >= PROGRESS_EVERY
+            else ""
+        )
         if until and (found := until.search(text)):
             return found
         if ended:
             return None
         now = time.monotonic()
         if now - begun >= limit:
-            raise _WentWrongError(f"{what} takes longer than {limit:.0f} s")
-        if now - told >= TELL:
-            told = now
-            tell(f"{now - begun:.0f} s: {_how_far(text)}")
-        time.sleep(LOOK)
+            raise _CommandError(f"{what} takes longer than {limit:.0f} s")
+        if now - last_progress >= PROGRESS_EVERY:
+            last_progress = now
+            progress(f"{now - begun:.0f} s: {_progress(text)}")
+        time.sleep(POLL_EVERY)
 
 
-def _how_far(text: str) -> str:
+def _progress(text: str) -> str:
     if shares := SHARE.findall(text):
         return f"tests {shares[-1]}"
     lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1][:100] if lines else "nothing said yet"
+    return lines[-1][:100] if lines else "no output yet"
 
 
-def _served(process: subprocess.Popen[bytes], log: Path, tell: Tell) -> str:
-    found = _waited(process, log, RUN_LIMIT, tell, until=SERVED)
+def _wait_until_serving(
+    process: subprocess.Popen[bytes], log: Path, progress: PrintProgress
+) -> str:
+    found = _wait(process, log, RUN_LIMIT, progress, until=SERVING)
     if found is None:
-        raise _WentWrongError(f"it ended with status {process.returncode}")
+        raise _CommandError(f"it ended with status {process.returncode}")
     return found[1]
 
 
-def _try_out(url: str) -> None:
-    """Ask a gateway how it is, for its models, and for a chat."""
-    _asked(f"{url}/health")
-    _asked(f"{url}/v1/models")
-    answer = _asked(f"{url}/v1/chat/completions", CHAT)
+def _check_gateway(url: str) -> None:
+    """Request a gateway's health, its models, and a chat."""
+    _fetch(f"{url}/health")
+    _fetch(f"{url}/v1/models")
+    answer = _fetch(f"{url}/v1/chat/completions", CHAT)
     try:
-        said = json.loads(answer)["choices"][0]["message"]["content"]
+        text = json.loads(answer)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError):
-        said = None
-    if not isinstance(said, str) or not said:
-        raise _WentWrongError(f"its answer to a chat has no text: {answer[:300]!r}")
+        text = None
+    if not isinstance(text, str) or not text:
+        raise _CommandError(f"its answer to a chat has no text: {answer[:300]!r}")
 
 
-def _asked(url: str, body: object = None) -> bytes:
+def _fetch(url: str, body: object = None) -> bytes:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    # A proxy of this machine has no part in what is on it.
+    # Requests to this machine must not go through its proxy.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=ANSWER_LIMIT) as answer:
@@ -183,19 +197,19 @@ def _asked(url: str, body: object = None) -> bytes:
             return content
     except urllib.error.HTTPError as error:
         with error:
-            told = error.read(300)
-        raise _WentWrongError(f"{url} answers {error.code}: {told!r}") from None
+            body = error.read(300)
+        raise _CommandError(f"{url} answers {error.code}: {body!r}") from None
     except OSError as error:
-        raise _WentWrongError(f"{url} does not answer: {error}") from None
+        raise _CommandError(f"{url} does not answer: {error}") from None
 
 
-def _judge_end(status: int, output: str) -> None:
+def _check_end(status: int, output: str) -> None:
     if "Traceback (most recent call last)" in output:
-        raise _WentWrongError("it ends with a traceback")
+        raise _CommandError("it ends with a traceback")
     if left := left_behind(output):
-        raise _WentWrongError(f"after Ctrl-C these processes live on: {'; '.join(left)}")
+        raise _CommandError(f"after Ctrl-C these processes still run: {'; '.join(left)}")
     if status not in INTERRUPTED:
-        raise _WentWrongError(f"after Ctrl-C it ended with status {status}")
+        raise _CommandError(f"after Ctrl-C it ended with status {status}")
 
 
 def _is_free(port: int) -> bool:
@@ -208,11 +222,11 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _mib(root: Path) -> int:
-    """MiB of disk that .venv takes."""
+def _venv_mib(root: Path) -> int:
+    """Disk space of .venv, in MiB."""
     seen: dict[tuple[int, int], int] = {}
-    for folder, _, files in os.walk(root / PLACE.lstrip("/") / ".venv"):
+    for folder, _, files in os.walk(root / CHECKOUT_PATH.lstrip("/") / ".venv"):
         for name in (".", *files):
-            told = os.lstat(Path(folder) / name)
-            seen[told.st_dev, told.st_ino] = told.st_blocks * 512
+            status = os.lstat(Path(folder) / name)
+            seen[status.st_dev, status.st_ino] = status.st_blocks * 512
     return sum(seen.values()) >> 20

@@ -1,7 +1,7 @@
-"""Bare systems: Debian or Ubuntu with what README's *Start* asks for, and nothing else.
+"""Bare systems: Debian or Ubuntu with the packages that README's *Start* names, and no others.
 
-They are kept in the cache of `tests/deploy/base_image.py` and made anew each week, so that they
-are today's.
+They are kept in the cache of `tests/deploy/base_image.py` and made again each week, so that they
+stay current.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.deploy.base_image import AUTHORITIES, debian
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A release, by the name that its archive has for it."""
+    """A release, by its name in the archive."""
 
     suite: str
     title: str
@@ -38,8 +38,8 @@ SYSTEMS = {
         System("resolute", "Ubuntu 26.04", ubuntu=True),
     )
 }
-USUAL = ("bookworm", "trixie", "testing")
-# An installed system has the last two; a bare root of mmdebstrap doesn't (Ubuntu's has no apt).
+DEFAULT_SYSTEMS = ("bookworm", "trixie", "testing")
+# An installed system has the last two; a root by mmdebstrap lacks them (Ubuntu's has no apt).
 PACKAGES = ("git", "make", "python3", "python3-venv", "apt", "ca-certificates")
 PROGRAMS = {
     "git": "git",
@@ -47,16 +47,16 @@ PROGRAMS = {
     "setpriv": "util-linux",
     "unshare": "util-linux",
 }
-NEWCOMER = "newcomer"  # who runs the commands: they need no root
-VERSION = 1  # raise it when what is done below changes
+NEWCOMER = "newcomer"  # the user who runs the commands, which need no root
+VERSION = 1  # raise it when the steps below change
 WEEK = "%G-%V"
-# Settings of this machine's apt, of those that decide how it reaches its archive.
-REACHING = re.compile(r"Acquire::(?:https?::|Check-Date |Check-Valid-Until )")
+# Settings of apt on this machine that decide how it reaches its archive.
+APT_NETWORK_SETTING = re.compile(r"Acquire::(?:https?::|Check-Date |Check-Valid-Until )")
 UBUNTU_KEYS = Path("usr/share/keyrings/ubuntu-archive-keyring.gpg")
 
 
-def why_not() -> str:
-    """Why no system can be made here, with the remedy; or nothing."""
+def unsupported_reason() -> str:
+    """Why no system can be made here, with the remedy; empty if it can."""
     if os.geteuid() != 0:
         return "root is needed. Remedy: run it as root, or in a virtual machine"
     if missing := sorted({PROGRAMS[name] for name in PROGRAMS if not shutil.which(name)}):
@@ -64,14 +64,14 @@ def why_not() -> str:
     return ""
 
 
-def bare(cache: Path, system: System) -> Path:
-    """The root of a bare system; fetched when there is none of this week.
+def bare_root(cache: Path, system: System) -> Path:
+    """The root of a bare system; fetched if there is none from this week.
 
-    Raises: subprocess.SubprocessError; what mmdebstrap has against it stands on standard error.
+    Raises: subprocess.SubprocessError; mmdebstrap prints the reason to standard error.
     """
-    options = [f"--aptopt={setting}" for setting in _reaching()]
+    options = [f"--aptopt={setting}" for setting in _apt_network_settings()]
     if system.ubuntu:
-        # Its archive has what it makes venvs with in `universe`.
+        # The package python3-venv is in `universe`.
         options += ["--components=main,universe", f"--keyring={_ubuntu_keys(cache, options)}"]
     hooks = [
         'rm -f "$1"/var/cache/apt/archives/*.deb',
@@ -90,33 +90,34 @@ def bare(cache: Path, system: System) -> Path:
 
 
 def _ubuntu_keys(cache: Path, options: Sequence[str]) -> Path:
-    """Ubuntu's keys: of this machine, or of Debian's package of them."""
+    """Ubuntu's archive keys: this machine's, or those of Debian's package."""
     here = Path("/") / UBUNTU_KEYS
     if here.exists():
         return here
     extracted = ("--variant=extract", *options)
     name, package = "fresh-ubuntu-keys", "ubuntu-keyring"
-    # Debian 12 has no such package any more.
+    # Debian 12 no longer has this package.
     folder = debian(cache, name, VERSION, (package,), (), suite="trixie", options=extracted)
     return folder / UBUNTU_KEYS
 
 
-def _reaching() -> list[str]:
-    """Proxies and the like: this machine's settings of apt."""
-    told = subprocess.run(
+def _apt_network_settings() -> list[str]:
+    """This machine's network settings of apt, such as proxies."""
+    dump = subprocess.run(
         ["apt-config", "dump", "--no-empty", "--format", '%f "%v";%n'],
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     ).stdout
-    return [line for line in told.splitlines() if REACHING.match(line)]
+    return [line for line in dump.splitlines() if APT_NETWORK_SETTING.match(line)]
 
 
 def registry_settings() -> dict[str, str]:
-    """How programs reach the package registries that this machine uses, as environment variables.
+    """Environment variables with which programs reach this machine's package registries.
 
-    The bare system has this machine's certificate authorities (`furnish`); node brings its own.
+    The bare system has this machine's certificate authorities (`copy_network_settings`), but node
+    brings its own.
     """
     found = {
         name: value
@@ -134,7 +135,7 @@ def registry_settings() -> dict[str, str]:
     for line in done.stdout.splitlines():
         setting, _, value = line.partition("=")
         name = setting.rpartition(".")[2]
-        # A folder of this machine is none of the bare one.
+        # The bare system has no folders of this machine.
         places = " ".join(
             place for place in value.strip("'\"").split() if not place.startswith(("file:", "/"))
         )
@@ -143,8 +144,8 @@ def registry_settings() -> dict[str, str]:
     return found
 
 
-def furnish(root: Path) -> None:
-    """Give a root this machine's name service and certificate authorities."""
+def copy_network_settings(root: Path) -> None:
+    """Copy this machine's name service settings and certificate authorities to a root."""
     for file in (Path("/etc/resolv.conf"), Path("/etc/hosts"), AUTHORITIES):
         if file.exists():
             there = root / file.relative_to("/")

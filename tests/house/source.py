@@ -1,4 +1,4 @@
-"""A checkout's Python, parsed: its modules, the places in them, and what they import."""
+"""A checkout's Python modules, parsed: places in them, and their imports."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
+"""This checkout."""
 PACKAGE = "gateway"
 
 
@@ -25,7 +27,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number, and what it is the number of."""
+    """A count, and the places that it counts."""
 
     value: int
     places: Sequence[Place | str] = ()
@@ -33,10 +35,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Module:
-    """One file of Python."""
+    """One Python file."""
 
     name: str
-    """Dotted; a package has the name of its folder."""
+    """The dotted name; a package has that of its folder."""
     path: Path
     shown: str
     """The path from the checkout's root."""
@@ -54,16 +56,16 @@ class Module:
 
     @property
     def lines(self) -> int:
-        """Lines in all, blank ones among them."""
+        """Lines, blank ones included."""
         return len(self.text.splitlines())
 
     def place(self, node: ast.AST, text: str = "") -> Place:
-        """Where `node` stands; its source, in one line, unless `text` says more."""
+        """The place of `node`, with its source in one line, or with `text`."""
         return Place(self.shown, getattr(node, "lineno", 1), (text or ast.unparse(node))[:120])
 
 
 def modules(root: Path, folder: str = PACKAGE) -> list[Module]:
-    """Parse every Python file below a folder of a checkout, in order of their paths."""
+    """Parse all Python files below a folder of a checkout, ordered by path."""
     found = []
     for path in sorted((root / folder).rglob("*.py")):
         shown = path.relative_to(root)
@@ -84,7 +86,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def with_scopes(
     node: ast.AST, scopes: tuple[Function | ast.ClassDef, ...] = ()
 ) -> Iterator[tuple[ast.AST, tuple[Function | ast.ClassDef, ...]]]:
-    """Every node below this one, with the classes and functions around it, outermost first."""
+    """All nodes below this one, each with its enclosing classes and functions, outermost first."""
     for child in ast.iter_child_nodes(node):
         yield child, scopes
         if isinstance(child, Function | ast.ClassDef):
@@ -94,10 +96,10 @@ def with_scopes(
 
 
 def imported(module: Module, known: frozenset[str]) -> dict[str, str]:
-    """Names that a module imports from `known` modules: the local name to the full one.
+    """Names that a module imports from `known` modules: local name -> full name.
 
-    Imports within functions and for types alone count. A full name is a module's, or a module's
-    and that of something in it.
+    Imports in functions and under TYPE_CHECKING count. A full name is a module's, or that of
+    something in a module.
     """
     found: dict[str, str] = {}
     for node in ast.walk(module.tree):
@@ -123,7 +125,7 @@ def _base(module: Module, node: ast.ImportFrom) -> str:
 
 
 def imports(found: Sequence[Module]) -> dict[str, set[str]]:
-    """Which modules each module names in its imports; a package that is only passed is not."""
+    """Module -> modules that it imports. A package counts only if something of it is imported."""
     known = frozenset(module.name for module in found)
     edges: dict[str, set[str]] = {}
     for module in found:

@@ -1,12 +1,12 @@
-"""Puts small faults into the gateway, one at a time, and counts those that the tests find.
+"""Mutation tests: puts small faults into the gateway, one at a time, and counts those found.
 
     make test ARGS="--cov=gateway/proxy --cov-context=test --cov-report= --junitxml=runs.xml"
     python -m tests.mutants gateway/proxy --coverage .coverage --runs runs.xml --json mutants.json
 
-Each mutant runs the tests that reach its line, the quickest first, until one fails. A test that
+For each mutant the tests that reach its line run, the fastest first, until one fails. A test that
 takes longer than `--longest` is left out. The same seed gives the same mutants of the same code.
-`--again FILE` puts in those of an earlier run's `--json` instead, so that two test suites can be
-held against each other, and `--tests FILE` names the tests that may run.
+`--again FILE` uses the mutants of an earlier run's `--json` instead, so that two test suites can
+be compared, and `--tests FILE` names the tests that may run.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from queue import SimpleQueue
 from coverage import CoverageData
 from rich.progress import Progress
 
-from tests.mutants.mutation import Mutant, found_again, sample
+from tests.mutants.mutation import Mutant, find_again, sample
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY = 16 << 30
-"""Bytes of address space for a run: a fault may ask for all there is."""
+"""Bytes of address space for a run, since a fault may allocate without limit."""
 TEST_LIMIT = 60
-"""Seconds for one test: a fault may make it wait for ever."""
+"""Seconds for one test, since a fault may make it wait forever."""
 RUN_LIMIT = 3
-"""A run may take so many times what its tests took before, and half a minute."""
+"""A run may take so many times as long as its tests took before, plus half a minute."""
 
 
 def durations(runs: Path) -> dict[str, float]:
-    """Return how long each test took, in seconds, by its name as coverage knows it."""
+    """Return the seconds that each test took, by its key."""
     found: dict[str, float] = {}
     for case in ET.parse(runs).getroot().iter("testcase"):
         found[_key(f"{case.get('classname')}.{case.get('name')}")] = float(case.get("time") or 0)
@@ -51,12 +51,12 @@ def durations(runs: Path) -> dict[str, float]:
 
 
 def _key(test: str) -> str:
-    """Make the same word of a node id and of a name in JUnit's form."""
+    """Return the same key for a node id and for a name in JUnit's form."""
     return test.replace(".py::", ".").replace("::", ".").replace("/", ".")
 
 
-class Reach:
-    """Which tests reach which lines, and how long they take."""
+class ReachingTests:
+    """Finds the tests that reach a line, with their durations."""
 
     def __init__(self, coverage: Path, runs: Path, allowed: set[str] | None) -> None:
         self._data = CoverageData(str(coverage))
@@ -65,7 +65,7 @@ class Reach:
         self._allowed = allowed
 
     def tests(self, mutant: Mutant, longest: float, most: float) -> tuple[list[str], float]:
-        """Return the tests that reach a mutant, the quickest first, and their seconds in all."""
+        """Return the tests that reach a mutant, the fastest first, and their total seconds."""
         measured = self._data.measured_files()
         name = next((name for name in measured if name.endswith(f"/{mutant.path}")), None)
         if name is None:
@@ -87,7 +87,7 @@ class Reach:
 
 @contextmanager
 def checkouts(count: int) -> Iterator[SimpleQueue[Path]]:
-    """Make copies of the tracked files, for as many runs side by side."""
+    """Make `count` copies of the tracked files, for parallel runs."""
     names = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.split("\0")
@@ -102,8 +102,10 @@ def checkouts(count: int) -> Iterator[SimpleQueue[Path]]:
         yield free
 
 
-def verdict(mutant: Mutant, tests: Sequence[str], seconds: float, free: SimpleQueue[Path]) -> str:
-    """Run the tests against a mutant. Return how it was found, or "alive"."""
+def run_mutant(
+    mutant: Mutant, tests: Sequence[str], seconds: float, free: SimpleQueue[Path]
+) -> str:
+    """Run the tests against a mutant. Return how it was killed, or "alive"."""
     if not tests:
         return "not reached"
     checkout = free.get()
@@ -134,40 +136,44 @@ def _run(checkout: Path, chosen: Path, limit: float) -> str:
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),  # noqa: PLW1509
     ) as process:
         try:
-            told, _ = process.communicate(timeout=limit)
+            output, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             return "killed: no end"
     if process.returncode == 0:
         return "alive"
-    failed = [line for line in told.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return f"killed: {failed[0]}" if failed else f"killed: pytest ended with {process.returncode}"
 
 
 def main() -> int:
-    """Make the mutants, run the tests, tell the count."""
+    """Make the mutants, run the tests, and print the counts."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutants",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folders", nargs="+", help="what to put faults into: gateway/proxy …")
-    parser.add_argument("--coverage", type=Path, required=True, help="with contexts of tests")
+    parser.add_argument("folders", nargs="+", help="folders to put faults into: gateway/proxy …")
+    parser.add_argument(
+        "--coverage", type=Path, required=True, help="coverage data with contexts of tests"
+    )
     parser.add_argument("--runs", type=Path, required=True, help="pytest's --junitxml, for times")
     parser.add_argument("--tests", type=Path, help="node ids that may run, a line each")
     parser.add_argument("--again", type=Path, help="the mutants of this file, which --json wrote")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--longest", type=float, default=5.0, help="seconds of one test")
-    parser.add_argument("--most", type=float, default=60.0, help="seconds of a mutant's tests")
-    parser.add_argument("--json", type=Path, help="write what came of each mutant")
+    parser.add_argument("--longest", type=float, default=5.0, help="limit of one test, in seconds")
+    parser.add_argument(
+        "--most", type=float, default=60.0, help="limit of all tests of a mutant, in seconds"
+    )
+    parser.add_argument("--json", type=Path, help="write the result of each mutant")
     options = parser.parse_args()
     allowed = set(options.tests.read_text().splitlines()) if options.tests else None
-    reach = Reach(options.coverage, options.runs, allowed)
+    reach = ReachingTests(options.coverage, options.runs, allowed)
     if options.again:
-        drawn = found_again(ROOT, options.folders, json.loads(options.again.read_text()))
+        drawn = find_again(ROOT, options.folders, json.loads(options.again.read_text()))
     else:
         drawn = sample(ROOT, options.folders, options.count, options.seed)
     found: dict[str, str] = {}
@@ -180,18 +186,18 @@ def main() -> int:
 
         def one(mutant: Mutant) -> None:
             tests, seconds = reach.tests(mutant, options.longest, options.most)
-            how = found[str(mutant)] = verdict(mutant, tests, seconds, free)
+            how = found[str(mutant)] = run_mutant(mutant, tests, seconds, free)
             line = f"{how}: {mutant}"
             progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
             progress.advance(bar)
 
         list(pool.map(one, drawn))
-    tell(found, options.json)
+    print_counts(found, options.json)
     return 0
 
 
-def tell(found: Mapping[str, str], path: Path | None) -> None:
-    """Print the counts; write what came of each mutant where that is asked for."""
+def print_counts(found: Mapping[str, str], path: Path | None) -> None:
+    """Print the counts; write the result of each mutant to `path`, if there is one."""
     counts = Counter(how.split(":", maxsplit=1)[0] for how in found.values())
     print(", ".join(f"{count} {how}" for how, count in counts.most_common()))
     if path is not None:

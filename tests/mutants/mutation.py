@@ -1,4 +1,4 @@
-"""Small faults put into source code: where one can be made, and the source with it."""
+"""Mutants: the small faults that can be put into a module's source."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SWAPPED: dict[type[ast.AST], str] = {
+OPERATOR_SWAPS: dict[type[ast.AST], str] = {
     ast.Lt: "<=",
     ast.LtE: "<",
     ast.Gt: ">=",
@@ -28,14 +28,14 @@ SWAPPED: dict[type[ast.AST], str] = {
     ast.BitAnd: "|",
     ast.BitOr: "&",
 }
-"""An operator and what takes its place."""
-QUIET = {"_log", "log", "logger"}
-"""Calls on these only log: a fault there is none that a user would notice."""
+"""Operators, each with its replacement."""
+LOGGERS = {"_log", "log", "logger"}
+"""Calls of these objects only log, so users would not notice a fault there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One fault: a piece of a file's source, and what stands there instead."""
+    """One fault: a piece of a file's source, and its replacement."""
 
     path: Path
     begin: int
@@ -63,16 +63,16 @@ def sample(root: Path, folders: Sequence[str], count: int, seed: int) -> list[Mu
     return sorted(drawn, key=lambda mutant: (mutant.path, mutant.begin))
 
 
-def found_again(root: Path, folders: Sequence[str], told: Iterable[str]) -> list[Mutant]:
-    """Return the mutants that were told of as text, in code that may have moved by some lines.
+def find_again(root: Path, folders: Sequence[str], described: Iterable[str]) -> list[Mutant]:
+    """Return the mutants with these descriptions; their lines may have moved.
 
-    What is no longer there is left out.
+    Mutants of code that no longer exists are left out.
     """
     same: dict[str, list[Mutant]] = {}
     for mutant in _all(root, folders):
         same.setdefault(_without_line(str(mutant)), []).append(mutant)
     found = []
-    for text in told:
+    for text in described:
         line = int(text.split(":", maxsplit=2)[1])
         alike = same.get(_without_line(text), [])
         found += sorted(alike, key=lambda mutant: abs(mutant.line - line))[:1]
@@ -90,7 +90,7 @@ def _all(root: Path, folders: Sequence[str]) -> list[Mutant]:
 
 
 def mutants(path: Path, root: Path) -> Iterator[Mutant]:
-    """Yield every fault that can be made in one module."""
+    """Yield all mutants of one module."""
     data = (root / path).read_bytes()
     starts = [0]
     for line in data.splitlines(keepends=True):
@@ -110,7 +110,7 @@ def mutants(path: Path, root: Path) -> Iterator[Mutant]:
 
 
 def _executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """Walk through what runs: neither annotations nor what only logs or only type checkers see."""
+    """Walk through executed code: neither annotations, nor calls that log, nor TYPE_CHECKING."""
     for name, value in ast.iter_fields(tree):
         if name in {"annotation", "returns", "type_params", "decorator_list"}:
             continue
@@ -129,7 +129,7 @@ def _only_logs(node: ast.AST) -> bool:
     call = node.value if isinstance(node, ast.Expr) else None
     return isinstance(call, ast.Call) and any(
         isinstance(part, ast.Name | ast.Attribute)
-        and (part.id if isinstance(part, ast.Name) else part.attr) in QUIET
+        and (part.id if isinstance(part, ast.Name) else part.attr) in LOGGERS
         for part in ast.walk(call.func)
     )
 
@@ -138,12 +138,15 @@ def _faults(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:  # noqa: PLR0912 - 
     """Yield the pieces of a node that can be replaced, with their replacements."""
     match node:
         case ast.Compare(left=left, ops=[operator], comparators=[right]) if (
-            type(operator) in SWAPPED
+            type(operator) in OPERATOR_SWAPS
         ):
-            swapped = SWAPPED[type(operator)]
+            swapped = OPERATOR_SWAPS[type(operator)]
             yield node, f"({ast.unparse(left)}) {swapped} ({ast.unparse(right)})"
-        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in SWAPPED:
-            yield node, f"(({ast.unparse(left)}) {SWAPPED[type(operator)]} ({ast.unparse(right)}))"
+        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in OPERATOR_SWAPS:
+            yield (
+                node,
+                f"(({ast.unparse(left)}) {OPERATOR_SWAPS[type(operator)]} ({ast.unparse(right)}))",
+            )
         case ast.BoolOp(op=operator, values=values):
             other = " or " if isinstance(operator, ast.And) else " and "
             yield node, "(" + other.join(f"({ast.unparse(value)})" for value in values) + ")"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.mutation import found_again, mutants, sample
+from tests.mutants.mutation import find_again, mutants, sample
 
 
 def made(tmp_path: Path, source: str) -> set[str]:
@@ -29,7 +29,7 @@ def made(tmp_path: Path, source: str) -> set[str]:
         ("while a:\n    break", "while a:\n    continue"),
     ],
 )
-def test_a_fault_takes_the_place_of_one_piece(tmp_path: Path, source: str, faulty: str) -> None:
+def test_a_fault_replaces_one_piece_of_source(tmp_path: Path, source: str, faulty: str) -> None:
     found = made(tmp_path, source)
     assert faulty in found
     for one in found:
@@ -47,7 +47,7 @@ def test_a_fault_takes_the_place_of_one_piece(tmp_path: Path, source: str, fault
         "'text'",
     ],
 )
-def test_there_is_no_fault_in_what_no_user_notices(tmp_path: Path, source: str) -> None:
+def test_code_that_no_user_notices_gets_no_fault(tmp_path: Path, source: str) -> None:
     assert made(tmp_path, source) == set()
 
 
@@ -64,6 +64,6 @@ def test_a_fault_is_found_again_where_the_code_has_moved(tmp_path: Path) -> None
     (tmp_path / "p").mkdir()
     module = tmp_path / "p" / "m.py"
     module.write_text("a = 1\nb = 1\nc = 2\n")
-    told = [str(mutant) for mutant in sample(tmp_path, ["p"], 3, 1)]
+    described = [str(mutant) for mutant in sample(tmp_path, ["p"], 3, 1)]
     module.write_text("x.y = None\nb = 1\na = 1\n")
-    assert [mutant.line for mutant in found_again(tmp_path, ["p"], told)] == [2, 2]
+    assert [mutant.line for mutant in find_again(tmp_path, ["p"], described)] == [2, 2]

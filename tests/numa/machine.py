@@ -1,8 +1,8 @@
-"""A machine of two sockets, each with a NUMA node: Debian under qemu, emulated in software alone.
+"""A machine of two sockets, each with a NUMA node: Debian under qemu, emulated in software.
 
-Nothing is mounted here, no network is made, and the guest's disk is a copy that is taken away. It
-runs one program as root and powers off; what the program says on its second serial line is the
-report.
+Nothing is mounted on this machine, no network is made, and the guest's disk is a copy that is
+removed. The guest runs one program as root and powers off; the program prints its report to the
+second serial line.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import tarfile
 from pathlib import Path
 
 from tests.deploy.base_image import RELEASE, debian
-from tests.deploy.parcels import Parcels
+from tests.deploy.release_files import ReleaseFiles
 
 SOCKETS = 2
-CORES = 2  # of a socket
-THREADS = 2  # of a core
+CORES = 2  # per socket
+THREADS = 2  # per core
 NODE_MEMORY = "3G"  # `up` keeps 2 GiB of a node free
 DISK = "3G"
-LIMIT = 2700.0  # seconds, on a machine with much else to do
+LIMIT = 2700.0  # seconds, on a busy machine
 PACKAGES = ("python3", "libgomp1", "iproute2", "kmod", "linux-image-cloud-amd64")
 KERNEL = "root=/dev/vda rw console=ttyS0 quiet panic=-1"
 HOME = "opt/llama-gateway"
 HOOKS = (
-    # Of the modules for hundreds of machines this one needs two.
+    # Only two of the kernel modules are needed.
     'echo MODULES=list > "$1/etc/initramfs-tools/conf.d/modules"',
     'printf "virtio_pci\\nvirtio_blk\\n" >> "$1/etc/initramfs-tools/modules"',
     'chroot "$1" update-initramfs -u -k all',
     'rm -rf "$1"/var/cache/apt/archives/*.deb "$1"/var/lib/apt/lists/*',
 )
-MODULES = ("in_guest", "placement")
+MODULES = ("guest_report", "placement")
 INIT = f"""#!/bin/sh
 mount -t tmpfs tmpfs /tmp
 mount -t tmpfs tmpfs /run
@@ -42,23 +42,25 @@ cd /tmp
 export HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin
 export PYTHONPATH=/{HOME}:/{HOME}/site PYTHONDONTWRITEBYTECODE=1
 stty raw -echo < /dev/ttyS1
-python3 -m tests.numa.in_guest > /dev/ttyS1
+python3 -m tests.numa.guest_report > /dev/ttyS1
 echo b > /proc/sysrq-trigger
 """
 
 
 class MachineError(Exception):
-    """The machine did not come to its report."""
+    """The machine ended without a report."""
 
 
-def run_in_two_nodes(parcels: Parcels, folder: Path) -> str:
-    """What `in_guest` writes on its standard output, in a machine with this checkout's gateway.
+def run_in_two_nodes(release_files: ReleaseFiles, folder: Path) -> str:
+    """Run `guest_report` in a machine with this checkout's gateway. Returns its standard output.
 
-    `folder` is filled with what the machine is made of. Needs root, `mmdebstrap`, `mkfs.ext4`
-    and `qemu-system-x86_64`; a network for the first time.
+    The machine's files are made in `folder`. Needs root, `mmdebstrap`, `mkfs.ext4` and
+    `qemu-system-x86_64`, and the first time a network.
     """
-    base = debian(parcels.cache, f"numa-{RELEASE}", (RELEASE, PACKAGES, HOOKS), PACKAGES, HOOKS)
-    disk = _disk(base, parcels, folder)
+    base = debian(
+        release_files.cache, f"numa-{RELEASE}", (RELEASE, PACKAGES, HOOKS), PACKAGES, HOOKS
+    )
+    disk = _disk(base, release_files, folder)
     console, report = folder / "console", folder / "report"
     command = [
         *qemu(base, disk, THREADS, console, report),
@@ -79,24 +81,24 @@ def run_in_two_nodes(parcels: Parcels, folder: Path) -> str:
         raise MachineError(f"no report within {LIMIT:.0f} s; its console:\n{end}") from None
     finally:
         disk.unlink()
-    said = report.read_text(errors="replace") if report.exists() else ""
-    if done.returncode != 0 or not said:
+    output = report.read_text(errors="replace") if report.exists() else ""
+    if done.returncode != 0 or not output:
         end = console.read_text(errors="replace")[-3000:] if console.exists() else ""
         raise MachineError(f"qemu: status {done.returncode}: {done.stderr[-2000:]}\n{end}")
-    return said
+    return output
 
 
-def _disk(base: Path, parcels: Parcels, folder: Path) -> Path:
-    """Debian, the gateway's packages, the program and an init."""
+def _disk(base: Path, release_files: ReleaseFiles, folder: Path) -> Path:
+    """Make a disk with Debian, the gateway's packages, the program and an init."""
     root = folder / "root"
     subprocess.run(["cp", "-a", str(base), str(root)], check=True, timeout=120)
     home = root / HOME
     wheels = folder / "wheels"
-    with tarfile.open(parcels.wheelhouse()) as tar:
-        # Debian 12's Python takes no `filter=` yet; those that do want one.
+    with tarfile.open(release_files.wheelhouse()) as tar:
+        # Debian 12's Python has no argument `filter`; later ones require it.
         tar.extraction_filter = getattr(tarfile, "data_filter", None)
         tar.extractall(wheels)
-    shutil.copy(parcels.wheel(), wheels)
+    shutil.copy(release_files.wheel(), wheels)
     subprocess.run(
         [
             *(sys.executable, "-m", "pip", "install", "-qq", "--no-index", "--no-deps"),
@@ -107,7 +109,7 @@ def _disk(base: Path, parcels: Parcels, folder: Path) -> Path:
         timeout=300,
     )
     (home / "models").mkdir()
-    shutil.copy(parcels.model(), home / "models")
+    shutil.copy(release_files.model(), home / "models")
     (home / "tests/numa").mkdir(parents=True)
     for module in MODULES:
         shutil.copy(Path(__file__).with_name(f"{module}.py"), home / "tests/numa")
@@ -118,7 +120,7 @@ def _disk(base: Path, parcels: Parcels, folder: Path) -> Path:
 
 
 def disk_of(root: Path, disk: Path) -> Path:
-    """An ext4 file system with what is in `root`, which is taken away."""
+    """Make an ext4 file system of the contents of `root`, which is removed."""
     command = ["mkfs.ext4", "-q", "-F", "-O", "^has_journal", "-d", str(root), str(disk), DISK]
     subprocess.run(command, check=True, timeout=300, stdout=subprocess.DEVNULL)
     shutil.rmtree(root)
@@ -126,7 +128,7 @@ def disk_of(root: Path, disk: Path) -> Path:
 
 
 def qemu(base: Path, disk: Path, threads: int, *lines: Path) -> list[str]:
-    """The command for a machine whose cores have so many threads, each serial line a file."""
+    """The command of a machine with `threads` per core; each serial line goes to a file."""
     cpus = CORES * threads
     nodes: list[str] = []
     for node in range(SOCKETS):
@@ -140,10 +142,10 @@ def qemu(base: Path, disk: Path, threads: int, *lines: Path) -> list[str]:
     memory = SOCKETS * int(re.sub(r"G$", "", NODE_MEMORY))
     smp = f"{SOCKETS * cpus},sockets={SOCKETS},cores={CORES},threads={threads}"
     return [
-        # The kernel ends it with the thread that starts it, whatever happens to that.
+        # The kernel kills qemu when the thread that started it ends.
         *("setpriv", "--pdeathsig", "KILL"),
         *("qemu-system-x86_64", "-machine", "q35", "-accel", "tcg,thread=multi"),
-        # Of AMD's processors qemu shows no two threads to a core.
+        # With AMD's processors qemu does not show two threads per core.
         *("-cpu", "max,vendor=GenuineIntel", "-smp", smp, "-m", f"{memory}G", *nodes),
         *("-numa", "dist,src=0,dst=1,val=21"),
         *("-kernel", str(kernel), "-initrd", str(initrd)),

@@ -1,4 +1,4 @@
-"""Where processes run and their memory lies: `python3 - PID... < placement.py` tells in JSON."""
+"""Prints where processes run and where their memory lies: `python3 - PID... < placement.py`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 
 def placement(pid: int) -> dict[str, Any]:
-    """Where a server runs and where its memory is, as the kernel tells."""
+    """The CPUs and the memory nodes of a server, from the kernel."""
     home = Path(f"/proc/{pid}")
     status = dict(re.findall(r"^(\w+):\s*(.*)$", (home / "status").read_text(), re.MULTILINE))
     maps = [line.split() for line in (home / "numa_maps").read_text().splitlines()]
     anonymous: Counter[str] = Counter()
     for words in maps:
-        # Pages of a file lie where whoever read it first has put them.
+        # Pages of a file lie on the node of the process that read it first.
         if not any(word.startswith("file=") for word in words):
             for node, pages in re.findall(r"\bN(\d+)=(\d+)", " ".join(words)):
                 anonymous[node] += int(pages)

@@ -1,4 +1,4 @@
-"""The machine with two sockets, for once a real kernel's: `make test-numa`."""
+"""`llama-gateway up` on two NUMA nodes, with a real kernel in an emulated machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.deploy.base_image import cache_folder
-from tests.deploy.parcels import Parcels
+from tests.deploy.release_files import ReleaseFiles
 from tests.numa.machine import CORES, SOCKETS, THREADS, run_in_two_nodes
 
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3600)]
@@ -21,12 +21,12 @@ CPUS = ["0-3", "4-7"]
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if os.geteuid() != 0:
         pytest.fail("needs root: make test-numa as root, or in a virtual machine")
-    parcels = Parcels(tmp_path_factory.mktemp("parcels"), cache_folder())
-    said = run_in_two_nodes(parcels, tmp_path_factory.mktemp("machine"))
-    told: dict[str, Any] = json.loads(said)
-    print(f"booted in {told['boot']:.0f} s, looked at in {told['seconds']:.0f} s")
-    assert "error" not in told, f"{told['error']}\n{told['log']}"
-    return told
+    release_files = ReleaseFiles(tmp_path_factory.mktemp("release_files"), cache_folder())
+    output = run_in_two_nodes(release_files, tmp_path_factory.mktemp("machine"))
+    report: dict[str, Any] = json.loads(output)
+    print(f"booted in {report['boot']:.0f} s, looked at in {report['seconds']:.0f} s")
+    assert "error" not in report, f"{report['error']}\n{report['log']}"
+    return report
 
 
 def flag(server: dict[str, Any], name: str) -> str:

@@ -1,4 +1,4 @@
-"""The units of `llama_node` on two sockets: played over ssh, and looked at as they run."""
+"""The units of the role llama_node on two sockets, deployed over ssh and inspected as they run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import httpx
 import pytest
 
 from tests.deploy.base_image import cache_folder
-from tests.deploy.control import Control, Played, ansible_programs
-from tests.deploy.parcels import Parcels
+from tests.deploy.control import ControlMachine, PlaybookResult, ansible_programs
+from tests.deploy.release_files import ReleaseFiles
 from tests.numa import placement
-from tests.numa.host import PATIENCE, SERVERS, Guest, guest
+from tests.numa.guest_host import SERVERS, SSH_TIMEOUT, Guest, guest
 from tests.numa.machine import CORES, SOCKETS
 
-PLAY_LIMIT = 3600  # seconds; 23 minutes were seen on a machine with much else to do
+PLAY_LIMIT = 3600  # seconds; on a busy machine it took 23 minutes
 pytestmark = [pytest.mark.net, pytest.mark.timeout(2 * PLAY_LIMIT)]
 
 NAME = "two-sockets"
@@ -31,31 +31,31 @@ SHOWN = "ActiveState,NRestarts,MainPID,User,NUMAPolicy,NUMAMask,CPUAffinity"
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Control, Guest]]:
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ControlMachine, Guest]]:
     if os.geteuid() != 0:
         pytest.fail("needs root: make test-numa as root, or in a virtual machine")
-    parcels = Parcels(tmp_path_factory.mktemp("parcels"), cache_folder())
+    release_files = ReleaseFiles(tmp_path_factory.mktemp("release_files"), cache_folder())
     began = time.monotonic()
-    with guest(NAME, parcels.cache, tmp_path_factory.mktemp("machine")) as (site, made):
+    with guest(NAME, release_files.cache, tmp_path_factory.mktemp("machine")) as (site, host):
         print(f"answers ssh after {time.monotonic() - began:.0f} s")
-        control = Control(ansible_programs(), tmp_path_factory.mktemp("control"), site)
+        control = ControlMachine(ansible_programs(), tmp_path_factory.mktemp("control"), site)
         control.limit = PLAY_LIMIT
-        # The gateway is a host that the plays leave alone.
+        # The plays don't touch the gateway's host.
         control.groups = {"llama_nodes": [NAME], "gateway": ["gw"]}
         control.variables = {
-            "ansible_port": made.ports[22],
-            "ansible_timeout": PATIENCE,
+            "ansible_port": host.ports[22],
+            "ansible_timeout": SSH_TIMEOUT,
             "ansible_ssh_common_args": " ".join(HOST_KEYS),
-            "llama_gateway_release_wheel": str(parcels.wheel()),
-            "llama_gateway_release_wheelhouse": str(parcels.wheelhouse()),
-            "llama_node_model_file": str(parcels.model()),
+            "llama_gateway_release_wheel": str(release_files.wheel()),
+            "llama_gateway_release_wheelhouse": str(release_files.wheelhouse()),
+            "llama_node_model_file": str(release_files.model()),
             "llama_node_context": 2048,
             "llama_node_mlock": True,
         }
-        yield control, made
+        yield control, host
 
 
-def play(control: Control) -> Played:
+def play(control: ControlMachine) -> PlaybookResult:
     began = time.monotonic()
     played = control.play("site.yml", "--limit", NAME)
     print(f"played in {time.monotonic() - began:.0f} s")
@@ -63,18 +63,18 @@ def play(control: Control) -> Played:
 
 
 @pytest.fixture(scope="module")
-def node(machine: tuple[Control, Guest]) -> Guest:
-    """The host that the playbook has made a node of."""
-    control, made = machine
+def node(machine: tuple[ControlMachine, Guest]) -> Guest:
+    """The host, which the playbook has made a node."""
+    control, host = machine
     assert set(play(control).changed) == {NAME}
-    return made
+    return host
 
 
 @pytest.fixture(scope="module")
 def units(node: Guest) -> list[dict[str, str]]:
-    """What systemd says of each unit, in the order of the NUMA nodes."""
-    told = node.run(f"systemctl show -p {SHOWN} {' '.join(UNITS)}", limit=2 * PATIENCE).stdout
-    return [dict(re.findall(r"^(\w+)=(.*)$", one, re.MULTILINE)) for one in told.split("\n\n")]
+    """systemd's properties of each unit, in the order of the NUMA nodes."""
+    output = node.run(f"systemctl show -p {SHOWN} {' '.join(UNITS)}", limit=2 * SSH_TIMEOUT).stdout
+    return [dict(re.findall(r"^(\w+)=(.*)$", one, re.MULTILINE)) for one in output.split("\n\n")]
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +89,12 @@ def chats(node: Guest) -> list[httpx.Response]:
 def servers(
     node: Guest, units: list[dict[str, str]], chats: list[httpx.Response]
 ) -> list[dict[str, Any]]:
-    """Where each server is, as the kernel tells: after a chat, when its caches were used."""
+    """The placement of each server after a chat, when its caches have been used."""
     program = Path(placement.__file__).read_text()
     pids = " ".join(unit["MainPID"] for unit in units)
-    said = node.run(f"python3 - {pids} <<'END'\n{program}\nEND", limit=4 * PATIENCE).stdout
-    told: list[dict[str, Any]] = json.loads(said)
-    return told
+    output = node.run(f"python3 - {pids} <<'END'\n{program}\nEND", limit=4 * SSH_TIMEOUT).stdout
+    placements: list[dict[str, Any]] = json.loads(output)
+    return placements
 
 
 def flag(server: dict[str, Any], name: str) -> str:
@@ -119,7 +119,7 @@ def test_each_numa_node_has_its_unit_bound_to_it(units: list[dict[str, str]]) ->
 
 def test_the_machine_has_no_other_server(node: Guest) -> None:
     listed = node.run(
-        "systemctl list-units --plain --no-legend 'llama-*'", limit=2 * PATIENCE
+        "systemctl list-units --plain --no-legend 'llama-*'", limit=2 * SSH_TIMEOUT
     ).stdout
     assert [line.split()[0] for line in listed.splitlines()] == UNITS
 
@@ -146,14 +146,16 @@ def test_each_has_a_copy_of_the_model_and_locks_it_without_root(
         assert server["locked_kib"] > 3500
 
 
-def test_each_server_is_well_and_answers_a_chat(node: Guest, chats: list[httpx.Response]) -> None:
+def test_each_server_is_healthy_and_answers_a_chat(
+    node: Guest, chats: list[httpx.Response]
+) -> None:
     for port in SERVERS:
-        told = httpx.get(f"http://127.0.0.1:{node.ports[port]}/health", timeout=PATIENCE)
-        assert told.status_code == 200
+        response = httpx.get(f"http://127.0.0.1:{node.ports[port]}/health", timeout=SSH_TIMEOUT)
+        assert response.status_code == 200
     assert [chat.status_code for chat in chats] == [200] * SOCKETS
     assert [chat.json()["usage"]["completion_tokens"] for chat in chats] == [8] * SOCKETS
 
 
-def test_a_second_run_changes_nothing(machine: tuple[Control, Guest], node: Guest) -> None:
+def test_a_second_run_changes_nothing(machine: tuple[ControlMachine, Guest], node: Guest) -> None:
     control, _ = machine
     assert play(control).changed == {}

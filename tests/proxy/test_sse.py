@@ -26,7 +26,7 @@ from gateway.proxy.sse import (
     validated,
 )
 from gateway.transport.errors import InvalidResponse
-from tests.bench import shapes
+from tests.bench import node_replies
 
 LIMIT = 1 << 20
 OPEN_COMMENT = re.compile(rb"(?:\A|(?<=\n))(?::\n)+\r?\n")
@@ -178,7 +178,7 @@ def test_the_matcher_finds_what_parsing_would(
 
 def test_only_the_end_of_a_stream_in_one_chunk_is_not_ordinary() -> None:
     framer = EventFramer(LIMIT, CHAT.ordinary_events)
-    stream = shapes.stream_body(200)
+    stream = node_replies.stream_body(200)
     assert framer.feed(stream) == stream
     assert framer.event_count == len(list(split(stream)))
     assert framer.special_bytes == len(CHAT.stream_end)

@@ -1,1 +1,1 @@
-"""What is promised of answers when nodes fail, shown over real servers."""
+"""Tests over real servers of what docs/reliability.md promises when nodes fail."""

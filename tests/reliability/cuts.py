@@ -1,8 +1,8 @@
-"""Streams of real servers, cut at random tokens: `python -m tests.reliability.cuts --streams 1000`.
+"""Cuts streams of real servers at random tokens: `python -m tests.reliability.cuts --streams 1000`.
 
-Two servers of the F32 demo model with one slot each stand behind proxies that break a stream off;
-the client is OpenAI's own, unmodified. Each text is held against the uninterrupted one, and where
-it differs, against the bytes that were sent and the second server's own continuation of them.
+Two servers of the F32 demo model with one slot each run behind proxies that cut a stream; the
+client is OpenAI's own, unmodified. Each text is compared with the uninterrupted one, and if it
+differs, with the bytes that were sent plus the second server's own continuation of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from openai import AsyncOpenAI
 from gateway.events import StreamResumed
 from gateway.proxy import sse
 from tests.gateways import running_gateway
-from tests.reliability.cutter import Plan, cutters
+from tests.reliability.cutting_proxy import CutPlan, cutting_proxies
 from tests.servers import start_demo_servers
 
 WORDS = [
@@ -31,7 +31,7 @@ WORDS = [
     *("birds", "that", "fly", "far", "away", "over", "green", "hills"),
 ]
 FRAGMENTS = ("a", "s", "ing", "er", "e", " s", " w", "t")
-"""Tokens that tokenize otherwise when they are read again."""
+"""Texts that tokenize differently when they are read as a prompt."""
 PATHS = ("/v1/chat/completions", "/v1/completions")
 SETTINGS: dict[str, Any] = {
     "health": {"interval": 0.5, "timeout": 60, "failures": 1_000_000, "slow_start": 0.0},
@@ -42,31 +42,31 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the streams."""
+    """The results of all streams."""
 
     streams: int = 0
     identical: int = 0
-    own: int = 0
+    other_continuation: int = 0
     """Not identical, but the second server's own continuation of the bytes sent."""
     wrong: list[str] = field(default_factory=list)
-    """Anything else, in words."""
-    usage: int = 0
-    """Streams whose usage is that of the uninterrupted run."""
+    """Descriptions of all other results."""
+    usage_equal: int = 0
+    """Streams with the same usage as the uninterrupted run."""
     resumed: int = 0
 
     @property
     def line(self) -> str:
-        """In one line."""
+        """The results in one line."""
         return (
             f"{self.streams} streams cut, {self.resumed} resumed: {self.identical} identical, "
-            f"{self.own} another continuation of the bytes sent, {len(self.wrong)} wrong; "
-            f"usage adds up in {self.usage}"
+            f"{self.other_continuation} another continuation of the bytes sent, "
+            f"{len(self.wrong)} wrong; usage adds up in {self.usage_equal}"
         )
 
 
 @dataclass(slots=True)
-class Question:
-    """One stream to be cut."""
+class StreamCase:
+    """One stream that is to be cut, and where."""
 
     path: str
     body: dict[str, Any]
@@ -74,22 +74,22 @@ class Question:
     within: int
 
 
-def question(rng: random.Random, *, fragments: bool) -> Question:
-    """A random one; `fragments`: of words that don't tokenize as they were written."""
+def random_stream(rng: random.Random, *, fragments: bool) -> StreamCase:
+    """A random stream; `fragments`: its words tokenize differently when they are read again."""
     text = " ".join(rng.choices(WORDS, k=rng.randint(3, 12)))
     tokens = rng.randint(20, 120)
     path = rng.choice(PATHS)
-    asked: dict[str, Any] = (
+    prompt: dict[str, Any] = (
         {"messages": [{"role": "user", "content": text}]} if path == PATHS[0] else {"prompt": text}
     )
-    body = {"model": "demo", "temperature": 0, "max_tokens": tokens, **asked}
+    body = {"model": "demo", "temperature": 0, "max_tokens": tokens, **prompt}
     if fragments:
         body["logit_bias"] = [[fragment, 4.0] for fragment in FRAGMENTS]
-    # The role's event is the first of a chat.
-    return Question(path, body, rng.randint(2, tokens - 1), rng.choice((0, 0, 7, 90)))
+    # The first event of a chat has the role.
+    return StreamCase(path, body, rng.randint(2, tokens - 1), rng.choice((0, 0, 7, 90)))
 
 
-async def run(
+async def run_cuts(
     streams: int,
     seed: int,
     resume: str,
@@ -98,13 +98,13 @@ async def run(
     progress: bool = False,
     rounding: bool = False,
 ) -> Outcome:
-    """Cut so many streams; `rounding`: of servers that read otherwise than they write."""
+    """Cut so many streams; `rounding`: of servers whose prefill rounds differently than decode."""
     rng = random.Random(seed)
     outcome = Outcome()
-    plan = Plan()
+    plan = CutPlan()
     async with (
         start_demo_servers(2, slots=1, extra=() if rounding else ("--exact",)) as urls,
-        cutters(urls, plan) as proxies,
+        cutting_proxies(urls, plan) as proxies,
         httpx.AsyncClient(base_url=urls[0], timeout=300, trust_env=False) as server,
     ):
         with tempfile.TemporaryDirectory() as folder:
@@ -115,8 +115,8 @@ async def run(
                 client = AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
                 async with client:
                     for number in range(streams):
-                        asked = question(rng, fragments=fragments)
-                        await one(asked, plan, client, server, outcome)
+                        case = random_stream(rng, fragments=fragments)
+                        await cut_one(case, plan, client, server, outcome)
                         if progress and number % 100 == 99:
                             print(outcome.line, flush=True)
                 running.gateway.bus.flush()
@@ -127,45 +127,49 @@ def _count(outcome: Outcome, event: StreamResumed) -> None:
     outcome.resumed += event.resumed_on is not None
 
 
-async def one(
-    asked: Question, plan: Plan, client: AsyncOpenAI, server: httpx.AsyncClient, outcome: Outcome
+async def cut_one(
+    case: StreamCase,
+    plan: CutPlan,
+    client: AsyncOpenAI,
+    server: httpx.AsyncClient,
+    outcome: Outcome,
 ) -> None:
-    """One stream: whole from the server itself, then cut through the gateway."""
-    whole, count = await direct(server, asked.path, asked.body)
-    plan.arm(asked.after, asked.within)
+    """Get one answer uninterrupted from the server itself, then as a cut stream via the gateway."""
+    whole, count = await direct(server, case.path, case.body)
+    plan.arm(case.after, case.within)
     try:
-        text, usage, ids, reason = await through(client, asked)
-    except Exception as error:  # noqa: BLE001 - whatever a client may raise is a failure
+        text, usage, ids, reason = await via_gateway(client, case)
+    except Exception as error:  # noqa: BLE001 - any error of the client is a failure
         outcome.streams += 1
-        outcome.wrong.append(f"{asked.path}: {type(error).__name__}: {error}")
+        outcome.wrong.append(f"{case.path}: {type(error).__name__}: {error}")
         return
     if plan.after is not None:
         plan.after = None
         return  # it ended before its cut
     outcome.streams += 1
-    sent, tokens = said(plan.passed)
+    sent, tokens = text_and_tokens(plan.passed)
     if len(ids) != 1:
-        outcome.wrong.append(f"{asked.path}: {len(ids)} ids in one stream")
+        outcome.wrong.append(f"{case.path}: {len(ids)} ids in one stream")
     elif text == whole:
         outcome.identical += 1
-    elif text == sent + await after(server, asked, sent, tokens):
-        outcome.own += 1
+    elif text == sent + await continuation(server, case, sent, tokens):
+        outcome.other_continuation += 1
     else:
-        outcome.wrong.append(f"{asked.path}: {text!r} is not {whole!r}, sent {sent!r}")
-    outcome.usage += usage == count
+        outcome.wrong.append(f"{case.path}: {text!r} is not {whole!r}, sent {sent!r}")
+    outcome.usage_equal += usage == count
     if reason not in {"length", "stop"}:
-        outcome.wrong.append(f"{asked.path}: ended by {reason}")
+        outcome.wrong.append(f"{case.path}: ended by {reason}")
 
 
-async def through(
-    client: AsyncOpenAI, asked: Question
+async def via_gateway(
+    client: AsyncOpenAI, case: StreamCase
 ) -> tuple[str, int | None, set[str], str | None]:
-    """Text, tokens, ids and the reason of the end, as OpenAI's client gives them."""
+    """Text, tokens, ids and finish reason, as OpenAI's client returns them."""
     text, ids, usage, reason = "", set(), None, None
-    body = dict(asked.body)
+    body = dict(case.body)
     extra = {"logit_bias": body.pop("logit_bias")} if "logit_bias" in body else {}
     create: Any = client.chat.completions.create
-    if asked.path == PATHS[1]:
+    if case.path == PATHS[1]:
         create = client.completions.create
     stream = await create(
         **body, stream=True, stream_options={"include_usage": True}, extra_body=extra
@@ -173,7 +177,7 @@ async def through(
     async for chunk in stream:
         ids.add(chunk.id)
         for choice in chunk.choices:
-            text += (choice.delta.content if asked.path == PATHS[0] else choice.text) or ""
+            text += (choice.delta.content if case.path == PATHS[0] else choice.text) or ""
             reason = choice.finish_reason or reason
         if chunk.usage is not None:
             usage = chunk.usage.completion_tokens
@@ -183,7 +187,7 @@ async def through(
 async def direct(
     server: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> tuple[str, int | None]:
-    """Text and tokens, of the server itself."""
+    """Text and tokens from the server itself."""
     reply = await server.post(path, json=body)
     reply.raise_for_status()
     value = reply.json()
@@ -192,17 +196,17 @@ async def direct(
     return text, value["usage"]["completion_tokens"]
 
 
-async def after(server: httpx.AsyncClient, asked: Question, sent: str, tokens: int) -> str:
-    """The server's own continuation of what was sent, so many tokens."""
-    body = dict(asked.body, max_tokens=asked.body["max_tokens"] - tokens)
-    if asked.path == PATHS[1]:
-        return (await direct(server, asked.path, dict(body, prompt=body["prompt"] + sent)))[0]
+async def continuation(server: httpx.AsyncClient, case: StreamCase, sent: str, tokens: int) -> str:
+    """The server's own continuation of the text that was sent, which had `tokens` tokens."""
+    body = dict(case.body, max_tokens=case.body["max_tokens"] - tokens)
+    if case.path == PATHS[1]:
+        return (await direct(server, case.path, dict(body, prompt=body["prompt"] + sent)))[0]
     body["messages"] = [*body["messages"], {"role": "assistant", "content": sent}]
-    return (await direct(server, asked.path, body))[0].removeprefix(sent)
+    return (await direct(server, case.path, body))[0].removeprefix(sent)
 
 
-def said(stream: bytes) -> tuple[str, int]:
-    """The text and its tokens in a reply that was cut, its head and chunk framing included."""
+def text_and_tokens(stream: bytes) -> tuple[str, int]:
+    """The text and its number of tokens in a cut response, given with head and chunk framing."""
     _, _, body = stream.partition(b"\r\n\r\n")
     plain = b""
     while body:
@@ -224,17 +228,17 @@ def said(stream: bytes) -> tuple[str, int]:
 
 
 def main() -> None:
-    """Cut, and tell."""
+    """Cut streams and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--resume", choices=("text", "exact"), default="text")
-    parser.add_argument("--fragments", action="store_true", help="answers of broken words")
+    parser.add_argument("--fragments", action="store_true", help="answers of word fragments")
     parser.add_argument("--rounding", action="store_true", help="servers with flash attention")
     options = parser.parse_args()
     began = time.monotonic()
     outcome = asyncio.run(
-        run(
+        run_cuts(
             options.streams,
             options.seed,
             options.resume,

@@ -26,7 +26,7 @@ def folder(path: Path) -> Path:
 
 
 def python(folder: Path, name: str, version: tuple[int, int], *, venv: bool = True) -> Path:
-    """A program that answers as a Python of that version would."""
+    """A program that behaves like a Python of this version."""
     change = f"sys.version_info = {(*version, 0, 'final', 0)}; sys.executable = sys.argv[1]"
     if not venv:
         change += "; sys.modules['ensurepip'] = None"
@@ -48,7 +48,7 @@ def find(system: Path, path: Path, name: str = "") -> subprocess.CompletedProces
 
 
 def folder_of_tools(path: Path) -> Path:
-    """The shell and nothing else: this machine has Pythons of its own on PATH."""
+    """A folder with the shell alone, since PATH of this machine has other Pythons."""
     tools = path.with_name("tools")
     if not tools.exists():
         tools.mkdir()
@@ -62,15 +62,13 @@ def folder_of_tools(path: Path) -> Path:
     return tools
 
 
-def test_the_system_s_python_is_preferred_to_a_newer_one_on_path(system: Path, path: Path) -> None:
+def test_the_systems_python_is_preferred_to_a_newer_one_on_path(system: Path, path: Path) -> None:
     ours = python(system, "python3", (3, 11))
     python(path, "python3.14", (3, 14))
     assert find(system, path).stdout == f"{ours}\n"
 
 
-def test_without_the_system_s_the_newest_supported_one_on_path_is_taken(
-    system: Path, path: Path
-) -> None:
+def test_without_one_the_newest_supported_python_on_path_is_used(system: Path, path: Path) -> None:
     python(system, "python3", (3, 11), venv=False)
     python(path, "python3", (3, 15))
     python(path, "python3.12", (3, 12))
@@ -78,7 +76,7 @@ def test_without_the_system_s_the_newest_supported_one_on_path_is_taken(
     assert find(system, path).stdout == f"{newest}\n"
 
 
-def test_another_of_the_system_s_serves_where_its_python3_is_too_new(
+def test_another_python_of_the_system_is_used_if_its_python3_is_too_new(
     system: Path, path: Path
 ) -> None:
     python(system, "python3", (3, 15))
@@ -86,7 +84,7 @@ def test_another_of_the_system_s_serves_where_its_python3_is_too_new(
     assert find(system, path).stdout == f"{older}\n"
 
 
-def test_a_python_that_is_named_is_taken(system: Path, path: Path) -> None:
+def test_a_python_that_is_named_is_used(system: Path, path: Path) -> None:
     python(system, "python3", (3, 13))
     named = python(path, "mine", (3, 12))
     assert find(system, path, "mine").stdout == f"{named}\n"
@@ -94,7 +92,7 @@ def test_a_python_that_is_named_is_taken(system: Path, path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "venv", "told"),
+    ("version", "venv", "message"),
     [
         ((3, 10), True, "is Python 3.10; supported are 3.11 to 3.14"),
         ((3, 15), True, "is Python 3.15; supported are 3.11 to 3.14"),
@@ -102,19 +100,19 @@ def test_a_python_that_is_named_is_taken(system: Path, path: Path) -> None:
         (None, True, "there is no such program"),
     ],
 )
-def test_a_named_python_that_will_not_do_is_refused_with_the_reason(
-    version: tuple[int, int] | None, venv: bool, told: str, system: Path, path: Path
+def test_an_unsuitable_named_python_is_refused_with_the_reason(
+    version: tuple[int, int] | None, venv: bool, message: str, system: Path, path: Path
 ) -> None:
     python(system, "python3", (3, 13))
     if version:
         python(path, "mine", version, venv=venv)
     done = find(system, path, "mine")
     assert (done.returncode, done.stdout) == (1, "")
-    assert told in done.stderr
+    assert message in done.stderr
     assert "Remedy: " in done.stderr
 
 
-def test_where_none_will_do_each_is_told_with_its_reason_and_the_remedy(
+def test_if_none_is_suitable_each_is_listed_with_its_reason_and_the_remedy(
     system: Path, path: Path
 ) -> None:
     python(system, "python3", (3, 11), venv=False)

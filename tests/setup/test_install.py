@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 120.0
 
 
-def test_how_far_pip_is_is_read_off_its_words() -> None:
+def test_progress_of_pip_is_read_from_its_output() -> None:
     pip = Pip({"numpy": "2.4.6", "pykdtree": "1.4.3", "absent-here": "1"})
     assert str(pip) == "[0/3] getting the list"
     pip.read("Ignoring absent_here: markers 'sys_platform == \"win32\"' don't match")
@@ -26,15 +26,17 @@ def test_how_far_pip_is_is_read_off_its_words() -> None:
     assert str(pip) == "[1/2] getting numpy 2.4.6"
 
 
-def test_while_pip_installs_the_folder_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_pip_installs_progress_is_read_from_the_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pip = Pip({"numpy": "2.4.6", "typing-extensions": "4.16.0"})
     pip.read("Installing collected packages: typing_extensions, numpy")
     monkeypatch.setattr("setup.install.installed", lambda: {"typing-extensions": "4.16.0"})
     assert str(pip) == "[1/2] installing numpy"
 
 
-def a_wheel(folder: Path, name: str) -> str:
-    """A package with nothing in it, and its pin."""
+def make_wheel(folder: Path, name: str) -> str:
+    """Make an empty package. Returns its pin."""
     file = folder / f"{name}-1.0-py3-none-any.whl"
     home = f"{name}-1.0.dist-info"
     with zipfile.ZipFile(file, "w") as wheel:
@@ -46,13 +48,13 @@ def a_wheel(folder: Path, name: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_set_is_installed_once_and_a_failing_pip_is_told_with_its_words(tmp_path: Path) -> None:
+def test_a_set_is_installed_once_and_pips_output_is_shown_on_failure(tmp_path: Path) -> None:
     (tmp_path / "setup").mkdir()
     shutil.copy(ROOT / "setup/install.py", tmp_path / "setup")
     pins = tmp_path / "requirements"
     pins.mkdir()
-    (pins / "local.txt").write_text(a_wheel(tmp_path, "one") + a_wheel(tmp_path, "two_more"))
-    (pins / "build.txt").write_text(a_wheel(tmp_path, "three"))
+    (pins / "local.txt").write_text(make_wheel(tmp_path, "one") + make_wheel(tmp_path, "two_more"))
+    (pins / "build.txt").write_text(make_wheel(tmp_path, "three"))
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=LIMIT)
     without_index = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PIP_")},
@@ -73,10 +75,10 @@ def test_a_set_is_installed_once_and_a_failing_pip_is_told_with_its_words(tmp_pa
     assert first.stdout.splitlines()[-1].startswith(
         "Installed 3 packages of requirements/local.txt"
     )
-    again = install()
-    assert (again.returncode, again.stdout) == (0, "")
+    second = install()
+    assert (second.returncode, second.stdout) == (0, "")
 
-    wrong_hash = re.sub(r"sha256:\w+", f"sha256:{'0' * 64}", a_wheel(tmp_path, "four"))
+    wrong_hash = re.sub(r"sha256:\w+", f"sha256:{'0' * 64}", make_wheel(tmp_path, "four"))
     (pins / "local.txt").write_text(wrong_hash)
     wrong = install()
     assert wrong.returncode == 1
@@ -88,7 +90,7 @@ def test_a_set_is_installed_once_and_a_failing_pip_is_told_with_its_words(tmp_pa
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout whose installing only writes down what was asked for."""
+    """A checkout whose install script only records the sets it is asked for."""
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
@@ -112,7 +114,7 @@ def make(checkout: Path, *words: str) -> str:
     return done.stdout
 
 
-def asked(checkout: Path) -> list[str]:
+def requested_sets(checkout: Path) -> list[str]:
     file = checkout / "asked"
     found = file.read_text().split() if file.exists() else []
     file.unlink(missing_ok=True)
@@ -122,30 +124,30 @@ def asked(checkout: Path) -> list[str]:
 def test_each_target_installs_its_set_once(checkout: Path) -> None:
     for stamp, name in ((".build", "build"), (".local", "local"), (".test", "test")):
         make(checkout, f".venv/{stamp}")
-        assert asked(checkout) == [name]
+        assert requested_sets(checkout) == [name]
         make(checkout, f".venv/{stamp}")
-        assert asked(checkout) == []
+        assert requested_sets(checkout) == []
 
 
-def test_what_has_the_heavier_set_needs_no_lighter_one(checkout: Path) -> None:
+def test_an_environment_with_a_larger_set_needs_no_smaller_one(checkout: Path) -> None:
     make(checkout, "dev")
-    assert asked(checkout) == ["dev"]
+    assert requested_sets(checkout) == ["dev"]
     make(checkout, "install", ".venv/.build", ".venv/.test")
-    assert asked(checkout) == []
+    assert requested_sets(checkout) == []
 
 
-def test_a_pin_that_changes_is_installed(checkout: Path) -> None:
+def test_a_changed_pin_is_installed(checkout: Path) -> None:
     make(checkout, "dev")
-    asked(checkout)
+    requested_sets(checkout)
     later = (checkout / ".venv/.dev").stat().st_mtime + 10
     os.utime(checkout / "requirements/local.txt", (later, later))
     make(checkout, "install")
-    assert asked(checkout) == ["local"]
+    assert requested_sets(checkout) == ["local"]
 
 
-def test_another_python_makes_the_environment_anew(checkout: Path) -> None:
+def test_another_python_recreates_the_environment(checkout: Path) -> None:
     make(checkout, "install")
-    asked(checkout)
+    requested_sets(checkout)
     ours = os.path.realpath(sys.executable)
     assert "venv --clear" not in make(checkout, "-n", "install", f"PYTHON={ours}")
     other = checkout / "other"

@@ -33,25 +33,25 @@ BY_HAND = PLAIN | {"PY_CORE_CFLAGS": "-O3 -fprofile-use -fprofile-correction"}
     ],
     ids=["debian", "plain", "asked-for", "by-hand", "nothing-known", "no-flags-known"],
 )
-def test_what_a_build_records_tells_whether_it_is_optimised(
+def test_a_builds_records_show_whether_it_is_optimised(
     variables: dict[str, str], verdict: bool | None
 ) -> None:
     assert optimised(variables) is verdict
 
 
-def test_a_build_is_described_by_verdict_compiler_switches_and_flags_without_a_path() -> None:
-    told = described(ASKED_FOR)
-    assert told.startswith("optimised, ")
-    assert told.endswith(" --enable-optimizations --with-lto -fno-strict-overflow -O2")
+def test_a_build_is_described_by_verdict_compiler_switches_and_flags_without_paths() -> None:
+    description = described(ASKED_FOR)
+    assert description.startswith("optimised, ")
+    assert description.endswith(" --enable-optimizations --with-lto -fno-strict-overflow -O2")
     assert described(PLAIN).startswith("NOT optimised, ")
     assert described({}).startswith("optimisation unknown, ")
-    assert "/" not in described(PLAIN) + told
+    assert "/" not in described(PLAIN) + description
 
 
-@pytest.mark.parametrize(("verdict", "told"), [(False, True), (True, False), (None, False)])
-def test_only_a_build_that_is_known_to_be_slow_is_warned_of(
-    verdict: bool | None, told: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("verdict", "warned"), [(False, True), (True, False), (None, False)])
+def test_only_a_build_that_is_known_to_be_slow_causes_a_warning(
+    verdict: bool | None, warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(python_build, "optimised", lambda: verdict)
-    assert ("15-20 %" in warning()) is told
-    assert ("apt-get install python3" in warning()) is told
+    assert ("15-20 %" in warning()) is warned
+    assert ("apt-get install python3" in warning()) is warned

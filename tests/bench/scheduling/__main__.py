@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-bench-"))
     command = shlex.join(["python", "-m", "tests.bench.scheduling", *words])
     facts = machine.facts(sorted({front.target.name for front in fronts}))
-    machine.head(facts, progress)
+    machine.print_facts(facts, progress)
     try:
         if options.virtual:
             plan = _plan(options, folder, seeds=virtual.SEEDS)

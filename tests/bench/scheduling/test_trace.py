@@ -6,7 +6,7 @@ from tests.bench.scheduling import trace
 from tests.bench.scheduling.fleet import answer_tokens
 from tests.bench.scheduling.trace import Shape, make
 from tests.emulator import render_chat
-from tests.emulator.words import count_tokens
+from tests.emulator.language_model import count_tokens
 
 
 def test_a_seed_gives_the_same_trace_and_another_gives_another() -> None:

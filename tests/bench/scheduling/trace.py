@@ -11,7 +11,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from tests.emulator.words import WORDS
+from tests.emulator.language_model import WORDS
 
 THINK = (4.0, 0.6, 1.0, 20.0)
 QUESTION = (100.0, 0.8, 10.0, 800.0)

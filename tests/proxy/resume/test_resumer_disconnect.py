@@ -18,7 +18,7 @@ from tests.gateways import running_gateway, until
 from tests.proxy.proxy_over_nodes import ProxyOverNodes, proxy_over
 from tests.proxy.test_attempt_cancel import nobody_answers
 from tests.proxy.test_response_stream import AFTER
-from tests.reliability.cutter import Plan, cutters
+from tests.reliability.cutting_proxy import CutPlan, cutting_proxies
 from tests.servers import start_demo_servers
 from tests.virtual import in_virtual_time
 
@@ -134,12 +134,12 @@ async def test_a_disconnect_leaves_nothing_behind(
 
 
 @asynccontextmanager
-async def a_pair(folder: Path) -> AsyncIterator[tuple[Site, list[str], Plan]]:
-    """Two real servers of one slot each, their own addresses, and a plan to cut streams."""
-    plan = Plan()
+async def a_pair(folder: Path) -> AsyncIterator[tuple[Site, list[str], CutPlan]]:
+    """Two real servers of one slot each, their own addresses, and what breaks streams off."""
+    plan = CutPlan()
     async with (
         start_demo_servers(2, slots=1, context=16_384) as urls,
-        cutters(urls, plan) as proxies,
+        cutting_proxies(urls, plan) as proxies,
         running_gateway(folder, proxies, {"health": {"interval": 0.2}}) as running,
     ):
         site = Site(running)
@@ -226,8 +226,8 @@ async def holder(site: Site) -> int:
     return int(next(name for name, held in site.leased.items() if held).removeprefix("node-"))
 
 
-async def cut(plan: Plan, asked: asyncio.Task[Any]) -> None:
-    """Wait until the request's stream has been cut."""
+async def cut(plan: CutPlan, asked: asyncio.Task[Any]) -> None:
+    """Wait until the request's stream has been broken off."""
     await until(lambda: plan.after is None or asked.done(), 50)
     assert not asked.done()
 

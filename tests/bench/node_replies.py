@@ -1,0 +1,232 @@
+"""The responses of an emulated llama.cpp node, encoded once and sent many times.
+
+They have the fields of llama.cpp's own server in its order, so that a gateway that reads streams
+finds the same as in production.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+MODEL = "demo"
+CONTEXT = 4096
+"""Context of a slot, in tokens, that the emulated node reports."""
+EMBEDDING_BYTES = 400
+STAMP_DIGITS = 16
+"""Digits of the microseconds in a stamped event."""
+
+_WORDS = ("copper ", "window ", "bridge ", "garden ", "silver ", "marble ", "violin ", "summit ")
+_ID = "chatcmpl-Vb0pXy3kQzN7uTfL2mRaWc9sHdEgJiKo"
+_CREATED = 1767225600
+_TIMINGS: dict[str, Any] = {
+    "cache_n": 0,
+    "prompt_n": 12,
+    "prompt_ms": 20.0,
+    "prompt_per_token_ms": 1.667,
+    "prompt_per_second": 600.0,
+    "predicted_n": 200,
+    "predicted_ms": 4000.0,
+    "predicted_per_token_ms": 20.0,
+    "predicted_per_second": 50.0,
+}
+
+
+def compact(value: object) -> bytes:
+    """JSON without spaces, as llama.cpp writes it."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def http_chunk(body: bytes) -> bytes:
+    """One HTTP/1.1 chunk."""
+    return b"%x\r\n%b\r\n" % (len(body), body)
+
+
+def plain_response(body: bytes, status: str = "200 OK") -> bytes:
+    """A plain response with its head."""
+    return (
+        f"HTTP/1.1 {status}\r\nServer: llama.cpp\r\nAccess-Control-Allow-Origin: \r\n"
+        f"Content-Type: application/json; charset=utf-8\r\nContent-Length: {len(body)}\r\n"
+        "Keep-Alive: timeout=5, max=100\r\n\r\n"
+    ).encode() + body
+
+
+def _event(payload: object) -> bytes:
+    return b"data: " + compact(payload) + b"\n\n"
+
+
+def _chunk(delta: dict[str, object], finish: str | None = None, **more: object) -> bytes:
+    return _event(
+        {
+            "choices": [{"finish_reason": finish, "index": 0, "delta": delta}],
+            "created": _CREATED,
+            "id": _ID,
+            "model": MODEL,
+            "system_fingerprint": "b0-unknown",
+            "object": "chat.completion.chunk",
+            **more,
+        }
+    )
+
+
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nServer: llama.cpp\r\nAccess-Control-Allow-Origin: \r\n"
+    b"X-Accel-Buffering: no\r\nContent-Type: text/event-stream\r\n"
+    b"Transfer-Encoding: chunked\r\nKeep-Alive: timeout=5, max=100\r\n\r\n"
+)
+ROLE = _chunk({"role": "assistant", "content": None})
+TOKENS = tuple(_chunk({"content": word}) for word in _WORDS)
+FINAL = _chunk({}, "stop", timings=_TIMINGS)
+USAGE = _event(
+    {
+        "choices": [],
+        "created": _CREATED,
+        "id": _ID,
+        "model": MODEL,
+        "system_fingerprint": "b0-unknown",
+        "object": "chat.completion.chunk",
+        "usage": {
+            "completion_tokens": 200,
+            "prompt_tokens": 12,
+            "total_tokens": 212,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+        "timings": _TIMINGS,
+    }
+)
+DONE = b"data: [DONE]\n\n"
+END_OF_BODY = b"0\r\n\r\n"
+
+_STAMP_BEFORE, _STAMP_AFTER = _chunk({"content": "t=@"}).split(b"@")
+STAMP_MARK = b'"t='
+
+
+def token(index: int) -> bytes:
+    """The content event of token `index`."""
+    return TOKENS[index % len(TOKENS)]
+
+
+def text(tokens: int) -> str:
+    """The text of an answer of so many tokens."""
+    return "".join(_WORDS[i % len(_WORDS)] for i in range(tokens))
+
+
+def stamped_token(microseconds: int) -> bytes:
+    """A content event that contains the time of sending (monotonic clock)."""
+    return b"%b%0*d%b" % (_STAMP_BEFORE, STAMP_DIGITS, microseconds, _STAMP_AFTER)
+
+
+def stamps(events: bytes) -> list[int]:
+    """The times in complete stamped events, in microseconds; other events are ignored."""
+    found: list[int] = []
+    at = events.find(STAMP_MARK)
+    while at >= 0:
+        start = at + len(STAMP_MARK)
+        found.append(int(events[start : start + STAMP_DIGITS]))
+        at = events.find(STAMP_MARK, start)
+    return found
+
+
+def stream_body(tokens: int) -> bytes:
+    """The body of a stream of so many tokens, as the client must receive it."""
+    return ROLE + b"".join(token(i) for i in range(tokens)) + FINAL + DONE
+
+
+def stamped_length(tokens: int) -> int:
+    """Bytes of a stream body whose content events are all stamped."""
+    return len(ROLE) + tokens * len(stamped_token(0)) + len(FINAL) + len(DONE)
+
+
+def plain_chat(tokens: int) -> bytes:
+    """The body of a plain (stream: false) chat answer."""
+    return compact(
+        {
+            "choices": [
+                {
+                    "finish_reason": "stop",
+                    "index": 0,
+                    "message": {"role": "assistant", "content": text(tokens)},
+                }
+            ],
+            "created": _CREATED,
+            "model": MODEL,
+            "system_fingerprint": "b0-unknown",
+            "object": "chat.completion",
+            "usage": {
+                "completion_tokens": tokens,
+                "prompt_tokens": 12,
+                "total_tokens": tokens + 12,
+            },
+            "id": _ID,
+            "timings": _TIMINGS,
+        }
+    )
+
+
+def _embedding(size: int) -> bytes:
+    vector = [0.015625 * (i % 7 - 3) for i in range(31)]
+    body = compact(
+        {
+            "model": MODEL,
+            "object": "list",
+            "usage": {"prompt_tokens": 8, "total_tokens": 8},
+            "data": [{"embedding": vector, "index": 0, "object": "embedding"}],
+        }
+    )
+    # Blanks, which JSON allows before its end, fill the body up to exactly `size` bytes.
+    return body[:-1] + b" " * (size - len(body)) + body[-1:]
+
+
+EMBEDDING = _embedding(EMBEDDING_BYTES)
+NOT_FOUND = plain_response(
+    compact({"error": {"code": 404, "message": "File Not Found", "type": "not_found_error"}}),
+    "404 Not Found",
+)
+
+
+def info_responses(slots: int) -> dict[bytes, bytes]:
+    """Responses to a gateway's requests for the node's state and properties, by path."""
+    meta = {"n_ctx": CONTEXT, "n_ctx_train": CONTEXT, "n_params": 1, "size": 1, "n_vocab": 512}
+    return {
+        b"/health": plain_response(compact({"status": "ok"})),
+        b"/props": plain_response(
+            compact(
+                {
+                    "default_generation_settings": {"id": 0, "n_ctx": CONTEXT, "params": {}},
+                    "total_slots": slots,
+                    "model_alias": MODEL,
+                    "model_path": "demo.gguf",
+                    "modalities": {"vision": False, "audio": False},
+                    "endpoint_slots": True,
+                    "endpoint_props": True,
+                    "endpoint_metrics": True,
+                    "chat_template": "",
+                    "build_info": "b0-unknown",
+                }
+            )
+        ),
+        b"/slots": plain_response(
+            compact(
+                [
+                    {"id": i, "n_ctx": CONTEXT, "speculative": False, "is_processing": False}
+                    for i in range(slots)
+                ]
+            )
+        ),
+        b"/v1/models": plain_response(
+            compact(
+                {
+                    "object": "list",
+                    "data": [
+                        {
+                            "id": MODEL,
+                            "object": "model",
+                            "created": _CREATED,
+                            "owned_by": "llamacpp",
+                            "meta": meta,
+                        }
+                    ],
+                }
+            )
+        ),
+    }

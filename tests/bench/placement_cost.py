@@ -1,0 +1,145 @@
+"""CPU of one placement in a large fleet: `python -m tests.bench.placement_cost`.
+
+The fleet has 1,000 nodes of two slots each, and 500 requests wait. One placement comprises the
+release of a slot, the match that gives it to a waiting request, and the arrival of another
+request. The cost in a fleet of four nodes with an empty wait queue is printed as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+
+from gateway.request import Priority
+from gateway.scheduling.dispatcher import Dispatcher, DispatchRules, Placement
+from gateway.scheduling.placement_state import PlacementState, QueuedRequest, TierSets
+
+SYSTEM_TOKENS = 1500.0
+WARM_NODES = 20
+"""Nodes that have cached a request's system prompt; one of them has its conversation too."""
+
+
+@dataclass(slots=True)
+class LoadedFleet:
+    """A fleet whose slots are all taken and whose wait queue keeps its length."""
+
+    nodes: int
+    waiting: int
+    seed: int = 0
+    callers: int = 50
+    now: float = 0.0
+    dispatcher: Dispatcher = field(init=False)
+    _rng: random.Random = field(init=False)
+    _groups: tuple[TierSets, ...] = field(init=False)
+    _running: list[tuple[float, int, Placement]] = field(default_factory=list)
+    _created: int = 0
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
+        state = PlacementState()
+        rows = [
+            state.add(
+                f"node-{i}",
+                total=2,
+                prefill_tps=600 if i % 3 else 250,
+                token_base=1 / 40 if i % 3 else 1 / 16,
+                token_step=0.1 / 40,
+            )
+            for i in range(self.nodes)
+        ]
+        self._groups = ((state.candidate_set(rows),),)
+        self.dispatcher = Dispatcher(state, DispatchRules(), random.Random(self.seed))
+        for _ in range(2 * self.nodes if self.waiting else 0):
+            request = self.next_request()
+            request.cached = {}  # so that none waits for a warm node while slots are free
+            self._begin(self.dispatcher.place_or_queue(request, self.now))
+        while self.dispatcher.waiting < self.waiting:
+            self._begin(self.dispatcher.place_or_queue(self.next_request(), self.now))
+
+    def next_request(self) -> QueuedRequest:
+        """A new request; one node has cached its conversation, and some have its system prompt."""
+        rng = self._rng
+        self._created += 1
+        warm = dict.fromkeys(rng.sample(range(self.nodes), min(WARM_NODES, self.nodes)), 1500.0)
+        conversation_tokens = SYSTEM_TOKENS + rng.expovariate(1 / 800)
+        warm[rng.randrange(self.nodes)] = conversation_tokens
+        return QueuedRequest(
+            f"{self._created}",
+            self._groups,
+            Priority.NORMAL,
+            f"caller {rng.randrange(self.callers)}",
+            self.now,
+            prompt_tokens=conversation_tokens + rng.expovariate(1 / 100),
+            completion_tokens=1 + rng.expovariate(1 / 180),
+            cached=warm,
+        )
+
+    def step(self) -> float:
+        """End one request, give its slot to a waiting one, add a new one. Returns CPU seconds."""
+        self.now, _, placement = heapq.heappop(self._running)
+        request = self.next_request()
+        begin = time.process_time()
+        self.dispatcher.finished(
+            placement, self.now, request.prompt_tokens, 0.0, request.completion_tokens
+        )
+        placements = self.dispatcher.match(self.now)
+        placed = self.dispatcher.place_or_queue(request, self.now)
+        took = time.process_time() - begin
+        for one in (*placements, placed):
+            self._begin(one)
+        return took / max(1, len(placements) + (placed is not None))
+
+    def _begin(self, placement: Placement | None) -> None:
+        if placement is not None:
+            # Actual lengths differ from the expected ones.
+            seconds = (placement.ends - self.now) * self._rng.uniform(0.3, 2.0)
+            item = (self.now + seconds, int(placement.queued.id), placement)
+            heapq.heappush(self._running, item)
+
+
+def small_fleet(rounds: int) -> float:
+    """CPU seconds of an arrival and its end with four nodes and an empty wait queue."""
+    fleet = LoadedFleet(nodes=4, waiting=0)
+    dispatcher = fleet.dispatcher
+    requests = [fleet.next_request() for _ in range(rounds)]
+    for request in requests:
+        request.cached = {}
+    begin = time.process_time()
+    for request in requests:
+        placement = dispatcher.place_or_queue(request, request.received_at)
+        assert placement is not None
+        dispatcher.finished(placement, request.received_at, 100.0, 0.0, 100.0)
+    return (time.process_time() - begin) / rounds
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, default=1000)
+    parser.add_argument("--waiting", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=5000)
+    options = parser.parse_args()
+    fleet = LoadedFleet(options.nodes, options.waiting)
+    taken = sorted(fleet.step() for _ in range(options.steps))
+    print(
+        f"{options.nodes} nodes, {options.waiting} waiting: CPU per request placed "
+        f"{statistics.median(taken) * 1e6:.0f} us at the median, "
+        f"{taken[int(0.99 * len(taken))] * 1e6:.0f} us at the 99th percentile, "
+        f"{statistics.fmean(taken) * 1e6:.0f} us in the mean"
+    )
+    open_fleet = LoadedFleet(options.nodes, 0)
+    requests = [open_fleet.next_request() for _ in range(options.nodes)]
+    begin = time.process_time()
+    for request in requests:
+        open_fleet.dispatcher.place_or_queue(request, 0.0)
+    took = (time.process_time() - begin) / len(requests)
+    print(f"{options.nodes} nodes, none waiting: {took * 1e6:.0f} us per arrival")
+    print(f"4 nodes, none waiting: {small_fleet(20_000) * 1e6:.1f} us per arrival and its end")
+
+
+if __name__ == "__main__":
+    main()

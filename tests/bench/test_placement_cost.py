@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+
+from gateway.scheduling.matching import MOST_COMPARED, MOST_DECLINES
+from tests.bench.placement_cost import LoadedFleet, small_fleet
+
+
+@pytest.mark.parametrize("waiting", [100, 400])
+def test_comparisons_for_one_placement_are_bounded_however_many_wait(waiting: int) -> None:
+    fleet = LoadedFleet(nodes=100, waiting=waiting)
+    before = fleet.dispatcher.evaluations
+    for _ in range(100):
+        fleet.step()
+    assert fleet.dispatcher.waiting >= waiting
+    assert fleet.dispatcher.evaluations - before <= 100 * (2 * MOST_COMPARED + MOST_DECLINES)
+
+
+def test_the_small_fleet_is_timed_with_work_that_was_placed() -> None:
+    assert small_fleet(10) > 0.0

@@ -1,0 +1,176 @@
+"""The endpoints that need no slot: health, properties, slots, models, metrics, token counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tests.emulator.apis.sampling import SAMPLING
+from tests.emulator.language_model import BEGIN_TOKEN, count_tokens, detokenize, tokenize
+from tests.emulator.request_body import RefusedError, chat_prompt, messages_prompt
+
+if TYPE_CHECKING:
+    from tests.emulator.node import EmulatedNode
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+    "{% if not loop.last or m['role'] != 'assistant' %}<|eot|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+Body = dict[str, Any]
+
+
+def health(node: EmulatedNode, query: str) -> Body:
+    return {"status": "ok"}
+
+
+def props(node: EmulatedNode, query: str) -> Body:
+    return {
+        "default_generation_settings": {"params": SAMPLING, "n_ctx": node.context},
+        "total_slots": len(node.slots.slots),
+        "model_alias": node.model,
+        "model_ftype": "all F32",
+        "model_path": f"/models/{node.model}.gguf",
+        "modalities": {"vision": False, "video": False, "audio": False},
+        "media_marker": "<__media__>",
+        "endpoint_slots": node.endpoint_slots,
+        "endpoint_props": True,
+        "endpoint_metrics": True,
+        "ui": True,
+        "ui_settings": {},
+        "chat_template": TEMPLATE,
+        "chat_template_caps": {
+            "supports_object_arguments": False,
+            "supports_parallel_tool_calls": False,
+            "supports_preserve_reasoning": False,
+            "supports_reasoning_effort": False,
+            "supports_string_content": True,
+            "supports_system_role": True,
+            "supports_tool_calls": False,
+            "supports_tools": False,
+            "supports_typed_content": False,
+        },
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "build_info": node.build,
+        "is_sleeping": False,
+        "cors_proxy_enabled": False,
+    }
+
+
+def slots(node: EmulatedNode, query: str) -> list[Body]:
+    if not node.endpoint_slots:
+        message = "This server does not support slots endpoint. Start it with `--slots`"
+        raise RefusedError(501, "not_supported_error", message)
+    if "fail_on_no_slot=1" in query and node.busy == len(node.slots.slots):
+        raise RefusedError(503, "unavailable_error", "no slot available")
+    return [slot.as_json(node.context) for slot in node.slots.slots]
+
+
+def models(node: EmulatedNode, query: str) -> Body:
+    name = node.model
+    return {
+        "models": [
+            {
+                "name": name,
+                "model": name,
+                "modified_at": "",
+                "size": "",
+                "digest": "",
+                "type": "model",
+                "description": "",
+                "tags": [""],
+                "capabilities": ["completion"],
+                "parameters": "",
+                "details": {
+                    "parent_model": "",
+                    "format": "gguf",
+                    "family": "",
+                    "families": [""],
+                    "parameter_size": "",
+                    "quantization_level": "",
+                },
+            }
+        ],
+        "object": "list",
+        "data": [
+            {
+                "id": name,
+                "aliases": [name],
+                "tags": [],
+                "object": "model",
+                "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+                "created": node.started,
+                "owned_by": "llamacpp",
+                "meta": {
+                    "vocab_type": 1,
+                    "n_vocab": 576,
+                    "n_ctx": node.context,
+                    "n_ctx_train": node.context_train,
+                    "n_embd": node.embedding_size,
+                    "n_params": 794240,
+                    "size": 3176960,
+                    "ftype": "all F32",
+                },
+            }
+        ],
+    }
+
+
+def metrics(node: EmulatedNode) -> str:
+    engine = node.engine
+    figures = {
+        "prompt_tokens_total": ("counter", engine.prompt_tokens),
+        "prompt_tokens_cached_total": ("counter", engine.cached_tokens),
+        "tokens_predicted_total": ("counter", engine.tokens),
+        "requests_processing": ("gauge", node.busy),
+        "requests_deferred": ("gauge", len(node.slots.waiting)),
+    }
+    return "".join(
+        f"# HELP llamacpp:{name} {name}\n# TYPE llamacpp:{name} {kind}\nllamacpp:{name} {value}\n"
+        for name, (kind, value) in figures.items()
+    )
+
+
+def tokenize_text(body: Body) -> Body:
+    ids = tokenize(str(body.get("content", "")))
+    if body.get("add_special") is True:
+        ids.insert(0, BEGIN_TOKEN)
+    if body.get("with_pieces"):
+        return {"tokens": [{"id": i, "piece": detokenize([i])} for i in ids]}
+    return {"tokens": ids}
+
+
+def detokenize_ids(body: Body) -> Body:
+    return {"content": detokenize([i for i in body.get("tokens", []) if isinstance(i, int)])}
+
+
+def apply_template(body: Body) -> Body:
+    return {"prompt": chat_prompt(body)}
+
+
+def count_chat(body: Body) -> Body:
+    tokens = count_tokens(chat_prompt(body))
+    return {"input_tokens": tokens, "object": "response.input_tokens"}
+
+
+def count_messages(body: Body) -> Body:
+    return {"input_tokens": count_tokens(messages_prompt(body))}
+
+
+GETS: dict[str, Callable[[EmulatedNode, str], Any]] = {
+    "/health": health,
+    "/v1/health": health,
+    "/props": props,
+    "/slots": slots,
+    "/v1/models": models,
+    "/models": models,
+}
+POSTS: dict[str, Callable[[Body], Body]] = {
+    "/tokenize": tokenize_text,
+    "/detokenize": detokenize_ids,
+    "/apply-template": apply_template,
+    "/v1/chat/completions/input_tokens": count_chat,
+    "/v1/messages/count_tokens": count_messages,
+}
+PUBLIC = {"/health", "/v1/health", "/"}

@@ -1,0 +1,113 @@
+"""One response, in the form of llama.cpp's server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    413: "Payload Too Large",
+    422: "Unprocessable Content",
+    429: "Too Many Requests",
+    500: "Internal Server Error",
+    501: "Not Implemented",
+    502: "Bad Gateway",
+    503: "Service Unavailable",
+    504: "Gateway Timeout",
+}
+JSON = "application/json; charset=utf-8"
+
+
+class ClientGoneError(Exception):
+    """The connection has ended, so the response can't be sent."""
+
+
+class ResponseConnection(Protocol):
+    """What a response needs of its connection."""
+
+    @property
+    def gone(self) -> bool: ...
+    def write(self, data: bytes) -> None: ...
+    async def drain(self) -> None:
+        """Waits while the client does not read."""
+
+    def close(self) -> None:
+        """Ends the connection (FIN) after what was written."""
+
+    def reset(self) -> None:
+        """Ends the connection by RST."""
+
+
+class Response:
+    """Writes the response to one request. After the client has left, writes do nothing."""
+
+    def __init__(
+        self, link: ResponseConnection, *, closing: bool, head_only: bool, closes_streams: bool
+    ) -> None:
+        self.connection = link
+        self.closing = closing  # the connection ends with this response
+        self.head_only = head_only
+        self.closes_streams = closes_streams
+        self.interruptible = False  # the work ends when the client leaves
+        self.error_event = b""  # in the form of the request's API; for faults
+
+    def _head(self, status: int, headers: Sequence[tuple[str, str]]) -> bytes:
+        reason = REASONS.get(status, "Unknown")
+        head = [f"HTTP/1.1 {status} {reason}", "Server: llama.cpp", "Access-Control-Allow-Origin: "]
+        head += [f"{name}: {value}" for name, value in headers]
+        if status >= 400:
+            self.closing = True
+        head.append("Connection: close" if self.closing else "Keep-Alive: timeout=5, max=100")
+        return ("\r\n".join(head) + "\r\n\r\n").encode()
+
+    def _plain_head(self, status: int, kind: str, size: int, more: dict[str, str]) -> bytes:
+        headers = [("Content-Type", kind), ("Content-Length", str(size)), *more.items()]
+        return self._head(status, headers)
+
+    def _stream_head(self) -> bytes:
+        headers = [
+            ("X-Accel-Buffering", "no"),
+            ("Content-Type", "text/event-stream"),
+            ("Transfer-Encoding", "chunked"),
+        ]
+        head = self._head(200, headers)
+        # The real server announces keep-alive here and closes nevertheless.
+        self.closing = self.closing or self.closes_streams
+        return head
+
+    def write_plain(
+        self, status: int, body: bytes, kind: str = JSON, headers: dict[str, str] | None = None
+    ) -> None:
+        """Writes a plain response at once."""
+        head = self._plain_head(status, kind, len(body), headers or {})
+        self.connection.write(head if self.head_only else head + body)
+
+    async def plain(
+        self, status: int, body: bytes, kind: str = JSON, headers: dict[str, str] | None = None
+    ) -> None:
+        self.write_plain(status, body, kind, headers)
+
+    async def open_stream(self) -> None:
+        self.connection.write(self._stream_head())
+
+    async def events(self, events: Sequence[bytes]) -> None:
+        """Sends events in one chunk."""
+        data = b"".join(events)
+        self.connection.write(b"%x\r\n%b\r\n" % (len(data), data))
+        await self.connection.drain()
+
+    async def comment(self) -> None:
+        """Sends the comment by which the server keeps a connection alive during a long prefill."""
+        self.connection.write(b"3\r\n:\n\n\r\n")
+
+    async def end_stream(self, last: Sequence[bytes]) -> None:
+        """Sends the last events and ends the body."""
+        if last:
+            await self.events(last)
+        self.connection.write(b"0\r\n\r\n")
