@@ -16,10 +16,10 @@ import psutil
 
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.fleet.prompt_tree import PromptKey
+from gateway.proxy.inbound.parsed_body import BYTES_PER_TOKEN
 from gateway.proxy.inbound.prompt_key import (
     BLOCK_BYTES,
     BUILT_IN_PATTERNS,
-    BYTES_PER_TOKEN,
     VolatileLines,
     build_prompt_key,
 )
