@@ -20,7 +20,7 @@ from gateway.fleet.node import Lease, Node, NodeState
 from gateway.fleet.state_files import DrainedNodes
 from gateway.transport.node_client import NodeClient, open_node_client
 from tests.emulator import EmulatedNode
-from tests.fleet.build import NoUpstream, a_fleet, a_spec, inventory, take
+from tests.fleet.build import NoUpstream, a_fleet, a_spec, inventory, is_held, take
 from tests.virtual import in_virtual_time, now
 
 
@@ -410,7 +410,7 @@ class Play:
                 self.fleet.drain(detail) if what == "drain" else self.fleet.resume(detail)
 
     def check(self) -> None:
-        held = [lease for lease in self.leases if lease.held]
+        held = [lease for lease in self.leases if is_held(lease)]
         for node in self.everybody:
             assert node.leased == sum(lease.slots for lease in held if lease.node is node)
         for name, node in self.fleet.nodes.items():
@@ -429,8 +429,9 @@ async def play(story: list[tuple[str, Any]]) -> None:
     for lease in scene.leases:
         lease.release()
     assert all(node.leased == 0 for node in scene.everybody)
-    await asyncio.gather(*scene.fleet._departures._tasks, return_exceptions=True)
-    alive = {id(node.upstream) for node in scene.fleet.nodes.values()}
-    assert {id(one) for one in scene.upstreams if not one.closed} == alive
+    in_use = {id(node.upstream) for node in scene.fleet.nodes.values()}
+    async with asyncio.timeout(30):
+        while {id(one) for one in scene.upstreams if not one.closed} != in_use:  # noqa: ASYNC110
+            await asyncio.sleep(0)
     await scene.fleet.aclose()
     assert all(upstream.closed for upstream in scene.upstreams)

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+from gateway.fleet.circuit import KEY_REJECTED_SECONDS
 from gateway.fleet.concurrency_limit import MOST_LIMIT, START_LIMIT
 from gateway.fleet.health import judge_state
-from gateway.fleet.node import KEY_REJECTED_SECONDS, NodeState
-from tests.fleet.build import Clock, a_node, take
+from gateway.fleet.node import NodeState
+from tests.fleet.build import Clock, a_node, no_upstream, take
 
 
 def test_slots_are_declared_or_said_or_assumed() -> None:
@@ -131,22 +132,22 @@ def test_requests_are_counted() -> None:
     assert node.requests == 2
 
 
-def test_a_key_that_was_refused_is_not_tried_for_a_while() -> None:
+def test_a_rejected_key_is_not_tried_for_a_while() -> None:
     clock = Clock()
     node = a_node(clock)
-    node.key_rejected("wrong key", clock())
+    node.key_rejection.record("wrong key", clock())
     assert judge_state(node, clock()) == (NodeState.DOWN, "wrong key")
     clock.passes(KEY_REJECTED_SECONDS)
     assert judge_state(node, clock())[0] is NodeState.READY
-    node.key_rejected("wrong key", clock())
-    node.clear_key_rejection()
+    node.key_rejection.record("wrong key", clock())
+    node.replace_upstream(no_upstream(), clock())
     assert judge_state(node, clock())[0] is NodeState.READY
 
 
-def test_a_key_that_was_good_a_moment_ago_must_be_refused_twice() -> None:
+def test_a_key_that_has_just_worked_must_be_rejected_twice() -> None:
     node = a_node()
-    node.key_accepted = True
-    node.key_rejected("wrong key", node.clock())
+    node.key_rejection.record_success()
+    node.key_rejection.record("wrong key", node.clock())
     assert judge_state(node, node.clock())[0] is NodeState.READY
-    node.key_rejected("wrong key", node.clock())
+    node.key_rejection.record("wrong key", node.clock())
     assert judge_state(node, node.clock())[0] is NodeState.DOWN

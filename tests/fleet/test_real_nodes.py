@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from gateway.fleet.node import LeasePhase, Node, NodeState
-from tests.fleet.build import Running, a_fleet, a_spec, take
+from tests.fleet.build import Running, a_fleet, a_spec, is_held, take
 from tests.servers import running_demo_servers
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
@@ -58,7 +58,7 @@ async def test_a_cut_stream_of_a_real_server_frees_its_slot() -> None:
                 lease.content_received(time.monotonic())
             lease.abandon()
             assert lease.phase is LeasePhase.RECLAIM
-            await fleet.until(lambda: not lease.held)
+            await fleet.until(lambda: not is_held(lease))
             [slot] = (await client.get("/slots")).json()
             assert not slot["is_processing"]
             assert slot["next_token"][0]["has_next_token"], "it was let go, not waited for"

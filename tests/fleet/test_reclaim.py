@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.fleet.node import Lease, LeasePhase, NodeState
 from gateway.fleet.reclaim import BLIND_HOLD, hold_without_slots, most_hold, released_slots
 from tests.emulator import EmulatedNode
-from tests.fleet.build import Clock, Running, a_fleet, a_node, a_spec, inventory, take
+from tests.fleet.build import Clock, Running, a_fleet, a_node, a_spec, inventory, is_held, take
 from tests.virtual import in_virtual_time, now
 
 
@@ -116,7 +116,7 @@ async def test_a_cut_stream_gives_its_slot_back_when_the_node_shows_it_free() ->
         told, began = fleet.capacity, now()
         lease.abandon()
         assert fleet["a"].leased == 1
-        await fleet.until(lambda: not lease.held)
+        await fleet.until(lambda: not is_held(lease))
         assert server.busy == 0
         assert fleet.capacity > told
         assert now() - began < 0.2
@@ -143,7 +143,7 @@ async def test_a_slot_that_reads_a_prompt_to_its_end_is_held_as_long() -> None:
             nonlocal freed
             if not freed and server.busy == 0:
                 freed = now()
-            return not lease.held
+            return not is_held(lease)
 
         await fleet.until(over)
         assert freed
@@ -160,9 +160,9 @@ async def test_a_neighbour_that_goes_on_does_not_keep_the_slot() -> None:
             async with streaming(fleet) as lease:
                 pass
             lease.abandon()
-            await fleet.until(lambda: not lease.held)
+            await fleet.until(lambda: not is_held(lease))
             assert server.busy == 1
-            assert neighbour.held
+            assert is_held(neighbour)
             assert fleet["a"].free_slots(now()) == 1
         neighbour.release()
 
@@ -197,10 +197,10 @@ async def test_a_node_that_is_gone_gives_everything_back_at_once() -> None:
         lease = take(fleet["a"])
         lease.abandon()
         await asyncio.sleep(0.2)
-        assert lease.held
+        assert is_held(lease)
         server.faults.clear()
         await server.kill()
-        await fleet.until(lambda: not lease.held)
+        await fleet.until(lambda: not is_held(lease))
 
 
 @in_virtual_time
@@ -213,7 +213,7 @@ async def test_a_node_without_slots_gives_a_cut_stream_back_shortly() -> None:
         lease.content_received(now())
         began = now()
         lease.abandon()
-        await fleet.until(lambda: not lease.held)
+        await fleet.until(lambda: not is_held(lease))
         assert BLIND_HOLD <= now() - began < 2 * BLIND_HOLD
 
 
@@ -226,7 +226,7 @@ async def test_a_slot_is_not_held_for_ever(caplog: pytest.LogCaptureFixture) -> 
             lease = take(fleet["a"])
             with caplog.at_level(logging.WARNING):
                 lease.abandon()
-                await fleet.until(lambda: not lease.held)
+                await fleet.until(lambda: not is_held(lease))
             assert "Node a has not shown" in caplog.text
             server.faults.clear()
 
@@ -241,6 +241,6 @@ async def test_abandoned_work_of_a_removed_node_is_waited_for() -> None:
         async with streaming(fleet) as lease:
             fleet.fleet.apply(inventory())
         lease.abandon()
-        await fleet.until(lambda: not lease.held)
+        await fleet.until(lambda: not is_held(lease))
         assert node.state is NodeState.READY
         await fleet.until(lambda: node.upstream.http.is_closed)

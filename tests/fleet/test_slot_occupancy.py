@@ -11,9 +11,9 @@ from tests.fleet.build import Clock, a_node, take
 
 
 def foreign_after(occupancy: SlotOccupancy, busy: int, now: float) -> int:
-    with occupancy.slots_query(now) as reading:
+    with occupancy.slots_query(now) as query:
         pass
-    occupancy.record_busy(busy, reading)
+    occupancy.record_busy(busy, query)
     return occupancy.foreign
 
 
@@ -30,14 +30,14 @@ def test_fewer_busy_slots_than_leases_are_no_negative_load() -> None:
     assert foreign_after(occupancy, 0, 11.0) == 0
 
 
-def test_a_lease_that_came_or_went_during_the_reading_is_ours() -> None:
+def test_a_lease_that_came_or_went_during_the_query_is_ours() -> None:
     occupancy = SlotOccupancy()
     occupancy.take(1, 10.0)
-    with occupancy.slots_query(20.0) as reading:
+    with occupancy.slots_query(20.0) as query:
         occupancy.take(1, 20.1)
         occupancy.release(1, 20.2)
         occupancy.release(1, 20.3)
-    occupancy.record_busy(2, reading)
+    occupancy.record_busy(2, query)
     assert occupancy.foreign == 0
 
 
@@ -66,9 +66,9 @@ def test_busy_slots_are_summed_over_time() -> None:
     occupancy.release(1, 103.0)
     occupancy.integrate(105.0)
     assert occupancy.slot_seconds == pytest.approx(2 * 1 + 1 * 3 + 2 * 2)
-    with occupancy.slots_query(105.0) as reading:
+    with occupancy.slots_query(105.0) as query:
         pass
-    occupancy.record_busy(5, reading, 106.0)
+    occupancy.record_busy(5, query, 106.0)
     occupancy.integrate(107.0)
     assert occupancy.slot_seconds == pytest.approx(9 + 2 + 5)
 
@@ -189,4 +189,4 @@ def test_no_course_of_events_makes_the_means_impossible(
         assert lease.slots - 1e-6 <= seen.busy_slots <= 2 * len(leases) + 1e-6
         assert 0 <= seen.stalled_seconds <= seen.duration
         assert 1 - 1e-6 <= seen.mean_prefills <= 2 * len(leases) + 1e-6
-    assert node.occupancy.leased == node.occupancy._readers == 0
+    assert node.occupancy.leased == node.occupancy.prefills == 0

@@ -209,7 +209,7 @@ def test_a_node_that_begins_to_lie_keeps_its_true_speed() -> None:
 
 def test_an_endpoint_without_timings_is_learnt_by_the_clock() -> None:
     speed = Speed()
-    speed.observe(1000, 200, 101, ttft=2.0, duration=7.0, busy=1)
+    speed.learn_clocked(1000, 200, 101, ObservedTiming(7.0, 2.0))
     assert speed.prefill_tps == pytest.approx(400)
     assert speed.decode_tps == pytest.approx(20)
 

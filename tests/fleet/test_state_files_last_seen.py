@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from gateway.fleet import state_files
 from gateway.fleet.node import Node
 from gateway.fleet.server_properties import ServerProperties
 from gateway.fleet.state_files import LARGEST_PROPERTIES_FILE, PropertiesStore
@@ -24,10 +23,10 @@ def saying(facts: ServerProperties, **keys: Any) -> Node:
 
 
 def written(path: Path, *nodes: Node) -> None:
-    seen = PropertiesStore(path)
+    store = PropertiesStore(path)
     for node in nodes:
-        seen.record(node)
-    seen.save()
+        store.record(node.spec, node.properties)
+    store.save()
 
 
 def test_what_a_node_said_lasts_over_a_restart(tmp_path: Path) -> None:
@@ -57,10 +56,10 @@ def test_the_file_does_not_tell_addresses(tmp_path: Path) -> None:
 def test_what_was_remembered_and_not_said_again_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "seen.json"
     written(path, saying(SAID))
-    seen = PropertiesStore(path)
-    seen.record(saying(seen.recall(a_spec())))
-    seen.record(saying(SAID, name="b"))
-    seen.save()
+    store = PropertiesStore(path)
+    store.record(a_spec(), store.recall(a_spec()))
+    store.record(a_spec("b"), SAID)
+    store.save()
     assert PropertiesStore(path).recall(a_spec()) == SAID
 
 
@@ -145,29 +144,27 @@ def test_nodes_that_say_too_much_do_not_fill_the_disk(
     assert PropertiesStore(path).recall(a_spec("n0")) == ServerProperties()
 
 
-def test_servers_that_left_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_files, "MOST_SERVERS", 2)
-    seen = PropertiesStore()
+def test_servers_that_left_long_ago_are_forgotten() -> None:
+    store = PropertiesStore(most_servers=2)
     for name in "abc":
-        seen.record(saying(SAID, name=name))
-    assert seen.recall(a_spec("a")) == ServerProperties()
-    assert seen.recall(a_spec("c")) == SAID
+        store.record(a_spec(name), SAID)
+    assert store.recall(a_spec("a")) == ServerProperties()
+    assert store.recall(a_spec("c")) == SAID
 
 
 async def test_a_change_is_saved_while_it_runs_and_not_after_a_successor_took_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(state_files, "SAVE_AFTER", 0.0)
     path = tmp_path / "seen.json"
-    seen = PropertiesStore(path)
-    keeping = asyncio.create_task(seen.save_loop())
-    seen.record(saying(SAID))
+    store = PropertiesStore(path, save_after=0.0)
+    saving = asyncio.create_task(store.save_loop())
+    store.record(a_spec(), SAID)
     async with asyncio.timeout(30):
         while PropertiesStore(path).recall(a_spec()) != SAID:  # noqa: ASYNC110 - a thread writes it
             await asyncio.sleep(0.005)
-    keeping.cancel()
-    await asyncio.gather(keeping, return_exceptions=True)
-    seen.stop_saving()
-    seen.record(saying(ServerProperties(models=("other",))))
-    seen.save()
+    saving.cancel()
+    await asyncio.gather(saving, return_exceptions=True)
+    store.stop_saving()
+    store.record(a_spec(), ServerProperties(models=("other",)))
+    store.save()
     assert PropertiesStore(path).recall(a_spec()) == SAID

@@ -188,7 +188,7 @@ def put(scheduler: Scheduler, *nodes: Node) -> None:
             one.removed = True
             del fleet.nodes[name]
     for one in nodes:
-        one.on_lease_released = fleet._returned
+        one.on_lease_released = fleet.lease_released
         fleet.nodes[one.name] = one
     fleet.model_index.set_nodes(nodes)
     scheduler.capacity_changed()

@@ -26,7 +26,7 @@ from gateway.proxy.resume.plan import NotResumable, ResumeInput, ResumePlan, pla
 from gateway.proxy.resume.splice import OverlapMismatch
 from gateway.proxy.resume.transcript import Transcript, TranscriptRecorder
 from gateway.request import Request
-from gateway.transport.connection import NodeConnection
+from gateway.transport.connection import LoopTimeout, NodeConnection
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
     ConnectFailed,
@@ -38,7 +38,6 @@ from gateway.transport.errors import (
     UpstreamError,
     UpstreamTimeout,
 )
-from gateway.transport.timeout import LoopTimeout
 
 TOO_LARGE_TO_RESUME = "the request is too large to be gone on with"
 
