@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import psutil
 
-from gateway.fleet.prompt_cache import FleetPromptCache, PromptKey
+from gateway.fleet.prompt_cache import FleetPromptCache
+from gateway.fleet.prompt_tree import PromptKey
 from gateway.proxy.inbound.prompt_key import (
     BLOCK_BYTES,
     BUILT_IN_PATTERNS,
@@ -56,7 +57,7 @@ def grown(blocks: tuple[int, ...], count: int, rng: random.Random) -> tuple[int,
 def served(memory: FleetPromptCache, row: int, blocks: tuple[int, ...]) -> PromptKey:
     """One request as the gateway tells of it."""
     prompt = PromptKey(blocks, len(blocks) * TOKENS)
-    cached = memory.cached_tokens(prompt).get(row, 0.0)
+    cached = memory.lookup(prompt).cached.get(row, 0.0)
     memory.request_placed(row, prompt)
     memory.request_finished(row, prompt, prompt.tokens, cached, 150)
     return prompt
@@ -108,7 +109,7 @@ def main() -> None:
     grew = (process.memory_info().rss - resident) / 1e6
     print(f"one request, asked, placed and finished, fleet of {NODES:,}: {cost:6.1f} us")
     print(f"index of {NODES:,} full nodes: {grew:6.1f} MB")
-    known = len(memory.cached_tokens(prompt))
+    known = len(memory.lookup(prompt).cached)
     cost = best(lambda: memory.lookup(prompt), 500)
     print(f"asking for 30 blocks, of which {known} nodes know some: {cost:6.1f} us")
     cold = PromptKey(grown((), 30, rng), 30 * TOKENS)

@@ -16,8 +16,8 @@ from gateway.fleet.prompt_cache import (
     MOST_HOST_BLOCKS,
     MOST_HOST_PROMPTS,
     FleetPromptCache,
-    PromptKey,
 )
+from gateway.fleet.prompt_tree import PromptKey
 from tests.counting import instructions
 
 BLOCK = 100.0
@@ -47,14 +47,14 @@ class Told:
             self.memory.resize(row, slots, host)
 
     def cached(self, words: str, row: int = 0) -> float:
-        return self.memory.cached_tokens(a_prompt(words)).get(row, 0.0)
+        return self.memory.lookup(a_prompt(words)).cached.get(row, 0.0)
 
     def ran(
         self, words: str, row: int = 0, *, cached: float | None = None, answer: float = 0
     ) -> None:
         prompt = a_prompt(words)
         if cached is None:
-            cached = self.memory.cached_tokens(prompt).get(row, 0.0)
+            cached = self.memory.lookup(prompt).cached.get(row, 0.0)
         self.memory.request_placed(row, prompt)
         self.memory.request_finished(row, prompt, prompt.tokens, cached, answer)
 
@@ -67,9 +67,9 @@ class Told:
 def test_a_node_remembers_what_it_read() -> None:
     told = Told(rows=2)
     told.ran("sabc", row=1)
-    assert told.memory.cached_tokens(a_prompt("sabcd")) == {1: 400}
-    assert told.memory.cached_tokens(a_prompt("sabx")) == {1: 300}
-    assert told.memory.cached_tokens(a_prompt("xabc")) == {}
+    assert told.memory.lookup(a_prompt("sabcd")).cached == {1: 400}
+    assert told.memory.lookup(a_prompt("sabx")).cached == {1: 300}
+    assert told.memory.lookup(a_prompt("xabc")).cached == {}
 
 
 def test_the_last_token_of_a_prompt_is_always_read() -> None:
@@ -134,7 +134,7 @@ def test_lines_that_a_server_does_not_ignore_lower_what_is_believed_of_such_prom
         prompt = PromptKey(chain("sabc"), 400, omits_volatile=True)
         told.memory.request_placed(0, prompt)
         told.memory.request_finished(0, prompt, 400, 0, 0)
-    assert told.memory.cached_tokens(PromptKey(chain("sabcd"), 500, omits_volatile=True))[0] < 20
+    assert told.memory.lookup(PromptKey(chain("sabcd"), 500, omits_volatile=True)).cached[0] < 20
     assert told.cached("sabcd") == 400
     assert told.cached("wxyza") == 400
 
@@ -143,7 +143,7 @@ def test_a_hot_beginning_is_known_of_every_node_that_has_it() -> None:
     told = Told(rows=5)
     for row in range(4):
         told.ran(f"sys{row}", row)
-    assert told.memory.cached_tokens(a_prompt("sysx")) == dict.fromkeys(range(4), 300)
+    assert told.memory.lookup(a_prompt("sysx")).cached == dict.fromkeys(range(4), 300)
 
 
 class TestLikeLlamaCpp:
@@ -200,7 +200,7 @@ class TestLikeLlamaCpp:
         for words in ("1111", "2222"):
             told.ran(words)
         # Each grown conversation once, and a copy of the first stranger, which idles.
-        assert sum(len(node.kept.host_prompts) for node in told.memory._nodes.values()) == 3
+        assert sum(len(node.host_prompts) for node in told.memory.nodes.values()) == 3
 
     def test_what_an_idle_slot_holds_is_copied_when_work_begins_in_another(self) -> None:
         told = Told(slots=2)
@@ -236,14 +236,14 @@ class TestLearning:
         told.ran("d" * 61, cached=0)
         assert told.cached("a" * 61) == 0
         assert told.cached("h" * 61) > 0
-        assert told.memory._nodes[0].kept.host_capacity < DEFAULT_HOST_TOKENS
+        assert told.memory.nodes[0].host_capacity < DEFAULT_HOST_TOKENS
 
     def test_host_memory_that_keeps_more_is_believed_more(self) -> None:
         told = Told(slots=1)
         for turn in range(12):
             for letter in "abcdefghijklmnop":
                 told.ran(letter * 60, cached=5999 if turn else 0)
-        assert told.memory._nodes[0].kept.host_capacity > DEFAULT_HOST_TOKENS
+        assert told.memory.nodes[0].host_capacity > DEFAULT_HOST_TOKENS
         for letter in "abcdefghijklmnop":
             assert told.cached(letter * 61) > 0
 
@@ -261,7 +261,7 @@ class TestLearning:
         told = Told(slots=1)
         for i in range(200):
             told.ran(chr(97 + i % 4) * 10, cached=0)
-        assert told.memory._nodes[0].kept.host_capacity >= LEAST_HOST_TOKENS
+        assert told.memory.nodes[0].host_capacity >= LEAST_HOST_TOKENS
 
 
 def test_a_forgotten_row_may_be_used_again() -> None:
@@ -270,12 +270,12 @@ def test_a_forgotten_row_may_be_used_again() -> None:
     told.ran("abcd", row=1)
     running = told.begun("wxyz", row=0)
     told.memory.forget_node(0)
-    assert told.memory.cached_tokens(a_prompt("abcde")) == {1: 400}
+    assert told.memory.lookup(a_prompt("abcde")).cached == {1: 400}
     told.memory.resize(0, 1)
     told.memory.request_finished(0, running, 400, 0, 0)
-    assert told.memory.cached_tokens(a_prompt("wxyza")) == {}, "it ran on the node before"
+    assert told.memory.lookup(a_prompt("wxyza")).cached == {}, "it ran on the node before"
     told.memory.forget_node(1)
-    assert len(told.memory._tree) == 0
+    assert len(told.memory.tree) == 0
 
 
 def test_a_row_that_was_never_sized_is_left_alone() -> None:
@@ -285,7 +285,7 @@ def test_a_row_that_was_never_sized_is_left_alone() -> None:
     memory.request_finished(7, prompt, 400, 0, 0)
     memory.request_dropped(7, prompt)
     memory.forget_node(7)
-    assert memory.cached_tokens(prompt) == {}
+    assert memory.lookup(prompt).cached == {}
 
 
 def test_fewer_slots_send_the_rest_to_host_memory() -> None:
@@ -293,8 +293,8 @@ def test_fewer_slots_send_the_rest_to_host_memory() -> None:
     for words in ("aaaa", "bbbb", "cccc"):
         told.ran(words)
     told.memory.resize(0, 1)
-    node = told.memory._nodes[0]
-    assert (len(node.kept.slot_prompts), len(node.kept.host_prompts)) == (1, 2)
+    node = told.memory.nodes[0]
+    assert (len(node.slot_prompts), len(node.host_prompts)) == (1, 2)
 
 
 @pytest.mark.parametrize("lie", [math.nan, -1.0, 0.0, math.inf])
@@ -313,7 +313,7 @@ def test_requests_that_never_end_are_let_go_of() -> None:
     told = Told(slots=2)
     for i in range(500):
         told.begun(f"x{i}")
-    assert len(told.memory._nodes[0].running) < 50
+    assert len(told.memory.nodes[0].running) < 50
 
 
 ROWS, SLOTS = 3, 2
@@ -346,19 +346,17 @@ def test_whatever_happens_the_books_balance(steps: list[tuple[str, int, str]], a
             if what == "drop":
                 memory.request_dropped(on, prompt)
             else:
-                cached = 0 if what == "fail" else memory.cached_tokens(prompt).get(on, 0.0)
+                cached = 0 if what == "fail" else memory.lookup(prompt).cached.get(on, 0.0)
                 memory.request_finished(on, prompt, prompt.tokens, cached, len(words))
-        for node in memory._nodes.values():
-            assert node.kept.host_used == pytest.approx(
-                sum(held.tokens for held in node.kept.host_prompts)
-            )
-            assert node.kept.host_used <= node.kept.host_capacity
-            assert len(node.kept.slot_prompts) <= node.slots
+        for node in memory.nodes.values():
+            assert node.host_used == pytest.approx(sum(held.tokens for held in node.host_prompts))
+            assert node.host_used <= node.host_capacity
+            assert len(node.slot_prompts) <= node.slots
     recall = memory.lookup(a_prompt(asked))
     assert all(0 < tokens < max(recall.tokens, 1.1) for tokens in recall.cached.values())
     for row in range(ROWS):
         memory.forget_node(row)
-    assert len(memory._tree) == 0
+    assert len(memory.tree) == 0
 
 
 def a_full_fleet(
@@ -376,7 +374,7 @@ def a_full_fleet(
                 for part in range(rng.randrange(2, 6)):
                     blocks.append(hash((blocks[-1], row, i, turn, part)))
                 prompt = PromptKey(tuple(blocks), BLOCK * len(blocks))
-                cached = memory.cached_tokens(prompt).get(row, 0.0)
+                cached = memory.lookup(prompt).cached.get(row, 0.0)
                 memory.request_placed(row, prompt)
                 memory.request_finished(row, prompt, prompt.tokens, cached, 150)
     return memory, prompt
@@ -392,7 +390,7 @@ def test_a_thousand_full_nodes_fit_200_megabytes() -> None:
     used = (tracemalloc.get_traced_memory()[0] - before) / FEW
     tracemalloc.stop()
     assert (
-        sum(len(node.kept.host_prompts) for node in memory._nodes.values())
+        sum(len(node.host_prompts) for node in memory.nodes.values())
         > FEW * 0.9 * MOST_HOST_PROMPTS
     )
     # Besides, the blocks of prompts as long as they may be.
@@ -404,7 +402,7 @@ def test_a_thousand_full_nodes_fit_200_megabytes() -> None:
 def test_asking_a_thousand_nodes_is_quick() -> None:
     memory, prompt = a_full_fleet(1000, 3, random.Random(2))
     longer = PromptKey((*prompt.blocks, *range(12)), prompt.tokens + 12 * BLOCK)
-    assert len(memory.cached_tokens(longer)) > 100
+    assert len(memory.lookup(longer).cached) > 100
     # Some 800: they must grow with the prompt's blocks, and never with the nodes.
     assert instructions(lambda: memory.lookup(longer)) < 3000
 

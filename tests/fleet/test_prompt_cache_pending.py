@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from gateway.fleet.prompt_cache import (
     MOST_COMPARED_PROMPTS,
     PendingPrefixes,
-    PromptKey,
     common_blocks,
 )
+from gateway.fleet.prompt_tree import PromptKey
 
 
 @given(st.integers(0, 40), st.integers(0, 20), st.integers(0, 20))

@@ -54,7 +54,7 @@ class Talk:
         ).encode()
         prompt = build_prompt_key(body, ROUTES[CHAT], "demo", VolatileLines())
         assert prompt is not None
-        believed = self.memory.cached_tokens(prompt).get(NODE, 0.0)
+        believed = self.memory.lookup(prompt).cached.get(NODE, 0.0)
         self.memory.request_placed(NODE, prompt)
         with httpx.Client(base_url=self.url, trust_env=False, timeout=60) as client:
             reply = client.post(CHAT, content=body)
