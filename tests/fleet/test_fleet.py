@@ -35,7 +35,7 @@ async def test_an_empty_inventory_is_probed_at_once() -> None:
 
 
 @in_virtual_time
-async def test_a_new_node_is_told_and_becomes_ready() -> None:
+async def test_a_new_node_is_published_and_becomes_ready() -> None:
     async with EmulatedNode() as server, a_fleet() as fleet:
         change = fleet.fleet.apply(inventory(a_spec(url=server.url)))
         assert (change.added, change.changed, change.removed) == (["a"], [], [])
@@ -44,7 +44,7 @@ async def test_a_new_node_is_told_and_becomes_ready() -> None:
 
 
 @in_virtual_time
-async def test_the_same_inventory_again_changes_nothing() -> None:
+async def test_an_unchanged_inventory_changes_nothing() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         node, upstream = fleet["a"], fleet["a"].upstream
         change = fleet.fleet.apply(inventory(a_spec(url=server.url)))
@@ -55,7 +55,7 @@ async def test_the_same_inventory_again_changes_nothing() -> None:
 
 
 @in_virtual_time
-async def test_labels_and_limits_change_without_a_new_start() -> None:
+async def test_labels_and_limits_change_in_a_running_node() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         node, upstream = fleet["a"], fleet["a"].upstream
         lease = take(node)
@@ -74,7 +74,7 @@ async def test_labels_and_limits_change_without_a_new_start() -> None:
 
 
 @in_virtual_time
-async def test_fewer_slots_than_run_give_nothing_out() -> None:
+async def test_a_node_with_fewer_slots_than_leases_has_none_free() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url, slots=3)) as fleet:
         leases = [take(fleet["a"]) for _ in range(3)]
         fleet.fleet.apply(inventory(a_spec(url=server.url, slots=1)))
@@ -85,7 +85,7 @@ async def test_fewer_slots_than_run_give_nothing_out() -> None:
 
 
 @in_virtual_time
-async def test_a_removed_node_ends_what_it_runs_and_is_closed() -> None:
+async def test_a_removed_node_finishes_its_requests_and_is_closed() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         node = fleet["a"]
         lease = take(node)
@@ -99,7 +99,7 @@ async def test_a_removed_node_ends_what_it_runs_and_is_closed() -> None:
 
 
 @in_virtual_time
-async def test_a_removed_name_that_comes_back_meanwhile_goes_on_where_it_was() -> None:
+async def test_a_removed_node_that_comes_back_meanwhile_is_the_same_node() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         node = fleet["a"]
         lease = take(node)
@@ -116,7 +116,7 @@ async def test_a_removed_name_that_comes_back_meanwhile_goes_on_where_it_was() -
 
 
 @in_virtual_time
-async def test_another_url_is_another_server_and_work_ends_on_the_old_one() -> None:
+async def test_another_url_is_another_server_and_requests_end_on_the_old_one() -> None:
     async with (
         EmulatedNode() as one,
         EmulatedNode(slots=3) as two,
@@ -142,7 +142,7 @@ async def test_another_url_is_another_server_and_work_ends_on_the_old_one() -> N
 
 
 @in_virtual_time
-async def test_another_key_opens_new_ways_to_the_same_server() -> None:
+async def test_another_key_opens_new_connections_to_the_same_server() -> None:
     async with (
         EmulatedNode(api_key="right") as server,
         a_fleet(a_spec(url=server.url, api_key="right")) as fleet,
@@ -209,7 +209,7 @@ async def test_an_inventory_that_cannot_be_connected_changes_nothing() -> None:
 
 
 @in_virtual_time
-async def test_the_nodes_stand_in_the_inventorys_order() -> None:
+async def test_nodes_are_in_the_inventorys_order() -> None:
     specs = [a_spec(name, enabled=False) for name in "cab"]
     async with a_fleet(*specs) as fleet:
         assert list(fleet.fleet.nodes) == ["c", "a", "b"]
@@ -218,7 +218,7 @@ async def test_the_nodes_stand_in_the_inventorys_order() -> None:
 
 
 @in_virtual_time
-async def test_a_drained_node_gets_nothing_and_lasts_over_a_restart(tmp_path: Path) -> None:
+async def test_a_drained_node_gets_no_work_even_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "drains.json"
     async with EmulatedNode() as server:
         spec = a_spec(url=server.url)
@@ -249,7 +249,7 @@ async def test_unknown_names_are_a_key_error() -> None:
 
 
 @in_virtual_time
-async def test_models_are_what_nodes_declare_or_have_said_down_or_not() -> None:
+async def test_models_are_declared_or_reported_by_nodes_down_or_not() -> None:
     async with EmulatedNode(model="said") as server:
         specs = [
             a_spec("a", server.url),
@@ -269,7 +269,7 @@ async def test_models_are_what_nodes_declare_or_have_said_down_or_not() -> None:
 
 
 @in_virtual_time
-async def test_what_a_node_served_is_known_when_it_leaves_and_comes_back_while_it_is_down() -> None:
+async def test_the_models_of_a_node_that_comes_back_while_it_is_down_are_remembered() -> None:
     async with EmulatedNode(model="said") as server, a_fleet(a_spec(url=server.url)) as fleet:
         await server.kill()
         fleet.fleet.apply(inventory())
@@ -291,7 +291,7 @@ async def test_another_model_on_a_node_is_noticed() -> None:
 
 
 @in_virtual_time
-async def test_a_node_that_has_not_spoken_yet_may_serve_anything() -> None:
+async def test_a_node_that_has_not_reported_its_models_may_serve_any() -> None:
     async with EmulatedNode() as server:
         server.loading = True
         async with a_fleet(a_spec(url=server.url)) as fleet:
@@ -357,7 +357,7 @@ steps = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(steps)
-def test_whatever_order_reloads_and_leases_come_in_nothing_is_lost(
+def test_any_order_of_reloads_and_leases_loses_nothing(
     story: list[tuple[str, Any]],
 ) -> None:
     asyncio.run(play(story))

@@ -35,7 +35,7 @@ def test_a_refused_connection_takes_a_node_that_works_down_at_once() -> None:
     assert told(ProbeHistory(), UP, REFUSED).down
 
 
-def test_a_node_that_went_down_is_looked_at_often_for_a_while() -> None:
+def test_a_node_that_went_down_is_probed_often_for_a_while() -> None:
     probing = told(ProbeHistory(), UP, REFUSED)
     assert probing.unstable
     assert not told(probing, *[REFUSED] * 30).unstable
@@ -73,7 +73,7 @@ def test_a_server_that_dies_while_loading_is_down_at_once() -> None:
     assert told(ProbeHistory(), LOADING, REFUSED).down
 
 
-def test_time_outs_do_not_count_while_something_shows_that_the_node_lives() -> None:
+def test_time_outs_do_not_count_while_there_is_a_sign_of_life() -> None:
     probing = told(ProbeHistory(), UP, *[TIMED_OUT] * 50, sign="it reads a prompt")
     assert probing.up
     assert probing.mute
@@ -81,7 +81,7 @@ def test_time_outs_do_not_count_while_something_shows_that_the_node_lives() -> N
     assert not told(probing, UP).mute
 
 
-def test_refusals_count_whatever_else_shows() -> None:
+def test_refusals_count_despite_signs_of_life() -> None:
     assert told(ProbeHistory(), UP, *[REFUSED] * 3, sign="one of its streams moves").down
 
 

@@ -127,7 +127,7 @@ def test_an_answer_that_was_cut_short_leaves_what_was_read_and_written() -> None
     assert told.cached("sabc") == 340
 
 
-def test_lines_that_a_server_does_not_ignore_lower_what_is_believed_of_such_prompts_alone() -> None:
+def test_volatile_lines_that_a_server_reads_lower_predictions_for_such_prompts_only() -> None:
     told = Told(slots=2)
     told.ran("wxyz")
     for _ in range(8):
@@ -139,7 +139,7 @@ def test_lines_that_a_server_does_not_ignore_lower_what_is_believed_of_such_prom
     assert told.cached("wxyza") == 400
 
 
-def test_a_hot_beginning_is_known_of_every_node_that_has_it() -> None:
+def test_a_shared_prefix_is_found_on_every_node_that_caches_it() -> None:
     told = Told(rows=5)
     for row in range(4):
         told.ran(f"sys{row}", row)
@@ -278,7 +278,7 @@ def test_a_forgotten_row_may_be_used_again() -> None:
     assert len(told.memory.tree) == 0
 
 
-def test_a_row_that_was_never_sized_is_left_alone() -> None:
+def test_a_row_that_was_never_sized_caches_nothing() -> None:
     memory = FleetPromptCache()
     prompt = a_prompt("abcd")
     memory.request_placed(7, prompt)
@@ -288,7 +288,7 @@ def test_a_row_that_was_never_sized_is_left_alone() -> None:
     assert memory.lookup(prompt).cached == {}
 
 
-def test_fewer_slots_send_the_rest_to_host_memory() -> None:
+def test_with_fewer_slots_the_other_prompts_go_to_host_memory() -> None:
     told = Told(slots=3)
     for words in ("aaaa", "bbbb", "cccc"):
         told.ran(words)
@@ -298,7 +298,7 @@ def test_fewer_slots_send_the_rest_to_host_memory() -> None:
 
 
 @pytest.mark.parametrize("lie", [math.nan, -1.0, 0.0, math.inf])
-def test_figures_that_can_not_be_are_ignored(lie: float) -> None:
+def test_impossible_figures_are_ignored(lie: float) -> None:
     told = Told(slots=2)
     told.ran("abcd")
     for figures in ((lie, 0, 0), (400, lie, 0), (400, 0, lie), (lie, lie, lie)):
@@ -309,7 +309,7 @@ def test_figures_that_can_not_be_are_ignored(lie: float) -> None:
     assert told.cached("abcde") == 400
 
 
-def test_requests_that_never_end_are_let_go_of() -> None:
+def test_requests_that_never_end_are_forgotten() -> None:
     told = Told(slots=2)
     for i in range(500):
         told.begun(f"x{i}")
@@ -330,7 +330,9 @@ STEPS = st.lists(
 
 @given(STEPS, WORDS)
 @settings(max_examples=200)
-def test_whatever_happens_the_books_balance(steps: list[tuple[str, int, str]], asked: str) -> None:
+def test_any_events_leave_the_sums_consistent(
+    steps: list[tuple[str, int, str]], asked: str
+) -> None:
     told = Told(rows=ROWS, slots=SLOTS, host=2000)
     memory = told.memory
     running: list[tuple[int, PromptKey]] = []
@@ -399,7 +401,7 @@ def test_a_thousand_full_nodes_fit_200_megabytes() -> None:
 
 
 @pytest.mark.slow
-def test_asking_a_thousand_nodes_is_quick() -> None:
+def test_a_lookup_over_a_thousand_nodes_is_quick() -> None:
     memory, prompt = a_full_fleet(1000, 3, random.Random(2))
     longer = PromptKey((*prompt.blocks, *range(12)), prompt.tokens + 12 * BLOCK)
     assert len(memory.lookup(longer).cached) > 100
@@ -407,7 +409,7 @@ def test_asking_a_thousand_nodes_is_quick() -> None:
     assert instructions(lambda: memory.lookup(longer)) < 3000
 
 
-def test_what_a_node_reads_now_is_coming_and_not_cached_yet() -> None:
+def test_a_prompt_that_a_node_reads_now_is_pending_and_not_cached_yet() -> None:
     memory = FleetPromptCache()
     for row in (0, 1):
         memory.resize(row, 2)
@@ -421,7 +423,7 @@ def test_what_a_node_reads_now_is_coming_and_not_cached_yet() -> None:
 
 
 @pytest.mark.parametrize("how", ["finished", "dropped", "forgotten"])
-def test_nothing_is_coming_from_what_has_ended(how: str) -> None:
+def test_an_ended_request_is_not_pending(how: str) -> None:
     memory = FleetPromptCache()
     memory.resize(0, 2)
     running = PromptKey((1, 2), 200.0)

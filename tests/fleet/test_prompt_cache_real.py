@@ -74,7 +74,7 @@ def some_words(rng: random.Random, count: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(count))
 
 
-def test_a_growing_conversation_is_found_where_it_was_whatever_ran_there_since() -> None:
+def test_a_growing_conversation_is_found_after_other_requests() -> None:
     memory = FleetPromptCache()
     memory.resize(NODE, 2)
     with running_demo_servers(1, slots=2, context=4096) as [server]:
@@ -92,7 +92,7 @@ def test_a_growing_conversation_is_found_where_it_was_whatever_ran_there_since()
     assert turns[0].believed == 0
 
 
-def test_a_conversation_is_lost_when_one_much_like_it_takes_its_slot() -> None:
+def test_a_conversation_is_lost_when_a_similar_one_takes_its_slot() -> None:
     memory = FleetPromptCache()
     memory.resize(NODE, 1)
     with running_demo_servers(1, slots=1, context=4096) as [server]:
@@ -107,7 +107,7 @@ def test_a_conversation_is_lost_when_one_much_like_it_takes_its_slot() -> None:
     assert abs(back.believed - back.cached) <= back.block
 
 
-def test_nothing_is_believed_of_a_server_that_was_started_anew() -> None:
+def test_after_a_restart_of_the_server_nothing_is_predicted() -> None:
     memory = FleetPromptCache()
     memory.resize(NODE, 2)
     server = spawn_demo_server(slots=2)

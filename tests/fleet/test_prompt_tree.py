@@ -47,7 +47,7 @@ STEPS = st.lists(
 
 @given(STEPS, PROMPTS)
 @settings(max_examples=300)
-def test_the_tree_knows_how_far_each_row_agrees(
+def test_the_tree_finds_how_far_each_row_agrees(
     steps: list[tuple[str, int, tuple[int, ...]]], asked: tuple[int, ...]
 ) -> None:
     tree = PromptTree()
@@ -90,7 +90,7 @@ def test_a_prompt_without_ends_has_blocks_of_one_size() -> None:
     assert prompt.ends_on_block
 
 
-def test_a_prompt_that_goes_on_behind_its_last_block_is_not_whole() -> None:
+def test_a_prompt_that_goes_on_after_its_last_block_does_not_end_on_a_block() -> None:
     prompt = PromptKey(chained(1, 2), 100.0, (300, 400), 500)
     assert [prompt.share_of(i) for i in range(3)] == [0, 0.6, 0.8]
     assert not prompt.ends_on_block

@@ -25,7 +25,7 @@ REAL: dict[str, Any] = {"interval": 0.2, "timeout": 30.0}
 LIMIT = 120.0  # seconds
 
 
-async def test_a_real_server_tells_what_it_is_and_is_read_while_it_works() -> None:
+async def test_the_properties_and_busy_slots_of_a_real_server_are_read() -> None:
     with running_demo_servers(1, slots=2, context=CONTEXT) as [server]:
         async with a_fleet(a_spec(url=server.url), **REAL) as fleet:
             node = fleet["a"]

@@ -17,14 +17,14 @@ from tests.fleet.build import Clock, Running, a_fleet, a_node, a_spec, inventory
 from tests.virtual import in_virtual_time, now
 
 
-def test_a_slot_that_the_node_shows_free_is_let_go() -> None:
+def test_a_slot_that_the_node_shows_free_is_released() -> None:
     node = a_node(slots=2)
     take(node).abandon()
     assert released_slots(1, node.leases, 1001.0) == 0
     assert released_slots(0, node.leases, 1001.0) == 1
 
 
-def test_busy_slots_are_put_down_to_live_requests_first() -> None:
+def test_busy_slots_are_attributed_to_live_requests_first() -> None:
     node = a_node(slots=3)
     take(node)
     take(node).abandon()
@@ -39,7 +39,7 @@ def test_a_request_that_may_not_have_reached_its_slot_accounts_for_nothing() -> 
     assert released_slots(1, node.leases, 1000.1) == 0
 
 
-def test_a_request_left_at_once_may_reach_its_slot_later() -> None:
+def test_a_request_abandoned_at_once_may_reach_its_slot_later() -> None:
     node = a_node(slots=3)
     lease = take(node)
     lease.abandon()
@@ -48,7 +48,7 @@ def test_a_request_left_at_once_may_reach_its_slot_later() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.floats(0, 5))), st.integers(0, 20))
-def test_never_more_than_what_was_abandoned(
+def test_never_more_slots_than_were_abandoned_are_released(
     taken: list[tuple[int, bool, float]], busy: int
 ) -> None:
     clock = Clock()
@@ -73,7 +73,7 @@ def abandoned(*, moved: bool = False, after: float = 0.0, **keys: Any) -> Lease:
     return lease
 
 
-def test_without_slots_to_read_the_hold_is_what_is_known_of_the_request() -> None:
+def test_without_slots_to_read_the_hold_follows_from_the_request() -> None:
     assert hold_without_slots(abandoned(moved=True)) == BLIND_HOLD
     assert hold_without_slots(abandoned(expected_prefill=30.0, after=10.0)) == pytest.approx(20.0)
     assert hold_without_slots(abandoned(expected_prefill=30.0, after=50.0)) == BLIND_HOLD
@@ -84,7 +84,7 @@ def test_without_slots_to_read_the_hold_is_what_is_known_of_the_request() -> Non
     assert hold_without_slots(abandoned(stream=False)) == 60.0
 
 
-def test_the_longest_hold_grows_with_the_prefill_predicted() -> None:
+def test_the_longest_hold_grows_with_the_predicted_prefill() -> None:
     assert most_hold(abandoned()) == 60.0
     assert most_hold(abandoned(expected_prefill=100.0)) == 400.0
 
@@ -106,7 +106,7 @@ async def streaming(fleet: Running, **keys: Any) -> AsyncIterator[Lease]:
 
 
 @in_virtual_time
-async def test_a_cut_stream_gives_its_slot_back_when_the_node_shows_it_free() -> None:
+async def test_the_slot_of_a_cut_stream_is_released_when_the_node_shows_it_free() -> None:
     async with (
         EmulatedNode(slots=2, decode_tps=50) as server,
         a_fleet(a_spec(url=server.url), interval=60) as fleet,
@@ -124,7 +124,7 @@ async def test_a_cut_stream_gives_its_slot_back_when_the_node_shows_it_free() ->
 
 @pytest.mark.slow
 @in_virtual_time
-async def test_a_slot_that_reads_a_prompt_to_its_end_is_held_as_long() -> None:
+async def test_a_slot_is_held_while_it_reads_an_abandoned_prompt_to_its_end() -> None:
     async with (
         EmulatedNode(slots=1, prefill_tps=200, decode_tps=50) as server,
         a_fleet(a_spec(url=server.url), interval=60) as fleet,
@@ -151,7 +151,7 @@ async def test_a_slot_that_reads_a_prompt_to_its_end_is_held_as_long() -> None:
 
 
 @in_virtual_time
-async def test_a_neighbour_that_goes_on_does_not_keep_the_slot() -> None:
+async def test_a_live_neighbour_does_not_keep_the_slot_of_an_abandoned_request() -> None:
     async with (
         EmulatedNode(slots=2, decode_tps=50) as server,
         a_fleet(a_spec(url=server.url), interval=60) as fleet,
@@ -168,7 +168,7 @@ async def test_a_neighbour_that_goes_on_does_not_keep_the_slot() -> None:
 
 
 @in_virtual_time
-async def test_many_streams_cut_at_once_are_all_given_back() -> None:
+async def test_the_slots_of_many_streams_cut_at_once_are_all_released() -> None:
     async with (
         EmulatedNode(slots=8, decode_tps=50) as server,
         a_fleet(a_spec(url=server.url)) as fleet,
@@ -188,7 +188,7 @@ async def test_many_streams_cut_at_once_are_all_given_back() -> None:
 
 
 @in_virtual_time
-async def test_a_node_that_is_gone_gives_everything_back_at_once() -> None:
+async def test_the_slots_of_a_node_that_is_gone_are_released_at_once() -> None:
     async with (
         EmulatedNode(slots=1) as server,
         a_fleet(a_spec(url=server.url)) as fleet,
@@ -204,7 +204,7 @@ async def test_a_node_that_is_gone_gives_everything_back_at_once() -> None:
 
 
 @in_virtual_time
-async def test_a_node_without_slots_gives_a_cut_stream_back_shortly() -> None:
+async def test_without_slots_to_read_a_cut_stream_is_released_soon() -> None:
     async with (
         EmulatedNode(slots=1, endpoint_slots=False) as server,
         a_fleet(a_spec(url=server.url)) as fleet,
@@ -232,7 +232,7 @@ async def test_a_slot_is_not_held_for_ever(caplog: pytest.LogCaptureFixture) -> 
 
 
 @in_virtual_time
-async def test_abandoned_work_of_a_removed_node_is_waited_for() -> None:
+async def test_a_removed_node_stays_open_until_its_abandoned_work_has_ended() -> None:
     async with (
         EmulatedNode(slots=1, decode_tps=50) as server,
         a_fleet(a_spec(url=server.url)) as fleet,

@@ -29,7 +29,7 @@ def written(path: Path, *nodes: Node) -> None:
     store.save()
 
 
-def test_what_a_node_said_lasts_over_a_restart(tmp_path: Path) -> None:
+def test_properties_last_over_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "state" / "seen.json"
     written(path, saying(SAID))
     found = PropertiesStore(path).recall(a_spec())
@@ -47,13 +47,13 @@ def test_another_server_inherits_nothing(tmp_path: Path, keys: dict[str, Any]) -
     assert PropertiesStore(path).recall(a_spec(**keys)) == ServerProperties()
 
 
-def test_the_file_does_not_tell_addresses(tmp_path: Path) -> None:
+def test_the_file_contains_no_addresses(tmp_path: Path) -> None:
     path = tmp_path / "seen.json"
     written(path, saying(SAID, url="http://secret.example/prefix"))
     assert "secret" not in path.read_text()
 
 
-def test_what_was_remembered_and_not_said_again_is_kept(tmp_path: Path) -> None:
+def test_remembered_properties_that_are_not_reported_again_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "seen.json"
     written(path, saying(SAID))
     store = PropertiesStore(path)
@@ -67,7 +67,7 @@ def test_what_was_remembered_and_not_said_again_is_kept(tmp_path: Path) -> None:
     "damage",
     [b"", b"{", b"[]", b"null", b'{"version": "1"}', b'{"version": 1}', b"\xff" * 9, b"[" * 9999],
 )
-def test_a_damaged_file_is_kept_aside_and_told(
+def test_a_damaged_file_is_set_aside_and_logged(
     tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "seen.json"
@@ -80,7 +80,7 @@ def test_a_damaged_file_is_kept_aside_and_told(
     assert PropertiesStore(path).recall(a_spec()) == SAID
 
 
-def test_a_file_of_another_version_is_told_and_not_read(
+def test_a_file_of_another_version_is_logged_and_not_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "seen.json"
@@ -102,7 +102,7 @@ def test_a_file_of_another_version_is_told_and_not_read(
         {"refused": 7},
     ],
 )
-def test_what_no_server_could_have_said_is_left_out_and_the_rest_is_read(
+def test_implausible_properties_are_left_out_and_the_rest_is_read(
     tmp_path: Path, facts: dict[str, Any]
 ) -> None:
     path = tmp_path / "seen.json"
@@ -115,7 +115,7 @@ def test_what_no_server_could_have_said_is_left_out_and_the_rest_is_read(
     assert seen.recall(a_spec("b")) == SAID
 
 
-def test_a_folder_that_cannot_be_used_is_told_and_all_goes_on(
+def test_a_folder_that_cannot_be_used_is_logged_and_harmless(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("no folder")
@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_used_is_told_and_all_goes_on(
     assert "can't be read" in caplog.text
 
 
-def test_nodes_that_say_too_much_do_not_fill_the_disk(
+def test_nodes_that_report_too_much_do_not_fill_the_disk(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "seen.json"
@@ -152,7 +152,7 @@ def test_servers_that_left_long_ago_are_forgotten() -> None:
     assert store.recall(a_spec("c")) == SAID
 
 
-async def test_a_change_is_saved_while_it_runs_and_not_after_a_successor_took_over(
+async def test_changes_are_saved_until_a_successor_takes_over(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "seen.json"
