@@ -80,7 +80,7 @@ def test_a_node_that_was_killed_gets_work_when_it_is_back() -> None:
     circuit.server_restarted(11.0)
     assert circuit.phase(11.0) is CircuitPhase.CLOSED
     assert circuit.slow_start_slots(10, 11.0) == 1  # step by step
-    assert not circuit.record_failure(11.5, began=9.0)  # one more of those that ended with it
+    assert not circuit.record_failure(11.5, began=9.0)  # another request that the crash ended
     assert circuit.phase(11.5) is CircuitPhase.CLOSED
 
 

@@ -20,7 +20,7 @@ from gateway.fleet.concurrency_limit import (
 
 
 class Endpoint:
-    """An endpoint with so many places, a queue inside of it, and a pace that falls when full."""
+    """An endpoint with so many places, its own queue, and a decode that slows down when full."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Endpoint:
     def run(
         self, limit: ConcurrencyLimit, *, seconds: float, demand: int = 10_000, start: float = 0.0
     ) -> list[tuple[float, int]]:
-        """`demand` clients ask one after the other, as far as the limit lets them."""
+        """Let `demand` clients send one request after the other, as far as the limit allows."""
         now, out = start, 0
         events: list[tuple[float, int, Callable[[], None]]] = []
         history = [(now, limit.slots)]
@@ -142,7 +142,7 @@ def test_it_finds_the_limit_of_an_endpoint_that_refuses_requests_beyond_it(place
     late = settled(history, 300)
     assert max(late) <= places + 1
     assert sum(late) / len(late) >= 0.6 * places
-    # It asks for more than there is about once a minute, and no more often.
+    # It exceeds the places about once a minute, and no more often.
     last = [when for when in endpoint.refusals if when >= 300]
     assert len(last) <= 300 / REFUSAL_REMEMBERED + 2
 
@@ -151,7 +151,7 @@ def test_it_finds_the_limit_of_an_endpoint_that_refuses_requests_beyond_it(place
 def test_it_finds_the_limit_of_an_endpoint_that_queues_requests_beyond_it(places: int) -> None:
     limit = ConcurrencyLimit()
     endpoint = Endpoint(places=places)
-    endpoint.run(limit, seconds=30, demand=2)  # a quiet time shows what is normal
+    endpoint.run(limit, seconds=30, demand=2)  # a quiet time shows the least latency
     history = endpoint.run(limit, seconds=600, start=31.0)
     late = settled(history, 200)
     assert 0.7 * places <= sum(late) / len(late) <= 2.5 * places
@@ -255,10 +255,10 @@ calls = st.lists(
 
 @given(calls)
 def test_any_events_leave_it_within_its_bounds(
-    told: list[tuple[str, float, float, float, float | None]],
+    events: list[tuple[str, float, float, float, float | None]],
 ) -> None:
     limit, now = ConcurrencyLimit(), 0.0
-    for what, gap, one, other, maybe in told:
+    for what, gap, one, other, maybe in events:
         now += gap
         if what == "took":
             limit.record_in_flight(min(int(gap * 300), MOST_LIMIT))

@@ -1,4 +1,4 @@
-"""When a node counts as far below its own past, and when it is well again."""
+"""When a node counts as far slower than usual, and when as recovered."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Work:
         context: float = 500,
         reading: float | None = None,
     ) -> list[bool]:
-        """So many requests at this share of its proper speed; whether it is degraded after each."""
+        """So many requests at this share of its usual speed; whether it is degraded after each."""
         states = []
         for _ in range(times):
             self.now += self.gap
@@ -204,8 +204,8 @@ async def test_becoming_degraded_and_recovering_are_published() -> None:
                 lease.content_received(clock.passes(1))
                 clock.passes(40 * per_token)
                 lease.release()
-                told = {"predicted_n": 40, "predicted_ms": 40_000 * per_token}
-                fleet.fleet.learn_timings(node, told, lease)
+                timings = {"predicted_n": 40, "predicted_ms": 40_000 * per_token}
+                fleet.fleet.learn_timings(node, timings, lease)
 
         works(20, 0.1)
         assert fleet.state("a") is NodeState.READY
@@ -262,10 +262,10 @@ rates = st.none() | st.builds(
     )
 )
 def test_any_samples_leave_it_bounded_and_with_a_reason(
-    told: list[tuple[SpeedSample, float]],
+    samples: list[tuple[SpeedSample, float]],
 ) -> None:
     pace, now = DegradationDetector(), 0.0
-    for sample, elapsed in told:
+    for sample, elapsed in samples:
         now += elapsed
         before = pace.degraded
         assert pace.learn(sample, now) is (pace.degraded is not before)

@@ -1,4 +1,4 @@
-"""The set of nodes: reloads, drains, and who serves what."""
+"""All nodes: reloads, drains, and which nodes serve a model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_labels_and_limits_change_in_a_running_node() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         node, upstream = fleet["a"], fleet["a"].upstream
         lease = take(node)
-        told = fleet.capacity
+        before = fleet.capacity
         change = fleet.fleet.apply(
             inventory(a_spec(url=server.url, slots=5, speed_hint=3, labels={"numa": "1"}))
         )
@@ -67,7 +67,7 @@ async def test_labels_and_limits_change_in_a_running_node() -> None:
         assert (fleet["a"], node.upstream) == (node, upstream)
         assert (node.slots_total, node.free_slots(now())) == (5, 4)
         assert node.speed.relative == 3
-        assert fleet.capacity > told
+        assert fleet.capacity > before
         assert node.state is NodeState.READY
         lease.release()
         assert node.free_slots(now()) == 5
@@ -131,7 +131,7 @@ async def test_another_url_is_another_server_and_requests_end_on_the_old_one() -
         assert fleet.states("a") == ["starting", "ready", "starting", "ready"]
         assert lease.upstream is old.upstream
         assert not is_closed(old.upstream)
-        # And back again, while the first request still runs there.
+        # And back to the first URL, while the first request still runs there.
         second = fleet["a"]
         fleet.fleet.apply(inventory(a_spec(url=one.url)))
         assert fleet["a"] is old
@@ -181,7 +181,7 @@ async def test_a_node_can_be_disabled_and_enabled() -> None:
         assert fleet.state("a") is NodeState.STANDBY
         assert fleet.fleet.model_index.model_names() == ()
         fleet.fleet.apply(inventory(a_spec(url=server.url)))
-        # What was known of it is old: it is probed before it gets work.
+        # Its last probe is old: it is probed before it gets work.
         assert fleet.state("a") is NodeState.STARTING
         await fleet.until_state("a", NodeState.READY)
         assert fleet.states("a") == ["starting", "ready", "standby", "starting", "ready"]
@@ -228,11 +228,11 @@ async def test_a_drained_node_gets_no_work_even_after_a_restart(tmp_path: Path) 
             assert fleet["a"].free_slots(now()) == 0
         async with a_fleet(spec, drains=path) as fleet:
             assert fleet.state("a") is NodeState.DRAINING
-            told = fleet.capacity
+            before = fleet.capacity
             fleet.fleet.resume("a")
             assert fleet.state("a") is NodeState.READY
             assert fleet["a"].free_slots(now()) == 2
-            assert fleet.capacity > told
+            assert fleet.capacity > before
         async with a_fleet(spec, drains=path) as fleet:
             assert fleet.state("a") is NodeState.READY
 
@@ -277,7 +277,7 @@ async def test_the_models_of_a_node_that_comes_back_while_it_is_down_are_remembe
         fleet.fleet.apply(inventory(a_spec(url=server.url)))
         await fleet.until_state("a", NodeState.DOWN)
         assert fleet.fleet.model_index.serves("said")
-        # Another server has said nothing.
+        # Another server has reported nothing.
         fleet.fleet.apply(inventory(a_spec()))
         assert not fleet.fleet.model_index.serves("said")
 
@@ -364,17 +364,17 @@ def test_any_order_of_reloads_and_leases_loses_nothing(
 
 
 class Play:
-    """A fleet of nodes that nobody watches over the network, and what has been told of it."""
+    """A fleet of nodes without a network, and the states that it has published."""
 
     def __init__(self) -> None:
         self.upstreams: list[NoUpstream] = []
-        self.told: dict[str, str | None] = {}
-        self.everybody: set[Node] = set()
+        self.published: dict[str, str | None] = {}
+        self.all_nodes: set[Node] = set()
         self.leases: list[Lease] = []
         bus = EventBus()
-        bus.subscribe(NodeChanged, self.hears)
+        bus.subscribe(NodeChanged, self.record)
         self.fleet = Fleet(
-            connect=self.opens,
+            connect=self.connect,
             health=HealthSettings(failures=2),
             timeouts=TimeoutSettings(),
             bus=bus,
@@ -383,21 +383,21 @@ class Play:
             drained_nodes=DrainedNodes(),
         )
 
-    def opens(self, spec: NodeSpec) -> NodeClient:
+    def connect(self, spec: NodeSpec) -> NodeClient:
         self.upstreams.append(NoUpstream())
         return cast("NodeClient", self.upstreams[-1])
 
-    def hears(self, change: NodeChanged) -> None:
-        assert change.old_state == self.told.get(change.node)
+    def record(self, change: NodeChanged) -> None:
+        assert change.old_state == self.published.get(change.node)
         assert change.old_state != change.new_state
-        self.told[change.node] = change.new_state
+        self.published[change.node] = change.new_state
 
     def step(self, what: str, detail: Any) -> None:
         nodes = self.fleet.nodes
         if what == "reload":
             specs = (a_spec(name, **keys) for name, keys in detail.items())
             self.fleet.apply(inventory(*specs))
-            self.everybody.update(self.fleet.nodes.values())
+            self.all_nodes.update(self.fleet.nodes.values())
         elif what == "take":
             self.leases.extend(take(node, detail) for node in nodes.values())
         elif what in {"back", "abandon"}:
@@ -411,11 +411,11 @@ class Play:
 
     def check(self) -> None:
         held = [lease for lease in self.leases if is_held(lease)]
-        for node in self.everybody:
+        for node in self.all_nodes:
             assert node.leased == sum(lease.slots for lease in held if lease.node is node)
         for name, node in self.fleet.nodes.items():
-            assert self.told[name] == node.state.value
-        assert {name for name, state in self.told.items() if state} == set(self.fleet.nodes)
+            assert self.published[name] == node.state.value
+        assert {name for name, state in self.published.items() if state} == set(self.fleet.nodes)
         assert not any(cast("NoUpstream", lease.upstream).closed for lease in held)
 
 
@@ -428,7 +428,7 @@ async def play(story: list[tuple[str, Any]]) -> None:
         await asyncio.sleep(0)
     for lease in scene.leases:
         lease.release()
-    assert all(node.leased == 0 for node in scene.everybody)
+    assert all(node.leased == 0 for node in scene.all_nodes)
     in_use = {id(node.upstream) for node in scene.fleet.nodes.values()}
     async with asyncio.timeout(30):
         while {id(one) for one in scene.upstreams if not one.closed} != in_use:  # noqa: ASYNC110

@@ -51,13 +51,13 @@ async def test_a_killed_server_goes_down_and_is_ready_again_when_it_is_back() ->
         await server.kill()
         await fleet.until_state("a", NodeState.DOWN)
         assert fleet["a"].free_slots(now()) == 0
-        told = fleet.capacity
+        before = fleet.capacity
         server.slots.slots.pop()  # it comes back with fewer slots
         await server.revive(loading=True)
         await fleet.until_state("a", NodeState.LOADING)
         server.loading = False
         await fleet.until_state("a", NodeState.READY)
-        assert fleet.capacity > told
+        assert fleet.capacity > before
         assert fleet["a"].slots_total == 1
         assert fleet.states("a") == ["starting", "ready", "down", "loading", "ready"]
 
@@ -101,10 +101,10 @@ async def test_a_node_that_reads_a_prompt_is_mute_and_not_down() -> None:
         assert "it reads a prompt" in fleet["a"].reason
         await asyncio.sleep(2)  # more than `fall` probes
         assert fleet.state("a") is NodeState.MUTE
-        told = fleet.capacity
+        before = fleet.capacity
         server.faults.clear()
         await fleet.until_state("a", NodeState.READY)
-        assert fleet.capacity > told
+        assert fleet.capacity > before
         assert fleet.states("a") == ["starting", "ready", "mute", "ready"]
         lease.release()
 
@@ -179,13 +179,13 @@ async def test_the_work_of_other_clients_counts() -> None:
         await others.enter_async_context(client.stream("POST", "/v1/chat/completions", json=CHAT))
         async with a_fleet(a_spec(url=server.url)) as fleet:
             node = fleet["a"]
-            # Known before the node got anything.
+            # Known before the node got any work.
             assert (node.foreign, node.free_slots(now()), node.slots_busy) == (1, 1, 1)
-            told = fleet.capacity
+            before = fleet.capacity
             await others.aclose()
             await fleet.until(lambda: node.foreign == 0)
             assert node.free_slots(now()) == 2
-            assert fleet.capacity > told
+            assert fleet.capacity > before
 
 
 @in_virtual_time
@@ -233,8 +233,8 @@ async def test_failures_open_the_circuit_and_time_alone_lets_a_trial_in() -> Non
             assert node.state is NodeState.EJECTED
             assert node.failures == 3
             assert node.free_slots(now()) == 0
-            told = fleet.capacity
-            await fleet.until(lambda: fleet.capacity > told)
+            before = fleet.capacity
+            await fleet.until(lambda: fleet.capacity > before)
             assert node.free_slots(now()) == 1
             trial = take(node)
             assert trial.trial

@@ -42,7 +42,7 @@ def pid_in(path: Path) -> int:
 
 @asynccontextmanager
 async def answering(status: int, body: str = "") -> AsyncIterator[tuple[str, list[bytes]]]:
-    """An HTTP server that notes what it is asked."""
+    """An HTTP server that records its requests."""
     asked: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -56,8 +56,10 @@ async def answering(status: int, body: str = "") -> AsyncIterator[tuple[str, lis
             0,
         )
         asked.append(head + await reader.readexactly(length))
-        told = f"HTTP/1.1 {status} X\r\nlocation: /x\r\ncontent-length: {len(body)}\r\n\r\n{body}"
-        writer.write(told.encode())
+        response = (
+            f"HTTP/1.1 {status} X\r\nlocation: /x\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+        )
+        writer.write(response.encode())
         await writer.drain()
         writer.close()
 
@@ -104,29 +106,29 @@ async def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_pat
 
 
 async def test_a_cancelled_command_leaves_no_process_behind(tmp_path: Path) -> None:
-    told = tmp_path / "pid"
+    pid_file = tmp_path / "pid"
     code = (
-        f"import os, pathlib, time; pathlib.Path({str(told)!r}).write_text(str(os.getpid()))\n"
+        f"import os, pathlib, time; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid()))\n"
         "time.sleep(600)"
     )
     task = asyncio.create_task(ran(python(code), timeout=600.0))
-    await until(lambda: pid_in(told))
+    await until(lambda: pid_in(pid_file))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not alive(pid_in(told))
+    assert not alive(pid_in(pid_file))
 
 
 async def test_a_server_that_a_command_leaves_behind_is_not_waited_for(tmp_path: Path) -> None:
-    told = tmp_path / "pid"
+    pid_file = tmp_path / "pid"
     code = (
         "import pathlib, subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
         " start_new_session=True)\n"
-        f"pathlib.Path({str(told)!r}).write_text(str(child.pid))\n"
+        f"pathlib.Path({str(pid_file)!r}).write_text(str(child.pid))\n"
     )
     assert (await ran(python(code))).ok
-    pid = pid_in(told)
+    pid = pid_in(pid_file)
     try:
         assert alive(pid)
     finally:

@@ -8,7 +8,7 @@ from tests.fleet.build import a_node, a_spec, take
 
 
 def slow_down(node: Node) -> None:
-    """Let it write as it always did for long, and then far slower."""
+    """Let it write at its usual speed for a long time, and then far slower."""
     for second in range(40):
         each = 0.1 if second < 20 else 1.0
         node.degradation.learn(SpeedSample(None, TokenTime(40, each, each), 1, 500), 10.0 * second)

@@ -1,4 +1,4 @@
-"""What is believed of a server's prompt cache, against what a real llama.cpp server says of it."""
+"""Predictions of a prompt cache against the reports of a real llama.cpp server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Turn:
 
 @dataclass
 class Talk:
-    """One conversation with one server, told to a memory as the gateway tells it."""
+    """One conversation with one server, recorded in a prompt cache as the gateway does it."""
 
     url: str
     memory: FleetPromptCache
@@ -81,7 +81,7 @@ def test_a_growing_conversation_is_found_after_other_requests() -> None:
         home = Talk(server.url, memory, "home")
         turns = [home.say()]
         for i in range(3):
-            # As many foreign prompts as push it out of both slots, and then only out of one.
+            # Enough other prompts to push it out of both slots, and then out of one only.
             for j in range(3 - i % 3):
                 stranger = Talk(server.url, memory, f"stranger {i} {j}").say()
                 assert stranger.believed < stranger.block

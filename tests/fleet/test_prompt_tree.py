@@ -1,4 +1,4 @@
-"""The tree of prompts agrees with comparing every prompt with every other."""
+"""The tree gives the same result as comparing every prompt with every other."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def agreed(tree: PromptTree, blocks: tuple[int, ...], row: int, *, idle: bool) -
     )
 
 
-# Few different words and lengths, so that prompts share, branch and begin one another.
+# Few words and lengths, so that prompts share prefixes, branch, and are prefixes of others.
 PROMPTS = st.lists(st.integers(0, 2), max_size=6).map(lambda words: chained(*words))
 STEPS = st.lists(
     st.tuples(st.sampled_from(["add", "move", "remove"]), st.integers(0, 2), PROMPTS),

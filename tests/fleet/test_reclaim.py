@@ -91,14 +91,14 @@ def test_the_longest_hold_grows_with_the_predicted_prefill() -> None:
 
 @asynccontextmanager
 async def streaming(fleet: Running, **keys: Any) -> AsyncIterator[Lease]:
-    """A chat that runs under a lease; leaving closes its connection."""
+    """A running chat with its lease; leaving the block closes the connection."""
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 400}
     lease = take(fleet["a"], stream=True)
     client = lease.upstream.http
     async with client.stream("POST", "/v1/chat/completions", json=body | keys) as response:
         lease.head_received(now())
         if not keys:
-            # Kept: an iterator that is dropped closes the connection.
+            # Keep a reference: a garbage-collected iterator closes the connection.
             parts = response.aiter_bytes()
             await anext(parts)
             lease.content_received(now())

@@ -1,4 +1,4 @@
-"""How slots are counted, and what they were busy with over time."""
+"""The counts of a node's slots and their integrals over time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is learnt of a node's speed, and what is reckoned with until then."""
+"""What is learnt of a node's speed, and what is assumed until then."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_decode_stalled_by_other_prefills_does_not_make_a_node_slow() -> None:
 
 
 def test_a_node_with_false_timings_gets_no_more_than_its_hint() -> None:
-    """It claims a thousandfold; our clock says 10 s for a hundred tokens."""
+    """Its timings are a thousand times too short; our clock shows 10 s for a hundred tokens."""
     liar, honest = a_node(), a_node()
     for _ in range(20):
         liar.speed.learn_timings(
@@ -288,7 +288,7 @@ def test_the_expected_speed_stays_finite_and_positive(
 @pytest.mark.slow
 @in_virtual_time
 async def test_the_true_speed_is_learnt_though_prefills_stall_the_decodes() -> None:
-    """First one client, then four at once; the plain ratios would be off by a half."""
+    """First one client, then four at once; plain ratios of the timings would be wrong by a half."""
     rng, prefill, decode, step = random.Random(3), 3000, 200, 0.001
     server = EmulatedNode(
         slots=4,

@@ -1,4 +1,4 @@
-"""What a node claims, and what our clock makes of it."""
+"""Samples from a node's timings and from the gateway's clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def timings(read: float = 2.0, wrote: float = 8.0) -> dict[str, object]:
 
 
 def bounds(rate: TokenTime | None) -> tuple[float, float]:
-    """The fewest and the most seconds that it may have taken."""
+    """The least and the most seconds that it may have taken."""
     assert rate is not None
     return rate.low * rate.tokens, rate.high * rate.tokens
 
@@ -77,7 +77,7 @@ def test_the_time_that_other_prefills_may_have_taken_stays_open() -> None:
 
 
 def test_neighbours_of_an_answer_in_one_piece_are_assumed_to_prefill_as_long() -> None:
-    """A fifth of their time, with two of them."""
+    """A fifth of their time, with two neighbours."""
     sample = sample_from_timings(timings(), ObservedTiming(10, None, busy_slots=3))
     assert bounds(sample.prefill) == pytest.approx((2 / 1.4, 2))
     assert bounds(sample.decode) == pytest.approx((8 * 0.6, 8))

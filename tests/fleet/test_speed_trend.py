@@ -1,4 +1,4 @@
-"""The line through noisy measurements."""
+"""A line through noisy measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPU nodes (the emulator) and a GPU endpoint as vLLM is, behind a whole gateway."""
+"""CPU nodes (the emulator) and GPU endpoints like vLLM behind a whole gateway."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUICK = {"health": {"interval": 0.1, "timeout": 0.5, "slow_start": 0}}
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client got."""
+    """A client's response."""
 
     status: int
     tier: str | None
@@ -68,7 +68,7 @@ class Site:
         )
 
     async def asked(self, count: int, priority: str = "normal", **body: Any) -> list[Answer]:
-        """So many at once."""
+        """So many requests at once."""
         return await asyncio.gather(*(self.ask(priority, **body) for _ in range(count)))
 
     async def node(self, name: str = "gpu") -> dict[str, Any]:
@@ -209,7 +209,7 @@ async def test_a_gpu_that_is_down_is_named_as_the_fallback_reason(tmp_path: Path
 async def test_no_premium_request_fails_when_the_gpu_dies_under_load(
     tmp_path: Path, stream: bool
 ) -> None:
-    """Plain answers, and streams that have no content yet: both may begin anew elsewhere."""
+    """Plain answers, and streams without content yet: both may be retried on another node."""
     gpu = Endpoint(first=0.25, tokens=4)
     cpus = [a_cpu(slots=4, decode_tps=40.0), a_cpu(slots=4, decode_tps=40.0)]
     async with a_site(tmp_path, gpu, cpus, slots=16) as site:
@@ -224,7 +224,7 @@ async def test_no_premium_request_fails_when_the_gpu_dies_under_load(
         await asyncio.sleep(0.6)
         await until(lambda: gpu.running >= 14)
         running = gpu.running
-        # A stream's content goes out as a whole: whatever runs now has sent none.
+        # A stream's content is sent as a whole: the running ones have sent none.
         assert gpu.token == 0.0
         await gpu.kill()
         await asyncio.gather(*clients)
@@ -232,18 +232,18 @@ async def test_no_premium_request_fails_when_the_gpu_dies_under_load(
         reasons = Counter(answer.fallback for answer in answers if answer.tier == "cpu")
         assert reasons["gpu_failed"] >= running // 2
         assert reasons["gpu_down"] > 0
-        assert set(reasons) <= {"gpu_failed", "gpu_down", "gpu_full"}  # and never none
+        assert set(reasons) <= {"gpu_failed", "gpu_down", "gpu_full"}  # and never without one
         assert tiers(answers)["gpu"] > 0
 
 
 @pytest.mark.slow
 @in_virtual_time
 async def test_no_premium_request_fails_when_several_gpu_nodes_die_at_once(tmp_path: Path) -> None:
-    """More requests are cut at once than retries are allowed: the way to the CPU is none."""
+    """More requests fail at once than the retry budget allows; falling back to the CPU needs none."""
     gpus = [Endpoint(first=0.3) for _ in range(3)]
     cpus = [a_cpu(slots=8), a_cpu(slots=8)]
     async with a_site(tmp_path, gpus[0], cpus, more=gpus[1:], slots=16) as site:
-        # Each its own: what two nodes die on is quarantined, and no node is to blame for these.
+        # All different: a request on which two nodes die is quarantined. No node is to blame here.
         asked = [
             asyncio.create_task(
                 site.ask(
@@ -333,7 +333,7 @@ async def test_a_request_that_did_not_happen_is_not_charged(tmp_path: Path) -> N
         assert (shown["paid"], shown["reserved"], shown["running"]) == (0.0, 0.0, 0)
 
 
-# Endpoints that tell little.
+# Endpoints that report little.
 
 
 @in_virtual_time
@@ -358,7 +358,7 @@ async def test_a_wrong_key_is_reported_and_the_cpu_serves(tmp_path: Path) -> Non
 
 @in_virtual_time
 async def test_a_key_that_only_a_request_shows_to_be_wrong_is_reported_too(tmp_path: Path) -> None:
-    # Its list of models may be hidden from keys that are good for use: that alone proves nothing.
+    # The list of models may be hidden from valid keys, so a rejection there proves nothing.
     async with a_site(tmp_path, Endpoint(), [a_cpu()], key="wrong") as site:
         first = await site.ask("premium")
         assert (first.status, first.tier, first.fallback) == (200, "cpu", "gpu_failed")
