@@ -217,7 +217,7 @@ class KeyRejection:
         self.key_worked = True
 
     def record(self, reason: str, now: float) -> None:
-        """A request was told that the key is wrong (401)."""
+        """A request was refused because the key is wrong (401)."""
         if not self.key_worked:
             self.reason, self.until = reason, now + KEY_REJECTED_SECONDS
         self.key_worked = False

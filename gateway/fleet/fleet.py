@@ -293,16 +293,16 @@ class Fleet:
         self._record_probe(node, ProbeAnswer.CONNECTION_REFUSED, detail)
 
     def model_loading(self, node: Node) -> None:
-        """A request was told that the model is still being loaded."""
+        """A request was refused because the model is still being loaded (503)."""
         self._record_probe(node, ProbeAnswer.LOADING, "the server is loading its model")
 
     def key_rejected(self, node: Node, path: str, status: int) -> None:
-        """A request was told that the gateway's key is wrong (401)."""
+        """A request was refused because the gateway's key is wrong (401)."""
         node.key_rejection.record(key_rejected_reason(path, status), self._clock())
         self.refresh_state(node)
 
     def node_overloaded(self, lease: Lease, now: float, retry_after: float | None) -> None:
-        """A request was told 429 or 503: too much at once, or too soon."""
+        """A request was refused with 429 or 503: too many at once, or too soon."""
         if lease.node.record_refusal(lease, now, retry_after):
             self._refresh_and_wake(lease.node)
 
@@ -312,7 +312,7 @@ class Fleet:
             self.refresh_state(lease.node)
 
     def endpoint_refused(self, node: Node, endpoint: Endpoint, hint: str | None = None) -> None:
-        """A request was told that the node does not serve this endpoint (501), and perhaps why.
+        """A request was refused because the node does not serve this endpoint (501); `hint`: why.
 
         The node is tried again some minutes later. If it has answered chats before, the request
         was at fault.

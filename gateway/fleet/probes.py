@@ -69,7 +69,7 @@ async def fetch(node: Node, path: str) -> ProbeResponse | ProbeResult:
     except httpx.TransportError as error:
         return ended(ProbeAnswer.FAILED, f"{path} broke off ({_why(error)})")
     except Exception as error:  # noqa: BLE001 - no error of one node may stop the watch of others
-        return ended(ProbeAnswer.FAILED, f"{path} could not be asked ({_why(error)})")
+        return ended(ProbeAnswer.FAILED, f"{path} could not be requested ({_why(error)})")
 
 
 async def check_alive(node: Node) -> ProbeResult:

@@ -85,7 +85,7 @@ LARGEST_PROPERTIES_FILE = 16 << 20
 SAVE_AFTER = 1.0
 """Seconds from a change until the file is written, so that a fleet that starts is written once."""
 
-PROPERTIES_LOST = "what nodes said before is forgotten"
+PROPERTIES_LOST = "what nodes reported before is forgotten"
 
 
 class _StoredServer(msgspec.Struct):
