@@ -30,10 +30,8 @@ from gateway.transport.errors import (
     ConnectTimedOut,
     InvalidResponse,
     NodeReportedError,
-    StaleConnection,
     UpstreamError,
 )
-from gateway.transport.pool import ConnectionPool
 
 MOST_ERROR_BODY_BYTES = 256 * 1024
 """Of an error's body no more is read."""
@@ -193,7 +191,9 @@ class Attempt:
 
         A plain answer longer than may be held back is left to `read`. Raises: UpstreamError.
         """
-        connection = await self._exchange(head, body)
+        connection = await self.lease.upstream.pool.exchange(
+            head, body, dial=self._dial, on_connected=self._send_on
+        )
         limits = self._settings.limits
         self.status = connection.status
         self.headers = connection.headers
@@ -376,36 +376,25 @@ class Attempt:
         own = self.lease.node.spec.timeouts.connect
         return own or self._settings.timeouts.connect
 
-    async def _exchange(self, data: bytes, body: bytes | SegmentedBody) -> NodeConnection:
-        """Send on an idle connection if there is one; one that was stale is no attempt."""
-        pool = self.lease.upstream.pool
-        while True:
-            connection = pool.take_idle() or await self._connected(pool)
-            if self.failure is not None:
-                connection.close()
-                raise self.failure
-            self._connection = connection
-            if not self.sent_at:
-                self.sent_at = self._clock()
-                self._watch.add(self)
-                deadline = self.request.deadline
-                if deadline is not None and not self.request.client_has_timer:
-                    self._watch.add_deadline(self, deadline)
-            self._sent = True
-            connection.send(data, body)
-            try:
-                while not connection.status:
-                    await connection.wait_for_data()
-            except StaleConnection as error:
-                errors.drop_traceback(error)
-                connection.close()
-                self._connection = None
-                self._sent = False
-            else:
-                return connection
+    def _send_on(self, connection: NodeConnection) -> None:
+        """The request is about to be sent on this connection. Raises: UpstreamError."""
+        if self.failure is not None:
+            raise self.failure
+        self._connection = connection
+        if not self.sent_at:
+            self.sent_at = self._clock()
+            self._watch.add(self)
+            deadline = self.request.deadline
+            if deadline is not None and not self.request.client_has_timer:
+                self._watch.add_deadline(self, deadline)
+        self._sent = True
 
-    async def _connected(self, pool: ConnectionPool) -> NodeConnection:
+    async def _dial(self) -> NodeConnection:
         """A new connection. Raises: UpstreamError, and blames no node for a client's deadline."""
+        # A stale connection before this one never reached the node.
+        self._connection = None
+        self._sent = False
+        pool = self.lease.upstream.pool
         patience, deadline = self.connect_timeout, self.request.deadline
         if deadline is None:
             return await pool.connect(patience)

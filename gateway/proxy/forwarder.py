@@ -200,13 +200,7 @@ class AttemptLoop:
             request.model_in_body is not None or lease.node.spec.kind == "openai"
         ):
             body = edits.with_model(body, name)
-        head = b"POST %s%s HTTP/1.1\r\n%s%scontent-length: %d\r\n\r\n" % (
-            origin.path_prefix,
-            request.path.encode(),
-            origin.header_lines,
-            request.header_lines,
-            len(body),
-        )
+        head = origin.request_head(b"POST", request.path.encode(), request.header_lines, len(body))
         return head, body
 
     def _quarantined(self) -> GatewayError | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from gateway import errors
-from gateway.errors import GatewayError, drop_traceback
+from gateway.errors import GatewayError
 from gateway.events import StreamResumed
 from gateway.fleet.node import Lease
 from gateway.fleet.server_properties import ServerProperties
@@ -26,7 +26,7 @@ from gateway.proxy.resume.plan import NotResumable, ResumeInput, ResumePlan, pla
 from gateway.proxy.resume.splice import OverlapMismatch
 from gateway.proxy.resume.transcript import Transcript, TranscriptRecorder
 from gateway.request import Request
-from gateway.transport.connection import LoopTimeout, NodeConnection
+from gateway.transport.connection import LoopTimeout
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
     ConnectFailed,
@@ -34,7 +34,6 @@ from gateway.transport.errors import (
     ConnectTimedOut,
     InvalidResponse,
     NodeReportedError,
-    StaleConnection,
     UpstreamError,
     UpstreamTimeout,
 )
@@ -269,9 +268,7 @@ class Resumer:
         if "model" in body:
             body = body | {"model": lease.node.served_name(self._model) or self._model}
         data = msgspec.json.encode(body)
-        head = b"POST %s%s HTTP/1.1\r\n%s%scontent-length: %d\r\n\r\n" % (
-            origin.path_prefix, path.encode(), origin.header_lines, request.header_lines, len(data)
-        )  # fmt: skip
+        head = origin.request_head(b"POST", path.encode(), request.header_lines, len(data))
         return head, data
 
     def _blame(self, attempt: Attempt, failure: UpstreamError) -> None:
@@ -325,12 +322,11 @@ class NodeQueries:
         return await self._asked(b"GET", path, b"")
 
     async def _asked(self, method: bytes, path: str, body: bytes) -> JsonObject:
-        origin = self._pool.address
-        head = b"%s %s%s HTTP/1.1\r\n%scontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        data = head % (method, origin.path_prefix, path.encode(), origin.header_lines, len(body))
+        lines = b"content-type: application/json\r\n"
+        head = self._pool.address.request_head(method, path.encode(), lines, len(body))
         try:
             async with LoopTimeout(QUERY_TIMEOUT):
-                status, answer = await self._exchange(data, body)
+                status, answer = await self._exchange(head, body)
         except TimeoutError:
             raise UpstreamTimeout(
                 "first_byte", f"{path} was not answered for {QUERY_TIMEOUT:.0f} s"
@@ -342,33 +338,13 @@ class NodeQueries:
         except InvalidJson:
             raise InvalidResponse(f"The node's answer to {path} is no JSON object") from None
 
-    async def _exchange(self, data: bytes, body: bytes) -> tuple[int, bytes]:
+    async def _exchange(self, head: bytes, body: bytes) -> tuple[int, bytes]:
         pool = self._pool
-        while True:
-            connection = pool.take_idle() or await pool.connect(self._connect)
-            try:
-                connection.send(data, body)
-                await connection.read_status()
-                answer = await _whole(connection)
-            except StaleConnection as error:
-                drop_traceback(error)
-                connection.close()
-            except BaseException:
-                connection.close()
-                raise
-            else:
-                pool.release(connection)
-                return connection.status, answer
-
-
-async def _whole(connection: NodeConnection) -> bytes:
-    parts = []
-    size = 0
-    while part := await connection.read():
-        parts.append(part)
-        size += len(part)
-        if size > MOST_QUERY_RESPONSE_BYTES:
-            raise InvalidResponse(
-                f"A node's answer is larger than {MOST_QUERY_RESPONSE_BYTES} bytes"
-            )
-    return b"".join(parts)
+        connection = await pool.exchange(head, body, dial=lambda: pool.connect(self._connect))
+        try:
+            answer = await connection.read_all(MOST_QUERY_RESPONSE_BYTES)
+        except BaseException:
+            connection.close()
+            raise
+        pool.release(connection)
+        return connection.status, answer
