@@ -239,7 +239,7 @@ async def test_no_premium_request_fails_when_the_gpu_dies_under_load(
 @pytest.mark.slow
 @in_virtual_time
 async def test_no_premium_request_fails_when_several_gpu_nodes_die_at_once(tmp_path: Path) -> None:
-    """More requests fail at once than the retry budget allows; the fallback to the CPU needs none."""
+    """More requests fail at once than the retry budget allows; falling back to the CPU is free."""
     gpus = [Endpoint(first=0.3) for _ in range(3)]
     cpus = [a_cpu(slots=8), a_cpu(slots=8)]
     async with a_site(tmp_path, gpus[0], cpus, more=gpus[1:], slots=16) as site:
