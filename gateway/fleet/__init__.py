@@ -1,1 +1,1 @@
-"""What nodes are, can do and remember: health, circuits, leases, speed, and the set of them."""
+"""Nodes: their health, circuits, leases, speed and prompt caches, and the fleet of all of them."""

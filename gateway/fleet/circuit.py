@@ -1,4 +1,4 @@
-"""A circuit breaker: keeps work from a node that fails it, and lets it back in step by step."""
+"""Keeps work from a node that fails it: a circuit breaker, and a pause after a rejected key."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ OPEN_JITTER = 0.1
 """Share by which an open time varies, so that nodes ejected together do not return together."""
 
 SLOW_START_LEAST = 0.1
-"""Where a slow start begins (as Envoy's `min_weight_percent`)."""
+"""Share of the slots with which a slow start begins (as Envoy's `min_weight_percent`)."""
 
 SLOW_START_STEP = 1.0
 """Seconds between two looks at a node in slow start."""
 
 LEAST_DELAY = 0.001
-"""Seconds to the next look at least: rounding must not make it now, again and again."""
+"""Least seconds to the next look, so that rounding cannot make a busy loop."""
+
+KEY_REJECTED_SECONDS = 300.0
+"""Seconds without work for a node that has rejected the gateway's key."""
 
 
 class CircuitPhase(enum.Enum):
-    """What the circuit lets through: all, nothing, or one request on trial."""
+    """Which requests the circuit lets through: all, none, or one on trial."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -32,10 +35,10 @@ class CircuitPhase(enum.Enum):
 
 @dataclass(slots=True)
 class Circuit:
-    """One node's breaker. It does nothing by itself: every method is told the time.
+    """One node's breaker. It has no clock and no timer: every method gets the time.
 
-    A request's outcome counts by when the request `began`: one that began before the circuit
-    opened says nothing about the node since then.
+    A request's outcome counts by the time at which the request `began`: one that began before the
+    circuit opened proves nothing about the node since then.
     """
 
     settings: HealthSettings
@@ -43,38 +46,39 @@ class Circuit:
     failures: int = 0
     """Failed requests in a row that the node is to blame for."""
     suspect_callers: set[str] = field(default_factory=set)
-    """Callers of other failures among them: the node's fault, or that of what they asked for."""
+    """Callers of failed requests in this row that the request itself may have caused."""
     open_until: float | None = None
     """None: closed."""
     trial: object | None = None
-    """The lease that is out on trial."""
+    """The lease that is on trial."""
     open_seconds: float = 0.0
     """Seconds of the last opening, before jitter."""
-    _opened: float = -math.inf
-    _closed: float = -math.inf
-    _ramp: float | None = None
+    _opened_at: float = -math.inf
+    _closed_at: float = -math.inf
+    _slow_start_at: float | None = None
+    """When the slow start began; None: it is over."""
 
     def phase(self, now: float) -> CircuitPhase:
-        """What it lets through at this moment."""
+        """Which requests it lets through at this moment."""
         if self.open_until is None:
             return CircuitPhase.CLOSED
         return CircuitPhase.OPEN if now < self.open_until else CircuitPhase.HALF_OPEN
 
     @property
     def fully_closed(self) -> bool:
-        """Whether it lets everything through, and goes on to while nothing fails."""
-        return self.open_until is None and self._ramp is None
+        """Whether it lets all requests through, and will until one fails: no slow start."""
+        return self.open_until is None and self._slow_start_at is None
 
     def wants_trial(self, now: float) -> bool:
-        """Whether it is half-open and nothing is out on trial."""
+        """Whether it is half-open and no request is on trial."""
         return self.open_until is not None and now >= self.open_until and self.trial is None
 
     def begin_trial(self, lease: object) -> None:
-        """`lease` decides whether the circuit closes."""
+        """This lease's outcome decides whether the circuit closes."""
         self.trial = lease
 
     def end_trial(self, lease: object) -> None:
-        """`lease` has ended; if it proved nothing, the next one is tried."""
+        """This lease has ended; if it proved nothing, the next request is on trial."""
         if self.trial is lease:
             self.trial = None
 
@@ -88,11 +92,11 @@ class Circuit:
     ) -> bool:
         """Count a failed request of `caller`; True if that opened the circuit.
 
-        Not `certain`: the request itself may have made the node fail. However many such requests
-        one caller sends, they count as one failure, and never open the circuit alone.
+        Without `node_at_fault` the request itself may have made the node fail. However many such
+        requests one caller sends, they count as one failure, and never open the circuit alone.
         """
         began = now if began is None else began
-        if began < self._opened:
+        if began < self._opened_at:
             return False
         if node_at_fault:
             self.suspect_callers.discard(caller or "")
@@ -102,32 +106,20 @@ class Circuit:
             self.suspect_callers.add(caller or "")
         if self.open_until is None:
             self.failures += node_at_fault
-            if self.failures + len(self.suspect_callers) < max(
-                self.settings.failures, self._least()
-            ):
+            # Without a failure that the node is surely to blame for, it takes two callers.
+            least = 1 if self.failures else 2
+            if self.failures + len(self.suspect_callers) < max(self.settings.failures, least):
                 return False
-            recent = now - self._closed < self.settings.open_max
+            reopened = now - self._closed_at < self.settings.open_max
         elif began < self.open_until:
             return False
         else:
             self.failures += 1
-            recent = True
+            reopened = True
         self.failures += len(self.suspect_callers)
         self.suspect_callers.clear()
-        longer = 2 * self.open_seconds if recent else 0.0
-        self.open_seconds = min(
-            max(longer, self.settings.open), max(self.settings.open_max, self.settings.open)
-        )
-        self._opened = now
-        self.open_until = now + self.open_seconds * self.rng.uniform(
-            1 - OPEN_JITTER, 1 + OPEN_JITTER
-        )
-        self.trial = None
+        self._open(now, longer=reopened)
         return True
-
-    def _least(self) -> int:
-        """Failures that it takes at least, by who may have caused them."""
-        return 1 if self.failures else 2
 
     def record_success(self, now: float, began: float | None = None) -> bool:
         """Count a request that went well; True if that closed the circuit."""
@@ -140,39 +132,54 @@ class Circuit:
             return False
         return self.close(now)
 
+    def _open(self, now: float, *, longer: bool) -> None:
+        """Let nothing through; `longer`: for twice the last time, up to `open_max`."""
+        seconds = 2 * self.open_seconds if longer else 0.0
+        self.open_seconds = min(
+            max(seconds, self.settings.open), max(self.settings.open_max, self.settings.open)
+        )
+        self._opened_at = now
+        self.open_until = now + self.open_seconds * self.rng.uniform(
+            1 - OPEN_JITTER, 1 + OPEN_JITTER
+        )
+        self.trial = None
+
     def close(self, now: float) -> bool:
-        """Let work in again, slowly; True if it was not closed."""
+        """Let work in again, with a slow start; True if it was not closed."""
         self.failures = 0
         self.suspect_callers.clear()
         if self.open_until is None:
             return False
         self.open_until = None
         self.trial = None
-        self._closed = self._ramp = now
+        self._closed_at = self._slow_start_at = now
         return True
 
     def server_restarted(self, now: float) -> None:
-        """The node was gone and is there again: what failed went with the process that was killed.
+        """The node's server is a new process: close, as the old one's death failed all it ran.
 
-        All that it ran fails at that moment, which opens the circuit though nothing is wrong with
-        its successor. One that is opened again soon afterwards stays open for its time.
+        If the circuit opens again soon afterwards it stays open for its time.
         """
         if self.open_until is not None and self.open_seconds <= self.settings.open:
             self.close(now)
 
+    def configure(self, settings: HealthSettings) -> None:
+        """Put changed settings in force."""
+        self.settings = settings
+
     def slow_start_share(self, now: float) -> float:
-        """The part of its slots that a node may use while it starts slowly; (0, 1]."""
-        if self._ramp is None:
+        """The share of its slots that the node may use in a slow start; (0, 1]."""
+        if self._slow_start_at is None:
             return 1.0
-        elapsed = now - self._ramp
+        elapsed = now - self._slow_start_at
         if elapsed >= self.settings.slow_start:
-            self._ramp = None
+            self._slow_start_at = None
             return 1.0
         return max(SLOW_START_LEAST, elapsed / self.settings.slow_start)
 
     def slow_start_slots(self, slots: int, now: float) -> int:
-        """How many of so many slots may be used while it starts slowly; at least one."""
-        if self._ramp is None:
+        """How many of these slots may be used in a slow start; at least one."""
+        if self._slow_start_at is None:
             return slots
         return max(1, math.ceil(slots * self.slow_start_share(now)))
 
@@ -180,7 +187,41 @@ class Circuit:
         """When time alone may change what it lets through; infinity: never."""
         if self.open_until is not None:
             return self.open_until if now < self.open_until else math.inf
-        if self._ramp is None or self.slow_start_share(now) >= 1.0:
+        if self._slow_start_at is None or self.slow_start_share(now) >= 1.0:
             return math.inf
-        left = self._ramp + self.settings.slow_start - now
+        left = self._slow_start_at + self.settings.slow_start - now
         return now + min(SLOW_START_STEP, max(LEAST_DELAY, left))
+
+
+@dataclass(slots=True)
+class KeyRejection:
+    """Whether a node gets no work because it has rejected the gateway's key.
+
+    Some proxies answer so for one model only. If a request has gone well since the last
+    rejection, it takes a second one.
+    """
+
+    reason: str = ""
+    """How the node rejected the key, for an operator."""
+    until: float = -math.inf
+    """Until when the rejection is believed."""
+    key_worked: bool = False
+    """Whether a request has gone well since the last rejection."""
+
+    def active(self, now: float) -> bool:
+        """Whether the node gets no work at this moment."""
+        return now < self.until
+
+    def record_success(self) -> None:
+        """A request went well, so the node accepts the key."""
+        self.key_worked = True
+
+    def record(self, reason: str, now: float) -> None:
+        """A request was refused because the key is wrong (401)."""
+        if not self.key_worked:
+            self.reason, self.until = reason, now + KEY_REJECTED_SECONDS
+        self.key_worked = False
+
+    def clear(self) -> None:
+        """The key may have changed: try it."""
+        self.until = -math.inf

@@ -1,4 +1,4 @@
-"""One node's watch: probes it when it is due and wakes when time alone changes its state."""
+"""Watches one node: probes it when due, and judges its state from all that is known of it."""
 
 from __future__ import annotations
 
@@ -13,73 +13,70 @@ from gateway.fleet.probe_history import QUICK_PROBE_DELAY, ProbeAnswer, ProbeRes
 from gateway.fleet.probes import check_alive, discover, probe_slots
 
 ALIVE_BUT_UNUSABLE = frozenset({ProbeAnswer.KEY_REJECTED, ProbeAnswer.NO_MODEL})
-"""What a discovery may end with though the node lives."""
+"""Results of a discovery that keep a live node from getting work."""
 
 MOST_SLEEP = 3600.0
+"""Seconds; a node that is out of service is looked at again after this at the latest."""
 
 
 class HealthMonitor:
-    """Keeps one node's state true, in a task of its own.
+    """Probes one node and keeps its state current, in a task of its own.
 
-    `settle` is called whenever the state may have changed. `gate` bounds how many nodes are
-    probed at the same moment.
+    `refresh_state` is called whenever the state may have changed. `gate` bounds how many nodes
+    are probed at the same time.
     """
 
     def __init__(
         self,
         node: Node,
-        settle: Callable[[Node], None],
+        refresh_state: Callable[[Node], None],
         gate: asyncio.Semaphore,
         rng: random.Random,
     ) -> None:
         self._node = node
-        self._settle = settle
+        self._refresh_state = refresh_state
         self._gate = gate
         self._rng = rng
         self._wake = asyncio.Event()
-        self._busy = asyncio.Lock()
+        self._probing = asyncio.Lock()
         self._task = asyncio.create_task(self._run(), name=f"watch {node.name}")
 
     def cancel(self) -> asyncio.Task[None]:
-        """Stop watching; the task is to be awaited."""
+        """Stop watching; the caller awaits the task."""
         self._task.cancel()
         return self._task
 
     def wake(self) -> None:
-        """Look again at what is due."""
+        """Check again what is due."""
         self._wake.set()
 
     def probe_soon(self) -> None:
-        """Something looks wrong: probe soon."""
-        probing = self._node.probe_history
-        soon = (probing.last_probe_at or 0.0) + QUICK_PROBE_DELAY
-        if soon < probing.next_probe_at:
-            probing.next_probe_at = soon
+        """A request has failed: do not wait for the next regular probe."""
+        history = self._node.probe_history
+        if history.probe_by((history.last_probe_at or 0.0) + QUICK_PROBE_DELAY):
             self._wake.set()
 
     def reschedule(self) -> None:
-        """The interval has changed: find a place in it."""
-        probing, interval = self._node.probe_history, self._node.settings.health.interval
-        probing.next_probe_at = min(
-            probing.next_probe_at, self._node.clock() + self._rng.uniform(0.0, interval)
-        )
+        """The interval has changed: choose a random moment in it."""
+        node, interval = self._node, self._node.settings.health.interval
+        node.probe_history.probe_by(node.clock() + self._rng.uniform(0.0, interval))
         self._wake.set()
 
     async def probe(self) -> ProbeResult:
-        """Probe now, and take in the answer; what the node is and refuses is asked anew."""
-        async with self._busy:
-            self._node.probe_history.discovered_at = None
+        """Probe now, and ask for the server's properties and refused endpoints anew."""
+        async with self._probing:
+            self._node.probe_history.rediscover()
             return await self._cycle()
 
     async def _run(self) -> None:
         node = self._node
         while True:
             if self._is_due():
-                async with self._busy, self._gate:
+                async with self._probing, self._gate:
                     # An operator's probe may have come first.
                     if self._is_due():
                         await self._cycle()
-            self._settle(node)
+            self._refresh_state(node)
             now = node.clock()
             due = node.probe_history.next_probe_at if node.in_service else now + MOST_SLEEP
             await self._sleep(min(due, node.next_change(now)) - now)
@@ -98,56 +95,52 @@ class HealthMonitor:
             timer.cancel()
 
     async def _cycle(self) -> ProbeResult:
-        """Ask for life, for what the node is if that is due, and for what it is busy with."""
-        node, probing, health = self._node, self._node.probe_history, self._node.settings.health
-        first = not probing.probed
-        probing.last_probe_at = node.clock()
-        outcome = await check_alive(node)
-        comes_up = not probing.up
-        if outcome.up and self._discovery_is_due():
-            outcome = await self._discover(outcome)
-        if outcome.up and comes_up:
-            # Known before it gets work: the load that others have put on it.
-            await self._observe()
+        """Probe: is it alive, what are its properties if that is due, how busy are its slots."""
+        node, history, health = self._node, self._node.probe_history, self._node.settings.health
+        first = not history.probed
+        history.probe_began(node.clock())
+        result = await check_alive(node)
+        comes_up = not history.up
+        if result.up and history.discovery_due(node.clock(), health.discover_interval):
+            result = await self._discover(result)
+        if result.up and comes_up:
+            # Before it gets work, the load that other clients put on it must be known.
+            await self._read_slots()
         now = node.clock()
-        sign = sign_of_life(node, now) if outcome.answer is ProbeAnswer.TIMED_OUT else None
-        probing.record(outcome, rise=health.rise, fall=health.fall, sign_of_life=sign)
-        if comes_up and probing.up:
+        sign = sign_of_life(node, now) if result.answer is ProbeAnswer.TIMED_OUT else None
+        history.record(result, rise=health.rise, fall=health.fall, sign_of_life=sign)
+        if comes_up and history.up:
             node.circuit.server_restarted(now)
             node.degradation.server_restarted()
-        probing.next_probe_at = now + probe_delay(
-            health.interval, self._rng, first=first, unstable=probing.unstable
+        history.schedule(
+            now + probe_delay(health.interval, self._rng, first=first, unstable=history.unstable)
         )
-        self._settle(node)
-        if outcome.up and not comes_up:
-            await self._observe()
-            self._settle(node)
-        return outcome
-
-    def _discovery_is_due(self) -> bool:
-        node, said = self._node, self._node.probe_history.discovered_at
-        return said is None or node.clock() - said >= node.settings.health.discover_interval
+        self._refresh_state(node)
+        if result.up and not comes_up:
+            await self._read_slots()
+            self._refresh_state(node)
+        return result
 
     async def _discover(self, alive: ProbeResult) -> ProbeResult:
         node = self._node
-        outcome = alive if node.spec.kind == "openai" else await discover(node)
-        if outcome.up:
-            node.probe_history.discovered_at = node.clock()
+        result = alive if node.spec.kind == "openai" else await discover(node)
+        if result.up:
+            node.probe_history.discovered(node.clock())
             return alive
-        # Whatever else went wrong: it lives, as /health has just said, and is asked again with
-        # the next probe.
-        return outcome if outcome.answer in ALIVE_BUT_UNUSABLE else alive
+        # After any other failure: `/health` has just shown that it lives; the next probe asks
+        # for its properties again.
+        return result if result.answer in ALIVE_BUT_UNUSABLE else alive
 
-    async def _observe(self) -> None:
-        """Read how many slots are busy."""
+    async def _read_slots(self) -> None:
+        """Ask how many slots are busy."""
         node = self._node
         if not node.reports_slots:
-            node.occupancy.foreign = 0
+            node.occupancy.clear_foreign()
             return
-        with node.occupancy.slots_query(node.clock()) as reading:
+        with node.occupancy.slots_query(node.clock()) as query:
             busy = await probe_slots(node)
         if busy is not None:
-            node.occupancy.record_busy(busy, reading, node.clock())
+            node.occupancy.record_busy(busy, query, node.clock())
 
 
 PREFILL_GRACE_FACTOR = 4.0
@@ -155,7 +148,7 @@ PREFILL_GRACE_FACTOR = 4.0
 
 
 def prefill_grace(lease: Lease) -> float:
-    """Seconds for which this request's prefill speaks for its node."""
+    """Seconds for which this request's prefill is a sign of life of its node."""
     return max(
         lease.node.settings.health.prefill_grace,
         PREFILL_GRACE_FACTOR * (lease.expected_prefill or 0.0),
@@ -163,7 +156,7 @@ def prefill_grace(lease: Lease) -> float:
 
 
 def sign_of_life(node: Node, now: float) -> str | None:
-    """Why a node that answers no probe is alive, in words; None if nothing says so."""
+    """Why a node that answers no probe is alive, in words; None if nothing shows it."""
     silence = node.silence_timeout
     for lease in node.leases:
         if lease.last_content_at is not None and now - lease.last_content_at < silence:
@@ -174,7 +167,7 @@ def sign_of_life(node: Node, now: float) -> str | None:
 
 
 def another_prefills(lease: Lease, now: float) -> bool:
-    """Whether the node reads another request's prompt, which holds this one up."""
+    """Whether the node reads another request's prompt, which delays this one."""
     return any(
         other is not lease
         and _is_prefilling(other)
@@ -184,27 +177,24 @@ def another_prefills(lease: Lease, now: float) -> bool:
 
 
 def _is_prefilling(lease: Lease) -> bool:
-    # After the client has left a prefill goes on to its end all the same.
+    # A prefill goes on to its end even after the client has left.
     phase = lease.abandoned_phase if lease.phase is LeasePhase.RECLAIM else lease.phase
     return phase is LeasePhase.WAITING_HEAD or phase is LeasePhase.PREFILL
 
 
-_LEAVING_PHASES = frozenset({LifecyclePhase.RETIRING, LifecyclePhase.STOPPING})
-
-
 def judge_state(node: Node, now: float) -> tuple[NodeState, str]:
-    """The state and its reason."""
-    probing = node.probe_history
-    kept = _kept_off(node)
-    if kept is not None:
-        return kept
-    if probing.down:
-        return NodeState.DOWN, probing.detail
-    if now < node.key_rejected_until:
-        return NodeState.DOWN, node.key_rejection
-    if probing.loading:
+    """The node's state and the reason for it: the first in the order of `NodeState` that holds."""
+    history = node.probe_history
+    kept_off = _kept_off(node)
+    if kept_off is not None:
+        return kept_off
+    if history.down:
+        return NodeState.DOWN, history.detail
+    if node.key_rejection.active(now):
+        return NodeState.DOWN, node.key_rejection.reason
+    if history.loading:
         return NodeState.LOADING, "the server is loading its model"
-    if not probing.probed:
+    if not history.probed:
         return NodeState.STARTING, "not probed yet"
     match node.circuit.phase(now):
         case CircuitPhase.OPEN:
@@ -218,36 +208,38 @@ def judge_state(node: Node, now: float) -> tuple[NodeState, str]:
             )
         case CircuitPhase.CLOSED:
             pass
-    if probing.mute:
-        return NodeState.MUTE, probing.detail
+    if history.mute:
+        return NodeState.MUTE, history.detail
     if node.degradation.degraded:
         return NodeState.DEGRADED, node.degradation.reason(now, endpoint=node.spec.kind == "openai")
     return NodeState.READY, _ready_reason(node, now)
 
 
+_LEAVING_PHASES = frozenset({LifecyclePhase.RETIRING, LifecyclePhase.STOPPING})
+
+
 def _kept_off(node: Node) -> tuple[NodeState, str] | None:
-    """What the inventory, an operator or its hooks have made of it; None: it may work."""
-    spec, probing = node.spec, node.probe_history
+    """The state that the inventory, an operator or the node's hooks impose; None: it may work."""
+    spec, history, lifecycle = node.spec, node.probe_history, node.lifecycle
     if not spec.enabled:
         return NodeState.STANDBY, "enabled: false in the inventory"
     if spec.standby and not spec.autoscaled:
         return NodeState.STANDBY, "standby: true in the inventory, without start and stop"
-    power = node.lifecycle
-    if spec.autoscaled and power.phase is LifecyclePhase.OFF:
-        return NodeState.STANDBY, power.reason
-    if spec.autoscaled and power.phase is LifecyclePhase.UNKNOWN and probing.down:
+    if spec.autoscaled and lifecycle.phase is LifecyclePhase.OFF:
+        return NodeState.STANDBY, lifecycle.reason
+    if spec.autoscaled and lifecycle.phase is LifecyclePhase.UNKNOWN and history.down:
         return NodeState.STANDBY, "it does not run"
     if node.draining:
         return NodeState.DRAINING, "drained by an operator, until it is resumed"
-    if spec.autoscaled and power.phase in _LEAVING_PHASES:
-        return NodeState.DRAINING, power.reason
+    if spec.autoscaled and lifecycle.phase in _LEAVING_PHASES:
+        return NodeState.DRAINING, lifecycle.reason
     if (
         spec.autoscaled
-        and power.phase is LifecyclePhase.STARTING
-        and not (probing.up or probing.loading)
+        and lifecycle.phase is LifecyclePhase.STARTING
+        and not (history.up or history.loading)
     ):
-        told = f"; not up yet: {probing.detail}" if probing.detail else ""
-        return NodeState.STARTING, power.reason + told
+        detail = f"; not up yet: {history.detail}" if history.detail else ""
+        return NodeState.STARTING, lifecycle.reason + detail
     return None
 
 

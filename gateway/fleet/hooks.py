@@ -1,4 +1,4 @@
-"""Runs the hooks that start and stop nodes: bounded in time and output, secrets masked."""
+"""Runs the hooks that start and stop nodes, limited in time and output, with secrets masked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gateway.config.autoscaling import Hook
 from gateway.config.inventory import NodeSpec
 
 MOST_OUTPUT = 4096
-"""Bytes of a hook's output, or of the answer to it, that are kept: the last ones."""
+"""Bytes that are kept of a command's output (the last ones) or of an HTTP answer (the first)."""
 
 KILL_AFTER = 2.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -26,7 +26,7 @@ MASK = "****"
 
 @dataclass(frozen=True, slots=True)
 class HookResult:
-    """How a hook ended. `detail` is for an operator; `outcome` a word of a small set."""
+    """How a hook ended; `detail` is for an operator."""
 
     outcome: str
     """`ok`, `failed`, `timeout` or `error`."""
@@ -36,24 +36,32 @@ class HookResult:
 
     @property
     def ok(self) -> bool:
-        """Whether it has done what it should."""
+        """Whether it succeeded."""
         return self.outcome == "ok"
 
 
 async def run_hook(
-    hook: Hook, spec: NodeSpec, timeout: float, clock: Callable[[], float]
+    hook: Hook,
+    spec: NodeSpec,
+    timeout: float,
+    clock: Callable[[], float],
+    *,
+    kill_after: float = KILL_AFTER,
 ) -> HookResult:
-    """Run it to its end, or for `timeout` seconds. Cancelled, it leaves no process behind."""
+    """Run it to its end, or for `timeout` seconds. Cancelled, it leaves no process behind.
+
+    A command that does not end gets SIGTERM, and SIGKILL `kill_after` seconds later.
+    """
     began = clock()
     output = bytearray()
     try:
         async with asyncio.timeout(timeout):
             if hook.url is None:
-                outcome, detail = await _run(hook.command, spec, output)
+                outcome, detail = await _run(hook.command, spec, output, kill_after)
             else:
                 outcome, detail = await _call(hook, output)
     except TimeoutError:
-        outcome, detail = "timeout", f"it had not ended after {timeout:g} s and was broken off"
+        outcome, detail = "timeout", f"it had not ended after {timeout:g} s and was stopped"
     except (OSError, ValueError) as error:
         outcome, detail = "error", f"it can't be run: {_why(error)}"
     secrets = [secret.get_secret_value() for secret in hook.secrets.values()]
@@ -62,10 +70,13 @@ async def run_hook(
     return HookResult(outcome, _shown(detail, secrets), clock() - began, _shown(output, secrets))
 
 
-async def _run(command: Iterable[str], spec: NodeSpec, output: bytearray) -> tuple[str, str]:
-    """A command in a session of its own, so that all of it can be ended.
+async def _run(
+    command: Iterable[str], spec: NodeSpec, output: bytearray, kill_after: float
+) -> tuple[str, str]:
+    """Run a command in a session of its own, so that all its processes can be ended.
 
-    The pipe is ours and not the process's: a server that it leaves behind may hold the other end.
+    The output is read from a pipe that this function closes: a server that the command leaves
+    behind may keep the other end open.
     """
     loop = asyncio.get_running_loop()
     reader, writer = os.pipe()
@@ -90,7 +101,7 @@ async def _run(command: Iterable[str], spec: NodeSpec, output: bytearray) -> tup
         try:
             status = await process.wait()
         except asyncio.CancelledError:
-            await _kill(process)
+            await _kill(process, kill_after)
             raise
         finally:
             _keep_last(loop, reader, output)
@@ -104,7 +115,7 @@ async def _run(command: Iterable[str], spec: NodeSpec, output: bytearray) -> tup
 
 
 def _keep_last(loop: asyncio.AbstractEventLoop, reader: int, output: bytearray) -> None:
-    """Take what is there; of a command that writes without end, so much at a time."""
+    """Read the output that has come, up to a limit for each call, and keep its end."""
     try:
         part = os.read(reader, 1 << 16)
     except BlockingIOError:
@@ -115,27 +126,27 @@ def _keep_last(loop: asyncio.AbstractEventLoop, reader: int, output: bytearray) 
     del output[:-MOST_OUTPUT]
 
 
-async def _kill(process: asyncio.subprocess.Process) -> None:
-    """End its whole session: twice `KILL_AFTER` seconds at most."""
+async def _kill(process: asyncio.subprocess.Process, kill_after: float) -> None:
+    """End its whole session, within twice `kill_after` seconds."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
         with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), KILL_AFTER)
+            await asyncio.wait_for(process.wait(), kill_after)
             break
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _call(hook: Hook, output: bytearray) -> tuple[str, str]:
-    """An HTTP call; redirects are not followed, since they would carry the secrets along."""
+    """Make an HTTP call; redirects are not followed, since they would take the secrets along."""
     assert hook.url is not None
     headers = {
         **hook.headers,
         **{name: secret.get_secret_value() for name, secret in hook.secrets.items()},
     }
     parts = urlsplit(hook.url)
-    told = f"{hook.method} {parts.scheme}://{parts.netloc}{parts.path}"
+    call = f"{hook.method} {parts.scheme}://{parts.netloc}{parts.path}"
     try:
         async with (
             httpx.AsyncClient(timeout=None, trust_env=False) as client,  # noqa: S113 - the caller's
@@ -148,10 +159,10 @@ async def _call(hook: Hook, output: bytearray) -> tuple[str, str]:
                     break
             status = response.status_code
     except httpx.HTTPError as error:
-        return "error", f"{told}: {_why(error)}"
+        return "error", f"{call}: {_why(error)}"
     if response.is_success:
-        return "ok", f"{told} answered {status}"
-    return "failed", f"{told} answered {status}"
+        return "ok", f"{call} answered {status}"
+    return "failed", f"{call} answered {status}"
 
 
 def _shown(text: str | bytearray, secrets: Iterable[str]) -> str:

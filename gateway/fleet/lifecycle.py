@@ -1,4 +1,4 @@
-"""Whether a standby node runs, as far as its hooks and its probes have told."""
+"""Whether a standby node runs, as far as its hooks and its probes show."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import math
 from dataclasses import dataclass
 
 ASSUMED_STARTUP = 60.0
-"""Seconds from a start to work that are expected of a node that has not been started yet."""
+"""Seconds from a start until a node can work, for one that has not been started yet."""
 
 
 class LifecyclePhase(enum.Enum):
     """From standby to work and back."""
 
     UNKNOWN = "unknown"
-    """Not probed yet: it may run since before this gateway did."""
+    """Not probed yet: it may have run since before this gateway started."""
     OFF = "off"
     STARTING = "starting"
-    """Its start hook runs, or it has ended and the server is not up yet."""
+    """Its start hook runs, or has ended and the server is not up yet."""
     ON = "on"
     RETIRING = "retiring"
-    """It ends what it runs and gets nothing new."""
+    """It finishes its requests and gets no new ones."""
     STOPPING = "stopping"
     """Its stop hook runs, or has failed and is tried again."""
 
@@ -39,13 +39,13 @@ class Lifecycle:
     stopped_at: float = -math.inf
     """When it was last stopped."""
     retry_at: float = -math.inf
-    """Not before then is a hook run again, after it has failed."""
+    """After a hook has failed: when it may run again."""
     failures: int = 0
     """Starts and stops that failed in a row."""
     startup_seconds: float | None = None
-    """Seconds from its last start to work."""
+    """Seconds that its last start took."""
     at_max_running: bool = False
-    """It may not be started, since as many run as may."""
+    """It may not be started: the most nodes allowed (`max_running`) run already."""
     down_since: float | None = None
     """Since when it has been down though it should run."""
 
@@ -61,12 +61,12 @@ class Lifecycle:
         self.retry_at = now + wait
 
     def ready_in(self, now: float, cooldown: float) -> float:
-        """Seconds until it is expected to work, if it is started as soon as it may be."""
+        """Seconds until it can be expected to work, if it is started as soon as it may be."""
         expected = ASSUMED_STARTUP if self.startup_seconds is None else self.startup_seconds
         if self.phase is LifecyclePhase.OFF:
             return expected + max(0.0, self.retry_at - now, self.stopped_at + cooldown - now)
         if self.phase is LifecyclePhase.STARTING:
-            # One that takes longer than the last time is likely to take some more.
+            # A start that takes longer than the last one is likely to take some more.
             elapsed = now - self.since
             return max(expected - elapsed, 1.0 + 0.2 * elapsed)
         return 1.0

@@ -1,4 +1,4 @@
-"""Who serves what: asked by every request, so kept until something changes."""
+"""Which nodes serve a model: looked up by every request, so cached until a node changes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ MOST_CACHED_LOOKUPS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class CapableNodes:
-    """Nodes that may be asked for one thing, and the least that all of them have."""
+    """Nodes that can serve a kind of request, and the least slots and context among them."""
 
     nodes: tuple[Node, ...]
     least_slots: int
     least_context: float
-    """Tokens of one slot; infinite where no node tells."""
+    """Tokens of one slot; infinity: no node has reported it."""
     by_model: tuple[tuple[str, tuple[Node, ...]], ...]
-    """The nodes with the name that they are asked for, as the scheduler wants them."""
+    """The nodes with the model's public name, as the scheduler wants them."""
 
     @classmethod
     def of(cls, model: str, nodes: Iterable[Node]) -> CapableNodes:
-        """What these nodes have in common."""
+        """These nodes, for this model."""
         found = tuple(nodes)
         return cls(
             found,
@@ -37,21 +37,20 @@ class CapableNodes:
 
 
 class ModelIndex:
-    """The nodes by what they serve."""
+    """The nodes by the models that they serve."""
 
     def __init__(self) -> None:
         self.version = 0
-        """Goes up whenever an offering may have changed."""
+        """Goes up whenever the result of a lookup may have changed."""
         self._nodes: tuple[Node, ...] = ()
         self._serving: dict[str, tuple[Node, ...]] | None = None
         self._nameless: tuple[Node, ...] = ()
-        """Nodes of which no name is known; as old as `_serving`."""
-        self._offerings: dict[tuple[str, str, bool, bool], CapableNodes] = {}
-
-    # What makes it look again.
+        """Nodes of which no model is known; as old as `_serving`."""
+        self.cached_lookups: dict[tuple[str, str, bool, bool], CapableNodes] = {}
+        """Results of `capable_nodes` by its arguments."""
 
     def set_nodes(self, nodes: Iterable[Node]) -> None:
-        """These are the nodes now."""
+        """Index these nodes."""
         self._nodes = tuple(nodes)
         self.models_changed()
 
@@ -61,18 +60,19 @@ class ModelIndex:
         self.node_changed()
 
     def node_changed(self) -> None:
-        """A node may offer something else than before."""
+        """A node may be able to do more or less than before."""
         self.version += 1
-        self._offerings.clear()
-
-    # What it tells.
+        self.cached_lookups.clear()
 
     def capable_nodes(
         self, model: str, endpoint: Endpoint, *, vision: bool, native: bool
     ) -> CapableNodes:
-        """The nodes that serve this public name and may be asked this, down or not."""
+        """The nodes, down or not, that serve this public model name and this endpoint.
+
+        `native`: a llama.cpp path of its own, which other servers do not have.
+        """
         key = (model, endpoint, vision, native)
-        found = self._offerings.get(key)
+        found = self.cached_lookups.get(key)
         if found is None:
             found = CapableNodes.of(
                 model,
@@ -83,40 +83,40 @@ class ModelIndex:
                     and not (native and node.spec.kind == "openai")
                 ),
             )
-            # A name that nobody serves is the client's own, of any length.
-            if self.serves(model) and len(self._offerings) < MOST_CACHED_LOOKUPS:
-                self._offerings[key] = found
+            # A name that no node serves is the client's invention, of any length: not cached.
+            if self.serves(model) and len(self.cached_lookups) < MOST_CACHED_LOOKUPS:
+                self.cached_lookups[key] = found
         return found
 
     def model_names(self) -> tuple[str, ...]:
-        """The public names that nodes serve, declared or said, down or not."""
+        """The public model names that nodes serve, declared or reported, down or not."""
         return tuple(self._index())
 
     def serves(self, model: str) -> bool:
-        """Whether some node serves this public name, down or not."""
+        """Whether some node serves this public model name, down or not."""
         return model in (self._serving or self._index())
 
     def may_serve(self, model: str) -> bool:
-        """Whether some node serves this public name, or is about to say what it serves.
+        """Whether some node serves this public model name, or may yet report that it does.
 
-        One that is down and has never said it is not waited for.
+        A node that is down and has never reported its models does not count.
         """
         return self.serves(model) or any(
             node.models_unknown and node.state is not NodeState.DOWN for node in self._nameless
         )
 
     def nodes_for(self, model: str) -> tuple[Node, ...]:
-        """The nodes that serve this public name, down or not."""
+        """The nodes that serve this public model name, down or not."""
         return self._index().get(model, ())
 
     def not_found_error(self, model: str | None) -> errors.GatewayError:
-        """Why no node can be asked for this name; None: for whatever there is.
+        """Why no node can serve this model name; None: the request names no model.
 
-        While a node has never said what it serves, it may be this.
+        While a node has not reported its models, it may serve this one.
         """
         if silent := [node for node in self._nodes if node.models_unknown]:
-            told = [(node.name, node.state.value, node.reason) for node in silent]
-            return errors.no_node_reported(model, told, len(self._nodes))
+            states = [(node.name, node.state.value, node.reason) for node in silent]
+            return errors.no_node_reported(model, states, len(self._nodes))
         if model is None:
             return errors.invalid_request("'model' is missing, and there is none to use.", "model")
         return errors.model_not_found(model, list(self.model_names()))
@@ -126,7 +126,7 @@ class ModelIndex:
             serving: dict[str, list[Node]] = {}
             for node in self._nodes:
                 if node.spec.enabled:
-                    # In the node's own order, so that lists of models keep still.
+                    # In the node's own order, so that lists of models are stable.
                     models = (
                         node.properties.models if node.spec.models is None else node.spec.models
                     )

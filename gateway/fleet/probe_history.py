@@ -1,4 +1,4 @@
-"""What a node's probes have said so far, and what one more says: pure counting, no I/O."""
+"""A node's probe results so far, and the verdict that they add up to: counting, without I/O."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import random
 from dataclasses import dataclass
 
 MOST_QUICK_REPROBES = 30
-"""Failed probes after which a node is no longer expected to come back at any moment."""
+"""Failed probes in a row after which a node is no longer expected back at any moment."""
+
+PROBE_JITTER = 0.1
+"""Share by which an interval varies, so that nodes probed together by chance part again."""
+
+QUICK_PROBE_DELAY = 1.0
+"""Seconds between the probes of a node about to change: loading, failing, or just gone."""
 
 
 class ProbeAnswer(enum.Enum):
@@ -18,15 +24,15 @@ class ProbeAnswer(enum.Enum):
     CONNECTION_REFUSED = "refused"
     TIMED_OUT = "timed out"
     KEY_REJECTED = "locked"
-    """It refuses our key: alive, and of no use."""
+    """It is alive, but rejects the gateway's key."""
     NO_MODEL = "names no model"
-    """Neither does the inventory: alive, and of no use."""
+    """It is alive, but neither it nor the inventory names a model."""
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """A probe's end; `detail` is for an operator. `seconds` is how long it took."""
+    """A probe's end, with a detail for the operator; it took `seconds`."""
 
     answer: ProbeAnswer
     detail: str
@@ -44,15 +50,15 @@ class ProbeHistory:
 
     probed: bool = False
     up: bool = False
-    """By the last verdict; between verdicts (`rise`, `fall`) it stays."""
+    """By the last verdict; it takes `rise` or `fall` probes to change."""
     loading: bool = False
     mute: bool = False
-    """It let a probe time out while something else showed that it lives."""
+    """It let a probe time out while something else showed that it is alive."""
     detail: str = ""
     successes_in_a_row: int = 0
     failures_in_a_row: int = 0
     discovered_at: float | None = None
-    """When the server was last asked what it is; None: it must be asked before it gets work."""
+    """When the server's properties were last read; None: to be read before it gets work."""
     last_probe_at: float | None = None
     """When the last probe began."""
     next_probe_at: float = 0.0
@@ -60,25 +66,29 @@ class ProbeHistory:
 
     @property
     def down(self) -> bool:
-        """Whether the verdict is that it is not there."""
+        """Whether the verdict is that the node is not there."""
         return self.probed and not self.up and not self.loading
 
     @property
     def unstable(self) -> bool:
-        """Whether a change is likely soon: look again sooner."""
+        """Whether a change is likely soon, so that probes must be quick."""
         if not self.up:
             return self.loading or 0 < self.failures_in_a_row <= MOST_QUICK_REPROBES
         return self.failures_in_a_row > 0 and not self.mute
 
+    def probe_began(self, now: float) -> None:
+        """A probe begins."""
+        self.last_probe_at = now
+
     def record(
         self, result: ProbeResult, *, rise: int, fall: int, sign_of_life: str | None
     ) -> None:
-        """Count one more probe.
+        """Count one more result.
 
-        A node that has not been up yet is down at its first failure: `fall` guards a node that
-        works against a passing trouble. `sign_of_life` tells why it is alive all the same;
-        it outweighs a time-out and nothing else. A refused connection needs no second look: the
-        system itself says that nobody listens there.
+        A node that has not been up yet is down at its first failure: `fall` protects a working
+        node from a passing trouble. `sign_of_life` says why the node is alive all the same; it
+        outweighs a time-out and nothing else. A refused connection counts at once: the node's
+        system itself says that no process listens there.
         """
         first = not self.probed
         self.probed = True
@@ -92,7 +102,7 @@ class ProbeHistory:
         self.successes_in_a_row = 0
         if result.answer is ProbeAnswer.LOADING:
             self.failures_in_a_row = 0
-            self._away(loading=True, detail=result.detail)
+            self._not_up(loading=True, detail=result.detail)
             return
         if result.answer is ProbeAnswer.TIMED_OUT and self.up and sign_of_life:
             self.mute = True
@@ -105,22 +115,38 @@ class ProbeHistory:
             or self.failures_in_a_row >= fall
             or result.answer is ProbeAnswer.CONNECTION_REFUSED
         ):
-            self._away(loading=False, detail=result.detail)
+            self._not_up(loading=False, detail=result.detail)
         elif self.mute:
             self.detail = f"{result.detail} ({self.failures_in_a_row} of {fall} times)"
 
-    def _away(self, *, loading: bool, detail: str) -> None:
+    def _not_up(self, *, loading: bool, detail: str) -> None:
         self.up = self.mute = False
         self.loading = loading
         self.discovered_at = None
         self.detail = detail
 
+    def discovered(self, now: float) -> None:
+        """The server's properties have been read."""
+        self.discovered_at = now
 
-PROBE_JITTER = 0.1
-"""Share by which a period varies: nodes that meet by chance part again."""
+    def rediscover(self) -> None:
+        """Read the server's properties with the next probe."""
+        self.discovered_at = None
 
-QUICK_PROBE_DELAY = 1.0
-"""Seconds between the probes of a node about to change: loading, failing, or just gone."""
+    def discovery_due(self, now: float, interval: float) -> bool:
+        """Whether the server's properties are unknown or older than `interval` seconds."""
+        return self.discovered_at is None or now - self.discovered_at >= interval
+
+    def schedule(self, at: float) -> None:
+        """The next probe is due then."""
+        self.next_probe_at = at
+
+    def probe_by(self, at: float) -> bool:
+        """The next probe is due then at the latest; whether that is earlier than before."""
+        earlier = at < self.next_probe_at
+        if earlier:
+            self.next_probe_at = at
+        return earlier
 
 
 def probe_delay(interval: float, rng: random.Random, *, first: bool, unstable: bool) -> float:

@@ -1,4 +1,4 @@
-"""The questions a node is asked over HTTP: is it alive, what is it, what is it busy with."""
+"""Probes a node over HTTP: is it alive, what are its properties, how many slots are busy."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import msgspec
 from gateway.fleet.node import Node
 from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
 from gateway.fleet.server_properties import count_slots
-from gateway.transport.timeout import LoopTimeout
+from gateway.transport.connection import LoopTimeout
 
 LARGEST_RESPONSE = 4 << 20
-"""Bytes; `/slots` of a server with many slots and `/props` with a long template stay far below."""
+"""Bytes; `/slots` of a server with many slots and `/props` with a long template are far smaller."""
 
 NOT_FOUND_STATUSES = frozenset({404, 405, 501})
-"""There is no such endpoint."""
+"""Statuses of an endpoint that the server does not have."""
 
 KEY_REJECTED_STATUSES = frozenset({401, 403})
 
 RETRY_REFUSED_AFTER = 300.0
-"""Seconds after which a node is asked again for what it refused with 501."""
+"""Seconds after which a node is tried again with endpoints that it refused with 501."""
 
 NAME_MODEL_HINT = "say in the inventory what it serves (model: ...)"
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResponse:
-    """A status and a body that was read to its end."""
+    """A status and a whole body."""
 
     status: int
     body: bytes
@@ -42,7 +42,7 @@ class ProbeResponse:
 
 
 async def fetch(node: Node, path: str) -> ProbeResponse | ProbeResult:
-    """GET `path`, within the probe's limit and in bounded memory; an Outcome if that failed."""
+    """GET `path`, limited by the probe's timeout and in size; a ProbeResult if that failed."""
     began = node.clock()
     limit = node.settings.health.timeout
 
@@ -68,12 +68,12 @@ async def fetch(node: Node, path: str) -> ProbeResponse | ProbeResult:
         )
     except httpx.TransportError as error:
         return ended(ProbeAnswer.FAILED, f"{path} broke off ({_why(error)})")
-    except Exception as error:  # noqa: BLE001 - whatever one node causes, the others are watched
-        return ended(ProbeAnswer.FAILED, f"{path} could not be asked ({_why(error)})")
+    except Exception as error:  # noqa: BLE001 - no error of one node may stop the watch of others
+        return ended(ProbeAnswer.FAILED, f"{path} could not be requested ({_why(error)})")
 
 
 async def check_alive(node: Node) -> ProbeResult:
-    """The cheapest question that tells whether the node can take work."""
+    """Whether the node can take work, by its cheapest endpoint."""
     began = node.clock()
     if node.spec.kind == "openai":
         return await discover(node)
@@ -85,11 +85,11 @@ async def check_alive(node: Node) -> ProbeResult:
 
 
 async def discover(node: Node) -> ProbeResult:
-    """Ask what the server is and take it in. UP also if it would not say all, but its models."""
+    """Read the server's properties into `node.properties`; UP even if some could not be read."""
     began = node.clock()
     paths = ["/v1/models"] if node.spec.kind == "openai" else ["/v1/models", "/props"]
-    facts = node.properties
-    before = facts.version_key()
+    properties = node.properties
+    before = properties.version_key()
     for path in paths:
         reply = await fetch(node, path)
         if isinstance(reply, ProbeResult):
@@ -98,40 +98,37 @@ async def discover(node: Node) -> ProbeResult:
         if answer is not ProbeAnswer.UP:
             return ProbeResult(answer, detail, node.clock() - began)
         if reply.status == httpx.codes.OK:
-            facts.clear_remembered()
+            properties.clear_remembered()
             if path == "/props":
-                facts.read_props(reply.json())
+                properties.read_props(reply.json())
             else:
-                facts.read_models(reply.json())
-    if node.spec.kind == "llama.cpp" and not facts.models and node.spec.models is None:
-        # A server from before 2024, which would be ready for ever and get nothing.
-        told = f"its /v1/models and /props name no model: {NAME_MODEL_HINT}"
-        return ProbeResult(ProbeAnswer.NO_MODEL, told, node.clock() - began)
+                properties.read_models(reply.json())
+    if node.spec.kind == "llama.cpp" and not properties.models and node.spec.models is None:
+        # A server from before 2024, which would always be ready and never get work.
+        detail = f"its /v1/models and /props name no model: {NAME_MODEL_HINT}"
+        return ProbeResult(ProbeAnswer.NO_MODEL, detail, node.clock() - began)
     long_ago = node.clock() >= node.endpoint_refused_at + RETRY_REFUSED_AFTER
-    if long_ago or facts.version_key() != before or node.probe_history.discovered_at is None:
-        # Another build or model, or begun anew, perhaps with other options: what the old one
-        # refused says nothing about it. Neither does it for ever.
-        facts.refused.clear()
+    if long_ago or properties.version_key() != before or node.probe_history.discovered_at is None:
+        # Another build or model, or a new process, perhaps with other options: earlier refusals
+        # prove nothing. Nor do they for ever.
+        properties.refused.clear()
     return ProbeResult(ProbeAnswer.UP, "", node.clock() - began)
 
 
 async def probe_slots(node: Node) -> int | None:
-    """How many slots the node says are busy; None if it would not say.
-
-    Learns whether there is such an endpoint.
-    """
+    """How many slots the node reports as busy; None: unknown. Learns whether it has `/slots`."""
     reply = await fetch(node, "/slots")
     if isinstance(reply, ProbeResult):
-        # No process, no busy slot.
+        # Without a process no slot is busy.
         return 0 if reply.answer is ProbeAnswer.CONNECTION_REFUSED else None
     if reply.status in NOT_FOUND_STATUSES | KEY_REJECTED_STATUSES:
-        node.properties.slots_endpoint = False
+        node.properties.slots_refused()
     counts = count_slots(reply.json()) if reply.status == httpx.codes.OK else None
     if counts is None:
         return None
-    node.properties.slots_endpoint = True
-    node.properties.slots = node.properties.slots or counts[1]
-    return counts[0]
+    busy, total = counts
+    node.properties.slots_reported(total)
+    return busy
 
 
 def _judge_health(reply: ProbeResponse) -> tuple[ProbeAnswer, str]:
@@ -140,7 +137,7 @@ def _judge_health(reply: ProbeResponse) -> tuple[ProbeAnswer, str]:
     if reply.status == httpx.codes.SERVICE_UNAVAILABLE and b"loading model" in reply.body.lower():
         return ProbeAnswer.LOADING, "the server is loading its model"
     if reply.status in KEY_REJECTED_STATUSES:
-        return _locked("/health", reply.status)
+        return _key_rejected("/health", reply.status)
     if reply.status in NOT_FOUND_STATUSES:
         return ProbeAnswer.FAILED, (
             f"/health answers {reply.status}: is this a llama.cpp server? "
@@ -153,7 +150,7 @@ def _judge_discovery(node: Node, path: str, status: int) -> tuple[ProbeAnswer, s
     if status == httpx.codes.OK:
         return ProbeAnswer.UP, ""
     if node.spec.kind == "openai":
-        # Some services hide their list, even from keys that may use their models.
+        # Some services hide their list of models, even from keys that may use them.
         hidden = status in NOT_FOUND_STATUSES or (
             status in KEY_REJECTED_STATUSES and node.spec.api_key is not None
         )
@@ -164,16 +161,16 @@ def _judge_discovery(node: Node, path: str, status: int) -> tuple[ProbeAnswer, s
     elif status in NOT_FOUND_STATUSES:
         return ProbeAnswer.UP, ""
     if status in KEY_REJECTED_STATUSES:
-        return _locked(path, status)
+        return _key_rejected(path, status)
     return ProbeAnswer.FAILED, f"{path} answers {status}"
 
 
-def _locked(path: str, status: int) -> tuple[ProbeAnswer, str]:
+def _key_rejected(path: str, status: int) -> tuple[ProbeAnswer, str]:
     return ProbeAnswer.KEY_REJECTED, key_rejected_reason(path, status)
 
 
 def key_rejected_reason(path: str, status: int) -> str:
-    """What an operator reads of a node that this status on this path came from."""
+    """The reason, for an operator, when this status on this path means a wrong key."""
     return (
         f"it refuses our key ({status} on {path}): set api_key_env or api_key_file in the inventory"
     )

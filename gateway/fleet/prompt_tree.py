@@ -1,9 +1,9 @@
-"""Which prompts begin alike: a radix tree over the chained blocks of prompts.
+"""Which prompts have a prefix in common: a radix tree over the chained blocks of prompts.
 
-A block's number stands for the prompt up to its end, so that equal numbers at one depth mean equal
-beginnings, and one look tells whether a whole run of blocks agrees. A run that no prompt leaves or
-ends within is one `Edge`, whatever its length: what a fleet remembers is about one edge for each
-conversation and a few for what conversations share.
+A block's number stands for the prompt up to its end. So equal numbers at one depth mean equal
+prefixes, and one comparison shows whether a whole run of blocks agrees. A run within which no
+prompt branches off or ends is one `PrefixEdge`, whatever its length: a fleet has about one edge for
+each conversation, and a few for the prefixes that conversations share.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class PromptKey:
-    """A prompt as far as caches care: how it begins, and how long it is.
+    """A prompt, reduced to what caches depend on: its prefixes and its length.
 
-    While it runs, the object itself is its identity.
+    The prompts of running requests are told apart by their `id`.
     """
 
     blocks: tuple[int, ...]
-    """Each stands for everything up to its end, never for itself alone; 64 bits, signed."""
+    """Each stands for the prompt up to its end, never for itself alone; 64 bits, signed."""
     tokens: float
     """An estimate of the whole prompt's tokens."""
     ends: tuple[int, ...] = ()
@@ -29,15 +29,15 @@ class PromptKey:
     size: int = 0
     """Bytes of the whole prompt; 0: it ends where its last block does."""
     omits_volatile: bool = False
-    """The blocks leave out something that the node gets to see, and may ignore or not."""
+    """Whether the blocks leave out lines that the node gets, and may ignore or not."""
 
-    def share_of(self, block: int) -> float:
-        """The share of the prompt that the first `block` blocks are."""
-        if not block:
+    def share_of(self, blocks: int) -> float:
+        """The share of the prompt that its first so many blocks are."""
+        if not blocks:
             return 0.0
         if not self.ends:
-            return block / len(self.blocks)
-        return self.ends[block - 1] / (self.size or self.ends[-1])
+            return blocks / len(self.blocks)
+        return self.ends[blocks - 1] / (self.size or self.ends[-1])
 
     @property
     def ends_on_block(self) -> bool:
@@ -46,19 +46,19 @@ class PromptKey:
 
 
 class PromptTree:
-    """The tree of all prompts that are kept anywhere."""
+    """The tree of all prompts that any node caches."""
 
     def __init__(self) -> None:
         self._edges: dict[int, PrefixEdge] = {}
 
     def __len__(self) -> int:
-        """Edges, for who watches their number."""
+        """The number of edges."""
         return len(self._edges)
 
     def match(self, blocks: tuple[int, ...]) -> dict[PrefixEdge, int]:
-        """The edges that a prompt has in common with others, from its beginning.
+        """The edges on the path of a prompt, from its beginning.
 
-        For each, blocks up to where they agree: less than the edge's `end` for the last one only.
+        For each: blocks up to where they agree, less than the edge's `end` for the last one only.
         """
         found: dict[PrefixEdge, int] = {}
         edges, count, at = self._edges, len(blocks), 0
@@ -69,7 +69,7 @@ class PromptTree:
             own = edge.blocks
             shared = min(len(own), count - at)
             if own[shared - 1] != blocks[at + shared - 1]:
-                # Chained: the blocks agree up to some point and nowhere behind it.
+                # Blocks are chained: they agree up to some point and nowhere after it.
                 low, high = 1, shared - 1
                 while low < high:
                     middle = (low + high + 1) // 2
@@ -85,7 +85,7 @@ class PromptTree:
         return found
 
     def add(self, held: CachedPrompt, blocks: tuple[int, ...], *, reported: bool = True) -> None:
-        """Keep a prompt of these blocks; sets its `leaf`. `told`: the node said how long it is."""
+        """Add a prompt with these blocks. `reported`: the node reported its tokens."""
         if not blocks:
             return
         last: PrefixEdge | None = None
@@ -97,105 +97,60 @@ class PromptTree:
             last = PrefixEdge(last, at, array("q", blocks[at:]))
             self._edges[blocks[at]] = last
         assert last is not None
-        held.leaf = last
-        row = held.row
+        held.end_at(last)
         for edge in last.path_to_root():
-            edge.prompt_count += 1
-            rows = edge.slot_counts if held.in_slot else edge.host_counts
-            rows[row] = rows.get(row, 0) + 1
-        if reported and held.ends_on_block:
-            last.reported_tokens = held.prompt_tokens
-        if last.ending_here is None:
-            last.ending_here = {}
-        last.ending_here[row] = held
+            edge.count(held)
+        last.add_end(held, reported=reported)
 
     def remove(self, held: CachedPrompt) -> None:
-        """Keep a prompt no longer."""
-        leaf = held.leaf
+        """Remove a prompt; its copy stays, if there is one."""
+        leaf, copy = held.leaf, held.other_copy
         if leaf is None:
             return
-        held.leaf = None
-        twin, held.other_copy = held.other_copy, None
-        if twin is not None:
-            twin.other_copy = None
-        if leaf.ending_here is not None and leaf.ending_here.get(held.row) is held:
-            if twin is None:
-                del leaf.ending_here[held.row]
-            else:
-                leaf.ending_here[held.row] = twin
+        held.unlink()
+        leaf.remove_end(held, copy)
         for edge in leaf.path_to_root():
-            edge.prompt_count -= 1
-            if edge.prompt_count:
-                _count_down(edge.slot_counts if held.in_slot else edge.host_counts, held.row)
-            else:
+            edge.uncount(held)
+            if not edge.prompt_count:
                 del self._edges[edge.blocks[0]]
 
     def copy_to_host(self, held: CachedPrompt) -> CachedPrompt:
-        """A slot's prompt goes to the node's host memory as well; the copy there."""
-        leaf, row = held.leaf, held.row
+        """A slot's prompt is in the node's host memory as well; returns the copy there."""
+        leaf = held.leaf
         assert leaf is not None
-        copied = CachedPrompt(
-            row,
-            leaf,
-            held.prompt_tokens,
-            held.answer_tokens,
-            held.ends_on_block,
-            in_slot=False,
-            other_copy=held,
-        )
-        held.other_copy = copied
+        copied = held.copy_to_host()
         for edge in leaf.path_to_root():
-            edge.prompt_count += 1
-            edge.host_counts[row] = edge.host_counts.get(row, 0) + 1
+            edge.count(copied)
         return copied
 
     def move_to_host(self, held: CachedPrompt) -> None:
-        """A slot's prompt goes to the node's host memory."""
-        held.in_slot = False
-        row = held.row
+        """A slot's prompt moves to the node's host memory."""
         if held.leaf is not None:
             for edge in held.leaf.path_to_root():
-                _count_down(edge.slot_counts, row)
-                edge.host_counts[row] = edge.host_counts.get(row, 0) + 1
+                edge.move_to_host(held.row)
+        held.leave_slot()
 
     def _split(self, edge: PrefixEdge, at: int) -> PrefixEdge:
-        """Part an edge before block `at`; the part in front is new, and is returned."""
-        cut = at - edge.start
-        front = PrefixEdge(
-            edge.parent,
-            edge.start,
-            edge.blocks[:cut],
-            edge.prompt_count,
-            slot_counts=dict(edge.slot_counts),
-            host_counts=dict(edge.host_counts),
-        )
-        edge.parent, edge.start, edge.blocks = front, at, edge.blocks[cut:]
+        """Split an edge before block `at`; returns the new edge in front."""
+        front = edge.split(at)
         self._edges[front.blocks[0]] = front
         self._edges[edge.blocks[0]] = edge
         return front
 
 
-def _count_down(rows: dict[int, int], row: int) -> None:
-    left = rows[row] - 1
-    if left:
-        rows[row] = left
-    else:
-        del rows[row]
-
-
 @dataclass(slots=True, eq=False)
 class CachedPrompt:
-    """One prompt that a node keeps, with the answer it gave."""
+    """One prompt that a node caches, with its answer."""
 
     row: int
     leaf: PrefixEdge | None
     """The edge at whose end it ends; None: it has no blocks."""
     prompt_tokens: float
-    """Tokens, as the node told."""
+    """Tokens, as the node reported them."""
     answer_tokens: float
     """Tokens of the answer, which follow the prompt in the node's cache."""
     ends_on_block: bool
-    """Whether what goes on after its blocks goes on after its prompt."""
+    """Whether the last block ends where the prompt does, so that the next turn continues there."""
     in_slot: bool = True
     """In a slot; else in the node's host memory."""
     other_copy: CachedPrompt | None = None
@@ -203,26 +158,59 @@ class CachedPrompt:
 
     @property
     def tokens(self) -> float:
-        """All that is kept."""
+        """Tokens of prompt and answer."""
         return self.prompt_tokens + self.answer_tokens
+
+    def end_at(self, leaf: PrefixEdge) -> None:
+        """It is in the tree, and ends at the end of this edge."""
+        self.leaf = leaf
+
+    def unlink(self) -> None:
+        """It is no longer in the tree."""
+        self.leaf = None
+        copy, self.other_copy = self.other_copy, None
+        if copy is not None:
+            copy.unlink_copy()
+
+    def unlink_copy(self) -> None:
+        """Its copy is no longer in the tree."""
+        self.other_copy = None
+
+    def copy_to_host(self) -> CachedPrompt:
+        """It is in host memory as well; returns the copy there."""
+        copied = CachedPrompt(
+            self.row,
+            self.leaf,
+            self.prompt_tokens,
+            self.answer_tokens,
+            self.ends_on_block,
+            in_slot=False,
+            other_copy=self,
+        )
+        self.other_copy = copied
+        return copied
+
+    def leave_slot(self) -> None:
+        """It is in host memory now."""
+        self.in_slot = False
 
 
 @dataclass(slots=True, eq=False)
 class PrefixEdge:
-    """A run of blocks without a branch or an end within."""
+    """A run of blocks within which no prompt branches off or ends."""
 
     parent: PrefixEdge | None
     start: int
     """Blocks before it."""
     blocks: array[int]
     prompt_count: int = 0
-    """Kept prompts that have all of it."""
+    """Cached prompts that contain all of it."""
     reported_tokens: float = 0.0
-    """Tokens up to its end, where a node has told them; else 0."""
+    """Tokens up to its end, if a node has reported them; else 0."""
     slot_counts: dict[int, int] = field(default_factory=dict)
     """For each row, how many idle slots hold it."""
     host_counts: dict[int, int] = field(default_factory=dict)
-    """For each row, how many prompts in host memory have it."""
+    """For each row, how many prompts in host memory contain it."""
     ending_here: dict[int, CachedPrompt] | None = None
     """The prompt that ends here, for each row."""
 
@@ -231,9 +219,64 @@ class PrefixEdge:
         """Blocks up to its end."""
         return self.start + len(self.blocks)
 
+    def count(self, held: CachedPrompt) -> None:
+        """One more prompt contains it."""
+        self.prompt_count += 1
+        rows = self.slot_counts if held.in_slot else self.host_counts
+        rows[held.row] = rows.get(held.row, 0) + 1
+
+    def uncount(self, held: CachedPrompt) -> None:
+        """One prompt less contains it."""
+        self.prompt_count -= 1
+        if self.prompt_count:
+            _count_down(self.slot_counts if held.in_slot else self.host_counts, held.row)
+
+    def move_to_host(self, row: int) -> None:
+        """One of the prompts that contain it moves from a slot to host memory."""
+        _count_down(self.slot_counts, row)
+        self.host_counts[row] = self.host_counts.get(row, 0) + 1
+
+    def add_end(self, held: CachedPrompt, *, reported: bool) -> None:
+        """This prompt ends here; `reported`: the node reported its tokens."""
+        if reported and held.ends_on_block:
+            self.reported_tokens = held.prompt_tokens
+        if self.ending_here is None:
+            self.ending_here = {}
+        self.ending_here[held.row] = held
+
+    def remove_end(self, held: CachedPrompt, copy: CachedPrompt | None) -> None:
+        """This prompt is removed; its copy, if there is one, still ends here."""
+        if self.ending_here is not None and self.ending_here.get(held.row) is held:
+            if copy is None:
+                del self.ending_here[held.row]
+            else:
+                self.ending_here[held.row] = copy
+
+    def split(self, at: int) -> PrefixEdge:
+        """Keep the blocks from `at` on; returns a new edge, the parent, with those before."""
+        cut = at - self.start
+        front = PrefixEdge(
+            self.parent,
+            self.start,
+            self.blocks[:cut],
+            self.prompt_count,
+            slot_counts=dict(self.slot_counts),
+            host_counts=dict(self.host_counts),
+        )
+        self.parent, self.start, self.blocks = front, at, self.blocks[cut:]
+        return front
+
     def path_to_root(self) -> Iterator[PrefixEdge]:
-        """This edge and those above it."""
+        """This edge and all its ancestors."""
         edge: PrefixEdge | None = self
         while edge is not None:
             yield edge
             edge = edge.parent
+
+
+def _count_down(rows: dict[int, int], row: int) -> None:
+    left = rows[row] - 1
+    if left:
+        rows[row] = left
+    else:
+        del rows[row]

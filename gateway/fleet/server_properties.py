@@ -1,4 +1,4 @@
-"""What a server says about itself, read without trust, and how it differs from the inventory."""
+"""A server's properties: read from its own answers without trust, compared with the inventory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ MOST_CONTEXT = 1 << 30
 MOST_MODELS = 1_000
 
 LONGEST_PROPERTY = 512
+"""Characters of a name or another text."""
 
 MOST_MODEL_SIZE = 1 << 60
 
 
 @dataclass(slots=True)
 class ServerProperties:
-    """What is known from a server's own words. None: it has not said. Kept while it is down."""
+    """What a server has reported. None: it has not reported it. Kept while the server is down."""
 
     slots: int | None = None
     context: int | None = None
@@ -29,10 +30,10 @@ class ServerProperties:
     trained_context: int | None = None
     """Tokens that the model was trained for."""
     models: tuple[str, ...] = ()
-    """Its names for what it serves."""
+    """Its own names for the models that it serves."""
     build: str | None = None
     template: str | None = None
-    """A hash of the chat template."""
+    """A hash of its chat template."""
     file: str | None = None
     """The model's file, without its folder."""
     vision: bool | None = None
@@ -45,30 +46,30 @@ class ServerProperties:
     ftype: str | None = None
     """The quantization's name."""
     refused: set[str] = field(default_factory=set)
-    """Endpoints that it has refused with 501: `facts.refused.add("rerank")`."""
+    """Endpoints that it has refused with 501, such as `rerank`."""
     remembered: bool = field(default=False, compare=False)
-    """Whether it said so to an earlier process, or before it left the inventory."""
+    """Whether this was reported to an earlier process, or before it left the inventory."""
 
     def version_key(self) -> tuple[object, ...]:
-        """Changes when another build or another model runs there."""
+        """Changes when another build or another model runs."""
         return (self.build, self.models, self.n_params, self.size, self.ftype, self.template)
 
     def resume_key(self) -> tuple[object, ...]:
-        """What must be the same on two servers for one to go on with what the other wrote.
+        """Must be equal on two servers for one to resume the other's stream.
 
-        As `/props` tells it, so that one question to a server is enough. None: it does not say.
+        All of it stands in `/props`, so that one query is enough; None where that is silent.
         """
         return (self.file, self.ftype, self.template, self.build)
 
     def clear_remembered(self) -> None:
-        """It answers: what it said to an earlier process must not fill in what it leaves out."""
+        """It answers: remembered values must not fill in what the answer leaves out."""
         if self.remembered:
-            nothing = ServerProperties()
+            fresh = ServerProperties()
             for one in fields(self):
-                setattr(self, one.name, getattr(nothing, one.name))
+                setattr(self, one.name, getattr(fresh, one.name))
 
     def read_props(self, props: object) -> None:
-        """Take in the answer to `/props`; what it does not say stays as it was."""
+        """Take in the answer to `/props`; values that it leaves out stay as they were."""
         if not isinstance(props, dict):
             return
         self.slots = _count(props.get("total_slots"), MOST_SLOTS) or self.slots
@@ -95,7 +96,7 @@ class ServerProperties:
             self.models = (alias,)
 
     def read_models(self, answer: object) -> None:
-        """Take in the answer to `/v1/models`; what it does not say stays as it was."""
+        """Take in the answer to `/v1/models`; values that it leaves out stay as they were."""
         data = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(data, list):
             return
@@ -111,18 +112,32 @@ class ServerProperties:
             trained = _count(meta.get("n_ctx_train"), MOST_CONTEXT)
             self.trained_context = trained or self.trained_context
 
+    def slots_reported(self, total: int) -> None:
+        """It answered `/slots`, with so many slots."""
+        self.slots_endpoint = True
+        self.slots = self.slots or total
 
-def is_plausible(facts: ServerProperties) -> bool:
-    """Whether a server could have said this, as these facts are read from it."""
+    def slots_refused(self) -> None:
+        """It has no `/slots`, or does not allow it."""
+        self.slots_endpoint = False
+
+
+def server_identity(spec: NodeSpec) -> tuple[object, ...]:
+    """Changes when a node's entry in the inventory names another server."""
+    return (spec.url, spec.kind)
+
+
+def is_plausible(properties: ServerProperties) -> bool:
+    """Whether properties from a file are within the limits that a server's answers must meet."""
     counts = (
-        (facts.slots, MOST_SLOTS),
-        (facts.context, MOST_CONTEXT),
-        (facts.trained_context, MOST_CONTEXT),
-        (facts.n_params, MOST_MODEL_SIZE),
-        (facts.size, MOST_MODEL_SIZE),
+        (properties.slots, MOST_SLOTS),
+        (properties.context, MOST_CONTEXT),
+        (properties.trained_context, MOST_CONTEXT),
+        (properties.n_params, MOST_MODEL_SIZE),
+        (properties.size, MOST_MODEL_SIZE),
     )
-    names = (*facts.models, *facts.refused)
-    texts = (facts.build, facts.template, facts.file, facts.ftype)
+    names = (*properties.models, *properties.refused)
+    texts = (properties.build, properties.template, properties.file, properties.ftype)
     return (
         len(names) <= MOST_MODELS
         and all(count is None or _count(count, most) for count, most in counts)
@@ -132,7 +147,7 @@ def is_plausible(facts: ServerProperties) -> bool:
 
 
 def count_slots(answer: object) -> tuple[int, int] | None:
-    """(busy, all) of an answer to `/slots`; None if it is not one."""
+    """(busy slots, all slots) of an answer to `/slots`; None if it is malformed."""
     if not isinstance(answer, list) or not 0 < len(answer) <= MOST_SLOTS:
         return None
     if not all(isinstance(slot, dict) and "is_processing" in slot for slot in answer):
@@ -140,26 +155,26 @@ def count_slots(answer: object) -> tuple[int, int] | None:
     return sum(slot["is_processing"] is True for slot in answer), len(answer)
 
 
-def inventory_drift(spec: NodeSpec, facts: ServerProperties) -> tuple[str, ...]:
-    """What the server says against what the inventory declares, a sentence each."""
-    if facts.remembered:
+def inventory_drift(spec: NodeSpec, properties: ServerProperties) -> tuple[str, ...]:
+    """How the server differs from what the inventory declares, a sentence each."""
+    if properties.remembered:
         return ()
-    found = []
-    if spec.slots is not None and facts.slots is not None and spec.slots != facts.slots:
-        found.append(f"slots: the inventory says {spec.slots}, the server has {facts.slots}")
-    if spec.context is not None and facts.context is not None and spec.context != facts.context:
-        found.append(
-            f"context: the inventory says {spec.context} tokens a slot, "
-            f"the server has {facts.context}"
+    drift = []
+    slots, context = properties.slots, properties.context
+    if spec.slots is not None and slots is not None and spec.slots != slots:
+        drift.append(f"slots: the inventory says {spec.slots}, the server has {slots}")
+    if spec.context is not None and context is not None and spec.context != context:
+        drift.append(
+            f"context: the inventory says {spec.context} tokens a slot, the server has {context}"
         )
-    if spec.models is not None and facts.models:
-        missing = sorted(set(spec.models.values()) - set(facts.models))
+    if spec.models is not None and properties.models:
+        missing = sorted(set(spec.models.values()) - set(properties.models))
         if missing:
-            found.append(
+            drift.append(
                 f"model: the inventory says {', '.join(missing)}, "
-                f"the server serves {', '.join(facts.models[:8])}"
+                f"the server serves {', '.join(properties.models[:8])}"
             )
-    return tuple(found)
+    return tuple(drift)
 
 
 def _count(value: Any, most: int) -> int | None:

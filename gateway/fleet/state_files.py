@@ -1,4 +1,7 @@
-"""Small JSON files that last over a restart: replaced as a whole, and read without trust."""
+"""What the fleet keeps over a restart: drained nodes and servers' properties, in JSON files.
+
+A file is replaced as a whole, and read without trust.
+"""
 
 from __future__ import annotations
 
@@ -14,59 +17,11 @@ from typing import TypeVar
 import msgspec
 
 from gateway.config.inventory import NodeSpec
-from gateway.fleet.node import Node, server_identity
-from gateway.fleet.server_properties import ServerProperties, is_plausible
+from gateway.fleet.server_properties import ServerProperties, is_plausible, server_identity
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-def read_state(path: Path, kind: type[T], most_bytes: int, consequence: str) -> T | None:
-    """What the file holds; None where there is none, or none that can be used.
-
-    A file that can't be used is logged, and a damaged one is kept aside. `largest`: bytes that are
-    read at most. `lost`: what it means, for the log.
-    """
-    try:
-        with path.open("rb") as file:
-            raw = file.read(most_bytes + 1)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        log.warning("%s can't be read (%s): %s", path, error.strerror or error, consequence)
-        return None
-    if len(raw) > most_bytes:
-        damage = f"more than {most_bytes} bytes"
-    else:
-        try:
-            return msgspec.json.decode(raw, type=kind)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            damage = str(error)
-    bad = path.with_name(path.name + ".bad")
-    log.warning("%s is damaged (%s): kept as %s, %s", path, damage, bad.name, consequence)
-    try:
-        path.replace(bad)
-    except OSError:
-        log.warning("%s could not be kept aside", path)
-    return None
-
-
-def write_state(path: Path, value: object) -> None:
-    """Replace the file; a reader finds the old one or the new one. Raises: OSError."""
-    # Two processes may do so at once, while one hands over to the other.
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with fresh.open("wb") as file:
-            file.write(msgspec.json.encode(value))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
-
 
 LARGEST_DRAIN_FILE = 1 << 20
 """Bytes; ten thousand long names."""
@@ -79,7 +34,7 @@ class _DrainFile(msgspec.Struct):
 class DrainedNodes:
     """The names of drained nodes. `path` None: kept in memory only.
 
-    A name stays though its node leaves the inventory: it is drained when it comes back.
+    A node that leaves the inventory keeps its entry: it is drained if it comes back.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -90,13 +45,13 @@ class DrainedNodes:
         return name in self._names
 
     def add(self, name: str) -> None:
-        """Note that this node is drained."""
+        """This node is drained."""
         if name not in self._names:
             self._names.add(name)
             self._write()
 
     def remove(self, name: str) -> None:
-        """Note that this node is no longer drained."""
+        """This node is no longer drained."""
         if name in self._names:
             self._names.discard(name)
             self._write()
@@ -118,18 +73,19 @@ def _read_drained(path: Path) -> set[str]:
 
 
 PROPERTIES_VERSION = 1
-"""Of the file; one of another version is not read."""
+"""Version of the file's format; a file of another version is not read."""
 
 MOST_SERVERS = 10_000
-"""Servers that are remembered; those that said something new least recently are forgotten."""
+"""Servers that are remembered; those whose properties are unchanged for longest are dropped."""
 
 LARGEST_PROPERTIES_FILE = 16 << 20
-"""Bytes. What does not fit is left out: a thousand nodes of 16 KiB each, hundreds of names, do."""
+"""Bytes. Servers that do not fit are left out: a thousand of 16 KiB each (hundreds of names) fit.
+"""
 
 SAVE_AFTER = 1.0
-"""Seconds from a change to the file, so that a fleet that starts is written once."""
+"""Seconds from a change until the file is written, so that a fleet that starts is written once."""
 
-PROPERTIES_LOST = "what nodes said before is forgotten"
+PROPERTIES_LOST = "what nodes reported before is forgotten"
 
 
 class _StoredServer(msgspec.Struct):
@@ -143,60 +99,70 @@ class _PropertiesFile(msgspec.Struct):
 
 
 class PropertiesStore:
-    """The last words of each server. `path` None: kept in memory only.
+    """The last known properties of each server. `path` None: kept in memory only.
 
-    A server is known by its node's name and by its address: at another address it is another one.
+    A server is known by its node's name and its address: at another address it is another server.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        most_servers: int = MOST_SERVERS,
+        save_after: float = SAVE_AFTER,
+    ) -> None:
         self._path = path
-        self._facts = {} if path is None else _read_properties(path)
+        self._most_servers = most_servers
+        self._save_after = save_after
+        self._servers = {} if path is None else _read_properties(path, most_servers)
         self._changed = asyncio.Event()
         self._writing = threading.Lock()
 
     def recall(self, spec: NodeSpec) -> ServerProperties:
-        """What this server said last; nothing if it never spoke."""
-        known = self._facts.get(_server_key(spec))
+        """What this server reported last; empty if it never did."""
+        known = self._servers.get(_server_key(spec))
         return ServerProperties() if known is None else _copy_properties(known, remembered=True)
 
-    def record(self, node: Node) -> None:
-        """Keep what the node says now, if that is new."""
-        facts = node.properties
-        if facts.remembered or facts == _NO_PROPERTIES:
+    def record(self, spec: NodeSpec, properties: ServerProperties) -> None:
+        """Keep what this server has reported, if it is new."""
+        if properties.remembered or properties == _NO_PROPERTIES:
             return
-        key = _server_key(node.spec)
-        if self._facts.get(key) != facts:
-            self._facts.pop(key, None)
-            self._facts[key] = _copy_properties(facts)
-            if len(self._facts) > MOST_SERVERS:
-                del self._facts[next(iter(self._facts))]
+        key = _server_key(spec)
+        if self._servers.get(key) != properties:
+            self._servers.pop(key, None)
+            self._servers[key] = _copy_properties(properties)
+            if len(self._servers) > self._most_servers:
+                del self._servers[next(iter(self._servers))]
             self._changed.set()
 
     async def save_loop(self) -> None:
-        """Write what is new, until cancelled; then `save` writes the rest."""
+        """Write changes, until cancelled; then `save` writes the rest."""
         while True:
             await self._changed.wait()
-            await asyncio.sleep(SAVE_AFTER)
+            await asyncio.sleep(self._save_after)
             self._changed.clear()
-            await asyncio.to_thread(self._write, tuple(self._facts.items()))
+            await asyncio.to_thread(self._write, tuple(self._servers.items()))
 
     def save(self) -> None:
-        """Write now what is new."""
+        """Write changes now."""
         if self._changed.is_set():
             self._changed.clear()
-            self._write(tuple(self._facts.items()))
+            self._write(tuple(self._servers.items()))
 
     def stop_saving(self) -> None:
-        """Write no more: a successor does."""
+        """Write no more: a successor process does."""
         self._path = None
 
     def _write(self, known: tuple[tuple[str, ServerProperties], ...]) -> None:
         servers, left = [], LARGEST_PROPERTIES_FILE - 1024
-        for key, facts in reversed(known):
-            entry = msgspec.json.encode(_StoredServer(key, facts))
+        for key, properties in reversed(known):
+            entry = msgspec.json.encode(_StoredServer(key, properties))
             left -= len(entry) + 1
             if left < 0:
-                log.warning("Nodes say too much: what some serve will be forgotten at a restart")
+                log.warning(
+                    "Nodes report too much to be saved: what some of them serve will be forgotten "
+                    "at a restart"
+                )
                 break
             servers.append(msgspec.Raw(entry))
         servers.reverse()
@@ -216,16 +182,16 @@ _NO_PROPERTIES = ServerProperties()
 
 
 def _server_key(spec: NodeSpec) -> str:
-    """Short, whatever the address, and without it."""
+    """A hash, so that it is short and the file shows no address."""
     whole = msgspec.json.encode((spec.name, *server_identity(spec)))
     return hashlib.sha256(whole).hexdigest()[:32]
 
 
-def _copy_properties(facts: ServerProperties, *, remembered: bool = False) -> ServerProperties:
-    return dataclasses.replace(facts, refused=set(facts.refused), remembered=remembered)
+def _copy_properties(properties: ServerProperties, *, remembered: bool = False) -> ServerProperties:
+    return dataclasses.replace(properties, refused=set(properties.refused), remembered=remembered)
 
 
-def _read_properties(path: Path) -> dict[str, ServerProperties]:
+def _read_properties(path: Path, most_servers: int) -> dict[str, ServerProperties]:
     found = read_state(path, _PropertiesFile, LARGEST_PROPERTIES_FILE, PROPERTIES_LOST)
     if found is None:
         return {}
@@ -239,12 +205,58 @@ def _read_properties(path: Path) -> dict[str, ServerProperties]:
         )
         return {}
     known: dict[str, ServerProperties] = {}
-    for raw in found.servers[:MOST_SERVERS]:
+    for raw in found.servers[:most_servers]:
         try:
             one = msgspec.json.decode(raw, type=_StoredServer)
         except (msgspec.MsgspecError, ValueError, RecursionError):
-            # What an earlier or later release wrote of one server.
+            # Another release wrote other fields for this server.
             continue
         if is_plausible(one.facts):
             known[one.key] = one.facts
     return known
+
+
+def read_state(path: Path, kind: type[T], most_bytes: int, consequence: str) -> T | None:
+    """The file's value; None if there is no file, or no usable one.
+
+    An unusable file is logged with the `consequence`, and a damaged one is set aside. At most
+    `most_bytes` are read.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(most_bytes + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        log.warning("%s can't be read (%s): %s", path, error.strerror or error, consequence)
+        return None
+    if len(raw) > most_bytes:
+        damage = f"more than {most_bytes} bytes"
+    else:
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            damage = str(error)
+    bad = path.with_name(path.name + ".bad")
+    log.warning("%s is damaged (%s): kept as %s, %s", path, damage, bad.name, consequence)
+    try:
+        path.replace(bad)
+    except OSError:
+        log.warning("%s could not be set aside", path)
+    return None
+
+
+def write_state(path: Path, value: object) -> None:
+    """Replace the file; a reader finds the old one or the new one. Raises: OSError."""
+    # During a hand-over two processes may write at the same time.
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with fresh.open("wb") as file:
+            file.write(msgspec.json.encode(value))
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise

@@ -29,10 +29,8 @@ from gateway.transport.errors import (
     ConnectTimedOut,
     InvalidResponse,
     NodeReportedError,
-    StaleConnection,
     UpstreamError,
 )
-from gateway.transport.pool import ConnectionPool
 
 MOST_ERROR_BODY_BYTES = 256 * 1024
 """Bytes of an error's body that are read."""
@@ -201,7 +199,9 @@ class Attempt:
         A plain response longer than may be buffered is left to `read`. Raises: UpstreamError.
         """
         self.api = upstream.api
-        connection = await self._exchange(upstream.head, upstream.body)
+        connection = await self.lease.upstream.pool.exchange(
+            upstream.head, upstream.body, dial=self._dial, on_connected=self._send_on
+        )
         limits = self._settings.limits
         self.status = connection.status
         self.headers = connection.headers
@@ -300,36 +300,25 @@ class Attempt:
 
     # Sending the request.
 
-    async def _exchange(self, head: bytes, body: bytes | SegmentedBody) -> NodeConnection:
-        """Send, and wait for the response head; a stale connection does not count as an attempt."""
-        pool = self.lease.upstream.pool
-        while True:
-            connection = pool.take_idle() or await self._connect(pool)
-            if self.failure is not None:
-                connection.close()
-                raise self.failure
-            self._connection = connection
-            if not self.sent_at:
-                self.sent_at = self._clock()
-                self._timeout_monitor.add(self)
-                deadline = self.request.deadline
-                if deadline is not None and not self.request.client_has_timer:
-                    self._timeout_monitor.add_deadline(self, deadline)
-            self._sent = True
-            connection.send(head, body)
-            try:
-                while not connection.status:
-                    await connection.wait_for_data()
-            except StaleConnection as error:
-                errors.drop_traceback(error)
-                connection.close()
-                self._connection = None
-                self._sent = False
-            else:
-                return connection
+    def _send_on(self, connection: NodeConnection) -> None:
+        """The request is about to be sent on this connection. Raises: UpstreamError."""
+        if self.failure is not None:
+            raise self.failure
+        self._connection = connection
+        if not self.sent_at:
+            self.sent_at = self._clock()
+            self._timeout_monitor.add(self)
+            deadline = self.request.deadline
+            if deadline is not None and not self.request.client_has_timer:
+                self._timeout_monitor.add_deadline(self, deadline)
+        self._sent = True
 
-    async def _connect(self, pool: ConnectionPool) -> NodeConnection:
-        """A new connection. Raises: UpstreamError, `total` if the client's deadline comes first."""
+    async def _dial(self) -> NodeConnection:
+        """A new connection. Raises: UpstreamError, and blames no node for a client's deadline."""
+        # A stale connection before this one never reached the node.
+        self._connection = None
+        self._sent = False
+        pool = self.lease.upstream.pool
         timeout, deadline = self.connect_timeout, self.request.deadline
         if deadline is None:
             return await pool.connect(timeout)

@@ -195,7 +195,7 @@ class Forwarder:
         ):
             body = edits.with_model(body, name)
         head = lease.upstream.pool.address.request_head(
-            b"POST", request.path, request.header_lines, len(body)
+            b"POST", request.path.encode(), request.header_lines, len(body)
         )
         on_output = None if recorder is None else recorder.add
         return UpstreamRequest(head, body, api, event_filter, on_output)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gateway.fleet.node import Lease
-from gateway.fleet.prompt_cache import FleetPromptCache, PromptKey
+from gateway.fleet.prompt_cache import FleetPromptCache
+from gateway.fleet.prompt_tree import PromptKey
 from gateway.request import Request
 from gateway.scheduling.candidates import NodeCandidates
 from gateway.scheduling.dispatcher import Dispatcher

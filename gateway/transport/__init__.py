@@ -1,1 +1,1 @@
-"""Connections to nodes: our own pool for the relay, and plain httpx on top of it for all else."""
+"""Connections to nodes: a pool of our own for proxied requests, and httpx on top for the rest."""

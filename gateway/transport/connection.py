@@ -1,13 +1,15 @@
-"""One connection to a node: HTTP/1.1 by httptools, body parts of one socket read merged.
+"""One connection to a node: HTTP/1.1 by httptools, with the body parts of a socket read merged.
 
-There is no timer in here: whoever waits sets its limits and calls `fail` when one has passed, so
-that a stream of a thousand tokens costs no timer per token.
+A connection has no timer: its user sets the limits and calls `fail` when one has passed, so that a
+stream of a thousand tokens costs no timer per token. `LoopTimeout` is for users that wait for one
+thing at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator
+from types import TracebackType
 from typing import Self, cast
 
 import httptools
@@ -22,17 +24,25 @@ from gateway.transport.errors import (
 from gateway.transport.known_head import KnownHead
 
 MOST_HEAD_BYTES = 64 * 1024
-"""Largest head of a reply, interim ones included; llama.cpp's has some 500 bytes."""
+"""Largest head of a response, interim ones included; llama.cpp's has some 500 bytes."""
 
 BODY_HIGH_WATER = 256 * 1024
-"""Bytes of body kept for a reader that lags before the socket is no longer read."""
+"""Unread bytes of body at which the socket is no longer read."""
 
 STALE_SECONDS = 1.0
-"""A reused connection that breaks later than this had reached the node."""
+"""If a reused connection breaks later than this after sending, the request reached the node."""
+
+TIMEOUT_STEPS = 10
+"""Parts of a limit that pass one after the other. However long the event loop is held up, one or
+two of them pass, and the data that has come meanwhile is read before the next one ends."""
 
 
 class NodeConnection(asyncio.Protocol):
-    """Sends one request at a time and reads its reply, part by part."""
+    """Sends one request at a time and reads its response, part by part.
+
+    If it breaks in reuse, before the first byte and within `stale_seconds` of sending, it is a
+    `StaleConnection`: the request never reached the node.
+    """
 
     __slots__ = (
         "_bodyless",
@@ -47,13 +57,13 @@ class NodeConnection(asyncio.Protocol):
         "_pending",
         "_sent_at",
         "_sink",
+        "_stale_seconds",
         "_waiter",
         "alive",
         "complete",
         "head_cache",
         "head_cache_key",
         "headers",
-        "idle_since",
         "on_body",
         "on_wake",
         "received_bytes",
@@ -63,28 +73,30 @@ class NodeConnection(asyncio.Protocol):
         "transport",
     )
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, *, stale_seconds: float = STALE_SECONDS
+    ) -> None:
         self._loop = loop
+        self._stale_seconds = stale_seconds
         self.transport: asyncio.Transport | None = None
         self.alive = False
         self.requests_sent = 0
-        self.idle_since = 0.0
         self._waiter: asyncio.Future[None] | None = None
         self.on_wake: Callable[[bool], None] | None = None
-        """Instead of a future, where no task waits (`taskless.Awaited`)."""
+        """Called instead of a future when no task waits (`eager_task.Wakeable`)."""
         self._sink: Callable[[], bool] | None = None
         self._parts: list[bytes] = []
-        # The parser calls this for every piece of a body: it had better be no Python.
+        # The parser calls this for every piece of a body: a C function is fastest.
         self.on_body = self._parts.append
         self._parser = httptools.HttpResponseParser(self)
         self._known: KnownHead | None = None
-        """The head of the last reply of status 200 that came whole."""
+        """The head of the last response of status 200 that came in one read."""
         self._known_headers: Headers = []
-        """Its fields, all but the length."""
+        """Its headers, all but the length."""
         self.head_cache: bytes | None = None
-        """What its user has made of `headers`, the length apart; kept while a head repeats."""
+        """Header lines that the user has made of `headers`; kept while a head repeats."""
         self.head_cache_key: object = None
-        """What its user has made it by, besides."""
+        """The settings by which the user has made them."""
         self._clear()
 
     def cache_head(self, made: bytes, key: object) -> None:
@@ -106,12 +118,12 @@ class NodeConnection(asyncio.Protocol):
         self._paused = False
         self._sent_at = 0.0
 
-    # What the caller does.
+    # For the user of the connection.
 
     def send(
         self, data: bytes, body: bytes | SegmentedBody = b"", *, bodyless: bool = False
     ) -> None:
-        """Start an exchange. `bodyless`: a HEAD request, whose reply has a head alone."""
+        """Start an exchange. `bodyless`: a HEAD request, whose response has no body."""
         if self.requests_sent:
             self._clear()
         self.requests_sent += 1
@@ -129,7 +141,7 @@ class NodeConnection(asyncio.Protocol):
                 transport.write(piece)
 
     async def read_status(self) -> int:
-        """The reply's status, once its head is here; `headers` is set then.
+        """Wait for the response's head; `headers` is set then. Returns the status.
 
         Raises: UpstreamError.
         """
@@ -140,7 +152,7 @@ class NodeConnection(asyncio.Protocol):
     async def read(self) -> bytes:
         """All body bytes that have come since the last call; empty at the end.
 
-        Raises: UpstreamError, after all that came before the failure was read.
+        Raises: UpstreamError, after all bytes before the failure have been read.
         """
         while not self._parts or self._bodyless:
             if self.complete:
@@ -149,7 +161,7 @@ class NodeConnection(asyncio.Protocol):
         return self.read_nowait()
 
     def read_nowait(self) -> bytes:
-        """What `read` would return without waiting; empty if nothing has come."""
+        """The body bytes that have come since the last call; empty if there are none."""
         parts = self._parts
         if not parts:
             return b""
@@ -162,6 +174,17 @@ class NodeConnection(asyncio.Protocol):
                 self.transport.resume_reading()
         return data
 
+    async def read_all(self, most_bytes: int) -> bytes:
+        """The whole body. Raises: UpstreamError; InvalidResponse if it is larger than that."""
+        parts = []
+        size = 0
+        while part := await self.read():
+            parts.append(part)
+            size += len(part)
+            if size > most_bytes:
+                raise InvalidResponse(f"The node's answer is larger than {most_bytes} bytes")
+        return b"".join(parts)
+
     @property
     def has_unread(self) -> bool:
         """Whether body bytes have come that `read` has not returned yet."""
@@ -173,17 +196,18 @@ class NodeConnection(asyncio.Protocol):
         self.close()
 
     def close(self) -> None:
-        """Close at once; what is unsent is lost."""
+        """Close at once; unsent bytes are lost."""
         self.alive = False
         self._sink = None
         if self.transport is not None:
             self.transport.abort()
 
     def wait_for_data(self, sink: Callable[[], bool] | None = None) -> Awaitable[object]:
-        """Done when more has come, or the end. Raises: UpstreamError, if nothing can come.
+        """Done when more has come, or the end. Raises: UpstreamError, if nothing more can come.
 
-        `sink` is called first when more has come, from within the event loop; as long as it says
-        True, it has dealt with it and nobody is woken; at the end it must not. It must not raise.
+        `sink` is called first when more has come, from within the event loop. While it returns
+        True it has dealt with the data, and the waiter is not woken. At the end it must return
+        False. It must not raise.
         """
         if self._error is not None:
             raise self._error
@@ -216,11 +240,11 @@ class NodeConnection(asyncio.Protocol):
         stale = (
             self.requests_sent > 1
             and not self.received_bytes
-            and self._loop.time() - self._sent_at < STALE_SECONDS
+            and self._loop.time() - self._sent_at < self._stale_seconds
         )
         return StaleConnection(message) if stale else ConnectionReset(message)
 
-    # What the event loop calls.
+    # Called by the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclasses of asyncio's.
@@ -229,24 +253,24 @@ class NodeConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.complete or not self.requests_sent:
-            # A reply to a question nobody asked: the connection can't be trusted.
+            # A response without a request: the connection can't be trusted.
             self.reusable = False
             self.close()
             return
         if self._known is not None and not self.received_bytes and not self._bodyless:
             body = self._known.match_body(data)
             if body is not None:
-                self._repeats(len(data), body)
+                self._respond_with_known_head(len(data), body)
                 return
         self.received_bytes += len(data)
         self._pending += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            ours = error.__context__
+            raised_here = error.__context__
             self._break(
-                ours
-                if isinstance(ours, InvalidResponse)
+                raised_here
+                if isinstance(raised_here, InvalidResponse)
                 else InvalidResponse("The node's reply is not HTTP")
             )
             self.close()
@@ -257,7 +281,7 @@ class NodeConnection(asyncio.Protocol):
             return
         if self.status:
             if self.received_bytes == len(data):
-                self._learn(data)
+                self._learn_head(data)
             sink = self._sink
             if sink is None or not sink():
                 self._wake()
@@ -266,18 +290,18 @@ class NodeConnection(asyncio.Protocol):
                 assert self.transport is not None
                 self.transport.pause_reading()
         elif self.received_bytes > MOST_HEAD_BYTES:
-            self._break(_large_head())
+            self._break(_head_too_large())
             self.close()
 
-    def _learn(self, data: bytes) -> None:
-        """Know the head of this reply when it comes again; an interim reply's is none."""
+    def _learn_head(self, data: bytes) -> None:
+        """Recognise the head of this response when it is repeated; not that of an interim one."""
         whole = self.complete and self.reusable and not self._bodyless
         if whole and self.status == 200 and data.startswith(b" 200 ", len(b"HTTP/1.1")):
             self._known = KnownHead.from_message(data)
             self._known_headers = [f for f in self.headers if f[0] != b"content-length"]
 
-    def _repeats(self, size: int, body: bytes) -> None:
-        """A whole reply has come whose head is known."""
+    def _respond_with_known_head(self, size: int, body: bytes) -> None:
+        """A whole response with the known head has come."""
         self.received_bytes = size
         self.headers = [(b"content-length", b"%d" % len(body)), *self._known_headers]
         self.status = 200
@@ -290,13 +314,13 @@ class NodeConnection(asyncio.Protocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        del self._parser  # it holds this object: only the collector would find out
+        del self._parser  # it refers to this object: only the garbage collector would free both
         self.alive = False
         self.reusable = False
         if not self.requests_sent or self.complete:
             return
         if self.status and not self._framed and exc is None and self._error is None:
-            # Nothing else ends such a body; what was reset, or failed from this side, is cut.
+            # A body without a length ends with its connection, unless that was reset or failed.
             self.complete = True
             self._wake()
         elif self.status:
@@ -304,14 +328,14 @@ class NodeConnection(asyncio.Protocol):
         else:
             self._break(self._reset("The node closed the connection without a reply"))
 
-    # What the parser calls.
+    # Called by the parser.
 
     def on_message_begin(self) -> None:
         if self.status:
-            raise InvalidResponse("The node says more than it was asked")
+            raise InvalidResponse("The node sent more than one response")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.status:  # else it is a trailer, which nobody asked for
+        if not self.status:  # else it is a trailer, which the request did not ask for
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -321,7 +345,7 @@ class NodeConnection(asyncio.Protocol):
             self.headers = []
             return
         if self.received_bytes > MOST_HEAD_BYTES and _head_size(self.headers) > MOST_HEAD_BYTES:
-            raise _large_head()
+            raise _head_too_large()
         for name, value in self.headers:
             if name == b"content-length" or (
                 name == b"transfer-encoding" and value.lower().endswith(b"chunked")
@@ -331,20 +355,60 @@ class NodeConnection(asyncio.Protocol):
             self._framed = True
         self.status = status
         if self._bodyless:
-            # llhttp can't know that no body follows: this connection is not used again.
+            # llhttp can't know that no body follows, so this connection is not used again.
             self.complete = True
 
     def on_message_complete(self) -> None:
         if not self.status:
             return
         self.complete = True
-        # Only in here does llhttp still know.
+        # llhttp knows this only within this callback.
         self.reusable = self._parser.should_keep_alive()
 
 
-def _large_head() -> InvalidResponse:
+def _head_too_large() -> InvalidResponse:
     return InvalidResponse(f"The head of the node's reply is larger than {MOST_HEAD_BYTES} bytes")
 
 
 def _head_size(headers: Headers) -> int:
     return sum(len(name) + len(value) for name, value in headers)
+
+
+class LoopTimeout:
+    """`asyncio.timeout` that counts only time in which the event loop ran; None: no limit.
+
+    A gateway that was held up itself blames no node for it. Like `asyncio.timeout` it cancels the
+    task in it, and raises TimeoutError on the way out.
+    """
+
+    __slots__ = ("_loop", "_step_seconds", "_steps_left", "_timeout", "_timer")
+
+    def __init__(self, seconds: float | None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._timeout = asyncio.timeout(None)
+        self._step_seconds = None if seconds is None else seconds / TIMEOUT_STEPS
+        self._steps_left = TIMEOUT_STEPS
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+        if self._step_seconds is not None:
+            self._timer = self._loop.call_later(self._step_seconds, self._step)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._timeout.__aexit__(kind, error, trace)
+
+    def _step(self) -> None:
+        assert self._step_seconds is not None
+        self._steps_left -= 1
+        if self._steps_left:
+            self._timer = self._loop.call_later(self._step_seconds, self._step)
+        else:
+            self._timeout.reschedule(self._loop.time())

@@ -1,14 +1,14 @@
 """Why a node gave no answer.
 
 UpstreamError
-├── ConnectFailed     refused, unreachable, unknown name, TLS failure
-├── ConnectTimedOut   no connection within the limit
-├── Exhausted         this machine has no descriptor or port left
-├── Reset             the connection broke before the reply was complete
-│   └── Stale         ... a reused one, at once and before the first byte: no attempt at all
-├── Errored           the node's own error, in the middle of its answer
-├── Garbage           what came back is not HTTP, or a head without end
-└── Overdue           the caller's own limit passed (first byte, silence, whole request)
+├── ConnectFailed             refused, unreachable, unknown name, TLS failure
+├── ConnectTimedOut           no connection within the limit
+├── LocalResourcesExhausted   this machine has no descriptor or port left
+├── ConnectionReset           the connection broke before the response was complete
+│   └── StaleConnection       ... a reused one, at once and before the first byte: not an attempt
+├── NodeReportedError         the node's own error, in the middle of its answer
+├── InvalidResponse           the response is not HTTP, or its head is too large
+└── UpstreamTimeout           the caller's own limit passed (first byte, silence, whole request)
 
 `outcome` is the word that metrics and logs use.
 """
@@ -19,7 +19,7 @@ from gateway.errors import GatewayError
 
 
 class UpstreamError(Exception):
-    """A node could not be asked, or did not answer to the end."""
+    """A node could not be reached, or did not answer to the end."""
 
     outcome = "failed"
 
@@ -43,7 +43,7 @@ class LocalResourcesExhausted(UpstreamError):  # noqa: N818
 
 
 class ConnectionReset(UpstreamError):  # noqa: N818
-    """The connection broke before the reply was complete."""
+    """The connection broke before the response was complete."""
 
     outcome = "reset"
 
@@ -55,13 +55,13 @@ class StaleConnection(ConnectionReset):
 
 
 class InvalidResponse(UpstreamError):  # noqa: N818
-    """What came back is not HTTP."""
+    """The response is not HTTP, or not what the request asked for."""
 
     outcome = "garbage"
 
 
 class NodeReportedError(UpstreamError):
-    """The node told of an error after it had begun to answer; `status` is what it stands for."""
+    """The node reported an error after it had begun to answer; `status` is its HTTP equivalent."""
 
     outcome = "error_event"
 
@@ -69,13 +69,13 @@ class NodeReportedError(UpstreamError):
         super().__init__(message)
         self.status = status
         self.client_error: GatewayError | None = None
-        """What the client is told, where that is known better than by the status."""
+        """The error for the client, if it can be more precise than the status."""
         if self.is_request_fault:
             self.outcome = "request_error"
 
     @property
     def is_request_fault(self) -> bool:
-        """Whether the request itself is wrong, so that every node would say so."""
+        """Whether the request itself is wrong, so that every node would refuse it."""
         return self.status in {400, 413, 422}
 
 

@@ -1,91 +1,74 @@
-"""The same connections for everything that is not hot, as plain httpx."""
+"""The pooled connections to a node as plain httpx, for all requests that are not hot."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator
 
 import httpx
 
-from gateway.errors import drop_traceback
-from gateway.transport.connection import NodeConnection
+from gateway.transport.connection import LoopTimeout, NodeConnection
 from gateway.transport.errors import (
     ConnectFailed,
     ConnectTimedOut,
     InvalidResponse,
     LocalResourcesExhausted,
-    StaleConnection,
     UpstreamError,
 )
 from gateway.transport.pool import ConnectionPool
-from gateway.transport.timeout import LoopTimeout
 
-_SKIPPED = frozenset({b"host", b"connection", b"transfer-encoding"})
+_NOT_COPIED = frozenset({b"host", b"connection", b"transfer-encoding", b"content-length"})
+"""Headers of httpx that the pool sets itself or does without."""
+
+CONNECT_TIMEOUT = 60.0
+"""Seconds for a connection where httpx sets no limit."""
 
 
 class PoolTransport(httpx.AsyncBaseTransport):
-    """An httpx transport over the pool of one node; `timeout` as httpx has it, in seconds."""
+    """An httpx transport over the pool of one node; the node's address adds the path prefix.
+
+    `timeout` as httpx has it, in seconds.
+    """
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send one request.
-
-        Raises: httpx.TransportError.
-        """
+        """Send one request. Raises: httpx.TransportError."""
         limits = request.extensions.get("timeout", {})
         body = await request.aread()
-        origin = self._pool.address
-        target = request.url.raw_path
-        lines = [
-            request.method.encode() + b" " + target + b" HTTP/1.1\r\n",
-            origin.header_lines,
-            *(
-                name + b": " + value + b"\r\n"
-                for name, value in request.headers.raw
-                if name.lower() not in _SKIPPED
+        headers = request.headers
+        has_body = "content-length" in headers or "transfer-encoding" in headers
+        head = self._pool.address.request_head(
+            request.method.encode(),
+            request.url.raw_path,
+            b"".join(
+                b"%s: %s\r\n" % (name, value)
+                for name, value in headers.raw
+                if name.lower() not in _NOT_COPIED
             ),
-            # A body that was made on the way has no length yet.
-            b"content-length: %d\r\n\r\n" % len(body)
-            if "transfer-encoding" in request.headers
-            else b"\r\n",
-        ]
-        data = b"".join(lines)
-        connection = None
+            len(body) if has_body else None,
+        )
         try:
-            connection = await self._exchange(request, data, body, limits)
-            return httpx.Response(
-                connection.status,
-                headers=connection.headers,
-                stream=_ResponseBody(self._pool, connection, limits.get("read")),
-                request=request,
+            connection = await self._pool.exchange(
+                head,
+                body,
+                dial=functools.partial(
+                    self._pool.connect, limits.get("connect") or CONNECT_TIMEOUT
+                ),
+                head_timeout=limits.get("read"),
+                bodyless=request.method == "HEAD",
             )
+        except TimeoutError:
+            raise httpx.ReadTimeout("The node did not answer", request=request) from None
         except UpstreamError as error:
             raise _translated(error, request) from error
-
-    async def _exchange(
-        self, request: httpx.Request, data: bytes, body: bytes, limits: dict[str, float | None]
-    ) -> NodeConnection:
-        connection = self._pool.take_idle()
-        while True:
-            if connection is None:
-                connection = await self._pool.connect(limits.get("connect") or 60.0)
-            try:
-                connection.send(data, body, bodyless=request.method == "HEAD")
-                async with LoopTimeout(limits.get("read")):
-                    await connection.read_status()
-            except StaleConnection as error:
-                drop_traceback(error)
-                connection.close()
-                connection = None
-            except TimeoutError:
-                connection.close()
-                raise httpx.ReadTimeout("The node did not answer", request=request) from None
-            except BaseException:
-                connection.close()
-                raise
-            else:
-                return connection
+        return httpx.Response(
+            connection.status,
+            headers=connection.headers,
+            stream=_ResponseBody(self._pool, connection, limits.get("read")),
+            request=request,
+        )
 
 
 class _ResponseBody(httpx.AsyncByteStream):
@@ -117,6 +100,7 @@ class _ResponseBody(httpx.AsyncByteStream):
 
 
 def _translated(error: UpstreamError, request: httpx.Request | None) -> httpx.TransportError:
+    """The httpx error for it."""
     kind: type[httpx.TransportError] = httpx.ReadError
     if isinstance(error, ConnectTimedOut):
         kind = httpx.ConnectTimeout

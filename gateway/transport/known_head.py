@@ -1,7 +1,7 @@
-"""The head of a message, parsed once for all messages on a connection that repeat it.
+"""Recognises the head of a message, so that it is parsed once for all messages that repeat it.
 
-A client sends one head again and again, and so does a node; only their Content-Length differs.
-Parsing costs some ten calls into Python for each message, comparing costs three of C's.
+A client sends the same head again and again, and so does a node; only the Content-Length differs.
+Parsing costs some ten calls into Python for each message, comparing three into C.
 """
 
 from __future__ import annotations
@@ -13,50 +13,50 @@ _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ ]?([0-9]{1,9})(?=\r\n)", re
 _HEAD_END = b"\r\n\r\n"
 
 MOST_LENGTH_DIGITS = 9
-"""Of a body's length: what has more does not come in one read."""
+"""Digits of a Content-Length; a body that needs more does not come in one read."""
 
 
 class KnownHead:
-    """The bytes of a head, up to the digits of its Content-Length and behind them."""
+    """The bytes of a head, before and after the digits of its Content-Length."""
 
-    __slots__ = ("_before", "_begin", "_behind", "_size", "_start", "_whole")
+    __slots__ = ("_after", "_before", "_begin", "_size", "_start", "_whole")
 
-    def __init__(self, before: bytes, digits: bytes, behind: bytes) -> None:
+    def __init__(self, before: bytes, digits: bytes, after: bytes) -> None:
         self._before = before
-        self._behind = behind
+        self._after = after
         self._start = len(before)
-        # As it came the first time: most of what repeats a head repeats the length, too.
-        self._whole = before + digits + behind
+        # As it came the first time: most messages that repeat a head repeat the length, too.
+        self._whole = before + digits + after
         self._begin = len(self._whole)
         self._size = self._begin + int(digits)
 
     @classmethod
     def from_message(cls, data: bytes) -> KnownHead | None:
-        """The head of the whole message that `data` is, or None if there is more to it than that.
+        """The head of `data`, which is one message; None if its head can't be recognised.
 
-        What was parsed of it holds for every message whose `body` is then found.
+        The parsed headers hold for every message of which `match_body` returns the body.
         """
         end = data.find(_HEAD_END) + len(_HEAD_END)
         found = _CONTENT_LENGTH.findall(data, 0, end)
         if len(found) != 1 or len(data) - end != int(found[0]):
-            # Also where the parser saw the head end before that.
+            # Also when the parser saw an earlier end of the head.
             return None
         length = _CONTENT_LENGTH.search(data, 0, end)
         assert length is not None
         return cls(data[: length.start(1)], length[1], data[length.end(1) : end])
 
     def match_body(self, data: bytes) -> bytes | None:
-        """The body, if `data` is a whole message with this head and nothing else."""
+        """The body, if `data` is exactly one message with this head; else None."""
         if len(data) == self._size and data.startswith(self._whole):
             return data[self._begin :]
         start = self._start
         if not data.startswith(self._before):
             return None
         end = data.find(b"\r", start, start + MOST_LENGTH_DIGITS + 1)
-        if end <= start or not data.startswith(self._behind, end):
+        if end <= start or not data.startswith(self._after, end):
             return None
         digits = data[start:end]
-        begin = end + len(self._behind)
+        begin = end + len(self._after)
         if digits.isdigit() and int(digits) == len(data) - begin:
             return data[begin:]
         return None

@@ -1,4 +1,4 @@
-"""Everything that talks to one node: a pool for the relay, an httpx client for the rest."""
+"""The client of one node: a pool for proxied requests and an httpx client for all others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from gateway.transport.resolver import Resolver
 
 @dataclass(slots=True)
 class NodeClient:
-    """The ways to one node; closed when the node has left the fleet and its work is done."""
+    """The connections to one node; closed when the node has left the fleet and is idle.
+
+    Both send by `pool.exchange`, so that their heads and their retries on a stale connection are
+    the same. Paths are below the prefix of the node's URL.
+    """
 
     pool: ConnectionPool
     http: httpx.AsyncClient
@@ -29,24 +33,29 @@ class NodeClient:
 
 
 OpenNodeClient = Callable[[NodeSpec], NodeClient]
-"""How the fleet opens the ways to a node."""
+"""How the fleet opens a node's client."""
 
 
 def open_node_client(spec: NodeSpec, resolver: Resolver | None = None) -> NodeClient:
-    """The ways to `spec`; nothing is sent yet. Needs a running event loop.
+    """A client of the node; it sends nothing yet. Needs a running event loop.
 
-    `names` resolves its host; nodes share one, so that each name is looked up once.
+    `resolver` resolves its host; nodes share one, so that each name is looked up once.
 
     Raises: ssl.SSLError, OSError when a TLS file can't be used.
     """
     pool = ConnectionPool(node_address(spec), resolver)
     client = httpx.AsyncClient(
-        base_url=spec.url,
+        base_url=urlsplit(spec.url)._replace(path="").geturl(),  # the address adds the path
         transport=PoolTransport(pool),
         trust_env=False,
         headers={"accept-encoding": "identity", "user-agent": "llama-gateway"},
     )
     return NodeClient(pool, client)
+
+
+def connection_key(spec: NodeSpec) -> tuple[object, ...]:
+    """Changes when a node's entry in the inventory needs a new client."""
+    return (spec.url, spec.kind, spec.tls, spec.api_key)
 
 
 def node_address(spec: NodeSpec) -> NodeAddress:
@@ -57,20 +66,20 @@ def node_address(spec: NodeSpec) -> NodeAddress:
     port = url.port or (443 if secure else 80)
     name = f"[{host}]" if ":" in host else host
     authority = name if url.port is None else f"{name}:{port}"
-    fields = f"host: {authority}\r\n"
+    lines = f"host: {authority}\r\n"
     if spec.api_key is not None:
-        fields += f"authorization: Bearer {spec.api_key.get_secret_value()}\r\n"
+        lines += f"authorization: Bearer {spec.api_key.get_secret_value()}\r\n"
     return NodeAddress(
         host=host,
         port=port,
         path_prefix=url.path.rstrip("/").encode(),
-        header_lines=fields.encode(),
-        tls=_tls(spec.tls) if secure else None,
+        header_lines=lines.encode(),
+        tls=_tls_context(spec.tls) if secure else None,
         server_name=(spec.tls.server_name if spec.tls else None) or host,
     )
 
 
-def _tls(spec: NodeTls | None) -> ssl.SSLContext:
+def _tls_context(spec: NodeTls | None) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=str(spec.ca) if spec and spec.ca else None)
     if spec is not None and not spec.verify:
         context.check_hostname = False

@@ -1,8 +1,9 @@
-"""The connections to one node: idle ones are used again, the last one first.
+"""The connections to one node, and the way in which every request to it is sent.
 
-llama.cpp's server closes a connection that was idle for 5 s and any after 100 requests, so an
-idle one is forgotten before that, and one that proves to be closed in the instant of its reuse
-(`Stale`) was no attempt at all: the caller sends again on a fresh one.
+Idle connections are used again, the last one first. llama.cpp's server closes a connection that
+was idle for 5 s and any after 100 requests. So the pool drops an idle one before that. A request
+whose connection proves to be closed in the instant of its reuse (`StaleConnection`) is sent again
+on another one.
 """
 
 from __future__ import annotations
@@ -10,27 +11,33 @@ from __future__ import annotations
 import asyncio
 import errno
 import ssl
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from gateway.transport.connection import NodeConnection
+from gateway.errors import drop_traceback
+from gateway.request import SegmentedBody
+from gateway.transport.connection import STALE_SECONDS, LoopTimeout, NodeConnection
 from gateway.transport.eager_task import ensure_task
-from gateway.transport.errors import ConnectFailed, ConnectTimedOut, LocalResourcesExhausted
+from gateway.transport.errors import (
+    ConnectFailed,
+    ConnectTimedOut,
+    LocalResourcesExhausted,
+    StaleConnection,
+)
 from gateway.transport.resolver import Resolver
-from gateway.transport.timeout import LoopTimeout
 
 IDLE_SECONDS = 4.0
 """Below the 5 s after which llama.cpp's server closes (cpp-httplib's keep-alive timeout)."""
 
-RESOLVE_SHARE = 0.75
-"""Part of the time for a connection in which its host's name must be resolved: a probe that has no
-more time than that can still tell why it failed."""
-
 IDLE_CONNECTIONS = 1024
-"""Idle connections kept for one node; what comes back beyond is closed."""
+"""Idle connections kept for one node; further ones are closed."""
 
+RESOLVE_SHARE = 0.75
+"""Share of the time for a connection in which its host's name must be resolved: what is left lets
+a probe with no more time than that still report why it failed."""
 
 _LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
-"""What this machine lacks, not the node."""
+"""Errors of this machine, not of the node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,43 +53,108 @@ class NodeAddress:
     tls: ssl.SSLContext | None = None
     server_name: str | None = None
 
-    def request_head(self, method: bytes, path: str, header_lines: bytes, length: int) -> bytes:
-        """The head of a request to this node whose body has `length` bytes."""
+    def request_head(
+        self, method: bytes, path: bytes, header_lines: bytes = b"", length: int | None = None
+    ) -> bytes:
+        """The head of a request for this path below the node's prefix.
+
+        `header_lines` end in CRLF each, and hold neither Host nor Content-Length. `length`: bytes
+        of the body; None: the request has no body.
+        """
+        if length is None:
+            return b"%s %s%s HTTP/1.1\r\n%s%s\r\n" % (
+                method, self.path_prefix, path, self.header_lines, header_lines
+            )  # fmt: skip
         return b"%s %s%s HTTP/1.1\r\n%s%scontent-length: %d\r\n\r\n" % (
-            method, self.path_prefix, path.encode(), self.header_lines, header_lines, length
+            method, self.path_prefix, path, self.header_lines, header_lines, length
         )  # fmt: skip
 
 
 class ConnectionPool:
-    """Connections to one origin."""
+    """Connections to one node."""
 
-    def __init__(self, origin: NodeAddress, resolver: Resolver | None = None) -> None:
-        self.address = origin
-        self._names = resolver or Resolver()
+    def __init__(
+        self,
+        address: NodeAddress,
+        resolver: Resolver | None = None,
+        *,
+        idle_seconds: float = IDLE_SECONDS,
+        most_idle: int = IDLE_CONNECTIONS,
+        stale_seconds: float = STALE_SECONDS,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self.address = address
         self.connections_opened = 0
-        self._loop = asyncio.get_running_loop()
-        self._idle: list[NodeConnection] = []
+        self.stale_seconds = stale_seconds
+        """For connections opened from now on: see `NodeConnection`."""
+        self._resolver = resolver or Resolver()
+        self._idle_seconds = idle_seconds
+        self._most_idle = most_idle
+        self._loop = loop or asyncio.get_running_loop()
+        self._idle: list[tuple[float, NodeConnection]] = []
+        """Idle connections and since when each is idle, the oldest first."""
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
 
+    async def exchange(
+        self,
+        head: bytes,
+        body: bytes | SegmentedBody = b"",
+        *,
+        dial: Callable[[], Awaitable[NodeConnection]],
+        on_connected: Callable[[NodeConnection], None] | None = None,
+        head_timeout: float | None = None,
+        bodyless: bool = False,
+    ) -> NodeConnection:
+        """Send a request and wait for the response's head; returns the connection to read from.
+
+        An idle connection is used if there is one, else `dial` opens one (`connect` in most
+        cases). If an idle one proves to be stale, the request is sent again. `on_connected` is
+        called before each sending; an exception in it ends the exchange. `bodyless`: a HEAD
+        request, whose response has no body.
+
+        Raises: UpstreamError; TimeoutError when `head_timeout` seconds after sending there is no
+        head; what `dial` and `on_connected` raise. The connection is closed then.
+        """
+        while True:
+            connection = self.take_idle() or await dial()
+            try:
+                if on_connected is not None:
+                    on_connected(connection)
+                connection.send(head, body, bodyless=bodyless)
+                if head_timeout is None:
+                    while not connection.status:
+                        await connection.wait_for_data()
+                else:
+                    async with LoopTimeout(head_timeout):
+                        await connection.read_status()
+            except StaleConnection as error:
+                drop_traceback(error)
+                connection.close()
+            except BaseException:
+                connection.close()
+                raise
+            else:
+                return connection
+
     def take_idle(self) -> NodeConnection | None:
         """An open connection that was used lately, or None."""
-        oldest = self._loop.time() - IDLE_SECONDS
+        oldest = self._loop.time() - self._idle_seconds
         while self._idle:
-            connection = self._idle.pop()
-            if connection.alive and connection.idle_since > oldest:
+            idle_since, connection = self._idle.pop()
+            if connection.alive and idle_since > oldest:
                 return connection
             connection.close()
         return None
 
     async def connect(self, timeout: float) -> NodeConnection:
-        """A new connection within `timeout` seconds, to the first address that takes it.
+        """A new connection within `timeout` seconds, to the first address that accepts one.
 
-        Raises: ConnectFailed, ConnectTimedOut, Exhausted.
+        Raises: ConnectFailed, ConnectTimedOut, LocalResourcesExhausted.
         """
         await ensure_task()
         host, until = self.address.host, self._loop.time() + timeout
-        addresses = await self._names.addresses(host, timeout * RESOLVE_SHARE)
+        addresses = await self._resolver.addresses(host, timeout * RESOLVE_SHARE)
         failure: ConnectFailed | ConnectTimedOut | None = None
         for number, address in enumerate(addresses):
             left = max(0.0, until - self._loop.time())
@@ -94,22 +166,22 @@ class ConnectionPool:
                 failure = error
             else:
                 if number:
-                    self._names.connected(host, address)
+                    self._resolver.connected(host, address)
                 return connection
-        self._names.connect_failed(host)
+        self._resolver.connect_failed(host)
         assert failure is not None
         raise failure
 
     async def _connect(self, address: str, timeout: float) -> NodeConnection:
-        origin = self.address
+        node = self.address
         try:
             async with LoopTimeout(timeout):
                 _, connection = await self._loop.create_connection(
-                    lambda: NodeConnection(self._loop),
+                    lambda: NodeConnection(self._loop, stale_seconds=self.stale_seconds),
                     address,
-                    origin.port,
-                    ssl=origin.tls,
-                    server_hostname=origin.server_name if origin.tls else None,
+                    node.port,
+                    ssl=node.tls,
+                    server_hostname=node.server_name if node.tls else None,
                 )
         except TimeoutError:
             raise
@@ -127,14 +199,13 @@ class ConnectionPool:
             self._closed
             or not connection.reusable
             or not connection.alive
-            or len(self._idle) >= IDLE_CONNECTIONS
+            or len(self._idle) >= self._most_idle
         ):
             connection.close()
             return
-        connection.idle_since = self._loop.time()
-        self._idle.append(connection)
+        self._idle.append((self._loop.time(), connection))
         if self._sweeper is None:
-            self._sweeper = self._loop.call_later(IDLE_SECONDS, self._sweep)
+            self._sweeper = self._loop.call_later(self._idle_seconds, self._sweep)
 
     def close(self) -> None:
         """Close all idle connections; those in use end with their exchange."""
@@ -142,20 +213,21 @@ class ConnectionPool:
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
-        for connection in self._idle:
+        for _, connection in self._idle:
             connection.close()
         self._idle.clear()
 
     def _sweep(self) -> None:
+        """Close connections that have been idle for too long."""
         self._sweeper = None
-        oldest = self._loop.time() - IDLE_SECONDS
+        oldest = self._loop.time() - self._idle_seconds
         kept = []
-        for connection in self._idle:
-            if connection.alive and connection.idle_since > oldest:
-                kept.append(connection)
+        for idle_since, connection in self._idle:
+            if connection.alive and idle_since > oldest:
+                kept.append((idle_since, connection))
             else:
                 connection.close()
         self._idle = kept
         if kept:
-            wait = kept[0].idle_since - oldest
+            wait = kept[0][0] - oldest
             self._sweeper = self._loop.call_later(max(0.1, wait), self._sweep)

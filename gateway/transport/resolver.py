@@ -1,8 +1,8 @@
-"""Host names of nodes, resolved once and then kept: a resolver that hangs stops nobody else.
+"""Resolves the host names of nodes once and caches them; a resolver that hangs stops no one else.
 
 The system's resolver can't be interrupted, and takes half a minute to give up. So each look-up has
-a thread of its own, which nobody waits for longer than told, at the end of the process neither.
-Addresses that are known are used at once, and looked up again behind their use.
+a thread of its own, for which a caller waits only as long as its limit, and the process not at all
+when it ends. Known addresses are used at once, and looked up again in the background.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any, ParamSpec, TypeVar
 from gateway.transport.errors import ConnectFailed
 
 REFRESH_AFTER = 45.0
-"""Seconds after which a name that is used is looked up again."""
+"""Seconds after which a name that is in use is looked up again."""
 
 LEAST_LOOKUP_INTERVAL = 1.0
-"""Seconds between two look-ups of a name at least."""
+"""Least seconds between two look-ups of a name."""
 
 LOOKUP_ABANDONED_AFTER = 120.0
-"""Seconds after which a look-up no longer stands in the way of another one of the same name."""
+"""Seconds after which a look-up no longer prevents another one of the same name."""
 
 MOST_LOOKUP_THREADS = 128
-"""Look-ups at one time; one for each name at most."""
+"""Look-ups at the same time; one for each name at most."""
 
 MOST_ADDRESSES = 8
 """Addresses of one name that are tried."""
@@ -45,107 +45,140 @@ T = TypeVar("T")
 
 
 def system_lookup(name: str) -> list[str]:
-    """Ask the system's resolver."""
+    """Look up with the system's resolver."""
     found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
 
-@dataclass(slots=True)
-class _Host:
-    addresses: tuple[str, ...] = ()
-    """The last ones that the resolver told; the one that answered last comes first."""
-    asked: float = -math.inf
-    error: str = ""
-    """Why it told none, the last time."""
-    asking: asyncio.Future[list[str]] | None = None
-
-
 class Resolver:
-    """The names of all nodes. Times are the event loop's."""
+    """The host names of all nodes. Times are the event loop's."""
 
-    def __init__(self, look_up: Lookup = system_lookup, threads: int = MOST_LOOKUP_THREADS) -> None:
+    def __init__(
+        self,
+        look_up: Lookup = system_lookup,
+        threads: int = MOST_LOOKUP_THREADS,
+        *,
+        refresh_after: float = REFRESH_AFTER,
+        least_interval: float = LEAST_LOOKUP_INTERVAL,
+        abandoned_after: float = LOOKUP_ABANDONED_AFTER,
+    ) -> None:
         self._look_up = look_up
+        self._refresh_after = refresh_after
+        self._least_interval = least_interval
+        self._abandoned_after = abandoned_after
         self._threads = DaemonThreads(threads)
-        self._names: dict[str, _Host] = {}
+        self._hosts: dict[str, Host] = {}
+
+    def host(self, name: str) -> Host:
+        """What is known of this host name."""
+        return self._hosts.setdefault(name, Host())
 
     async def addresses(self, host: str, limit: float) -> tuple[str, ...]:
-        """Addresses of `host`: itself if it is one, else those known, else within `limit` seconds.
+        """The addresses of `host`: itself, else known ones, else looked up within `limit` seconds.
 
         Raises: ConnectFailed.
         """
         if is_address(host):
             return (host,)
-        name = self._names.setdefault(host, _Host())
+        known = self.host(host)
         now = asyncio.get_running_loop().time()
-        if name.addresses:
-            if now - name.asked >= REFRESH_AFTER:
-                self._ask(host, name)
-            return name.addresses
-        if name.asking is None:
-            self._ask(host, name)
-        if name.asking is not None and now - name.asked < limit:
-            await asyncio.wait((name.asking,), timeout=limit)
-        if name.addresses:
-            return name.addresses
-        why = name.error if name.asking is None else "the resolver does not answer"
+        if known.addresses:
+            if now - known.asked_at >= self._refresh_after:
+                self.refresh(host)
+            return known.addresses
+        if known.lookup is None:
+            self.refresh(host)
+        if known.lookup is not None and now - known.asked_at < limit:
+            await asyncio.wait((known.lookup,), timeout=limit)
+        if known.addresses:
+            return known.addresses
+        why = known.error if known.lookup is None else "the resolver does not answer"
         raise ConnectFailed(f"The name '{host}' can't be resolved: {why}")
 
     def connected(self, host: str, address: str) -> None:
-        """A connection to this address of `host` came about: it is tried first from now on."""
-        name = self._names.get(host)
-        if name is not None and address in name.addresses:
-            others = (other for other in name.addresses if other != address)
-            name.addresses = (address, *others)
+        """A connection to this address of `host` was made: it is tried first from now on."""
+        if host in self._hosts:
+            self._hosts[host].put_first(address)
 
     def connect_failed(self, host: str) -> None:
-        """No connection to `host` came about: it may have moved."""
-        name = self._names.get(host)
+        """No connection to `host` could be made: it may have moved."""
+        known = self._hosts.get(host)
         now = asyncio.get_running_loop().time()
-        if name is not None and now - name.asked >= LEAST_LOOKUP_INTERVAL:
-            self._ask(host, name)
+        if known is not None and now - known.asked_at >= self._least_interval:
+            self.refresh(host)
+
+    def refresh(self, host: str) -> None:
+        """Look this name up in the background, unless a look-up is under way."""
+        known = self.host(host)
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if known.lookup is not None and now - known.asked_at < self._abandoned_after:
+            return
+        try:
+            lookup = loop.run_in_executor(self._threads, self._look_up, host)
+        except RuntimeError as error:  # no thread can be started
+            known.lookup_failed(str(error), now)
+        else:
+            known.lookup_began(lookup, now)
 
     def close(self) -> None:
         """Wait for no look-up any more."""
-        for name in self._names.values():
-            if name.asking is not None:
-                name.asking.cancel()
+        for known in self._hosts.values():
+            if known.lookup is not None:
+                known.lookup.cancel()
 
-    def _ask(self, host: str, name: _Host) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        if name.asking is not None and now - name.asked < LOOKUP_ABANDONED_AFTER:
+
+@dataclass(slots=True)
+class Host:
+    """One host name and its addresses."""
+
+    addresses: tuple[str, ...] = ()
+    """From the last look-up that found any; the one that was connected to last comes first."""
+    asked_at: float = -math.inf
+    """When the last look-up began."""
+    error: str = ""
+    """Why the last look-up found no address."""
+    lookup: asyncio.Future[list[str]] | None = None
+    """The look-up that is under way."""
+
+    def put_first(self, address: str) -> None:
+        """Try this address before the others, if it is one of the host's."""
+        if address in self.addresses:
+            others = (other for other in self.addresses if other != address)
+            self.addresses = (address, *others)
+
+    def lookup_failed(self, error: str, now: float) -> None:
+        """A look-up could not begin."""
+        self.asked_at, self.error = now, error
+
+    def lookup_began(self, lookup: asyncio.Future[list[str]], now: float) -> None:
+        """A look-up is under way."""
+        self.asked_at, self.lookup = now, lookup
+        lookup.add_done_callback(self._lookup_done)
+
+    def _lookup_done(self, lookup: asyncio.Future[list[str]]) -> None:
+        if self.lookup is lookup:
+            self.lookup = None
+        if lookup.cancelled():
             return
-        name.asked = now
-        try:
-            name.asking = loop.run_in_executor(self._threads, self._look_up, host)
-        except RuntimeError as error:  # no thread can be started
-            name.error = str(error)
-        else:
-            name.asking.add_done_callback(functools.partial(_heard, name))
-
-
-def _heard(name: _Host, asking: asyncio.Future[list[str]]) -> None:
-    if name.asking is asking:
-        name.asking = None
-    if asking.cancelled():
-        return
-    error = asking.exception()
-    if error is not None:
-        # What was known is better than nothing, whatever the resolver says now.
-        name.error = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return
-    found = tuple(dict.fromkeys(asking.result()))[:MOST_ADDRESSES]
-    if not found:
-        name.error = "it has no address"
-        return
-    if name.addresses and name.addresses[0] in found:
-        found = (name.addresses[0], *(one for one in found if one != name.addresses[0]))
-    name.addresses, name.error = found, ""
+        error = lookup.exception()
+        if error is not None:
+            # The known addresses stay: they are better than none.
+            self.error = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            return
+        found = tuple(dict.fromkeys(lookup.result()))[:MOST_ADDRESSES]
+        if not found:
+            self.error = "it has no address"
+            return
+        first = self.addresses[:1]
+        self.addresses, self.error = found, ""
+        if first:
+            self.put_first(*first)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_address(host: str) -> bool:
-    """Whether this is an address, so that nobody need be asked for it."""
+    """Whether this is an IP address, which needs no look-up."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -154,7 +187,7 @@ def is_address(host: str) -> bool:
 
 
 class DaemonThreads(Executor):
-    """Threads that the process does not wait for at its end, up to `most` at one time."""
+    """Up to `most` threads at the same time, for which the process does not wait when it ends."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -163,7 +196,7 @@ class DaemonThreads(Executor):
         self._lock = threading.Lock()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run it in a thread, once one may be started. Raises: RuntimeError, when none can be."""
+        """Run it in a thread, as soon as one is free. Raises: RuntimeError, if none can start."""
         future: Future[T] = Future()
         work = functools.partial(_run, future, functools.partial(fn, *args, **kwargs))
         with self._lock:
@@ -194,7 +227,7 @@ def _run(future: Future[Any], call: Callable[[], Any]) -> None:
         return
     try:
         result = call()
-    except BaseException as error:  # noqa: BLE001 - whoever waits for it is told
+    except BaseException as error:  # noqa: BLE001 - the future's waiter gets it
         future.set_exception(error)
     else:
         future.set_result(result)

@@ -1,6 +1,6 @@
-"""Machines that a cloud switches on and off when it is called: `POST /start/NAME`, `/stop/NAME`.
+"""A cloud that starts and stops machines by HTTP calls: `POST /start/NAME`, `/stop/NAME`.
 
-They are emulated nodes in this process, so that all of it can run in virtual time.
+The machines are emulated nodes in this process, so that all of it can run in virtual time.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from tests.emulator import EmulatedNode
 
 HOST = "127.0.0.1"
 BOOT = 0.7
-"""Seconds from an order to a server that listens."""
+"""Seconds from a call until the server listens."""
 
 
 @dataclass(slots=True)
 class Machine:
-    """One that is off until it is switched on. What it is told is noted in `orders`."""
+    """A machine that is off until it is started. It records its calls in `orders`."""
 
     name: str
     options: dict[str, Any]
     claim: socket
-    """Keeps its port while it is off."""
+    """Reserves its port while it is off."""
     orders: list[str] = field(default_factory=list)
     answers: dict[str, tuple[float, int, str]] = field(default_factory=dict)
-    """For `start` or `stop`: seconds, status and body of an answer, with which nothing is done."""
+    """For `start` or `stop`: an answer (seconds, status, body) that replaces the action."""
     _node: EmulatedNode | None = None
     _booting: asyncio.Task[None] | None = None
 
@@ -57,7 +57,7 @@ class Machine:
         self._node = await EmulatedNode(port=port, model=MODEL, **self.options).__aenter__()
 
     async def end(self) -> None:
-        """Switch it off, whatever it does."""
+        """Stop it, even while it starts."""
         if self._booting is not None:
             self._booting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -68,7 +68,7 @@ class Machine:
 
 
 class Cloud:
-    """An asynchronous context manager. Machines are made before or after."""
+    """An asynchronous context manager. Machines are added before or after entering it."""
 
     def __init__(self) -> None:
         self.machines: dict[str, Machine] = {}
@@ -77,12 +77,12 @@ class Cloud:
         self._calls: set[asyncio.Task[None]] = set()
 
     def machine(self, name: str, **options: Any) -> Machine:
-        """One more; `options` are those of the emulated node."""
+        """Add a machine; `options` are those of the emulated node."""
         made = self.machines[name] = Machine(name, options, claim_port(HOST))
         return made
 
     def node(self, name: str, **keys: Any) -> dict[str, Any]:
-        """The line of the inventory for a machine; `keys` are more of it."""
+        """A machine's entry in the inventory, with these further keys."""
         hook = f"http://{HOST}:{claimed_port(self._claim)}"
         return {
             "name": name,
@@ -117,7 +117,7 @@ class Cloud:
         assert call is not None
         self._calls.add(call)
         try:
-            # Python 3.11 prints what is cancelled in here as an error.
+            # Python 3.11 prints an error for a task that is cancelled in here.
             with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
                 head = await reader.readuntil(b"\r\n\r\n")
                 _, order, name = head.split()[1].decode().split("/")

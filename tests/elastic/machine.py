@@ -1,7 +1,7 @@
-"""A machine that hooks switch on and off: an emulated node as a process that outlives its hook.
+"""A machine that hooks start and stop: an emulated node as a process that outlives its hook.
 
 `python machine.py start FOLDER PORT [OPTIONS OF THE EMULATOR]` and `stop FOLDER PORT`; FOLDER gets
-a line for each order.
+a line for each call.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def _hold(port: str, options: list[str]) -> None:
 
 
 def end(folder: Path, port: str) -> None:
-    """Switch it off, and wait until nobody listens there any more."""
+    """Stop it, and wait until its port is closed."""
     pid = folder / f"{port}.pid"
     if pid.exists():
-        # Both at once: a node that has only just begun might not learn of its parent's end.
+        # Kill both: a node that has just started might not notice the end of its parent.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(int(pid.read_text()), signal.SIGTERM)
         pid.unlink()
@@ -54,7 +54,7 @@ def end(folder: Path, port: str) -> None:
 
 
 def main(order: str, folder: str, port: str, *options: str) -> None:
-    """Obey one order."""
+    """Do what one call asks for."""
     place = Path(folder)
     if order == "hold":
         _hold(port, list(options))

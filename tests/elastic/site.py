@@ -1,4 +1,4 @@
-"""A gateway over standby nodes: its settings, what it is asked, and what it shows."""
+"""A gateway over standby nodes: settings, requests, and its admin API."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUICK: dict[str, Any] = {
 
 
 def settings(**elastic: Any) -> dict[str, Any]:
-    """Impatient ones, but for probes: a machine that is off refuses them at once."""
+    """Settings with short times, except for probes: a machine that is off refuses them at once."""
     return {**QUICK, "elastic": {**QUICK["elastic"], **elastic}}
 
 
@@ -49,7 +49,7 @@ async def shown(running: Running, name: str) -> Mapping[str, Any]:
 
 
 async def order(running: Running, path: str) -> None:
-    """Have an operator's order obeyed, such as `nodes/NAME/drain` or `reload`."""
+    """Call the admin API as an operator does: `nodes/NAME/drain`, `reload`, ..."""
     async with httpx.AsyncClient(
         base_url=running.admin_url, trust_env=False, verify=NO_TLS
     ) as admin:

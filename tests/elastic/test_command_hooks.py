@@ -1,4 +1,4 @@
-"""Standby nodes that commands switch on and off: real processes, in real time."""
+"""Standby nodes that commands start and stop: real processes, in real time."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @dataclass
 class Machines:
-    """Machines that are off until somebody switches them on."""
+    """Machines that are off until a hook starts them."""
 
     folder: Path
     claims: list[socket] = field(default_factory=list)
-    """Keep their ports while they are off."""
+    """Reserve their ports while they are off."""
 
     def node(self, name: str) -> dict[str, Any]:
-        """A line of the inventory for one more."""
+        """Add a machine; its entry in the inventory."""
         self.claims.append(claim_port("127.0.0.1"))
         port = claimed_port(self.claims[-1])
         command = [sys.executable, str(Path(machine.__file__))]
@@ -44,7 +44,7 @@ class Machines:
         }
 
     def orders(self) -> list[str]:
-        """What the hooks were told, in order."""
+        """The calls of the hooks, in order."""
         log = self.folder / "orders"
         return [line.split()[0] for line in log.read_text().splitlines()] if log.exists() else []
 

@@ -1,4 +1,4 @@
-"""Standby nodes behind a whole gateway, switched on and off by HTTP hooks, in virtual time."""
+"""Standby nodes behind a whole gateway, started and stopped by HTTP hooks, in virtual time."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ async def test_a_burst_starts_standby_nodes_and_afterwards_they_are_stopped(
 
 @asynccontextmanager
 async def one_standby(folder: Path, cloud: Cloud, chosen: dict[str, Any]) -> AsyncIterator[Running]:
-    """A gateway whose only node, `spare`, stands by."""
+    """A gateway whose only node, `spare`, is on standby."""
     async with running_gateway(folder, [cloud.node("spare")], chosen, wait_ready=False) as running:
         await until_state(running, "spare", NodeState.STANDBY)
         yield running
 
 
 @in_virtual_time
-async def test_a_client_that_waits_shorter_than_the_start_is_told_when_to_come_back(
+async def test_a_client_with_a_deadline_before_the_start_gets_retry_after(
     tmp_path: Path,
 ) -> None:
     async with Cloud() as cloud:
@@ -79,7 +79,7 @@ async def test_a_client_that_waits_shorter_than_the_start_is_told_when_to_come_b
 
 
 @in_virtual_time
-async def test_a_start_hook_that_fails_is_told_and_not_tried_again_at_once(
+async def test_a_failed_start_hook_is_reported_and_not_tried_again_at_once(
     tmp_path: Path,
 ) -> None:
     async with Cloud() as cloud:
@@ -97,7 +97,7 @@ async def test_a_start_hook_that_fails_is_told_and_not_tried_again_at_once(
             assert told["elastic"]["failures"] == 1
             page = await metrics(running)
             assert 'hooks_total{node="spare",hook="start",outcome="failed"} 1' in page
-        # It may run all the same.
+        # It may be running even so.
         assert spare.orders == ["start", "stop"]
     assert "no capacity in this zone" in (tmp_path / "gateway.log").read_text()
 
@@ -126,7 +126,7 @@ async def test_limits_are_reloaded(tmp_path: Path) -> None:
         spare = cloud.machine("spare")
         async with one_standby(tmp_path, cloud, settings()) as running:
             running.write_settings(settings(min=1))
-            await order(running, "reload")  # virtual time does not wait for the watch of the files
+            await order(running, "reload")  # virtual time does not wait for the file watcher
             await until_state(running, "spare", NodeState.READY)
             running.write_settings(settings())
             await order(running, "reload")
@@ -135,7 +135,7 @@ async def test_limits_are_reloaded(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_gateway_that_comes_back_finds_what_runs(tmp_path: Path) -> None:
+async def test_a_restarted_gateway_finds_the_running_nodes(tmp_path: Path) -> None:
     async with Cloud() as cloud:
         first, second = cloud.machine("spare-1"), cloud.machine("spare-2")
         nodes = [cloud.node("spare-1"), cloud.node("spare-2")]
@@ -152,7 +152,7 @@ async def test_a_gateway_that_comes_back_finds_what_runs(tmp_path: Path) -> None
 
 
 @in_virtual_time
-async def test_a_drained_one_is_left_alone_until_it_is_resumed(tmp_path: Path) -> None:
+async def test_a_drained_standby_node_is_left_alone_until_it_is_resumed(tmp_path: Path) -> None:
     async with Cloud() as cloud:
         spare = cloud.machine("spare")
         async with running_gateway(
@@ -170,7 +170,7 @@ async def test_a_drained_one_is_left_alone_until_it_is_resumed(tmp_path: Path) -
 
 
 @in_virtual_time
-async def test_a_node_that_is_not_needed_ends_its_work_before_it_is_stopped(
+async def test_a_node_finishes_its_requests_before_it_is_stopped(
     tmp_path: Path,
 ) -> None:
     async with Cloud() as cloud, EmulatedNode(slots=2, model=MODEL) as base:
@@ -198,7 +198,7 @@ async def test_a_node_that_is_not_needed_ends_its_work_before_it_is_stopped(
 
 
 @in_virtual_time
-async def test_a_node_with_work_of_others_is_not_stopped(tmp_path: Path) -> None:
+async def test_a_node_with_work_of_other_clients_is_not_stopped(tmp_path: Path) -> None:
     async with Cloud() as cloud:
         spare = cloud.machine("spare", decode_tps=20.0, answer_tokens=100)
         async with running_gateway(
@@ -206,7 +206,7 @@ async def test_a_node_with_work_of_others_is_not_stopped(tmp_path: Path) -> None
         ) as running:
             await until_state(running, "spare", NodeState.STANDBY)
             assert (await ask(running, tokens=2)).status_code == 200
-            # Somebody else, past the gateway.
+            # Another client, past the gateway.
             began = now()
             async with httpx.AsyncClient(
                 base_url=spare.url, trust_env=False, verify=NO_TLS

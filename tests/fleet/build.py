@@ -1,4 +1,4 @@
-"""Nodes and fleets for the tests of this room: a clock that stands still, quick settings."""
+"""Nodes and fleets for the tests of this folder: a clock that stands still, quick settings."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from gateway.events import EventBus, NodeChanged, NodeDrift
 from gateway.fleet.circuit import Circuit
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Lease, Node, NodeSettings, NodeState
+from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
 from gateway.fleet.state_files import DrainedNodes
 from gateway.request import Priority
 from gateway.transport.node_client import NodeClient, open_node_client
@@ -44,7 +45,7 @@ class Clock:
 
 
 class NoUpstream:
-    """Ways to a node that nobody may use; knows whether it was closed."""
+    """A node's client that no test may use; it knows whether it was closed."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -70,16 +71,17 @@ def a_node(
 ) -> Node:
     """A node that is up, without a fleet."""
     clock = clock or Clock()
-    rules = NodeSettings(HealthSettings(**health or {}), TimeoutSettings())
+    node_settings = NodeSettings(HealthSettings(**health or {}), TimeoutSettings())
     node = Node(
         spec=a_spec(**keys),
         upstream=no_upstream(),
-        settings=rules,
+        settings=node_settings,
         clock=clock,
-        circuit=Circuit(rules.health, random.Random(7)),
+        circuit=Circuit(node_settings.health, random.Random(7)),
     )
-    node.probe_history.probed = node.probe_history.up = True
-    node.state = state
+    up = ProbeResult(ProbeAnswer.UP, "")
+    node.probe_history.record(up, rise=1, fall=1, sign_of_life=None)
+    node.set_state(state, "")
     return node
 
 
@@ -87,15 +89,20 @@ def take(node: Node, slots: int = 1, **keys: Any) -> Lease:
     return node.take_lease(slots, "request", Priority.NORMAL, node.clock(), **keys)
 
 
+def is_held(lease: Lease) -> bool:
+    """Whether the lease's slots still count against its node."""
+    return lease.released_at is None
+
+
 @dataclass
 class Running:
-    """A fleet with what it has said."""
+    """A running fleet and the events that it has published."""
 
     fleet: Fleet
     changes: list[NodeChanged] = field(default_factory=list)
     drifts: list[NodeDrift] = field(default_factory=list)
     capacity: int = 0
-    """How often it was told that capacity may have grown."""
+    """How often `on_capacity` was called."""
 
     def __getitem__(self, name: str) -> Node:
         return self.fleet.nodes[name]
@@ -134,7 +141,7 @@ async def a_fleet(
     timeouts: dict[str, Any] | None = None,
     **health: Any,
 ) -> AsyncIterator[Running]:
-    """A fleet that runs, with quick probes; `probed`: waits for its first probes."""
+    """A running fleet with quick probes; `probed`: wait for its first probes."""
     bus = EventBus()
     fleet = Fleet(
         connect=connect,
@@ -149,10 +156,10 @@ async def a_fleet(
     bus.subscribe(NodeChanged, running.changes.append)
     bus.subscribe(NodeDrift, running.drifts.append)
 
-    def grown() -> None:
+    def count() -> None:
         running.capacity += 1
 
-    fleet.on_capacity = grown
+    fleet.on_capacity = count
     await fleet.start(inventory(*specs))
     try:
         if probed:

@@ -43,7 +43,7 @@ def test_a_success_between_failures_keeps_it_closed() -> None:
     assert circuit.phase(20) is CircuitPhase.CLOSED
 
 
-def test_it_is_open_for_about_the_set_time_then_wants_one_trial() -> None:
+def test_it_stays_open_for_about_the_set_time_then_wants_one_trial() -> None:
     circuit = opened(now=100.0)
     until = end_of_open(circuit)
     assert 100 + 30 * (1 - OPEN_JITTER) <= until <= 100 + 30 * (1 + OPEN_JITTER)
@@ -75,12 +75,12 @@ def test_a_trial_that_succeeds_closes_it() -> None:
     assert circuit.failures == 0
 
 
-def test_a_node_that_was_killed_is_let_in_when_it_is_back() -> None:
+def test_a_node_that_was_killed_gets_work_when_it_is_back() -> None:
     circuit = opened(now=10.0)
     circuit.server_restarted(11.0)
     assert circuit.phase(11.0) is CircuitPhase.CLOSED
     assert circuit.slow_start_slots(10, 11.0) == 1  # step by step
-    assert not circuit.record_failure(11.5, began=9.0)  # one more of those that ended with it
+    assert not circuit.record_failure(11.5, began=9.0)  # another request that the crash ended
     assert circuit.phase(11.5) is CircuitPhase.CLOSED
 
 
@@ -130,7 +130,7 @@ def test_requests_that_began_before_it_opened_neither_extend_nor_close_it() -> N
     assert circuit.open_until == until
 
 
-def test_an_old_failure_says_nothing_about_a_node_that_has_come_back() -> None:
+def test_an_old_failure_does_not_count_against_a_node_that_has_come_back() -> None:
     circuit = opened(now=100.0)
     now = end_of_open(circuit)
     circuit.record_success(now, began=now)
@@ -150,7 +150,7 @@ def test_the_doubling_is_forgotten_after_it_stayed_closed_for_long(
     assert circuit.open_seconds == length
 
 
-def test_it_starts_slowly_after_it_closed() -> None:
+def test_after_it_closed_it_has_a_slow_start() -> None:
     circuit = opened()
     now = end_of_open(circuit)
     circuit.record_success(now, began=now)
@@ -159,7 +159,7 @@ def test_it_starts_slowly_after_it_closed() -> None:
     assert circuit.next_change(now + 31) == float("inf")
 
 
-def test_a_slow_start_ends_though_nobody_asks_what_is_allowed() -> None:
+def test_a_slow_start_ends_without_any_call() -> None:
     circuit = opened()
     now = end_of_open(circuit)
     circuit.record_success(now, began=now)
@@ -189,7 +189,7 @@ steps = st.lists(
 
 
 @given(steps)
-def test_whatever_happens_one_trial_at_most_and_bounded_openings(
+def test_any_events_leave_at_most_one_trial_and_bounded_openings(
     story: list[tuple[str, float, float]],
 ) -> None:
     circuit, now, out = a_circuit(), 1000.0, None

@@ -20,7 +20,7 @@ from gateway.fleet.concurrency_limit import (
 
 
 class Endpoint:
-    """An endpoint with so many places, a queue inside of it, and a pace that falls when full."""
+    """An endpoint with so many places, its own queue, and a decode that slows down when full."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Endpoint:
     def run(
         self, limit: ConcurrencyLimit, *, seconds: float, demand: int = 10_000, start: float = 0.0
     ) -> list[tuple[float, int]]:
-        """`demand` clients ask one after the other, as far as the limit lets them."""
+        """Let `demand` clients send one request after the other, as far as the limit allows."""
         now, out = start, 0
         events: list[tuple[float, int, Callable[[], None]]] = []
         history = [(now, limit.slots)]
@@ -123,7 +123,7 @@ def test_it_starts_at_eight() -> None:
     assert ConcurrencyLimit().slots == START_LIMIT == 8
 
 
-def test_it_grows_while_it_is_used_and_nothing_slows_down() -> None:
+def test_it_grows_while_it_is_used_and_latency_is_steady() -> None:
     history = Endpoint().run(ConcurrencyLimit(), seconds=60)
     assert history[-1][1] > 200
     assert max(slots for _, slots in history) <= MOST_LIMIT
@@ -135,23 +135,23 @@ def test_it_does_not_grow_when_it_is_not_used() -> None:
 
 
 @pytest.mark.parametrize("places", [3, 20])
-def test_it_finds_how_many_an_endpoint_takes_that_refuses_the_rest(places: int) -> None:
+def test_it_finds_the_limit_of_an_endpoint_that_refuses_requests_beyond_it(places: int) -> None:
     limit = ConcurrencyLimit()
     endpoint = Endpoint(places=places, queue=0)
     history = endpoint.run(limit, seconds=600)
     late = settled(history, 300)
     assert max(late) <= places + 1
     assert sum(late) / len(late) >= 0.6 * places
-    # It asks for more than there is about once a minute, and no more often.
+    # It exceeds the places about once a minute, and no more often.
     last = [when for when in endpoint.refusals if when >= 300]
     assert len(last) <= 300 / REFUSAL_REMEMBERED + 2
 
 
 @pytest.mark.parametrize("places", [4, 16])
-def test_it_finds_where_an_endpoint_begins_to_let_requests_wait(places: int) -> None:
+def test_it_finds_the_limit_of_an_endpoint_that_queues_requests_beyond_it(places: int) -> None:
     limit = ConcurrencyLimit()
     endpoint = Endpoint(places=places)
-    endpoint.run(limit, seconds=30, demand=2)  # a quiet time shows what is normal
+    endpoint.run(limit, seconds=30, demand=2)  # a quiet time shows the least latency
     history = endpoint.run(limit, seconds=600, start=31.0)
     late = settled(history, 200)
     assert 0.7 * places <= sum(late) / len(late) <= 2.5 * places
@@ -165,7 +165,7 @@ def test_it_stops_where_every_token_gets_slower() -> None:
     assert 15 <= sum(late) / len(late) <= 45
 
 
-def test_prompts_found_in_a_cache_do_not_make_the_others_look_slow() -> None:
+def test_cached_prompts_do_not_make_the_others_look_slow() -> None:
     def first(rng: random.Random) -> float:
         return 0.02 if rng.random() < 0.3 else 0.4
 
@@ -181,7 +181,7 @@ def test_requests_refused_together_count_once() -> None:
     assert limit.slots == int(START_LIMIT * REFUSAL_CUT)
 
 
-def test_an_answer_that_began_under_another_limit_says_nothing_of_this_one() -> None:
+def test_an_answer_to_a_request_before_the_last_change_does_not_count() -> None:
     limit = ConcurrencyLimit()
     limit.record_refusal(10.0, 10.1)
     limit.record_in_flight(8)
@@ -190,7 +190,7 @@ def test_an_answer_that_began_under_another_limit_says_nothing_of_this_one() -> 
     assert limit.slots == int(START_LIMIT * REFUSAL_CUT)
 
 
-def test_a_pause_that_is_asked_for_is_kept_and_bounded() -> None:
+def test_a_requested_pause_is_kept_and_bounded() -> None:
     limit = ConcurrencyLimit()
     assert limit.record_refusal(0.0, 1.0, retry_after=20.0)
     assert limit.paused(20.9)
@@ -206,7 +206,7 @@ def test_a_longer_pause_is_not_shortened_by_a_later_refusal() -> None:
     assert limit.paused_until == 61.0
 
 
-def test_an_endpoint_that_refuses_again_and_again_is_asked_less_and_less() -> None:
+def test_the_pauses_of_an_endpoint_that_keeps_refusing_get_longer() -> None:
     limit, now = ConcurrencyLimit(), 0.0
     pauses = []
     for _ in range(12):
@@ -220,7 +220,7 @@ def test_an_endpoint_that_refuses_again_and_again_is_asked_less_and_less() -> No
     assert limit.paused_until - (now + 1) == pytest.approx(0.25)
 
 
-def test_an_endpoint_that_has_become_slower_for_good_is_used_again_in_time() -> None:
+def test_an_endpoint_that_stays_slower_is_used_fully_again_after_a_while() -> None:
     limit = ConcurrencyLimit()
     quick = Endpoint()
     quick.run(limit, seconds=20, demand=8)
@@ -231,7 +231,7 @@ def test_an_endpoint_that_has_become_slower_for_good_is_used_again_in_time() -> 
     assert back[-1][1] >= START_LIMIT
 
 
-def test_answers_in_one_piece_tell_too() -> None:
+def test_answers_in_one_piece_count_too() -> None:
     limit, now = ConcurrencyLimit(), 0.0
     for seconds in (1.0, 10.0):
         for _ in range(40):
@@ -254,11 +254,11 @@ calls = st.lists(
 
 
 @given(calls)
-def test_whatever_it_is_told_it_stays_within_its_bounds(
-    told: list[tuple[str, float, float, float, float | None]],
+def test_any_events_leave_it_within_its_bounds(
+    events: list[tuple[str, float, float, float, float | None]],
 ) -> None:
     limit, now = ConcurrencyLimit(), 0.0
-    for what, gap, one, other, maybe in told:
+    for what, gap, one, other, maybe in events:
         now += gap
         if what == "took":
             limit.record_in_flight(min(int(gap * 300), MOST_LIMIT))

@@ -1,4 +1,4 @@
-"""When a node counts as far below its own past, and when it is well again."""
+"""When a node counts as far slower than usual, and when as recovered."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Work:
         context: float = 500,
         reading: float | None = None,
     ) -> list[bool]:
-        """So many requests at this share of its proper speed; whether it is degraded after each."""
+        """So many requests at this share of its usual speed; whether it is degraded after each."""
         states = []
         for _ in range(times):
             self.now += self.gap
@@ -62,7 +62,7 @@ def test_a_node_at_a_third_of_its_speed_is_degraded_within_a_few_requests() -> N
     assert not any(states[:4])
 
 
-def test_the_reason_has_figures_and_says_where_to_look() -> None:
+def test_the_reason_has_figures_and_advice() -> None:
     work = Work()
     work.does(30)
     work.does(20, speed=0.2)
@@ -78,27 +78,27 @@ def test_the_reason_has_figures_and_says_where_to_look() -> None:
     assert "rate limits" in work.pace.reason(work.now, endpoint=True)
 
 
-def test_one_odd_request_is_none() -> None:
+def test_one_slow_request_is_no_degradation() -> None:
     work = Work()
     work.does(30)
     assert not any(work.does(1, speed=0.01) + work.does(5) + work.does(2, speed=0.01))
     assert not any(work.does(5))
 
 
-def test_a_stall_that_hits_all_requests_at_once_is_none() -> None:
+def test_a_stall_that_hits_all_requests_at_once_is_no_degradation() -> None:
     work = Work()
     work.does(30)
     work.gap = 0.5
     assert not any(work.does(16, speed=0.1))
 
 
-def test_half_its_speed_is_not_far_below() -> None:
+def test_half_of_its_speed_is_no_degradation() -> None:
     work = Work()
     work.does(30)
     assert not any(work.does(30, speed=0.55))
 
 
-def test_it_is_well_again_only_clearly_above_where_it_was_taken_for_ill() -> None:
+def test_it_recovers_only_clearly_above_the_speed_at_which_it_was_degraded() -> None:
     work = Work()
     work.does(30)
     assert work.does(10, speed=0.25)[-1]
@@ -106,25 +106,25 @@ def test_it_is_well_again_only_clearly_above_where_it_was_taken_for_ill() -> Non
     assert not work.does(10)[-1]
 
 
-def test_more_busy_slots_and_longer_texts_are_no_sign() -> None:
+def test_more_busy_slots_and_longer_texts_are_no_degradation() -> None:
     work = Work()
     work.does(30)
     assert not any(work.does(40, speed=0.3, busy=8, reading=1))
     assert not any(work.does(40, speed=0.3, context=8000))
 
 
-def test_a_node_without_a_past_is_not_degraded() -> None:
+def test_a_node_without_a_baseline_is_not_degraded() -> None:
     assert not any(Work().does(8, speed=0.1))
 
 
-def test_what_lasts_becomes_the_norm_after_hours_of_work() -> None:
+def test_a_lasting_speed_becomes_the_usual_one_after_hours_of_work() -> None:
     work = Work(gap=60)
     work.does(50)
     assert all(work.does(int(0.5 * BASELINE_HALF_LIFE / 60), speed=0.3)[10:])
     assert not work.does(int(1.5 * BASELINE_HALF_LIFE / 60), speed=0.3)[-1]
 
 
-def test_a_night_without_work_is_no_time_to_get_used_to_it() -> None:
+def test_hours_without_work_do_not_move_the_baseline() -> None:
     work = Work()
     work.does(30)
     work.does(10, speed=0.25)
@@ -132,14 +132,14 @@ def test_a_night_without_work_is_no_time_to_get_used_to_it() -> None:
     assert all(work.does(10, speed=0.25))
 
 
-def test_who_became_faster_is_measured_by_that_soon() -> None:
+def test_the_baseline_follows_a_higher_speed_soon() -> None:
     work = Work(gap=60)
     work.does(30, speed=0.2)
     work.does(180)
     assert work.does(20, speed=0.25)[-1]
 
 
-def test_a_degraded_node_that_got_nothing_is_given_another_chance() -> None:
+def test_a_degraded_node_without_requests_counts_as_recovered_after_a_while() -> None:
     work = Work()
     work.does(30)
     work.does(12, speed=0.25)
@@ -150,7 +150,7 @@ def test_a_degraded_node_that_got_nothing_is_given_another_chance() -> None:
     assert work.does(3, speed=0.25)[-1]
 
 
-def test_and_stays_well_if_it_uses_it() -> None:
+def test_a_node_that_recovered_so_stays_so_if_it_is_fast() -> None:
     work = Work()
     work.does(30)
     work.does(12, speed=0.25)
@@ -159,7 +159,7 @@ def test_and_stays_well_if_it_uses_it() -> None:
     assert not any(work.does(10))
 
 
-def test_a_new_process_starts_without_blame_and_another_model_without_past() -> None:
+def test_a_new_process_keeps_the_baselines_and_another_model_none() -> None:
     work = Work()
     work.does(30)
     work.does(12, speed=0.25)
@@ -170,7 +170,7 @@ def test_a_new_process_starts_without_blame_and_another_model_without_past() -> 
     assert not any(work.does(20, speed=0.25))
 
 
-def test_short_ones_prove_nothing() -> None:
+def test_short_requests_prove_nothing() -> None:
     work = Work()
     work.does(30)
     for _ in range(50):
@@ -179,7 +179,7 @@ def test_short_ones_prove_nothing() -> None:
     assert not work.pace.degraded
 
 
-def test_what_may_have_been_others_work_is_no_sign() -> None:
+def test_slowness_that_others_may_have_caused_is_no_degradation() -> None:
     work = Work()
     work.does(30)
     for _ in range(50):
@@ -190,7 +190,7 @@ def test_what_may_have_been_others_work_is_no_sign() -> None:
     assert not work.pace.degraded
 
 
-async def test_the_world_is_told_when_a_node_becomes_degraded_and_when_it_is_well() -> None:
+async def test_becoming_degraded_and_recovering_are_published() -> None:
     clock = Clock()
     async with (
         EmulatedNode() as server,
@@ -204,8 +204,8 @@ async def test_the_world_is_told_when_a_node_becomes_degraded_and_when_it_is_wel
                 lease.content_received(clock.passes(1))
                 clock.passes(40 * per_token)
                 lease.release()
-                told = {"predicted_n": 40, "predicted_ms": 40_000 * per_token}
-                fleet.fleet.learn_timings(node, told, lease)
+                timings = {"predicted_n": 40, "predicted_ms": 40_000 * per_token}
+                fleet.fleet.learn_timings(node, timings, lease)
 
         works(20, 0.1)
         assert fleet.state("a") is NodeState.READY
@@ -220,7 +220,7 @@ async def test_the_world_is_told_when_a_node_becomes_degraded_and_when_it_is_wel
         assert fleet.states("a")[-2:] == ["degraded", "ready"]
 
 
-async def test_an_endpoint_without_timings_is_judged_by_the_clock() -> None:
+async def test_an_endpoint_without_timings_is_judged_by_our_clock() -> None:
     clock = Clock()
     async with (
         EmulatedNode() as server,
@@ -261,9 +261,11 @@ rates = st.none() | st.builds(
         max_size=80,
     )
 )
-def test_whatever_comes_it_has_words_and_bounds(told: list[tuple[SpeedSample, float]]) -> None:
+def test_any_samples_leave_it_bounded_and_with_a_reason(
+    samples: list[tuple[SpeedSample, float]],
+) -> None:
     pace, now = DegradationDetector(), 0.0
-    for sample, elapsed in told:
+    for sample, elapsed in samples:
         now += elapsed
         before = pace.degraded
         assert pace.learn(sample, now) is (pace.degraded is not before)
@@ -280,7 +282,7 @@ def test_kinds_of_requests_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(45, "45 s"), (600, "10 min"), (9000, "2.5 h")])
-def test_how_long_it_has_lasted_is_told_in_fitting_units(seconds: float, words: str) -> None:
+def test_its_duration_is_given_in_fitting_units(seconds: float, words: str) -> None:
     pace = DegradationDetector()
     pace.decode.slow_since, pace.decode.degraded = 1000.0, True
     assert f"for {words}:" in pace.reason(1000.0 + seconds)

@@ -1,4 +1,4 @@
-"""The set of nodes: reloads, drains, and who serves what."""
+"""All nodes: reloads, drains, and which nodes serve a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gateway.fleet.node import Lease, Node, NodeState
 from gateway.fleet.state_files import DrainedNodes
 from gateway.transport.node_client import NodeClient, open_node_client
 from tests.emulator import EmulatedNode
-from tests.fleet.build import NoUpstream, a_fleet, a_spec, inventory, take
+from tests.fleet.build import NoUpstream, a_fleet, a_spec, inventory, is_held, take
 from tests.virtual import in_virtual_time, now
 
 
@@ -35,7 +35,7 @@ async def test_an_empty_inventory_is_probed_at_once() -> None:
 
 
 @in_virtual_time
-async def test_a_new_node_is_told_and_becomes_ready() -> None:
+async def test_a_new_node_is_published_and_becomes_ready() -> None:
     async with EmulatedNode() as server, a_fleet() as fleet:
         change = fleet.fleet.apply(inventory(a_spec(url=server.url)))
         assert (change.added, change.changed, change.removed) == (["a"], [], [])
@@ -44,7 +44,7 @@ async def test_a_new_node_is_told_and_becomes_ready() -> None:
 
 
 @in_virtual_time
-async def test_the_same_inventory_again_changes_nothing() -> None:
+async def test_an_unchanged_inventory_changes_nothing() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         node, upstream = fleet["a"], fleet["a"].upstream
         change = fleet.fleet.apply(inventory(a_spec(url=server.url)))
@@ -55,11 +55,11 @@ async def test_the_same_inventory_again_changes_nothing() -> None:
 
 
 @in_virtual_time
-async def test_labels_and_limits_change_without_a_new_start() -> None:
+async def test_labels_and_limits_change_in_a_running_node() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         node, upstream = fleet["a"], fleet["a"].upstream
         lease = take(node)
-        told = fleet.capacity
+        before = fleet.capacity
         change = fleet.fleet.apply(
             inventory(a_spec(url=server.url, slots=5, speed_hint=3, labels={"numa": "1"}))
         )
@@ -67,14 +67,14 @@ async def test_labels_and_limits_change_without_a_new_start() -> None:
         assert (fleet["a"], node.upstream) == (node, upstream)
         assert (node.slots_total, node.free_slots(now())) == (5, 4)
         assert node.speed.relative == 3
-        assert fleet.capacity > told
+        assert fleet.capacity > before
         assert node.state is NodeState.READY
         lease.release()
         assert node.free_slots(now()) == 5
 
 
 @in_virtual_time
-async def test_fewer_slots_than_run_give_nothing_out() -> None:
+async def test_a_node_with_fewer_slots_than_leases_has_none_free() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url, slots=3)) as fleet:
         leases = [take(fleet["a"]) for _ in range(3)]
         fleet.fleet.apply(inventory(a_spec(url=server.url, slots=1)))
@@ -85,7 +85,7 @@ async def test_fewer_slots_than_run_give_nothing_out() -> None:
 
 
 @in_virtual_time
-async def test_a_removed_node_ends_what_it_runs_and_is_closed() -> None:
+async def test_a_removed_node_finishes_its_requests_and_is_closed() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         node = fleet["a"]
         lease = take(node)
@@ -99,7 +99,7 @@ async def test_a_removed_node_ends_what_it_runs_and_is_closed() -> None:
 
 
 @in_virtual_time
-async def test_a_removed_name_that_comes_back_meanwhile_goes_on_where_it_was() -> None:
+async def test_a_removed_node_that_comes_back_meanwhile_is_the_same_node() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         node = fleet["a"]
         lease = take(node)
@@ -116,7 +116,7 @@ async def test_a_removed_name_that_comes_back_meanwhile_goes_on_where_it_was() -
 
 
 @in_virtual_time
-async def test_another_url_is_another_server_and_work_ends_on_the_old_one() -> None:
+async def test_another_url_is_another_server_and_requests_end_on_the_old_one() -> None:
     async with (
         EmulatedNode() as one,
         EmulatedNode(slots=3) as two,
@@ -131,7 +131,7 @@ async def test_another_url_is_another_server_and_work_ends_on_the_old_one() -> N
         assert fleet.states("a") == ["starting", "ready", "starting", "ready"]
         assert lease.upstream is old.upstream
         assert not is_closed(old.upstream)
-        # And back again, while the first request still runs there.
+        # And back to the first URL, while the first request still runs there.
         second = fleet["a"]
         fleet.fleet.apply(inventory(a_spec(url=one.url)))
         assert fleet["a"] is old
@@ -142,7 +142,7 @@ async def test_another_url_is_another_server_and_work_ends_on_the_old_one() -> N
 
 
 @in_virtual_time
-async def test_another_key_opens_new_ways_to_the_same_server() -> None:
+async def test_another_key_opens_new_connections_to_the_same_server() -> None:
     async with (
         EmulatedNode(api_key="right") as server,
         a_fleet(a_spec(url=server.url, api_key="right")) as fleet,
@@ -181,7 +181,7 @@ async def test_a_node_can_be_disabled_and_enabled() -> None:
         assert fleet.state("a") is NodeState.STANDBY
         assert fleet.fleet.model_index.model_names() == ()
         fleet.fleet.apply(inventory(a_spec(url=server.url)))
-        # What was known of it is old: it is probed before it gets work.
+        # Its last probe is old: it is probed before it gets work.
         assert fleet.state("a") is NodeState.STARTING
         await fleet.until_state("a", NodeState.READY)
         assert fleet.states("a") == ["starting", "ready", "standby", "starting", "ready"]
@@ -209,7 +209,7 @@ async def test_an_inventory_that_cannot_be_connected_changes_nothing() -> None:
 
 
 @in_virtual_time
-async def test_the_nodes_stand_in_the_inventorys_order() -> None:
+async def test_nodes_are_in_the_inventorys_order() -> None:
     specs = [a_spec(name, enabled=False) for name in "cab"]
     async with a_fleet(*specs) as fleet:
         assert list(fleet.fleet.nodes) == ["c", "a", "b"]
@@ -218,7 +218,7 @@ async def test_the_nodes_stand_in_the_inventorys_order() -> None:
 
 
 @in_virtual_time
-async def test_a_drained_node_gets_nothing_and_lasts_over_a_restart(tmp_path: Path) -> None:
+async def test_a_drained_node_gets_no_work_even_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "drains.json"
     async with EmulatedNode() as server:
         spec = a_spec(url=server.url)
@@ -228,11 +228,11 @@ async def test_a_drained_node_gets_nothing_and_lasts_over_a_restart(tmp_path: Pa
             assert fleet["a"].free_slots(now()) == 0
         async with a_fleet(spec, drains=path) as fleet:
             assert fleet.state("a") is NodeState.DRAINING
-            told = fleet.capacity
+            before = fleet.capacity
             fleet.fleet.resume("a")
             assert fleet.state("a") is NodeState.READY
             assert fleet["a"].free_slots(now()) == 2
-            assert fleet.capacity > told
+            assert fleet.capacity > before
         async with a_fleet(spec, drains=path) as fleet:
             assert fleet.state("a") is NodeState.READY
 
@@ -249,7 +249,7 @@ async def test_unknown_names_are_a_key_error() -> None:
 
 
 @in_virtual_time
-async def test_models_are_what_nodes_declare_or_have_said_down_or_not() -> None:
+async def test_models_are_declared_or_reported_by_nodes_down_or_not() -> None:
     async with EmulatedNode(model="said") as server:
         specs = [
             a_spec("a", server.url),
@@ -269,7 +269,7 @@ async def test_models_are_what_nodes_declare_or_have_said_down_or_not() -> None:
 
 
 @in_virtual_time
-async def test_what_a_node_served_is_known_when_it_leaves_and_comes_back_while_it_is_down() -> None:
+async def test_the_models_of_a_node_that_comes_back_while_it_is_down_are_remembered() -> None:
     async with EmulatedNode(model="said") as server, a_fleet(a_spec(url=server.url)) as fleet:
         await server.kill()
         fleet.fleet.apply(inventory())
@@ -277,7 +277,7 @@ async def test_what_a_node_served_is_known_when_it_leaves_and_comes_back_while_i
         fleet.fleet.apply(inventory(a_spec(url=server.url)))
         await fleet.until_state("a", NodeState.DOWN)
         assert fleet.fleet.model_index.serves("said")
-        # Another server has said nothing.
+        # Another server has reported nothing.
         fleet.fleet.apply(inventory(a_spec()))
         assert not fleet.fleet.model_index.serves("said")
 
@@ -291,7 +291,7 @@ async def test_another_model_on_a_node_is_noticed() -> None:
 
 
 @in_virtual_time
-async def test_a_node_that_has_not_spoken_yet_may_serve_anything() -> None:
+async def test_a_node_that_has_not_reported_its_models_may_serve_any() -> None:
     async with EmulatedNode() as server:
         server.loading = True
         async with a_fleet(a_spec(url=server.url)) as fleet:
@@ -357,24 +357,24 @@ steps = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(steps)
-def test_whatever_order_reloads_and_leases_come_in_nothing_is_lost(
+def test_any_order_of_reloads_and_leases_loses_nothing(
     story: list[tuple[str, Any]],
 ) -> None:
     asyncio.run(play(story))
 
 
 class Play:
-    """A fleet of nodes that nobody watches over the network, and what has been told of it."""
+    """A fleet of nodes without a network, and the states that it has published."""
 
     def __init__(self) -> None:
         self.upstreams: list[NoUpstream] = []
-        self.told: dict[str, str | None] = {}
-        self.everybody: set[Node] = set()
+        self.published: dict[str, str | None] = {}
+        self.all_nodes: set[Node] = set()
         self.leases: list[Lease] = []
         bus = EventBus()
-        bus.subscribe(NodeChanged, self.hears)
+        bus.subscribe(NodeChanged, self.record)
         self.fleet = Fleet(
-            connect=self.opens,
+            connect=self.connect,
             health=HealthSettings(failures=2),
             timeouts=TimeoutSettings(),
             bus=bus,
@@ -383,21 +383,21 @@ class Play:
             drained_nodes=DrainedNodes(),
         )
 
-    def opens(self, spec: NodeSpec) -> NodeClient:
+    def connect(self, spec: NodeSpec) -> NodeClient:
         self.upstreams.append(NoUpstream())
         return cast("NodeClient", self.upstreams[-1])
 
-    def hears(self, change: NodeChanged) -> None:
-        assert change.old_state == self.told.get(change.node)
+    def record(self, change: NodeChanged) -> None:
+        assert change.old_state == self.published.get(change.node)
         assert change.old_state != change.new_state
-        self.told[change.node] = change.new_state
+        self.published[change.node] = change.new_state
 
     def step(self, what: str, detail: Any) -> None:
         nodes = self.fleet.nodes
         if what == "reload":
             specs = (a_spec(name, **keys) for name, keys in detail.items())
             self.fleet.apply(inventory(*specs))
-            self.everybody.update(self.fleet.nodes.values())
+            self.all_nodes.update(self.fleet.nodes.values())
         elif what == "take":
             self.leases.extend(take(node, detail) for node in nodes.values())
         elif what in {"back", "abandon"}:
@@ -410,12 +410,12 @@ class Play:
                 self.fleet.drain(detail) if what == "drain" else self.fleet.resume(detail)
 
     def check(self) -> None:
-        held = [lease for lease in self.leases if lease.held]
-        for node in self.everybody:
+        held = [lease for lease in self.leases if is_held(lease)]
+        for node in self.all_nodes:
             assert node.leased == sum(lease.slots for lease in held if lease.node is node)
         for name, node in self.fleet.nodes.items():
-            assert self.told[name] == node.state.value
-        assert {name for name, state in self.told.items() if state} == set(self.fleet.nodes)
+            assert self.published[name] == node.state.value
+        assert {name for name, state in self.published.items() if state} == set(self.fleet.nodes)
         assert not any(cast("NoUpstream", lease.upstream).closed for lease in held)
 
 
@@ -428,9 +428,10 @@ async def play(story: list[tuple[str, Any]]) -> None:
         await asyncio.sleep(0)
     for lease in scene.leases:
         lease.release()
-    assert all(node.leased == 0 for node in scene.everybody)
-    await asyncio.gather(*scene.fleet._departures._tasks, return_exceptions=True)
-    alive = {id(node.upstream) for node in scene.fleet.nodes.values()}
-    assert {id(one) for one in scene.upstreams if not one.closed} == alive
+    assert all(node.leased == 0 for node in scene.all_nodes)
+    in_use = {id(node.upstream) for node in scene.fleet.nodes.values()}
+    async with asyncio.timeout(30):
+        while {id(one) for one in scene.upstreams if not one.closed} != in_use:  # noqa: ASYNC110
+            await asyncio.sleep(0)
     await scene.fleet.aclose()
     assert all(upstream.closed for upstream in scene.upstreams)

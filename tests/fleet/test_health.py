@@ -17,7 +17,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_to
 
 
 @in_virtual_time
-async def test_a_node_is_ready_once_it_is_known_what_it_is() -> None:
+async def test_a_node_is_ready_once_its_properties_are_known() -> None:
     async with EmulatedNode(slots=3) as server, a_fleet(a_spec(url=server.url)) as fleet:
         node = fleet["a"]
         assert node.state is NodeState.READY
@@ -35,7 +35,7 @@ async def test_all_nodes_are_probed_at_once_at_the_start() -> None:
 
 
 @in_virtual_time
-async def test_a_node_that_is_not_there_at_the_start_does_not_hold_the_others_up() -> None:
+async def test_a_node_that_is_not_there_at_the_start_does_not_delay_the_others() -> None:
     async with (
         EmulatedNode() as server,
         a_fleet(a_spec("a", server.url), a_spec("b")) as fleet,
@@ -51,19 +51,19 @@ async def test_a_killed_server_goes_down_and_is_ready_again_when_it_is_back() ->
         await server.kill()
         await fleet.until_state("a", NodeState.DOWN)
         assert fleet["a"].free_slots(now()) == 0
-        told = fleet.capacity
+        before = fleet.capacity
         server.slots.slots.pop()  # it comes back with fewer slots
         await server.revive(loading=True)
         await fleet.until_state("a", NodeState.LOADING)
         server.loading = False
         await fleet.until_state("a", NodeState.READY)
-        assert fleet.capacity > told
+        assert fleet.capacity > before
         assert fleet["a"].slots_total == 1
         assert fleet.states("a") == ["starting", "ready", "down", "loading", "ready"]
 
 
 @in_virtual_time
-async def test_a_node_whose_model_nobody_names_is_down_until_the_inventory_does() -> None:
+async def test_a_node_that_names_no_model_is_down_until_the_inventory_names_one() -> None:
     async with EmulatedNode() as server:
         server.faults.set("status", path="/v1/models", status=404)
         server.faults.set("status", path="/props", status=404)
@@ -101,10 +101,10 @@ async def test_a_node_that_reads_a_prompt_is_mute_and_not_down() -> None:
         assert "it reads a prompt" in fleet["a"].reason
         await asyncio.sleep(2)  # more than `fall` probes
         assert fleet.state("a") is NodeState.MUTE
-        told = fleet.capacity
+        before = fleet.capacity
         server.faults.clear()
         await fleet.until_state("a", NodeState.READY)
-        assert fleet.capacity > told
+        assert fleet.capacity > before
         assert fleet.states("a") == ["starting", "ready", "mute", "ready"]
         lease.release()
 
@@ -158,7 +158,7 @@ async def test_a_wrong_key_takes_a_node_down_with_the_remedy() -> None:
 
 
 @in_virtual_time
-async def test_a_disabled_node_is_listed_and_left_alone() -> None:
+async def test_a_disabled_node_is_listed_and_not_probed() -> None:
     async with (
         EmulatedNode() as server,
         a_fleet(a_spec(url=server.url, enabled=False)) as fleet,
@@ -170,7 +170,7 @@ async def test_a_disabled_node_is_listed_and_left_alone() -> None:
 
 
 @in_virtual_time
-async def test_work_that_others_put_on_a_node_counts() -> None:
+async def test_the_work_of_other_clients_counts() -> None:
     async with (
         EmulatedNode(slots=2, decode_tps=20) as server,
         httpx.AsyncClient(base_url=server.url, trust_env=False) as client,
@@ -179,17 +179,17 @@ async def test_work_that_others_put_on_a_node_counts() -> None:
         await others.enter_async_context(client.stream("POST", "/v1/chat/completions", json=CHAT))
         async with a_fleet(a_spec(url=server.url)) as fleet:
             node = fleet["a"]
-            # Known before the node got anything.
+            # Known before the node got any work.
             assert (node.foreign, node.free_slots(now()), node.slots_busy) == (1, 1, 1)
-            told = fleet.capacity
+            before = fleet.capacity
             await others.aclose()
             await fleet.until(lambda: node.foreign == 0)
             assert node.free_slots(now()) == 2
-            assert fleet.capacity > told
+            assert fleet.capacity > before
 
 
 @in_virtual_time
-async def test_our_own_work_is_not_taken_for_others() -> None:
+async def test_our_own_work_is_not_taken_for_that_of_others() -> None:
     async with (
         EmulatedNode(slots=2, decode_tps=20) as server,
         a_fleet(a_spec(url=server.url), interval=0.02) as fleet,
@@ -208,7 +208,7 @@ async def test_our_own_work_is_not_taken_for_others() -> None:
 
 
 @in_virtual_time
-async def test_drift_is_told_once_and_again_when_it_changes() -> None:
+async def test_drift_is_published_once_and_again_when_it_changes() -> None:
     async with (
         EmulatedNode(slots=2) as server,
         a_fleet(a_spec(url=server.url, slots=4)) as fleet,
@@ -233,8 +233,8 @@ async def test_failures_open_the_circuit_and_time_alone_lets_a_trial_in() -> Non
             assert node.state is NodeState.EJECTED
             assert node.failures == 3
             assert node.free_slots(now()) == 0
-            told = fleet.capacity
-            await fleet.until(lambda: fleet.capacity > told)
+            before = fleet.capacity
+            await fleet.until(lambda: fleet.capacity > before)
             assert node.free_slots(now()) == 1
             trial = take(node)
             assert trial.trial
@@ -271,7 +271,7 @@ async def test_an_operators_probe_closes_the_circuit_of_a_node_that_answers() ->
 
 
 @in_virtual_time
-async def test_a_node_drained_in_its_slow_start_is_left_in_peace_when_that_has_ended() -> None:
+async def test_a_node_drained_in_its_slow_start_causes_no_wake_ups_after_it() -> None:
     asked = 0
 
     def clock() -> float:
@@ -295,7 +295,7 @@ async def test_a_node_drained_in_its_slow_start_is_left_in_peace_when_that_has_e
 
 @pytest.mark.slow
 @in_virtual_time
-async def test_what_a_request_finds_out_is_believed_at_once() -> None:
+async def test_the_findings_of_a_request_change_the_state_at_once() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), interval=60) as fleet:
         await server.kill()
         fleet.fleet.connect_failed(fleet["a"], "connection refused")
@@ -315,7 +315,7 @@ async def test_what_a_request_finds_out_is_believed_at_once() -> None:
 
 
 @in_virtual_time
-async def test_a_node_that_has_left_can_still_be_told_of() -> None:
+async def test_events_of_a_removed_node_do_no_harm() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
         node = fleet["a"]
         lease = take(node)

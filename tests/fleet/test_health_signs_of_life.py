@@ -8,7 +8,7 @@ def test_an_idle_node_shows_no_sign_of_life() -> None:
     assert sign_of_life(a_node(), 1000.0) is None
 
 
-def test_a_stream_speaks_for_its_node_for_as_long_as_it_may_be_silent() -> None:
+def test_a_stream_is_a_sign_of_life_for_as_long_as_it_may_be_silent() -> None:
     clock = Clock()
     node = a_node(clock)
     lease = take(node)
@@ -18,7 +18,7 @@ def test_a_stream_speaks_for_its_node_for_as_long_as_it_may_be_silent() -> None:
     assert sign_of_life(node, clock.passes(2)) is None
 
 
-def test_the_nodes_own_limit_of_silence_counts() -> None:
+def test_the_nodes_own_silence_timeout_counts() -> None:
     clock = Clock()
     node = a_node(clock, timeouts={"silence": 5})
     lease = take(node)
@@ -26,7 +26,7 @@ def test_the_nodes_own_limit_of_silence_counts() -> None:
     assert sign_of_life(node, clock.passes(6)) is None
 
 
-def test_a_prefill_speaks_for_its_node_for_the_grace() -> None:
+def test_a_prefill_is_a_sign_of_life_for_the_grace_time() -> None:
     clock = Clock()
     node = a_node(clock)
     take(node)
@@ -34,7 +34,7 @@ def test_a_prefill_speaks_for_its_node_for_the_grace() -> None:
     assert sign_of_life(node, clock.passes(2)) is None
 
 
-def test_a_long_prefill_speaks_for_four_times_what_was_predicted() -> None:
+def test_a_long_prefill_is_a_sign_of_life_for_four_times_its_prediction() -> None:
     clock = Clock()
     node = a_node(clock)
     take(node, expected_prefill=100.0)
@@ -58,7 +58,7 @@ def test_a_prefill_goes_on_after_the_client_has_left() -> None:
     assert sign_of_life(node, clock.passes(30)) == "it reads a prompt"
 
 
-def test_an_ended_request_says_nothing() -> None:
+def test_an_ended_request_is_no_sign_of_life() -> None:
     clock = Clock()
     node = a_node(clock)
     lease = take(node)
@@ -67,7 +67,7 @@ def test_an_ended_request_says_nothing() -> None:
     assert sign_of_life(node, clock()) is None
 
 
-def test_a_neighbour_is_held_up_while_another_prompt_is_read() -> None:
+def test_a_neighbour_is_delayed_while_another_prompt_is_read() -> None:
     clock = Clock()
     node = a_node(clock)
     stream, reader = take(node), take(node)

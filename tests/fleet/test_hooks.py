@@ -14,7 +14,6 @@ from pydantic import SecretStr
 
 from gateway.config.autoscaling import Hook
 from gateway.config.inventory import NodeSpec
-from gateway.fleet import hooks
 from gateway.fleet.hooks import MOST_OUTPUT, HookResult, run_hook
 from tests.gateways import until
 
@@ -25,8 +24,8 @@ def python(code: str, *arguments: str) -> Hook:
     return Hook(command=(sys.executable, "-c", code, *arguments))
 
 
-async def ran(hook: Hook, timeout: float = 120.0) -> HookResult:
-    return await run_hook(hook, SPEC, timeout, time.monotonic)
+async def ran(hook: Hook, timeout: float = 120.0, **options: Any) -> HookResult:
+    return await run_hook(hook, SPEC, timeout, time.monotonic, **options)
 
 
 def alive(pid: int) -> bool:
@@ -43,7 +42,7 @@ def pid_in(path: Path) -> int:
 
 @asynccontextmanager
 async def answering(status: int, body: str = "") -> AsyncIterator[tuple[str, list[bytes]]]:
-    """An HTTP server that notes what it is asked."""
+    """An HTTP server that records its requests."""
     asked: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -57,8 +56,10 @@ async def answering(status: int, body: str = "") -> AsyncIterator[tuple[str, lis
             0,
         )
         asked.append(head + await reader.readexactly(length))
-        told = f"HTTP/1.1 {status} X\r\nlocation: /x\r\ncontent-length: {len(body)}\r\n\r\n{body}"
-        writer.write(told.encode())
+        response = (
+            f"HTTP/1.1 {status} X\r\nlocation: /x\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+        )
+        writer.write(response.encode())
         await writer.drain()
         writer.close()
 
@@ -74,13 +75,13 @@ async def test_a_command_is_run_without_a_shell_and_knows_its_node() -> None:
     assert (result.outcome, result.output) == ("ok", "$HOME; * spare")
 
 
-async def test_a_command_that_fails_tells_its_status_and_its_last_words() -> None:
+async def test_a_failed_command_shows_its_status_and_last_output() -> None:
     result = await ran(python("import sys; sys.exit('no such machine')"))
     assert (result.outcome, result.detail) == ("failed", "it ended with exit status 1")
     assert result.output == "no such machine"
 
 
-async def test_a_command_that_is_not_there_is_told() -> None:
+async def test_a_missing_command_is_an_error() -> None:
     result = await ran(Hook(command=("/no/such/program",)))
     assert result.outcome == "error"
     assert "No such file" in result.detail
@@ -93,44 +94,41 @@ async def test_output_is_bounded_and_its_end_is_kept() -> None:
     assert result.output.endswith("end")
 
 
-async def test_a_command_that_takes_too_long_is_killed_with_its_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hooks, "KILL_AFTER", 0.2)
+async def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_path: Path) -> None:
     child = tmp_path / "child"
-    # A shell: it must have come so far within the time that it gets.
+    # A shell, which is quick to start: the child must run within the timeout.
     code = f"trap '' TERM; sleep 600 & echo $! >{child}; wait"
-    result = await ran(Hook(command=("sh", "-c", code)), timeout=1.0)
+    result = await ran(Hook(command=("sh", "-c", code)), timeout=1.0, kill_after=0.2)
     assert result.outcome == "timeout"
     assert result.seconds < 300  # the child's 600 are not waited for
     pid = pid_in(child)
     await until(lambda: not alive(pid))
 
 
-async def test_one_that_is_cancelled_leaves_no_process_behind(tmp_path: Path) -> None:
-    told = tmp_path / "pid"
+async def test_a_cancelled_command_leaves_no_process_behind(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
     code = (
-        f"import os, pathlib, time; pathlib.Path({str(told)!r}).write_text(str(os.getpid()))\n"
+        f"import os, pathlib, time; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid()))\n"
         "time.sleep(600)"
     )
     task = asyncio.create_task(ran(python(code), timeout=600.0))
-    await until(lambda: pid_in(told))
+    await until(lambda: pid_in(pid_file))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not alive(pid_in(told))
+    assert not alive(pid_in(pid_file))
 
 
 async def test_a_server_that_a_command_leaves_behind_is_not_waited_for(tmp_path: Path) -> None:
-    told = tmp_path / "pid"
+    pid_file = tmp_path / "pid"
     code = (
         "import pathlib, subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
         " start_new_session=True)\n"
-        f"pathlib.Path({str(told)!r}).write_text(str(child.pid))\n"
+        f"pathlib.Path({str(pid_file)!r}).write_text(str(child.pid))\n"
     )
     assert (await ran(python(code))).ok
-    pid = pid_in(told)
+    pid = pid_in(pid_file)
     try:
         assert alive(pid)
     finally:
@@ -154,7 +152,7 @@ def secret_hook(url: str, **keys: Any) -> Hook:
     return Hook(url=url, secrets={"Authorization": SecretStr("Bearer swordfish")}, **keys)
 
 
-async def test_a_call_carries_method_headers_secrets_and_body() -> None:
+async def test_a_call_has_method_headers_secrets_and_body() -> None:
     async with answering(204) as (url, asked):
         hook = secret_hook(url, method="PUT", headers={"X-Zone": "b"}, body='{"on": true}')
         result = await ran(hook)
@@ -166,7 +164,7 @@ async def test_a_call_carries_method_headers_secrets_and_body() -> None:
     assert asked[0].endswith(b'{"on": true}')
 
 
-async def test_a_call_that_is_refused_tells_status_and_place_without_secrets() -> None:
+async def test_a_refused_call_shows_status_and_url_without_secrets() -> None:
     async with answering(403, "not with Bearer swordfish") as (url, _):
         result = await ran(secret_hook(url))
     assert result.outcome == "failed"
@@ -181,5 +179,5 @@ async def test_a_redirect_is_no_success_and_is_not_followed() -> None:
     assert len(asked) == 1
 
 
-async def test_a_call_to_nobody_is_an_error() -> None:
+async def test_a_call_without_a_listener_is_an_error() -> None:
     assert (await ran(Hook(url="http://127.0.0.1:1/start"))).outcome == "error"

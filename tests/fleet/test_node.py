@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from gateway.fleet.circuit import KEY_REJECTED_SECONDS
 from gateway.fleet.concurrency_limit import MOST_LIMIT, START_LIMIT
 from gateway.fleet.health import judge_state
-from gateway.fleet.node import KEY_REJECTED_SECONDS, NodeState
-from tests.fleet.build import Clock, a_node, take
+from gateway.fleet.node import NodeState
+from tests.fleet.build import Clock, a_node, no_upstream, take
 
 
-def test_slots_are_declared_or_said_or_assumed() -> None:
+def test_slots_are_declared_or_reported_or_assumed() -> None:
     node = a_node(slots=3)
     node.properties.slots = 5
     assert node.slots_total == 3
@@ -17,14 +18,14 @@ def test_slots_are_declared_or_said_or_assumed() -> None:
     assert a_node(kind="openai").slots_total == START_LIMIT
 
 
-def test_an_endpoint_that_tells_no_slots_may_yet_turn_out_to_have_more() -> None:
+def test_an_endpoint_without_slots_may_turn_out_to_take_more() -> None:
     node = a_node(kind="openai")
     assert (node.slots_total, node.most_slots) == (START_LIMIT, MOST_LIMIT)
     assert a_node(kind="openai", slots=2).most_slots == 2
     assert a_node().most_slots == 1
 
 
-def test_the_limit_of_an_endpoint_is_what_it_was_found_to_take() -> None:
+def test_the_slots_of_an_endpoint_are_its_learnt_limit() -> None:
     node = a_node(kind="openai")
     lease = take(node)
     assert node.concurrency_limit is not None
@@ -36,7 +37,7 @@ def test_the_limit_of_an_endpoint_is_what_it_was_found_to_take() -> None:
     assert declared.slots_total == 4
 
 
-def test_nothing_is_given_to_an_endpoint_that_asked_for_a_pause() -> None:
+def test_an_endpoint_that_asked_for_a_pause_has_no_free_slots() -> None:
     clock = Clock()
     node = a_node(clock, kind="openai", slots=4)
     assert node.concurrency_limit is not None
@@ -47,7 +48,7 @@ def test_nothing_is_given_to_an_endpoint_that_asked_for_a_pause() -> None:
     assert (node.paused(clock()), node.free_slots(clock())) == (False, 4)
 
 
-def test_a_limit_that_shrinks_below_what_runs_leaves_nothing_free() -> None:
+def test_a_limit_below_the_requests_in_flight_leaves_nothing_free() -> None:
     node = a_node(kind="openai")
     leases = [take(node) for _ in range(8)]
     assert node.concurrency_limit is not None
@@ -58,7 +59,7 @@ def test_a_limit_that_shrinks_below_what_runs_leaves_nothing_free() -> None:
     assert node.free_slots(node.clock()) == node.slots_total - 4 == 1
 
 
-def test_context_is_declared_or_said() -> None:
+def test_context_is_declared_or_reported() -> None:
     assert a_node().context is None
     node = a_node()
     node.properties.context = 4096
@@ -74,7 +75,7 @@ def test_models_are_declared_by_public_name() -> None:
     assert node.public_models == {"gpt-4o-mini"}
 
 
-def test_models_are_what_the_server_says_where_nothing_is_declared() -> None:
+def test_undeclared_models_are_those_that_the_server_reports() -> None:
     node = a_node()
     assert node.served_name("demo") is None
     node.properties.models = ("demo", "other")
@@ -82,7 +83,7 @@ def test_models_are_what_the_server_says_where_nothing_is_declared() -> None:
     assert node.public_models == {"demo", "other"}
 
 
-def test_endpoints_are_all_but_what_the_node_refused() -> None:
+def test_undeclared_endpoints_are_all_but_refused_ones() -> None:
     node = a_node()
     assert node.supports("rerank")
     node.properties.refused.add("rerank")
@@ -98,7 +99,7 @@ def test_declared_endpoints_are_the_only_ones() -> None:
     assert a_node(endpoints=["chat", "vision"]).supports("chat", vision=True)
 
 
-def test_vision_is_offered_unless_the_server_says_it_has_none() -> None:
+def test_vision_is_supported_unless_the_server_reports_none() -> None:
     node = a_node()
     assert node.supports("chat", vision=True)
     node.properties.vision = False
@@ -106,7 +107,7 @@ def test_vision_is_offered_unless_the_server_says_it_has_none() -> None:
     assert node.supports("chat")
 
 
-def test_free_slots_leave_out_ours_and_others() -> None:
+def test_free_slots_exclude_ours_and_those_of_others() -> None:
     node = a_node(slots=4)
     take(node, 1)
     node.occupancy.foreign = 2
@@ -131,22 +132,22 @@ def test_requests_are_counted() -> None:
     assert node.requests == 2
 
 
-def test_a_key_that_was_refused_is_not_tried_for_a_while() -> None:
+def test_a_rejected_key_is_not_tried_for_a_while() -> None:
     clock = Clock()
     node = a_node(clock)
-    node.key_rejected("wrong key", clock())
+    node.key_rejection.record("wrong key", clock())
     assert judge_state(node, clock()) == (NodeState.DOWN, "wrong key")
     clock.passes(KEY_REJECTED_SECONDS)
     assert judge_state(node, clock())[0] is NodeState.READY
-    node.key_rejected("wrong key", clock())
-    node.clear_key_rejection()
+    node.key_rejection.record("wrong key", clock())
+    node.replace_upstream(no_upstream(), clock())
     assert judge_state(node, clock())[0] is NodeState.READY
 
 
-def test_a_key_that_was_good_a_moment_ago_must_be_refused_twice() -> None:
+def test_a_key_that_has_just_worked_must_be_rejected_twice() -> None:
     node = a_node()
-    node.key_accepted = True
-    node.key_rejected("wrong key", node.clock())
+    node.key_rejection.record_success()
+    node.key_rejection.record("wrong key", node.clock())
     assert judge_state(node, node.clock())[0] is NodeState.READY
-    node.key_rejected("wrong key", node.clock())
+    node.key_rejection.record("wrong key", node.clock())
     assert judge_state(node, node.clock())[0] is NodeState.DOWN

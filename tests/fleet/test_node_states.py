@@ -8,7 +8,7 @@ from tests.fleet.build import a_node, a_spec, take
 
 
 def slow_down(node: Node) -> None:
-    """Let it write as it always did for long, and then far slower."""
+    """Let it write at its usual speed for a long time, and then far slower."""
     for second in range(40):
         each = 0.1 if second < 20 else 1.0
         node.degradation.learn(SpeedSample(None, TokenTime(40, each, each), 1, 500), 10.0 * second)
@@ -25,7 +25,7 @@ def everything_at_once() -> Node:
     return node
 
 
-def test_the_first_state_of_the_list_that_holds_wins() -> None:
+def test_the_first_state_that_holds_wins() -> None:
     node, seen = everything_at_once(), []
 
     def state() -> str:
@@ -61,7 +61,7 @@ def test_the_first_state_of_the_list_that_holds_wins() -> None:
     ]
 
 
-def test_the_states_stand_in_the_contracts_order() -> None:
+def test_the_states_are_tested_in_their_order() -> None:
     assert [state.value for state in NodeState] == (
         [
             "standby",
@@ -77,7 +77,7 @@ def test_the_states_stand_in_the_contracts_order() -> None:
     )
 
 
-def test_the_reason_says_why_a_node_gets_nothing() -> None:
+def test_the_reason_says_why_a_node_gets_no_work() -> None:
     assert judge_state(a_node(enabled=False), 0) == (
         NodeState.STANDBY,
         "enabled: false in the inventory",
@@ -91,7 +91,7 @@ def test_the_reason_says_why_a_node_gets_nothing() -> None:
     assert judge_state(node, 1000.0) == (NodeState.DOWN, "no connection")
 
 
-def test_an_ejected_node_tells_how_many_requests_failed_and_what_comes_next() -> None:
+def test_the_reason_of_an_ejection_has_the_failures_and_the_next_step() -> None:
     node = a_node()
     for _ in range(5):
         node.circuit.record_failure(1000.0)
@@ -104,7 +104,7 @@ def test_an_ejected_node_tells_how_many_requests_failed_and_what_comes_next() ->
     )
 
 
-def test_a_degraded_node_tells_figures_and_goes_on_working() -> None:
+def test_a_degraded_node_has_figures_in_its_reason_and_gets_work() -> None:
     node = a_node(slots=3)
     slow_down(node)
     node.state, reason = judge_state(node, 400.0)

@@ -1,4 +1,4 @@
-"""The probes' questions, put to an emulated node over real connections."""
+"""Probes of an emulated node over real connections."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_a_healthy_server_is_up() -> None:
     async with EmulatedNode() as server, node_at(server.url) as node:
         outcome = await check_alive(node)
     assert outcome.answer is ProbeAnswer.UP
-    assert outcome.seconds == 0.0  # though in virtual time nothing takes any
+    assert outcome.seconds == 0.0  # virtual time stands still meanwhile
 
 
 @in_virtual_time

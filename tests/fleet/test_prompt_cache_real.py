@@ -1,4 +1,4 @@
-"""What is believed of a server's prompt cache, against what a real llama.cpp server says of it."""
+"""Predictions of a prompt cache against the reports of a real llama.cpp server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Turn:
 
 @dataclass
 class Talk:
-    """One conversation with one server, told to a memory as the gateway tells it."""
+    """One conversation with one server, recorded in a prompt cache as the gateway does it."""
 
     url: str
     memory: FleetPromptCache
@@ -54,7 +54,7 @@ class Talk:
         ).encode()
         prompt = build_prompt_key(body, ROUTES[CHAT], "demo", VolatileLines())
         assert prompt is not None
-        believed = self.memory.cached_tokens(prompt).get(NODE, 0.0)
+        believed = self.memory.lookup(prompt).cached.get(NODE, 0.0)
         self.memory.request_placed(NODE, prompt)
         with httpx.Client(base_url=self.url, trust_env=False, timeout=60) as client:
             reply = client.post(CHAT, content=body)
@@ -74,14 +74,14 @@ def some_words(rng: random.Random, count: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(count))
 
 
-def test_a_growing_conversation_is_found_where_it_was_whatever_ran_there_since() -> None:
+def test_a_growing_conversation_is_found_after_other_requests() -> None:
     memory = FleetPromptCache()
     memory.resize(NODE, 2)
     with running_demo_servers(1, slots=2, context=4096) as [server]:
         home = Talk(server.url, memory, "home")
         turns = [home.say()]
         for i in range(3):
-            # As many foreign prompts as push it out of both slots, and then only out of one.
+            # Enough other prompts to push it out of both slots, and then out of one only.
             for j in range(3 - i % 3):
                 stranger = Talk(server.url, memory, f"stranger {i} {j}").say()
                 assert stranger.believed < stranger.block
@@ -92,7 +92,7 @@ def test_a_growing_conversation_is_found_where_it_was_whatever_ran_there_since()
     assert turns[0].believed == 0
 
 
-def test_a_conversation_is_lost_when_one_much_like_it_takes_its_slot() -> None:
+def test_a_conversation_is_lost_when_a_similar_one_takes_its_slot() -> None:
     memory = FleetPromptCache()
     memory.resize(NODE, 1)
     with running_demo_servers(1, slots=1, context=4096) as [server]:
@@ -107,7 +107,7 @@ def test_a_conversation_is_lost_when_one_much_like_it_takes_its_slot() -> None:
     assert abs(back.believed - back.cached) <= back.block
 
 
-def test_nothing_is_believed_of_a_server_that_was_started_anew() -> None:
+def test_after_a_restart_of_the_server_nothing_is_predicted() -> None:
     memory = FleetPromptCache()
     memory.resize(NODE, 2)
     server = spawn_demo_server(slots=2)

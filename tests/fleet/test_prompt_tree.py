@@ -1,4 +1,4 @@
-"""The tree of prompts agrees with comparing every prompt with every other."""
+"""The tree gives the same result as comparing every prompt with every other."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def agreed(tree: PromptTree, blocks: tuple[int, ...], row: int, *, idle: bool) -
     )
 
 
-# Few different words and lengths, so that prompts share, branch and begin one another.
+# Few words and lengths, so that prompts share prefixes, branch, and are prefixes of others.
 PROMPTS = st.lists(st.integers(0, 2), max_size=6).map(lambda words: chained(*words))
 STEPS = st.lists(
     st.tuples(st.sampled_from(["add", "move", "remove"]), st.integers(0, 2), PROMPTS),
@@ -47,7 +47,7 @@ STEPS = st.lists(
 
 @given(STEPS, PROMPTS)
 @settings(max_examples=300)
-def test_the_tree_knows_how_far_each_row_agrees(
+def test_the_tree_finds_how_far_each_row_agrees(
     steps: list[tuple[str, int, tuple[int, ...]]], asked: tuple[int, ...]
 ) -> None:
     tree = PromptTree()
@@ -90,7 +90,7 @@ def test_a_prompt_without_ends_has_blocks_of_one_size() -> None:
     assert prompt.ends_on_block
 
 
-def test_a_prompt_that_goes_on_behind_its_last_block_is_not_whole() -> None:
+def test_a_prompt_that_goes_on_after_its_last_block_does_not_end_on_a_block() -> None:
     prompt = PromptKey(chained(1, 2), 100.0, (300, 400), 500)
     assert [prompt.share_of(i) for i in range(3)] == [0, 0.6, 0.8]
     assert not prompt.ends_on_block

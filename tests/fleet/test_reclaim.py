@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from gateway.fleet.node import Lease, LeasePhase, NodeState
 from gateway.fleet.reclaim import BLIND_HOLD, hold_without_slots, most_hold, released_slots
 from tests.emulator import EmulatedNode
-from tests.fleet.build import Clock, Running, a_fleet, a_node, a_spec, inventory, take
+from tests.fleet.build import Clock, Running, a_fleet, a_node, a_spec, inventory, is_held, take
 from tests.virtual import in_virtual_time, now
 
 
-def test_a_slot_that_the_node_shows_free_is_let_go() -> None:
+def test_a_slot_that_the_node_shows_free_is_released() -> None:
     node = a_node(slots=2)
     take(node).abandon()
     assert released_slots(1, node.leases, 1001.0) == 0
     assert released_slots(0, node.leases, 1001.0) == 1
 
 
-def test_busy_slots_are_put_down_to_live_requests_first() -> None:
+def test_busy_slots_are_attributed_to_live_requests_first() -> None:
     node = a_node(slots=3)
     take(node)
     take(node).abandon()
@@ -39,7 +39,7 @@ def test_a_request_that_may_not_have_reached_its_slot_accounts_for_nothing() -> 
     assert released_slots(1, node.leases, 1000.1) == 0
 
 
-def test_a_request_left_at_once_may_reach_its_slot_later() -> None:
+def test_a_request_abandoned_at_once_may_reach_its_slot_later() -> None:
     node = a_node(slots=3)
     lease = take(node)
     lease.abandon()
@@ -48,7 +48,7 @@ def test_a_request_left_at_once_may_reach_its_slot_later() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.floats(0, 5))), st.integers(0, 20))
-def test_never_more_than_what_was_abandoned(
+def test_never_more_slots_than_were_abandoned_are_released(
     taken: list[tuple[int, bool, float]], busy: int
 ) -> None:
     clock = Clock()
@@ -73,7 +73,7 @@ def abandoned(*, moved: bool = False, after: float = 0.0, **keys: Any) -> Lease:
     return lease
 
 
-def test_without_slots_to_read_the_hold_is_what_is_known_of_the_request() -> None:
+def test_without_slots_to_read_the_hold_follows_from_the_request() -> None:
     assert hold_without_slots(abandoned(moved=True)) == BLIND_HOLD
     assert hold_without_slots(abandoned(expected_prefill=30.0, after=10.0)) == pytest.approx(20.0)
     assert hold_without_slots(abandoned(expected_prefill=30.0, after=50.0)) == BLIND_HOLD
@@ -84,21 +84,21 @@ def test_without_slots_to_read_the_hold_is_what_is_known_of_the_request() -> Non
     assert hold_without_slots(abandoned(stream=False)) == 60.0
 
 
-def test_the_longest_hold_grows_with_the_prefill_predicted() -> None:
+def test_the_longest_hold_grows_with_the_predicted_prefill() -> None:
     assert most_hold(abandoned()) == 60.0
     assert most_hold(abandoned(expected_prefill=100.0)) == 400.0
 
 
 @asynccontextmanager
 async def streaming(fleet: Running, **keys: Any) -> AsyncIterator[Lease]:
-    """A chat that runs under a lease; leaving closes its connection."""
+    """A running chat with its lease; leaving the block closes the connection."""
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 400}
     lease = take(fleet["a"], stream=True)
     client = lease.upstream.http
     async with client.stream("POST", "/v1/chat/completions", json=body | keys) as response:
         lease.head_received(now())
         if not keys:
-            # Kept: an iterator that is dropped closes the connection.
+            # Keep a reference: a garbage-collected iterator closes the connection.
             parts = response.aiter_bytes()
             await anext(parts)
             lease.content_received(now())
@@ -106,7 +106,7 @@ async def streaming(fleet: Running, **keys: Any) -> AsyncIterator[Lease]:
 
 
 @in_virtual_time
-async def test_a_cut_stream_gives_its_slot_back_when_the_node_shows_it_free() -> None:
+async def test_the_slot_of_a_cut_stream_is_released_when_the_node_shows_it_free() -> None:
     async with (
         EmulatedNode(slots=2, decode_tps=50) as server,
         a_fleet(a_spec(url=server.url), interval=60) as fleet,
@@ -116,7 +116,7 @@ async def test_a_cut_stream_gives_its_slot_back_when_the_node_shows_it_free() ->
         told, began = fleet.capacity, now()
         lease.abandon()
         assert fleet["a"].leased == 1
-        await fleet.until(lambda: not lease.held)
+        await fleet.until(lambda: not is_held(lease))
         assert server.busy == 0
         assert fleet.capacity > told
         assert now() - began < 0.2
@@ -124,7 +124,7 @@ async def test_a_cut_stream_gives_its_slot_back_when_the_node_shows_it_free() ->
 
 @pytest.mark.slow
 @in_virtual_time
-async def test_a_slot_that_reads_a_prompt_to_its_end_is_held_as_long() -> None:
+async def test_a_slot_is_held_while_it_reads_an_abandoned_prompt_to_its_end() -> None:
     async with (
         EmulatedNode(slots=1, prefill_tps=200, decode_tps=50) as server,
         a_fleet(a_spec(url=server.url), interval=60) as fleet,
@@ -143,7 +143,7 @@ async def test_a_slot_that_reads_a_prompt_to_its_end_is_held_as_long() -> None:
             nonlocal freed
             if not freed and server.busy == 0:
                 freed = now()
-            return not lease.held
+            return not is_held(lease)
 
         await fleet.until(over)
         assert freed
@@ -151,7 +151,7 @@ async def test_a_slot_that_reads_a_prompt_to_its_end_is_held_as_long() -> None:
 
 
 @in_virtual_time
-async def test_a_neighbour_that_goes_on_does_not_keep_the_slot() -> None:
+async def test_a_live_neighbour_does_not_keep_the_slot_of_an_abandoned_request() -> None:
     async with (
         EmulatedNode(slots=2, decode_tps=50) as server,
         a_fleet(a_spec(url=server.url), interval=60) as fleet,
@@ -160,15 +160,15 @@ async def test_a_neighbour_that_goes_on_does_not_keep_the_slot() -> None:
             async with streaming(fleet) as lease:
                 pass
             lease.abandon()
-            await fleet.until(lambda: not lease.held)
+            await fleet.until(lambda: not is_held(lease))
             assert server.busy == 1
-            assert neighbour.held
+            assert is_held(neighbour)
             assert fleet["a"].free_slots(now()) == 1
         neighbour.release()
 
 
 @in_virtual_time
-async def test_many_streams_cut_at_once_are_all_given_back() -> None:
+async def test_the_slots_of_many_streams_cut_at_once_are_all_released() -> None:
     async with (
         EmulatedNode(slots=8, decode_tps=50) as server,
         a_fleet(a_spec(url=server.url)) as fleet,
@@ -188,7 +188,7 @@ async def test_many_streams_cut_at_once_are_all_given_back() -> None:
 
 
 @in_virtual_time
-async def test_a_node_that_is_gone_gives_everything_back_at_once() -> None:
+async def test_the_slots_of_a_node_that_is_gone_are_released_at_once() -> None:
     async with (
         EmulatedNode(slots=1) as server,
         a_fleet(a_spec(url=server.url)) as fleet,
@@ -197,14 +197,14 @@ async def test_a_node_that_is_gone_gives_everything_back_at_once() -> None:
         lease = take(fleet["a"])
         lease.abandon()
         await asyncio.sleep(0.2)
-        assert lease.held
+        assert is_held(lease)
         server.faults.clear()
         await server.kill()
-        await fleet.until(lambda: not lease.held)
+        await fleet.until(lambda: not is_held(lease))
 
 
 @in_virtual_time
-async def test_a_node_without_slots_gives_a_cut_stream_back_shortly() -> None:
+async def test_without_slots_to_read_a_cut_stream_is_released_soon() -> None:
     async with (
         EmulatedNode(slots=1, endpoint_slots=False) as server,
         a_fleet(a_spec(url=server.url)) as fleet,
@@ -213,7 +213,7 @@ async def test_a_node_without_slots_gives_a_cut_stream_back_shortly() -> None:
         lease.content_received(now())
         began = now()
         lease.abandon()
-        await fleet.until(lambda: not lease.held)
+        await fleet.until(lambda: not is_held(lease))
         assert BLIND_HOLD <= now() - began < 2 * BLIND_HOLD
 
 
@@ -226,13 +226,13 @@ async def test_a_slot_is_not_held_for_ever(caplog: pytest.LogCaptureFixture) -> 
             lease = take(fleet["a"])
             with caplog.at_level(logging.WARNING):
                 lease.abandon()
-                await fleet.until(lambda: not lease.held)
+                await fleet.until(lambda: not is_held(lease))
             assert "Node a has not shown" in caplog.text
             server.faults.clear()
 
 
 @in_virtual_time
-async def test_abandoned_work_of_a_removed_node_is_waited_for() -> None:
+async def test_a_removed_node_stays_open_until_its_abandoned_work_has_ended() -> None:
     async with (
         EmulatedNode(slots=1, decode_tps=50) as server,
         a_fleet(a_spec(url=server.url)) as fleet,
@@ -241,6 +241,6 @@ async def test_abandoned_work_of_a_removed_node_is_waited_for() -> None:
         async with streaming(fleet) as lease:
             fleet.fleet.apply(inventory())
         lease.abandon()
-        await fleet.until(lambda: not lease.held)
+        await fleet.until(lambda: not is_held(lease))
         assert node.state is NodeState.READY
         await fleet.until(lambda: node.upstream.http.is_closed)

@@ -27,7 +27,7 @@ json = st.recursive(
 )
 
 
-def test_props_tell_slots_context_build_template_and_modalities() -> None:
+def test_props_report_slots_context_build_template_and_modalities() -> None:
     facts = ServerProperties()
     facts.read_props(PROPS)
     assert (facts.slots, facts.context, facts.build) == (2, 4096, "b11549")
@@ -37,7 +37,7 @@ def test_props_tell_slots_context_build_template_and_modalities() -> None:
     assert "messages" not in facts.template
 
 
-def test_models_tell_names_and_size() -> None:
+def test_models_report_names_and_size() -> None:
     facts = ServerProperties()
     facts.read_models(MODELS)
     assert facts.models == ("demo",)
@@ -45,7 +45,7 @@ def test_models_tell_names_and_size() -> None:
     assert (facts.context, facts.trained_context) == (4096, 8192)
 
 
-def test_what_a_later_answer_leaves_out_is_kept() -> None:
+def test_values_that_a_later_answer_leaves_out_are_kept() -> None:
     facts = ServerProperties()
     facts.read_props(PROPS)
     facts.read_models(MODELS)
@@ -54,7 +54,7 @@ def test_what_a_later_answer_leaves_out_is_kept() -> None:
     assert (facts.slots, facts.models, facts.n_params) == (2, ("demo",), 900)
 
 
-def test_another_model_is_another_identity() -> None:
+def test_another_model_is_another_version() -> None:
     facts = ServerProperties()
     facts.read_models(MODELS)
     before = facts.version_key()
@@ -70,7 +70,7 @@ def test_absurd_figures_are_ignored(bad: Any) -> None:
 
 
 @given(json)
-def test_no_answer_breaks_it(answer: Any) -> None:
+def test_any_answer_can_be_read(answer: Any) -> None:
     facts = ServerProperties()
     facts.read_props(answer)
     facts.read_models(answer)
@@ -83,11 +83,11 @@ def test_busy_slots_are_counted() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, {}, [], [1], [{"id": 0}], "x"])
-def test_what_is_no_list_of_slots_is_not_counted(answer: Any) -> None:
+def test_an_answer_that_is_no_list_of_slots_is_not_counted(answer: Any) -> None:
     assert count_slots(answer) is None
 
 
-def test_differences_name_both_sides() -> None:
+def test_drift_names_both_values() -> None:
     facts = ServerProperties()
     facts.read_props(PROPS)
     spec = a_spec(slots=4, context=8192, model={"public": "phi-4"})
@@ -98,7 +98,7 @@ def test_differences_name_both_sides() -> None:
     )
 
 
-def test_what_is_not_declared_or_not_said_is_no_difference() -> None:
+def test_undeclared_or_unreported_values_are_no_drift() -> None:
     facts = ServerProperties()
     assert inventory_drift(a_spec(slots=4, context=1, model="x"), facts) == ()
     facts.read_props(PROPS)

@@ -1,4 +1,4 @@
-"""How slots are counted, and what they were busy with over time."""
+"""The counts of a node's slots and their integrals over time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.fleet.build import Clock, a_node, take
 
 
 def foreign_after(occupancy: SlotOccupancy, busy: int, now: float) -> int:
-    with occupancy.slots_query(now) as reading:
+    with occupancy.slots_query(now) as query:
         pass
-    occupancy.record_busy(busy, reading)
+    occupancy.record_busy(busy, query)
     return occupancy.foreign
 
 
@@ -30,18 +30,18 @@ def test_fewer_busy_slots_than_leases_are_no_negative_load() -> None:
     assert foreign_after(occupancy, 0, 11.0) == 0
 
 
-def test_a_lease_that_came_or_went_during_the_reading_is_ours() -> None:
+def test_a_lease_that_came_or_went_during_the_query_is_ours() -> None:
     occupancy = SlotOccupancy()
     occupancy.take(1, 10.0)
-    with occupancy.slots_query(20.0) as reading:
+    with occupancy.slots_query(20.0) as query:
         occupancy.take(1, 20.1)
         occupancy.release(1, 20.2)
         occupancy.release(1, 20.3)
-    occupancy.record_busy(2, reading)
+    occupancy.record_busy(2, query)
     assert occupancy.foreign == 0
 
 
-def test_a_slot_just_given_back_may_still_be_reported_busy() -> None:
+def test_a_slot_just_released_may_still_be_reported_busy() -> None:
     occupancy = SlotOccupancy()
     occupancy.take(2, 10.0)
     occupancy.release(2, 20.0)
@@ -49,7 +49,7 @@ def test_a_slot_just_given_back_may_still_be_reported_busy() -> None:
     assert foreign_after(occupancy, 2, 20.0 + 3 * SLOT_LINGER) == 2
 
 
-def test_overlapping_readings_each_know_their_own_peak() -> None:
+def test_overlapping_queries_each_have_their_own_peak() -> None:
     occupancy = SlotOccupancy()
     occupancy.take(2, 10.0)
     with occupancy.slots_query(20.0) as first:
@@ -59,16 +59,16 @@ def test_overlapping_readings_each_know_their_own_peak() -> None:
     assert (first.peak_leased, second.peak_leased) == (2, 1)
 
 
-def test_busy_slots_are_summed_over_time() -> None:
+def test_busy_slots_are_integrated_over_time() -> None:
     occupancy = SlotOccupancy()
     occupancy.take(1, 100.0)
     occupancy.take(2, 102.0)
     occupancy.release(1, 103.0)
     occupancy.integrate(105.0)
     assert occupancy.slot_seconds == pytest.approx(2 * 1 + 1 * 3 + 2 * 2)
-    with occupancy.slots_query(105.0) as reading:
+    with occupancy.slots_query(105.0) as query:
         pass
-    occupancy.record_busy(5, reading, 106.0)
+    occupancy.record_busy(5, query, 106.0)
     occupancy.integrate(107.0)
     assert occupancy.slot_seconds == pytest.approx(9 + 2 + 5)
 
@@ -81,7 +81,7 @@ def test_a_clock_that_stands_still_or_goes_back_adds_nothing() -> None:
     assert (occupancy.slot_seconds, occupancy.prefill_seconds) == (0, 0)
 
 
-def test_a_lease_knows_who_was_busy_while_it_wrote() -> None:
+def test_a_lease_measures_the_busy_slots_during_its_decode() -> None:
     clock = Clock()
     node = a_node(clock, slots=4)
     lease = take(node)
@@ -99,7 +99,7 @@ def test_a_lease_knows_who_was_busy_while_it_wrote() -> None:
     assert (seen.stalled_seconds, seen.mean_prefills) == (0, 1)
 
 
-def test_a_lease_knows_whose_prompts_were_read_meanwhile() -> None:
+def test_a_lease_measures_the_prefills_of_others_meanwhile() -> None:
     clock = Clock()
     node = a_node(clock, slots=4)
     first, second = take(node), take(node)
@@ -115,7 +115,7 @@ def test_a_lease_knows_whose_prompts_were_read_meanwhile() -> None:
     assert [one and one.stalled_seconds for one in seen] == pytest.approx([5, 7, 0])
 
 
-def test_an_answer_in_one_piece_leaves_open_what_it_shared() -> None:
+def test_an_answer_in_one_piece_has_no_ttft() -> None:
     clock = Clock()
     node = a_node(clock, slots=4)
     lease, other = take(node, stream=False), take(node, stream=False)
@@ -127,7 +127,7 @@ def test_an_answer_in_one_piece_leaves_open_what_it_shared() -> None:
     assert (seen.ttft, seen.duration, seen.busy_slots) == (None, 4, 2)
 
 
-def test_what_holds_no_slot_and_what_took_no_time_say_nothing_wrong() -> None:
+def test_a_lease_without_slots_or_duration_measures_nothing_wrong() -> None:
     node = a_node()
     none = take(node, 0)
     none.release()
@@ -139,7 +139,7 @@ def test_what_holds_no_slot_and_what_took_no_time_say_nothing_wrong() -> None:
     assert (seen.duration, seen.busy_slots) == (0, 1)
 
 
-def test_one_that_was_left_while_it_read_counts_until_its_slot_is_free() -> None:
+def test_an_abandoned_prefill_counts_until_its_slot_is_free() -> None:
     clock = Clock()
     node = a_node(clock, slots=2)
     left, other = take(node), take(node)
@@ -163,7 +163,7 @@ def test_one_that_was_left_while_it_read_counts_until_its_slot_is_free() -> None
         )
     )
 )
-def test_no_course_of_events_makes_the_means_impossible(
+def test_any_events_leave_the_means_possible(
     events: list[tuple[str, int, float]],
 ) -> None:
     clock = Clock()
@@ -189,4 +189,4 @@ def test_no_course_of_events_makes_the_means_impossible(
         assert lease.slots - 1e-6 <= seen.busy_slots <= 2 * len(leases) + 1e-6
         assert 0 <= seen.stalled_seconds <= seen.duration
         assert 1 - 1e-6 <= seen.mean_prefills <= 2 * len(leases) + 1e-6
-    assert node.occupancy.leased == node.occupancy._readers == 0
+    assert node.occupancy.leased == node.occupancy.prefills == 0

@@ -1,4 +1,4 @@
-"""What is learnt of a node's speed, and what is reckoned with until then."""
+"""What is learnt of a node's speed, and what is assumed until then."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_first_measurement_is_believed() -> None:
     assert speed.decode_tps == pytest.approx(50)
 
 
-def test_one_odd_measurement_moves_it_little_and_a_lasting_change_fully() -> None:
+def test_one_surprise_moves_it_little_and_a_lasting_change_fully() -> None:
     speed = Speed()
     for _ in range(20):
         speed.learn_timings(timings(tps=50))
@@ -75,7 +75,7 @@ def test_missing_figures_are_ignored() -> None:
         )
     )
 )
-def test_whatever_it_is_told_a_speed_stays_a_positive_number(told: list[dict[str, object]]) -> None:
+def test_any_timings_leave_a_speed_a_positive_number(told: list[dict[str, object]]) -> None:
     speed = Speed()
     for one in told:
         speed.learn_timings(one)
@@ -90,7 +90,7 @@ def test_until_it_is_measured_the_hint_holds() -> None:
     assert node.speed.relative == 2.5
 
 
-def test_measured_and_guessed_nodes_stand_on_one_scale() -> None:
+def test_measured_and_assumed_speeds_are_on_one_scale() -> None:
     slow, fast, guessed = a_node(speed_hint=1), a_node(speed_hint=2), a_node(speed_hint=4)
     slow.speed.learn_timings(timings(tps=10))
     fast.speed.learn_timings(timings(tps=20))
@@ -116,7 +116,7 @@ def test_nodes_of_different_models_are_not_compared() -> None:
     assert small.speed.relative == large.speed.relative == pytest.approx(1)
 
 
-def test_nodes_that_only_embed_are_weighed_by_their_prefill() -> None:
+def test_nodes_that_only_embed_are_compared_by_their_prefill() -> None:
     slow, fast = a_node(), a_node()
     slow.speed.learn_timings({"prompt_n": 100, "prompt_ms": 1000})
     fast.speed.learn_timings({"prompt_n": 300, "prompt_ms": 1000})
@@ -141,7 +141,7 @@ def test_decode_is_learnt_by_busy_slots() -> None:
     assert speed.seconds_per_token(4) == pytest.approx(0.11, rel=0.05)
 
 
-def test_a_node_that_was_only_seen_full_is_not_thought_as_slow_when_alone() -> None:
+def test_a_node_measured_only_when_full_is_predicted_faster_when_alone() -> None:
     speed = Speed()
     learn_at(speed, 4, 0.1)
     assert speed.seconds_per_token(4) == pytest.approx(0.1)
@@ -156,7 +156,7 @@ def test_more_neighbours_never_make_it_faster() -> None:
     assert speed.seconds_per_token(0) == speed.seconds_per_token(1)
 
 
-def test_short_reads_do_not_make_a_node_look_slow_at_long_ones() -> None:
+def test_short_prefills_do_not_make_a_node_look_slow_for_long_ones() -> None:
     speed = Speed()
     for _ in range(40):
         for tokens in (20, 1500):
@@ -164,7 +164,7 @@ def test_short_reads_do_not_make_a_node_look_slow_at_long_ones() -> None:
     assert speed.prefill_tps == pytest.approx(600, rel=0.05)
 
 
-def test_prompts_read_side_by_side_count_at_their_best() -> None:
+def test_concurrent_prefills_count_at_their_best() -> None:
     speed = Speed()
     for _ in range(5):
         speed.learn_timings({"prompt_n": 600, "prompt_ms": 1000}, ObservedTiming(2, 1))
@@ -176,7 +176,7 @@ def test_prompts_read_side_by_side_count_at_their_best() -> None:
     assert speed.prefill_tps == pytest.approx(600, rel=0.05)
 
 
-def test_a_decode_held_up_by_others_prompts_does_not_make_a_node_slow() -> None:
+def test_a_decode_stalled_by_other_prefills_does_not_make_a_node_slow() -> None:
     speed = Speed()
     for _ in range(50):
         told = {"predicted_n": 40, "predicted_ms": 6000}
@@ -184,8 +184,8 @@ def test_a_decode_held_up_by_others_prompts_does_not_make_a_node_slow() -> None:
     assert speed.seconds_per_token(2) == pytest.approx(0.05, rel=0.1)
 
 
-def test_a_liar_gets_no_more_than_its_hint() -> None:
-    """It claims a thousandfold; our clock says 10 s for a hundred tokens."""
+def test_a_node_with_false_timings_gets_no_more_than_its_hint() -> None:
+    """Its timings are a thousand times too short; our clock shows 10 s for a hundred tokens."""
     liar, honest = a_node(), a_node()
     for _ in range(20):
         liar.speed.learn_timings(
@@ -199,7 +199,7 @@ def test_a_liar_gets_no_more_than_its_hint() -> None:
     assert liar.speed.expected_prefill_tps == pytest.approx(honest.speed.expected_prefill_tps)
 
 
-def test_a_node_that_begins_to_lie_keeps_its_true_speed() -> None:
+def test_a_node_whose_timings_become_false_keeps_its_true_speed() -> None:
     speed = Speed()
     learn_at(speed, 1, 0.1)
     for _ in range(50):
@@ -207,14 +207,14 @@ def test_a_node_that_begins_to_lie_keeps_its_true_speed() -> None:
     assert speed.decode_tps == pytest.approx(10, rel=0.1)
 
 
-def test_an_endpoint_without_timings_is_learnt_by_the_clock() -> None:
+def test_an_endpoint_without_timings_is_learnt_by_our_clock() -> None:
     speed = Speed()
-    speed.observe(1000, 200, 101, ttft=2.0, duration=7.0, busy=1)
+    speed.learn_clocked(1000, 200, 101, ObservedTiming(7.0, 2.0))
     assert speed.prefill_tps == pytest.approx(400)
     assert speed.decode_tps == pytest.approx(20)
 
 
-def test_an_unmeasured_node_is_reckoned_with_by_its_hint() -> None:
+def test_the_assumed_speed_of_an_unmeasured_node_follows_its_hint() -> None:
     cpu, fast, gpu = a_node(), a_node(speed_hint=2), a_node(tier="gpu")
     compare_speeds([cpu, fast, gpu])
     assert cpu.speed.expected_prefill_tps == CPU_PRIOR.prefill_tps
@@ -230,7 +230,7 @@ def test_an_unmeasured_node_is_reckoned_with_by_its_hint() -> None:
     )
 
 
-def test_a_change_of_what_to_reckon_with_is_told_by_the_version() -> None:
+def test_a_change_of_the_assumed_speed_changes_the_version() -> None:
     node, other = a_node(), a_node()
     compare_speeds([node, other])
     before = node.speed.version
@@ -241,7 +241,7 @@ def test_a_change_of_what_to_reckon_with_is_told_by_the_version() -> None:
     assert node.speed.version > before
 
 
-def test_a_server_with_another_model_is_measured_anew() -> None:
+def test_a_server_with_another_model_is_measured_from_scratch() -> None:
     node = a_node()
     node.properties.models = ("small",)
     node.forget_replaced_model()
@@ -273,7 +273,7 @@ def test_a_server_with_another_model_is_measured_anew() -> None:
         )
     )
 )
-def test_what_is_reckoned_with_stays_finite_and_positive(
+def test_the_expected_speed_stays_finite_and_positive(
     told: list[tuple[dict[str, object], ObservedTiming]],
 ) -> None:
     speed = Speed()
@@ -287,8 +287,8 @@ def test_what_is_reckoned_with_stays_finite_and_positive(
 
 @pytest.mark.slow
 @in_virtual_time
-async def test_the_truth_is_found_of_a_node_whose_prompts_hold_its_writers_up() -> None:
-    """First one client, then four at once; the plain ratios would be off by a half."""
+async def test_the_true_speed_is_learnt_though_prefills_stall_the_decodes() -> None:
+    """First one client, then four at once; plain ratios of the timings would be wrong by a half."""
     rng, prefill, decode, step = random.Random(3), 3000, 200, 0.001
     server = EmulatedNode(
         slots=4,

@@ -1,4 +1,4 @@
-"""What a node claims, and what our clock makes of it."""
+"""Samples from a node's timings and from the gateway's clock."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ def timings(read: float = 2.0, wrote: float = 8.0) -> dict[str, object]:
 
 
 def bounds(rate: TokenTime | None) -> tuple[float, float]:
-    """The fewest and the most seconds that it may have taken."""
+    """The least and the most seconds that it may have taken."""
     assert rate is not None
     return rate.low * rate.tokens, rate.high * rate.tokens
 
 
-def test_honest_figures_are_taken_as_they_are() -> None:
+def test_plausible_timings_are_taken_as_they_are() -> None:
     sample = sample_from_timings(timings(), ObservedTiming(10.1, 2.05, busy_slots=1.5))
     assert bounds(sample.prefill) == pytest.approx((2, 2))
     assert bounds(sample.decode) == pytest.approx((8, 8))
     assert (sample.busy_slots, sample.context_tokens) == (1.5, 250)
 
 
-def test_without_our_clock_they_are_all_there_is() -> None:
+def test_without_our_clock_timings_are_taken_as_they_are() -> None:
     sample = sample_from_timings(timings(wrote=0.001))
     assert bounds(sample.decode) == pytest.approx((0.001, 0.001))
     assert sample.busy_slots is None
 
 
-def test_a_thousandfold_too_fast_is_only_the_lower_end() -> None:
+def test_timings_that_are_far_too_short_are_only_the_lower_end() -> None:
     sample = sample_from_timings(timings(read=0.002, wrote=0.008), ObservedTiming(10, 2))
     assert bounds(sample.prefill) == pytest.approx((0.002, 2))
     assert bounds(sample.decode) == pytest.approx((0.008, 8))
 
 
-def test_a_thousandfold_too_slow_is_bounded_by_what_we_saw() -> None:
+def test_timings_that_are_far_too_long_are_bounded_by_our_clock() -> None:
     sample = sample_from_timings(timings(read=2000, wrote=8000), ObservedTiming(10, 2))
     assert bounds(sample.prefill) == pytest.approx((2, 2))
     assert bounds(sample.decode) == pytest.approx((10, 10))
 
 
-def test_an_answer_in_one_piece_is_held_against_the_whole() -> None:
+def test_an_answer_in_one_piece_is_compared_with_the_whole_duration() -> None:
     assert bounds(sample_from_timings(timings(), ObservedTiming(10.2)).decode) == pytest.approx(
         (8, 8)
     )
@@ -68,7 +68,7 @@ def test_an_answer_in_one_piece_is_held_against_the_whole() -> None:
     ) == pytest.approx((0.008, 8))
 
 
-def test_what_others_prompts_may_have_cost_stays_open() -> None:
+def test_the_time_that_other_prefills_may_have_taken_stays_open() -> None:
     sample = sample_from_timings(
         timings(), ObservedTiming(10, 2, busy_slots=2, stalled_seconds=3, mean_prefills=2)
     )
@@ -76,8 +76,8 @@ def test_what_others_prompts_may_have_cost_stays_open() -> None:
     assert bounds(sample.decode) == pytest.approx((5, 8))
 
 
-def test_neighbours_of_an_answer_in_one_piece_are_thought_to_read_as_long_as_it_did() -> None:
-    """A fifth of their time, with two of them."""
+def test_neighbours_of_an_answer_in_one_piece_are_assumed_to_prefill_as_long() -> None:
+    """A fifth of their time, with two neighbours."""
     sample = sample_from_timings(timings(), ObservedTiming(10, None, busy_slots=3))
     assert bounds(sample.prefill) == pytest.approx((2 / 1.4, 2))
     assert bounds(sample.decode) == pytest.approx((8 * 0.6, 8))
@@ -90,7 +90,7 @@ def test_a_decode_is_never_all_stall() -> None:
     assert low == pytest.approx(1)
 
 
-def test_an_endpoint_without_timings_is_timed_by_us() -> None:
+def test_an_endpoint_without_timings_is_measured_by_our_clock() -> None:
     sample = sample_from_clock(250, 50, 81, ObservedTiming(10, 2))
     assert bounds(sample.prefill) == pytest.approx((2, 2))
     assert bounds(sample.decode) == pytest.approx((8, 8))
@@ -103,7 +103,7 @@ def test_an_endpoint_without_timings_is_timed_by_us() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
-def test_a_clock_gone_wrong_is_left_out(bad: float) -> None:
+def test_impossible_times_of_our_clock_are_ignored(bad: float) -> None:
     assert sample_from_clock(250, 50, 80, ObservedTiming(bad)) == SpeedSample()
     assert sample_from_clock(bad, 50, 80, ObservedTiming(10)) == SpeedSample()
     assert sample_from_timings(
@@ -120,7 +120,7 @@ KEYS = ["cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms"]
     st.dictionaries(st.sampled_from(KEYS), anything),
     st.none() | st.builds(ObservedTiming, seconds, st.none() | seconds, seconds, seconds, seconds),
 )
-def test_whatever_is_told_a_rate_is_an_interval_of_positive_numbers(
+def test_any_timings_make_an_interval_of_positive_numbers(
     told: dict[str, object], seen: ObservedTiming | None
 ) -> None:
     sample = sample_from_timings(told, seen)

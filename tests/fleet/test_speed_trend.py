@@ -1,4 +1,4 @@
-"""The line through noisy measurements."""
+"""A line through noisy measurements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_line_is_found_under_noise() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.001, 1000])
-def test_two_odd_ones_move_it_little(factor: float) -> None:
+def test_two_surprises_move_it_little(factor: float) -> None:
     trend = a_trend()
     for _ in range(20):
         exactly(trend, 0, 1)
@@ -47,7 +47,7 @@ def test_two_odd_ones_move_it_little(factor: float) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.25, 4])
-def test_a_lasting_change_is_noticed_within_a_few(factor: float) -> None:
+def test_a_lasting_change_is_believed_within_a_few_measurements(factor: float) -> None:
     trend = a_trend()
     for _ in range(200):
         exactly(trend, 0, 1)
@@ -71,7 +71,7 @@ def test_an_interval_moves_it_to_its_nearer_end_at_most_at_once() -> None:
     assert 1 < trend.level <= 2
 
 
-def test_nothing_begins_with_what_says_nothing() -> None:
+def test_a_first_interval_that_is_too_wide_is_ignored() -> None:
     trend = a_trend()
     assert not trend.learn(0, 0.001, 1000, 40)
     assert trend.level == 0
@@ -83,7 +83,7 @@ positive = st.floats(1e-6, 1e6)
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), positive, st.floats(1, 1e6), st.floats(0.1, 1e8))))
-def test_it_never_leaves_the_positive_numbers(
+def test_it_stays_positive(
     told: list[tuple[float, float, float, float]],
 ) -> None:
     trend = a_trend()

@@ -21,7 +21,7 @@ def test_drains_last_over_a_restart(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["drains.json"]
 
 
-def test_without_a_path_they_are_kept_in_memory() -> None:
+def test_without_a_path_drains_are_kept_in_memory() -> None:
     drains = DrainedNodes()
     drains.add("a")
     assert "a" in drains
@@ -33,7 +33,7 @@ def test_without_a_path_they_are_kept_in_memory() -> None:
     "damage",
     [b"", b"{", b"[]", b"null", b'{"drained": "a"}', b'{"drained": [1]}', b"\xff" * 9, b"[" * 9999],
 )
-def test_a_damaged_file_is_kept_aside_and_told(
+def test_a_damaged_file_is_set_aside_and_logged(
     tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "drains.json"
@@ -54,7 +54,7 @@ def test_an_enormous_file_is_damaged(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_folder_that_cannot_be_written_is_told_and_the_drain_holds(
+def test_a_folder_that_cannot_be_written_is_logged_and_the_drain_holds(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("no folder")
@@ -67,7 +67,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_the_drain_holds(
 
 @settings(max_examples=20)
 @given(names=st.sets(st.text(max_size=20), max_size=10))
-def test_every_name_comes_back(names: set[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_name_is_read_back(names: set[str], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("drains") / "drains.json"
     drains = DrainedNodes(path)
     for name in names:

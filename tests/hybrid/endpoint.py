@@ -1,5 +1,5 @@
-"""An OpenAI-compatible endpoint as vLLM and hosted services are: a key for every path, no
-`/slots`, `/props` or `/health`, no `timings`, and 429 or a queue inside when it is asked too much.
+"""An OpenAI-compatible endpoint like vLLM and hosted services: a key for every path, no `/slots`,
+`/props` or `/health`, no `timings`, and 429 or a queue of its own when there are too many requests.
 
 The real ones need a GPU or an account; llama.cpp's server has neither these limits nor this key.
 """
@@ -16,14 +16,14 @@ from tests.virtual import now
 
 SOME_WORDS = ("one ", "two ", "three ", "four ", "five ", "six ", "seven ", "eight ")
 ROUND_TRIP = 0.001
-"""Seconds that a refusal takes: none comes in the instant in which the request was sent."""
+"""Seconds that a refusal takes; none comes at once."""
 
 
 class Endpoint:
     """`async with Endpoint(key="k", model="m") as gpu:` listens at `gpu.url`.
 
-    `places` requests run at once. More wait inside, or with `refuse` are told 429. Times are in
-    seconds; without a time per `token` an answer goes out as a whole, or not at all.
+    `places` requests run at once. Others wait inside, or get 429 with `refuse`. Times are in
+    seconds; without a time per `token` an answer is sent as a whole, or not at all.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Endpoint:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def kill(self) -> None:
-        """Dies like kill -9: every connection is reset, nobody listens."""
+        """Die like kill -9: every connection is reset, and new ones are refused."""
         if self._server is not None:
             self._server.close()
             self._server = None

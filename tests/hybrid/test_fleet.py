@@ -1,4 +1,4 @@
-"""CPU nodes (the emulator) and a GPU endpoint as vLLM is, behind a whole gateway."""
+"""CPU nodes (the emulator) and GPU endpoints like vLLM behind a whole gateway."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUICK = {"health": {"interval": 0.1, "timeout": 0.5, "slow_start": 0}}
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client got."""
+    """A client's response."""
 
     status: int
     tier: str | None
@@ -68,7 +68,7 @@ class Site:
         )
 
     async def asked(self, count: int, priority: str = "normal", **body: Any) -> list[Answer]:
-        """So many at once."""
+        """So many requests at once."""
         return await asyncio.gather(*(self.ask(priority, **body) for _ in range(count)))
 
     async def node(self, name: str = "gpu") -> dict[str, Any]:
@@ -154,7 +154,7 @@ async def test_premium_goes_to_the_gpu_under_its_own_name_and_key(
 
 @pytest.mark.parametrize("priority", ["normal", "batch"])
 @in_virtual_time
-async def test_the_others_stay_on_the_cpu(tmp_path: Path, priority: str) -> None:
+async def test_other_classes_stay_on_the_cpu(tmp_path: Path, priority: str) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu()]) as site:
         answers = await site.asked(12, priority)
         assert tiers(answers) == {"cpu": 12}
@@ -176,7 +176,7 @@ async def test_premium_falls_back_to_the_cpu_while_the_gpu_is_full(tmp_path: Pat
 
 
 @in_virtual_time
-async def test_a_model_that_only_the_gpu_serves_is_served_to_everybody(tmp_path: Path) -> None:
+async def test_a_model_that_only_the_gpu_serves_is_served_to_every_class(tmp_path: Path) -> None:
     settings = {"hybrid": {"spill": {"share": 0}}}
     cpu = a_cpu(model="other")
     async with a_site(tmp_path, Endpoint(), [cpu], settings=settings) as site:
@@ -186,13 +186,13 @@ async def test_a_model_that_only_the_gpu_serves_is_served_to_everybody(tmp_path:
 
 
 @in_virtual_time
-async def test_a_fleet_without_cpu_nodes_serves_everybody(tmp_path: Path) -> None:
+async def test_a_fleet_without_cpu_nodes_serves_every_class(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), []) as site:
         assert tiers(await site.asked(6, "batch")) == {"gpu": 6}
 
 
 @in_virtual_time
-async def test_a_gpu_that_is_down_is_told_as_the_reason(tmp_path: Path) -> None:
+async def test_a_gpu_that_is_down_is_named_as_the_fallback_reason(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu()]) as site:
         await site.gpu.kill()
         await until(lambda: site.running.gateway.fleet.nodes["gpu"].state.value == "down")
@@ -209,7 +209,7 @@ async def test_a_gpu_that_is_down_is_told_as_the_reason(tmp_path: Path) -> None:
 async def test_no_premium_request_fails_when_the_gpu_dies_under_load(
     tmp_path: Path, stream: bool
 ) -> None:
-    """Plain answers, and streams that have no content yet: both may begin anew elsewhere."""
+    """Plain answers, and streams without content yet: both may be retried on another node."""
     gpu = Endpoint(first=0.25, tokens=4)
     cpus = [a_cpu(slots=4, decode_tps=40.0), a_cpu(slots=4, decode_tps=40.0)]
     async with a_site(tmp_path, gpu, cpus, slots=16) as site:
@@ -224,7 +224,7 @@ async def test_no_premium_request_fails_when_the_gpu_dies_under_load(
         await asyncio.sleep(0.6)
         await until(lambda: gpu.running >= 14)
         running = gpu.running
-        # A stream's content goes out as a whole: whatever runs now has sent none.
+        # A stream's content is sent as a whole: the running ones have sent none.
         assert gpu.token == 0.0
         await gpu.kill()
         await asyncio.gather(*clients)
@@ -232,18 +232,18 @@ async def test_no_premium_request_fails_when_the_gpu_dies_under_load(
         reasons = Counter(answer.fallback for answer in answers if answer.tier == "cpu")
         assert reasons["gpu_failed"] >= running // 2
         assert reasons["gpu_down"] > 0
-        assert set(reasons) <= {"gpu_failed", "gpu_down", "gpu_full"}  # and never none
+        assert set(reasons) <= {"gpu_failed", "gpu_down", "gpu_full"}  # and never without one
         assert tiers(answers)["gpu"] > 0
 
 
 @pytest.mark.slow
 @in_virtual_time
-async def test_nor_when_several_gpu_nodes_die_at_once(tmp_path: Path) -> None:
-    """More requests are cut at once than retries are allowed: the way to the CPU is none."""
+async def test_no_premium_request_fails_when_several_gpu_nodes_die_at_once(tmp_path: Path) -> None:
+    """More requests fail at once than the retry budget allows; falling back to the CPU is free."""
     gpus = [Endpoint(first=0.3) for _ in range(3)]
     cpus = [a_cpu(slots=8), a_cpu(slots=8)]
     async with a_site(tmp_path, gpus[0], cpus, more=gpus[1:], slots=16) as site:
-        # Each its own: what two nodes die on is quarantined, and no node is to blame for these.
+        # All different: a request on which two nodes die is quarantined. No node is to blame here.
         asked = [
             asyncio.create_task(
                 site.ask(
@@ -287,7 +287,7 @@ async def test_normal_spills_over_within_its_share_and_batch_never(tmp_path: Pat
 
 @pytest.mark.slow
 @in_virtual_time
-async def test_what_was_spent_stays_spent_over_a_reload(tmp_path: Path) -> None:
+async def test_the_budget_spent_is_kept_over_a_reload(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu(**SLOW)], settings=spill(share=0.25)) as site:
         answers = await site.asked(16)
         spilled = tiers(answers)["gpu"]
@@ -302,7 +302,7 @@ async def test_what_was_spent_stays_spent_over_a_reload(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @in_virtual_time
-async def test_money_is_never_passed_by_more_than_one_request(tmp_path: Path) -> None:
+async def test_the_budget_is_exceeded_by_one_request_at_most(tmp_path: Path) -> None:
     # 4 tokens at 1000 a million: 0.004 each; the budget is for two and a half of them.
     settings = spill(money_per_hour=0.01)
     cost = {"prompt": 0, "completion": 1000}
@@ -317,7 +317,7 @@ async def test_money_is_never_passed_by_more_than_one_request(tmp_path: Path) ->
 
 @pytest.mark.slow
 @in_virtual_time
-async def test_what_did_not_happen_is_not_charged(tmp_path: Path) -> None:
+async def test_a_request_that_did_not_happen_is_not_charged(tmp_path: Path) -> None:
     gpu = Endpoint(places=0, refuse=True, retry_after="0")
     settings = spill(money_per_hour=0.01)
     cost = {"prompt": 0, "completion": 1000}
@@ -333,11 +333,11 @@ async def test_what_did_not_happen_is_not_charged(tmp_path: Path) -> None:
         assert (shown["paid"], shown["reserved"], shown["running"]) == (0.0, 0.0, 0)
 
 
-# Endpoints that tell little.
+# Endpoints that report little.
 
 
 @in_virtual_time
-async def test_an_endpoint_is_asked_for_nothing_but_its_models(tmp_path: Path) -> None:
+async def test_an_endpoint_is_probed_only_for_its_models(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu()]) as site:
         await site.ask("premium")
         assert set(site.gpu.paths) == {"/v1/models", CHAT}
@@ -346,7 +346,7 @@ async def test_an_endpoint_is_asked_for_nothing_but_its_models(tmp_path: Path) -
 
 
 @in_virtual_time
-async def test_a_wrong_key_is_told_clearly_and_the_cpu_serves(tmp_path: Path) -> None:
+async def test_a_wrong_key_is_reported_and_the_cpu_serves(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu()], key="wrong", model=None) as site:
         shown = await site.node()
         assert shown["state"] == "down"
@@ -357,8 +357,8 @@ async def test_a_wrong_key_is_told_clearly_and_the_cpu_serves(tmp_path: Path) ->
 
 
 @in_virtual_time
-async def test_a_key_that_only_a_request_shows_to_be_wrong_is_told_too(tmp_path: Path) -> None:
-    # Its list of models may be hidden from keys that are good for use: that alone proves nothing.
+async def test_a_key_that_only_a_request_shows_to_be_wrong_is_reported_too(tmp_path: Path) -> None:
+    # The list of models may be hidden from valid keys, so a rejection there proves nothing.
     async with a_site(tmp_path, Endpoint(), [a_cpu()], key="wrong") as site:
         first = await site.ask("premium")
         assert (first.status, first.tier, first.fallback) == (200, "cpu", "gpu_failed")
@@ -371,7 +371,7 @@ async def test_a_key_that_only_a_request_shows_to_be_wrong_is_told_too(tmp_path:
 
 
 @in_virtual_time
-async def test_a_clients_own_organization_locks_nobody_out(tmp_path: Path) -> None:
+async def test_a_clients_own_organization_does_not_lock_out_others(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu()]) as site:
         for _ in range(5):
             foreign = {"X-Priority": "premium", "OpenAI-Organization": "org-of-another"}
@@ -384,7 +384,7 @@ async def test_a_clients_own_organization_locks_nobody_out(tmp_path: Path) -> No
 
 
 @in_virtual_time
-async def test_a_key_that_was_mended_is_used_at_once(tmp_path: Path) -> None:
+async def test_a_corrected_key_is_used_at_once(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu()], key="wrong") as site:
         await site.ask("premium")
         (tmp_path / "gpu.key").write_text("secret\n")
@@ -395,7 +395,7 @@ async def test_a_key_that_was_mended_is_used_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @in_virtual_time
-async def test_a_pause_that_the_endpoint_asks_for_is_kept(tmp_path: Path) -> None:
+async def test_a_pause_requested_by_the_endpoint_is_kept(tmp_path: Path) -> None:
     gpu = Endpoint(places=1, refuse=True, retry_after="1", first=0.2)
     async with a_site(tmp_path, gpu, [a_cpu(slots=4)]) as site:
         answers = await site.asked(4, "premium")
@@ -413,7 +413,7 @@ async def test_a_pause_that_the_endpoint_asks_for_is_kept(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @in_virtual_time
-async def test_the_limit_of_an_endpoint_is_found_and_no_premium_request_fails(
+async def test_the_limit_of_an_endpoint_is_learnt_and_no_premium_request_fails(
     tmp_path: Path,
 ) -> None:
     gpu = Endpoint(places=3, refuse=True, first=0.02, token=0.005)
@@ -434,7 +434,7 @@ async def test_the_limit_of_an_endpoint_is_found_and_no_premium_request_fails(
 
 
 @in_virtual_time
-async def test_the_others_wait_for_cpu_nodes_that_are_out_as_for_any_fleet(tmp_path: Path) -> None:
+async def test_other_classes_wait_for_ejected_cpu_nodes(tmp_path: Path) -> None:
     settings = {"retries": {"wait_for_node": 0.2}}
     async with a_site(tmp_path, Endpoint(), [a_cpu()], settings=settings) as site:
         await site.cpus[0].kill()
@@ -447,7 +447,7 @@ async def test_the_others_wait_for_cpu_nodes_that_are_out_as_for_any_fleet(tmp_p
 
 @pytest.mark.slow
 @in_virtual_time
-async def test_nothing_stays_reserved_whoever_leaves_and_whatever_dies(tmp_path: Path) -> None:
+async def test_nothing_stays_reserved_after_disconnects_and_deaths(tmp_path: Path) -> None:
     gpu = Endpoint(first=0.05, token=0.02, tokens=8)
     settings = spill(share=1, money_per_hour=1)
     cost = {"prompt": 1, "completion": 1}

@@ -72,7 +72,7 @@ def a_scheduler(
     )
     for one in nodes:
         one.clock = chosen
-        one.on_lease_released = fleet._returned
+        one.on_lease_released = fleet.lease_released
         fleet.nodes[one.name] = one
     fleet.model_index.set_nodes(nodes)
     return Scheduler(fleet, Settings(**settings), chosen, random.Random(seed))

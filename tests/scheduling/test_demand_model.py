@@ -80,7 +80,7 @@ def test_a_node_that_has_told_of_a_prompt_gets_the_next_turn(nodes: list[Node]) 
 def test_an_answer_without_figures_leaves_nothing_to_count_on(nodes: list[Node]) -> None:
     scheduler = a_scheduler(*nodes)
     a_turn(scheduler, talk(1, 2, 3), None)
-    assert scheduler.prompt_cache.cached_tokens(PromptKey((1, 2, 3), 1000.0)) == {}
+    assert scheduler.prompt_cache.lookup(PromptKey((1, 2, 3), 1000.0)).cached == {}
 
 
 def test_what_has_ended_is_learnt_of_before_a_long_prompt_is_placed(nodes: list[Node]) -> None:
@@ -134,7 +134,7 @@ def test_what_ends_on_a_node_that_has_left_is_forgotten(nodes: list[Node]) -> No
     scheduler.demand_model.learn(
         lease, request, ReportedTokens(1000.0, 0.0, 5.0), 5.0, complete=True
     )
-    assert scheduler.prompt_cache.cached_tokens(PromptKey((1, 2, 3), 1000.0)) == {}
+    assert scheduler.prompt_cache.lookup(PromptKey((1, 2, 3), 1000.0)).cached == {}
     assert not scheduler.demand_model.learning_pending
 
 

@@ -188,7 +188,7 @@ def put(scheduler: Scheduler, *nodes: Node) -> None:
             one.removed = True
             del fleet.nodes[name]
     for one in nodes:
-        one.on_lease_released = fleet._returned
+        one.on_lease_released = fleet.lease_released
         fleet.nodes[one.name] = one
     fleet.model_index.set_nodes(nodes)
     scheduler.capacity_changed()
@@ -269,17 +269,17 @@ def test_what_a_node_remembers_goes_with_its_server() -> None:
         prompt = PromptKey((next(numbers), next(numbers)), 100.0)
         memory.request_placed(index, prompt)
         memory.request_finished(index, prompt, 100, 0, 5)
-        return index in memory.cached_tokens(PromptKey(prompt.blocks, 100.0))
+        return index in memory.lookup(PromptKey(prompt.blocks, 100.0)).cached
 
     assert remembers()
     kept = PromptKey((100, 101), 50.0)
     memory.request_placed(index, kept)
     memory.request_finished(index, kept, 50, 0, 5)
     scheduler.fleet_sync.node_changed(one)
-    assert memory.cached_tokens(PromptKey(kept.blocks, 50.0))
+    assert memory.lookup(PromptKey(kept.blocks, 50.0)).cached
     one.probe_history.up = False
     scheduler.fleet_sync.node_changed(one)
-    assert not memory.cached_tokens(PromptKey(kept.blocks, 50.0))
+    assert not memory.lookup(PromptKey(kept.blocks, 50.0)).cached
     assert not remembers()
     one.probe_history.up = True
     scheduler.fleet_sync.node_changed(one)

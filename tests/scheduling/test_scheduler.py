@@ -520,7 +520,11 @@ class World:
 
     def check(self) -> None:
         for one in self.nodes:
-            held = sum(lease.slots for lease in self.leases if lease.node is one and lease.held)
+            held = sum(
+                lease.slots
+                for lease in self.leases
+                if lease.node is one and lease.released_at is None
+            )
             assert one.leased == held
             assert one.leased <= one.slots_total
             assert self.scheduler.dispatcher.placement_state.by_name[one.name].ours == held
@@ -563,7 +567,9 @@ async def run(script: list[tuple[str, int, Any]]) -> None:
             request = a_request(how, slots=number)
             task = asyncio.create_task(world.scheduler.lease(request))
             world.tasks[request.id] = (request, task)
-        elif what == "finish" and (held := [lease for lease in world.leases if lease.held]):
+        elif what == "finish" and (
+            held := [lease for lease in world.leases if lease.released_at is None]
+        ):
             held[number % len(held)].release()
         elif what == "cancel" and world.tasks:
             list(world.tasks.values())[number % len(world.tasks)][1].cancel()
@@ -582,7 +588,7 @@ async def run(script: list[tuple[str, int, Any]]) -> None:
     for _ in range(200):
         await settled()
         world.collect()
-        if not world.tasks and not any(lease.held for lease in world.leases):
+        if not world.tasks and all(lease.released_at is not None for lease in world.leases):
             break
         for lease in world.leases:
             lease.release()

@@ -116,7 +116,7 @@ class World:
         else:
             one.occupancy.foreign = self.rng.randint(0, 3)
         self.scheduler.fleet_sync.node_changed(one)
-        self.scheduler.fleet._tell_capacity()
+        self.scheduler.capacity_changed()
 
     def inventory(self, number: int) -> None:
         """A node leaves, or returns."""

@@ -1,4 +1,4 @@
-"""A server below HTTP: each connection is answered with exactly the bytes that a test says."""
+"""A server below HTTP: it answers each connection with exactly the bytes that a test gives."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from gateway.transport.pool import NodeAddress
+
+HOWEVER_SLOW = 60.0
+"""Seconds for `stale_seconds`: a reused connection that breaks is stale, even on a slow machine."""
 
 
 @dataclass(slots=True)
@@ -44,7 +47,7 @@ Script = Callable[[Peer], Awaitable[None]]
 
 @dataclass(slots=True)
 class RawServer:
-    """Where it listens, and what has happened."""
+    """Its port, and what has happened there."""
 
     port: int
     opened: int = 0
@@ -53,7 +56,7 @@ class RawServer:
     """Connections that are open now."""
     failures: list[BaseException] = field(default_factory=list)
 
-    def origin(self, **more: object) -> NodeAddress:
+    def address(self, **more: object) -> NodeAddress:
         fields = {
             "host": "127.0.0.1",
             "port": self.port,
@@ -71,41 +74,41 @@ class RawServer:
 @asynccontextmanager
 async def raw_server(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIterator[RawServer]:
     """A server that runs `script` on every connection and closes it afterwards."""
-    told = RawServer(0)
+    raw = RawServer(0)
     tasks: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
-        told.opened += 1
-        told.open += 1
+        raw.opened += 1
+        raw.open += 1
         try:
             await script(Peer(reader, writer))
         except (asyncio.CancelledError, asyncio.IncompleteReadError, ConnectionError):
             pass
-        except BaseException as error:  # noqa: BLE001 - told at the end
-            told.failures.append(error)
+        except BaseException as error:  # noqa: BLE001 - raised at the end
+            raw.failures.append(error)
         finally:
-            told.open -= 1
+            raw.open -= 1
             tasks.discard(task)
             writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
-    told.port = server.sockets[0].getsockname()[1]
+    raw.port = server.sockets[0].getsockname()[1]
     try:
-        yield told
+        yield raw
     finally:
         server.close()
         for task in list(tasks):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    assert not told.failures, told.failures
+    assert not raw.failures, raw.failures
 
 
 @contextmanager
 def nobody_listens() -> Iterator[int]:
-    """A port that refuses connections, and that nobody else is given meanwhile."""
+    """A port that refuses connections, and that no other socket is given meanwhile."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]

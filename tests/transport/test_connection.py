@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.transport import connection as module
 from gateway.transport.connection import BODY_HIGH_WATER, MOST_HEAD_BYTES, NodeConnection
 from gateway.transport.errors import (
     ConnectionReset,
@@ -20,7 +19,7 @@ from gateway.transport.errors import (
     UpstreamTimeout,
 )
 from gateway.transport.pool import ConnectionPool
-from tests.transport.raw import Peer, RawServer, always, once, raw_server
+from tests.transport.raw import HOWEVER_SLOW, Peer, RawServer, always, once, raw_server
 
 ASK = b"GET /x HTTP/1.1\r\nhost: n\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
@@ -28,8 +27,8 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 LIMIT = 30.0
 
 
-async def connected(server: RawServer) -> NodeConnection:
-    return await ConnectionPool(server.origin()).connect(LIMIT)
+async def connected(server: RawServer, stale_seconds: float = HOWEVER_SLOW) -> NodeConnection:
+    return await ConnectionPool(server.address(), stale_seconds=stale_seconds).connect(LIMIT)
 
 
 async def body_of(connection: NodeConnection) -> bytes:
@@ -58,10 +57,10 @@ async def failure(reply: bytes) -> UpstreamError:
     return raised.value
 
 
-# Replies that are well.
+# Valid responses.
 
 
-async def test_a_reply_with_a_length_is_read_and_its_connection_may_be_used_again() -> None:
+async def test_after_a_response_with_a_length_the_connection_may_be_used_again() -> None:
     async with raw_server(always(OK)) as server:
         connection = await connected(server)
         for _ in range(3):
@@ -75,13 +74,13 @@ async def test_a_reply_with_a_length_is_read_and_its_connection_may_be_used_agai
         connection.close()
 
 
-async def test_field_names_are_in_lower_case_and_in_their_order() -> None:
+async def test_header_names_are_in_lower_case_and_in_their_order() -> None:
     reply = b"HTTP/1.1 200 OK\r\nX-B: 1\r\nContent-Length: 0\r\nX-b: 2\r\n\r\n"
     connection, _ = await asked(reply)
     assert connection.headers == [(b"x-b", b"1"), (b"content-length", b"0"), (b"x-b", b"2")]
 
 
-async def test_interim_replies_are_passed_over_with_their_fields() -> None:
+async def test_interim_responses_are_skipped_with_their_headers() -> None:
     interim = b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n"
     connection, body = await asked(interim + OK)
     assert (connection.status, body) == (200, b"hello")
@@ -130,26 +129,26 @@ async def test_a_body_without_framing_ends_with_the_connection() -> None:
 
 
 @pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified"])
-async def test_replies_that_have_no_body_end_with_their_head(status: bytes) -> None:
+async def test_responses_that_have_no_body_end_with_their_head(status: bytes) -> None:
     connection, body = await asked(b"HTTP/1.1 " + status + b"\r\n\r\n")
     assert body == b""
     assert connection.reusable
 
 
-async def test_a_reply_that_says_close_is_not_used_again() -> None:
+async def test_after_connection_close_the_connection_is_not_used_again() -> None:
     connection, body = await asked(OK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
     assert body == b"hello"
     assert not connection.reusable
 
 
-async def test_an_old_server_is_not_used_again() -> None:
+async def test_the_connection_of_an_http_1_0_server_is_not_used_again() -> None:
     connection, body = await asked(OK.replace(b"1.1", b"1.0"))
     assert body == b"hello"
     assert not connection.reusable
 
 
 @pytest.mark.parametrize("length", [0, 5, 1 << 40])
-async def test_the_reply_to_head_has_no_body_whatever_its_length_says(length: int) -> None:
+async def test_the_response_to_head_has_no_body_whatever_its_length(length: int) -> None:
     async with raw_server(
         once(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % length)
     ) as server:
@@ -161,7 +160,7 @@ async def test_the_reply_to_head_has_no_body_whatever_its_length_says(length: in
         connection.close()
 
 
-# Replies that are not.
+# Invalid responses.
 
 
 GARBAGE = [
@@ -177,7 +176,7 @@ GARBAGE = [
 ]
 
 
-async def test_what_is_not_http_is_told_as_garbage() -> None:
+async def test_bytes_that_are_not_http_are_an_invalid_response() -> None:
     for reply in GARBAGE:
         assert isinstance(await failure(reply), InvalidResponse), reply
 
@@ -192,12 +191,12 @@ CUT_OFF = [
 ]
 
 
-async def test_a_reply_that_is_cut_off_is_a_reset_and_not_stale() -> None:
+async def test_a_response_that_is_cut_off_is_a_reset_and_not_stale() -> None:
     for reply in CUT_OFF:
         assert type(await failure(reply)) is ConnectionReset, reply
 
 
-async def test_what_came_before_a_cut_is_read_before_it_is_told() -> None:
+async def test_the_bytes_before_a_cut_are_read_before_it_is_raised() -> None:
     async with raw_server(once(CHUNKED + b"5\r\nhello\r\n5\r\nwo")) as server:
         connection = await connected(server)
         connection.send(ASK)
@@ -252,11 +251,11 @@ async def test_a_failure_from_this_side_is_no_end_of_a_body_without_framing() ->
         b"X-Bomb: " + b"b" * (MOST_HEAD_BYTES + 1) + b"\r\n\r\n",
     ],
 )
-async def test_a_head_that_is_too_large_is_garbage(bomb: bytes) -> None:
+async def test_a_head_that_is_too_large_is_an_invalid_response(bomb: bytes) -> None:
     assert isinstance(await failure(b"HTTP/1.1 200 OK\r\n" + bomb), InvalidResponse)
 
 
-async def test_interim_replies_without_end_are_garbage() -> None:
+async def test_endless_interim_responses_are_an_invalid_response() -> None:
     assert isinstance(await failure(b"HTTP/1.1 100 Continue\r\n\r\n" * 4000), InvalidResponse)
 
 
@@ -269,7 +268,7 @@ async def test_interim_replies_without_end_are_garbage() -> None:
     ],
 )
 @pytest.mark.parametrize("together", [True, False])
-async def test_what_nobody_asked_for_spoils_the_connection_and_not_the_reply(
+async def test_unrequested_bytes_spoil_the_connection_and_not_the_response(
     surplus: bytes, together: bool
 ) -> None:
     go = asyncio.Event()
@@ -296,7 +295,7 @@ async def test_what_nobody_asked_for_spoils_the_connection_and_not_the_reply(
         await server.until(lambda: server.open == 0)
 
 
-async def test_a_server_that_speaks_first_is_not_listened_to() -> None:
+async def test_bytes_before_the_first_request_close_the_connection() -> None:
     async def script(peer: Peer) -> None:
         await peer.say(OK)
         await peer.reader.read()
@@ -312,7 +311,6 @@ async def test_a_server_that_speaks_first_is_not_listened_to() -> None:
 # Reuse.
 
 
-@pytest.mark.usefixtures("however_slow")
 async def test_a_reused_connection_that_is_closed_before_a_byte_is_stale() -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
@@ -329,7 +327,6 @@ async def test_a_reused_connection_that_is_closed_before_a_byte_is_stale() -> No
             await connection.read_status()
 
 
-@pytest.mark.usefixtures("however_slow")
 async def test_a_reused_connection_that_broke_while_idle_is_stale() -> None:
     async with raw_server(once(OK)) as server:
         connection = await connected(server)
@@ -342,11 +339,7 @@ async def test_a_reused_connection_that_broke_while_idle_is_stale() -> None:
             await connection.read_status()
 
 
-async def test_a_reused_connection_that_breaks_later_had_reached_the_node(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "STALE_SECONDS", 0.0)
-
+async def test_a_reused_connection_that_breaks_later_had_reached_the_node() -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
         await peer.say(OK)
@@ -354,7 +347,7 @@ async def test_a_reused_connection_that_breaks_later_had_reached_the_node(
         peer.reset()
 
     async with raw_server(script) as server:
-        connection = await connected(server)
+        connection = await connected(server, stale_seconds=0.0)
         connection.send(ASK)
         assert await body_of(connection) == b"hello"
         connection.send(ASK)
@@ -363,7 +356,7 @@ async def test_a_reused_connection_that_breaks_later_had_reached_the_node(
         assert type(raised.value) is ConnectionReset
 
 
-async def test_a_reused_connection_that_breaks_within_its_head_is_no_stale_one() -> None:
+async def test_a_reused_connection_that_breaks_within_the_head_is_not_stale() -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
         await peer.say(OK)
@@ -380,7 +373,7 @@ async def test_a_reused_connection_that_breaks_within_its_head_is_no_stale_one()
         assert type(raised.value) is ConnectionReset
 
 
-# Back-pressure, and leaving.
+# Back-pressure, cancelling and failing.
 
 
 async def test_a_reader_that_lags_stops_the_node() -> None:
@@ -401,15 +394,31 @@ async def test_a_reader_that_lags_stops_the_node() -> None:
         connection = await connected(server)
         connection.send(ASK)
         await connection.read_status()
-        await server.until(lambda: connection._paused)
+        transport = connection.transport
+        assert transport is not None
+        await server.until(lambda: not transport.is_reading())
         stood = -1
-        while stood != sent:  # what the kernel's buffers hold is still sent
+        while stood != sent:  # the kernel's buffers are still sent
             stood = sent
             await asyncio.sleep(0.1)
         assert stood < 1000
+        unread = len(connection.read_nowait())
         # One more read of the socket may follow: uvloop's are of 256 KiB.
-        assert connection._pending <= 2 * BODY_HIGH_WATER + 65536
-        assert len(await body_of(connection)) == 1000 * 65536
+        assert unread <= 2 * BODY_HIGH_WATER + 65536
+        assert unread + len(await body_of(connection)) == 1000 * 65536
+        connection.close()
+
+
+@pytest.mark.parametrize("most", [4, 5])
+async def test_a_whole_body_is_read_up_to_a_limit(most: int) -> None:
+    async with raw_server(once(OK)) as server:
+        connection = await connected(server)
+        connection.send(ASK)
+        if most < 5:
+            with pytest.raises(InvalidResponse, match="larger than 4 bytes"):
+                await connection.read_all(most)
+        else:
+            assert await connection.read_all(most) == b"hello"
         connection.close()
 
 
@@ -457,7 +466,7 @@ async def test_a_reader_that_is_cancelled_leaves_nothing_behind(stage: str) -> N
     gc.collect()
 
 
-async def test_whoever_waits_for_the_head_learns_of_a_failure_from_this_side() -> None:
+async def test_a_wait_for_the_head_ends_with_a_failure_from_this_side() -> None:
     async def script(peer: Peer) -> None:
         await peer.reader.read()
 
@@ -472,7 +481,7 @@ async def test_whoever_waits_for_the_head_learns_of_a_failure_from_this_side() -
         await server.until(lambda: server.open == 0)
 
 
-# Whatever comes, in whatever pieces.
+# Any bytes, in any pieces.
 
 
 class Silent(asyncio.Transport):
@@ -513,7 +522,7 @@ REPLIES = [
 
 
 @given(reply=st.sampled_from(REPLIES), cuts=st.sets(st.integers(1, 200)))
-def test_a_reply_is_the_same_in_whatever_pieces_it_comes(reply: bytes, cuts: set[int]) -> None:
+def test_a_response_is_the_same_in_any_pieces(reply: bytes, cuts: set[int]) -> None:
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         places = [0, *sorted(cut for cut in cuts if cut < len(reply)), len(reply)]
         connection = fed(loop, [reply[a:b] for a, b in itertools.pairwise(places)])
@@ -535,7 +544,7 @@ def interim(reply: bytes) -> bytes:
     ),
     cuts=st.sets(st.integers(1, 200), max_size=2),
 )  # fmt: skip
-def test_a_reply_is_the_same_whatever_came_before_it(replies: list[bytes], cuts: set[int]) -> None:
+def test_a_response_is_the_same_after_any_others(replies: list[bytes], cuts: set[int]) -> None:
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         connection = NodeConnection(loop)
         connection.connection_made(Silent())
@@ -558,7 +567,7 @@ def test_a_reply_is_the_same_whatever_came_before_it(replies: list[bytes], cuts:
     changes=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1, max_size=6),
     cut=st.integers(1, 200),
 )
-def test_a_reply_that_is_spoilt_is_an_answer_or_an_error(
+def test_a_spoilt_response_is_a_response_or_an_error(
     reply: bytes, changes: list[tuple[int, int]], cut: int
 ) -> None:
     data = bytearray(reply)
@@ -574,7 +583,7 @@ def test_a_reply_that_is_spoilt_is_an_answer_or_an_error(
         assert not connection.reusable
 
 
-async def test_a_sink_takes_what_comes_until_it_wants_the_reader_woken() -> None:
+async def test_a_sink_takes_the_data_until_it_wants_the_reader_woken() -> None:
     taken: list[bytes] = []
     read, woken = asyncio.Event(), asyncio.Event()
 
@@ -609,7 +618,7 @@ async def test_a_sink_takes_what_comes_until_it_wants_the_reader_woken() -> None
         connection.close()
 
 
-async def test_a_connection_that_has_ended_is_gone_without_the_collector() -> None:
+async def test_a_connection_that_has_ended_is_freed_without_the_garbage_collector() -> None:
     def connections() -> list[NodeConnection]:
         return [one for one in gc.get_objects() if type(one) is NodeConnection]
 

@@ -1,4 +1,4 @@
-"""A coroutine without a task: what it may wait for, and when it gets one after all."""
+"""A coroutine without a task: which waits need none, and which make a task of it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from gateway.transport.eager_task import EagerTask, ensure_task
 
 
-class Reply:
-    """Something to wait for, as a connection is."""
+class Response:
+    """A `Wakeable`, as a connection is."""
 
     def __init__(self) -> None:
         self.on_wake: Callable[[bool], None] | None = None
 
-    def __await__(self) -> Generator[Reply, None, None]:
+    def __await__(self) -> Generator[Response, None, None]:
         yield self
 
     def wake(self, *, whole: bool) -> None:
@@ -46,13 +46,13 @@ class Witness:
 
 
 async def from_a_callback(work: Callable[[], object]) -> None:
-    """Call it as an event loop calls a protocol: outside of every task."""
+    """Call it as the event loop calls a protocol: outside of any task."""
     done = asyncio.get_running_loop().create_future()
 
     def call() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - for who waits
+        except BaseException as error:  # noqa: BLE001 - the waiter gets it
             done.set_exception(error)
 
     asyncio.get_running_loop().call_soon(call)
@@ -66,7 +66,7 @@ async def settled(tasks: set[asyncio.Task[None]]) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_coroutine_that_waits_for_nothing_has_ended_when_it_was_run() -> None:
+async def test_a_coroutine_without_a_wait_ends_at_once() -> None:
     tasks: set[asyncio.Task[None]] = set()
     witness = Witness()
     await from_a_callback(lambda: EagerTask(tasks).run(witness()))
@@ -74,9 +74,9 @@ async def test_a_coroutine_that_waits_for_nothing_has_ended_when_it_was_run() ->
     assert not tasks
 
 
-async def test_a_whole_reply_runs_it_on_at_once_and_without_a_task() -> None:
+async def test_a_whole_response_continues_it_at_once_and_without_a_task() -> None:
     tasks: set[asyncio.Task[None]] = set()
-    reply = Reply()
+    reply = Response()
     witness = Witness(lambda: reply)
     await from_a_callback(lambda: EagerTask(tasks).run(witness()))
     assert witness.steps == [None]
@@ -85,9 +85,9 @@ async def test_a_whole_reply_runs_it_on_at_once_and_without_a_task() -> None:
     assert not tasks
 
 
-async def test_a_part_of_a_reply_makes_a_task_of_it() -> None:
+async def test_a_part_of_a_response_makes_a_task_of_it() -> None:
     tasks: set[asyncio.Task[None]] = set()
-    reply = Reply()
+    reply = Response()
     witness = Witness(lambda: reply)
     await from_a_callback(lambda: EagerTask(tasks).run(witness()))
     await from_a_callback(lambda: reply.wake(whole=False))
@@ -125,9 +125,9 @@ async def test_in_a_task_nothing_changes() -> None:
     assert witness.steps == [task, task]
 
 
-async def test_cancelling_raises_where_it_waits_for_a_reply() -> None:
+async def test_cancelling_raises_where_it_waits_for_a_response() -> None:
     tasks: set[asyncio.Task[None]] = set()
-    reply = Reply()
+    reply = Response()
     witness = Witness(lambda: reply)
     run = EagerTask(tasks)
     await from_a_callback(lambda: run.run(witness()))
@@ -151,7 +151,7 @@ async def test_cancelling_raises_where_it_waits_for_a_future() -> None:
     assert witness.cancelled
 
 
-async def test_cancelling_what_has_ended_does_nothing() -> None:
+async def test_cancelling_an_ended_coroutine_does_nothing() -> None:
     tasks: set[asyncio.Task[None]] = set()
     run = EagerTask(tasks)
     await from_a_callback(lambda: run.run(Witness()()))

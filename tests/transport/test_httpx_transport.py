@@ -3,10 +3,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
 
+from gateway.transport.connection import NodeConnection
 from gateway.transport.errors import (
     ConnectFailed,
     ConnectionReset,
@@ -19,25 +21,33 @@ from gateway.transport.errors import (
 from gateway.transport.httpx_transport import PoolTransport
 from gateway.transport.pool import ConnectionPool, NodeAddress
 from tests.emulator import EmulatedNode
-from tests.transport.raw import Peer, Script, always, nobody_listens, once, raw_server
+from tests.transport.raw import (
+    HOWEVER_SLOW,
+    Peer,
+    Script,
+    always,
+    nobody_listens,
+    once,
+    raw_server,
+)
 
 LIMIT = 30.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 5\r\n\r\nhello"
 
 
 @asynccontextmanager
-async def client_of(origin: NodeAddress, read: float = LIMIT) -> AsyncIterator[httpx.AsyncClient]:
-    pool = ConnectionPool(origin)
+async def client_of(address: NodeAddress, read: float = LIMIT) -> AsyncIterator[httpx.AsyncClient]:
+    pool = ConnectionPool(address, stale_seconds=HOWEVER_SLOW)
     timeout = httpx.Timeout(LIMIT, read=read)
     async with httpx.AsyncClient(
-        transport=PoolTransport(pool), base_url=f"http://{origin.host}", timeout=timeout
+        transport=PoolTransport(pool), base_url=f"http://{address.host}", timeout=timeout
     ) as client:
         yield client
     pool.close()
 
 
-async def test_a_reply_is_whole() -> None:
-    async with raw_server(always(OK)) as server, client_of(server.origin()) as client:
+async def test_a_response_has_status_headers_and_body() -> None:
+    async with raw_server(always(OK)) as server, client_of(server.address()) as client:
         for _ in range(3):
             reply = await client.get("/x")
             assert (reply.status_code, reply.text) == (200, "hello")
@@ -45,7 +55,7 @@ async def test_a_reply_is_whole() -> None:
         assert server.opened == 1
 
 
-async def test_the_request_goes_out_as_it_was_meant() -> None:
+async def test_the_request_is_sent_with_its_headers_and_body() -> None:
     heard: list[bytes] = []
 
     async def script(peer: Peer) -> None:
@@ -55,7 +65,7 @@ async def test_the_request_goes_out_as_it_was_meant() -> None:
     fields = b"host: node:1\r\nauthorization: Bearer k\r\n"
     async with (
         raw_server(script) as server,
-        client_of(server.origin(header_lines=fields)) as client,
+        client_of(server.address(header_lines=fields)) as client,
     ):
         await client.post("/a%20b?c=d", json={"x": 1}, headers={"X-Own": "y"})
     head, _, body = heard[0].partition(b"\r\n\r\n")
@@ -70,7 +80,7 @@ async def test_the_request_goes_out_as_it_was_meant() -> None:
     assert body == b'{"x":1}'
 
 
-async def test_a_body_that_is_made_on_the_way_is_sent_with_its_length() -> None:
+async def test_a_generated_body_is_sent_with_its_length() -> None:
     async def parts() -> AsyncIterator[bytes]:
         yield b"ab"
         yield b"cd"
@@ -82,28 +92,27 @@ async def test_a_body_that_is_made_on_the_way_is_sent_with_its_length() -> None:
         heard.append(head + await peer.reader.readexactly(4))
         await peer.say(OK)
 
-    async with raw_server(script) as server, client_of(server.origin()) as client:
+    async with raw_server(script) as server, client_of(server.address()) as client:
         assert (await client.post("/x", content=parts())).text == "hello"
     assert b"transfer-encoding" not in heard[0].lower()
     assert b"content-length: 4\r\n" in heard[0].lower()
     assert heard[0].endswith(b"abcd")
 
 
-async def test_head_is_asked_without_waiting_for_a_body() -> None:
+async def test_a_head_request_does_not_wait_for_a_body() -> None:
     async with EmulatedNode() as node:
-        origin = NodeAddress("127.0.0.1", node.port, b"", b"host: n\r\n")
-        async with client_of(origin) as client:
+        address = NodeAddress("127.0.0.1", node.port, b"", b"host: n\r\n")
+        async with client_of(address) as client:
             reply = await client.head("/health")
             assert (reply.status_code, reply.content) == (200, b"")
             assert int(reply.headers["content-length"]) > 0
             assert (await client.get("/health")).json() == {"status": "ok"}
 
 
-@pytest.mark.usefixtures("however_slow")
-async def test_stale_connections_are_not_noticed() -> None:
+async def test_a_request_on_a_stale_connection_is_sent_again() -> None:
     async with EmulatedNode() as node:
-        origin = NodeAddress("127.0.0.1", node.port, b"", b"host: n\r\n")
-        async with client_of(origin) as client:
+        address = NodeAddress("127.0.0.1", node.port, b"", b"host: n\r\n")
+        async with client_of(address) as client:
             await client.get("/health")
             node.faults.set("stale", path="*")
             assert (await client.get("/health")).status_code == 200
@@ -132,11 +141,11 @@ async def halfway(peer: Peer) -> None:
         (halfway, httpx.ReadTimeout),
     ],
 )  # fmt: skip
-async def test_what_goes_wrong_is_told_in_httpxs_words(
+async def test_a_failed_response_is_httpxs_own_error(
     script: Script, kind: type[httpx.TransportError]
 ) -> None:
     limit = 0.2 if kind is httpx.ReadTimeout else LIMIT
-    async with raw_server(script) as server, client_of(server.origin(), limit) as client:
+    async with raw_server(script) as server, client_of(server.address(), limit) as client:
         with pytest.raises(httpx.TransportError) as raised:
             await client.get("/x")
         assert type(raised.value) is kind
@@ -144,25 +153,22 @@ async def test_what_goes_wrong_is_told_in_httpxs_words(
         await server.until(lambda: server.open == 0)
 
 
-async def test_a_refused_connection_is_told_in_httpxs_words() -> None:
+async def test_a_refused_connection_is_httpxs_own_error() -> None:
     with nobody_listens() as port:
         async with client_of(NodeAddress("127.0.0.1", port, b"", b"")) as client:
             with pytest.raises(httpx.ConnectError, match="The connection failed"):
                 await client.get("/x")
 
 
-async def test_a_connect_timeout_is_told_in_httpxs_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def create_connection(*_: object, **__: object) -> None:
-        await asyncio.sleep(60)
-
-    pool = ConnectionPool(NodeAddress("127.0.0.1", 1, b"", b""))
-
+async def test_a_connect_timeout_is_httpxs_own_error() -> None:
     class Loop:
-        def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-            self.time = loop.time
-            self.create_connection = create_connection
+        time = asyncio.get_running_loop().time
 
-    pool._loop = Loop(pool._loop)  # type: ignore[assignment]
+        async def create_connection(self, *_: object, **__: object) -> None:
+            await asyncio.sleep(60)
+
+    loop: Any = Loop()
+    pool = ConnectionPool(NodeAddress("127.0.0.1", 1, b"", b""), loop=loop)
     async with httpx.AsyncClient(
         transport=PoolTransport(pool), base_url="http://n", timeout=0.05
     ) as client:
@@ -170,13 +176,13 @@ async def test_a_connect_timeout_is_told_in_httpxs_words(monkeypatch: pytest.Mon
             await client.get("/x")
 
 
-async def test_a_reply_that_is_not_read_to_its_end_takes_its_connection_with_it() -> None:
+async def test_a_response_that_is_not_read_to_its_end_closes_its_connection() -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
         await peer.say(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n")
         await peer.reader.read()
 
-    async with raw_server(script) as server, client_of(server.origin()) as client:
+    async with raw_server(script) as server, client_of(server.address()) as client:
         async with client.stream("GET", "/x") as reply:
             async for part in reply.aiter_bytes():
                 assert part == b"hello"
@@ -185,7 +191,7 @@ async def test_a_reply_that_is_not_read_to_its_end_takes_its_connection_with_it(
 
 
 async def test_a_cancelled_request_closes_its_connection() -> None:
-    async with raw_server(silent) as server, client_of(server.origin()) as client:
+    async with raw_server(silent) as server, client_of(server.address()) as client:
         asking = asyncio.create_task(client.get("/x"))
         await server.until(lambda: server.open == 1)
         asking.cancel()
@@ -205,14 +211,14 @@ async def test_a_cancelled_request_closes_its_connection() -> None:
         (UpstreamTimeout("silence", "x"), httpx.ReadError),
     ],
 )
-async def test_each_failure_of_a_connection_has_its_word(
-    error: UpstreamError, kind: type[httpx.TransportError], monkeypatch: pytest.MonkeyPatch
+async def test_each_failure_of_a_connection_is_the_nearest_error_of_httpx(
+    error: UpstreamError, kind: type[httpx.TransportError]
 ) -> None:
-    async def connect(_: float) -> None:
-        raise error
+    class FailingPool(ConnectionPool):
+        async def connect(self, timeout: float) -> NodeConnection:
+            raise error
 
-    pool = ConnectionPool(NodeAddress("127.0.0.1", 1, b"", b""))
-    monkeypatch.setattr(pool, "connect", connect)
+    pool = FailingPool(NodeAddress("127.0.0.1", 1, b"", b""))
     async with httpx.AsyncClient(transport=PoolTransport(pool), base_url="http://n") as client:
         with pytest.raises(httpx.TransportError) as raised:
             await client.get("/x")

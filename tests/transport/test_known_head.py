@@ -1,4 +1,4 @@
-"""A head that is known stands for its own bytes alone."""
+"""A known head matches messages with exactly its bytes, whatever their length."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_another_byte_in_the_head_is_another_head(data: st.DataObject) -> None:
         message(b"hello").replace(b": 5", b": 0000000005"),
     ],
 )
-def test_what_is_not_just_one_whole_message_has_no_known_head(data: bytes) -> None:
+def test_data_that_is_not_one_whole_message_has_no_known_head(data: bytes) -> None:
     assert known(message(b"12345")).match_body(data) is None
 
 

@@ -34,7 +34,7 @@ def spec(url: str, **more: Any) -> NodeSpec:
         ("http://[::1]:8080", "::1", 8080, b"", b"[::1]:8080"),
     ],
 )
-def test_an_origin_is_what_the_url_says(
+def test_a_nodes_address_comes_from_its_url(
     url: str, host: str, port: int, prefix: bytes, authority: bytes
 ) -> None:
     found = node_address(spec(url))
@@ -63,7 +63,7 @@ async def test_a_path_prefix_is_kept_by_the_client() -> None:
     assert b"accept-encoding: identity\r\n" in heard[0].lower()
 
 
-async def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_proxy_of_the_environment_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     async with raw_server(always(OK)) as server:
         upstream = open_node_client(spec(f"http://127.0.0.1:{server.port}"))
@@ -95,27 +95,27 @@ def server_side(authority: trustme.CA) -> ssl.SSLContext:
 
 
 @pytest.fixture
-def secured() -> Iterator[list[NodeClient]]:
-    """Upstreams of a test; their pools are closed at its end."""
+def clients() -> Iterator[list[NodeClient]]:
+    """Clients of a test; their pools are closed at its end."""
     made: list[NodeClient] = []
     yield made
     for upstream in made:
         upstream.pool.close()
 
 
-async def test_a_node_with_a_certificate_of_an_own_authority_is_asked(
-    ca: Path, server_side: ssl.SSLContext, secured: list[NodeClient]
+async def test_a_certificate_of_a_configured_authority_is_accepted(
+    ca: Path, server_side: ssl.SSLContext, clients: list[NodeClient]
 ) -> None:
     async with raw_server(always(OK), server_side) as server:
         upstream = open_node_client(spec(f"https://127.0.0.1:{server.port}", tls={"ca": str(ca)}))
-        secured.append(upstream)
+        clients.append(upstream)
         for _ in range(3):
             assert (await upstream.http.get("/health")).text == "hello"
         assert server.opened == 1
 
 
-async def test_a_large_body_passes_tls_both_ways(
-    ca: Path, server_side: ssl.SSLContext, secured: list[NodeClient]
+async def test_a_large_body_passes_tls_in_both_directions(
+    ca: Path, server_side: ssl.SSLContext, clients: list[NodeClient]
 ) -> None:
     body = bytes(range(256)) * 20_000
 
@@ -126,39 +126,39 @@ async def test_a_large_body_passes_tls_both_ways(
 
     async with raw_server(echo, server_side) as server:
         upstream = open_node_client(spec(f"https://127.0.0.1:{server.port}", tls={"ca": str(ca)}))
-        secured.append(upstream)
+        clients.append(upstream)
         for _ in range(2):
             assert (await upstream.http.post("/x", content=body)).content == body
         assert server.opened == 1
 
 
-async def test_the_name_to_check_may_be_another_than_the_urls(
-    ca: Path, server_side: ssl.SSLContext, secured: list[NodeClient]
+async def test_the_name_to_verify_may_differ_from_the_urls(
+    ca: Path, server_side: ssl.SSLContext, clients: list[NodeClient]
 ) -> None:
     async with raw_server(always(OK), server_side) as server:
         tls = {"ca": str(ca), "server_name": "node.test"}
         upstream = open_node_client(spec(f"https://127.0.0.1:{server.port}", tls=tls))
-        secured.append(upstream)
+        clients.append(upstream)
         assert (await upstream.http.get("/health")).text == "hello"
 
 
-async def test_a_certificate_of_another_name_is_refused(
-    ca: Path, server_side: ssl.SSLContext, secured: list[NodeClient]
+async def test_a_certificate_of_another_name_is_rejected(
+    ca: Path, server_side: ssl.SSLContext, clients: list[NodeClient]
 ) -> None:
     async with raw_server(always(OK), server_side) as server:
         tls = {"ca": str(ca), "server_name": "other.test"}
         upstream = open_node_client(spec(f"https://127.0.0.1:{server.port}", tls=tls))
-        secured.append(upstream)
+        clients.append(upstream)
         with pytest.raises(ConnectFailed, match="certificate"):
             await upstream.pool.connect(LIMIT)
 
 
-async def test_a_certificate_that_nobody_vouches_for_is_refused(
-    server_side: ssl.SSLContext, secured: list[NodeClient]
+async def test_a_certificate_of_an_unknown_authority_is_rejected(
+    server_side: ssl.SSLContext, clients: list[NodeClient]
 ) -> None:
     async with raw_server(always(OK), server_side) as server:
         upstream = open_node_client(spec(f"https://127.0.0.1:{server.port}"))
-        secured.append(upstream)
+        clients.append(upstream)
         with pytest.raises(ConnectFailed, match="certificate"):
             await upstream.pool.connect(LIMIT)
         with pytest.raises(httpx.ConnectError):
@@ -166,20 +166,20 @@ async def test_a_certificate_that_nobody_vouches_for_is_refused(
         await server.until(lambda: server.open == 0)
 
 
-async def test_checking_can_be_switched_off(
-    server_side: ssl.SSLContext, secured: list[NodeClient]
+async def test_verification_can_be_switched_off(
+    server_side: ssl.SSLContext, clients: list[NodeClient]
 ) -> None:
     async with raw_server(always(OK), server_side) as server:
         upstream = open_node_client(spec(f"https://127.0.0.1:{server.port}", tls={"verify": False}))
-        secured.append(upstream)
+        clients.append(upstream)
         assert (await upstream.http.get("/health")).text == "hello"
 
 
-async def test_the_gateway_shows_its_own_certificate_where_a_node_asks_for_it(
+async def test_a_client_certificate_is_sent_to_a_node_that_asks_for_it(
     ca: Path,
     authority: trustme.CA,
     server_side: ssl.SSLContext,
-    secured: list[NodeClient],
+    clients: list[NodeClient],
     tmp_path: Path,
 ) -> None:
     own = authority.issue_cert("gateway.test")
@@ -190,31 +190,31 @@ async def test_the_gateway_shows_its_own_certificate_where_a_node_asks_for_it(
     async with raw_server(always(OK), server_side) as server:
         tls = {"ca": str(ca), "cert": str(tmp_path / "own.pem"), "key": str(tmp_path / "own.key")}
         upstream = open_node_client(spec(f"https://127.0.0.1:{server.port}", tls=tls))
-        secured.append(upstream)
+        clients.append(upstream)
         assert (await upstream.http.get("/health")).text == "hello"
 
 
-async def test_a_plain_server_behind_an_https_url_is_told(secured: list[NodeClient]) -> None:
+async def test_a_plain_server_behind_an_https_url_is_reported(clients: list[NodeClient]) -> None:
     async def script(peer: Peer) -> None:
         await peer.reader.readexactly(8)
         await peer.say(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
 
     async with raw_server(script) as server:
         upstream = open_node_client(spec(f"https://127.0.0.1:{server.port}", tls={"verify": False}))
-        secured.append(upstream)
+        clients.append(upstream)
         with pytest.raises(ConnectFailed):
             await upstream.pool.connect(LIMIT)
 
 
-async def test_a_handshake_that_takes_too_long_is_told_and_given_up(
-    secured: list[NodeClient],
+async def test_a_handshake_that_takes_too_long_is_reported_and_given_up(
+    clients: list[NodeClient],
 ) -> None:
     async def script(peer: Peer) -> None:
         await peer.reader.read()
 
     async with raw_server(script) as server:
         upstream = open_node_client(spec(f"https://127.0.0.1:{server.port}", tls={"verify": False}))
-        secured.append(upstream)
+        clients.append(upstream)
         with pytest.raises(ConnectTimedOut):
             await upstream.pool.connect(0.1)
         await server.until(lambda: server.opened == 1 and server.open == 0)

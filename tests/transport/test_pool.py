@@ -7,30 +7,36 @@ from typing import Any
 
 import pytest
 
-from gateway.transport import pool as module
 from gateway.transport.connection import NodeConnection
 from gateway.transport.errors import (
     ConnectFailed,
+    ConnectionReset,
     ConnectTimedOut,
     LocalResourcesExhausted,
-    StaleConnection,
 )
 from gateway.transport.pool import IDLE_SECONDS, ConnectionPool, NodeAddress
 from tests.emulator import EmulatedNode
-from tests.transport.raw import Peer, RawServer, always, nobody_listens, raw_server
+from tests.transport.raw import (
+    HOWEVER_SLOW,
+    Peer,
+    RawServer,
+    always,
+    nobody_listens,
+    once,
+    raw_server,
+)
 
 ASK = b"GET /health HTTP/1.1\r\nhost: n\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 LIMIT = 30.0
 
 
-class Clock:
-    """The loop's clock, as the pool sees it: it stands still until a test puts it forward."""
+class LoopWithClock:
+    """The event loop with a clock that stands still until a test advances it."""
 
-    def __init__(self, pool: ConnectionPool) -> None:
-        self._loop = pool._loop
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self.now = self._loop.time()
-        pool._loop = self  # type: ignore[assignment]
 
     def time(self) -> float:
         return self.now
@@ -39,31 +45,23 @@ class Clock:
         return getattr(self._loop, name)
 
 
-def pool_of(node: EmulatedNode | RawServer) -> ConnectionPool:
-    return ConnectionPool(NodeAddress("127.0.0.1", node.port, b"", b"host: n\r\n"))
+def pool_of(node: EmulatedNode | RawServer, **options: Any) -> ConnectionPool:
+    return ConnectionPool(NodeAddress("127.0.0.1", node.port, b"", b"host: n\r\n"), **options)
 
 
-async def exchanged(pool: ConnectionPool) -> NodeConnection:
+async def exchanged(pool: ConnectionPool, **options: Any) -> NodeConnection:
     """One whole exchange, on an idle connection if there is one."""
     async with asyncio.timeout(LIMIT):
-        while True:
-            connection = pool.take_idle() or await pool.connect(LIMIT)
-            connection.send(ASK)
-            try:
-                await connection.read_status()
-            except StaleConnection:
-                connection.close()
-                continue
-            while await connection.read():
-                pass
-            return connection
+        connection = await pool.exchange(ASK, dial=lambda: pool.connect(LIMIT), **options)
+        await connection.read_all(1000)
+        return connection
 
 
 async def ask(pool: ConnectionPool) -> None:
     pool.release(await exchanged(pool))
 
 
-async def test_requests_one_after_the_other_take_one_connection() -> None:
+async def test_requests_in_sequence_use_one_connection() -> None:
     async with EmulatedNode() as node:
         pool = pool_of(node)
         for _ in range(50):
@@ -73,7 +71,7 @@ async def test_requests_one_after_the_other_take_one_connection() -> None:
         pool.close()
 
 
-async def test_a_node_that_closes_after_so_many_requests_is_asked_on_a_new_connection() -> None:
+async def test_a_connection_that_the_node_closes_after_many_requests_is_replaced() -> None:
     async with EmulatedNode(keepalive_requests=100) as node:
         pool = pool_of(node)
         for _ in range(250):
@@ -95,7 +93,7 @@ async def test_the_connection_used_last_is_used_next() -> None:
         second.close()
 
 
-async def test_a_connection_in_use_is_nobody_elses() -> None:
+async def test_a_connection_in_use_is_not_shared() -> None:
     async with raw_server(always(OK)) as server:
         pool = pool_of(server)
         await asyncio.gather(*(ask(pool) for _ in range(10)))
@@ -103,33 +101,31 @@ async def test_a_connection_in_use_is_nobody_elses() -> None:
         pool.close()
 
 
-async def test_what_was_idle_for_too_long_is_closed_and_forgotten() -> None:
+async def test_a_connection_that_was_idle_for_too_long_is_not_used() -> None:
     async with raw_server(always(OK)) as server:
-        pool = pool_of(server)
-        clock = Clock(pool)
+        loop = LoopWithClock()
+        pool = pool_of(server, loop=loop)
         await ask(pool)
-        clock.now += IDLE_SECONDS - 0.5
+        loop.now += IDLE_SECONDS - 0.5
         await ask(pool)
         assert server.opened == 1
-        clock.now += IDLE_SECONDS
+        loop.now += IDLE_SECONDS
         assert pool.take_idle() is None
         await server.until(lambda: server.open == 0)
         pool.close()
 
 
-async def test_the_sweeper_closes_what_nobody_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_SECONDS", 0.05)
+async def test_connections_that_are_idle_for_too_long_are_closed_in_the_background() -> None:
     async with raw_server(always(OK)) as server:
-        pool = pool_of(server)
+        pool = pool_of(server, idle_seconds=0.05)
         connections = [await exchanged(pool) for _ in range(3)]
         for connection in connections:
             pool.release(connection)
         await server.until(lambda: server.open == 0)
-        await server.until(lambda: pool._sweeper is None)
-        assert pool._idle == []
+        assert pool.take_idle() is None
 
 
-async def test_the_pool_gives_up_idle_connections_before_the_server_does() -> None:
+async def test_the_pool_closes_idle_connections_before_the_server_does() -> None:
     assert EmulatedNode().keepalive_seconds > IDLE_SECONDS
 
 
@@ -145,10 +141,9 @@ async def test_a_connection_that_the_node_closed_while_idle_is_not_used() -> Non
         pool.close()
 
 
-@pytest.mark.usefixtures("however_slow")
-async def test_connections_that_break_in_the_instant_of_their_reuse_are_not_noticed() -> None:
+async def test_a_request_on_stale_connections_is_sent_again_until_one_is_not() -> None:
     async with EmulatedNode() as node:
-        pool = pool_of(node)
+        pool = pool_of(node, stale_seconds=HOWEVER_SLOW)
         connections = [await exchanged(pool) for _ in range(5)]
         for connection in connections:
             pool.release(connection)
@@ -160,18 +155,14 @@ async def test_connections_that_break_in_the_instant_of_their_reuse_are_not_noti
 
 
 @pytest.mark.parametrize("spoilt", ["closed", "unfinished", "too many"])
-async def test_what_can_not_be_used_again_is_closed(
-    spoilt: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_connection_that_can_not_be_used_again_is_closed(spoilt: str) -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
         await peer.say(OK if spoilt != "unfinished" else OK[:-1])
         await peer.reader.read()
 
-    if spoilt == "too many":
-        monkeypatch.setattr(module, "IDLE_CONNECTIONS", 0)
     async with raw_server(script) as server:
-        pool = pool_of(server)
+        pool = pool_of(server, most_idle=0 if spoilt == "too many" else 10)
         connection = await pool.connect(LIMIT)
         connection.send(ASK)
         await connection.read_status()
@@ -184,7 +175,7 @@ async def test_what_can_not_be_used_again_is_closed(
         pool.close()
 
 
-async def test_a_closed_pool_closes_what_is_idle_and_leaves_what_is_used() -> None:
+async def test_a_closed_pool_closes_idle_connections_and_leaves_used_ones() -> None:
     async with raw_server(always(OK)) as server:
         pool = pool_of(server)
         idle, used = await exchanged(pool), await exchanged(pool)
@@ -197,30 +188,105 @@ async def test_a_closed_pool_closes_what_is_idle_and_leaves_what_is_used() -> No
         await server.until(lambda: server.open == 0)
 
 
+# One exchange.
+
+
+@pytest.mark.parametrize(
+    ("lines", "length", "head"),
+    [
+        (b"", None, b"GET /a/x HTTP/1.1\r\nhost: n\r\n\r\n"),
+        (b"b: c\r\n", 0, b"GET /a/x HTTP/1.1\r\nhost: n\r\nb: c\r\ncontent-length: 0\r\n\r\n"),
+    ],
+)
+def test_a_head_has_the_nodes_prefix_and_lines(
+    lines: bytes, length: int | None, head: bytes
+) -> None:
+    address = NodeAddress("n", 1, b"/a", b"host: n\r\n")
+    assert address.request_head(b"GET", b"/x", lines, length) == head
+
+
+async def test_a_request_on_a_new_connection_that_breaks_is_not_sent_again() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        peer.reset()
+
+    async with raw_server(script) as server:
+        pool = pool_of(server)
+        with pytest.raises(ConnectionReset):
+            await exchanged(pool)
+        assert server.opened == 1
+
+
+async def test_the_caller_sees_each_connection_before_the_request_is_sent() -> None:
+    async with EmulatedNode() as node:
+        pool = pool_of(node, stale_seconds=HOWEVER_SLOW)
+        await ask(pool)
+        node.faults.set("stale", path="*")
+        seen: list[NodeConnection] = []
+        connection = await exchanged(pool, on_connected=seen.append)
+        assert len(seen) == 2
+        assert seen[-1] is connection
+        connection.close()
+        pool.close()
+
+
+async def test_a_caller_that_gives_up_before_sending_closes_the_connection() -> None:
+    heard: list[bytes] = []
+
+    async def script(peer: Peer) -> None:
+        heard.append(await peer.reader.read())
+
+    def give_up(_: NodeConnection) -> None:
+        raise ConnectTimedOut
+
+    async with raw_server(script) as server:
+        with pytest.raises(ConnectTimedOut):
+            await exchanged(pool_of(server), on_connected=give_up)
+        await server.until(lambda: heard == [b""] and server.open == 0)
+
+
+async def test_a_head_that_does_not_come_in_time_closes_the_connection() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.reader.read()
+
+    async with raw_server(script) as server:
+        with pytest.raises(TimeoutError):
+            await exchanged(pool_of(server), head_timeout=0.05)
+        await server.until(lambda: server.open == 0)
+
+
+async def test_the_head_of_a_response_without_a_body_ends_the_exchange() -> None:
+    async with raw_server(once(OK[:-2])) as server:
+        connection = await exchanged(pool_of(server), bodyless=True)
+        assert (connection.status, connection.complete) == (200, True)
+        connection.close()
+
+
 # Connecting.
 
 
-async def test_a_refused_connection_is_told() -> None:
+async def test_a_refused_connection_is_reported() -> None:
     with nobody_listens() as port:
         pool = ConnectionPool(NodeAddress("127.0.0.1", port, b"", b""))
         with pytest.raises(ConnectFailed, match="The connection failed"):
             await pool.connect(LIMIT)
 
 
-async def test_an_unknown_name_is_told() -> None:
+async def test_an_unknown_name_is_reported() -> None:
     pool = ConnectionPool(NodeAddress("no-such-node.invalid", 80, b"", b""))
     with pytest.raises(ConnectFailed):
         await pool.connect(LIMIT)
 
 
-async def test_a_name_that_is_none_is_told() -> None:
+async def test_an_invalid_name_is_reported() -> None:
     pool = ConnectionPool(NodeAddress("a" * 300, 80, b"", b""))
     with pytest.raises(ConnectFailed):
         await pool.connect(LIMIT)
 
 
 def full_listener() -> tuple[socket.socket, list[socket.socket]]:
-    """A listener whose queue is full: nobody's connection to it comes about."""
+    """A listener whose queue is full: it accepts no connection."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=0)
     waiting = []
     for _ in range(8):
@@ -231,7 +297,7 @@ def full_listener() -> tuple[socket.socket, list[socket.socket]]:
     return listener, waiting
 
 
-async def test_a_connection_that_takes_too_long_is_told_and_given_up() -> None:
+async def test_a_connection_that_takes_too_long_is_reported_and_given_up() -> None:
     listener, waiting = full_listener()
     try:
         pool = ConnectionPool(NodeAddress("127.0.0.1", listener.getsockname()[1], b"", b""))
@@ -251,21 +317,18 @@ async def test_a_cancelled_connect_leaves_no_socket_open() -> None:
         connecting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await connecting
-        # An open one would tell of itself by a ResourceWarning, which is an error here.
+        # An open socket would cause a ResourceWarning, which is an error in tests.
     finally:
         for sock in (listener, *waiting):
             sock.close()
 
 
-async def test_a_machine_without_descriptors_is_not_the_nodes_fault(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pool = ConnectionPool(NodeAddress("127.0.0.1", 1, b"", b""))
+async def test_a_machine_without_descriptors_is_not_the_nodes_fault() -> None:
+    class FullLoop(LoopWithClock):
+        async def create_connection(self, *_: Any, **__: Any) -> Any:
+            raise OSError(errno.EMFILE, "Too many open files")
 
-    async def create_connection(*_: Any, **__: Any) -> Any:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    clock = Clock(pool)
-    monkeypatch.setattr(clock, "create_connection", create_connection, raising=False)
+    loop: Any = FullLoop()
+    pool = ConnectionPool(NodeAddress("127.0.0.1", 1, b"", b""), loop=loop)
     with pytest.raises(LocalResourcesExhausted, match="Too many open files"):
         await pool.connect(LIMIT)

@@ -1,8 +1,9 @@
-"""A resolver that hangs or fails costs nobody but the nodes whose names nobody knows."""
+"""A resolver that hangs or fails affects only the nodes whose names have never been resolved."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import subprocess
 import sys
@@ -14,7 +15,6 @@ from typing import Any
 import pytest
 
 from gateway.fleet.node import NodeState
-from gateway.transport import resolver as module
 from gateway.transport.errors import ConnectFailed, ConnectTimedOut
 from gateway.transport.pool import ConnectionPool, NodeAddress
 from gateway.transport.resolver import MOST_ADDRESSES, Resolver, is_address
@@ -27,7 +27,7 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
 class FakeResolver:
-    """Answers what it is told to; hangs for names that it does not know."""
+    """Answers with the given addresses; hangs for names that it does not know."""
 
     def __init__(self, **known: list[str]) -> None:
         self.known: dict[str, list[str] | Exception] = dict(known)
@@ -52,23 +52,25 @@ def resolver() -> Iterator[FakeResolver]:
     resolver.released.set()
 
 
-async def test_a_name_is_looked_up_once_and_again_behind_its_use(
-    resolver: FakeResolver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_name_in_use_is_looked_up_once(resolver: FakeResolver) -> None:
     names = Resolver(resolver)
     for _ in range(3):
         assert await names.addresses("node", LIMIT) == ("127.0.0.1",)
     assert resolver.asked == ["node"]
-    monkeypatch.setattr(module, "REFRESH_AFTER", 0.0)
+
+
+async def test_a_known_name_is_looked_up_again_in_the_background(resolver: FakeResolver) -> None:
+    names = Resolver(resolver, refresh_after=0.0)
+    assert await names.addresses("node", LIMIT) == ("127.0.0.1",)
     del resolver.known["node"]  # it hangs from now on
     for _ in range(3):
         assert await names.addresses("node", LIMIT) == ("127.0.0.1",)
     assert resolver.asked == ["node", "node"]
     resolver.known["node"] = ["127.0.0.2"]
     resolver.released.set()
-    await until(lambda: names._names["node"].asking is None)
+    await until(lambda: names.host("node").lookup is None)
     await names.addresses("node", LIMIT)
-    await until(lambda: names._names["node"].addresses == ("127.0.0.2",))
+    await until(lambda: names.host("node").addresses == ("127.0.0.2",))
 
 
 async def test_an_address_needs_no_resolver(resolver: FakeResolver) -> None:
@@ -79,7 +81,7 @@ async def test_an_address_needs_no_resolver(resolver: FakeResolver) -> None:
     assert not is_address("localhost")
 
 
-async def test_a_name_that_hangs_holds_up_no_other(resolver: FakeResolver) -> None:
+async def test_a_name_that_hangs_delays_no_other(resolver: FakeResolver) -> None:
     names = Resolver(resolver)
     hanging = [asyncio.create_task(names.addresses(f"dark-{n}", LIMIT)) for n in range(40)]
     await until(lambda: len(resolver.asked) == 40)
@@ -90,26 +92,23 @@ async def test_a_name_that_hangs_holds_up_no_other(resolver: FakeResolver) -> No
     names.close()
 
 
-async def test_what_hangs_is_told_and_not_waited_for_twice(resolver: FakeResolver) -> None:
+async def test_a_look_up_that_hangs_is_reported_and_not_begun_twice(resolver: FakeResolver) -> None:
     names = Resolver(resolver)
     for _ in range(2):
         with pytest.raises(ConnectFailed, match="'dark' can't be resolved: the resolver does not"):
             await names.addresses("dark", 0.05)
     assert resolver.asked == ["dark"]
     resolver.released.set()
-    await until(lambda: bool(names._names["dark"].addresses))
+    await until(lambda: bool(names.host("dark").addresses))
     assert await names.addresses("dark", LIMIT) == ("127.0.0.1",)
 
 
-async def test_a_look_up_that_never_ends_is_given_up(
-    resolver: FakeResolver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = Resolver(resolver)
+async def test_a_look_up_that_never_ends_is_given_up(resolver: FakeResolver) -> None:
+    names = Resolver(resolver, abandoned_after=0.0)
     with pytest.raises(ConnectFailed):
         await names.addresses("dark", 0.05)
-    monkeypatch.setattr(module, "LOOKUP_ABANDONED_AFTER", 0.0)
     resolver.known["dark"] = ["127.0.0.3"]
-    names._ask("dark", names._names["dark"])
+    names.refresh("dark")
     assert await names.addresses("dark", LIMIT) == ("127.0.0.3",)
 
 
@@ -121,7 +120,7 @@ async def test_a_look_up_that_never_ends_is_given_up(
         ([], "no address"),
     ],
 )
-async def test_a_failure_is_told_and_forgets_nothing(answer: Any, why: str) -> None:
+async def test_a_failure_is_reported_and_known_addresses_are_kept(answer: Any, why: str) -> None:
     resolver = FakeResolver(node=answer)
     names = Resolver(resolver)
     with pytest.raises(ConnectFailed, match=why):
@@ -129,12 +128,12 @@ async def test_a_failure_is_told_and_forgets_nothing(answer: Any, why: str) -> N
     resolver.known["node"] = ["127.0.0.1"]
     assert await names.addresses("node", LIMIT) == ("127.0.0.1",)
     resolver.known["node"] = answer
-    names._ask("node", names._names["node"])
-    await until(lambda: names._names["node"].asking is None)
+    names.refresh("node")
+    await until(lambda: names.host("node").lookup is None)
     assert await names.addresses("node", LIMIT) == ("127.0.0.1",)
 
 
-async def test_threads_are_bounded_and_the_rest_waits(resolver: FakeResolver) -> None:
+async def test_threads_are_bounded_and_further_look_ups_wait(resolver: FakeResolver) -> None:
     names = Resolver(resolver, threads=2)
     waiting = [asyncio.create_task(names.addresses(f"dark-{n}", LIMIT)) for n in range(5)]
     await until(lambda: len(resolver.asked) == 2)
@@ -149,29 +148,28 @@ async def test_each_address_is_tried(resolver: FakeResolver) -> None:
         names = Resolver(resolver)
         pool = ConnectionPool(NodeAddress("node", server.port, b"", b""), names)
         (await pool.connect(LIMIT)).close()
-        # What has answered is tried first.
+        # The address that has accepted a connection is tried first.
         assert await names.addresses("node", LIMIT) == ("127.0.0.1", "127.0.0.9")
     resolver.known["many"] = [f"127.0.1.{number}" for number in range(100)]
     assert len(await names.addresses("many", LIMIT)) == MOST_ADDRESSES
 
 
-async def test_a_node_that_has_moved_is_looked_for(
-    resolver: FakeResolver, monkeypatch: pytest.MonkeyPatch
+async def test_after_a_failed_connection_the_name_is_looked_up_again(
+    resolver: FakeResolver,
 ) -> None:
-    monkeypatch.setattr(module, "LEAST_LOOKUP_INTERVAL", 0.0)
-    names = Resolver(resolver)
+    names = Resolver(resolver, least_interval=0.0)
     with nobody_listens() as port:
         pool = ConnectionPool(NodeAddress("node", port, b"", b""), names)
         with pytest.raises(ConnectFailed, match="The connection failed"):
             await pool.connect(LIMIT)
-        await until(lambda: names._names["node"].asking is None)
+        await until(lambda: names.host("node").lookup is None)
         resolver.known["node"] = ["127.0.0.2"]
         with pytest.raises(ConnectFailed):
             await pool.connect(LIMIT)
-        await until(lambda: names._names["node"].addresses == ("127.0.0.2",))
+        await until(lambda: names.host("node").addresses == ("127.0.0.2",))
 
 
-async def test_a_name_that_nobody_resolves_fails_within_the_limit(resolver: FakeResolver) -> None:
+async def test_a_name_that_is_never_resolved_fails_within_the_limit(resolver: FakeResolver) -> None:
     pool = ConnectionPool(NodeAddress("dark", 80, b"", b""), Resolver(resolver))
     with pytest.raises((ConnectFailed, ConnectTimedOut), match="can't be resolved"):
         await pool.connect(0.1)
@@ -181,14 +179,8 @@ async def test_a_fleet_lives_with_a_resolver_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolver = FakeResolver(**{"known.test": ["127.0.0.1"]})
-    real = socket.getaddrinfo
-
-    def getaddrinfo(host: Any, port: Any, *args: Any, **more: Any) -> Any:
-        if isinstance(host, str) and host.endswith(".test"):
-            host = resolver(host)[0]
-        return real(host, port, *args, **more)
-
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    names = functools.partial(Resolver, resolver, refresh_after=0.0)
+    monkeypatch.setattr("gateway.app.Resolver", names)
     try:
         async with EmulatedNode() as one, EmulatedNode() as two:
             nodes = [
@@ -205,8 +197,7 @@ async def test_a_fleet_lives_with_a_resolver_that_hangs(
                     lambda: all(found[f"dark-{n}"].state is NodeState.DOWN for n in range(20))
                 )
                 assert "'dark-0.test' can't be resolved" in found["dark-0"].reason
-                monkeypatch.setattr(module, "REFRESH_AFTER", 0.0)
-                resolver.known.clear()  # nothing is resolved any more
+                resolver.known.clear()  # no name is resolved any more
                 seen = one.control_requests, two.control_requests
                 await until(lambda: one.control_requests > seen[0] + 5)
                 await until(lambda: two.control_requests > seen[1] + 5)

@@ -166,14 +166,14 @@ async def test_a_node_that_was_restarted_has_forgotten(tmp_path: Path) -> None:
         home, _ = await talk.turn()
         memory = site.gateway.scheduler.prompt_cache
         row = site.gateway.scheduler.dispatcher.placement_state.by_name[home]
-        assert row.index in memory.cached_tokens(_prompt(site, talk))
+        assert row.index in memory.lookup(_prompt(site, talk)).cached
         at_home = nodes[int(home.removeprefix("node-"))]
         await at_home.kill()
         await until(lambda: site.gateway.fleet.nodes[home].state.value == "down")
-        assert row.index not in memory.cached_tokens(_prompt(site, talk))
+        assert row.index not in memory.lookup(_prompt(site, talk)).cached
         await at_home.revive()
         await until(lambda: site.gateway.fleet.nodes[home].state.value == "ready")
-        assert row.index not in memory.cached_tokens(_prompt(site, talk))
+        assert row.index not in memory.lookup(_prompt(site, talk)).cached
 
 
 def _prompt(site: Running, talk: Talk) -> Any:

@@ -171,7 +171,7 @@ async def test_clients_names_do_not_become_labels(node: EmulatedNode, tmp_path: 
         assert "made-up" not in text
         assert 'model="demo"' in text
         assert not any(
-            "made-up" in str(key) for key in running.gateway.fleet.model_index._offerings
+            "made-up" in str(key) for key in running.gateway.fleet.model_index.cached_lookups
         )
 
 
@@ -181,4 +181,4 @@ async def test_without_a_catch_all_a_name_that_is_not_known_is_404(
     async with running_gateway(tmp_path, [node.url], {}) as running:
         for name in ("gpt-4o", "*"):
             assert outcome(await asked(running, name)) == (404, "model_not_found")
-        assert running.gateway.fleet.model_index._offerings == {}
+        assert running.gateway.fleet.model_index.cached_lookups == {}

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gateway.transport import connection
 from tests.emulator import EmulatedNode
 from tests.emulator.wire import wired
 from tests.gateways import running_gateway, until
@@ -57,11 +56,12 @@ async def test_the_limit_of_requests_on_one_connection_is_not_noticed(tmp_path: 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
 async def test_connections_that_break_in_the_instant_of_their_reuse_are_no_attempts(
-    tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stream: bool
 ) -> None:
-    monkeypatch.setattr(connection, "STALE_SECONDS", 60.0)  # though this machine stood still
     node = EmulatedNode(slots=4, close_after_stream=False)
     async with public(tmp_path, CALM, node) as gate:
+        pool = gate.running.gateway.fleet.nodes["node-0"].upstream.pool
+        pool.stale_seconds = 60.0  # though this machine stood still
         await asyncio.gather(*(gate.chat(max_tokens=1) for _ in range(4)))
         node.faults.set("stale")
         for _ in range(10):

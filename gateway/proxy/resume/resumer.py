@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from gateway import errors
-from gateway.errors import GatewayError, drop_traceback
+from gateway.errors import GatewayError
 from gateway.events import StreamResumed
 from gateway.fleet.node import Lease
 from gateway.fleet.server_properties import ServerProperties
@@ -27,7 +27,7 @@ from gateway.proxy.retry import Retries
 from gateway.proxy.splice import OverlapMismatch
 from gateway.proxy.transcript import Transcript, TranscriptRecorder
 from gateway.request import Request
-from gateway.transport.connection import NodeConnection
+from gateway.transport.connection import LoopTimeout
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
     ConnectFailed,
@@ -35,11 +35,9 @@ from gateway.transport.errors import (
     ConnectTimedOut,
     InvalidResponse,
     NodeReportedError,
-    StaleConnection,
     UpstreamError,
     UpstreamTimeout,
 )
-from gateway.transport.timeout import LoopTimeout
 
 TOO_LARGE_TO_RESUME = "the request is too large to be resumed"
 
@@ -323,7 +321,7 @@ class Resumer:
             body = body | {"model": lease.node.served_name(self._model) or self._model}
         data = msgspec.json.encode(body)
         head = lease.upstream.pool.address.request_head(
-            b"POST", route.path, self._request.header_lines, len(data)
+            b"POST", route.path.encode(), self._request.header_lines, len(data)
         )
         return UpstreamRequest(head, data, route.api, splice_point=resume_plan.splice_point)
 
@@ -387,7 +385,7 @@ class NodeQueries:
         return await self._query(b"GET", path, b"")
 
     async def _query(self, method: bytes, path: str, body: bytes) -> JsonObject:
-        head = self._pool.address.request_head(method, path, _JSON_HEADER_LINE, len(body))
+        head = self._pool.address.request_head(method, path.encode(), _JSON_HEADER_LINE, len(body))
         try:
             async with LoopTimeout(QUERY_TIMEOUT):
                 status, answer = await self._exchange(head, body)
@@ -404,31 +402,11 @@ class NodeQueries:
 
     async def _exchange(self, head: bytes, body: bytes) -> tuple[int, bytes]:
         pool = self._pool
-        while True:
-            connection = pool.take_idle() or await pool.connect(self._connect_timeout)
-            try:
-                connection.send(head, body)
-                await connection.read_status()
-                answer = await _read_whole(connection)
-            except StaleConnection as error:
-                drop_traceback(error)
-                connection.close()
-            except BaseException:
-                connection.close()
-                raise
-            else:
-                pool.release(connection)
-                return connection.status, answer
-
-
-async def _read_whole(connection: NodeConnection) -> bytes:
-    parts = []
-    size = 0
-    while part := await connection.read():
-        parts.append(part)
-        size += len(part)
-        if size > MOST_QUERY_RESPONSE_BYTES:
-            raise InvalidResponse(
-                f"A node's answer is larger than {MOST_QUERY_RESPONSE_BYTES} bytes"
-            )
-    return b"".join(parts)
+        connection = await pool.exchange(head, body, dial=lambda: pool.connect(self._connect_timeout))
+        try:
+            answer = await connection.read_all(MOST_QUERY_RESPONSE_BYTES)
+        except BaseException:
+            connection.close()
+            raise
+        pool.release(connection)
+        return connection.status, answer

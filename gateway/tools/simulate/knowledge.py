@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from gateway.fleet.node import Node
-from gateway.fleet.prompt_cache import FleetPromptCache, PromptKey
+from gateway.fleet.prompt_cache import FleetPromptCache
+from gateway.fleet.prompt_tree import PromptKey
 from gateway.fleet.slot_occupancy import SlotOccupancy
 from gateway.fleet.speed import ObservedTiming, Speed, compare_speeds
 from gateway.scheduling.dispatcher import Placement

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from gateway.fleet import state_files
 from gateway.fleet.node import Node
 from gateway.fleet.server_properties import ServerProperties
 from gateway.fleet.state_files import LARGEST_PROPERTIES_FILE, PropertiesStore
@@ -24,13 +23,13 @@ def saying(facts: ServerProperties, **keys: Any) -> Node:
 
 
 def written(path: Path, *nodes: Node) -> None:
-    seen = PropertiesStore(path)
+    store = PropertiesStore(path)
     for node in nodes:
-        seen.record(node)
-    seen.save()
+        store.record(node.spec, node.properties)
+    store.save()
 
 
-def test_what_a_node_said_lasts_over_a_restart(tmp_path: Path) -> None:
+def test_properties_last_over_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "state" / "seen.json"
     written(path, saying(SAID))
     found = PropertiesStore(path).recall(a_spec())
@@ -48,19 +47,19 @@ def test_another_server_inherits_nothing(tmp_path: Path, keys: dict[str, Any]) -
     assert PropertiesStore(path).recall(a_spec(**keys)) == ServerProperties()
 
 
-def test_the_file_does_not_tell_addresses(tmp_path: Path) -> None:
+def test_the_file_contains_no_addresses(tmp_path: Path) -> None:
     path = tmp_path / "seen.json"
     written(path, saying(SAID, url="http://secret.example/prefix"))
     assert "secret" not in path.read_text()
 
 
-def test_what_was_remembered_and_not_said_again_is_kept(tmp_path: Path) -> None:
+def test_remembered_properties_that_are_not_reported_again_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "seen.json"
     written(path, saying(SAID))
-    seen = PropertiesStore(path)
-    seen.record(saying(seen.recall(a_spec())))
-    seen.record(saying(SAID, name="b"))
-    seen.save()
+    store = PropertiesStore(path)
+    store.record(a_spec(), store.recall(a_spec()))
+    store.record(a_spec("b"), SAID)
+    store.save()
     assert PropertiesStore(path).recall(a_spec()) == SAID
 
 
@@ -68,7 +67,7 @@ def test_what_was_remembered_and_not_said_again_is_kept(tmp_path: Path) -> None:
     "damage",
     [b"", b"{", b"[]", b"null", b'{"version": "1"}', b'{"version": 1}', b"\xff" * 9, b"[" * 9999],
 )
-def test_a_damaged_file_is_kept_aside_and_told(
+def test_a_damaged_file_is_set_aside_and_logged(
     tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "seen.json"
@@ -81,7 +80,7 @@ def test_a_damaged_file_is_kept_aside_and_told(
     assert PropertiesStore(path).recall(a_spec()) == SAID
 
 
-def test_a_file_of_another_version_is_told_and_not_read(
+def test_a_file_of_another_version_is_logged_and_not_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "seen.json"
@@ -103,7 +102,7 @@ def test_a_file_of_another_version_is_told_and_not_read(
         {"refused": 7},
     ],
 )
-def test_what_no_server_could_have_said_is_left_out_and_the_rest_is_read(
+def test_implausible_properties_are_left_out_and_the_rest_is_read(
     tmp_path: Path, facts: dict[str, Any]
 ) -> None:
     path = tmp_path / "seen.json"
@@ -116,7 +115,7 @@ def test_what_no_server_could_have_said_is_left_out_and_the_rest_is_read(
     assert seen.recall(a_spec("b")) == SAID
 
 
-def test_a_folder_that_cannot_be_used_is_told_and_all_goes_on(
+def test_a_folder_that_cannot_be_used_is_logged_and_harmless(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("no folder")
@@ -129,7 +128,7 @@ def test_a_folder_that_cannot_be_used_is_told_and_all_goes_on(
     assert "can't be read" in caplog.text
 
 
-def test_nodes_that_say_too_much_do_not_fill_the_disk(
+def test_nodes_that_report_too_much_do_not_fill_the_disk(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "seen.json"
@@ -145,29 +144,27 @@ def test_nodes_that_say_too_much_do_not_fill_the_disk(
     assert PropertiesStore(path).recall(a_spec("n0")) == ServerProperties()
 
 
-def test_servers_that_left_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_files, "MOST_SERVERS", 2)
-    seen = PropertiesStore()
+def test_servers_that_left_long_ago_are_forgotten() -> None:
+    store = PropertiesStore(most_servers=2)
     for name in "abc":
-        seen.record(saying(SAID, name=name))
-    assert seen.recall(a_spec("a")) == ServerProperties()
-    assert seen.recall(a_spec("c")) == SAID
+        store.record(a_spec(name), SAID)
+    assert store.recall(a_spec("a")) == ServerProperties()
+    assert store.recall(a_spec("c")) == SAID
 
 
-async def test_a_change_is_saved_while_it_runs_and_not_after_a_successor_took_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_changes_are_saved_until_a_successor_takes_over(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(state_files, "SAVE_AFTER", 0.0)
     path = tmp_path / "seen.json"
-    seen = PropertiesStore(path)
-    keeping = asyncio.create_task(seen.save_loop())
-    seen.record(saying(SAID))
+    store = PropertiesStore(path, save_after=0.0)
+    saving = asyncio.create_task(store.save_loop())
+    store.record(a_spec(), SAID)
     async with asyncio.timeout(30):
         while PropertiesStore(path).recall(a_spec()) != SAID:  # noqa: ASYNC110 - a thread writes it
             await asyncio.sleep(0.005)
-    keeping.cancel()
-    await asyncio.gather(keeping, return_exceptions=True)
-    seen.stop_saving()
-    seen.record(saying(ServerProperties(models=("other",))))
-    seen.save()
+    saving.cancel()
+    await asyncio.gather(saving, return_exceptions=True)
+    store.stop_saving()
+    store.record(a_spec(), ServerProperties(models=("other",)))
+    store.save()
     assert PropertiesStore(path).recall(a_spec()) == SAID

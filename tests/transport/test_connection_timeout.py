@@ -1,4 +1,4 @@
-"""Limits hold, and not against a node when it was the gateway that stood still."""
+"""A limit counts only time in which the event loop ran: a blocked gateway blames no node."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 
 import pytest
 
+from gateway.transport.connection import LoopTimeout
 from gateway.transport.errors import ConnectTimedOut
 from gateway.transport.pool import ConnectionPool, NodeAddress
-from gateway.transport.timeout import LoopTimeout
 from tests.virtual import in_virtual_time, now
 
 STANDS_STILL = 0.3
@@ -24,7 +24,7 @@ async def until_it_waits() -> None:
 
 
 @in_virtual_time
-async def test_it_is_over_after_that_time() -> None:
+async def test_a_limit_ends_after_its_time() -> None:
     began = now()
     with pytest.raises(TimeoutError):
         async with LoopTimeout(3.0):
@@ -33,7 +33,7 @@ async def test_it_is_over_after_that_time() -> None:
 
 
 @in_virtual_time
-async def test_what_ends_in_time_is_not_touched() -> None:
+async def test_work_that_ends_in_time_is_not_touched() -> None:
     async with LoopTimeout(3.0):
         await asyncio.sleep(2.9)
     async with LoopTimeout(None):
@@ -45,7 +45,7 @@ async def test_what_ends_in_time_is_not_touched() -> None:
 
 
 @in_virtual_time
-async def test_who_is_cancelled_is_not_told_of_a_limit() -> None:
+async def test_a_cancelled_task_sees_no_timeout() -> None:
     async def waits() -> None:
         async with LoopTimeout(3.0):
             await asyncio.Event().wait()
@@ -57,7 +57,7 @@ async def test_who_is_cancelled_is_not_told_of_a_limit() -> None:
         await task
 
 
-async def test_a_gateway_that_stood_still_takes_the_connection_that_was_made_meanwhile() -> None:
+async def test_after_standing_still_a_connection_that_was_made_meanwhile_is_used() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         pool = ConnectionPool(NodeAddress("127.0.0.1", server.getsockname()[1], b"", b""))
         asyncio.get_running_loop().call_soon(time.sleep, STANDS_STILL)
@@ -67,7 +67,7 @@ async def test_a_gateway_that_stood_still_takes_the_connection_that_was_made_mea
         pool.close()
 
 
-async def test_a_gateway_that_stood_still_reads_what_came_meanwhile() -> None:
+async def test_after_standing_still_bytes_that_came_meanwhile_are_read() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         reader, writer = await asyncio.open_connection(sock=ours)
@@ -79,18 +79,18 @@ async def test_a_gateway_that_stood_still_reads_what_came_meanwhile() -> None:
         reading = asyncio.create_task(read())
         await until_it_waits()
         theirs.send(b"ok")
-        time.sleep(STANDS_STILL)  # noqa: ASYNC251 - the loop is held up
+        time.sleep(STANDS_STILL)  # noqa: ASYNC251 - block the loop
         assert await reading == b"ok"
         writer.close()
         await writer.wait_closed()
 
 
-async def test_who_does_not_take_a_connection_is_late_all_the_same() -> None:
+async def test_a_node_that_accepts_no_connection_is_late_even_so() -> None:
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         address = full.getsockname()
-        with socket.create_connection(address):  # the one that it has a place for
+        with socket.create_connection(address):  # the one that fits in its queue
             pool = ConnectionPool(NodeAddress("127.0.0.1", address[1], b"", b""))
             asyncio.get_running_loop().call_soon(time.sleep, STANDS_STILL)
             with pytest.raises(ConnectTimedOut):

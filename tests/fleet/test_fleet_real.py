@@ -1,4 +1,4 @@
-"""The same against real llama.cpp servers."""
+"""A fleet of real llama.cpp servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from gateway.fleet.node import LeasePhase, Node, NodeState
-from tests.fleet.build import Running, a_fleet, a_spec, take
+from tests.fleet.build import Running, a_fleet, a_spec, is_held, take
 from tests.servers import running_demo_servers
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
@@ -25,7 +25,7 @@ REAL: dict[str, Any] = {"interval": 0.2, "timeout": 30.0}
 LIMIT = 120.0  # seconds
 
 
-async def test_a_real_server_tells_what_it_is_and_is_read_while_it_works() -> None:
+async def test_the_properties_and_busy_slots_of_a_real_server_are_read() -> None:
     with running_demo_servers(1, slots=2, context=CONTEXT) as [server]:
         async with a_fleet(a_spec(url=server.url), **REAL) as fleet:
             node = fleet["a"]
@@ -58,7 +58,7 @@ async def test_a_cut_stream_of_a_real_server_frees_its_slot() -> None:
                 lease.content_received(time.monotonic())
             lease.abandon()
             assert lease.phase is LeasePhase.RECLAIM
-            await fleet.until(lambda: not lease.held)
+            await fleet.until(lambda: not is_held(lease))
             [slot] = (await client.get("/slots")).json()
             assert not slot["is_processing"]
             assert slot["next_token"][0]["has_next_token"], "it was let go, not waited for"
@@ -102,22 +102,22 @@ async def test_a_killed_real_server_goes_down_within_seconds() -> None:
 
 
 async def test_decode_speed_is_learnt_by_busy_slots_of_a_real_server() -> None:
-    """What is learnt of its timings lies among them, alone and with a neighbour."""
+    """The learnt speeds lie within the server's own timings, alone and with a neighbour."""
     with running_demo_servers(1, slots=2, context=4096) as [server]:
         async with a_fleet(a_spec(url=server.url), **REAL) as fleet:
             node, seen = fleet["a"], dict[int, list[float]]({1: [], 2: []})
             for busy in (1, 2, 1, 2):
                 seen[busy] += await asyncio.gather(*(_decode(fleet, node) for _ in range(busy)))
-            # A busy machine holds single answers up, be they alone or not.
-            told = [seconds for measured in seen.values() for seconds in measured]
+            # A busy machine delays single answers, with a neighbour or without.
+            reported = [seconds for measured in seen.values() for seconds in measured]
             for busy in seen:
                 learnt = node.speed.seconds_per_token(busy)
-                assert 0.5 * min(told) < learnt < 2 * max(told), (busy, learnt, seen)
+                assert 0.5 * min(reported) < learnt < 2 * max(reported), (busy, learnt, seen)
             assert node.speed.prefill_tps is not None
 
 
 async def _decode(fleet: Running, node: Node) -> float:
-    """Seconds a token of one stream, as the node tells them; the fleet learns the same."""
+    """Seconds a token of one stream, from the node's timings, which the fleet learns too."""
     lease, last = take(node), b""
     moved = False
     body = CHAT | {"max_tokens": 400, "timings_per_token": False}

@@ -1,4 +1,4 @@
-"""The count of slots, under any order of events."""
+"""The count of a node's slots, under any order of events."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gateway.fleet.node import Lease, LeasePhase
-from tests.fleet.build import Clock, a_node, a_spec, no_upstream, take
+from tests.fleet.build import Clock, a_node, a_spec, is_held, no_upstream, take
 
 
 class Counting(RuleBasedStateMachine):
-    """Takes, gives back, abandons and reloads as they come; what is counted must be what is out."""
+    """Takes, releases, abandons and reloads in any order; the counts must match the leases."""
 
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
         self.node = a_node(self.clock, slots=4)
-        self.node.on_lease_released = self._returned
+        self.node.on_lease_released = self.released
         self.leases: list[Lease] = []
-        self.returns = 0
+        self.callbacks = 0
         self.ended = 0
 
-    def _returned(self, _: Lease) -> None:
-        self.returns += 1
+    def released(self, _: Lease) -> None:
+        self.callbacks += 1
 
     @initialize(slots=st.integers(1, 8))
     def begin(self, slots: int) -> None:
@@ -35,28 +35,28 @@ class Counting(RuleBasedStateMachine):
         self.leases.append(take(self.node, slots))
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), how=st.sampled_from(["back", "abandon", "with", "raise", "leave"]))
+    @rule(data=st.data(), how=st.sampled_from(["release", "abandon", "with", "raise", "leave"]))
     def ends(self, data: st.DataObject, how: str) -> None:
         lease = data.draw(st.sampled_from(self.leases))
-        held = lease.held
+        held = is_held(lease)
         abandoned = lease.phase is LeasePhase.RECLAIM
-        if how == "back":
+        if how == "release":
             lease.release()
         elif how == "abandon":
             lease.abandon()
-            assert lease.held is held
+            assert is_held(lease) is held
         elif how == "with":
             with lease:
                 pass
-            assert lease.held is (held and abandoned)
+            assert is_held(lease) is (held and abandoned)
         elif how == "raise":
             with pytest.raises(ZeroDivisionError), lease:
                 raise ZeroDivisionError
         elif how == "leave":
             with lease:
                 lease.abandon()
-            assert lease.held is held
-        if held and not lease.held:
+            assert is_held(lease) is held
+        if held and not is_held(lease):
             self.ended += 1
 
     @precondition(lambda self: self.leases)
@@ -79,17 +79,17 @@ class Counting(RuleBasedStateMachine):
             self.node.upstream = no_upstream()
 
     @rule(busy=st.integers(0, 9), seconds=st.floats(0, 2))
-    def is_read(self, busy: int, seconds: float) -> None:
+    def slots_are_read(self, busy: int, seconds: float) -> None:
         occupancy = self.node.occupancy
-        with occupancy.slots_query(self.clock()) as reading:
+        with occupancy.slots_query(self.clock()) as query:
             self.clock.passes(seconds)
-        occupancy.record_busy(busy, reading)
+        occupancy.record_busy(busy, query)
         assert self.node.foreign <= busy
 
     @invariant()
     def counts_agree(self) -> None:
         node = self.node
-        held = [lease for lease in self.leases if lease.held]
+        held = [lease for lease in self.leases if is_held(lease)]
         assert node.leased == sum(lease.slots for lease in held) >= 0
         assert node.leases == set(held)
         assert node.in_flight == len(held)
@@ -97,14 +97,14 @@ class Counting(RuleBasedStateMachine):
         assert node.free_slots(self.clock()) >= 0
         assert node.free_slots(self.clock()) + node.leased <= max(node.slots_total, node.leased)
         assert node.slots_busy >= node.leased
-        assert self.returns == self.ended
+        assert self.callbacks == self.ended
 
 
 TestCounting = Counting.TestCase
 TestCounting.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_a_lease_is_given_back_once() -> None:
+def test_a_lease_is_released_once() -> None:
     node = a_node(slots=2)
     lease = take(node, 2)
     assert (node.leased, node.free_slots(node.clock())) == (2, 0)
@@ -114,7 +114,7 @@ def test_a_lease_is_given_back_once() -> None:
     assert (node.leased, node.free_slots(node.clock())) == (0, 2)
 
 
-def test_leaving_the_block_gives_back_unless_the_lease_was_abandoned() -> None:
+def test_leaving_the_block_releases_the_lease_unless_it_was_abandoned() -> None:
     node = a_node(slots=2)
     with take(node):
         assert node.leased == 1

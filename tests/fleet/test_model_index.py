@@ -1,0 +1,90 @@
+"""Which nodes serve a model, and how long a lookup holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.fleet.model_index import MOST_CACHED_LOOKUPS, CapableNodes, ModelIndex
+from gateway.fleet.node import Node, NodeState
+from tests.fleet.build import a_node
+
+
+def an_index(*nodes: Node) -> ModelIndex:
+    index = ModelIndex()
+    index.set_nodes(nodes)
+    return index
+
+
+def names(found: CapableNodes) -> list[str]:
+    return [node.name for node in found.nodes]
+
+
+def chat(index: ModelIndex, model: str, **more: Any) -> CapableNodes:
+    return index.capable_nodes(model, "chat", **{"vision": False, "native": False, **more})
+
+
+def test_a_model_has_the_nodes_that_declare_or_report_it() -> None:
+    declares, reports, other = (
+        a_node(name="a", models={"m": "own"}),
+        a_node(name="b"),
+        a_node(name="c", models={"n": "n"}),
+    )
+    reports.properties.models = ("m",)
+    index = an_index(declares, reports, other)
+    assert index.nodes_for("m") == (declares, reports)
+    assert index.model_names() == ("m", "n")
+    assert (index.serves("m"), index.serves("own")) == (True, False)
+
+
+def test_the_least_slots_and_context_of_capable_nodes_are_known() -> None:
+    index = an_index(
+        a_node(name="a", models={"m": "m"}, slots=2, context=4096),
+        a_node(name="b", models={"m": "m"}, slots=5),
+    )
+    found = chat(index, "m")
+    assert names(found) == ["a", "b"]
+    assert (found.least_slots, found.least_context) == (2, 4096)
+
+
+def test_nodes_that_cannot_do_what_is_wanted_are_left_out() -> None:
+    blind = a_node(name="a", models={"m": "m"}, endpoints=["chat"])
+    hosted = a_node(name="b", models={"m": "m"}, kind="openai")
+    index = an_index(blind, hosted)
+    assert names(chat(index, "m", vision=True)) == ["b"]
+    assert names(chat(index, "m", native=True)) == ["a"]
+
+
+def test_a_lookup_holds_until_a_node_changes() -> None:
+    node = a_node(models={"m": "m"})
+    index = an_index(node)
+    before, version = chat(index, "m"), index.version
+    node.endpoint_refused("chat", None, 0.0)
+    assert chat(index, "m") is before
+    index.node_changed()
+    assert names(chat(index, "m")) == []
+    assert index.version > version
+
+
+def test_names_that_no_node_serves_are_not_cached_and_others_only_up_to_a_limit() -> None:
+    many = {f"m{number}": "m" for number in range(MOST_CACHED_LOOKUPS + 1)}
+    index = an_index(a_node(models=many))
+    chat(index, "made-up")
+    assert index.cached_lookups == {}
+    for model in many:
+        assert names(chat(index, model)) == ["a"]
+    assert len(index.cached_lookups) == MOST_CACHED_LOOKUPS
+
+
+def test_a_model_may_be_served_by_a_node_that_has_not_reported_any_and_is_not_down() -> None:
+    silent = a_node()
+    index = an_index(silent)
+    assert index.may_serve("m")
+    assert index.not_found_error("m").status == 503
+    silent.set_state(NodeState.DOWN, "no connection")
+    assert not index.may_serve("m")
+
+
+def test_without_such_a_node_an_unknown_model_is_not_found() -> None:
+    index = an_index(a_node(models={"m": "m"}))
+    assert index.not_found_error("x").status == 404
+    assert index.not_found_error(None).status == 400
