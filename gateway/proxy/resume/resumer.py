@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from gateway import errors
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, drop_traceback
 from gateway.events import StreamResumed
 from gateway.fleet.node import Lease
 from gateway.fleet.server_properties import ServerProperties
@@ -402,7 +402,9 @@ class NodeQueries:
 
     async def _exchange(self, head: bytes, body: bytes) -> tuple[int, bytes]:
         pool = self._pool
-        connection = await pool.exchange(head, body, dial=lambda: pool.connect(self._connect_timeout))
+        connection = await pool.exchange(
+            head, body, dial=lambda: pool.connect(self._connect_timeout)
+        )
         try:
             answer = await connection.read_all(MOST_QUERY_RESPONSE_BYTES)
         except BaseException:
