@@ -286,6 +286,7 @@ def _new_request(
     request.prompt_tokens = prompt_tokens
     request.prompt_list = prompt_list
     request.llama_cpp_only = incoming.route.llama_cpp_only
+    request.prompt_field = incoming.route.prompt_field
     if incoming.client_timeout is not None:
         request.deadline = incoming.received_at + incoming.client_timeout
         request.client_has_timer = incoming.client_has_timer
