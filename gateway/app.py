@@ -142,7 +142,7 @@ class Gateway:
                 self.scheduler,
                 self.registry,
                 lambda: self.inventory_error,
-                self.forwarder.retries_left,
+                self.proxy_context.retries_left,
             ),
         )
         self.totals = Totals(self.metrics)
@@ -441,7 +441,7 @@ class Gateway:
         change = SettingsChanged(needs_restart=changed_restart_keys(old, settings))
         if settings == old:
             return change
-        self.proxy_context.settings = settings
+        self.proxy_context.configure(settings)
         self.scheduler.configure(settings)
         self.autoscaler.settings = settings
         self.fleet.configure(settings.health, settings.timeouts)

@@ -104,6 +104,8 @@ class Request:
     may_assemble: bool = False
     """Whether its plain answer may be made of a stream's events."""
     needs_vision: bool = False
+    prompt_field: str | None = None
+    """The body's field that holds the prompt."""
     slots: int = 1
     logprobs: bool = False
     """Whether the answer tells those of tokens that might have been."""

@@ -16,8 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import errors
 from gateway.errors import GatewayError
-from gateway.proxy.api.messages import MESSAGES
-from gateway.proxy.api.ollama import api_of_path
+from gateway.proxy.inbound.routes import api_of_path
 from gateway.web.response_heads import error_headers, x_request_id_of
 
 X_REQUEST_ID_KEY = "gateway.tag"
@@ -115,7 +114,7 @@ class _RequestIdMiddleware:
                 fields = list(message["headers"])
                 if all(name != b"x-request-id" for name, _ in fields):
                     fields.append((b"x-request-id", tag.encode()))
-                    if api_of_path(scope["path"]) is MESSAGES:
+                    if api_of_path(scope["path"]).sends_request_id:
                         fields.append((b"request-id", tag.encode()))
                 message = {**message, "headers": fields}
             await send(message)

@@ -162,7 +162,7 @@ class _HandledRequest:
             if self._editing is not None:
                 self._replace(self._editing, live)
             self._heartbeat = self._begun_heartbeat(live, preamble)
-            self._reply = await edge.forwarder(live)
+            self._reply = await edge.forwarder.forward(live)
             if self._reply.body_stream is None:
                 self._pass_on_whole(self._reply)
             else:
@@ -360,7 +360,7 @@ class _HandledRequest:
         """Wait until the client has taken most of what it has, unless the request is to end."""
         turn, attempt = self._turn, rest.source
         if turn.write_paused and attempt.failure is None:
-            attempt.on_fail = turn.wake_writer
+            attempt.notify_failure(turn.wake_writer)
             await turn.wait_writable()
 
     async def _let_it_time_out(self, request: Request) -> None:
@@ -412,7 +412,7 @@ class _HandledRequest:
 
     def _own_fields(self, *, known: bool = True) -> bytes:
         """The gateway's lines of a head; not `known`: how the request will fare."""
-        anthropic = self._route.api.name == "messages"
+        anthropic = self._route.api.sends_request_id
         if known:
             fields = gateway_header_lines(self.record, anthropic=anthropic, name_node=self._exposes)
         else:

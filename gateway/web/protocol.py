@@ -26,7 +26,7 @@ from gateway import errors
 from gateway.access.callers import IPNetwork
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
-from gateway.proxy.api.chat import CHAT
+from gateway.proxy.api.relayed import RELAYED
 from gateway.proxy.inbound.routes import ROUTES, Route
 from gateway.transport.known_head import KnownHead
 from gateway.web.connections import (
@@ -550,7 +550,7 @@ class BoundedProtocol(HttpToolsProtocol):
             running.disconnected = True
             running.message_event.set()
         route = self.routes.get(self.url)
-        fields, body = encode_rejection(error, route.api if route is not None else CHAT)
+        fields, body = encode_rejection(error, route.api if route is not None else RELAYED)
         head = STATUS_LINES[error.status] + fields + b"connection: close\r\n\r\n"
         self.transport.write(head + body)
         self._linger()

@@ -130,7 +130,7 @@ def encode_rejection(error: GatewayError, api: Api) -> tuple[bytes, bytes]:
         (b"content-length", b"%d" % len(body)),
         (b"x-request-id", tag.encode()),
     ]
-    if api.name == "messages":
+    if api.sends_request_id:
         fields.append((b"request-id", tag.encode()))
     return encode_headers(fields), body
 
@@ -176,7 +176,7 @@ def node_error(reply: ProxyResponse) -> GatewayError:
 
 def node_error_body(reply: ProxyResponse, api: Api, x_request_id: str) -> bytes:
     """Its body as it is, unless it is empty or the API has a form that llama.cpp doesn't use."""
-    if reply.content and (api.name != "messages" or _is_anthropics(reply.content)):
+    if reply.content and api.is_own_error(reply.content):
         return reply.content
     return api.error_body(node_error(reply), x_request_id)
 
@@ -188,11 +188,3 @@ def node_error_header_lines(reply: ProxyResponse, content: bytes) -> bytes:
         kept = (line for line in lines.splitlines(True) if not line.startswith(b"content-type:"))
         lines = b"".join(kept) + b"content-type: application/json\r\n"
     return lines + b"x-gateway-reason: %b\r\n" % _CODES.get(reply.status, _OTHER).encode()
-
-
-def _is_anthropics(content: bytes) -> bool:
-    try:
-        value = parse_json(content)
-    except InvalidJson:
-        return False
-    return isinstance(value, dict) and value.get("type") == "error" and "error" in value

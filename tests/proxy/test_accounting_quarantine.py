@@ -7,7 +7,7 @@ import pytest
 from gateway.proxy.accounting import MOST_QUARANTINED, Quarantine
 from gateway.request import Request
 from tests.emulator import EmulatedNode
-from tests.proxy.house import a_house
+from tests.proxy.proxy_over_nodes import proxy_over
 from tests.scheduling.build import a_request
 from tests.virtual import in_virtual_time
 
@@ -89,45 +89,45 @@ async def test_a_request_that_kills_takes_two_nodes_with_it_and_no_third(
     tmp_path: Path, *, stream: bool
 ) -> None:
     servers = [EmulatedNode() for _ in range(4)]
-    async with a_house(tmp_path, *servers) as house:
+    async with proxy_over(tmp_path, *servers) as proxy:
         for server in servers:
             server.faults.set("reset")
         for asked in (1, 2):
-            refused = await house.ask(stream=stream)
+            refused = await proxy.ask(stream=stream)
             assert (refused.status_code, refused.json()["error"]["code"]) == (502, "node_failed")
             assert "2 nodes died" in refused.json()["error"]["message"]
             assert refused.headers["x-should-retry"] == "false"
-            assert len(house.attempts) == 2, asked
+            assert len(proxy.attempts) == 2, asked
         for server in servers:
             server.faults.clear()
-        other = await house.ask(messages=[{"role": "user", "content": "harmless"}])
+        other = await proxy.ask(messages=[{"role": "user", "content": "harmless"}])
         assert other.status_code == 200
-        assert (await house.ask(stream=stream)).status_code == 502
+        assert (await proxy.ask(stream=stream)).status_code == 502
 
 
 @in_virtual_time
 async def test_a_stream_that_takes_its_node_with_it_counts_as_well(tmp_path: Path) -> None:
     servers = [EmulatedNode() for _ in range(3)]
-    async with a_house(tmp_path, *servers) as house:
+    async with proxy_over(tmp_path, *servers) as proxy:
         for server in servers:
             server.faults.set("reset", after_events=3)
-        stream = await house.stream()
+        stream = await proxy.stream()
         assert (stream.status, len(stream.errors)) == (200, 1)
         assert "2 nodes died" in stream.errors[0]["message"]
-        assert len(house.attempts) == 2, "it went on elsewhere, and that node died too"
-        assert (await house.ask(stream=True)).status_code == 502
-        assert len(house.attempts) == 2
-        assert (house.finished[0].status, house.finished[0].reason) == (502, "node_failed")
+        assert len(proxy.attempts) == 2, "it went on elsewhere, and that node died too"
+        assert (await proxy.ask(stream=True)).status_code == 502
+        assert len(proxy.attempts) == 2
+        assert (proxy.finished[0].status, proxy.finished[0].reason) == (502, "node_failed")
 
 
 @in_virtual_time
 async def test_so_does_a_plain_answer_that_is_put_together(tmp_path: Path) -> None:
     servers = [EmulatedNode() for _ in range(3)]
-    async with a_house(tmp_path, *servers) as house:
+    async with proxy_over(tmp_path, *servers) as proxy:
         for server in servers:
             server.faults.set("reset", after_events=3)
-        refused = await house.ask()
+        refused = await proxy.ask()
         assert refused.status_code == 502
         assert "2 nodes died" in refused.json()["error"]["message"]
         assert refused.headers["x-should-retry"] == "false"
-        assert len(house.attempts) == 2
+        assert len(proxy.attempts) == 2

@@ -12,7 +12,7 @@ import pytest
 
 from tests.emulator import EmulatedNode
 from tests.gateways import until
-from tests.proxy.house import DIALECTS, House, a_house, saying
+from tests.proxy.proxy_over_nodes import GENERATION_PATHS, ProxyOverNodes, prompt_field, proxy_over
 from tests.virtual import in_virtual_time
 
 KINDS = [
@@ -34,16 +34,16 @@ KINDS = [
 ]
 
 
-async def a_client(house: House, rng: random.Random, counts: dict[str, int]) -> None:
+async def a_client(proxy: ProxyOverNodes, rng: random.Random, counts: dict[str, int]) -> None:
     """One client that asks now and then, and sometimes does not wait for the answer."""
     for _ in range(8):
         await asyncio.sleep(rng.uniform(0, 0.05))
-        path = rng.choice(DIALECTS)
-        body = saying(path, "word " * rng.randint(1, 30))
+        path = rng.choice(GENERATION_PATHS)
+        body = prompt_field(path, "word " * rng.randint(1, 30))
         if rng.random() < 0.2 and path.endswith("completions"):
             body["n"] = 2
         stream = rng.random() < 0.7
-        ask = asyncio.create_task(house.ask(path, stream=stream, max_tokens=8, **body))
+        ask = asyncio.create_task(proxy.ask(path, stream=stream, max_tokens=8, **body))
         patience = rng.choice([0.02, 0.1, 20.0, 20.0])
         done, _ = await asyncio.wait([ask], timeout=patience)
         if not done:
@@ -55,7 +55,7 @@ async def a_client(house: House, rng: random.Random, counts: dict[str, int]) -> 
             counts["ok" if ask.result().status_code == 200 else "refused"] += 1
 
 
-async def trouble(servers: list[EmulatedNode], rng: random.Random, house: House) -> None:
+async def trouble(servers: list[EmulatedNode], rng: random.Random, proxy: ProxyOverNodes) -> None:
     """Faults, deaths and drains, one after another."""
     while True:
         await asyncio.sleep(rng.uniform(0, 0.03))
@@ -69,7 +69,7 @@ async def trouble(servers: list[EmulatedNode], rng: random.Random, house: House)
             await asyncio.sleep(rng.uniform(0, 0.05))
             await server.revive()
         else:
-            fleet = house.running.gateway.fleet
+            fleet = proxy.app.fleet
             name = rng.choice("abc")
             fleet.drain(name)
             await asyncio.sleep(rng.uniform(0, 0.05))
@@ -91,19 +91,19 @@ async def test_after_a_storm_everything_has_come_back(tmp_path: Path, seed: int)
     ]
     counts = {"ok": 0, "refused": 0, "left": 0}
     timeouts = {"first_byte": 0.5, "silence": 0.4}
-    async with a_house(tmp_path, *servers, timeouts=timeouts, queue={"max": 16}) as house:
-        troubles = asyncio.create_task(trouble(servers, rng, house))
-        await asyncio.gather(*(a_client(house, rng, counts) for _ in range(24)))
+    async with proxy_over(tmp_path, *servers, timeouts=timeouts, queue={"max": 16}) as proxy:
+        troubles = asyncio.create_task(trouble(servers, rng, proxy))
+        await asyncio.gather(*(a_client(proxy, rng, counts) for _ in range(24)))
         troubles.cancel()
         await asyncio.gather(troubles, return_exceptions=True)
         for server in servers:
             await server.revive()
             server.faults.clear()
-        await house.rests()
+        await proxy.settled()
         for server in servers:
             assert server.peak_busy <= 2
             assert server.queued == 0
-        assert len(house.attempts) >= counts["ok"] > 24
-        assert (await house.ask()).status_code == 200
+        assert len(proxy.attempts) >= counts["ok"] > 24
+        assert (await proxy.ask()).status_code == 200
         await until(lambda: not any(name.startswith("reclaim") for name in tasks()))
-        assert len(house.running.gateway.proxy_context.timeout_monitor._watched) == 0
+        assert len(proxy.app.proxy_context.timeout_monitor) == 0

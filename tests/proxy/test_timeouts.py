@@ -23,7 +23,7 @@ from gateway.transport.errors import UpstreamError
 from tests.emulator import EmulatedNode
 from tests.fleet.build import Clock, a_node, take
 from tests.gateways import until
-from tests.proxy.house import DIALECTS, a_house
+from tests.proxy.proxy_over_nodes import GENERATION_PATHS, proxy_over
 from tests.virtual import in_virtual_time, now
 
 LIMITS = AttemptTimeouts(first_byte=60.0, silence=20.0, deadline=1000.0)
@@ -67,7 +67,6 @@ class Attempt:
     lease: Lease
     timeouts: AttemptTimeouts
     sent_at: float = 100.0
-    excused_at: float = -math.inf
     client_lagging: bool = False
     complete: bool = False
     failure: UpstreamError | None = None
@@ -83,7 +82,7 @@ async def limits_of(clock: Clock, attempt: Attempt) -> Callable[[float], str | N
     def look(now: float) -> str | None:
         clock.now = now
         watch.close()
-        watch._look()
+        watch.check()
         watch.close()
         return None if attempt.failure is None else getattr(attempt.failure, "limit", "other")
 
@@ -155,10 +154,10 @@ def test_a_long_prompt_on_a_slow_node_has_longer() -> None:
 @in_virtual_time
 async def test_a_stream_that_falls_silent_is_ended(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=40)
-    async with a_house(tmp_path, one, timeouts={"silence": 0.3}) as house:
+    async with proxy_over(tmp_path, one, timeouts={"silence": 0.3}) as proxy:
         one.faults.next("hang", after_events=10)
         began = now()
-        reply = await house.stream()
+        reply = await proxy.stream()
         assert 0.3 <= now() - began < 0.5
         assert reply.errors[0]["code"] == "node_timeout"
         await until(lambda: one.busy == 0)
@@ -167,11 +166,11 @@ async def test_a_stream_that_falls_silent_is_ended(tmp_path: Path) -> None:
 @in_virtual_time
 async def test_comments_are_no_sign_of_progress(tmp_path: Path) -> None:
     one = EmulatedNode(prefill_tps=1, ping_interval=0.05)
-    async with a_house(
+    async with proxy_over(
         tmp_path, one, timeouts={"first_byte": 0.4}, retries={"attempts": 1}
-    ) as house:
-        house.node("a").speed.learn_timings({"prompt_n": 10_000, "prompt_ms": 1000})
-        reply = await house.stream()
+    ) as proxy:
+        proxy.node("a").speed.learn_timings({"prompt_n": 10_000, "prompt_ms": 1000})
+        reply = await proxy.stream()
         assert (reply.status, reply.headers["x-gateway-reason"]) == (504, "node_timeout")
         assert reply.headers["x-should-retry"] == "false"
         await one.kill()  # it would read on for a minute
@@ -180,12 +179,12 @@ async def test_comments_are_no_sign_of_progress(tmp_path: Path) -> None:
 @in_virtual_time
 async def test_a_prompt_has_time_by_its_length_and_the_nodes_speed(tmp_path: Path) -> None:
     one = EmulatedNode(prefill_tps=40, answer_tokens=2)
-    async with a_house(
+    async with proxy_over(
         tmp_path, one, timeouts={"first_byte": 0.3}, retries={"attempts": 1}
-    ) as house:
+    ) as proxy:
         # Nothing is known of its speed: much is allowed.
         words = " ".join(40 * ["word"])
-        reply = await house.stream(messages=[{"role": "user", "content": words}])
+        reply = await proxy.stream(messages=[{"role": "user", "content": words}])
         assert (reply.status, reply.errors) == (200, [])
 
 
@@ -194,13 +193,13 @@ async def test_silence_is_excused_while_another_prompt_is_read(tmp_path: Path) -
     one = EmulatedNode(
         slots=2, answer_tokens=60, decode_tps=60, prefill_tps=120, prefill_stalls=True
     )
-    async with a_house(tmp_path, one, timeouts={"silence": 0.3}) as house:
-        first = asyncio.create_task(house.stream())
-        node = house.node("a")
+    async with proxy_over(tmp_path, one, timeouts={"silence": 0.3}) as proxy:
+        first = asyncio.create_task(proxy.stream())
+        node = proxy.node("a")
         await until(lambda: any(lease.phase is LeasePhase.DECODE for lease in node.leases))
         words = " ".join(120 * ["word"])
         second = asyncio.create_task(
-            house.stream(messages=[{"role": "user", "content": words}], max_tokens=2)
+            proxy.stream(messages=[{"role": "user", "content": words}], max_tokens=2)
         )
         one_reply, other = await asyncio.gather(first, second)
         assert (one_reply.errors, other.errors) == ([], [])
@@ -212,16 +211,16 @@ async def test_the_clients_own_limit_ends_a_request_without_blame(
     tmp_path: Path, stream: bool
 ) -> None:
     one = EmulatedNode(prefill_tps=1)
-    async with a_house(tmp_path, one) as house:
+    async with proxy_over(tmp_path, one) as proxy:
         began = now()
-        reply = await house.ask(stream=stream, headers={"X-Request-Timeout": "0.3"})
+        reply = await proxy.ask(stream=stream, headers={"X-Request-Timeout": "0.3"})
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (504, "node_timeout")
         assert reply.headers["x-should-retry"] == "false"
         assert 0.3 <= now() - began < 0.5
-        assert house.node("a").failures == 0
+        assert proxy.node("a").failures == 0
         assert one.requests == 1
         await one.kill()  # it would read on for a minute
-        await until(lambda: house.node("a").leased == 0)
+        await until(lambda: proxy.node("a").leased == 0)
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -256,10 +255,10 @@ async def test_a_gateway_that_stood_still_looks_first_at_what_came_meanwhile(ans
 @in_virtual_time
 async def test_the_clients_own_limit_holds_in_the_queue_too(tmp_path: Path) -> None:
     one = EmulatedNode(slots=1, decode_tps=20, answer_tokens=40)
-    async with a_house(tmp_path, one) as house:
-        first = asyncio.create_task(house.ask())
+    async with proxy_over(tmp_path, one) as proxy:
+        first = asyncio.create_task(proxy.ask())
         await until(lambda: one.busy == 1)
-        reply = await house.ask(headers={"X-Request-Timeout": "0.2"})
+        reply = await proxy.ask(headers={"X-Request-Timeout": "0.2"})
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (503, "queue_timeout")
         assert reply.headers["x-should-retry"] == "false"
         assert int(reply.headers["retry-after"]) >= 1
@@ -272,8 +271,8 @@ async def test_the_clients_own_limit_holds_in_the_queue_too(tmp_path: Path) -> N
 @in_virtual_time
 async def test_a_limit_that_is_none_is_the_clients_mistake(tmp_path: Path, value: str) -> None:
     one = EmulatedNode()
-    async with a_house(tmp_path, one) as house:
-        reply = await house.ask(headers={"X-Request-Timeout": value})
+    async with proxy_over(tmp_path, one) as proxy:
+        reply = await proxy.ask(headers={"X-Request-Timeout": value})
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (400, "invalid_request")
         assert one.requests == 0
 
@@ -282,7 +281,7 @@ async def test_a_limit_that_is_none_is_the_clients_mistake(tmp_path: Path, value
 async def test_a_whole_request_has_a_limit_and_a_node_its_own(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=20, answer_tokens=1000)
     nodes = ({"timeouts": {"total": 0.5}},)
-    async with a_house(tmp_path, one, nodes=nodes) as house:
-        reply = await house.stream(DIALECTS[0])
+    async with proxy_over(tmp_path, one, nodes=nodes) as proxy:
+        reply = await proxy.stream(GENERATION_PATHS[0])
         assert reply.errors[0]["code"] == "node_timeout"
         assert reply.text

@@ -129,7 +129,7 @@ async def a_house(
                 scheduler,
                 registry,
                 lambda: house.inventory_error,
-                relay.retries_left,
+                relay.context.retries_left,
             ),
         )
         app = admin_app(

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from tests.emulator import EmulatedNode
-from tests.proxy.house import DIALECTS, a_house
+from tests.proxy.proxy_over_nodes import GENERATION_PATHS, proxy_over
 from tests.virtual import in_virtual_time
 
 SAID = '{"error":{"code":400,"message":"No such thing","type":"invalid_request_error"}}'
 ANTHROPICS = '{"type":"error","error":{"type":"invalid_request_error","message":"No such thing"}}'
 
 
-@pytest.mark.parametrize("path", [path for path in DIALECTS if path != "/v1/messages"])
+@pytest.mark.parametrize("path", [path for path in GENERATION_PATHS if path != "/v1/messages"])
 @in_virtual_time
 async def test_it_passes_as_it_is(tmp_path: Path, path: str) -> None:
-    async with a_house(tmp_path, node := EmulatedNode()) as house:
+    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         node.faults.next("status", status=400, body=SAID)
-        reply = await house.ask(path)
+        reply = await proxy.ask(path)
         assert (reply.status_code, reply.text) == (400, SAID)
         assert reply.headers["x-gateway-reason"] == "invalid_request"
 
@@ -32,9 +32,9 @@ async def test_it_passes_as_it_is(tmp_path: Path, path: str) -> None:
 )  # fmt: skip
 @in_virtual_time
 async def test_the_head_has_the_contracts_word(tmp_path: Path, status: int, word: str) -> None:
-    async with a_house(tmp_path, node := EmulatedNode()) as house:
+    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         node.faults.next("status", status=status, body=SAID)
-        reply = await house.ask()
+        reply = await proxy.ask()
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (status, word)
 
 
@@ -51,9 +51,9 @@ async def test_the_head_has_the_contracts_word(tmp_path: Path, status: int, word
 async def test_anthropics_clients_get_it_in_their_form(
     tmp_path: Path, path: str, stream: bool, status: int, kind: str
 ) -> None:
-    async with a_house(tmp_path, node := EmulatedNode()) as house:
+    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         node.faults.next("status", status=status, body=SAID, path=path)
-        reply = await house.ask(path, messages=[], stream=stream)
+        reply = await proxy.ask(path, messages=[], stream=stream)
         assert reply.status_code == status
         assert reply.headers["content-type"] == "application/json"
         assert reply.json() == {
@@ -65,18 +65,18 @@ async def test_anthropics_clients_get_it_in_their_form(
 
 @in_virtual_time
 async def test_what_is_in_their_form_passes_as_it_is(tmp_path: Path) -> None:
-    async with a_house(tmp_path, node := EmulatedNode()) as house:
+    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         node.faults.next("status", status=400, body=ANTHROPICS)
-        reply = await house.ask("/v1/messages")
+        reply = await proxy.ask("/v1/messages")
         assert (reply.status_code, reply.text) == (400, ANTHROPICS)
 
 
-@pytest.mark.parametrize("path", [path for path in DIALECTS if path != "/v1/messages"])
+@pytest.mark.parametrize("path", [path for path in GENERATION_PATHS if path != "/v1/messages"])
 @in_virtual_time
 async def test_an_error_without_words_gets_some(tmp_path: Path, path: str) -> None:
-    async with a_house(tmp_path, node := EmulatedNode()) as house:
+    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         node.faults.next("status", status=413, body="", path=path)
-        reply = await house.ask(path)
+        reply = await proxy.ask(path)
         assert (reply.status_code, reply.headers["content-type"]) == (413, "application/json")
         assert reply.json()["error"]["code"] == "request_too_large"
 
@@ -84,9 +84,9 @@ async def test_an_error_without_words_gets_some(tmp_path: Path, path: str) -> No
 @pytest.mark.parametrize("body", ["<html>no</html>", "", '{"error":7}'])
 @in_virtual_time
 async def test_what_is_no_json_is_told_by_its_status(tmp_path: Path, body: str) -> None:
-    async with a_house(tmp_path, node := EmulatedNode()) as house:
+    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         node.faults.next("status", status=400, body=body)
-        reply = await house.ask("/v1/messages")
+        reply = await proxy.ask("/v1/messages")
         error = json.loads(reply.content)["error"]
         assert error == {
             "type": "invalid_request_error",

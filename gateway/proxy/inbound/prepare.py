@@ -13,7 +13,6 @@ from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL
 from gateway.fleet.model_index import ModelIndex
 from gateway.fleet.prompt_tree import PromptKey
-from gateway.proxy.api import assembly
 from gateway.proxy.inbound import edits, media, parsed_body, request_limits
 from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES, Body, LargeBody, read_large_body
 from gateway.proxy.inbound.model_names import ModelAliases, ResolvedModel
@@ -26,7 +25,7 @@ from gateway.proxy.inbound.parsed_body import (
 )
 from gateway.proxy.inbound.prompt_key import VolatileLines, build_large_prompt_key, build_prompt_key
 from gateway.proxy.inbound.prompt_list import PromptList, parse_prompt_list
-from gateway.proxy.inbound.routes import Route
+from gateway.proxy.inbound.routes import Route, can_assemble
 from gateway.request import Caller, Priority, Request
 
 
@@ -97,7 +96,7 @@ def prepare(
     bodies, slots = _edited_bodies(body, parsed, targets, route, rules)
     generation = prompt_list = None
     if route.generates:
-        if prompt_field == "prompt":
+        if route.api.merger is not None:
             prompt_list = _parse_prompt_list(incoming, parsed.prompt, priority, rules, model_index)
         generation = _generation(body, parsed, raw, slots, route, model, rules.volatile_lines)
     return _new_request(
@@ -247,7 +246,7 @@ def _generation(
     return _Generation(
         stream,
         request_limits.wants_logprobs(parsed),
-        not stream and assembly.can_assemble(route.path, body, parsed.messages, slots),
+        not stream and can_assemble(route, body, parsed.messages, slots),
         _max_tokens(parsed),
         key,
         size,
@@ -286,6 +285,7 @@ def _new_request(
     request.slots = slots
     request.prompt_tokens = prompt_tokens
     request.prompt_list = prompt_list
+    request.prompt_field = incoming.route.prompt_field
     request.llama_cpp_only = incoming.route.llama_cpp_only
     if incoming.client_timeout is not None:
         request.deadline = incoming.received_at + incoming.client_timeout

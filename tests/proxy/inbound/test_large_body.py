@@ -12,7 +12,6 @@ import pytest
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
-from gateway.proxy.api.assembly import can_assemble
 from gateway.proxy.inbound import edits, parsed_body
 from gateway.proxy.inbound.large_body import (
     LARGE_BODY_BYTES,
@@ -29,7 +28,7 @@ from gateway.proxy.inbound.prompt_key import (
     build_prompt_key,
 )
 from gateway.proxy.inbound.prompt_list import split_prompts
-from gateway.proxy.inbound.routes import ROUTES
+from gateway.proxy.inbound.routes import ROUTES, can_assemble
 from tests.proxy.pictures import data_url, png
 
 LIMITS = LimitSettings()
@@ -89,8 +88,8 @@ def test_a_large_body_is_read_as_a_small_one_is(path: str, body: dict[str, Any])
     route = ROUTES[path]
     prompt = route.prompt_field if route.prompt_field in {"messages", "prompt", "input"} else None
     assert found.count_prompts() == max(1, len(split_prompts(small.prompt)))
-    assert can_assemble(path, found, small.messages, 1) == can_assemble(
-        path, data, small.messages, 1
+    assert can_assemble(route, found, small.messages, 1) == can_assemble(
+        route, data, small.messages, 1
     )
     assert found.depth == parsed_body.nesting_depth(data, 1) or found.depth <= 8
     raw = getattr(small, prompt) if prompt else parsed_body.MISSING
