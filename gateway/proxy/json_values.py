@@ -27,7 +27,7 @@ JSON_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises for bytes that are no JSON, not UTF-8, or nested too deeply."""
 
 
-class InvalidJson(Exception):  # noqa: N818 - says what it is
+class InvalidJson(Exception):  # noqa: N818 - the name says it
     """These bytes are not JSON of the expected type."""
 
 

@@ -51,7 +51,7 @@ class PrefillProgress:
     ) -> tuple[Body, EventFilter | None]:
         """Begin an attempt; return the body that makes its node report progress, if it can.
 
-        The filter takes the progress out of the stream again; None: there is none in it.
+        Also return the filter that removes the progress events; None: there are none.
         """
         self._lease, self._tokens = lease, None
         fields = api.progress_fields

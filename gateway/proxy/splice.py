@@ -31,7 +31,7 @@ class SplicePoint:
     prefix: str
     """The text that it is given as written."""
     overlap: str
-    """The text that it is to write again, and that is not sent a second time."""
+    """The text behind `prefix` that it must repeat, and that is not sent a second time."""
     prompt_tokens: int
     """Tokens of the client's own prompt."""
     sent_tokens: int

@@ -23,7 +23,7 @@ _BOUNDARY = re.compile(rb"\n\r?\n")
 
 
 EventFilter = Callable[[bytes], bytes]
-"""Removes from whole events what only the gateway asked for. Raises: InvalidResponse."""
+"""Removes fields or events that only the gateway asked for. Raises: InvalidResponse."""
 
 EventMatcher = Callable[[bytes], re.Match[bytes] | None]
 """Matches, from the beginning, all whole events that are ordinary; possibly none."""

@@ -1,4 +1,4 @@
-"""What the client has received of a stream, kept so that another node can continue it.
+"""The transcript of a stream: the response as the client has it, for another node to continue.
 
 Outgoing events are kept as bytes and parsed only when they have become many or when the node has
 failed: nothing is parsed per token while a stream runs well. The readers of events and the
@@ -77,16 +77,20 @@ class Transcript:
         self.first_event = first_event
 
     def add_reasoning(self, text: object) -> None:
-        """Add a token's reasoning text, if that is what it is."""
+        """Add a token's reasoning; anything but text is ignored."""
         if isinstance(text, str) and text:
             self.reasoning_pieces.append(text)
             self.token_count += 1
 
     def add_content(self, text: object) -> None:
-        """Add a token's text, if that is what it is."""
+        """Add a token's content; anything but text is ignored."""
         if isinstance(text, str) and text:
             self.content_pieces.append(text)
             self.token_count += 1
+
+    def add_token_ids(self, ids: Iterable[int]) -> None:
+        """Add the ids of the next tokens."""
+        self.token_ids += ids
 
     def open_block(self, index: int, kind: str) -> None:
         """A content block begins, and is the newest."""
@@ -180,7 +184,7 @@ class TranscriptRecorder:
 
     def add_token_ids(self, ids: Iterable[int]) -> None:
         """Record the ids of the next tokens, where the events sent don't hold them."""
-        self._transcript.token_ids += ids
+        self._transcript.add_token_ids(ids)
 
     def transcript(self) -> Transcript:
         """All that was sent. Call it when the stream has failed."""
@@ -206,7 +210,7 @@ class TranscriptRecorder:
         self._reasoning.pack(transcript.reasoning_pieces)
         self._content.pack(transcript.content_pieces)
         if self._reasoning.size + self._content.size > self._max_bytes:
-            transcript.mark_unresumable("the answer is longer than what is kept for a continuation")
+            transcript.mark_unresumable("the response is longer than 'limits.resume_bytes'")
             self._reasoning, self._content = CompressedText(), CompressedText()
         self._raw_chunks = [raw[end:]]
         self.raw_bytes = len(raw) - end
@@ -222,7 +226,7 @@ class TranscriptRecorder:
             for value in parse_objects(b"[" + b",".join(objects) + b"]"):
                 self._read(self._transcript, value)
         except (InvalidJson, TypeError, AttributeError):
-            self._transcript.mark_unresumable("an event that went out can't be read")
+            self._transcript.mark_unresumable("an event that was sent can't be read")
 
 
 _NOT_OBJECTS = frozenset({b"", b"[DONE]", b"null"})

@@ -34,11 +34,11 @@ class Usage(ReportedTokens):
     """llama.cpp's own figures of the generation, unchecked."""
 
 
-UsageReader = Callable[[Usage, JsonObject], None]
-"""Sets the tokens that an API's `usage` object reports."""
+UsageReader = Callable[[JsonObject, Usage], Usage]
+"""Reads an API's `usage` object, and takes from the timings' figures what it does not report."""
 
 
-def read_openai_usage(found: Usage, usage: JsonObject) -> None:
+def read_openai_usage(usage: JsonObject, timed: Usage) -> Usage:
     """OpenAI's two spellings, which both count cached tokens as part of the prompt."""
     if "prompt_tokens" in usage:
         prompt, completion = "prompt_tokens", "completion_tokens"
@@ -47,11 +47,16 @@ def read_openai_usage(found: Usage, usage: JsonObject) -> None:
         prompt, completion = "input_tokens", "output_tokens"
         details = usage.get("input_tokens_details")
     else:
-        return
-    found.prompt_tokens = token_count(usage[prompt])
-    found.completion_tokens = token_count(usage.get(completion))
+        return timed
+    prompt_tokens, cached_tokens = token_count(usage[prompt]), timed.cached_tokens
     if isinstance(details, dict):
-        found.cached_tokens = token_count(details.get("cached_tokens"))
+        cached_tokens = token_count(details.get("cached_tokens"))
+    return Usage(
+        prompt_tokens,
+        min(cached_tokens, prompt_tokens),
+        token_count(usage.get(completion)),
+        timed.timings,
+    )
 
 
 def read_usage(data: bytes, read: UsageReader = read_openai_usage) -> Usage | None:
@@ -60,15 +65,12 @@ def read_usage(data: bytes, read: UsageReader = read_openai_usage) -> Usage | No
     timings = find_last_object(data, b'"timings":')
     if usage is None and timings is None:
         return None
-    found = Usage(timings=timings)
+    timed = Usage()
     if timings is not None:
-        found.cached_tokens = token_count(timings.get("cache_n"))
-        found.prompt_tokens = token_count(timings.get("prompt_n")) + found.cached_tokens
-        found.completion_tokens = token_count(timings.get("predicted_n"))
-    if usage is not None:
-        read(found, usage)
-        found.cached_tokens = min(found.cached_tokens, found.prompt_tokens)
-    return found
+        cached = token_count(timings.get("cache_n"))
+        prompt = token_count(timings.get("prompt_n")) + cached
+        timed = Usage(prompt, cached, token_count(timings.get("predicted_n")), timings)
+    return timed if usage is None else read(usage, timed)
 
 
 def find_last_object(data: bytes, key: bytes) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What a request is written down to have cost, and what a node is learnt to be."""
+"""Tokens and cost in the record of a request, and the speed that is learnt of its node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.virtual import in_virtual_time
     ("path", "stream"), [*((path, True) for path in GENERATION_PATHS), (GENERATION_PATHS[0], False)]
 )
 @in_virtual_time
-async def test_tokens_are_those_that_the_node_tells(
+async def test_tokens_are_those_that_the_node_reports(
     tmp_path: Path, path: str, stream: bool
 ) -> None:
     one = EmulatedNode(answer_tokens=9, decode_tps=100)
@@ -34,7 +34,7 @@ async def test_tokens_are_those_that_the_node_tells(
 
 
 @in_virtual_time
-async def test_usage_that_a_client_asks_for_changes_nothing(tmp_path: Path) -> None:
+async def test_usage_in_the_stream_does_not_change_the_count(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=9)
     async with proxy_over(tmp_path, one) as proxy:
         await proxy.stream(stream_options={"include_usage": True})
@@ -43,7 +43,7 @@ async def test_usage_that_a_client_asks_for_changes_nothing(tmp_path: Path) -> N
 
 
 @in_virtual_time
-async def test_a_node_is_as_fast_as_it_shows(tmp_path: Path) -> None:
+async def test_a_nodes_speed_is_learnt_from_its_timings(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=200, prefill_tps=400, answer_tokens=30)
     async with proxy_over(tmp_path, one) as proxy:
         await proxy.stream()
@@ -63,9 +63,7 @@ async def test_a_node_is_as_fast_as_it_shows(tmp_path: Path) -> None:
     ],
 )
 @in_virtual_time
-async def test_a_node_that_lies_about_its_speed_teaches_nothing(
-    tmp_path: Path, timings: str
-) -> None:
+async def test_implausible_timings_are_ignored(tmp_path: Path, timings: str) -> None:
     one = EmulatedNode()
     async with proxy_over(tmp_path, one) as proxy:
         body = f'{{"choices":[{{"message":{{"content":"x"}}}}],"timings":{timings}}}'
@@ -78,7 +76,7 @@ async def test_a_node_that_lies_about_its_speed_teaches_nothing(
 
 
 @in_virtual_time
-async def test_what_was_cut_short_is_counted_by_its_events(tmp_path: Path) -> None:
+async def test_an_aborted_stream_is_counted_by_its_events(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=100, answer_tokens=1000)
     async with proxy_over(tmp_path, one) as proxy:
         body = {"messages": MESSAGES, "stream": True}
@@ -112,7 +110,7 @@ async def test_a_request_costs_its_share_of_the_node_or_its_tokens(tmp_path: Pat
 
 
 @in_virtual_time
-async def test_counting_tokens_says_nothing_of_how_fast_slots_come_free(tmp_path: Path) -> None:
+async def test_a_request_without_a_slot_is_not_in_the_completion_rate(tmp_path: Path) -> None:
     one = EmulatedNode()
     async with proxy_over(tmp_path, one) as proxy:
         scheduler = proxy.app.scheduler

@@ -1,4 +1,4 @@
-"""Who is to blame for a failure: the node, or what the request made of it."""
+"""Who is to blame for a failure: the node or the request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLY: list[tuple[str, dict[str, Any]]] = [
     ("end", {"after_events": 2}),
     ("insert", {"after_events": 2, "what": "huge", "size": 2 << 20}),
 ]
-"""What a request can make every node do that it comes to."""
+"""Faults that a request can cause on every node."""
 CALM: dict[str, Any] = {
     "health": {"failures": 3, "open": 30, "open_max": 60},
     "timeouts": {"first_byte": 0.4, "silence": 0.4},
@@ -46,25 +46,25 @@ def key(name: str) -> dict[str, str]:
     return {"authorization": f"Bearer lg_{name}_{name}"}
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize(("kind", "options"), DEADLY)
 @in_virtual_time
 async def test_one_caller_ejects_no_node(
-    tmp_path: Path, kind: str, options: dict[str, Any], number: int
+    tmp_path: Path, kind: str, options: dict[str, Any], count: int
 ) -> None:
-    servers = [EmulatedNode(answer_tokens=8) for _ in range(number)]
+    servers = [EmulatedNode(answer_tokens=8) for _ in range(count)]
     async with proxy_over(tmp_path, *servers, **CALM) as proxy:
         for server in servers:
             server.faults.set(kind, **options)
-        for turn in range(10):
-            path = list(BODIES)[turn % 2]
-            reply = await proxy.stream(path, user=str(turn))
+        for index in range(10):
+            path = list(BODIES)[index % 2]
+            reply = await proxy.stream(path, user=str(index))
             assert reply.status >= 500 or reply.errors
         for server in servers:
             server.faults.clear()
         nodes = [proxy.node(name) for name in proxy.servers]
-        assert [node.state for node in nodes] == [NodeState.READY] * number
-        assert [node.circuit.failures for node in nodes] == [0] * number
+        assert [node.state for node in nodes] == [NodeState.READY] * count
+        assert [node.circuit.failures for node in nodes] == [0] * count
         answer = await proxy.ask()
         assert answer.status_code == 200
         assert answer.headers["x-gateway-attempts"] == "1"
@@ -72,7 +72,7 @@ async def test_one_caller_ejects_no_node(
 
 @pytest.mark.parametrize(("kind", "options"), DEADLY)
 @in_virtual_time
-async def test_a_node_that_fails_what_another_answers_is_to_blame(
+async def test_a_node_that_fails_a_request_that_another_answers_is_blamed(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
     one, two = EmulatedNode(answer_tokens=8), EmulatedNode(answer_tokens=8)
@@ -100,7 +100,7 @@ async def test_a_node_that_fails_several_callers_is_ejected(tmp_path: Path) -> N
 
 
 @in_virtual_time
-async def test_what_went_well_between_clears_the_doubt(tmp_path: Path) -> None:
+async def test_a_success_between_two_failures_clears_the_node(tmp_path: Path) -> None:
     server = EmulatedNode(answer_tokens=8)
     names = ("ann", "bob", "cid")
     async with proxy_over(tmp_path, server, keys=keys(*names), **CALM) as proxy:
@@ -112,7 +112,7 @@ async def test_what_went_well_between_clears_the_doubt(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_an_answer_as_long_as_its_time_blames_nobody(tmp_path: Path) -> None:
+async def test_a_response_that_takes_the_whole_time_blames_no_node(tmp_path: Path) -> None:
     server = EmulatedNode(answer_tokens=10_000, decode_tps=10.0)
     async with proxy_over(
         tmp_path, server, timeouts={"total": 5.0}, health=CALM["health"]
@@ -125,7 +125,7 @@ async def test_an_answer_as_long_as_its_time_blames_nobody(tmp_path: Path) -> No
 
 
 @in_virtual_time
-async def test_a_node_that_answers_the_second_time_is_not_to_blame(tmp_path: Path) -> None:
+async def test_a_node_that_answers_the_retry_itself_is_not_blamed(tmp_path: Path) -> None:
     server = EmulatedNode(answer_tokens=8)
     async with proxy_over(tmp_path, server, **CALM) as proxy:
         for _ in range(6):

@@ -1,4 +1,4 @@
-"""Who leaves gives up his place, wherever he stands; who is slow takes nobody else's."""
+"""A client that leaves frees its slot or place in the queue; a slow one takes nobody else's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def descriptors() -> int:
 
 @asynccontextmanager
 async def nobody_answers(port: int) -> AsyncIterator[None]:
-    """A port where connections are neither taken nor refused: the backlog is full."""
+    """A port where connections are neither accepted nor refused: the backlog is full."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
@@ -53,8 +53,8 @@ async def nobody_answers(port: int) -> AsyncIterator[None]:
                 one.close()
 
 
-async def left(proxy: ProxyOverNodes, task: asyncio.Task[httpx.Response]) -> None:
-    """The client leaves, and is told of as one that left."""
+async def leave(proxy: ProxyOverNodes, task: asyncio.Task[httpx.Response]) -> None:
+    """The client leaves, and is recorded as such."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await until(lambda: len(proxy.finished) == 1, 1.0)
@@ -63,7 +63,7 @@ async def left(proxy: ProxyOverNodes, task: asyncio.Task[httpx.Response]) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_who_leaves_while_his_node_is_being_connected_to(
+async def test_a_client_may_leave_while_its_node_is_being_connected(
     tmp_path: Path, stream: bool
 ) -> None:
     one = EmulatedNode(slots=1)
@@ -76,7 +76,7 @@ async def test_who_leaves_while_his_node_is_being_connected_to(
             await until(lambda: node.leased == 1)
             await asyncio.sleep(0.1)
             assert node.leased == 1
-            await left(proxy, asked)
+            await leave(proxy, asked)
             # Nothing was sent: the slot is free at once.
             await until(lambda: node.leased == 0, 0.5)
             await until(lambda: descriptors() <= before, 2.0)
@@ -86,14 +86,14 @@ async def test_who_leaves_while_his_node_is_being_connected_to(
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_who_leaves_while_all_nodes_are_out(tmp_path: Path, stream: bool) -> None:
+async def test_a_client_may_leave_while_all_nodes_are_down(tmp_path: Path, stream: bool) -> None:
     one = EmulatedNode(slots=1)
     async with proxy_over(tmp_path, one) as proxy:
         await one.kill()
         asked = asyncio.create_task(proxy.ask(stream=stream))
         scheduler = proxy.app.scheduler
         await until(lambda: len(scheduler.queue_positions()) == 1)
-        await left(proxy, asked)
+        await leave(proxy, asked)
         assert scheduler.queue_positions() == []
         assert len(proxy.app.registry) == 0
         await one.revive()
@@ -102,14 +102,14 @@ async def test_who_leaves_while_all_nodes_are_out(tmp_path: Path, stream: bool) 
 
 
 @in_virtual_time
-async def test_who_leaves_between_two_attempts(tmp_path: Path) -> None:
+async def test_a_client_may_leave_between_two_attempts(tmp_path: Path) -> None:
     one, two = EmulatedNode(slots=1), EmulatedNode(slots=1)
     retries = {"backoff": 5.0, "backoff_max": 5.0}
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST, retries=retries) as proxy:
         one.faults.set("reset")
         asked = asyncio.create_task(proxy.ask())
         await until(lambda: proxy.outcomes == [("a", "reset")])
-        await left(proxy, asked)
+        await leave(proxy, asked)
         assert two.requests == 0
         assert len(proxy.app.registry) == 0
 
@@ -118,7 +118,7 @@ async def test_who_leaves_between_two_attempts(tmp_path: Path) -> None:
 async def slow_clients(
     proxy: ProxyOverNodes, count: int, **more: object
 ) -> AsyncIterator[list[Wire]]:
-    """Clients that read a byte a second: here none, until they are let."""
+    """Clients that read nothing until the block ends."""
     async with asyncio.TaskGroup() as group:
         done = asyncio.Event()
         wires: list[Wire] = []
@@ -144,7 +144,7 @@ async def slow_clients(
 
 @pytest.mark.timeout(300)
 @in_virtual_time
-async def test_slow_clients_cost_bounded_memory_and_hold_nobody_up(tmp_path: Path) -> None:
+async def test_slow_clients_take_bounded_memory_and_delay_nobody(tmp_path: Path) -> None:
     one = EmulatedNode(slots=SLOW_CLIENTS + 1, context=1_000_000, answer_tokens=20_000)
     async with proxy_over(tmp_path, one) as proxy:
         gateway = proxy.app
@@ -155,9 +155,9 @@ async def test_slow_clients_cost_bounded_memory_and_hold_nobody_up(tmp_path: Pat
                 await asyncio.sleep(0.2)
             assert stood < SLOW_CLIENTS * 20_000, "all went out, though nobody reads"
             held = [
-                live.attempt._connection._pending
-                for live in gateway.registry
-                if live.attempt is not None and live.attempt._connection is not None
+                in_flight.attempt._connection._pending
+                for in_flight in gateway.registry
+                if in_flight.attempt is not None and in_flight.attempt._connection is not None
             ]
             assert len(held) == SLOW_CLIENTS
             assert max(held) < 2 * BODY_HIGH_WATER
@@ -171,18 +171,18 @@ async def test_slow_clients_cost_bounded_memory_and_hold_nobody_up(tmp_path: Pat
 
 
 async def until_it_lags(proxy: ProxyOverNodes) -> None:
-    """Until the only request's client has not taken what is here for it."""
-    (live,) = proxy.app.registry
-    await until(lambda: live.attempt is not None and live.attempt.client_lagging)
+    """Wait until the client of the only request lags."""
+    (in_flight,) = proxy.app.registry
+    await until(lambda: in_flight.attempt is not None and in_flight.attempt.client_lagging)
 
 
 @pytest.mark.timeout(300)
 @in_virtual_time
-async def test_a_slow_client_holds_no_slot_once_its_answer_is_here(tmp_path: Path) -> None:
+async def test_a_slow_client_holds_no_slot_once_its_response_is_received(tmp_path: Path) -> None:
     one = EmulatedNode(slots=1, context=1_000_000, decode_tps=4000, answer_tokens=100_000)
     async with proxy_over(tmp_path, one) as proxy:
         node = proxy.node("a")
-        # How much the sockets' buffers take is the machine's affair: it is tried.
+        # How much the sockets' buffers take depends on the machine.
         async with slow_clients(proxy, 1, timings_per_token=True):
             await until_it_lags(proxy)
             tokens = one.engine.tokens + 200
@@ -202,14 +202,14 @@ async def test_a_slow_client_holds_no_slot_once_its_answer_is_here(tmp_path: Pat
 
 
 @in_virtual_time
-async def test_a_node_that_trickles_is_told_from_one_that_is_dead(tmp_path: Path) -> None:
+async def test_a_node_that_trickles_is_told_apart_from_a_dead_one(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=6)
     async with proxy_over(tmp_path, one, timeouts={"silence": 1.5}) as proxy:
         # An event takes a quarter of a second, piece by piece: slow, but it moves.
         one.faults.next("trickle", size=20, seconds=0.02)
         reply = await proxy.stream()
         assert (reply.errors, reply.text) == ([], expected_chat_text(MESSAGES, 6))
-        # One large event is no silence either, and then it is dead.
+        # One large event is no silence either; after it the node is dead.
         one.faults.next("insert", what="huge", size=1 << 20, after_events=3)
         one.faults.next("hang", after_events=3)
         assert (await proxy.stream()).errors == []
@@ -218,10 +218,12 @@ async def test_a_node_that_trickles_is_told_from_one_that_is_dead(tmp_path: Path
 
 
 @in_virtual_time
-async def test_bytes_that_never_make_an_event_are_no_sign_of_life(tmp_path: Path) -> None:
+async def test_bytes_that_never_complete_an_event_do_not_prevent_the_timeout(
+    tmp_path: Path,
+) -> None:
     one = EmulatedNode(answer_tokens=6)
     async with proxy_over(tmp_path, one, timeouts={"silence": 0.5}) as proxy:
-        # 230 bytes an event, 12 s for each: the first content has its own limit.
+        # 230 bytes an event, 12 s for each: the first content has its own timeout.
         one.faults.next("trickle", size=1, seconds=0.05)
         began = now()
         reply = await proxy.ask(stream=True, headers={"X-Request-Timeout": "3"})

@@ -1,4 +1,4 @@
-"""Until its first content has gone out, a request survives whatever happens to a node."""
+"""Until its first content has been sent, a request survives any failure of a node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.gateways import until
 from tests.proxy.proxy_over_nodes import A_FIRST, GENERATION_PATHS, MESSAGES, proxy_over
 from tests.virtual import in_virtual_time, now
 
-BEFORE: list[tuple[str, dict[str, Any]]] = [
+FAULTS_BEFORE_CONTENT: list[tuple[str, dict[str, Any]]] = [
     ("reset", {}),
     ("close", {}),
     ("garbage", {}),
@@ -37,7 +37,7 @@ BEFORE: list[tuple[str, dict[str, Any]]] = [
 IMPATIENT = {"first_byte": 0.4}
 
 
-@pytest.mark.parametrize(("kind", "options"), BEFORE)
+@pytest.mark.parametrize(("kind", "options"), FAULTS_BEFORE_CONTENT)
 @in_virtual_time
 async def test_another_node_answers_and_the_client_sees_nothing(
     tmp_path: Path, kind: str, options: dict[str, Any]
@@ -60,7 +60,7 @@ async def test_another_node_answers_and_the_client_sees_nothing(
 @pytest.mark.parametrize("path", GENERATION_PATHS[1:])
 @pytest.mark.parametrize("kind", ["reset", "error_event"])
 @in_virtual_time
-async def test_so_it_is_in_every_dialect(tmp_path: Path, path: str, kind: str) -> None:
+async def test_another_node_answers_in_every_api(tmp_path: Path, path: str, kind: str) -> None:
     one, two = EmulatedNode(answer_tokens=4), EmulatedNode(answer_tokens=4)
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         one.faults.next(kind, after_events=0)
@@ -80,7 +80,7 @@ async def test_so_it_is_in_every_dialect(tmp_path: Path, path: str, kind: str) -
     ],
 )
 @in_virtual_time
-async def test_a_plain_answer_is_whole_or_anothers(
+async def test_a_broken_plain_response_is_retried_on_another_node(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
     one, two = EmulatedNode(answer_tokens=8), EmulatedNode(answer_tokens=8)
@@ -94,7 +94,7 @@ async def test_a_plain_answer_is_whole_or_anothers(
 
 
 @in_virtual_time
-async def test_what_another_node_answers_in_the_end_is_noted_as_answered(tmp_path: Path) -> None:
+async def test_a_request_that_a_retry_answers_is_recorded_as_answered(tmp_path: Path) -> None:
     one, two = EmulatedNode(answer_tokens=8), EmulatedNode(answer_tokens=8)
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         one.faults.next("end", after_events=7)
@@ -105,7 +105,7 @@ async def test_what_another_node_answers_in_the_end_is_noted_as_answered(tmp_pat
 
 
 @in_virtual_time
-async def test_a_refused_connection_is_known_at_once(tmp_path: Path) -> None:
+async def test_a_refused_connection_takes_the_node_down_at_once(tmp_path: Path) -> None:
     one, two = EmulatedNode(), EmulatedNode()
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST, health={"interval": 60.0}) as proxy:
         await one.kill()
@@ -141,14 +141,14 @@ async def test_a_retry_goes_to_another_host_if_there_is_one(tmp_path: Path) -> N
 
 
 class Spent(RetryBudget):
-    """A budget with nothing in it."""
+    """A budget that is used up."""
 
     def remaining(self, now: float, *, share: float, minimum: int) -> int:
         return 0
 
 
 @in_virtual_time
-async def test_attempts_have_an_end(tmp_path: Path) -> None:
+async def test_attempts_are_limited(tmp_path: Path) -> None:
     servers = [EmulatedNode() for _ in range(4)]
     async with proxy_over(tmp_path, *servers, health={"failures": 100}) as proxy:
         for server in servers:
@@ -175,7 +175,7 @@ async def test_an_outage_is_not_multiplied(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_what_reached_no_node_costs_no_budget(tmp_path: Path) -> None:
+async def test_an_attempt_that_reached_no_node_costs_no_budget(tmp_path: Path) -> None:
     one = EmulatedNode(slots=8, answer_tokens=4)
     retries = {"budget": 0.0, "budget_min": 0}
     async with proxy_over(tmp_path, one, retries=retries, health={"interval": 3600}) as proxy:
@@ -189,7 +189,9 @@ async def test_what_reached_no_node_costs_no_budget(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_while_all_are_out_the_first_to_come_back_is_waited_for(tmp_path: Path) -> None:
+async def test_while_all_nodes_are_down_a_request_waits_for_the_first_to_return(
+    tmp_path: Path,
+) -> None:
     one, two = EmulatedNode(answer_tokens=4), EmulatedNode()
     async with proxy_over(tmp_path, one, two) as proxy:
         await one.kill()
@@ -206,7 +208,7 @@ async def test_while_all_are_out_the_first_to_come_back_is_waited_for(tmp_path: 
 
 
 @in_virtual_time
-async def test_when_none_comes_back_it_is_no_node(tmp_path: Path) -> None:
+async def test_a_request_that_waits_in_vain_for_a_node_ends_with_no_node(tmp_path: Path) -> None:
     one = EmulatedNode()
     async with proxy_over(tmp_path, one, retries={"wait_for_node": 0.3}) as proxy:
         await one.kill()
@@ -220,7 +222,7 @@ async def test_when_none_comes_back_it_is_no_node(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_node_that_says_it_is_loading_gets_nothing_until_it_is_not(tmp_path: Path) -> None:
+async def test_a_loading_node_gets_no_request(tmp_path: Path) -> None:
     one = EmulatedNode()
     async with proxy_over(tmp_path, one, health={"interval": 0.05}) as proxy:
         one.loading = True
@@ -233,7 +235,7 @@ async def test_a_node_that_says_it_is_loading_gets_nothing_until_it_is_not(tmp_p
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_a_node_that_is_killed_and_comes_back_loses_nothing_that_had_no_byte(
+async def test_requests_without_a_sent_byte_survive_the_restart_of_their_node(
     tmp_path: Path, stream: bool
 ) -> None:
     one = EmulatedNode(slots=4, prefill_tps=60, answer_tokens=3)
@@ -249,7 +251,7 @@ async def test_a_node_that_is_killed_and_comes_back_loses_nothing_that_had_no_by
 
 
 @in_virtual_time
-async def test_of_two_nodes_one_may_die_in_the_middle_of_traffic(tmp_path: Path) -> None:
+async def test_one_of_two_nodes_may_die_under_load(tmp_path: Path) -> None:
     one, two = EmulatedNode(slots=4, prefill_tps=100), EmulatedNode(slots=4, prefill_tps=100)
     async with proxy_over(tmp_path, one, two) as proxy:
         tasks = [asyncio.create_task(proxy.ask(max_tokens=3)) for _ in range(40)]

@@ -1,4 +1,4 @@
-"""Whatever goes wrong in whatever order: nothing leaks, and no node gets more than its slots."""
+"""Random faults in random order: nothing leaks, and no node gets more requests than slots."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS = [
 
 
 async def a_client(proxy: ProxyOverNodes, rng: random.Random, counts: dict[str, int]) -> None:
-    """One client that asks now and then, and sometimes does not wait for the answer."""
+    """One client that sends requests, and sometimes does not wait for the response."""
     for _ in range(8):
         await asyncio.sleep(rng.uniform(0, 0.05))
         path = rng.choice(GENERATION_PATHS)
@@ -43,20 +43,22 @@ async def a_client(proxy: ProxyOverNodes, rng: random.Random, counts: dict[str, 
         if rng.random() < 0.2 and path.endswith("completions"):
             body["n"] = 2
         stream = rng.random() < 0.7
-        ask = asyncio.create_task(proxy.ask(path, stream=stream, max_tokens=8, **body))
-        patience = rng.choice([0.02, 0.1, 20.0, 20.0])
-        done, _ = await asyncio.wait([ask], timeout=patience)
+        task = asyncio.create_task(proxy.ask(path, stream=stream, max_tokens=8, **body))
+        timeout = rng.choice([0.02, 0.1, 20.0, 20.0])
+        done, _ = await asyncio.wait([task], timeout=timeout)
         if not done:
-            ask.cancel()
-            await asyncio.gather(ask, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
             counts["left"] += 1
             continue
         with contextlib.suppress(httpx.TransportError):
-            counts["ok" if ask.result().status_code == 200 else "refused"] += 1
+            counts["ok" if task.result().status_code == 200 else "refused"] += 1
 
 
-async def trouble(servers: list[EmulatedNode], rng: random.Random, proxy: ProxyOverNodes) -> None:
-    """Faults, deaths and drains, one after another."""
+async def inject_faults(
+    servers: list[EmulatedNode], rng: random.Random, proxy: ProxyOverNodes
+) -> None:
+    """Injects faults, kills nodes and drains them, one after another."""
     while True:
         await asyncio.sleep(rng.uniform(0, 0.03))
         server = rng.choice(servers)
@@ -84,7 +86,7 @@ def tasks() -> list[str]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(2))
 @in_virtual_time
-async def test_after_a_storm_everything_has_come_back(tmp_path: Path, seed: int) -> None:
+async def test_after_a_storm_no_lease_or_task_is_left(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     servers = [
         EmulatedNode(slots=2, answer_tokens=8, decode_tps=400, prefill_tps=2000) for _ in range(3)
@@ -92,10 +94,10 @@ async def test_after_a_storm_everything_has_come_back(tmp_path: Path, seed: int)
     counts = {"ok": 0, "refused": 0, "left": 0}
     timeouts = {"first_byte": 0.5, "silence": 0.4}
     async with proxy_over(tmp_path, *servers, timeouts=timeouts, queue={"max": 16}) as proxy:
-        troubles = asyncio.create_task(trouble(servers, rng, proxy))
+        faults = asyncio.create_task(inject_faults(servers, rng, proxy))
         await asyncio.gather(*(a_client(proxy, rng, counts) for _ in range(24)))
-        troubles.cancel()
-        await asyncio.gather(troubles, return_exceptions=True)
+        faults.cancel()
+        await asyncio.gather(faults, return_exceptions=True)
         for server in servers:
             await server.revive()
             server.faults.clear()

@@ -1,4 +1,4 @@
-"""A request can be ended where it stands, and its client is told."""
+"""A request can be cancelled in every state, and its client gets the error."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ GONE = errors.no_node("The node is being drained.", 3.0)
 
 def end(proxy: ProxyOverNodes) -> None:
     gateway = proxy.app
-    (live,) = gateway.registry
-    if not gateway.scheduler.refuse(live.request.id, GONE):
-        live.cancel(GONE)
+    (in_flight,) = gateway.registry
+    if not gateway.scheduler.refuse(in_flight.request.id, GONE):
+        in_flight.cancel(GONE)
 
 
 def phase(proxy: ProxyOverNodes, wanted: LeasePhase) -> Callable[[], bool]:
@@ -31,7 +31,7 @@ def phase(proxy: ProxyOverNodes, wanted: LeasePhase) -> Callable[[], bool]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_one_that_waits(tmp_path: Path, stream: bool) -> None:
+async def test_a_waiting_request_is_cancelled(tmp_path: Path, stream: bool) -> None:
     one = EmulatedNode()
     async with proxy_over(tmp_path, one) as proxy:
         gateway = proxy.app
@@ -47,7 +47,7 @@ async def test_one_that_waits(tmp_path: Path, stream: bool) -> None:
 
 
 @in_virtual_time
-async def test_one_that_is_read(tmp_path: Path) -> None:
+async def test_a_request_in_prefill_is_cancelled(tmp_path: Path) -> None:
     one = EmulatedNode(prefill_tps=20)
     async with proxy_over(tmp_path, one) as proxy:
         task = asyncio.create_task(proxy.stream())
@@ -57,12 +57,12 @@ async def test_one_that_is_read(tmp_path: Path) -> None:
         assert (reply.status, reply.headers["x-gateway-reason"]) == (503, "no_node")
         assert proxy.outcomes == [("a", "cancelled")]
         assert proxy.node("a").failures == 0
-        # Its slot is held until the node has let it go.
+        # The slot is held until the node has freed it.
         assert proxy.node("a").leased == 1
 
 
 @in_virtual_time
-async def test_one_whose_plain_answer_is_written(tmp_path: Path) -> None:
+async def test_a_plain_request_in_decode_is_cancelled(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=50, answer_tokens=40)
     async with proxy_over(tmp_path, one) as proxy:
         task = asyncio.create_task(proxy.ask())
@@ -74,7 +74,7 @@ async def test_one_whose_plain_answer_is_written(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_one_that_streams(tmp_path: Path) -> None:
+async def test_a_streaming_request_is_cancelled(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=50, answer_tokens=1000)
     async with proxy_over(tmp_path, one) as proxy:
         task = asyncio.create_task(proxy.stream())
@@ -91,7 +91,7 @@ async def test_one_that_streams(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_one_that_waits_to_be_tried_again(tmp_path: Path) -> None:
+async def test_a_request_that_waits_for_its_retry_is_cancelled(tmp_path: Path) -> None:
     one = EmulatedNode()
     retries = {"backoff": 5.0, "backoff_max": 5.0}
     async with proxy_over(tmp_path, one, retries=retries) as proxy:
@@ -105,7 +105,7 @@ async def test_one_that_waits_to_be_tried_again(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_request_is_found_by_its_id_and_by_its_clients(tmp_path: Path) -> None:
+async def test_a_request_is_found_by_its_id_and_by_its_x_request_id(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=50, answer_tokens=1000)
     async with proxy_over(tmp_path, one) as proxy:
         registry = proxy.app.registry
@@ -119,7 +119,7 @@ async def test_a_request_is_found_by_its_id_and_by_its_clients(tmp_path: Path) -
         assert registry.find(mine.request.id) is mine
         assert registry.find("twice") is None
         assert registry.find("nobody") is None
-        assert registry.cancel_where(lambda live: live is not mine, GONE) == 2
+        assert registry.cancel_where(lambda in_flight: in_flight is not mine, GONE) == 2
         mine.cancel(GONE)
         replies = await asyncio.gather(*tasks)
         assert all(reply.errors or reply.status == 503 for reply in replies)

@@ -1,4 +1,4 @@
-"""What becomes of each thing that a node can answer, through a whole gateway."""
+"""How each response of a node is treated, through a whole gateway."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.virtual import in_virtual_time
 
 @pytest.mark.parametrize(("status", "stream"), [(400, False), (400, True), (422, False)])
 @in_virtual_time
-async def test_an_error_of_the_clients_own_passes_through_once(
+async def test_an_error_of_the_clients_passes_through_without_a_retry(
     tmp_path: Path, status: int, stream: bool
 ) -> None:
     one, two = EmulatedNode(), EmulatedNode()
@@ -46,7 +46,7 @@ async def test_an_error_of_the_clients_own_passes_through_once(
 
 @pytest.mark.parametrize("status", [401, 404, 501])
 @in_virtual_time
-async def test_a_node_that_can_not_serve_it_sends_it_to_another(
+async def test_a_request_that_a_node_can_not_serve_goes_to_another(
     tmp_path: Path, status: int
 ) -> None:
     one, two = EmulatedNode(), EmulatedNode()
@@ -58,14 +58,14 @@ async def test_a_node_that_can_not_serve_it_sends_it_to_another(
         two.faults.set("status", status=status)
         one.requests = two.requests = 0
         reply = await proxy.ask()
-        told = (501, "not_supported") if status == 501 else (502, "node_failed")
-        assert (reply.status_code, reply.headers["x-gateway-reason"]) == told
+        expected = (501, "not_supported") if status == 501 else (502, "node_failed")
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == expected
         assert reply.headers["x-should-retry"] == "false"
         assert one.requests + two.requests <= 2, "a node was asked twice"
 
 
 @in_virtual_time
-async def test_what_a_node_does_not_do_it_is_not_asked_again(tmp_path: Path) -> None:
+async def test_a_node_is_not_asked_again_for_an_endpoint_that_it_lacks(tmp_path: Path) -> None:
     one, two = EmulatedNode(), EmulatedNode(embeddings=True)
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         for _ in range(3):
@@ -91,7 +91,7 @@ UNSUPPORTED = [
 
 @pytest.mark.parametrize(("path", "body", "hint"), UNSUPPORTED)
 @in_virtual_time
-async def test_what_no_node_does_is_told_with_a_nodes_own_hint(
+async def test_an_endpoint_that_no_node_has_is_501_with_the_nodes_hint(
     tmp_path: Path, path: str, body: dict[str, Any] | None, hint: str
 ) -> None:
     one, two = EmulatedNode(), EmulatedNode()
@@ -112,7 +112,7 @@ async def test_what_no_node_does_is_told_with_a_nodes_own_hint(
 
 
 @in_virtual_time
-async def test_only_what_all_say_is_not_supported(tmp_path: Path) -> None:
+async def test_only_an_endpoint_that_all_nodes_lack_is_501(tmp_path: Path) -> None:
     one, two = EmulatedNode(), EmulatedNode()
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         two.faults.set("status", status=404)
@@ -121,7 +121,7 @@ async def test_only_what_all_say_is_not_supported(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_what_the_inventory_leaves_out_is_not_supported(tmp_path: Path) -> None:
+async def test_an_endpoint_that_the_inventory_leaves_out_is_501(tmp_path: Path) -> None:
     one = EmulatedNode(embeddings=True)
     async with proxy_over(tmp_path, one, nodes=({"endpoints": ["chat"]},)) as proxy:
         reply = await proxy.ask("/v1/embeddings", input="a")
@@ -131,7 +131,7 @@ async def test_what_the_inventory_leaves_out_is_not_supported(tmp_path: Path) ->
 
 
 @in_virtual_time
-async def test_what_a_node_refused_it_is_asked_for_again_some_minutes_later(
+async def test_a_refused_endpoint_is_asked_for_again_some_minutes_later(
     tmp_path: Path,
 ) -> None:
     async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
@@ -143,7 +143,7 @@ async def test_what_a_node_refused_it_is_asked_for_again_some_minutes_later(
 
 
 @in_virtual_time
-async def test_a_501_about_one_request_takes_no_node_from_the_others(tmp_path: Path) -> None:
+async def test_a_501_about_one_request_excludes_no_node_for_others(tmp_path: Path) -> None:
     node = EmulatedNode(prefill_tps=1000.0, decode_tps=50.0)
     async with proxy_over(tmp_path, node) as proxy:
         assert (await proxy.ask()).status_code == 200
@@ -159,7 +159,9 @@ async def test_a_501_about_one_request_takes_no_node_from_the_others(tmp_path: P
 
 @pytest.mark.parametrize("kind", ["llama.cpp", "openai"])
 @in_virtual_time
-async def test_a_form_goes_on_as_it_is_but_for_the_models_name(tmp_path: Path, kind: str) -> None:
+async def test_a_form_is_forwarded_unchanged_but_for_the_models_name(
+    tmp_path: Path, kind: str
+) -> None:
     node = EmulatedNode(audio=True, model="whisper-1")
     specs = ({"kind": kind, "model": {"ears": "whisper-1"}},)
     async with proxy_over(tmp_path, node, nodes=specs) as proxy:
@@ -178,8 +180,8 @@ async def test_a_form_goes_on_as_it_is_but_for_the_models_name(tmp_path: Path, k
 
 @pytest.mark.parametrize("how", ["restart", "probe"])
 @in_virtual_time
-async def test_what_a_node_has_learnt_to_do_it_is_asked(tmp_path: Path, how: str) -> None:
-    """Started anew with another option, it looks the same as before."""
+async def test_an_endpoint_that_a_restarted_node_has_is_used(tmp_path: Path, how: str) -> None:
+    """A node restarted with another option looks the same as before."""
     async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         reply = await proxy.ask("/v1/embeddings", input="a")
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (501, "not_supported")
@@ -201,9 +203,7 @@ async def test_what_a_node_has_learnt_to_do_it_is_asked(tmp_path: Path, how: str
     ("status", "stream"), [(429, False), (429, True), (502, False), (503, True), (504, False)]
 )
 @in_virtual_time
-async def test_a_node_that_has_no_time_is_left_for_another(
-    tmp_path: Path, status: int, stream: bool
-) -> None:
+async def test_a_busy_node_is_left_for_another(tmp_path: Path, status: int, stream: bool) -> None:
     one, two = EmulatedNode(), EmulatedNode()
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         one.faults.next("status", status=status, body='{"error":{"message":"no"}}')
@@ -214,7 +214,7 @@ async def test_a_node_that_has_no_time_is_left_for_another(
 
 
 @in_virtual_time
-async def test_when_all_have_no_time_it_is_502(tmp_path: Path) -> None:
+async def test_when_all_nodes_are_busy_the_client_gets_502(tmp_path: Path) -> None:
     one, two = EmulatedNode(), EmulatedNode()
     async with proxy_over(tmp_path, one, two) as proxy:
         for node in (one, two):
@@ -226,7 +226,7 @@ async def test_when_all_have_no_time_it_is_502(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_an_error_that_two_nodes_agree_on_is_the_requests_own(tmp_path: Path) -> None:
+async def test_an_error_of_two_nodes_is_passed_on_as_the_requests_own(tmp_path: Path) -> None:
     nodes = [EmulatedNode() for _ in range(3)]
     async with proxy_over(tmp_path, *nodes) as proxy:
         for node in nodes:
@@ -239,7 +239,7 @@ async def test_an_error_that_two_nodes_agree_on_is_the_requests_own(tmp_path: Pa
 
 
 @in_virtual_time
-async def test_an_error_that_only_one_node_has_is_its_fault(tmp_path: Path) -> None:
+async def test_an_error_of_only_one_node_is_blamed_on_it(tmp_path: Path) -> None:
     one, two = EmulatedNode(), EmulatedNode()
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         one.faults.next("status", status=500)
@@ -258,8 +258,8 @@ async def test_the_only_nodes_error_passes_through(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_node_that_fails_at_once_does_not_draw_all_work(tmp_path: Path) -> None:
-    """It is always free: without waiting for the other, it would be asked twice and not blamed."""
+async def test_a_node_that_fails_at_once_does_not_attract_all_requests(tmp_path: Path) -> None:
+    """Such a node is always free: without waiting for another, it would get the retry as well."""
     broken, slow = EmulatedNode(slots=1), EmulatedNode(slots=1, decode_tps=100)
     never = {"open": 30.0, "open_max": 30.0}
     async with proxy_over(tmp_path, broken, slow, nodes=A_FIRST, health=never) as proxy:
@@ -271,7 +271,7 @@ async def test_a_node_that_fails_at_once_does_not_draw_all_work(tmp_path: Path) 
 
 
 WORDS = " ".join(150 * ["a"])
-"""About 150 tokens, which the gateway takes for some 75."""
+"""About 150 tokens; the gateway estimates 75."""
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ async def test_a_prompt_that_is_too_long_for_all_is_400_with_the_context(
 
 
 @in_virtual_time
-async def test_embeddings_say_it_with_a_500(tmp_path: Path) -> None:
+async def test_a_too_long_text_to_embed_is_known_by_a_500(tmp_path: Path) -> None:
     small = EmulatedNode(embeddings=True, context=120)
     large = EmulatedNode(embeddings=True, context=4096)
     too_large = (
@@ -331,7 +331,7 @@ async def test_embeddings_say_it_with_a_500(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_huge_error_is_cut_and_still_an_error(tmp_path: Path) -> None:
+async def test_a_huge_error_is_replaced_by_a_short_one(tmp_path: Path) -> None:
     one = EmulatedNode()
     async with proxy_over(tmp_path, one) as proxy:
         one.faults.next("status", status=422, body="x" * 1_000_000)
@@ -340,7 +340,7 @@ async def test_a_huge_error_is_cut_and_still_an_error(tmp_path: Path) -> None:
         assert len(reply.content) < 1_000_000
 
 
-# The judgement alone.
+# The classification alone.
 
 EMBEDDINGS = a_request(endpoint="embeddings")
 CHAT = a_request()
@@ -364,7 +364,7 @@ OVERFLOW = b'{"error":{"type":"exceed_context_size_error","n_prompt_tokens":9,"n
         (504, OVERFLOW, ResponseOutcome.BUSY),
     ],
 )
-def test_a_reply_is_judged_by_status_and_type(
+def test_a_response_is_classified_by_status_and_type(
     status: int, content: bytes, verdict: ResponseOutcome
 ) -> None:
     assert classify(status, content, CHAT) is verdict
@@ -377,7 +377,7 @@ def test_a_500_about_the_size_is_an_overflow_for_embeddings_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "sizes"),
+    ("fields", "sizes"),
     [
         (
             {
@@ -397,10 +397,10 @@ def test_a_500_about_the_size_is_an_overflow_for_embeddings_alone() -> None:
         ({"message": "too long", "code": "context_length_exceeded"}, (None, None)),
     ],
 )
-def test_an_overflow_is_known_by_its_words_where_it_has_no_type(
-    said: dict[str, str], sizes: tuple[int | None, int | None]
+def test_an_overflow_is_known_by_its_message_without_a_type(
+    fields: dict[str, str], sizes: tuple[int | None, int | None]
 ) -> None:
-    content = msgspec.json.encode({"error": said})
+    content = msgspec.json.encode({"error": fields})
     assert classify(400, content, CHAT) is ResponseOutcome.CONTEXT_OVERFLOW
     assert context_overflow_sizes(content) == sizes
 
@@ -414,7 +414,7 @@ def test_the_sizes_of_a_text_that_is_too_long_to_embed_are_read() -> None:
     assert context_overflow_sizes(content) == (2002, 512)
 
 
-def test_what_an_error_tells_is_read_in_both_forms() -> None:
+def test_errors_are_read_in_both_forms() -> None:
     assert context_overflow_sizes(OVERFLOW) == (9, 8)
     assert context_overflow_sizes(b"[]") == (None, None)
     assert error_message(b'{"error":{"message":"a"}}') == "a"
@@ -437,7 +437,7 @@ def test_an_error_event_becomes_an_error_body() -> None:
 
 
 @in_virtual_time
-async def test_a_nodes_error_in_a_stream_is_a_reply_of_its_own(tmp_path: Path) -> None:
+async def test_a_nodes_error_in_place_of_content_is_an_error_response(tmp_path: Path) -> None:
     one = EmulatedNode()
     async with proxy_over(tmp_path, one) as proxy:
         for path in GENERATION_PATHS:
@@ -461,9 +461,9 @@ async def test_a_nodes_error_in_a_stream_is_a_reply_of_its_own(tmp_path: Path) -
         ("\u0663".encode(), None),
     ],
 )
-def test_how_long_a_node_asks_to_be_left_alone(value: bytes, seconds: float | None) -> None:
+def test_retry_after_is_read_as_seconds_or_a_date(value: bytes, seconds: float | None) -> None:
     assert retry_after([(b"a", b"1"), (b"retry-after", value)], 1000.0) == seconds
 
 
-def test_a_node_that_asks_for_no_pause_gets_none() -> None:
+def test_no_retry_after_means_no_pause() -> None:
     assert retry_after([(b"content-length", b"3")], 1000.0) is None

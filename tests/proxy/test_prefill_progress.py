@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from gateway.proxy.prefill_progress import PrefillProgress
 from gateway.transport.errors import InvalidResponse
 from tests.proxy.api.events import event
 
-READING = {"processed": 300, "total": 400}
+READING = event({"choices": [], "prompt_progress": {"processed": 300, "total": 400}})
+
+
+def test_progress_events_are_removed() -> None:
+    before, behind = event({"choices": [1]}), event({"choices": [2]})
+    assert PrefillProgress().strip_progress(before + READING + READING + behind) == before + behind
 
 
 def test_an_event_without_progress_passes_unchanged() -> None:
@@ -24,8 +27,7 @@ def test_an_unreadable_progress_event_is_invalid() -> None:
 
 
 def test_a_text_that_names_the_field_passes() -> None:
-    text = json.dumps({"content": 'a "prompt_progress" b'}).encode()
-    events = b"data: " + text + b"\n\n"
+    events = event({"content": 'a "prompt_progress" b'})
     assert PrefillProgress().strip_progress(events) == events
 
 

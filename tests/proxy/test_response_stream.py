@@ -19,7 +19,7 @@ from tests.proxy.proxy_over_nodes import A_FIRST, GENERATION_PATHS, MESSAGES, St
 from tests.virtual import in_virtual_time
 
 AFTER = 12
-"""Events: in every dialect some of them have content by then."""
+"""Events; by then, content has come in every API."""
 
 BREAKS: list[tuple[str, dict[str, Any]]] = [
     ("reset", {}),
@@ -33,19 +33,19 @@ BREAKS: list[tuple[str, dict[str, Any]]] = [
 ]
 BROKEN = [
     *((GENERATION_PATHS[0], kind, options) for kind, options in BREAKS),
-    # Where the API has a say: what ends a stream of it, and what its errors look like.
+    # The two points in which APIs differ: the end of a stream, and the form of its errors.
     *((path, kind, {}) for path in GENERATION_PATHS[1:] for kind in ("end", "error_event")),
 ]
 
 
 def check_failed(path: str, reply: Stream, text: str | None = None) -> None:
-    """One error event in the API's own form, as the last, and no end."""
+    """Check that the last event is the only error event, in the API's form, without an end."""
     assert reply.status == 200
     assert len(reply.errors) == 1, reply.body[-500:]
     *_, last = reply.events
-    dialect = ROUTES[path].api
-    assert dialect.ends_with_error(last)
-    assert not dialect.is_stream_complete(reply.body)
+    api = ROUTES[path].api
+    assert api.ends_with_error(last)
+    assert not api.is_stream_complete(reply.body)
     assert b"[DONE]" not in reply.body
     value = reply.values[-1]
     named = path in {"/v1/messages", "/v1/responses"}
@@ -58,7 +58,7 @@ def check_failed(path: str, reply: Stream, text: str | None = None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "kind"),
+    ("fields", "code", "kind"),
     [
         ({"code": 400, "type": "invalid_request_error"}, 400, "invalid_request_error"),
         ({"type": "invalid_request_error"}, 400, "invalid_request_error"),
@@ -74,29 +74,31 @@ def check_failed(path: str, reply: Stream, text: str | None = None) -> None:
 )
 @pytest.mark.parametrize("path", [GENERATION_PATHS[0], "/v1/messages"])
 @in_virtual_time
-async def test_a_nodes_error_in_a_stream_keeps_what_it_stands_for(
-    tmp_path: Path, path: str, said: dict[str, Any], code: int, kind: str
+async def test_a_nodes_error_in_a_stream_keeps_its_meaning(
+    tmp_path: Path, path: str, fields: dict[str, Any], code: int, kind: str
 ) -> None:
-    error = b"data: " + msgspec.json.encode({"error": {**said, "message": "It says so"}}) + b"\n\n"
+    error = (
+        b"data: " + msgspec.json.encode({"error": {**fields, "message": "It says so"}}) + b"\n\n"
+    )
     if path == "/v1/messages":
         error = b"event: error\n" + error
     one, two = EmulatedNode(answer_tokens=40), EmulatedNode(answer_tokens=40)
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST, resume="off") as proxy:
         one.faults.next("insert", after_events=AFTER, data=error)
         reply = await proxy.stream(path)
-        (told,) = reply.errors
-        assert told["message"].startswith("It says so")
+        (reported,) = reply.errors
+        assert reported["message"].startswith("It says so")
         if path == "/v1/messages":
-            assert told["type"] == kind
+            assert reported["type"] == kind
         await proxy.settled()
         (record,) = proxy.finished
         assert record.status == code
-        # What the request itself is wrong in is nobody's fault.
+        # An error of the request is no failure of the node.
         assert proxy.node("a").failures == (0 if code in {400, 413} else 1)
 
 
 @in_virtual_time
-async def test_what_a_node_finds_wrong_with_a_request_is_asked_of_no_other(tmp_path: Path) -> None:
+async def test_a_request_that_a_node_calls_invalid_is_not_retried(tmp_path: Path) -> None:
     error = b'data: {"error":{"code":400,"message":"It says so"}}\n\n'
     one, two = EmulatedNode(answer_tokens=40), EmulatedNode(answer_tokens=40)
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
@@ -112,17 +114,17 @@ async def test_what_a_node_finds_wrong_with_a_request_is_asked_of_no_other(tmp_p
 @pytest.mark.parametrize("path", GENERATION_PATHS)
 @pytest.mark.parametrize("stream", [True, False])
 @in_virtual_time
-async def test_an_overflow_behind_the_first_content_is_told_in_our_words(
+async def test_a_context_overflow_after_the_first_content_gets_the_gateways_message(
     tmp_path: Path, path: str, stream: bool
 ) -> None:
-    said = {
+    fields = {
         "code": 400,
         "type": "exceed_context_size_error",
         "message": "request (9000 tokens) exceeds the available context size (4096 tokens)",
     }
-    error = b"data: " + msgspec.json.encode({"error": said}) + b"\n\n"
+    error = b"data: " + msgspec.json.encode({"error": fields}) + b"\n\n"
     if path == "/v1/messages":
-        error = b"event: error\ndata: " + msgspec.json.encode(said) + b"\n\n"
+        error = b"event: error\ndata: " + msgspec.json.encode(fields) + b"\n\n"
     one = EmulatedNode(answer_tokens=40)
     async with proxy_over(tmp_path, one) as proxy:
         one.faults.next("insert", after_events=AFTER, data=error)
@@ -134,7 +136,7 @@ async def test_an_overflow_behind_the_first_content_is_told_in_our_words(
 
 @pytest.mark.parametrize(("path", "kind", "options"), BROKEN)
 @in_virtual_time
-async def test_what_breaks_after_its_first_content_ends_with_an_error_event(
+async def test_a_stream_that_breaks_after_its_first_content_ends_with_an_error_event(
     tmp_path: Path, path: str, kind: str, options: dict[str, Any]
 ) -> None:
     one = EmulatedNode(answer_tokens=40)
@@ -146,7 +148,7 @@ async def test_what_breaks_after_its_first_content_ends_with_an_error_event(
         one.faults.next(kind, after_events=AFTER, **options)
         reply = await proxy.stream(path)
         check_failed(path, reply, "Compute error." if kind == "error_event" else None)
-        # What came before it is what the node had said.
+        # The events before it are those that the node had sent.
         assert len(reply.events) - 1 == AFTER
         assert one.requests == 2, "a stream that has begun is not repeated"
         await proxy.settled()
@@ -165,7 +167,7 @@ async def test_what_breaks_after_its_first_content_ends_with_an_error_event(
     ],
 )
 @in_virtual_time
-async def test_a_stream_comes_out_as_it_went_in_however_it_is_cut(
+async def test_a_stream_passes_unchanged_however_it_is_cut(
     tmp_path: Path, path: str, kind: str
 ) -> None:
     one = EmulatedNode(answer_tokens=12)
@@ -180,7 +182,7 @@ async def test_a_stream_comes_out_as_it_went_in_however_it_is_cut(
 
 
 def masked(reply: Stream) -> list[bytes]:
-    """The events without what differs from answer to answer."""
+    """The events without ids, numbers and times."""
     return [
         re.sub(rb'[\d.]+|"id[_a-z]*":"[^"]*"|\w+_\w+', b"#", sse.payload(event))
         for event in reply.events
@@ -188,7 +190,7 @@ def masked(reply: Stream) -> list[bytes]:
 
 
 def check_readable(path: str, reply: Stream) -> None:
-    """What the strictest of clients can read, to the end."""
+    """Check that the strictest client can read all of it."""
     assert reply.status == 200
     text = re.sub(r"(?m)^:.*\n", "", reply.body.decode())
     *events, rest = text.split("\n\n")
@@ -205,23 +207,23 @@ def check_readable(path: str, reply: Stream) -> None:
         assert ROUTES[path].api.is_stream_complete(reply.body)
 
 
-PASSED_OVER = ["no_data", "empty", "comment", "line_comment", "fields", "nul"]
-SPOILT = ["not_json", "invalid_utf8", "huge", "half", "no_blank_line"]
+HARMLESS = ["no_data", "empty", "comment", "line_comment", "fields", "nul"]
+HARMFUL = ["not_json", "invalid_utf8", "huge", "half", "no_blank_line"]
 
 
 @pytest.mark.parametrize(
     ("path", "what"),
     [
-        *((GENERATION_PATHS[0], what) for what in [*PASSED_OVER, *SPOILT]),
+        *((GENERATION_PATHS[0], what) for what in [*HARMLESS, *HARMFUL]),
         *((path, what) for path in [*GENERATION_PATHS, "/infill"] for what in ["done", "null"]),
         *((path, "not_json") for path in [*GENERATION_PATHS[1:], "/infill"]),
     ],
 )
 @in_virtual_time
-async def test_what_a_node_says_in_between_spoils_no_stream(
+async def test_odd_events_of_a_node_leave_the_stream_readable(
     tmp_path: Path, path: str, what: str
 ) -> None:
-    # At a pace, so that the first of it is out when that comes.
+    # Slowly, so that the first content has been sent by then.
     one = EmulatedNode(answer_tokens=20, decode_tps=100.0, infill=True)
     async with proxy_over(tmp_path, one, resume="off") as proxy:
         whole = await proxy.stream(path)
@@ -229,16 +231,16 @@ async def test_what_a_node_says_in_between_spoils_no_stream(
             one.faults.next("insert", after_events=after, what=what, size=2 << 20)
             reply = await proxy.stream(path)
             check_readable(path, reply)
-            if after and what in SPOILT:
+            if after and what in HARMFUL:
                 assert reply.errors
             elif what not in {"done", "null"}:
-                # As long as nothing had gone out it was tried again.
+                # Nothing had been sent yet, so the request was retried.
                 assert masked(reply) == masked(whole)
 
 
 @pytest.mark.parametrize("path", GENERATION_PATHS)
 @in_virtual_time
-async def test_a_node_that_tells_no_end_is_found_out(tmp_path: Path, path: str) -> None:
+async def test_a_stream_without_its_end_fails(tmp_path: Path, path: str) -> None:
     one = EmulatedNode(answer_tokens=8)
     async with proxy_over(tmp_path, one) as proxy:
         one.faults.next("no_done")
@@ -247,7 +249,7 @@ async def test_a_node_that_tells_no_end_is_found_out(tmp_path: Path, path: str) 
 
 @pytest.mark.parametrize("path", GENERATION_PATHS)
 @in_virtual_time
-async def test_the_end_is_told_once_and_nothing_follows_it(tmp_path: Path, path: str) -> None:
+async def test_nothing_follows_the_terminal_event(tmp_path: Path, path: str) -> None:
     one = EmulatedNode(answer_tokens=8)
     async with proxy_over(tmp_path, one) as proxy:
         whole = await proxy.stream(path)
@@ -262,7 +264,9 @@ async def test_the_end_is_told_once_and_nothing_follows_it(tmp_path: Path, path:
 
 
 @in_virtual_time
-async def test_text_that_looks_like_an_end_is_none(tmp_path: Path) -> None:
+async def test_text_that_looks_like_the_terminal_event_does_not_end_the_stream(
+    tmp_path: Path,
+) -> None:
     one = EmulatedNode(answer_tokens=8)
     fake = b'data: {"choices":[{"delta":{"content":"data: [DONE]"}}]}\n\n'
     async with proxy_over(tmp_path, one) as proxy:
@@ -285,7 +289,7 @@ async def test_comments_can_be_switched_off(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_nodes_signs_of_life_pass_in_our_form(tmp_path: Path) -> None:
+async def test_a_nodes_comments_pass_in_the_gateways_form(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=8, prefill_tps=60, ping_interval=0.02)
     async with proxy_over(tmp_path, one) as proxy:
         reply = await proxy.stream()
@@ -305,7 +309,7 @@ async def test_several_prompts_run_side_by_side(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", GENERATION_PATHS)
 @in_virtual_time
-async def test_after_a_sign_of_life_a_nodes_refusal_is_an_event_and_its_code_is_kept(
+async def test_after_a_heartbeat_a_nodes_error_is_an_event_with_its_code(
     tmp_path: Path, path: str
 ) -> None:
     one = EmulatedNode(slots=1, decode_tps=50, answer_tokens=20)
@@ -328,7 +332,7 @@ async def test_after_a_sign_of_life_a_nodes_refusal_is_an_event_and_its_code_is_
 
 
 @in_virtual_time
-async def test_the_end_of_one_answer_is_not_the_end_of_all(tmp_path: Path) -> None:
+async def test_the_end_of_one_of_several_answers_does_not_end_the_stream(tmp_path: Path) -> None:
     one = EmulatedNode(slots=2, answer_tokens=8)
     async with proxy_over(tmp_path, one) as proxy:
         whole = await proxy.stream("/completion", prompt="one", n=2)
@@ -340,7 +344,7 @@ async def test_the_end_of_one_answer_is_not_the_end_of_all(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("path", GENERATION_PATHS)
 @in_virtual_time
-async def test_what_breaks_behind_the_end_is_no_failure(tmp_path: Path, path: str) -> None:
+async def test_a_failure_after_the_terminal_event_is_ignored(tmp_path: Path, path: str) -> None:
     one = EmulatedNode(answer_tokens=8)
     async with proxy_over(tmp_path, one) as proxy:
         whole = await proxy.stream(path)
@@ -387,7 +391,7 @@ async def test_a_client_that_reads_slowly_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [*GENERATION_PATHS, "/v1/embeddings"])
 @in_virtual_time
-async def test_an_error_that_is_no_text_is_an_error_all_the_same(tmp_path: Path, path: str) -> None:
+async def test_an_error_that_is_not_utf8_is_still_an_error(tmp_path: Path, path: str) -> None:
     one, two = EmulatedNode(embeddings=True), EmulatedNode(embeddings=True)
     bad = '{"error": {"message": "\udcff\udcfe"}}'
     async with proxy_over(tmp_path, one, two, nodes=({"speed_hint": 100.0},)) as proxy:

@@ -1,4 +1,4 @@
-"""How long a node may take, and what excuses it."""
+"""How long a node may take, and what excuses its silence."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def outcome(lease: Lease, limits: AttemptTimeouts, now: float) -> str | None:
     return None if error is None else error.limit
 
 
-def test_the_first_content_has_its_own_limit() -> None:
+def test_the_first_content_has_its_own_timeout() -> None:
     node = a_node(Clock(100.0))
     lease = take(node)
     assert outcome(lease, LIMITS, 159.9) is None
     assert outcome(lease, LIMITS, 160.0) == "first_byte"
-    lease.head_received(150.0)  # the head is no sign of progress
+    lease.head_received(150.0)  # the head is no progress
     assert outcome(lease, LIMITS, 160.0) == "first_byte"
 
 
@@ -53,7 +53,7 @@ def test_silence_counts_from_the_last_content() -> None:
     assert outcome(lease, LIMITS, 160.0) is None
 
 
-def test_a_plain_answer_has_the_whole_time() -> None:
+def test_a_plain_response_has_the_total_timeout_alone() -> None:
     limits = AttemptTimeouts(first_byte=None, silence=20.0, deadline=1000.0)
     lease = take(a_node(Clock(100.0)))
     assert outcome(lease, limits, 999.0) is None
@@ -62,7 +62,7 @@ def test_a_plain_answer_has_the_whole_time() -> None:
 
 @dataclass(eq=False)
 class Attempt:
-    """What is watched of an attempt."""
+    """An attempt as the monitor sees it."""
 
     lease: Lease
     timeouts: AttemptTimeouts
@@ -91,7 +91,7 @@ async def limits_of(clock: Clock, attempt: Attempt) -> Callable[[float], str | N
 
 @pytest.mark.parametrize("moved", [False, True])
 @in_virtual_time
-async def test_a_neighbours_prefill_excuses_silence(moved: bool) -> None:
+async def test_another_requests_prefill_excuses_silence(moved: bool) -> None:
     clock = Clock(100.0)
     node = a_node(clock)
     lease, reading = take(node), take(node)
@@ -102,26 +102,26 @@ async def test_a_neighbours_prefill_excuses_silence(moved: bool) -> None:
     assert look(165.0) is None
     assert look(190.0) is None
     reading.content_received(190.1)
-    # It has to move again soon, not at once.
+    # Content must come soon, not at once.
     assert look(190.2) is None
     assert look(194.9) is None
     assert look(195.1) == ("silence" if moved else "first_byte")
 
 
 @in_virtual_time
-async def test_a_neighbours_prefill_does_not_excuse_for_ever() -> None:
+async def test_another_requests_prefill_does_not_excuse_silence_for_ever() -> None:
     clock = Clock(100.0)
     node = a_node(clock)
     lease, reading = take(node), take(node)
     look = await limits_of(clock, Attempt(lease, LIMITS))
     reading.head_received(140.0)
-    # 60 s of reading are a sign of life, no more unless more was to be expected.
+    # 60 s of prefill are an excuse, more only if more was expected.
     assert look(199.0) is None
     assert look(205.0) == "first_byte"
 
 
 @in_virtual_time
-async def test_nothing_excuses_the_end_of_the_whole_time() -> None:
+async def test_nothing_excuses_the_total_timeout() -> None:
     clock = Clock(100.0)
     node = a_node(clock)
     lease = take(node)
@@ -132,7 +132,7 @@ async def test_nothing_excuses_the_end_of_the_whole_time() -> None:
 
 
 @in_virtual_time
-async def test_a_client_that_lags_is_not_the_nodes_fault() -> None:
+async def test_silence_of_a_node_whose_client_lags_is_excused() -> None:
     clock = Clock(100.0)
     lease = take(a_node(clock))
     lease.content_received(101.0)
@@ -144,7 +144,7 @@ async def test_a_client_that_lags_is_not_the_nodes_fault() -> None:
     assert look(505.0) == "silence"
 
 
-def test_a_long_prompt_on_a_slow_node_has_longer() -> None:
+def test_a_long_prompt_on_a_slow_node_has_a_longer_timeout() -> None:
     node = a_node()
     assert first_byte_timeout(60.0, take(node, expected_prefill=10.0)) == 60.0
     assert first_byte_timeout(60.0, take(node, expected_prefill=100.0)) == 400.0
@@ -164,7 +164,7 @@ async def test_a_stream_that_falls_silent_is_ended(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_comments_are_no_sign_of_progress(tmp_path: Path) -> None:
+async def test_comments_do_not_prevent_the_silence_timeout(tmp_path: Path) -> None:
     one = EmulatedNode(prefill_tps=1, ping_interval=0.05)
     async with proxy_over(
         tmp_path, one, timeouts={"first_byte": 0.4}, retries={"attempts": 1}
@@ -177,12 +177,12 @@ async def test_comments_are_no_sign_of_progress(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_prompt_has_time_by_its_length_and_the_nodes_speed(tmp_path: Path) -> None:
+async def test_the_first_byte_timeout_grows_with_the_expected_prefill(tmp_path: Path) -> None:
     one = EmulatedNode(prefill_tps=40, answer_tokens=2)
     async with proxy_over(
         tmp_path, one, timeouts={"first_byte": 0.3}, retries={"attempts": 1}
     ) as proxy:
-        # Nothing is known of its speed: much is allowed.
+        # Its speed is unknown, so the timeout is long.
         words = " ".join(40 * ["word"])
         reply = await proxy.stream(messages=[{"role": "user", "content": words}])
         assert (reply.status, reply.errors) == (200, [])
@@ -207,7 +207,7 @@ async def test_silence_is_excused_while_another_prompt_is_read(tmp_path: Path) -
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_the_clients_own_limit_ends_a_request_without_blame(
+async def test_the_clients_deadline_ends_a_request_and_blames_no_node(
     tmp_path: Path, stream: bool
 ) -> None:
     one = EmulatedNode(prefill_tps=1)
@@ -224,7 +224,7 @@ async def test_the_clients_own_limit_ends_a_request_without_blame(
 
 
 @pytest.mark.parametrize("answers", [True, False])
-async def test_a_gateway_that_stood_still_looks_first_at_what_came_meanwhile(answers: bool) -> None:
+async def test_a_gateway_that_was_held_up_reads_before_it_checks_timeouts(answers: bool) -> None:
     clock, loop = time.monotonic, asyncio.get_running_loop()
     lease = take(a_node(Clock(clock())))
     lease.content_received(clock())
@@ -234,7 +234,7 @@ async def test_a_gateway_that_stood_still_looks_first_at_what_came_meanwhile(ans
     watch = TimeoutMonitor(clock)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        # As for a stream: first its bytes are taken, and in a later step they are looked at.
+        # As for a stream: its bytes are received first, and read in a later step.
         loop.add_reader(
             ours, lambda: ours.recv(9) and loop.call_soon(lease.content_received, clock())
         )
@@ -244,7 +244,7 @@ async def test_a_gateway_that_stood_still_looks_first_at_what_came_meanwhile(ans
         time.sleep(0.6)  # noqa: ASYNC251 - the loop is held up
         looked = clock()
         await until(lambda: attempt.failure is not None)
-        # One that has said something is given up only when it has been silent anew.
+        # After content, only a new silence fails the attempt.
         assert clock() - looked >= 0.4 or not answers
         assert lease.last_content_at is not None
         assert (lease.last_content_at >= looked) is answers
@@ -253,7 +253,7 @@ async def test_a_gateway_that_stood_still_looks_first_at_what_came_meanwhile(ans
 
 
 @in_virtual_time
-async def test_the_clients_own_limit_holds_in_the_queue_too(tmp_path: Path) -> None:
+async def test_the_clients_deadline_holds_in_the_queue_too(tmp_path: Path) -> None:
     one = EmulatedNode(slots=1, decode_tps=20, answer_tokens=40)
     async with proxy_over(tmp_path, one) as proxy:
         first = asyncio.create_task(proxy.ask())
@@ -269,7 +269,7 @@ async def test_the_clients_own_limit_holds_in_the_queue_too(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("value", ["0", "nan", "soon"])
 @in_virtual_time
-async def test_a_limit_that_is_none_is_the_clients_mistake(tmp_path: Path, value: str) -> None:
+async def test_an_invalid_deadline_is_the_clients_error(tmp_path: Path, value: str) -> None:
     one = EmulatedNode()
     async with proxy_over(tmp_path, one) as proxy:
         reply = await proxy.ask(headers={"X-Request-Timeout": value})
@@ -278,7 +278,7 @@ async def test_a_limit_that_is_none_is_the_clients_mistake(tmp_path: Path, value
 
 
 @in_virtual_time
-async def test_a_whole_request_has_a_limit_and_a_node_its_own(tmp_path: Path) -> None:
+async def test_a_node_may_have_its_own_total_timeout(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=20, answer_tokens=1000)
     nodes = ({"timeouts": {"total": 0.5}},)
     async with proxy_over(tmp_path, one, nodes=nodes) as proxy:

@@ -1,4 +1,4 @@
-"""A client that takes nothing any more: what ends its request, and what that leaves of it."""
+"""A client that stops reading: what ends its request, and that nothing is left of it."""
 
 # ruff: noqa: SIM117 - a client stands within its proxy
 
@@ -19,13 +19,13 @@ from tests.virtual import in_virtual_time
 
 
 def endless() -> EmulatedNode:
-    """Writes more than the sockets' buffers take."""
+    """A node that writes more than the sockets' buffers take."""
     return EmulatedNode(slots=1, context=1_000_000, decode_tps=4000, answer_tokens=100_000)
 
 
 HALF_A_SECOND = {"send_timeout": 0.5}
 WHOLE = 8 << 20
-"""Bytes of a plain answer: more than the sockets' buffers take."""
+"""Bytes of a plain response: more than the sockets' buffers take."""
 
 
 def answers_at_length(node: EmulatedNode) -> None:
@@ -38,7 +38,7 @@ def connections(proxy: ProxyOverNodes) -> int:
     return len(public._server.server_state.connections)
 
 
-async def it_is_over(proxy: ProxyOverNodes, code: int) -> None:
+async def until_over(proxy: ProxyOverNodes, code: int) -> None:
     await until(lambda: len(proxy.finished) == 1)
     assert proxy.finished[0].status == code
     await until(lambda: proxy.servers["a"].busy == 0)
@@ -46,28 +46,28 @@ async def it_is_over(proxy: ProxyOverNodes, code: int) -> None:
 
 
 @in_virtual_time
-async def test_the_whole_time_ends_it(tmp_path: Path) -> None:
+async def test_the_total_timeout_ends_a_request_whose_client_stalls(tmp_path: Path) -> None:
     async with proxy_over(tmp_path, endless()) as proxy:
         async with slow_clients(proxy, 1, timings_per_token=True):
             await until_it_lags(proxy)
-            (live,) = proxy.app.registry
-            assert live.attempt is not None
-            live.attempt.timeouts.deadline = 0.0
-            await it_is_over(proxy, 504)
+            (in_flight,) = proxy.app.registry
+            assert in_flight.attempt is not None
+            in_flight.attempt.timeouts.deadline = 0.0
+            await until_over(proxy, 504)
 
 
 @in_virtual_time
-async def test_an_operator_ends_it(tmp_path: Path) -> None:
+async def test_an_operator_cancels_a_request_whose_client_stalls(tmp_path: Path) -> None:
     async with proxy_over(tmp_path, endless()) as proxy:
         async with slow_clients(proxy, 1, timings_per_token=True):
             await until_it_lags(proxy)
-            (live,) = proxy.app.registry
-            live.cancel(errors.shutting_down())
-            await it_is_over(proxy, 503)
+            (in_flight,) = proxy.app.registry
+            in_flight.cancel(errors.shutting_down())
+            await until_over(proxy, 503)
 
 
 @in_virtual_time
-async def test_a_drained_node_is_left_though_nobody_reads(tmp_path: Path) -> None:
+async def test_a_drained_node_is_released_though_the_client_stalls(tmp_path: Path) -> None:
     one, two = endless(), endless()
     async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         async with slow_clients(proxy, 1, timings_per_token=True, temperature=0):
@@ -79,26 +79,30 @@ async def test_a_drained_node_is_left_though_nobody_reads(tmp_path: Path) -> Non
 
 
 @in_virtual_time
-async def test_it_is_cut_off_when_it_takes_nothing_for_long(tmp_path: Path) -> None:
+async def test_a_client_that_stalls_for_long_is_disconnected(tmp_path: Path) -> None:
     async with proxy_over(tmp_path, endless(), limits=HALF_A_SECOND) as proxy:
         async with slow_clients(proxy, 1, timings_per_token=True):
-            await it_is_over(proxy, 499)
+            await until_over(proxy, 499)
             await until(lambda: connections(proxy) == 0)
         assert proxy.node("a").failures == 0
 
 
 @in_virtual_time
-async def test_so_is_one_whose_answer_is_here_already(tmp_path: Path) -> None:
+async def test_a_client_that_stalls_behind_a_complete_response_is_disconnected(
+    tmp_path: Path,
+) -> None:
     one = EmulatedNode()
     async with proxy_over(tmp_path, one, limits=HALF_A_SECOND) as proxy:
         answers_at_length(one)
         async with slow_clients(proxy, 1, stream=False):
-            await it_is_over(proxy, 200)
+            await until_over(proxy, 200)
             await until(lambda: connections(proxy) == 0)
 
 
 @in_virtual_time
-async def test_one_that_takes_a_little_now_and_then_is_not(tmp_path: Path) -> None:
+async def test_a_client_that_reads_a_little_now_and_then_is_not_disconnected(
+    tmp_path: Path,
+) -> None:
     one = EmulatedNode()
     loop = asyncio.get_running_loop()
     async with proxy_over(tmp_path, one, limits={"send_timeout": 5.0}) as proxy:
@@ -109,11 +113,11 @@ async def test_one_that_takes_a_little_now_and_then_is_not(tmp_path: Path) -> No
             parts = urlsplit(proxy.running.url)
             await loop.sock_connect(client, (parts.hostname, parts.port))
             await loop.sock_sendall(client, post(PATH, chat(stream=False)))
-            await it_is_over(proxy, 200)
+            await until_over(proxy, 200)
             end, size = loop.time() + 4 * 5.0, 0
             while loop.time() < end:
                 size += len(await loop.sock_recv(client, 1024))
                 await asyncio.sleep(0.1)
-            # So little that the kernel has taken nothing more of it.
+            # So little that the kernel has accepted nothing more.
             assert size < 1 << 18
             assert connections(proxy) == 1

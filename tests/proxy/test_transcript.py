@@ -117,7 +117,7 @@ def test_an_unreadable_event_makes_a_stream_unresumable(event: bytes) -> None:
     recorder = TranscriptRecorder(read_chat, MIB)
     recorder.add(chunk("/v1/chat/completions", "a"))
     recorder.add(event)
-    assert recorder.transcript().unresumable == "an event that went out can't be read"
+    assert recorder.transcript().unresumable == "an event that was sent can't be read"
 
 
 @pytest.mark.parametrize(

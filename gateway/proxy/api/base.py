@@ -60,7 +60,7 @@ class Api:
     """Whether replies also name the request in `request-id`."""
 
     def owns_path(self, path: str) -> bool:
-        """Whether clients of this API, and of no other, ask for this path, routed or not."""
+        """Whether only clients of this API ask for this path, which may have no route."""
         return False
 
     def error_body(self, error: GatewayError, x_request_id: str) -> bytes:
@@ -97,7 +97,7 @@ class Api:
         return sse.HEARTBEAT
 
     def classify_event(self, event: bytes) -> StreamEventKind:
-        """Tell what an event is. Raises: InvalidResponse, if it is none of this API's."""
+        """Classify an event. Raises: InvalidResponse, if it is none of this API's."""
         data = sse.payload(event)
         if not data:
             return StreamEventKind.NO_CONTENT
@@ -157,10 +157,10 @@ class Api:
     # A plain response, assembled from a stream
 
     streaming_fields: ClassVar[JsonObject | None] = None
-    """Fields that make a plain request's body ask for a stream; None: its events can't be
-    assembled into the plain response."""
+    """Fields that make a plain request's body ask for a stream; None: the plain response can't be
+    assembled from a stream's events."""
     assembles_several_answers: ClassVar[bool] = False
-    """Whether the events of several answers to one prompt can be told apart."""
+    """Whether events say which of a prompt's several answers they belong to."""
 
     def assemble(self, events: Iterable[JsonObject], request_fields: JsonObject) -> JsonObject:
         """The plain response that these events make. Raises: AssemblyError."""

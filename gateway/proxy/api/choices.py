@@ -114,7 +114,7 @@ def assembled_logprobs(parts: list[JsonObject]) -> JsonObject | None:
 
 
 def read_chunk(transcript: Transcript, value: JsonObject) -> list[JsonObject]:
-    """Add to the transcript what chunks have in common, and return the choices."""
+    """Add to the transcript all but the text, and return the choices."""
     if not transcript.first_event:
         transcript.begin(value)
     if value.get("usage"):

@@ -89,4 +89,4 @@ def _decode(decoder: msgspec.json.Decoder[Any], data: bytes | msgspec.Raw) -> An
     try:
         return decoder.decode(data)
     except JSON_ERRORS:
-        raise InvalidResponse("The node's answer is not what was expected") from None
+        raise InvalidResponse("The node's response has another form than expected") from None

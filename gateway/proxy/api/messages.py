@@ -180,13 +180,15 @@ def _message_delta(stop_reason: str, stop_sequence: str | None, tokens: int) -> 
     )
 
 
-def _read_anthropic_usage(found: Usage, reported: JsonObject) -> None:
-    """Set the tokens of Anthropic's `usage`, whose `input_tokens` exclude the cached ones."""
+def _read_anthropic_usage(reported: JsonObject, timed: Usage) -> Usage:
+    """Anthropic's `usage`, whose `input_tokens` exclude the cached ones."""
+    prompt, cached, completion = timed.prompt_tokens, timed.cached_tokens, timed.completion_tokens
     if "input_tokens" in reported:
-        found.cached_tokens = token_count(reported.get("cache_read_input_tokens"))
-        found.prompt_tokens = token_count(reported["input_tokens"]) + found.cached_tokens
+        cached = token_count(reported.get("cache_read_input_tokens"))
+        prompt = token_count(reported["input_tokens"]) + cached
     if "output_tokens" in reported:
-        found.completion_tokens = token_count(reported["output_tokens"])
+        completion = token_count(reported["output_tokens"])
+    return Usage(prompt, cached, completion, timed.timings)
 
 
 class MessagesApi(Api):
@@ -249,9 +251,7 @@ class MessagesApi(Api):
         for event in sse.split(opening):
             first = usage.read_usage(event, _read_anthropic_usage)
             if first is not None and first.prompt_tokens:
-                found.prompt_tokens = first.prompt_tokens
-                found.cached_tokens = first.cached_tokens
-                break
+                return Usage(first.prompt_tokens, first.cached_tokens, found.completion_tokens)
         return found
 
     def assemble(self, events: Iterable[JsonObject], request_fields: JsonObject) -> JsonObject:

@@ -31,7 +31,8 @@ def read_native(transcript: Transcript, value: JsonObject) -> None:
         transcript.mark_unresumable("the request asks for several answers")
     if value.get("completion_probabilities"):
         transcript.mark_unresumable("the client asked for probabilities")
-    transcript.token_ids += [token for token in value.get("tokens") or () if isinstance(token, int)]
+    ids = value.get("tokens") or ()
+    transcript.add_token_ids(token for token in ids if isinstance(token, int))
     transcript.add_content(value.get("content"))
     if value.get("stop"):
         transcript.finish(str(value.get("stop_type") or "eos"))
@@ -90,11 +91,9 @@ class NativeMerger(ResponseMerger):
         return b"data: " + msgspec.json.encode(fields) + b"\n\n"
 
 
-class InfillApi(Api):
-    """`/infill`: events with `content`, the last with `"stop": true`."""
+class NativeEventsApi(Api):
+    """An API of events with `content`, the last with `"stop": true`."""
 
-    name = "infill"
-    prompt_field = "input_prefix"
     max_tokens_field = "n_predict"
     single_terminal_event = False
     terminal_mark = b'"stop":true'
@@ -141,8 +140,15 @@ class InfillApi(Api):
         return whole
 
 
-class NativeApi(InfillApi):
-    """`/completion`: the same events, of one prompt or several; resumed by itself."""
+class InfillApi(NativeEventsApi):
+    """`/infill`: one prompt around a gap. It can't be resumed."""
+
+    name = "infill"
+    prompt_field = "input_prefix"
+
+
+class NativeApi(NativeEventsApi):
+    """`/completion`: one prompt or several."""
 
     name = "native"
     prompt_field = "prompt"

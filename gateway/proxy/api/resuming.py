@@ -151,7 +151,7 @@ def _overlap_length(text: str, mark: str) -> int:
 _SEVERAL_ANSWERS = ("n", "n_cmpl", "best_of")
 
 _MORE_THAN_TEXT = ("logprobs", "top_logprobs", "n_probs", "echo", "suffix", "audio")
-"""Fields that ask for more than text: what belongs to the first node's tokens is lost."""
+"""Fields that ask for more than text, which the replacement node lacks for the earlier tokens."""
 
 _GRAMMAR = ("grammar", "json_schema")
 """Fields that bind the output to a grammar, whose state no other node has."""

@@ -138,5 +138,5 @@ def _ends_with_assistant(messages: bytes) -> bool:
     try:
         last = parse_object(ITEMS_DECODER.decode(messages)[-1])
     except (*JSON_ERRORS, InvalidJson, IndexError):
-        return True  # the node will say what is wrong
+        return True  # the node will say why it is invalid
     return last.get("role") == "assistant"

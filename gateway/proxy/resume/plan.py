@@ -46,7 +46,7 @@ class ResumeInput:
     body: JsonObject
     transcript: Transcript
     step_back: bool = True
-    """Whether text may be written again: not after that has come out differently."""
+    """Whether the splice point may step back: not after a mismatch of the overlap."""
     as_completion: bool = False
     """Whether a chat is continued by `/completion` of the rendered prompt, because the node does
     not continue a message."""
@@ -54,7 +54,7 @@ class ResumeInput:
     def continue_as_completion(self) -> None:
         """Continue a chat by `/completion`. Raises: NotResumable, if that can't be."""
         if not self.route.api.is_chat or self.body.get("tools"):
-            raise NotResumable("its node does not go on with a message that is begun")
+            raise NotResumable("the node does not continue a begun message")
         self.as_completion = True
 
     def rewriter(self, splice_point: SplicePoint) -> EventRewriter:
@@ -72,14 +72,14 @@ class ResumeInput:
             self.body, self.transcript, splice_point, end_mark
         )
         if rewriter is None:
-            raise NotResumable("its template refuses a message that is begun")
+            raise NotResumable("the node's template refuses a begun message")
         return rewriter
 
     def check_prompt(self, tokens: int) -> None:
         """Check that the prompt is as long as the first node read it. Raises: NotResumable."""
         reported = self.route.api.reported_prompt_tokens(self.transcript)
         if reported is not None and reported != tokens:
-            raise NotResumable("its prompt can't be rendered again")
+            raise NotResumable("the node renders the prompt in another way")
 
     def ended(self, splice_point: SplicePoint, tokens_left: int | None) -> ResumePlan | None:
         """The plan for a response whose last token had been sent; None: there is more to come."""
@@ -104,7 +104,7 @@ async def plan_resume(post: PostToNode, resume: ResumeInput) -> ResumePlan:
     prompt = await _rendered_prompt(post, resume)
     if prompt is None:
         if resume.as_completion:
-            raise NotResumable("its template refuses a message that is begun")
+            raise NotResumable("the node's template refuses a begun message")
         return await _from_text_alone(post, resume)
     splice_point = await find_splice_point(
         post,
@@ -170,7 +170,7 @@ async def _from_reasoning(post: PostToNode, resume: ResumeInput) -> ResumePlan:
     transcript, body = resume.transcript, resume.body
     chat = resume.route.api.chat_body(body)
     if chat is None or body.get("tools"):
-        raise NotResumable("its reasoning can't be written back")
+        raise NotResumable("its reasoning can't be written into a prompt")
     prompt = await _apply_template(post, chat)
     prompt_tokens = len(await tokenize_pieces(post, prompt))
     resume.check_prompt(prompt_tokens)
@@ -181,7 +181,7 @@ async def _from_reasoning(post: PostToNode, resume: ResumeInput) -> ResumePlan:
     template = await find_reasoning_template(render, chat["messages"], prompt)
     is_over = bool(transcript.text)
     if template is None or (template.end_mark is None and not is_over):
-        raise NotResumable("its template does not show how reasoning is written")
+        raise NotResumable("the node's template does not show how reasoning is written")
     fixed = template.before_content(transcript.reasoning_text) if is_over else template.before
     fixed_tokens = len(await tokenize_pieces(post, fixed))
     if not is_over:
@@ -238,7 +238,7 @@ async def _from_text_alone(post: PostToNode, resume: ResumeInput) -> ResumePlan:
 
 
 async def _rendered_prompt(post: PostToNode, resume: ResumeInput) -> str | None:
-    """The prompt as the model reads it; None: it can't be told."""
+    """The prompt as the model reads it; None: it can't be rendered."""
     api, body = resume.route.api, resume.body
     if not api.is_chat:
         prompt = body.get("prompt")
@@ -282,7 +282,7 @@ _END_MARK = re.compile(r"\s*(<[^<>\s]{1,40}>|\[[^\[\]\s]{1,40}\])(\s*)")
 _START_MARK = re.compile(r"<([^<>/|\s]{1,40})>\s*$")
 """A mark that begins reasoning, as a template leaves it at the end of a prompt."""
 
-_SAMPLE_REASONING, _SAMPLE_CONTENT = "a-thought-to-be-found-again", "an-answer-to-be-found-again"
+_SAMPLE_REASONING, _SAMPLE_CONTENT = "sample-of-reasoning", "sample-of-content"
 
 
 @dataclass(frozen=True, slots=True)

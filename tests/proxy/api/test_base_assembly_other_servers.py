@@ -1,4 +1,4 @@
-"""Plain requests to servers that are not quite llama.cpp's, or of an older build."""
+"""Plain requests to servers that are almost llama.cpp's, or of an older build."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.gateways import running_gateway
 from tests.transport.raw import Peer, Script, raw_server
 from tests.virtual import in_virtual_time
 
-ASK = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
 CONTROL: dict[bytes, Any] = {
     b"/health": {"status": "ok"},
     b"/props": {"total_slots": 2, "default_generation_settings": {"n_ctx": 4096}},
@@ -53,9 +53,9 @@ def chunk(text: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
     return {"id": "c", "object": "chat.completion.chunk", "choices": [part], **more}
 
 
-@pytest.mark.parametrize("timings", [None, TIMINGS], ids=["nothing counted", "timings alone"])
+@pytest.mark.parametrize("timings", [None, TIMINGS], ids=["no figures", "timings alone"])
 @in_virtual_time
-async def test_an_answer_without_usage_is_put_together(
+async def test_a_response_without_usage_is_assembled(
     tmp_path: Path, timings: dict[str, Any] | None
 ) -> None:
     asked: list[dict[str, Any]] = []
@@ -65,7 +65,7 @@ async def test_an_answer_without_usage_is_put_together(
         raw_server(script) as server,
         running_gateway(tmp_path, [f"http://127.0.0.1:{server.port}"]) as running,
     ):
-        reply = await running.client.post("/v1/chat/completions", json=ASK)
+        reply = await running.client.post("/v1/chat/completions", json=BODY)
         assert (reply.status_code, len(asked)) == (200, 1)
         assert reply.json()["choices"][0]["message"]["content"] == "Hi there"
         counted = reply.json().get("usage")
@@ -75,13 +75,15 @@ async def test_an_answer_without_usage_is_put_together(
 
 
 @in_virtual_time
-async def test_what_can_not_be_put_together_is_asked_for_plainly(tmp_path: Path) -> None:
+async def test_a_plain_response_is_asked_for_if_a_stream_can_not_be_assembled(
+    tmp_path: Path,
+) -> None:
     asked: list[dict[str, Any]] = []
     async with (
         raw_server(a_server(asked, chunk("half an answer"))) as server,
         running_gateway(tmp_path, [f"http://127.0.0.1:{server.port}"]) as running,
     ):
-        reply = await running.client.post("/v1/chat/completions", json=ASK)
+        reply = await running.client.post("/v1/chat/completions", json=BODY)
         assert reply.status_code == 200
         assert reply.json()["choices"][0]["message"]["content"] == "plainly"
         assert [bool(body.get("stream")) for body in asked] == [True, False]

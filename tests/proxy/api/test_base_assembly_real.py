@@ -1,4 +1,4 @@
-"""The same question to a real server, plain and as a stream: the answers must be the same."""
+"""A real server's plain response and the one assembled from its stream are the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOOL = {
     },
 }
 EITHER_WAY = {"temperature": 0}
-QUESTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": TALK, "max_tokens": 12}),
     "stop": ("/v1/chat/completions", {"messages": TALK, "max_tokens": 60, "stop": ["e"]}),
     "logprobs": (
@@ -65,8 +65,8 @@ QUESTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "response": ("/v1/responses", {"input": "Hello", "max_output_tokens": 6}),
 }
 
-OF_ONE_ANSWER = {"id", "created", "created_at", "completed_at", "timings", "id_slot", "call_id"}
-"""Fields that differ between any two answers to one question."""
+OF_ONE_RESPONSE = {"id", "created", "created_at", "completed_at", "timings", "id_slot", "call_id"}
+"""Fields that differ between any two responses to one request."""
 
 
 @pytest.fixture(scope="module")
@@ -76,18 +76,19 @@ def server() -> Iterator[str]:
 
 
 def shown(value: Any) -> Any:
-    """The answer without what belongs to this one alone; of those fields, that they are there."""
+    """The response; of the fields that are its own alone, only that they exist."""
     if isinstance(value, dict):
         return {
-            name: "..." if name in OF_ONE_ANSWER else shown(inner) for name, inner in value.items()
+            name: "..." if name in OF_ONE_RESPONSE else shown(inner)
+            for name, inner in value.items()
         }
     return [shown(inner) for inner in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
-def test_an_assembled_answer_equals_the_servers_own(server: str, name: str) -> None:
-    path, question = QUESTIONS[name]
-    body = EITHER_WAY | question
+@pytest.mark.parametrize("name", REQUESTS)
+def test_an_assembled_response_equals_the_servers_own(server: str, name: str) -> None:
+    path, fields = REQUESTS[name]
+    body = EITHER_WAY | fields
     api = ROUTES[path].api
     assert api.streaming_fields is not None
     streamed = body | api.streaming_fields

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from gateway.proxy.api.base import AssemblyError
-from gateway.proxy.api.native import INFILL, NATIVE, InfillApi, NativeRewriter
+from gateway.proxy.api.native import INFILL, NATIVE, NativeEventsApi, NativeRewriter
 from gateway.proxy.transcript import Transcript
 from tests.proxy.api.events import SPLICE_POINT, values
 
 
 @pytest.mark.parametrize("api", [NATIVE, INFILL])
-def test_a_plain_response_has_token_ids_only_if_asked(api: InfillApi) -> None:
+def test_a_plain_response_has_token_ids_only_if_asked(api: NativeEventsApi) -> None:
     events = [
         {"index": 0, "content": " a", "tokens": [1], "stop": False},
         {"index": 0, "content": " b", "tokens": [2], "stop": False},

@@ -1,4 +1,4 @@
-"""Resumptions and retries share one budget, of which a stream's first resumption needs nothing."""
+"""Retries and resumptions share one budget; a stream's first resumption needs none of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.virtual import in_virtual_time
 CHAT = "/v1/chat/completions"
 IN_ORDER: tuple[dict[str, Any], ...] = ({"speed_hint": 1000.0}, {"speed_hint": 100.0}, {})
 NO_SHARE = {"budget": 0.0, "budget_min": 0, "quarantine": 0}
-"""The budget is then that of one host's slots."""
+"""The budget is then the slots of one host."""
 
 
 def spend_budget(proxy: ProxyOverNodes, *, left: int = 0) -> None:
