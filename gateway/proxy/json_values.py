@@ -16,10 +16,10 @@ _OBJECT = msgspec.json.Decoder(dict[str, Any])
 _OBJECTS = msgspec.json.Decoder(list[dict[str, Any]])
 
 FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
-"""An object's fields, each value as its own bytes."""
+"""Decodes an object's fields; each value stays bytes."""
 
 ITEMS_DECODER = msgspec.json.Decoder(list[msgspec.Raw])
-"""A list's items, each as its own bytes."""
+"""Decodes a list's items; each item stays bytes."""
 
 TEXT_DECODER = msgspec.json.Decoder(str)
 

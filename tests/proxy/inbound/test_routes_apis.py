@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from gateway.proxy.inbound.parsed_body import parse_body
-from gateway.proxy.inbound.routes import NATIVE_ROUTE, ROUTES, api_of_path, can_assemble
+from gateway.proxy.inbound.routes import NATIVE_ROUTE, ROUTES, api_of_path, can_assemble, is_infill
 
 HELLO = [{"role": "user", "content": "hello"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -70,3 +70,19 @@ def test_relayed_responses_are_not_assembled() -> None:
 )
 def test_errors_have_the_form_of_the_paths_api(path: str, name: str) -> None:
     assert api_of_path(path).name == name
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "infill"),
+    [
+        ("/infill", b'{"input_prefix":"a"}', True),
+        ("/v1/completions", b'{"prompt":"a","suffix":"b"}', True),
+        ("/completion", b'{"prompt":"a","suffix":"\\u0062"}', True),
+        ("/v1/completions", b'{"prompt":"a"}', False),
+        ("/v1/completions", b'{"prompt":"a","suffix":""}', False),
+        ("/v1/completions", b'{"prompt":"a","suffix":null}', False),
+        ("/v1/chat/completions", b'{"messages":[],"suffix":"b"}', False),
+    ],
+)
+def test_a_suffix_makes_a_completion_an_infill(path: str, body: bytes, infill: bool) -> None:
+    assert is_infill(ROUTES[path], parse_body(body)) is infill
