@@ -30,3 +30,7 @@ class ProxyContext:
 
     def __post_init__(self) -> None:
         self.accounting = Accounting(self.fleet, self.scheduler, self.bus, self.clock)
+
+    def configure(self, settings: Settings) -> None:
+        """Serve new requests by these settings."""
+        self.settings = settings
