@@ -144,8 +144,8 @@ def _adopt_socket(number: int) -> socket.socket:
     if sock.family not in {socket.AF_INET, socket.AF_INET6} or sock.type != socket.SOCK_STREAM:
         sock.close()
         raise StartError(
-            f"the inherited descriptor {number} is not a TCP socket; write ListenStream=ADDRESS:PORT "
-            "into the socket unit",
+            f"the inherited descriptor {number} is not a TCP socket; write "
+            "ListenStream=ADDRESS:PORT into the socket unit",
             2,
         )
     sock.setblocking(False)

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import yaml
 
-from gateway.app import Gateway
+from gateway.app import DEFAULT_TIMINGS, Gateway, Timings
 from gateway.fleet.node import NodeState
 from gateway.observe.logs import set_up_logging
 from gateway.startup import Options, load_checked
@@ -58,6 +58,7 @@ async def running_gateway(
     wait_ready: bool = True,
     clock: Callable[[], float] = now,
     rng: random.Random | None = None,
+    timings: Timings = DEFAULT_TIMINGS,
     **options: Any,
 ) -> AsyncIterator[Running]:
     """A gateway over these nodes (URLs, or mappings as in `nodes.yaml`) and settings.
@@ -82,7 +83,7 @@ async def running_gateway(
         (folder / "gateway.log").open("ab") as log,
         set_up_logging("debug", "json", fd=log.fileno()) as logs,
     ):
-        gateway = Gateway(chosen, loaded, logs, clock=clock, rng=rng)
+        gateway = Gateway(chosen, loaded, logs, clock=clock, rng=rng, timings=timings)
         async with gateway.running(inventory):
             assert gateway.public_listener is not None
             assert gateway.admin_listener is not None

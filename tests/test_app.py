@@ -21,7 +21,7 @@ import yaml
 from tests.emulator import EmulatedNode
 from tests.emulator.wire import wired
 from tests.tools.cli.running import Ran, run
-from tests.web.asking import HELLO, answer, request
+from tests.web.raw_client import HELLO, answer, request
 
 pytestmark = pytest.mark.slow
 

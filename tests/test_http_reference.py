@@ -10,7 +10,7 @@ from gateway.observe.metrics import Metrics, MetricsSnapshot, NodeSample
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.web.admin import app as admin
 from tests.fleet.build import a_spec
-from tests.web.build import a_house
+from tests.web.bare_gateway import bare_gateway
 
 PAGE = (Path(__file__).parents[1] / "docs/reference/http.md").read_text()
 PREFIX = "llama_gateway_"
@@ -109,7 +109,7 @@ def test_every_routed_path_is_told() -> None:
 
 
 async def test_every_field_of_the_status_is_told() -> None:
-    async with a_house(a_spec("a", "http://127.0.0.1:9")) as house:
-        status = (await house.admin.get("/admin/status")).json()
+    async with bare_gateway(a_spec("a", "http://127.0.0.1:9")) as gateway:
+        status = (await gateway.admin.get("/admin/status")).json()
     told = [word for row in rows("The status") for word in words(row[0])]
     assert sorted(told) == sorted(status)

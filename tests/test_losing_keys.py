@@ -14,7 +14,7 @@ import yaml
 from gateway.access.keys import new_key
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
-from tests.web.build import CHAT
+from tests.web.bare_gateway import CHAT
 
 KEY = new_key("team")
 OTHER = new_key("other")

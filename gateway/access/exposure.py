@@ -80,9 +80,9 @@ _PROXIED = re.compile(
             | true-client-ip | via | wl-proxy-client-ip )\n )""",
     re.VERBOSE,
 )
-"""Header names, one per line: those of RFC 7239 and RFC 9110, and those that nginx, Apache, HAProxy,
-Envoy, Traefik, Varnish, WebLogic, Tailscale, Cloudflare, Fastly, Akamai, Fly, Azure, Amazon and
-Google add to a request."""
+"""Header names, one per line: those of RFC 7239 and RFC 9110, and those that nginx, Apache,
+HAProxy, Envoy, Traefik, Varnish, WebLogic, Tailscale, Cloudflare, Fastly, Akamai, Fly, Azure,
+Amazon and Google add to a request."""
 
 
 def is_proxied(headers: Headers) -> bool:

@@ -169,9 +169,11 @@ class ConnectionLimiter:
         self.fair_share.remove(network, 1)
 
     def count_forwarded(
-        self, serve: Callable[[Route, HttpExchange], Awaitable[None]]
+        self, serve: Callable[[Route, HttpExchange], Awaitable[None]], address: str | None
     ) -> Callable[[Route, HttpExchange], Awaitable[None]]:
-        """`serve` for a proxy's connection: its requests count for the forwarded address."""
+        """`serve` for a connection of this peer; a proxy's requests count for whom it forwards."""
+        if not self.is_trusted_proxy(address):
+            return serve
 
         async def serve_forwarded(route: Route, exchange: HttpExchange) -> None:
             network = client_network(
@@ -326,17 +328,17 @@ class PipelineQueue:
         self._waiting: deque[Callable[[], None]] = deque()
         self._scheduled = False
         self._most_bytes = most_bytes
-        self._bytes = 0
+        self.waiting_bytes = 0
         """Bytes that wait on all connections."""
 
     @property
     def is_full(self) -> bool:
         """Whether more bytes wait than may."""
-        return self._bytes > self._most_bytes
+        return self.waiting_bytes > self._most_bytes
 
     def count(self, change: int) -> None:
         """So many more bytes wait; fewer if negative."""
-        self._bytes += change
+        self.waiting_bytes += change
 
     def add(self, resume: Callable[[], None]) -> None:
         """Call `resume` when it is the connection's turn."""

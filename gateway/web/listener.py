@@ -68,7 +68,7 @@ class Listener:
         self.host, self.port = sock.getsockname()[:2]
         self.scheme = "http" if certificate is None else "https"
         self.sock = sock
-        self._protocol = protocol
+        self.protocol = protocol
         self._stalls: StallMonitor | None = None
         config = uvicorn.Config(
             app,
@@ -99,9 +99,13 @@ class Listener:
         """Accept connections. Raises: OSError, if another socket of this address does already."""
         self.sock.listen(LISTEN_BACKLOG)
         self._task = asyncio.create_task(self._server.serve([self.sock]), name=self.url)
-        self._stalls = StallMonitor(self._connections, self._protocol.limits.send_timeout)
+        self._stalls = StallMonitor(
+            lambda: self.connections, self.protocol.limits.send_timeout
+        )
 
-    def _connections(self) -> list[BoundedProtocol]:
+    @property
+    def connections(self) -> list[BoundedProtocol]:
+        """The open connections."""
         connections = self._server.server_state.connections
         return [connection for connection in connections if isinstance(connection, BoundedProtocol)]
 
@@ -111,13 +115,13 @@ class Listener:
         Another process accepts on the same socket. An idle connection gets one more response,
         with `Connection: close`: closed at once, it might just be about to be used.
         """
-        self._protocol.begin_drain()
+        self.protocol.begin_drain()
         for server in self._server.servers:
             server.close()
-        for connection in self._connections():
+        for connection in self.connections:
             connection.drain()
         # uvicorn does not report when a connection ends.
-        while self._server.server_state.connections:  # noqa: ASYNC110
+        while self.connections:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def close(self) -> None:
@@ -130,7 +134,7 @@ class Listener:
             await asyncio.shield(self._task)
         except asyncio.CancelledError:
             self._server.end_at_once()
-            for connection in list(self._server.server_state.connections):
+            for connection in self.connections:
                 if connection.transport is not None:
                     connection.transport.abort()
             await asyncio.wait([self._task], timeout=2.0)

@@ -76,7 +76,6 @@ class BoundedProtocol(HttpToolsProtocol):
     pipeline_queue: PipelineQueue
     """Shared by all connections of the listener."""
     connection_limiter: ConnectionLimiter
-    """Likewise."""
     linger_seconds: float
     draining = False
     """Another process accepts new connections: each connection here has one more response."""
@@ -114,7 +113,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._lingered_bytes = -1
         """Bytes read since a request was refused; negative if none was."""
         self._discarding = False
-        """Whether further bytes are discarded."""
         self._new_exchange: HttpExchange | None = None
         """Started when the received bytes have been read."""
 
@@ -128,11 +126,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._serve_health_only(admission)
             return
         if self.routes:
-            serve = (
-                self.connection_limiter.count_forwarded(self.serve)
-                if self.connection_limiter.is_trusted_proxy(address)
-                else self.serve
-            )
+            serve = self.connection_limiter.count_forwarded(self.serve, address)
             self._connection = ClientConnection(
                 transport, self.flow, address, serve, self.on_response_complete, self.tasks
             )

@@ -19,7 +19,7 @@ from gateway.config.yaml_file import (
     read_yaml,
     to_plain,
 )
-from tests.counting import instructions
+from tests.calls import count_calls
 
 
 @pytest.fixture
@@ -166,14 +166,14 @@ def test_a_billion_laughs_end_soon_and_small(file: Path) -> None:
     lines = ["a0: &a0 [ha, ha, ha, ha, ha, ha, ha, ha, ha, ha]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
     told: list[str] = []
-    assert instructions(lambda: told.append(refusal(file, "\n".join(lines)))) < 200_000
+    assert count_calls(lambda: told.append(refusal(file, "\n".join(lines)))) < 10_000
     assert "more than 500000 values" in told[0]
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 100_000, "- " * 100_000, "? " * 50_000])
 def test_deep_nesting_ends_soon(file: Path, text: str) -> None:
     told: list[str] = []
-    assert instructions(lambda: told.append(refusal(file, text))) < 200_000
+    assert count_calls(lambda: told.append(refusal(file, text))) < 10_000
     assert told[0].startswith("F:1:")
 
 

@@ -21,10 +21,12 @@ from gateway.events import (
     NodeDrift,
     SettingsChanged,
 )
-from gateway.observe import logs as sink
 from gateway.observe.event_log import log_events
 from gateway.observe.logs import MOST_VALUE_CHARACTERS, LogFormat, Logs, set_up_logging
 from tests.observe.test_metrics import finished
+
+PATIENT_SECONDS = 30.0
+"""Closing waits for the last lines, however long a slow machine takes to write them."""
 
 SECRET = "the prompt nobody may see"
 
@@ -39,8 +41,10 @@ class Written:
         self.bus = EventBus()
 
     def set_up(self, level: str = "info", form: LogFormat = "auto", *, access: bool = True) -> Logs:
-        self.logs = set_up_logging(level, form, fd=self.fd, environment={})
-        self.lines_of_events = log_events(self.bus, self.logs, access_log=access)
+        self.logs = set_up_logging(
+            level, form, fd=self.fd, environment={}, flush_seconds=PATIENT_SECONDS
+        )
+        self.event_log = log_events(self.bus, self.logs, access_log=access)
         return self.logs
 
     def text(self) -> str:
@@ -50,12 +54,6 @@ class Written:
 
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.text().splitlines()]
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing waits for the last lines, however long a slow machine takes to write them."""
-    monkeypatch.setattr(sink, "LOG_FLUSH_SECONDS", 30.0)
 
 
 @pytest.fixture
@@ -121,7 +119,7 @@ def test_a_failed_request_says_why(written: Written) -> None:
 def test_the_access_log_can_be_switched_off_while_it_runs(written: Written) -> None:
     written.set_up()
     written.bus.publish(finished(x_request_id="first"))
-    written.lines_of_events.access_log = False
+    written.event_log.configure(access_log=False)
     written.bus.publish(finished(x_request_id="second"))
     written.bus.publish(NodeChanged("a", "ready", "down", "connection refused"))
     assert [line.get("id", line["event"]) for line in written.lines()] == ["first", "node"]

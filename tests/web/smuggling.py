@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 
 from gateway.access.keys import new_key
-from tests.web.asking import CHAT
+from tests.web.raw_client import CHAT
 
 
 def chat(text: str) -> bytes:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from gateway.web import protocol
+from gateway.app import Timings
 from tests.emulator.wire import wired
-from tests.web.asking import CHAT, HELLO, Answer, Public, answer, public, request
+from tests.web.raw_client import CHAT, HELLO, Answer, Public, answer, public, request
 
 SMALL = {
     "limits": {
@@ -23,19 +23,17 @@ SMALL = {
         "buffered_bytes": 1_000_000,
     }
 }
-PATIENT = 60.0
-"""Seconds for which a refused client is read from: a machine that stands still must not cut it."""
+PATIENT = Timings(linger=60.0)
+"""A refused client is still read from though the machine is slow."""
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(protocol, "LINGER_SECONDS", PATIENT)
-        async with public(tmp_path_factory.mktemp("gate"), SMALL) as found:
-            yield found
+async def shared_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
+    async with public(tmp_path_factory.mktemp("gate"), SMALL, timings=PATIENT) as found:
+        yield found
 
 
 def told(found: Answer) -> tuple[int, str | None]:
@@ -576,8 +574,7 @@ async def test_connections_beyond_the_limit_are_429(tmp_path: Path) -> None:
                 assert await four.rest() == b""
             await one.send(request({**HELLO, "max_tokens": 1}))
             assert (await answer(one)).status == 200
-        connections = gate.running.gateway.public_listener._server.server_state.connections  # type: ignore[union-attr]
-        await gate.node.until(lambda: not connections)
+        await gate.all_disconnected()
 
 
 async def test_a_storm_of_nonsense_leaves_nothing_behind(gate: Public) -> None:
@@ -593,5 +590,4 @@ async def test_a_storm_of_nonsense_leaves_nothing_behind(gate: Public) -> None:
                 await wire.some()
 
     await asyncio.gather(*(one(number) for number in range(120)))
-    connections = gate.running.gateway.public_listener._server.server_state.connections  # type: ignore[union-attr]
-    await gate.node.until(lambda: not connections)
+    await gate.all_disconnected()

@@ -16,7 +16,7 @@ from gateway.fleet.node import NodeState
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.virtual import in_virtual_time
-from tests.web.build import CHAT
+from tests.web.bare_gateway import CHAT
 
 DEAD = "http://127.0.0.1:9"
 PROMPT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}

@@ -16,7 +16,7 @@ from gateway.web.connections import MOST_HEALTH_ONLY, ConnectionAdmission, Conne
 from tests.emulator.wire import Wire
 from tests.gateways import until
 from tests.virtual import in_virtual_time
-from tests.web.asking import HELLO, Public, answer, public, request
+from tests.web.raw_client import HELLO, Public, answer, public, request
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: g\r\n\r\n"
 PROXIES = (ip_network("10.0.0.0/8"),)

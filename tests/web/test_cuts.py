@@ -18,10 +18,9 @@ from uvicorn.server import ServerState
 
 from gateway.access.keys import new_key
 from gateway.config.listeners import LimitSettings
-from gateway.web import protocol
 from gateway.web.protocol import BoundedProtocol, protocol_class
 from tests.virtual import VirtualLoop
-from tests.web.build import House, a_house
+from tests.web.bare_gateway import BareGateway, bare_gateway
 
 KEYS = [new_key("anna"), new_key("ben")]
 CREDENTIALS = {
@@ -79,16 +78,16 @@ class Bench:
     """A public listener without sockets."""
 
     loop: asyncio.AbstractEventLoop
-    house: House
+    gateway: BareGateway
     kind: type[BoundedProtocol]
 
     def served(self, pieces: list[bytes]) -> Served:
         return self.loop.run_until_complete(self._served(pieces))
 
     async def _served(self, pieces: list[bytes]) -> Served:
-        self.house.bus.flush()
-        self.house.ended.clear()
-        config = uvicorn.Config(self.house.site, http=self.kind, ws="none", log_config=None)
+        self.gateway.bus.flush()
+        self.gateway.ended.clear()
+        config = uvicorn.Config(self.gateway.site, http=self.kind, ws="none", log_config=None)
         connection = self.kind(config, ServerState(), {}, self.loop)
         transport = Transport()
         connection.connection_made(transport)
@@ -100,11 +99,11 @@ class Bench:
             else:
                 await asyncio.sleep(0.01)  # of virtual time: all that can be done is done
         await asyncio.sleep(1.0)
-        assert transport.closed or not connection._held, "it waits for nothing"
+        assert transport.closed or not connection.backlog, "it waits for nothing"
         connection.connection_lost(None)
-        self.house.bus.flush()
+        self.gateway.bus.flush()
         # Refused before it is known who asks: no caller.
-        found = Served([record.caller for record in self.house.ended])
+        found = Served([record.caller for record in self.gateway.ended])
         rest = transport.sent
         while rest:
             head, _, rest = rest.partition(b"\r\n\r\n")
@@ -121,9 +120,11 @@ def bench() -> Iterator[Bench]:
     asyncio.set_event_loop(loop)
     keys = [{"id": key.id, "sha256": key.sha256} for key in KEYS]
     try:
-        house = loop.run_until_complete(stack.enter_async_context(a_house(settings={"keys": keys})))
-        kind = protocol_class(LimitSettings(header_bytes=4096), house.edge.serve)
-        yield Bench(loop, house, kind)
+        gateway = loop.run_until_complete(
+            stack.enter_async_context(bare_gateway(settings={"keys": keys}))
+        )
+        kind = protocol_class(LimitSettings(header_bytes=4096), gateway.handler.serve)
+        yield Bench(loop, gateway, kind)
     finally:
         loop.run_until_complete(stack.aclose())
         loop.close()
@@ -207,7 +208,7 @@ def test_a_pipeline_holds_one_request_and_bytes(bench: Bench) -> None:
     """However many requests a packet has, one is begun; those behind it cost their bytes."""
 
     async def ask() -> tuple[int, int]:
-        config = uvicorn.Config(bench.house.site, http=bench.kind, ws="none", log_config=None)
+        config = uvicorn.Config(bench.gateway.site, http=bench.kind, ws="none", log_config=None)
         connection = bench.kind(config, ServerState(), {}, bench.loop)
         transport = Transport()
         connection.connection_made(transport)
@@ -215,10 +216,10 @@ def test_a_pipeline_holds_one_request_and_bytes(bench: Bench) -> None:
         connection.data_received(data)
         begun = len(connection.tasks)
         assert not transport.reads(), "more is read though much waits"
-        while connection._held:
+        while connection.backlog:
             await asyncio.sleep(0)
             assert len(connection.tasks) <= 1
-            assert len(connection._held) <= len(data)
+            assert len(connection.backlog) <= len(data)
         await asyncio.sleep(0.01)
         assert transport.reads()
         connection.connection_lost(None)
@@ -229,7 +230,7 @@ def test_a_pipeline_holds_one_request_and_bytes(bench: Bench) -> None:
 
 def test_who_takes_no_replies_is_not_served_on(bench: Bench) -> None:
     async def ask() -> None:
-        config = uvicorn.Config(bench.house.site, http=bench.kind, ws="none", log_config=None)
+        config = uvicorn.Config(bench.gateway.site, http=bench.kind, ws="none", log_config=None)
         connection = bench.kind(config, ServerState(), {}, bench.loop)
         transport = Transport()
         connection.connection_made(transport)
@@ -244,7 +245,7 @@ def test_who_takes_no_replies_is_not_served_on(bench: Bench) -> None:
         await asyncio.sleep(0.01)
         assert transport.sent.count(b"HTTP/1.1 ") == answered
         assert not transport.reads()
-        held = len(connection._held) // len(whole)
+        held = len(connection.backlog) // len(whole)
         connection.resume_writing()
         await asyncio.sleep(1.0)
         assert transport.sent.count(b"HTTP/1.1 ") == answered + held
@@ -255,30 +256,31 @@ def test_who_takes_no_replies_is_not_served_on(bench: Bench) -> None:
 
 
 def test_where_too_much_waits_who_takes_no_replies_is_cut(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
 ) -> None:
     """They are cut, and who takes replies is served; what waits is counted to the byte."""
-    monkeypatch.setattr(protocol, "LISTENER_PIPELINE_BYTES", 300_000)
+    handler = bench.gateway.handler
+    kind = protocol_class(LimitSettings(), handler.serve, pipeline_bytes=300_000)
     whole = asking("anna", "a", "plain")
     requests = 100_000 // len(whole)
 
     async def ask() -> None:
-        config = uvicorn.Config(bench.house.site, http=bench.kind, ws="none", log_config=None)
+        config = uvicorn.Config(bench.gateway.site, http=kind, ws="none", log_config=None)
         connections, transports = [], [Transport() for _ in range(5)]
         for transport in transports:
-            connection = bench.kind(config, ServerState(), {}, bench.loop)
+            connection = kind(config, ServerState(), {}, bench.loop)
             connection.connection_made(transport)
             connection.data_received(whole * requests)
             if transport is not transports[-1]:
                 connection.pause_writing()
             connections.append(connection)
         assert [transport.closed for transport in transports] == [False] * 3 + [True, False]
-        held = sum(len(connection._held) for connection in connections)
-        assert bench.kind.pipeline_queue.held_bytes == held
+        held = sum(len(connection.backlog) for connection in connections)
+        assert kind.pipeline_queue.waiting_bytes == held
         await asyncio.sleep(1.0)
         assert transports[-1].sent.count(b"HTTP/1.1 ") == requests
         for connection in connections:
             connection.connection_lost(None)
-        assert bench.kind.pipeline_queue.held_bytes == 0
+        assert kind.pipeline_queue.waiting_bytes == 0
 
     bench.loop.run_until_complete(ask())

@@ -13,7 +13,7 @@ from tests.emulator import EmulatedNode
 from tests.emulator.wire import Wire, unchunk, wired
 from tests.gateways import running_gateway, until
 from tests.virtual import in_virtual_time
-from tests.web.asking import CHAT, HELLO, Public, answer, public, request
+from tests.web.raw_client import CHAT, HELLO, Public, answer, public, request
 
 BEATING = {"heartbeat": 0.1, "health": {"interval": 0.2}, "retries": {"backoff": 0.01}}
 BODIES: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from gateway.access.keys import new_key
 from tests.emulator import EmulatedNode
 from tests.emulator.wire import wired
 from tests.gateways import running_gateway, until
-from tests.web.asking import HELLO, Answer, Public, answer, public, request
+from tests.web.raw_client import HELLO, Answer, Public, answer, public, request
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SHORT = {**HELLO, "max_tokens": 2}

@@ -12,7 +12,7 @@ import pytest
 from gateway.proxy.inbound.prepare import prepare
 from tests.emulator import EmulatedNode
 from tests.virtual import in_virtual_time
-from tests.web.asking import HELLO, public, request
+from tests.web.raw_client import HELLO, public, request
 
 SHAPES = [
     {"messages": [{}] * 1500},

@@ -15,7 +15,7 @@ from gateway.web.listener import Listener, bind_socket
 from gateway.web.protocol import protocol_class
 from tests.emulator.wire import Wire
 from tests.virtual import in_virtual_time, now
-from tests.web.asking import HELLO, answer, public, request
+from tests.web.raw_client import HELLO, answer, public, request
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,7 @@ async def test_the_public_listener_may_speak_tls(
             await wire.send(data)
             assert (await answer(wire)).status == status
             await wire.leave()
-        connections = gate.running.gateway.public_listener._server.server_state.connections  # type: ignore[union-attr]
-        await gate.node.until(lambda: not connections)
+        await gate.all_disconnected()
 
 
 @in_virtual_time

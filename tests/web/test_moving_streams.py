@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.virtual import in_virtual_time, now
-from tests.web.asking import HELLO, public, request
+from tests.web.raw_client import HELLO, public, request
 
 
 @in_virtual_time

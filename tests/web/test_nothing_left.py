@@ -28,7 +28,7 @@ from tests.emulator import EmulatedNode
 from tests.emulator.wire import wired
 from tests.gateways import until
 from tests.virtual import in_virtual_time
-from tests.web.asking import HELLO, Public, answer, public, request
+from tests.web.raw_client import HELLO, Public, answer, public, request
 
 KINDS = (
     BoundedProtocol,

@@ -8,7 +8,7 @@ from gateway.config.listeners import CorsSpec
 from gateway.web.origins import cors_headers
 from gateway.web.response_heads import EXPOSED_HEADERS
 from tests.virtual import in_virtual_time
-from tests.web.asking import CHAT, HELLO, public, request
+from tests.web.raw_client import CHAT, HELLO, public, request
 
 PAGE = "https://chat.example"
 ALLOW = b"access-control-allow-origin"

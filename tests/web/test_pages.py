@@ -14,7 +14,7 @@ from gateway.access.keys import new_key
 from gateway.config.settings import Settings
 from gateway.web.origins import OriginPolicy
 from tests.emulator.wire import wired
-from tests.web.asking import CHAT, HELLO, Answer, Public, answer, public, request
+from tests.web.raw_client import CHAT, HELLO, Answer, Public, answer, public, request
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SHORT = {**HELLO, "max_tokens": 1}
@@ -22,7 +22,7 @@ KEY = new_key("someone")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
+async def shared_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
     settings = {
         "listen": {"hosts": ["chat.internal", "192.0.2.7"]},
         "cors": {"origins": ["https://chat.example"]},

@@ -14,7 +14,7 @@ from tests.emulator import EmulatedNode
 from tests.emulator.wire import wired
 from tests.gateways import until
 from tests.virtual import in_virtual_time, now
-from tests.web.asking import CHAT, HELLO, answer, public, request
+from tests.web.raw_client import CHAT, HELLO, answer, public, request
 
 PADDED: dict[str, Any] = {
     "heartbeat": 0.1,

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from gateway.app import Timings
 from tests.emulator import EmulatedNode
 from tests.emulator.wire import unchunk, wired
 from tests.gateways import until
 from tests.virtual import in_virtual_time
-from tests.web.asking import CHAT, HELLO, public, request
+from tests.web.raw_client import CHAT, HELLO, public, request
 
 LINE = re.compile(rb": queued position=(\d+) expected_start=(\d+\.\d)\n")
 OFF: dict[str, Any] = {"heartbeat": "off", "health": {"interval": 0.5}}
@@ -91,13 +92,8 @@ TELLING = [path for path in LONGS if path != "/v1/messages"]
 ENDS = {"/v1/responses": "max_output_tokens", "/completion": "n_predict", "/infill": "n_predict"}
 
 
-OFTEN = 0.1
-"""Seconds between two comments here, so that a prompt need not take long."""
-
-
-@pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.web.handler.PROGRESS_SECONDS", OFTEN)
+OFTEN = Timings(progress=0.1)
+"""Frequent comments, so that a prompt need not take long."""
 
 
 def reading(**more: Any) -> EmulatedNode:
@@ -116,11 +112,10 @@ def without_marks(body: bytes) -> bytes:
     return re.sub(rb'"timings":{[^}]*}', b"", body)
 
 
-@pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("path", TELLING)
 @in_virtual_time
 async def test_who_is_read_is_told_how_much_of_it(tmp_path: Path, path: str) -> None:
-    async with public(tmp_path, OFF, reading()) as gate:
+    async with public(tmp_path, OFF, reading(), timings=OFTEN) as gate:
         plain, found = await asyncio.gather(
             gate.ask(request(a_long(path), "X-Session-Id: one", path=path)),
             gate.ask(request(a_long(path), "X-Session-Id: two", ASKING, path=path)),
@@ -139,10 +134,9 @@ async def test_who_is_read_is_told_how_much_of_it(tmp_path: Path, path: str) -> 
         assert asked == [a_long(path), {**a_long(path), "return_progress": True}]
 
 
-@pytest.mark.usefixtures("often")
 @in_virtual_time
 async def test_who_asked_the_node_itself_gets_its_events(tmp_path: Path) -> None:
-    async with public(tmp_path, OFF, reading()) as gate:
+    async with public(tmp_path, OFF, reading(), timings=OFTEN) as gate:
         found = await gate.ask(request(a_long(CHAT, return_progress=True), ASKING))
         assert READ.search(found.body)
         assert found.body.count(b"prompt_progress") > 4
@@ -158,10 +152,9 @@ async def test_progress_that_is_not_asked_for_edits_nothing(tmp_path: Path, path
         assert not any(b"progress" in one.body for one in gate.node.seen)
 
 
-@pytest.mark.usefixtures("often")
 @in_virtual_time
 async def test_it_goes_together_with_what_else_is_taken_out(tmp_path: Path) -> None:
-    async with public(tmp_path, {**OFF, "resume": "exact"}, reading()) as gate:
+    async with public(tmp_path, {**OFF, "resume": "exact"}, reading(), timings=OFTEN) as gate:
         plain = await gate.ask(request(a_long(CHAT)))
         found = await gate.ask(request(a_long(CHAT), ASKING))
         assert READ.search(found.body)
@@ -171,13 +164,12 @@ async def test_it_goes_together_with_what_else_is_taken_out(tmp_path: Path) -> N
         assert (asked["logprobs"], asked["return_progress"]) == (True, True)
 
 
-@pytest.mark.usefixtures("often")
 @in_virtual_time
 async def test_where_a_node_does_not_tell_it_is_reckoned_once_its_speed_is_known(
     tmp_path: Path,
 ) -> None:
     path = "/v1/messages"
-    async with public(tmp_path, OFF, reading()) as gate:
+    async with public(tmp_path, OFF, reading(), timings=OFTEN) as gate:
         strange = await gate.ask(request(a_long(path), ASKING, path=path))
         assert b"event: ping" in strange.body
         assert b"prefill" not in strange.body, "nobody knows how fast it is"
@@ -192,10 +184,9 @@ async def test_where_a_node_does_not_tell_it_is_reckoned_once_its_speed_is_known
         assert gate.node.seen[-1].body == json.dumps(body).encode()
 
 
-@pytest.mark.usefixtures("often")
 @in_virtual_time
 async def test_a_node_that_never_heard_of_progress_is_not_spoilt(tmp_path: Path) -> None:
-    async with public(tmp_path, OFF, reading(progress=False)) as gate:
+    async with public(tmp_path, OFF, reading(progress=False), timings=OFTEN) as gate:
         found = await gate.ask(request(a_long(CHAT), ASKING))
         assert json.loads(gate.node.seen[-1].body)["return_progress"] is True
         assert found.status == 200

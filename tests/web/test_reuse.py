@@ -14,7 +14,7 @@ from tests.emulator.wire import wired
 from tests.gateways import running_gateway, until
 from tests.transport.raw import Peer
 from tests.virtual import in_virtual_time
-from tests.web.asking import CHAT, HELLO, answer, public, request
+from tests.web.raw_client import CHAT, HELLO, answer, public, request
 
 CALM = {"health": {"interval": 60, "discover_interval": 60}, "heartbeat": "off"}
 

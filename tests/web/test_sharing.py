@@ -17,7 +17,7 @@ from tests.emulator import EmulatedNode
 from tests.emulator.wire import Wire, wired
 from tests.gateways import until
 from tests.virtual import in_virtual_time
-from tests.web.asking import HELLO, Answer, Public, answer, public, request
+from tests.web.raw_client import HELLO, Answer, Public, answer, public, request
 
 A, B, WEB = new_key(), new_key(), new_key()
 KEYS = [

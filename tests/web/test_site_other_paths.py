@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.errors import LONGEST_ECHO
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.web.asgi import LONGEST_ECHO
 from gateway.web.site import suggest_path
-from tests.web.build import a_house, error_of
+from tests.web.bare_gateway import bare_gateway, error_of
 
 CHAT = "/v1/chat/completions"
 
@@ -100,8 +100,8 @@ def test_nothing_of_a_path_is_repeated(path: str) -> None:
     ],
 )
 async def test_the_404_says_so(method: str, path: str) -> None:
-    async with a_house() as house:
-        response = await house.public.request(method, path, json={})
+    async with bare_gateway() as gateway:
+        response = await gateway.public.request(method, path, json={})
     assert (response.status_code, response.headers["x-gateway-reason"]) == (404, "not_found")
     assert suggest_path(path.partition("?")[0]) in error_of(response)["message"]
     assert len(error_of(response)["message"]) < LONGEST_ECHO + 600
@@ -109,8 +109,8 @@ async def test_the_404_says_so(method: str, path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/v1/messages", "/v1/messages/", "//v1/messages", "/messages"])
 async def test_what_looks_like_anthropics_is_answered_in_its_form(path: str) -> None:
-    async with a_house() as house:
-        response = await house.public.post(path, json={})
+    async with bare_gateway() as gateway:
+        response = await gateway.public.post(path, json={})
     assert response.status_code == 404
     assert response.json()["type"] == "error"
     assert response.json()["error"]["type"] == "not_found_error"
@@ -118,14 +118,14 @@ async def test_what_looks_like_anthropics_is_answered_in_its_form(path: str) -> 
 
 
 async def test_ollamas_clients_read_a_text() -> None:
-    async with a_house() as house:
-        response = await house.public.get("/api/tags")
+    async with bare_gateway() as gateway:
+        response = await gateway.public.get("/api/tags")
     assert response.status_code == 404
     assert "Use /v1/models" in response.json()["error"]
 
 
 async def test_a_served_path_is_405_for_other_methods() -> None:
-    async with a_house() as house:
+    async with bare_gateway() as gateway:
         for path in ROUTES:
-            response = await house.public.get(path)
+            response = await gateway.public.get(path)
             assert (response.status_code, response.headers["allow"]) == (405, "POST")

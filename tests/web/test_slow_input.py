@@ -11,7 +11,7 @@ import pytest
 
 from tests.emulator.wire import Wire, wired
 from tests.virtual import in_virtual_time
-from tests.web.asking import CHAT, HELLO, Answer, answer, public, request
+from tests.web.raw_client import CHAT, HELLO, Answer, answer, public, request
 
 IMPATIENT = {"limits": {"header_timeout": 0.3, "body_timeout": 0.3}}
 
@@ -160,5 +160,4 @@ async def test_requests_that_are_spoilt_are_answered_or_ended(tmp_path: Path) ->
 
         for start in range(0, 200, 50):
             await asyncio.gather(*(one(number) for number in range(start, start + 50)))
-        connections = gate.running.gateway.public_listener._server.server_state.connections  # type: ignore[union-attr]
-        await gate.node.until(lambda: not connections)
+        await gate.all_disconnected()

@@ -18,7 +18,7 @@ from tests.bench.targets import find
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.emulator.wire import Wire, wired
 from tests.gateways import until
-from tests.web.asking import CHAT, Public, answer, public
+from tests.web.raw_client import CHAT, Public, answer, public
 from tests.web.smuggling import (
     ANNA,
     CREDENTIALS,
@@ -62,16 +62,16 @@ def check_callers(gate: Public) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
+async def shared_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
     node = EmulatedNode(slots=8)
     async with public(tmp_path_factory.mktemp("gate"), SETTINGS, node, well=False) as found:
         yield found
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def gate(house: Public) -> Public:
-    house.forget()
-    return house
+async def gate(shared_gateway: Public) -> Public:
+    shared_gateway.forget()
+    return shared_gateway
 
 
 @pytest.mark.parametrize("cut", ["whole", "cut"])
@@ -161,7 +161,7 @@ http {{
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["on", "off"])
 async def edge(
-    request: pytest.FixtureRequest, house: Public, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, shared_gateway: Public, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Path]:
     """The socket of an nginx that keeps connections to the gateway, and buffers bodies or not."""
     binary = find("nginx")
@@ -170,7 +170,7 @@ async def edge(
     folder = tmp_path_factory.mktemp("nginx")
     socket = folder / "socket"
     config = CONFIG.format(
-        gateway=house.url.removeprefix("http://"), socket=socket, buffering=request.param
+        gateway=shared_gateway.url.removeprefix("http://"), socket=socket, buffering=request.param
     )
     user = "user root;" if os.geteuid() == 0 else ""
     (folder / "nginx.conf").write_text(user + config)

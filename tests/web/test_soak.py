@@ -16,7 +16,7 @@ from tests.emulator import EmulatedNode
 from tests.emulator.wire import wired
 from tests.gateways import until
 from tests.virtual import in_virtual_time
-from tests.web.asking import HELLO, Public, public, request
+from tests.web.raw_client import HELLO, Public, public, request
 
 KEYS = [new_key(), new_key()]
 SETTINGS: dict[str, Any] = {
@@ -94,8 +94,9 @@ def held(gate: Public) -> dict[str, object]:
     gateway = gate.running.gateway
     edge, scheduler = gateway.handler, gateway.scheduler
     tickets = scheduler._tickets
-    protocol: Any = gateway.public_listener._protocol  # type: ignore[union-attr]
-    seats, backlog = protocol.connection_limiter, protocol.pipeline_queue
+    assert gateway.public_listener is not None
+    protocol = gateway.public_listener.protocol
+    limiter, pipeline_queue = protocol.connection_limiter, protocol.pipeline_queue
     rows = scheduler.dispatcher.placement_state.by_name.values()
     counts: dict[str, object] = {
         "bodies": edge.body_memory.total_bytes,
@@ -107,13 +108,13 @@ def held(gate: Public) -> dict[str, object]:
         "in line": scheduler.dispatcher.waiting,
         "slotless": sum(row.slotless_running + len(row.slotless_by_caller) for row in rows),
         "leased": sum(node.leased for node in gateway.fleet.nodes.values()),
-        "seats": len(seats._seats) + len(seats._extras) + seats._forwarded,
-        "backlog": backlog.held_bytes,
+        "connections": len(limiter),
+        "pipeline": pipeline_queue.waiting_bytes,
     }
     for name, holdings in (
         ("holders of bodies", edge.body_memory.fair_share),
         ("holders of places", tickets.fair_share),
-        ("holders of connections", seats._holdings),
+        ("holders of connections", limiter.fair_share),
     ):
         counts[name] = 0 if holdings == FairShare() else holdings
     return {name: count for name, count in counts.items() if count}

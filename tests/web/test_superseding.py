@@ -14,7 +14,7 @@ from tests.emulator import EmulatedNode
 from tests.emulator.wire import Wire, wired
 from tests.gateways import until
 from tests.virtual import in_virtual_time
-from tests.web.asking import Answer, Public, answer, public, request
+from tests.web.raw_client import Answer, Public, answer, public, request
 
 INFILL: dict[str, Any] = {"input_prefix": "def f(", "input_suffix": "):", "n_predict": 200}
 MIDDLE: dict[str, Any] = {"prompt": "def f(", "suffix": "):", "max_tokens": 200}

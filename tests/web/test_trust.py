@@ -11,7 +11,7 @@ import pytest
 from gateway.access.keys import new_key
 from gateway.proxy.inbound.routes import ROUTES
 from tests.emulator.wire import wired
-from tests.web.asking import HELLO, Public, answer, public, request
+from tests.web.raw_client import HELLO, Public, answer, public, request
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SHORT = {**HELLO, "max_tokens": 1}

@@ -115,6 +115,12 @@ class Public:
         self.node.seen.clear()
         self.ended.clear()
 
+    async def all_disconnected(self) -> None:
+        """Wait until no client is connected."""
+        listener = self.running.gateway.public_listener
+        assert listener is not None
+        await until(lambda: not listener.connections)
+
     async def is_well(self) -> None:
         """Nothing is left of what was asked, and a good request is answered."""
         self.node.faults.clear()
