@@ -85,7 +85,7 @@ def test_a_successor_takes_the_socket_of_the_address_that_it_is_to_listen_on(
         AnonymousAccess(had_keys=True, allowed=True),
     ],
 )
-def test_a_successor_knows_what_its_predecessor_kept_shut(
+def test_a_successor_knows_its_predecessors_anonymous_access(
     door: AnonymousAccess, customised: bool, listening: socket.socket
 ) -> None:
     reader, writer = os.pipe()
@@ -100,7 +100,7 @@ def test_a_successor_knows_what_its_predecessor_kept_shut(
     assert "LLAMA_GATEWAY_CONFIG" not in successor_environment(door, None, customised=customised)
 
 
-def test_any_port_will_do_where_none_was_asked_for(listening: socket.socket) -> None:
+def test_port_0_accepts_any_inherited_socket(listening: socket.socket) -> None:
     inherited = InheritedState({"public": listening})
     assert inherited.take_socket("public", [("127.0.0.1", 0)]) is listening
 

@@ -73,7 +73,7 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
     return made
 
 
-def test_every_metric_is_told_with_its_kind_and_labels() -> None:
+def test_every_metric_is_documented_with_its_type_and_labels() -> None:
     assert metrics_told() == metrics_made()
 
 
@@ -94,7 +94,7 @@ def paths_told(heading: str) -> set[tuple[str, str]]:
     return told
 
 
-def test_every_path_of_the_admin_listener_is_told() -> None:
+def test_every_path_of_the_admin_listener_is_documented() -> None:
     source = Path(admin.__file__).read_text()
     served = re.findall(r'\("(GET|POST|DELETE)", "([^"]+)"', source)
     assert len(served) > 10
@@ -103,12 +103,12 @@ def test_every_path_of_the_admin_listener_is_told() -> None:
     }
 
 
-def test_every_routed_path_is_told() -> None:
+def test_every_routed_path_is_documented() -> None:
     told = {path for method, path in paths_told("Paths") if method == "POST"}
     assert told == {path for path in ROUTES if f"/v1{path}" not in ROUTES}
 
 
-async def test_every_field_of_the_status_is_told() -> None:
+async def test_every_field_of_the_status_is_documented() -> None:
     async with bare_gateway(a_spec("a", "http://127.0.0.1:9")) as gateway:
         status = (await gateway.admin.get("/admin/status")).json()
     told = [word for row in rows("The status") for word in words(row[0])]

@@ -113,7 +113,7 @@ async def by_request(running: Running) -> None:
         ("comments", by_request),
     ],
 )
-async def test_an_accident_to_the_settings_leaves_the_old_ones_in_force(
+async def test_damaged_settings_leave_the_old_ones_in_force(
     accident: str, reload: Callable[[Running], Awaitable[None]], tmp_path: Path
 ) -> None:
     async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], keyed(KEY)) as running:
@@ -134,7 +134,7 @@ async def test_an_accident_to_the_settings_leaves_the_old_ones_in_force(
 
 
 @pytest.mark.parametrize("without", [{}, {"keys": []}, {"allow_anonymous": True}])
-async def test_when_the_last_key_goes_nobody_comes_in_until_there_is_one(
+async def test_without_the_last_key_nobody_is_admitted_until_there_is_one(
     without: dict[str, Any], tmp_path: Path
 ) -> None:
     async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], keyed(KEY)) as running:
@@ -159,7 +159,7 @@ async def test_when_the_last_key_goes_nobody_comes_in_until_there_is_one(
         assert (await status(running))["keys_lost"] is None
 
 
-async def test_a_restart_opens_it(tmp_path: Path) -> None:
+async def test_a_restart_unlocks_the_gateway(tmp_path: Path) -> None:
     async with EmulatedNode() as node:
         async with running_gateway(tmp_path, [node.url], keyed(KEY)) as running:
             running.write_settings({})
@@ -169,7 +169,7 @@ async def test_a_restart_opens_it(tmp_path: Path) -> None:
             assert await doors(running) == {200}
 
 
-async def test_who_was_let_in_beside_the_keys_still_is(tmp_path: Path) -> None:
+async def test_anonymous_callers_that_were_admitted_beside_keys_still_are(tmp_path: Path) -> None:
     beside = {"allow_anonymous": True}
     async with (
         EmulatedNode() as node,
@@ -184,7 +184,7 @@ async def test_who_was_let_in_beside_the_keys_still_is(tmp_path: Path) -> None:
         assert await doors(running) == {401}
 
 
-async def test_comments_alone_are_no_error_where_nothing_was_set(tmp_path: Path) -> None:
+async def test_a_file_of_comments_is_no_error_if_nothing_was_set(tmp_path: Path) -> None:
     async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
         gateway = running.gateway
         gateway.settings = gateway.options.apply_to(type(gateway.settings)())

@@ -11,7 +11,7 @@ from gateway.startup import Options, load_checked
 from tests.emulator import EmulatedNode
 
 
-async def test_who_is_told_that_it_serves_may_ask_at_once(tmp_path: Path) -> None:
+async def test_requests_are_served_as_soon_as_the_gateway_is_ready(tmp_path: Path) -> None:
     nodes = tmp_path / "nodes.yaml"
     told: list[tuple[str, ...]] = []
 

@@ -155,7 +155,7 @@ async def ask_on(client: httpx.AsyncClient, asking: Asking, *, stream: bool) -> 
         asking.answered += 1
 
 
-async def test_nothing_fails_while_one_gateway_after_another_takes_over(tmp_path: Path) -> None:
+async def test_no_request_fails_during_handovers(tmp_path: Path) -> None:
     async with (
         EmulatedNode(slots=64) as node,
         serving(tmp_path, node) as line,
@@ -187,7 +187,7 @@ async def test_nothing_fails_while_one_gateway_after_another_takes_over(tmp_path
         assert {told["status"] for told in line.logged("request")} == {200}
 
 
-async def test_a_stream_that_runs_is_ended_by_the_process_that_began_it(tmp_path: Path) -> None:
+async def test_a_running_stream_is_finished_by_its_process(tmp_path: Path) -> None:
     async with (
         EmulatedNode(slots=4, answer_tokens=40) as node,
         serving(tmp_path, node) as line,
@@ -211,7 +211,7 @@ async def test_a_stream_that_runs_is_ended_by_the_process_that_began_it(tmp_path
         assert (after.status_code, after.headers.get("connection")) == (200, None)
 
 
-async def test_a_successor_that_can_not_start_leaves_everything_as_it_was(tmp_path: Path) -> None:
+async def test_a_successor_that_can_not_start_changes_nothing(tmp_path: Path) -> None:
     async with (
         EmulatedNode() as node,
         serving(tmp_path, node) as line,
@@ -250,7 +250,7 @@ async def test_a_successor_that_finds_emptied_settings_leaves_the_keys_in_force(
 
 
 @pytest.mark.parametrize("anonymous", [True, False])
-async def test_a_successor_without_keys_is_no_restart_that_opens(
+async def test_a_successor_without_keys_does_not_unlock_the_gateway(
     anonymous: bool, tmp_path: Path
 ) -> None:
     async with (
@@ -269,7 +269,7 @@ async def test_a_successor_without_keys_is_no_restart_that_opens(
         assert line.logged("locked")
 
 
-async def test_drains_and_what_nodes_said_last_over_a_succession(tmp_path: Path) -> None:
+async def test_drains_and_remembered_models_survive_a_handover(tmp_path: Path) -> None:
     async with (
         EmulatedNode() as node,
         serving(tmp_path, node) as line,
@@ -288,7 +288,7 @@ async def test_drains_and_what_nodes_said_last_over_a_succession(tmp_path: Path)
     assert PropertiesStore(files[1]).recall(a_spec("one", node.url)).models == ("demo",)
 
 
-async def test_sockets_of_systemd_are_listened_on_and_passed_on(tmp_path: Path) -> None:
+async def test_sockets_of_systemd_are_used_and_passed_to_a_successor(tmp_path: Path) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as public,
         socket.create_server(("127.0.0.1", 0)) as admin,

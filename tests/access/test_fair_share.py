@@ -33,7 +33,7 @@ def filled(limit: int, callers: Sequence[str]) -> FairShare:
 
 
 @given(moves, st.integers(1, 40))
-def test_no_more_is_held_than_there_is_and_nobody_yields_to_a_larger_one(
+def test_the_limit_holds_and_nobody_is_evicted_for_a_larger_caller(
     wanted: list[tuple[str, bool]], limit: int
 ) -> None:
     holdings = FairShare()
@@ -51,7 +51,7 @@ def test_no_more_is_held_than_there_is_and_nobody_yields_to_a_larger_one(
 
 
 @given(st.integers(1, 60), st.integers(1, 5))
-def test_however_they_come_all_who_want_room_end_with_equal_shares(limit: int, count: int) -> None:
+def test_callers_end_with_equal_shares_in_whatever_order_they_come(limit: int, count: int) -> None:
     parties = PARTIES[:count]
     # One after the other, each as if it were alone, the last one most harmed by that.
     holdings = filled(limit, [party for party in parties for _ in range(limit)])
@@ -61,7 +61,7 @@ def test_however_they_come_all_who_want_room_end_with_equal_shares(limit: int, c
 
 
 @given(st.integers(2, 60), st.sampled_from(PARTIES), st.lists(st.sampled_from(PARTIES)))
-def test_one_that_yielded_and_comes_again_pushes_nobody_out(
+def test_an_evicted_caller_that_returns_evicts_nobody(
     limit: int, asker: str, others: list[str]
 ) -> None:
     holdings = filled(limit, others)
@@ -74,13 +74,13 @@ def test_one_that_yielded_and_comes_again_pushes_nobody_out(
         assert holdings.held_by(asker) == held
 
 
-def test_a_party_alone_holds_all_but_the_reserve() -> None:
+def test_a_single_caller_may_hold_all_but_the_reserve() -> None:
     holdings = filled(80, ["a"] * 200)
     assert holdings.held_by("a") == 70
     assert filled(3, ["a"] * 9).held_by("a") == 3, "few units have no reserve"
 
 
-def test_what_others_hold_beyond_a_share_takes_no_room() -> None:
+def test_holdings_above_the_share_take_no_room() -> None:
     holdings = FairShare()
     holdings.add("a", 900)
     assert holdings.fits("b", 100, 500)
@@ -88,7 +88,7 @@ def test_what_others_hold_beyond_a_share_takes_no_room() -> None:
     assert not holdings.fits("a", 1, 500)
 
 
-def test_large_pieces_are_made_room_for_by_those_who_hold_more() -> None:
+def test_larger_holders_are_evicted_for_large_pieces() -> None:
     holdings = FairShare()
     for caller, held in (("a", 600), ("b", 300)):
         holdings.add(caller, held)
@@ -112,7 +112,7 @@ def test_a_caller_with_many_users_has_one_share_and_they_divide_it(limit: int, c
     assert abs(holdings.held_by("web") - holdings.held_by("other")) <= 1
 
 
-def test_a_user_that_is_not_named_is_one_as_well() -> None:
+def test_requests_without_a_user_count_as_one_user() -> None:
     holdings = FairShare()
     holdings.add("web", 5)
     holdings.add("web", 2, "web/anna")

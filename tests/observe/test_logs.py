@@ -69,7 +69,7 @@ def written(tmp_path: Path) -> Iterator[Written]:
     logging.getLogger("gateway").setLevel(logging.NOTSET)
 
 
-def test_a_request_is_one_json_line_with_all_that_is_asked_for(written: Written) -> None:
+def test_a_request_is_one_json_line(written: Written) -> None:
     written.set_up()
     written.bus.publish(
         finished(
@@ -125,7 +125,7 @@ def test_the_access_log_can_be_switched_off_while_it_runs(written: Written) -> N
     assert [line.get("id", line["event"]) for line in written.lines()] == ["first", "node"]
 
 
-def test_a_node_s_change_of_state_has_its_reason(written: Written) -> None:
+def test_a_nodes_change_of_state_is_logged_with_its_reason(written: Written) -> None:
     written.set_up()
     written.bus.publish(NodeChanged("a", "ready", "down", "connection refused 3 times"))
     written.bus.publish(NodeChanged("a", "down", "ready", "answers again"))
@@ -140,7 +140,7 @@ def test_a_node_s_change_of_state_has_its_reason(written: Written) -> None:
     assert ready["level"] == "info"
 
 
-def test_attempts_are_told_when_a_node_failed(written: Written) -> None:
+def test_failed_attempts_are_logged(written: Written) -> None:
     written.set_up()
     written.bus.publish(AttemptEnded("r", "a", "ok", 1.0, 200))
     written.bus.publish(AttemptEnded("r", "a", "client_closed", 1.0))
@@ -149,7 +149,7 @@ def test_attempts_are_told_when_a_node_failed(written: Written) -> None:
     assert (line["event"], line["node"], line["outcome"]) == ("attempt", "b", "reset")
 
 
-def test_what_an_operator_waits_for_is_told(written: Written) -> None:
+def test_reloads_hooks_and_resumed_streams_are_logged(written: Written) -> None:
     written.set_up()
     written.bus.publish(NodeDrift("a", ("slots: 2 declared, 4 said",)))
     written.bus.publish(NodeDrift("a", ()))
@@ -184,7 +184,7 @@ def test_the_level_can_change_while_it_runs(written: Written) -> None:
     assert [line["event"] for line in written.lines()] == ["heard", "heard too"]
 
 
-def test_other_libraries_are_heard_from_warnings_on(written: Written) -> None:
+def test_other_libraries_are_logged_from_warning_on(written: Written) -> None:
     written.set_up("debug")
     logging.getLogger("httpx").info("HTTP Request: POST %s", SECRET)
     logging.getLogger("asyncio").debug(SECRET)
@@ -195,7 +195,7 @@ def test_other_libraries_are_heard_from_warnings_on(written: Written) -> None:
     assert (line["level"], line["logger"]) == ("warning", "uvicorn.error")
 
 
-def test_an_exception_is_told_by_type_and_place_without_its_message(written: Written) -> None:
+def test_an_exception_is_logged_by_type_and_place_without_its_message(written: Written) -> None:
     written.set_up()
 
     def parse() -> None:
@@ -219,7 +219,7 @@ def test_an_exception_is_told_by_type_and_place_without_its_message(written: Wri
         assert "in parse" in line["exception"]
 
 
-def test_the_system_s_own_errors_keep_their_words(written: Written) -> None:
+def test_the_message_of_an_os_error_is_logged(written: Written) -> None:
     written.set_up()
     try:
         Path("/nonexistent/x").read_bytes()
@@ -229,7 +229,7 @@ def test_the_system_s_own_errors_keep_their_words(written: Written) -> None:
     assert "FileNotFoundError: No such file or directory" in line["exception"]
 
 
-async def test_a_task_that_nobody_awaited_does_not_quote_what_it_read(written: Written) -> None:
+async def test_an_unawaited_tasks_exception_is_logged_without_its_message(written: Written) -> None:
     written.set_up()
 
     async def work() -> None:
@@ -248,7 +248,7 @@ async def test_a_task_that_nobody_awaited_does_not_quote_what_it_read(written: W
     assert SECRET not in text
 
 
-def test_python_s_warnings_are_lines_too(written: Written) -> None:
+def test_pythons_warnings_are_logged(written: Written) -> None:
     written.set_up()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -276,7 +276,7 @@ def test_no_text_breaks_out_of_its_line(written: Written, form: LogFormat) -> No
     assert "could not be read" in lines[2]
 
 
-def test_a_terminal_gets_words_and_colours_and_a_file_gets_json(tmp_path: Path) -> None:
+def test_a_terminal_gets_coloured_text_and_a_file_gets_json(tmp_path: Path) -> None:
     def shown(environment: dict[str, str]) -> str:
         main, terminal = pty.openpty()
         try:

@@ -68,7 +68,7 @@ def test_a_line_arrives_without_a_close() -> None:
         log.close()
 
 
-def test_a_reader_that_does_not_read_costs_lines_and_no_time() -> None:
+def test_a_reader_that_does_not_read_loses_lines_and_blocks_nobody() -> None:
     with pipe() as (reader, writer):
         log = log_writer(writer, lambda lines: b"lost %d\n" % lines)
         line = b"x" * 1023 + b"\n"
@@ -93,7 +93,7 @@ def test_a_reader_that_does_not_read_costs_lines_and_no_time() -> None:
         log.close()
 
 
-def test_closing_waits_a_bounded_time_for_a_reader_that_does_not_read() -> None:
+def test_closing_waits_a_limited_time_for_a_reader_that_does_not_read() -> None:
     with pipe() as (reader, writer):
         log, thread = thread_of(lambda: LogWriter(writer, flush_seconds=0.2))
         log.write(b"x" * 1_000_000)
@@ -103,7 +103,7 @@ def test_closing_waits_a_bounded_time_for_a_reader_that_does_not_read() -> None:
         until(lambda: not thread.is_alive())
 
 
-def test_a_reader_that_has_left_harms_nobody() -> None:
+def test_a_closed_reader_is_no_error() -> None:
     with pipe() as (reader, writer):
         log, thread = thread_of(lambda: log_writer(writer))
         os.close(reader)
@@ -162,7 +162,7 @@ def test_a_descriptor_made_non_blocking_by_another_loses_nothing() -> None:
         log.close()
 
 
-def test_a_full_disk_loses_its_batch_and_is_tried_again() -> None:
+def test_a_full_disk_loses_a_batch_and_later_ones_are_written() -> None:
     fd = os.open("/dev/full", os.O_WRONLY)
     try:
         log, thread = thread_of(lambda: log_writer(fd))

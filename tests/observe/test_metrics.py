@@ -206,7 +206,7 @@ def test_a_node_is_in_one_state_and_every_other_reads_zero(gateway: Gateway) -> 
     assert page.value("node_decode_tokens_per_second", node="b") is None
 
 
-def test_a_removed_node_s_series_disappear(gateway: Gateway) -> None:
+def test_a_removed_nodes_series_disappear(gateway: Gateway) -> None:
     gateway.nodes("a", "b")
     gateway.publish(AttemptEnded("r", "a", "ok", 1.0), AttemptEnded("r", "b", "reset", 1.0))
     assert gateway.scrape().value("attempts_total", node="b", outcome="reset") == 1
@@ -225,7 +225,7 @@ def test_a_node_that_comes_back_counts_from_zero(gateway: Gateway) -> None:
     assert gateway.scrape().value("attempts_total", node="a", outcome="ok") == 1
 
 
-def test_the_queue_shows_every_class(gateway: Gateway) -> None:
+def test_queue_depth_has_every_class(gateway: Gateway) -> None:
     gateway.snapshot = MetricsSnapshot(queue={Priority.BATCH: 3}, in_flight=5, inventory_error=True)
     page = gateway.scrape()
     assert page.value("queue_depth", **{"class": "batch"}) == 3
@@ -236,7 +236,7 @@ def test_the_queue_shows_every_class(gateway: Gateway) -> None:
     assert page.value("retry_budget") is None
 
 
-def test_models_without_end_are_counted_as_other(gateway: Gateway) -> None:
+def test_models_beyond_the_cap_are_counted_as_other(gateway: Gateway) -> None:
     gateway.publish(*(finished(model=f"m{n}", prompt_tokens=1) for n in range(MOST_MODELS + 50)))
     page = gateway.scrape()
     assert page.count("requests_total") == MOST_MODELS + 1
@@ -256,7 +256,7 @@ def test_any_name_survives_the_text_format(names: list[str]) -> None:
 
 
 @given(st.lists(st.floats(min_value=0, max_value=1e6), max_size=50))
-def test_a_histogram_s_buckets_hold_what_is_not_above_them(values: list[float]) -> None:
+def test_a_histograms_buckets_hold_values_up_to_their_bound(values: list[float]) -> None:
     histogram = Histogram([0.1, 1, 10])
     for value in values:
         histogram.observe(value)

@@ -43,14 +43,14 @@ def entered(
     return [one for one in found if seats.admit(one, address) is ConnectionAdmission.ADMITTED]
 
 
-def test_an_address_alone_has_all_but_a_reserve() -> None:
+def test_a_single_address_may_have_all_connections_but_a_reserve() -> None:
     seats = ConnectionLimiter(80)
     held = entered(seats, "192.0.2.1", 500)
     assert len(held) == 70
     assert not any(one.closed for one in held)
 
 
-def test_the_largest_holders_longest_idle_connection_is_closed_for_another() -> None:
+def test_the_longest_idle_connection_of_the_largest_holder_is_evicted() -> None:
     seats = ConnectionLimiter(80)
     first = entered(seats, "192.0.2.1", 70)
     first[0].idle = False
@@ -58,7 +58,7 @@ def test_the_largest_holders_longest_idle_connection_is_closed_for_another() -> 
     assert [one.closed for one in first[:5]] == [False, True, True, True, False]
 
 
-def test_any_number_of_addresses_come_to_equal_shares_and_stay_there() -> None:
+def test_addresses_reach_equal_shares_and_keep_them() -> None:
     seats = ConnectionLimiter(80)
     addresses = [f"192.0.2.{number}" for number in range(7)]
     held: dict[str, list[One]] = {address: [] for address in addresses}
@@ -74,14 +74,14 @@ def test_any_number_of_addresses_come_to_equal_shares_and_stay_there() -> None:
     assert not any(one.closed for one in before), "nobody comes in by pushing out an equal"
 
 
-def test_where_nothing_is_idle_the_reserve_is_for_others() -> None:
+def test_without_idle_connections_others_get_the_reserve() -> None:
     seats = ConnectionLimiter(80)
     assert len(entered(seats, "192.0.2.1", 71, idle=False)) == 70
     assert len(entered(seats, "192.0.2.2", 11, idle=False)) == 10
     assert seats.admit(One(), "192.0.2.3") is ConnectionAdmission.HEALTH_ONLY
 
 
-def test_where_nothing_is_idle_the_newest_body_that_is_still_coming_goes() -> None:
+def test_without_idle_connections_the_newest_unfinished_body_is_evicted() -> None:
     seats = ConnectionLimiter(80)
     held = entered(seats, "192.0.2.1", 70, idle=False)
     for one in held[10:]:
@@ -102,7 +102,7 @@ def test_an_idle_connection_is_found_among_many_in_bounded_work() -> None:
     assert tries <= 3500 / 64 + 1
 
 
-def test_addresses_of_one_ipv6_subscriber_are_one_party() -> None:
+def test_addresses_of_one_ipv6_subscriber_count_together() -> None:
     seats = ConnectionLimiter(80)
     held = [one for n in range(100) for one in entered(seats, f"2001:db8::{n:x}", 1)]
     assert len(held) == 70
@@ -110,7 +110,7 @@ def test_addresses_of_one_ipv6_subscriber_are_one_party() -> None:
     assert sum(one.closed for one in held) == 35
 
 
-def test_who_leaves_makes_room_and_leaving_twice_is_no_harm() -> None:
+def test_a_removed_connection_makes_room_and_may_be_removed_twice() -> None:
     seats = ConnectionLimiter(8)
     held = entered(seats, "192.0.2.1", 9)
     assert len(held) == 7
@@ -120,7 +120,7 @@ def test_who_leaves_makes_room_and_leaving_twice_is_no_harm() -> None:
     assert len(entered(seats, "192.0.2.1", 9)) == 7
 
 
-def test_a_proxy_is_not_bounded_as_an_address() -> None:
+def test_a_trusted_proxy_is_not_limited_like_an_address() -> None:
     seats = ConnectionLimiter(80, PROXIES)
     assert len(entered(seats, "10.0.0.1", 200, idle=False)) == 80
     assert ConnectionLimiter(80).admit(One(), "10.0.0.1") is ConnectionAdmission.ADMITTED
@@ -130,7 +130,7 @@ def test_a_proxy_is_not_bounded_as_an_address() -> None:
         assert not seats.is_trusted_proxy(other)
 
 
-def test_a_proxys_idle_connections_are_not_closed_for_a_crowd() -> None:
+def test_a_proxys_idle_connections_survive_a_crowd() -> None:
     seats = ConnectionLimiter(80, PROXIES)
     pool = entered(seats, "10.0.0.1", 30)
     crowd = entered(seats, "192.0.2.1", 500)
@@ -141,7 +141,7 @@ def test_a_proxys_idle_connections_are_not_closed_for_a_crowd() -> None:
     assert sum(one.closed for one in pool) == 0
 
 
-def test_a_crowd_yields_to_a_proxy_and_a_proxys_pool_to_itself() -> None:
+def test_a_crowd_is_evicted_for_a_proxy_and_its_idle_connections_for_its_own() -> None:
     seats = ConnectionLimiter(80, PROXIES)
     crowd = entered(seats, "192.0.2.1", 500)
     pool = entered(seats, "10.0.0.1", 20)
@@ -154,7 +154,7 @@ def test_a_crowd_yields_to_a_proxy_and_a_proxys_pool_to_itself() -> None:
     assert sum(one.closed for one in pool) == 5
 
 
-def test_beyond_the_limit_the_newest_are_taken_for_a_moment() -> None:
+def test_beyond_the_limit_new_connections_may_ask_for_health() -> None:
     seats = ConnectionLimiter(1)
     seats.admit(One(), "192.0.2.1")
     extras = [One() for _ in range(3 * MOST_HEALTH_ONLY)]
@@ -204,7 +204,7 @@ async def closed(wire: Wire) -> bool:
 
 @pytest.mark.parametrize("limit", [1, 3, 20])
 @in_virtual_time
-async def test_who_watches_is_answered_on_both_listeners_whoever_holds_them(
+async def test_health_is_answered_on_both_listeners_however_many_connections_there_are(
     tmp_path: Path, limit: int
 ) -> None:
     settings = {"limits": {"connections": limit}}
@@ -227,7 +227,7 @@ async def test_who_watches_is_answered_on_both_listeners_whoever_holds_them(
 
 
 @in_virtual_time
-async def test_beyond_the_limit_all_else_is_429_at_once_and_silence_after_a_second(
+async def test_beyond_the_limit_other_requests_are_429_and_silent_clients_are_closed(
     tmp_path: Path,
 ) -> None:
     async with public(tmp_path, {"limits": {"connections": 2}}) as gate, AsyncExitStack() as all_:
@@ -249,7 +249,7 @@ async def test_beyond_the_limit_all_else_is_429_at_once_and_silence_after_a_seco
 
 
 @in_virtual_time
-async def test_idle_sockets_of_one_address_make_room_for_another(tmp_path: Path) -> None:
+async def test_idle_connections_of_one_address_are_evicted_for_another(tmp_path: Path) -> None:
     async with public(tmp_path, {"limits": {"connections": 20}}) as gate, AsyncExitStack() as all_:
         crowd = [await used(all_, gate, "127.0.0.1") for _ in range(18)]
         others = [await used(all_, gate, "127.0.0.2") for _ in range(9)]
@@ -264,7 +264,7 @@ async def test_idle_sockets_of_one_address_make_room_for_another(tmp_path: Path)
 
 
 @in_virtual_time
-async def test_what_runs_is_not_closed_for_another(tmp_path: Path) -> None:
+async def test_a_connection_with_a_running_request_is_not_evicted(tmp_path: Path) -> None:
     async with public(tmp_path, {"limits": {"connections": 16}}) as gate, AsyncExitStack() as all_:
         buffered = gate.running.gateway.handler.body_memory
         data = request({**HELLO, "max_tokens": 1})
@@ -279,7 +279,7 @@ async def test_what_runs_is_not_closed_for_another(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_bodies_that_never_end_make_room_for_another_address(tmp_path: Path) -> None:
+async def test_unfinished_bodies_are_evicted_for_another_address(tmp_path: Path) -> None:
     async with public(tmp_path, {"limits": {"connections": 16}}) as gate, AsyncExitStack() as all_:
         buffered = gate.running.gateway.handler.body_memory
         slow = [await all_.enter_async_context(wired_from(gate, "127.0.0.1")) for _ in range(14)]
@@ -294,7 +294,7 @@ async def test_bodies_that_never_end_make_room_for_another_address(tmp_path: Pat
 
 
 @in_virtual_time
-async def test_behind_a_proxy_the_address_that_it_forwards_is_bounded(tmp_path: Path) -> None:
+async def test_behind_a_proxy_the_forwarded_address_is_limited(tmp_path: Path) -> None:
     settings = {
         "listen": {"trusted_proxies": ["127.0.0.1"]},
         "limits": {"connections": 16},

@@ -159,7 +159,9 @@ requests = st.builds(
 
 
 @given(data=st.data(), several=st.lists(requests, min_size=1, max_size=5))
-def test_cuts_change_nothing(bench: Bench, data: st.DataObject, several: list[bytes]) -> None:
+def test_splitting_the_bytes_changes_nothing(
+    bench: Bench, data: st.DataObject, several: list[bytes]
+) -> None:
     alone = [bench.served([one]) for one in several]
     whole = b"".join(several)
     cuts = sorted(data.draw(st.sets(st.integers(1, len(whole) - 1), max_size=8)))
@@ -183,14 +185,14 @@ def test_cuts_change_nothing(bench: Bench, data: st.DataObject, several: list[by
 
 
 @pytest.mark.parametrize("cut", [1, 30])
-def test_half_a_head_stands_for_nobody(bench: Bench, cut: int) -> None:
+def test_half_a_head_is_never_taken_for_a_known_one(bench: Bench, cut: int) -> None:
     whole = asking("anna", "a", "length first")
     found = bench.served([whole[:cut], whole[cut:], b"", whole[cut:]])
     assert found.callers[0] == KEYS[0].id
     assert KEYS[0].id not in found.callers[1:]
 
 
-def test_a_request_that_was_the_end_of_another_is_not_its_callers(bench: Bench) -> None:
+def test_bytes_behind_a_request_are_not_served_as_its_caller(bench: Bench) -> None:
     spy = asking("nobody", "a", "plain")
     first = f"POST {PATH} HTTP/1.1\r\n{CREDENTIALS['anna']}X-Rest: ".encode()
     found = bench.served([first, spy, b"", spy])
@@ -198,13 +200,13 @@ def test_a_request_that_was_the_end_of_another_is_not_its_callers(bench: Bench) 
     assert [status for status, _ in found.replies] == [404, 401]
 
 
-def test_a_repeated_head_is_known_though_cut_requests_came_between(bench: Bench) -> None:
+def test_a_known_head_is_recognised_after_split_requests(bench: Bench) -> None:
     whole = asking("anna", "a", "plain")
     found = bench.served([whole, b"", whole[:50], whole[50:], b"", whole, b"", whole])
     assert found.callers == [KEYS[0].id] * 4
 
 
-def test_a_pipeline_holds_one_request_and_bytes(bench: Bench) -> None:
+def test_of_a_pipeline_one_request_runs_and_the_rest_stays_bytes(bench: Bench) -> None:
     """However many requests a packet has, one is begun; those behind it cost their bytes."""
 
     async def ask() -> tuple[int, int]:
@@ -228,7 +230,7 @@ def test_a_pipeline_holds_one_request_and_bytes(bench: Bench) -> None:
     assert bench.loop.run_until_complete(ask()) == (1, 2500)
 
 
-def test_who_takes_no_replies_is_not_served_on(bench: Bench) -> None:
+def test_a_client_that_reads_no_responses_gets_no_more(bench: Bench) -> None:
     async def ask() -> None:
         config = uvicorn.Config(bench.gateway.site, http=bench.kind, ws="none", log_config=None)
         connection = bench.kind(config, ServerState(), {}, bench.loop)
@@ -255,7 +257,7 @@ def test_who_takes_no_replies_is_not_served_on(bench: Bench) -> None:
     bench.loop.run_until_complete(ask())
 
 
-def test_where_too_much_waits_who_takes_no_replies_is_cut(
+def test_clients_that_read_no_responses_are_aborted_if_too_many_bytes_wait(
     bench: Bench,
 ) -> None:
     """They are cut, and who takes replies is served; what waits is counted to the byte."""

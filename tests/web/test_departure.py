@@ -54,7 +54,7 @@ def reset(wire: Wire) -> None:
 
 
 @in_virtual_time
-async def test_who_leaves_the_queue_takes_no_slot(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_the_queue_takes_no_slot(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK, EmulatedNode(slots=1)) as gate:
         gate.node.faults.next("hang", after_events=1)
         async with asking(gate, request(STREAM)):
@@ -71,7 +71,7 @@ async def test_who_leaves_the_queue_takes_no_slot(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("size", "stream"), [(10, True), (100_000, False)])
 @in_virtual_time
-async def test_who_leaves_before_the_nodes_head_leaves_no_connection(
+async def test_a_client_that_leaves_before_the_nodes_head_leaves_no_connection(
     tmp_path: Path, size: int, stream: bool
 ) -> None:
     async with public(tmp_path, QUICK) as gate:
@@ -87,7 +87,7 @@ async def test_who_leaves_before_the_nodes_head_leaves_no_connection(
 
 
 @in_virtual_time
-async def test_who_leaves_in_prefill_frees_the_slot_when_the_prompt_has_been_read(
+async def test_a_client_that_leaves_in_prefill_frees_the_slot_after_the_prefill(
     tmp_path: Path,
 ) -> None:
     node = EmulatedNode(slots=1, prefill_tps=200)
@@ -104,7 +104,7 @@ async def test_who_leaves_in_prefill_frees_the_slot_when_the_prompt_has_been_rea
 
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
 @in_virtual_time
-async def test_who_leaves_in_decode_frees_the_slot(tmp_path: Path, how: str) -> None:
+async def test_a_client_that_leaves_in_decode_frees_the_slot(tmp_path: Path, how: str) -> None:
     node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=2000)
     async with public(tmp_path, QUICK, node) as gate:
         async with asking(gate, request(STREAM)) as wire:
@@ -124,7 +124,7 @@ async def test_who_leaves_in_decode_frees_the_slot(tmp_path: Path, how: str) -> 
 
 
 @in_virtual_time
-async def test_a_plain_request_that_is_left_frees_its_slot_at_once(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_a_plain_request_frees_the_slot_at_once(tmp_path: Path) -> None:
     node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=2000)
     async with public(tmp_path, QUICK, node) as gate:
         async with asking(gate, request()):
@@ -136,7 +136,7 @@ async def test_a_plain_request_that_is_left_frees_its_slot_at_once(tmp_path: Pat
 
 
 @in_virtual_time
-async def test_what_can_only_be_answered_plainly_holds_its_slot_until_the_node_is_done(
+async def test_a_request_that_cannot_stream_holds_its_slot_until_the_node_is_done(
     tmp_path: Path,
 ) -> None:
     node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=40)
@@ -152,7 +152,7 @@ async def test_what_can_only_be_answered_plainly_holds_its_slot_until_the_node_i
 
 
 @in_virtual_time
-async def test_who_leaves_within_its_body_reaches_no_node(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_within_its_body_reaches_no_node(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK) as gate:
         async with asking(gate, request(b'{"messages"', length=5000)):
             await until(lambda: gate.running.gateway.handler.body_memory.total_bytes > 0)
@@ -164,7 +164,7 @@ async def test_who_leaves_within_its_body_reaches_no_node(tmp_path: Path) -> Non
 
 
 @in_virtual_time
-async def test_who_pipelines_and_leaves_is_noticed(tmp_path: Path) -> None:
+async def test_a_pipelining_client_that_leaves_is_noticed(tmp_path: Path) -> None:
     node = EmulatedNode(slots=2, decode_tps=50, answer_tokens=2000)
     async with public(tmp_path, QUICK, node) as gate:
         async with asking(gate, request(STREAM) + request(STREAM)) as wire:
@@ -178,7 +178,7 @@ async def test_who_pipelines_and_leaves_is_noticed(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_many_who_leave_at_any_moment_leave_nothing_behind(tmp_path: Path) -> None:
+async def test_many_clients_that_leave_at_random_leave_nothing_behind(tmp_path: Path) -> None:
     node = EmulatedNode(slots=4, prefill_tps=2000, decode_tps=500, answer_tokens=100)
     async with public(tmp_path, QUICK, node) as gate:
 
@@ -197,7 +197,7 @@ async def test_many_who_leave_at_any_moment_leave_nothing_behind(tmp_path: Path)
 
 @pytest.mark.timeout(300)
 @in_virtual_time
-async def test_a_reader_that_lags_stops_its_node_and_nobody_else(tmp_path: Path) -> None:
+async def test_a_slow_reader_stops_its_node_and_no_other_client(tmp_path: Path) -> None:
     node = EmulatedNode(slots=2, context=1_000_000, answer_tokens=LONG)
     settings = {**QUICK, "timeouts": {"silence": 0.5}}
     async with public(tmp_path, settings, node) as gate:
@@ -232,7 +232,7 @@ async def test_a_reader_that_lags_stops_its_node_and_nobody_else(tmp_path: Path)
 
 
 @in_virtual_time
-async def test_a_reader_that_lags_and_leaves_is_noticed(tmp_path: Path) -> None:
+async def test_a_slow_reader_that_leaves_is_noticed(tmp_path: Path) -> None:
     node = EmulatedNode(slots=1, context=1_000_000, answer_tokens=LONG)
     async with public(tmp_path, QUICK, node) as gate:
         async with asking(gate, request({**STREAM, "timings_per_token": True})) as slow:
@@ -255,7 +255,7 @@ async def test_a_large_body_goes_to_the_node_whole(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_nobody_is_told_of_a_client_that_left_between_requests(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_between_requests_is_not_logged(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK) as gate:
         async with asking(gate, request({**HELLO, "max_tokens": 1})) as wire:
             assert (await answer(wire)).status == 200

@@ -62,7 +62,7 @@ def framed(chunks: list[tuple[bytes, bytes]], trailers: bytes = b"") -> bytes:
     cuts=st.lists(st.integers(0, 400), max_size=8),
     rest=st.binary(max_size=20),
 )
-def test_a_body_is_found_however_it_is_cut(
+def test_a_body_is_decoded_however_it_is_split(
     chunks: list[tuple[bytes, bytes]], trailers: bytes, cuts: list[int], rest: bytes
 ) -> None:
     data = framed(chunks, trailers)
@@ -94,7 +94,7 @@ def test_a_body_is_found_however_it_is_cut(
     ),
     instead=st.booleans(),
 )
-def test_what_is_taken_httptools_takes_for_the_same(
+def test_an_accepted_body_means_the_same_to_httptools(
     chunks: list[tuple[bytes, bytes]], place: int, put: bytes, instead: bool
 ) -> None:
     data = framed(chunks, b"A: b\r\n")
@@ -147,7 +147,9 @@ def test_what_is_taken_httptools_takes_for_the_same(
     ],
 )
 @pytest.mark.parametrize("whole", [True, False])
-def test_what_others_might_read_in_another_way_is_refused(data: bytes, whole: bool) -> None:
+def test_a_body_that_other_parsers_may_read_differently_is_refused(
+    data: bytes, whole: bool
+) -> None:
     pieces = [data] if whole else [data[at : at + 1] for at in range(len(data))]
     with pytest.raises(GatewayError) as raised:
         read(pieces)
@@ -162,7 +164,7 @@ def test_what_others_might_read_in_another_way_is_refused(data: bytes, whole: bo
         (b"0\r\n", b"A: b\r\nC: d\r\n"),
     ],
 )
-def test_extensions_and_trailers_are_bounded(first: bytes, more: bytes) -> None:
+def test_extensions_and_trailers_are_limited(first: bytes, more: bytes) -> None:
     endless = [first, *[more] * 1000]
     taken: list[bytes] = []
 

@@ -49,7 +49,7 @@ async def body_of(wire: Wire) -> bytes:
 
 @pytest.mark.parametrize("path", BODIES)
 @in_virtual_time
-async def test_a_stream_that_waits_gives_signs_of_life(tmp_path: Path, path: str) -> None:
+async def test_a_queued_stream_gets_heartbeats(tmp_path: Path, path: str) -> None:
     async with public(tmp_path, BEATING) as gate:
         beat = PING if path == "/v1/messages" else b":\n"
         gate.node.faults.next("hang", after_events=0)
@@ -84,7 +84,7 @@ async def test_a_stream_that_waits_gives_signs_of_life(tmp_path: Path, path: str
 
 @pytest.mark.parametrize("path", BODIES)
 @in_virtual_time
-async def test_a_stream_that_falls_silent_gets_them_too(tmp_path: Path, path: str) -> None:
+async def test_a_silent_stream_gets_heartbeats(tmp_path: Path, path: str) -> None:
     async with public(tmp_path, BEATING) as gate:
         beat = PING if path == "/v1/messages" else b":\n"
         gate.node.faults.next("hang", after_events=5)
@@ -102,7 +102,7 @@ async def test_a_stream_that_falls_silent_gets_them_too(tmp_path: Path, path: st
 
 
 @in_virtual_time
-async def test_plain_requests_get_none(tmp_path: Path) -> None:
+async def test_plain_requests_get_no_heartbeats(tmp_path: Path) -> None:
     async with public(tmp_path, BEATING) as gate:
         gate.node.faults.next("hang", seconds=0.4)
         found = await gate.chat(max_tokens=1)
@@ -128,7 +128,7 @@ async def failing(gate: Public, path: str, kind: str, **fault: Any) -> bytes:
 
 @pytest.mark.parametrize("path", BODIES)
 @in_virtual_time
-async def test_a_nodes_own_400_is_an_event_then_and_keeps_its_code_in_the_record(
+async def test_after_a_heartbeat_a_nodes_400_is_an_event_and_keeps_its_status_in_the_record(
     tmp_path: Path, path: str
 ) -> None:
     async with public(tmp_path, BEATING) as gate:
@@ -144,7 +144,7 @@ async def test_a_nodes_own_400_is_an_event_then_and_keeps_its_code_in_the_record
 
 @pytest.mark.parametrize("path", BODIES)
 @in_virtual_time
-async def test_a_502_is_an_event_then_and_keeps_its_code_in_the_record(
+async def test_after_a_heartbeat_a_502_is_an_event_and_keeps_its_status_in_the_record(
     tmp_path: Path, path: str
 ) -> None:
     async with public(tmp_path, BEATING) as gate:
@@ -177,7 +177,7 @@ def told(path: str, data: bytes, message: str, kind: str = "api_error") -> None:
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 @in_virtual_time
-async def test_a_wait_that_was_too_long_is_an_event_then(tmp_path: Path, path: str) -> None:
+async def test_after_a_heartbeat_a_queue_timeout_is_an_event(tmp_path: Path, path: str) -> None:
     settings = {**BEATING, "queue": {"max_wait": 0.3}}
     async with public(tmp_path, settings, EmulatedNode(slots=1)) as other:
         other.node.faults.next("hang", after_events=0)
@@ -194,7 +194,7 @@ async def test_a_wait_that_was_too_long_is_an_event_then(tmp_path: Path, path: s
 
 
 @in_virtual_time
-async def test_a_failure_before_the_first_sign_of_life_has_its_own_status(tmp_path: Path) -> None:
+async def test_a_failure_before_the_first_heartbeat_has_its_own_status(tmp_path: Path) -> None:
     async with public(tmp_path, BEATING) as gate:
         gate.node.faults.next("status", status=400)
         found = await gate.ask(stream())
@@ -203,7 +203,7 @@ async def test_a_failure_before_the_first_sign_of_life_has_its_own_status(tmp_pa
 
 
 @in_virtual_time
-async def test_an_answer_that_is_no_stream_is_an_error_once_one_was_promised(
+async def test_after_a_heartbeat_a_response_that_is_not_a_stream_is_an_error(
     tmp_path: Path,
 ) -> None:
     async with public(tmp_path, BEATING) as gate:
@@ -213,7 +213,7 @@ async def test_an_answer_that_is_no_stream_is_an_error_once_one_was_promised(
 
 
 @in_virtual_time
-async def test_signs_of_life_can_be_switched_off(tmp_path: Path) -> None:
+async def test_heartbeats_can_be_switched_off(tmp_path: Path) -> None:
     async with public(tmp_path, {"heartbeat": "off"}) as other:
         other.node.faults.next("hang", after_events=0)
         async with wired(other.url) as wire:
@@ -226,7 +226,7 @@ async def test_signs_of_life_can_be_switched_off(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_the_nodes_own_comments_are_brought_to_one_form(tmp_path: Path) -> None:
+async def test_the_nodes_own_comments_become_heartbeats(tmp_path: Path) -> None:
     async with public(tmp_path, BEATING) as gate:
         gate.node.faults.next("comments")
         found = await gate.ask(stream(max_tokens=3))
@@ -236,7 +236,7 @@ async def test_the_nodes_own_comments_are_brought_to_one_form(tmp_path: Path) ->
 
 
 @in_virtual_time
-async def test_the_nodes_own_comments_are_left_out_where_signs_of_life_are_off(
+async def test_without_heartbeats_the_nodes_own_comments_are_dropped(
     tmp_path: Path,
 ) -> None:
     async with public(tmp_path, {"heartbeat": "off"}) as other:
@@ -247,7 +247,7 @@ async def test_the_nodes_own_comments_are_left_out_where_signs_of_life_are_off(
 
 
 @in_virtual_time
-async def test_who_leaves_after_signs_of_life_is_noticed(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_after_a_heartbeat_is_noticed(tmp_path: Path) -> None:
     async with public(tmp_path, BEATING) as gate:
         gate.node.faults.next("hang", after_events=0)
         async with wired(gate.url) as wire:
@@ -259,7 +259,7 @@ async def test_who_leaves_after_signs_of_life_is_noticed(tmp_path: Path) -> None
 
 
 @in_virtual_time
-async def test_signs_of_life_go_on_while_another_node_is_tried(tmp_path: Path) -> None:
+async def test_heartbeats_continue_while_another_node_is_tried(tmp_path: Path) -> None:
     async with (
         EmulatedNode() as one,
         EmulatedNode() as two,

@@ -3,7 +3,7 @@ from __future__ import annotations
 from gateway.web.handler import SupersedingMap
 
 
-def test_the_newest_replaces_the_one_before_it() -> None:
+def test_a_newer_item_replaces_the_older_one() -> None:
     latest = SupersedingMap[object]()
     first, second, other = object(), object(), object()
     assert latest.replace("a", first) is None
@@ -11,7 +11,7 @@ def test_the_newest_replaces_the_one_before_it() -> None:
     assert latest.replace("a", second) is first
 
 
-def test_what_is_over_is_not_replaced() -> None:
+def test_a_discarded_item_is_not_replaced() -> None:
     latest = SupersedingMap[object]()
     first, second = object(), object()
     latest.replace("a", first)
@@ -19,7 +19,7 @@ def test_what_is_over_is_not_replaced() -> None:
     assert latest.replace("a", second) is None
 
 
-def test_the_end_of_what_was_replaced_leaves_its_successor() -> None:
+def test_discarding_a_replaced_item_leaves_the_newer_one() -> None:
     latest = SupersedingMap[object]()
     first, second, third = object(), object(), object()
     latest.replace("a", first)

@@ -105,7 +105,7 @@ async def ended(tasks: list[asyncio.Task[Any]]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @in_virtual_time
-async def test_urgent_requests_hardly_notice_a_fleet_that_is_overloaded(tmp_path: Path) -> None:
+async def test_urgent_requests_hardly_wait_on_an_overloaded_fleet(tmp_path: Path) -> None:
     rng = random.Random(3)
     nodes = [EmulatedNode(slots=2, prefill_tps=600.0, decode_tps=150.0) for _ in range(2)]
     releases: list[float] = []
@@ -215,7 +215,7 @@ def key_of(key: ApiKey, **more: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @in_virtual_time
-async def test_two_callers_get_the_same_though_one_sends_ten_times_as_much(
+async def test_two_callers_get_equal_shares_though_one_sends_ten_times_as_much(
     tmp_path: Path,
 ) -> None:
     keys = [new_key(), new_key()]
@@ -227,7 +227,7 @@ async def test_two_callers_get_the_same_though_one_sends_ten_times_as_much(
 
 
 @in_virtual_time
-async def test_people_behind_a_trusted_key_have_turns_of_their_own(tmp_path: Path) -> None:
+async def test_users_of_a_trusted_key_get_equal_shares(tmp_path: Path) -> None:
     key = new_key()
     settings = {"keys": [key_of(key, trust_user_headers=True)]}
     async with a_site(tmp_path, EmulatedNode(slots=1, decode_tps=20), settings=settings) as site:
@@ -245,7 +245,7 @@ async def test_people_behind_a_trusted_key_have_turns_of_their_own(tmp_path: Pat
 
 
 @in_virtual_time
-async def test_who_is_not_trusted_gets_no_more_by_naming_users(tmp_path: Path) -> None:
+async def test_an_untrusted_key_gains_nothing_by_naming_users(tmp_path: Path) -> None:
     keys = [new_key(), new_key()]
     settings = {"keys": [key_of(key) for key in keys]}
     async with a_site(tmp_path, EmulatedNode(slots=1, decode_tps=20), settings=settings) as site:
@@ -270,7 +270,7 @@ async def test_who_is_not_trusted_gets_no_more_by_naming_users(tmp_path: Path) -
 
 
 @in_virtual_time
-async def test_a_deadline_that_can_not_be_met_is_refused_at_once(tmp_path: Path) -> None:
+async def test_a_request_that_can_not_meet_its_deadline_is_refused_at_once(tmp_path: Path) -> None:
     async with a_site(tmp_path, EmulatedNode(slots=1, decode_tps=50)) as site:
         for _ in range(4):
             assert (await site.ask(30)).status_code == 200
@@ -288,7 +288,7 @@ async def test_a_deadline_that_can_not_be_met_is_refused_at_once(tmp_path: Path)
 
 
 @in_virtual_time
-async def test_a_class_is_let_in_by_its_share_of_the_queue(tmp_path: Path) -> None:
+async def test_a_class_is_admitted_by_its_share_of_the_queue(tmp_path: Path) -> None:
     settings = {"queue": {"max": 4}}
     async with a_site(tmp_path, EmulatedNode(slots=1, decode_tps=20), settings=settings) as site:
         tasks = [asyncio.create_task(site.ask(400))]
@@ -308,7 +308,7 @@ async def test_a_class_is_let_in_by_its_share_of_the_queue(tmp_path: Path) -> No
 # Reload.
 
 
-async def test_all_of_it_changes_live_for_those_who_wait_too(tmp_path: Path) -> None:
+async def test_a_reload_applies_to_queued_requests_too(tmp_path: Path) -> None:
     key = new_key()
     async with a_site(tmp_path, EmulatedNode(slots=4, decode_tps=20, answer_tokens=3000)) as site:
         scheduler = site.running.gateway.scheduler

@@ -24,7 +24,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("body", SHAPES, ids=["messages", "parts", "tools", "links"])
 @in_virtual_time
-async def test_one_is_prepared_in_each_round_of_the_loop(
+async def test_one_slow_body_is_prepared_per_round_of_the_event_loop(
     tmp_path: Path, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds: Counter[int] = Counter()

@@ -106,7 +106,7 @@ SHAPES = {
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-async def test_others_wait_no_longer_than_beside_a_plain_text(tmp_path: Path) -> None:
+async def test_other_clients_wait_no_longer_than_beside_a_plain_text(tmp_path: Path) -> None:
     async with EmulatedNode() as node, process(tmp_path, node.url) as gateway:
         plain, _ = await _measured(tmp_path, gateway, chat(b'"' + b"a" * SIZE + b'"'))
         for shape, body in SHAPES.items():

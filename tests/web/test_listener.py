@@ -38,7 +38,7 @@ def trusting(authority: trustme.CA) -> ssl.SSLContext:
 
 
 @in_virtual_time
-async def test_the_public_listener_may_speak_tls(
+async def test_the_public_listener_can_use_tls(
     tmp_path: Path, authority: trustme.CA, tls: dict[str, str]
 ) -> None:
     settings = {"listen": {"tls": tls}, "limits": {"header_timeout": 0.5, "body_bytes": 1_000_000}}
@@ -66,7 +66,7 @@ async def test_the_public_listener_may_speak_tls(
 
 
 @in_virtual_time
-async def test_plain_http_on_a_tls_port_is_closed_and_harms_nobody(
+async def test_plain_http_on_a_tls_port_is_closed(
     tmp_path: Path, authority: trustme.CA, tls: dict[str, str]
 ) -> None:
     async with public(tmp_path, {"listen": {"tls": tls}}, well=False) as gate:
@@ -87,7 +87,7 @@ async def test_a_port_that_is_taken_is_told() -> None:
             bind_socket("127.0.0.1", sock.getsockname()[1])
 
 
-async def test_of_two_that_were_bound_at_the_same_time_the_later_is_told() -> None:
+async def test_of_two_sockets_bound_at_once_the_later_can_not_listen() -> None:
     protocol = protocol_class(LimitSettings())
     first = Listener(_nothing, bind_socket("127.0.0.1", 0), protocol=protocol, keep_alive=0.5)
     sock = bind_socket("127.0.0.1", first.port)
@@ -99,7 +99,7 @@ async def test_of_two_that_were_bound_at_the_same_time_the_later_is_told() -> No
     await second.close()
 
 
-async def test_every_address_is_of_both_families() -> None:
+async def test_an_empty_address_accepts_ipv4_and_ipv6() -> None:
     with bind_socket("::", 0) as sock:
         sock.listen()
         for host in ("127.0.0.1", "::1"):
@@ -112,7 +112,7 @@ async def test_every_address_is_of_both_families() -> None:
 @pytest.mark.parametrize(
     ("host", "url"), [("127.0.0.1", "http://127.0.0.1:"), ("::1", "http://[::1]:")]
 )
-async def test_a_listener_tells_its_url(host: str, url: str) -> None:
+async def test_a_listener_knows_its_url(host: str, url: str) -> None:
     listener = Listener(
         _nothing, bind_socket(host, 0), protocol=protocol_class(LimitSettings()), keep_alive=0.5
     )

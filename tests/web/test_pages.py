@@ -62,12 +62,12 @@ def told(found: Answer) -> tuple[int, str | None]:
     ],
 )
 @pytest.mark.parametrize("absolute", [False, True])
-async def test_the_listeners_names_are_answered_to(gate: Public, host: str, absolute: bool) -> None:
+async def test_the_listeners_own_hosts_are_allowed(gate: Public, host: str, absolute: bool) -> None:
     data = asking("evil.example", path=f"http://{host}{CHAT}") if absolute else asking(host)
     assert (await gate.ask(data)).status == 200
 
 
-async def test_a_port_may_be_left_empty(gate: Public) -> None:
+async def test_the_port_of_a_host_may_be_empty(gate: Public) -> None:
     assert (await gate.ask(asking("localhost:"))).status == 200
 
 
@@ -90,7 +90,7 @@ async def test_a_port_may_be_left_empty(gate: Public) -> None:
     ],
 )
 @pytest.mark.parametrize("form", ["host", "absolute", "models"])
-async def test_a_name_that_resolves_to_this_machine_is_not_its_own(
+async def test_a_foreign_name_that_resolves_to_this_machine_is_refused(
     gate: Public, host: str, form: str
 ) -> None:
     data = {
@@ -129,7 +129,7 @@ async def test_a_name_that_resolves_to_this_machine_is_not_its_own(
     ],
 )
 @pytest.mark.parametrize("start", [f"POST {CHAT}", f"POST http://localhost{CHAT}", "GET /health"])
-async def test_a_request_that_names_no_host_or_several_is_400(
+async def test_a_request_without_host_or_with_several_is_400(
     gate: Public, lines: str, start: str
 ) -> None:
     data = f"{start} HTTP/1.1\r\n{lines}Content-Length: 2\r\n\r\n{{}}"
@@ -141,7 +141,7 @@ async def test_a_request_that_names_no_host_or_several_is_400(
         assert await wire.rest() == b""
 
 
-async def test_an_old_client_need_not_name_a_host(gate: Public) -> None:
+async def test_an_http_1_0_client_needs_no_host(gate: Public) -> None:
     assert (await gate.ask(b"GET /health HTTP/1.0\r\n\r\n")).status == 200
 
 
@@ -176,7 +176,7 @@ async def test_a_target_without_a_host_is_400(gate: Public, target: str) -> None
         (["Origin: http://evil.localhost"], False),
     ],
 )
-async def test_a_page_of_another_origin_does_not_post(
+async def test_a_page_of_another_origin_may_not_post(
     gate: Public, fields: list[str], allowed: bool
 ) -> None:
     found = await gate.ask(asking("localhost", *fields))
@@ -186,7 +186,7 @@ async def test_a_page_of_another_origin_does_not_post(
         assert b"cors.origins" in found.body
 
 
-async def test_who_shows_a_key_asks_by_any_name(tmp_path: Path) -> None:
+async def test_a_caller_with_a_key_may_use_any_host(tmp_path: Path) -> None:
     settings = {"keys": [{"id": KEY.id, "sha256": KEY.sha256}], "allow_anonymous": True}
     async with public(tmp_path, settings) as gate:
         fields = ["Origin: http://evil.example", f"Authorization: Bearer {KEY.text}"]
@@ -204,12 +204,14 @@ async def test_who_shows_a_key_asks_by_any_name(tmp_path: Path) -> None:
         ({"listen": {"hosts": ["gw"], "trusted_proxies": ["10.0.0.0/8"]}}, False, True),
     ],
 )
-async def test_where_names_count(settings: dict[str, Any], loopback: bool, asked: bool) -> None:
+async def test_hosts_are_checked_on_loopback_or_if_the_settings_list_them(
+    settings: dict[str, Any], loopback: bool, asked: bool
+) -> None:
     rules = OriginPolicy.of(Settings(**settings), loopback=loopback)
     assert (rules is not None) is asked
 
 
-async def test_a_listener_answers_to_the_address_that_was_asked() -> None:
+async def test_a_listener_allows_the_address_that_was_connected_to() -> None:
     rules = OriginPolicy.of(Settings(listen={"hosts": ["gw"]}), loopback=False)  # type: ignore[arg-type]
     assert rules is not None
     rules.check([(b"host", b"10.1.2.3:8000")], "10.1.2.3", is_post=True)

@@ -35,7 +35,7 @@ def events_of(data: bytes) -> list[bytes]:
 
 @pytest.mark.parametrize("path", PATHS)
 @in_virtual_time
-async def test_who_waits_is_told_its_place(tmp_path: Path, path: str) -> None:
+async def test_a_queued_client_learns_its_place_in_the_queue(tmp_path: Path, path: str) -> None:
     async with public(tmp_path, OFF, slow()) as gate:
         first = asyncio.create_task(gate.chat(max_tokens=30))
         await until(lambda: gate.node.busy == 1)
@@ -67,7 +67,7 @@ PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
 @in_virtual_time
-async def test_nobody_else_is(tmp_path: Path) -> None:
+async def test_a_client_that_does_not_ask_gets_no_progress(tmp_path: Path) -> None:
     async with public(tmp_path, {**OFF, "heartbeat": 0.3}, slow()) as gate:
         first = asyncio.create_task(gate.chat(max_tokens=25))
         await until(lambda: gate.node.busy == 1)
@@ -114,7 +114,7 @@ def without_marks(body: bytes) -> bytes:
 
 @pytest.mark.parametrize("path", TELLING)
 @in_virtual_time
-async def test_who_is_read_is_told_how_much_of_it(tmp_path: Path, path: str) -> None:
+async def test_progress_of_the_prefill_is_reported(tmp_path: Path, path: str) -> None:
     async with public(tmp_path, OFF, reading(), timings=OFTEN) as gate:
         plain, found = await asyncio.gather(
             gate.ask(request(a_long(path), "X-Session-Id: one", path=path)),
@@ -135,7 +135,7 @@ async def test_who_is_read_is_told_how_much_of_it(tmp_path: Path, path: str) -> 
 
 
 @in_virtual_time
-async def test_who_asked_the_node_itself_gets_its_events(tmp_path: Path) -> None:
+async def test_a_client_that_asks_the_node_for_progress_gets_its_events(tmp_path: Path) -> None:
     async with public(tmp_path, OFF, reading(), timings=OFTEN) as gate:
         found = await gate.ask(request(a_long(CHAT, return_progress=True), ASKING))
         assert READ.search(found.body)
@@ -145,7 +145,7 @@ async def test_who_asked_the_node_itself_gets_its_events(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("path", LONGS)
 @in_virtual_time
-async def test_progress_that_is_not_asked_for_edits_nothing(tmp_path: Path, path: str) -> None:
+async def test_without_progress_the_body_is_not_edited(tmp_path: Path, path: str) -> None:
     async with public(tmp_path, OFF, EmulatedNode(infill=True)) as gate:
         await gate.ask(request(a_long(path), path=path))
         await gate.ask(request({**a_long(path), "stream": False}, ASKING, path=path))
@@ -153,7 +153,7 @@ async def test_progress_that_is_not_asked_for_edits_nothing(tmp_path: Path, path
 
 
 @in_virtual_time
-async def test_it_goes_together_with_what_else_is_taken_out(tmp_path: Path) -> None:
+async def test_progress_events_are_removed_together_with_other_additions(tmp_path: Path) -> None:
     async with public(tmp_path, {**OFF, "resume": "exact"}, reading(), timings=OFTEN) as gate:
         plain = await gate.ask(request(a_long(CHAT)))
         found = await gate.ask(request(a_long(CHAT), ASKING))
@@ -165,7 +165,7 @@ async def test_it_goes_together_with_what_else_is_taken_out(tmp_path: Path) -> N
 
 
 @in_virtual_time
-async def test_where_a_node_does_not_tell_it_is_reckoned_once_its_speed_is_known(
+async def test_without_the_nodes_events_progress_is_estimated_from_its_speed(
     tmp_path: Path,
 ) -> None:
     path = "/v1/messages"
@@ -185,7 +185,7 @@ async def test_where_a_node_does_not_tell_it_is_reckoned_once_its_speed_is_known
 
 
 @in_virtual_time
-async def test_a_node_that_never_heard_of_progress_is_not_spoilt(tmp_path: Path) -> None:
+async def test_a_node_without_progress_events_serves_as_usual(tmp_path: Path) -> None:
     async with public(tmp_path, OFF, reading(progress=False), timings=OFTEN) as gate:
         found = await gate.ask(request(a_long(CHAT), ASKING))
         assert json.loads(gate.node.seen[-1].body)["return_progress"] is True
@@ -195,7 +195,7 @@ async def test_a_node_that_never_heard_of_progress_is_not_spoilt(tmp_path: Path)
 
 
 @in_virtual_time
-async def test_events_of_progress_count_as_no_tokens(tmp_path: Path) -> None:
+async def test_progress_events_count_as_no_tokens(tmp_path: Path) -> None:
     async with public(tmp_path, OFF, reading(decode_tps=20.0)) as gate:
         async with wired(gate.url) as wire:
             await wire.send(request(a_long(CHAT, max_tokens=3000), ASKING))
@@ -207,7 +207,7 @@ async def test_events_of_progress_count_as_no_tokens(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_plain_answer_is_as_ever(tmp_path: Path) -> None:
+async def test_a_plain_response_has_no_progress(tmp_path: Path) -> None:
     async with public(tmp_path, OFF, slow()) as gate:
         found = await asyncio.gather(*(gate.chat(ASKING, max_tokens=9) for _ in range(2)))
         assert [one.status for one in found] == [200, 200]

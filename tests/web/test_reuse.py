@@ -21,9 +21,7 @@ CALM = {"health": {"interval": 60, "discover_interval": 60}, "heartbeat": "off"}
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_requests_one_after_the_other_open_no_further_connection(
-    tmp_path: Path, stream: bool
-) -> None:
+async def test_sequential_requests_reuse_one_connection(tmp_path: Path, stream: bool) -> None:
     async with public(tmp_path, CALM, EmulatedNode(close_after_stream=False)) as gate:
         await gate.chat(max_tokens=1)
         before = gate.node.connections_opened
@@ -33,7 +31,7 @@ async def test_requests_one_after_the_other_open_no_further_connection(
 
 
 @in_virtual_time
-async def test_a_node_that_closes_after_each_stream_is_asked_anew(tmp_path: Path) -> None:
+async def test_a_node_that_closes_after_each_stream_gets_new_connections(tmp_path: Path) -> None:
     async with public(tmp_path, CALM) as gate:
         for _ in range(20):
             found = await gate.chat(max_tokens=1, stream=True)
@@ -43,7 +41,7 @@ async def test_a_node_that_closes_after_each_stream_is_asked_anew(tmp_path: Path
 
 
 @in_virtual_time
-async def test_the_limit_of_requests_on_one_connection_is_not_noticed(tmp_path: Path) -> None:
+async def test_a_nodes_limit_of_requests_per_connection_is_not_noticed(tmp_path: Path) -> None:
     async with public(
         tmp_path, CALM, EmulatedNode(keepalive_requests=10, close_after_stream=False)
     ) as gate:
@@ -56,7 +54,7 @@ async def test_the_limit_of_requests_on_one_connection_is_not_noticed(tmp_path: 
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_connections_that_break_in_the_instant_of_their_reuse_are_no_attempts(
+async def test_a_stale_connection_is_no_attempt(
     tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "STALE_SECONDS", 60.0)  # though this machine stood still
@@ -73,7 +71,7 @@ async def test_connections_that_break_in_the_instant_of_their_reuse_are_no_attem
 
 
 @in_virtual_time
-async def test_an_answer_is_the_same_however_it_is_framed(tmp_path: Path) -> None:
+async def test_a_response_is_the_same_however_it_is_framed(tmp_path: Path) -> None:
     async with public(tmp_path, CALM) as gate:
         plain = json.loads((await gate.chat(max_tokens=5)).body)
         for fault in ("chunk_extensions", "interim", "slow_head", "trickle"):
@@ -140,7 +138,7 @@ def heard(node: EmulatedNode) -> list[str]:
 
 
 @in_virtual_time
-async def test_requests_that_repeat_a_head_have_each_their_own_body(tmp_path: Path) -> None:
+async def test_requests_with_a_repeated_head_have_their_own_bodies(tmp_path: Path) -> None:
     texts = ["a", "bb", "c" * 200, "a", "d" * 5000, "e"]
     async with public(tmp_path, CALM) as gate, wired(gate.url) as wire:
         for text in texts:
@@ -150,7 +148,7 @@ async def test_requests_that_repeat_a_head_have_each_their_own_body(tmp_path: Pa
 
 
 @in_virtual_time
-async def test_a_head_that_was_repeated_may_come_in_pieces_or_in_company(tmp_path: Path) -> None:
+async def test_a_repeated_head_may_arrive_in_pieces_or_with_others(tmp_path: Path) -> None:
     async with public(tmp_path, CALM) as gate, wired(gate.url) as wire:
         for _ in range(3):
             await wire.send(asking_for("first"))
@@ -173,7 +171,7 @@ async def test_a_head_that_was_repeated_may_come_in_pieces_or_in_company(tmp_pat
 
 
 @in_virtual_time
-async def test_what_differs_from_a_repeated_head_is_read_for_what_it_is(tmp_path: Path) -> None:
+async def test_a_head_that_differs_from_the_last_is_parsed(tmp_path: Path) -> None:
     data = asking_for("hello")
     async with public(tmp_path, CALM) as gate:
         for changed, expected in (

@@ -67,7 +67,7 @@ async def refused(wire: Wire) -> bool:
 
 
 @in_virtual_time
-async def test_bodies_that_a_key_holds_make_room_for_anothers(tmp_path: Path) -> None:
+async def test_bodies_of_one_key_are_evicted_for_another(tmp_path: Path) -> None:
     limits = {"buffered_bytes": 80_000, "body_bytes": 100_000}
     async with shared(tmp_path, limits=limits) as gate, AsyncExitStack() as stack:
         held = [await begun(stack, gate, 10_000, key(A)) for _ in range(7)]
@@ -82,7 +82,7 @@ async def test_bodies_that_a_key_holds_make_room_for_anothers(tmp_path: Path) ->
 
 
 @in_virtual_time
-async def test_a_key_gets_no_more_memory_than_another_by_pushing(tmp_path: Path) -> None:
+async def test_a_key_gains_no_memory_by_sending_more(tmp_path: Path) -> None:
     limits = {"buffered_bytes": 80_000, "body_bytes": 100_000}
     async with shared(tmp_path, limits=limits) as gate, AsyncExitStack() as stack:
         first = [await begun(stack, gate, 5_000, key(A)) for _ in range(14)]
@@ -95,7 +95,7 @@ async def test_a_key_gets_no_more_memory_than_another_by_pushing(tmp_path: Path)
 
 
 @in_virtual_time
-async def test_a_body_that_waits_for_a_slot_goes_for_anothers(tmp_path: Path) -> None:
+async def test_the_body_of_a_queued_request_is_evicted_for_another_key(tmp_path: Path) -> None:
     limits = {"buffered_bytes": 80_000, "body_bytes": 100_000}
     node = EmulatedNode(slots=1, decode_tps=5)
     async with shared(tmp_path, node, limits=limits) as gate:
@@ -111,7 +111,9 @@ async def test_a_body_that_waits_for_a_slot_goes_for_anothers(tmp_path: Path) ->
 
 
 @in_virtual_time
-async def test_so_does_one_of_several_prompts_until_the_first_has_begun(tmp_path: Path) -> None:
+async def test_a_request_of_several_prompts_is_evicted_until_its_first_has_started(
+    tmp_path: Path,
+) -> None:
     limits = {"buffered_bytes": 80_000, "body_bytes": 100_000}
     node = EmulatedNode(slots=1, decode_tps=20)
     async with shared(tmp_path, node, limits=limits) as gate:
@@ -130,7 +132,7 @@ async def test_so_does_one_of_several_prompts_until_the_first_has_begun(tmp_path
 
 
 @in_virtual_time
-async def test_an_only_body_may_use_the_reserve(tmp_path: Path) -> None:
+async def test_a_callers_only_body_may_use_the_reserve(tmp_path: Path) -> None:
     # It counts twice while it is prepared.
     limits = {"buffered_bytes": 200_000, "body_bytes": 100_000}
     async with shared(tmp_path, limits=limits) as gate:
@@ -139,7 +141,7 @@ async def test_an_only_body_may_use_the_reserve(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_three_hundred_of_one_key_do_not_refuse_another(tmp_path: Path) -> None:
+async def test_three_hundred_requests_of_one_key_do_not_exclude_another(tmp_path: Path) -> None:
     node = EmulatedNode(slots=1, decode_tps=50)
     async with shared(tmp_path, node, queue={"max": 24}) as gate:
         body = {**HELLO, "max_tokens": 3}
@@ -153,7 +155,7 @@ async def test_three_hundred_of_one_key_do_not_refuse_another(tmp_path: Path) ->
 
 
 @in_virtual_time
-async def test_naming_users_gives_a_key_no_more_places(tmp_path: Path) -> None:
+async def test_naming_users_gives_a_key_no_more_places_in_the_queue(tmp_path: Path) -> None:
     node = EmulatedNode(slots=1, decode_tps=50)
     async with shared(tmp_path, node, queue={"max": 24}) as gate:
         body = {**HELLO, "max_tokens": 3}
@@ -172,7 +174,9 @@ async def test_naming_users_gives_a_key_no_more_places(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/apply-template", "/tokenize", "/v1/messages/count_tokens"])
 @in_virtual_time
-async def test_paths_without_slots_reach_a_node_few_at_a_time(tmp_path: Path, path: str) -> None:
+async def test_requests_without_a_slot_reach_a_node_few_at_a_time(
+    tmp_path: Path, path: str
+) -> None:
     node = EmulatedNode(slots=2)
     async with shared(tmp_path, node, queue={"slotless": 4}) as gate:
         node.faults.set("hang", path=path)
@@ -202,7 +206,9 @@ async def test_paths_without_slots_reach_a_node_few_at_a_time(tmp_path: Path, pa
 
 
 @in_virtual_time
-async def test_what_waits_without_a_slot_goes_in_turn_and_within_its_time(tmp_path: Path) -> None:
+async def test_requests_without_a_slot_queue_in_order_and_within_their_deadline(
+    tmp_path: Path,
+) -> None:
     node = EmulatedNode(slots=1)
     async with shared(tmp_path, node, queue={"slotless": 1}) as gate:
         body = {"content": "x"}

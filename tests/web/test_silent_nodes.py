@@ -33,7 +33,7 @@ def told(answer: httpx.Response) -> tuple[int, str]:
 
 @in_virtual_time
 @pytest.mark.parametrize("asks", [{"model": "mistral-7b"}, {}])
-async def test_while_a_node_has_never_said_what_it_serves_a_name_is_not_wrong(
+async def test_while_a_node_never_reported_its_models_an_unknown_name_is_503(
     asks: dict[str, Any], tmp_path: Path
 ) -> None:
     async with running_gateway(tmp_path, [{"name": "a", "url": DEAD}], wait_ready=False) as running:
@@ -47,7 +47,7 @@ async def test_while_a_node_has_never_said_what_it_serves_a_name_is_not_wrong(
 
 
 @in_virtual_time
-async def test_where_nodes_are_not_named_to_clients_only_their_states_are_told(
+async def test_an_error_names_only_states_to_clients_that_may_not_see_nodes(
     tmp_path: Path,
 ) -> None:
     nodes = [{"name": "epyc-a", "url": DEAD}, {"name": "epyc-b", "url": DEAD, "model": "declared"}]
@@ -66,7 +66,7 @@ async def test_where_nodes_are_not_named_to_clients_only_their_states_are_told(
 
 
 @in_virtual_time
-async def test_a_node_that_serves_nothing_makes_no_name_uncertain(tmp_path: Path) -> None:
+async def test_a_node_that_serves_nothing_does_not_make_a_name_503(tmp_path: Path) -> None:
     async with EmulatedNode() as server:
         nodes: list[dict[str, object]] = [
             {"name": "a", "url": server.url},
@@ -97,7 +97,7 @@ async def test_a_down_node_is_known_by_its_models_after_a_restart(tmp_path: Path
 
 
 @in_virtual_time
-async def test_a_node_at_another_address_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
+async def test_a_node_at_another_address_does_not_inherit_models(tmp_path: Path) -> None:
     async with (
         EmulatedNode(model="mistral-7b") as server,
         running_gateway(tmp_path, [{"name": "a", "url": server.url}]),
@@ -111,7 +111,7 @@ async def test_a_node_at_another_address_is_not_taken_for_the_old_one(tmp_path: 
 
 
 @in_virtual_time
-async def test_what_a_server_says_anew_takes_the_place_of_what_was_remembered(
+async def test_a_new_report_replaces_the_remembered_models(
     tmp_path: Path,
 ) -> None:
     async with EmulatedNode(model="old", slots=7) as server:

@@ -47,7 +47,7 @@ async def ids(gateway: BareGateway, **headers: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/models"])
-async def test_models_are_what_the_inventory_declares_and_what_nodes_say(path: str) -> None:
+async def test_models_are_those_declared_and_those_reported(path: str) -> None:
     async with (
         EmulatedNode(model="said") as node,
         bare_gateway(a_spec("a", node.url), a_spec("b", DEAD, model="declared")) as gateway,
@@ -67,14 +67,14 @@ async def test_models_are_what_the_inventory_declares_and_what_nodes_say(path: s
     assert "meta" not in declared, "nobody has said"
 
 
-async def test_a_model_is_still_there_when_its_node_is_down() -> None:
+async def test_a_model_is_listed_while_its_node_is_down() -> None:
     async with EmulatedNode(model="said") as node, bare_gateway(a_spec("a", node.url)) as gateway:
         await node.kill()
         await gateway.until(lambda: gateway["a"].state.value == "down")
         assert await ids(gateway) == ["said"]
 
 
-async def test_the_context_of_a_model_is_that_of_its_roomiest_node() -> None:
+async def test_the_context_of_a_model_is_the_largest_of_its_nodes() -> None:
     async with (
         EmulatedNode(context=2048) as small,
         EmulatedNode(context=8192, context_train=32768) as large,
@@ -84,7 +84,7 @@ async def test_the_context_of_a_model_is_that_of_its_roomiest_node() -> None:
     assert card["meta"] == {"n_ctx": 8192, "n_ctx_train": 32768}
 
 
-async def test_an_alias_is_a_model_if_it_stands_for_one_that_some_node_serves() -> None:
+async def test_an_alias_is_listed_if_a_node_serves_its_model() -> None:
     models = {
         "gpt-4o-mini": {"use": "demo"},
         "helper": {"use": ["nowhere", "gpt-4o-mini"]},
@@ -104,7 +104,7 @@ async def test_an_alias_is_a_model_if_it_stands_for_one_that_some_node_serves() 
 
 
 @pytest.mark.parametrize("path", ["org%2Fmodel", "org/model"])
-async def test_an_id_may_hold_a_slash_encoded_or_not(path: str) -> None:
+async def test_an_id_may_contain_a_slash_encoded_or_not(path: str) -> None:
     async with (
         EmulatedNode() as node,
         bare_gateway(a_spec("a", node.url, model={"org/model": "demo"})) as gateway,
@@ -114,7 +114,7 @@ async def test_an_id_may_hold_a_slash_encoded_or_not(path: str) -> None:
             assert response.json()["id"] == "org/model"
 
 
-async def test_an_unknown_model_is_404_and_the_known_ones_are_named() -> None:
+async def test_an_unknown_model_is_404_with_the_known_ones() -> None:
     async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
         response = await gateway.public.get("/v1/models/nobody-has-it")
         long = await gateway.public.get("/v1/models/" + "x" * 5000)
@@ -142,7 +142,7 @@ async def test_a_key_sees_only_the_models_it_may_use() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/demo", "/props"])
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer lg_all_wrong"}])
-async def test_without_a_good_key_nothing_is_told(path: str, headers: dict[str, str]) -> None:
+async def test_without_a_valid_key_nothing_is_revealed(path: str, headers: dict[str, str]) -> None:
     _, settings = keys(all=None)
     async with (
         EmulatedNode() as node,
@@ -153,7 +153,7 @@ async def test_without_a_good_key_nothing_is_told(path: str, headers: dict[str, 
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/declared", "/props"])
-async def test_until_the_first_probes_are_done_it_is_503(path: str) -> None:
+async def test_models_are_503_until_the_first_probes_are_done(path: str) -> None:
     async with EmulatedNode() as node:
         node.faults.set("hang", path="/health")
         async with bare_gateway(
@@ -167,7 +167,7 @@ async def test_until_the_first_probes_are_done_it_is_503(path: str) -> None:
             assert (await gateway.public.get(path)).status_code == 200
 
 
-async def test_while_a_node_might_yet_serve_a_model_it_is_503_and_not_404() -> None:
+async def test_while_a_node_may_yet_serve_a_model_it_is_503() -> None:
     async with EmulatedNode() as node:
         node.loading = True
         async with bare_gateway(a_spec("a", node.url)) as gateway:
@@ -201,7 +201,7 @@ async def test_official_clients_read_the_models(tmp_path: Path) -> None:
     assert one.created_at.tzinfo is not None
 
 
-async def test_no_model_at_all_is_an_empty_list_in_both_forms() -> None:
+async def test_without_models_the_list_is_empty_in_both_forms() -> None:
     async with bare_gateway() as gateway:
         plain = (await gateway.public.get("/v1/models")).json()
         header = {"anthropic-version": "2023-06-01"}
@@ -213,7 +213,7 @@ async def test_no_model_at_all_is_an_empty_list_in_both_forms() -> None:
 # Properties.
 
 
-async def test_props_tell_sizes_and_neither_path_nor_template() -> None:
+async def test_props_contain_sizes_but_no_path_and_no_template() -> None:
     async with (
         EmulatedNode(context=2048, slots=2) as small,
         EmulatedNode(context=8192, slots=3, model="other") as large,
@@ -237,7 +237,7 @@ async def test_props_tell_sizes_and_neither_path_nor_template() -> None:
     assert (unknown.status_code, error_of(unknown)["code"]) == (404, "model_not_found")
 
 
-async def test_props_are_those_of_the_default_model_where_there_is_one() -> None:
+async def test_props_describe_the_default_model_if_there_is_one() -> None:
     async with (
         EmulatedNode(context=2048) as small,
         EmulatedNode(context=8192, model="other") as large,
@@ -269,7 +269,7 @@ async def unready(gateway: BareGateway) -> str:
     return str(error_of(response)["code"])
 
 
-async def test_it_is_ready_while_a_node_is_and_needs_no_key_to_say_so() -> None:
+async def test_ready_is_200_while_a_node_is_ready_and_needs_no_key() -> None:
     _, settings = keys(all=None)
     async with (
         EmulatedNode() as node,
@@ -281,14 +281,14 @@ async def test_it_is_ready_while_a_node_is_and_needs_no_key_to_say_so() -> None:
         assert await unready(gateway) == "no_node"
 
 
-async def test_it_is_not_ready_before_the_first_probe() -> None:
+async def test_ready_is_503_before_the_first_probe() -> None:
     async with EmulatedNode() as node:
         node.faults.set("hang", path="/health")
         async with bare_gateway(a_spec("a", node.url), probed=False, timeout=5.0) as gateway:
             assert await unready(gateway) == "starting"
 
 
-async def test_it_is_not_ready_while_it_shuts_down() -> None:
+async def test_ready_is_503_during_shutdown() -> None:
     async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
         gateway.handler.begin_shutdown()
         assert await unready(gateway) == "shutting_down"
@@ -296,7 +296,7 @@ async def test_it_is_not_ready_while_it_shuts_down() -> None:
 
 
 @pytest.mark.parametrize(("places", "ready"), [(1, True), (0, False)])
-async def test_a_full_fleet_is_ready_while_work_can_be_queued(places: int, ready: bool) -> None:
+async def test_a_full_fleet_is_ready_while_requests_can_be_queued(places: int, ready: bool) -> None:
     async with (
         EmulatedNode(slots=1, decode_tps=5) as node,
         bare_gateway(
@@ -317,7 +317,7 @@ async def test_a_full_fleet_is_ready_while_work_can_be_queued(places: int, ready
 # What is not there.
 
 
-async def test_a_routed_path_takes_posts_alone() -> None:
+async def test_a_routed_path_accepts_post_alone() -> None:
     async with bare_gateway() as gateway:
         for path in sorted(ROUTES):
             for method in ("GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS"):
@@ -329,7 +329,7 @@ async def test_a_routed_path_takes_posts_alone() -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/models", "/v1/models/demo", "/models", "/props", "/health", "/ready"]
 )
-async def test_what_is_told_can_be_asked_by_get_and_head(path: str) -> None:
+async def test_own_paths_accept_get_and_head(path: str) -> None:
     async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
         assert (await gateway.public.head(path)).status_code == 200
         for method in ("POST", "PUT", "DELETE", "OPTIONS"):
@@ -342,7 +342,7 @@ async def test_what_is_told_can_be_asked_by_get_and_head(path: str) -> None:
     "path",
     ["/", "/slots", "/metrics", "/v1", "/admin/nodes", "/v1/models/../../slots", "/health/"],
 )
-async def test_nothing_else_is_there(path: str) -> None:
+async def test_every_other_path_is_404(path: str) -> None:
     async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
         before = node.requests
         for method in ("GET", "POST"):
@@ -359,7 +359,7 @@ async def test_nothing_else_is_there(path: str) -> None:
         ("POST", "/v1/messages/batches", 404, "not_found_error"),
     ],
 )
-async def test_below_messages_errors_have_anthropics_form(
+async def test_errors_below_messages_have_anthropics_form(
     method: str, path: str, status: int, kind: str
 ) -> None:
     async with bare_gateway() as gateway:
@@ -375,7 +375,7 @@ async def test_below_messages_errors_have_anthropics_form(
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/nothing", "/v1/completions"])
-async def test_every_reply_has_the_clients_id_or_one_of_its_own(path: str) -> None:
+async def test_every_response_has_the_clients_id_or_a_new_one(path: str) -> None:
     async with bare_gateway() as gateway:
         own = await gateway.public.get(path, headers={"x-request-id": "trace-1"})
         first = await gateway.public.get(path, headers={"x-request-id": "not sane"})
@@ -385,7 +385,7 @@ async def test_every_reply_has_the_clients_id_or_one_of_its_own(path: str) -> No
     assert first.headers["x-request-id"].startswith("req_")
 
 
-async def test_a_post_to_a_routed_path_is_relayed() -> None:
+async def test_a_post_to_a_routed_path_is_forwarded() -> None:
     async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url), serving=True) as gateway:
         response = await gateway.chat()
         assert response.status_code == 200
@@ -394,7 +394,7 @@ async def test_a_post_to_a_routed_path_is_relayed() -> None:
         assert len(response.headers.get_list("x-request-id")) == 1
 
 
-async def test_a_failure_of_our_own_is_told_in_the_same_form_and_raised_on() -> None:
+async def test_an_internal_error_has_the_same_form_and_is_raised_again() -> None:
     from starlette.routing import Route
 
     async def fails(_: object) -> None:
@@ -426,7 +426,7 @@ async def reply(
         return await asking.request(method, "/v1/models", headers=named)
 
 
-async def test_a_page_of_a_named_origin_may_ask_and_read_our_headers() -> None:
+async def test_a_page_of_an_allowed_origin_may_read_our_headers() -> None:
     spec = CorsSpec(origins=(PAGE,), max_age=60)
     async with bare_gateway() as gateway:
         preflight = await reply(
@@ -460,7 +460,7 @@ async def test_a_page_of_another_origin_may_not() -> None:
     assert "access-control-allow-origin" not in answer.headers
 
 
-async def test_every_page_may_where_the_settings_say_so() -> None:
+async def test_every_page_may_read_if_the_settings_say_so() -> None:
     async with bare_gateway() as gateway:
         answer = await reply(gateway, CorsSpec(origins=("*",)), "GET", origin=FOREIGN)
         error = await reply(gateway, CorsSpec(origins=("*",)), "DELETE", origin=FOREIGN)

@@ -31,7 +31,7 @@ async def test_half_a_head_and_then_silence_is_408(tmp_path: Path, start: bytes)
 
 
 @in_virtual_time
-async def test_a_connection_that_says_nothing_is_closed(tmp_path: Path) -> None:
+async def test_a_silent_connection_is_closed(tmp_path: Path) -> None:
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
         assert await wire.rest() == b""
 
@@ -83,7 +83,7 @@ async def test_half_a_chunked_body_and_then_silence_is_408(tmp_path: Path, part:
 
 
 @in_virtual_time
-async def test_a_client_that_is_told_to_go_on_and_does_not_is_408(tmp_path: Path) -> None:
+async def test_silence_after_100_continue_is_408(tmp_path: Path) -> None:
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
         await wire.send(request(b"", "Expect: 100-continue", length=100))
         assert await wire.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -91,7 +91,7 @@ async def test_a_client_that_is_told_to_go_on_and_does_not_is_408(tmp_path: Path
 
 
 @in_virtual_time
-async def test_half_a_request_behind_a_whole_one_has_its_own_time(tmp_path: Path) -> None:
+async def test_half_a_request_behind_a_complete_one_has_its_own_timeout(tmp_path: Path) -> None:
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
         gate.node.faults.next("hang", seconds=1.0)
         await wire.send(request({**HELLO, "max_tokens": 1}) + request()[:60])
@@ -100,7 +100,7 @@ async def test_half_a_request_behind_a_whole_one_has_its_own_time(tmp_path: Path
 
 
 @in_virtual_time
-async def test_a_line_end_behind_a_body_does_not_end_a_connection(tmp_path: Path) -> None:
+async def test_a_line_end_behind_a_body_does_not_close_the_connection(tmp_path: Path) -> None:
     """Old clients send one that the length does not count."""
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
         await wire.send(request({**HELLO, "max_tokens": 1}) + b"\r\n")
@@ -127,7 +127,7 @@ async def _trickle(wire: Wire, data: bytes) -> None:
 
 
 @in_virtual_time
-async def test_requests_that_are_spoilt_are_answered_or_ended(tmp_path: Path) -> None:
+async def test_corrupted_requests_are_answered_or_closed(tmp_path: Path) -> None:
     async with public(tmp_path, IMPATIENT) as gate:
         rng = random.Random(20)
         whole = [

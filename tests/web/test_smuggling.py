@@ -76,7 +76,9 @@ async def gate(shared_gateway: Public) -> Public:
 
 @pytest.mark.parametrize("cut", ["whole", "cut"])
 @pytest.mark.parametrize("name", NAMES)
-async def test_through_the_gateway(gate: Public, name: str, cut: str) -> None:
+async def test_the_gateway_and_the_node_agree_on_request_boundaries(
+    gate: Public, name: str, cut: str
+) -> None:
     data = FORMS[name] + proper("ben-behind", BEN)
     async with wired(gate.url) as wire:
         if cut == "whole":
@@ -202,7 +204,9 @@ async def connected(socket: Path) -> AsyncIterator[Wire]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_behind_nginx(gate: Public, edge: Path, name: str) -> None:
+async def test_nginx_and_the_gateway_agree_on_request_boundaries(
+    gate: Public, edge: Path, name: str
+) -> None:
     """Its connections to the gateway carry requests of both callers, one after the other."""
     form = FORMS[name]
 

@@ -122,7 +122,7 @@ def held(gate: Public) -> dict[str, object]:
 
 @pytest.mark.parametrize("seed", range(4))
 @in_virtual_time
-async def test_nothing_is_held_when_all_have_gone(tmp_path: Path, seed: int) -> None:
+async def test_nothing_is_held_when_all_clients_have_gone(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     node = EmulatedNode(slots=2, decode_tps=40, infill=True)
     async with public(tmp_path, SETTINGS, node, well=False) as gate:

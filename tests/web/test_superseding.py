@@ -51,7 +51,7 @@ async def begun(wire: Wire) -> None:
     ("path", "body"), [("/infill", INFILL), ("/v1/completions", MIDDLE), ("/completions", MIDDLE)]
 )
 @in_virtual_time
-async def test_a_stream_ends_with_an_error_when_its_session_asks_anew(
+async def test_a_stream_is_superseded_with_an_error_event(
     tmp_path: Path, path: str, body: Mapping[str, Any]
 ) -> None:
     async with public(tmp_path, QUICK, slow()) as gate:
@@ -72,7 +72,7 @@ async def test_a_stream_ends_with_an_error_when_its_session_asks_anew(
 
 
 @in_virtual_time
-async def test_one_that_waits_is_refused_and_takes_no_slot(tmp_path: Path) -> None:
+async def test_a_superseded_queued_request_takes_no_slot(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK, slow(slots=1)) as gate:
         async with wired(gate.url) as running, wired(gate.url) as last:
             await running.send(asks("/infill", INFILL, "another"))
@@ -86,7 +86,7 @@ async def test_one_that_waits_is_refused_and_takes_no_slot(tmp_path: Path) -> No
 
 
 @in_virtual_time
-async def test_a_plain_one_ends_with_a_status(tmp_path: Path) -> None:
+async def test_a_superseded_plain_request_gets_a_status(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK, slow()) as gate:
         body = {**INFILL, "n_predict": 20}
         first = asyncio.create_task(gate.ask(asks("/infill", body, "editor", stream=False)))
@@ -97,7 +97,7 @@ async def test_a_plain_one_ends_with_a_status(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_without_a_session_the_address_and_the_model_stand_for_it(tmp_path: Path) -> None:
+async def test_without_a_session_address_and_model_identify_the_editor(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK, slow()) as gate:
         first = asyncio.create_task(gate.ask(asks("/infill", INFILL, stream=False)))
         await until(lambda: gate.node.busy == 1)
@@ -117,7 +117,7 @@ async def test_without_a_session_the_address_and_the_model_stand_for_it(tmp_path
     ],
 )
 @in_virtual_time
-async def test_other_sessions_and_other_requests_replace_nothing(
+async def test_other_sessions_and_paths_supersede_nothing(
     tmp_path: Path, path: str, body: Mapping[str, Any], session: str
 ) -> None:
     async with public(tmp_path, QUICK, slow()) as gate:
@@ -131,7 +131,7 @@ async def test_other_sessions_and_other_requests_replace_nothing(
 
 
 @in_virtual_time
-async def test_the_settings_can_switch_it_off(tmp_path: Path) -> None:
+async def test_superseding_can_be_switched_off(tmp_path: Path) -> None:
     settings = {**QUICK, "queue": {"latest_wins": False}}
     async with public(tmp_path, settings, slow()) as gate:
         body = {**INFILL, "n_predict": 3}
@@ -142,7 +142,7 @@ async def test_the_settings_can_switch_it_off(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_one_that_is_over_is_left_alone(tmp_path: Path) -> None:
+async def test_a_finished_request_is_not_superseded(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK, slow()) as gate:
         for _ in range(3):
             async with wired(gate.url) as wire:

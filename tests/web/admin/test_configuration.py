@@ -13,7 +13,7 @@ from tests.web.bare_gateway import bare_gateway, error_of
 
 
 @in_virtual_time
-async def test_the_settings_in_force_are_told_with_secrets_masked() -> None:
+async def test_the_settings_in_force_are_shown_with_secrets_masked() -> None:
     key = new_key("team")
     settings = {
         "keys": [{"id": key.id, "sha256": key.sha256}],
@@ -39,7 +39,7 @@ async def unwatched() -> None:
 
 
 @in_virtual_time
-async def test_a_reload_tells_what_has_changed_and_what_needs_a_restart(tmp_path: Path) -> None:
+async def test_a_reload_reports_changes_and_what_needs_a_restart(tmp_path: Path) -> None:
     async with (
         EmulatedNode() as one,
         EmulatedNode() as two,

@@ -35,7 +35,7 @@ async def order(gateway: BareGateway, name: str, action: str) -> dict[str, Any]:
 
 
 @in_virtual_time
-async def test_all_nodes_are_told_in_the_inventorys_order() -> None:
+async def test_all_nodes_are_shown_in_the_inventorys_order() -> None:
     async with (
         EmulatedNode(slots=3, context=2048, build="b42") as node,
         bare_gateway(
@@ -75,7 +75,7 @@ async def test_all_nodes_are_told_in_the_inventorys_order() -> None:
 
 
 @in_virtual_time
-async def test_work_shows_in_what_is_told() -> None:
+async def test_running_work_is_shown() -> None:
     async with (
         EmulatedNode(slots=2) as node,
         bare_gateway(a_spec("a", node.url), serving=True) as gateway,
@@ -88,7 +88,7 @@ async def test_work_shows_in_what_is_told() -> None:
 
 
 @in_virtual_time
-async def test_neither_a_nodes_key_nor_its_file_is_told(tmp_path: Path) -> None:
+async def test_a_nodes_key_is_never_shown(tmp_path: Path) -> None:
     spec = a_spec("a", DEAD, api_key="sk-of-the-node")
     async with bare_gateway(spec) as gateway:
         text = (await gateway.admin.get("/admin/nodes")).text
@@ -140,7 +140,7 @@ async def test_a_drained_node_gets_nothing_until_it_is_resumed(tmp_path: Path) -
 
 
 @in_virtual_time
-async def test_running_work_ends_by_itself() -> None:
+async def test_a_drain_lets_running_requests_end() -> None:
     async with (
         EmulatedNode(slots=1, decode_tps=100, answer_tokens=20) as node,
         bare_gateway(a_spec("a", node.url), serving=True) as gateway,
@@ -152,7 +152,7 @@ async def test_running_work_ends_by_itself() -> None:
 
 
 @in_virtual_time
-async def test_at_the_deadline_what_still_runs_is_ended_and_may_be_repeated() -> None:
+async def test_at_the_deadline_running_requests_are_evicted_and_may_be_retried() -> None:
     async with (
         EmulatedNode(slots=2, decode_tps=5, answer_tokens=500) as node,
         bare_gateway(a_spec("a", node.url), serving=True) as gateway,
@@ -188,7 +188,7 @@ async def test_the_deadline_touches_no_other_node() -> None:
 
 @pytest.mark.parametrize("action", ["resume", "drain"])
 @in_virtual_time
-async def test_a_resume_and_a_drain_without_deadline_take_the_deadline_back(action: str) -> None:
+async def test_a_resume_and_a_drain_without_deadline_cancel_the_deadline(action: str) -> None:
     async with (
         EmulatedNode(slots=1, decode_tps=100, answer_tokens=60) as node,
         bare_gateway(a_spec("a", node.url), serving=True) as gateway,
@@ -202,7 +202,7 @@ async def test_a_resume_and_a_drain_without_deadline_take_the_deadline_back(acti
 
 
 @in_virtual_time
-async def test_a_later_deadline_takes_the_place_of_an_earlier_one() -> None:
+async def test_a_later_deadline_replaces_an_earlier_one() -> None:
     async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
         await order(gateway, "a", "drain?deadline=10")
         told = await order(gateway, "a", "drain?deadline=1000")
@@ -213,7 +213,7 @@ async def test_a_later_deadline_takes_the_place_of_an_earlier_one() -> None:
 
 @pytest.mark.parametrize("word", ["soon", "-1", "nan", "inf", "", f"{LONGEST_DRAIN_DEADLINE + 1}"])
 @in_virtual_time
-async def test_a_deadline_that_is_none_changes_nothing(word: str) -> None:
+async def test_an_invalid_deadline_changes_nothing(word: str) -> None:
     async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
         response = await gateway.admin.post(f"/admin/nodes/a/drain?deadline={word}")
         assert (response.status_code, error_of(response)["param"]) == (400, "deadline")
@@ -254,7 +254,7 @@ async def test_a_probe_of_a_node_that_is_gone_says_why() -> None:
 
 
 @in_virtual_time
-async def test_what_a_node_refuses_is_told() -> None:
+async def test_endpoints_that_a_node_refuses_are_shown() -> None:
     async with (
         EmulatedNode(embeddings=False) as node,
         bare_gateway(a_spec("a", node.url), serving=True) as gateway,

@@ -57,7 +57,7 @@ async def end(*tasks: asyncio.Task[httpx.Response]) -> None:
 
 
 @in_virtual_time
-async def test_what_runs_and_what_waits_is_told_without_its_text() -> None:
+async def test_running_and_queued_requests_are_listed_without_their_text() -> None:
     async with slow_gateway(models={"alias": {"use": "demo"}}) as (gateway, node):
         first = await start(gateway, node, stream=True, headers={"x-request-id": "one"})
         second = await start(
@@ -148,7 +148,7 @@ async def test_a_request_is_found_by_its_x_request_id_too(tag: str) -> None:
 
 
 @in_virtual_time
-async def test_an_x_request_id_that_two_have_ends_neither() -> None:
+async def test_an_x_request_id_of_two_requests_cancels_neither() -> None:
     async with slow_gateway() as (gateway, node):
         first = await start(gateway, node, headers={"x-request-id": "same"})
         second = await start(gateway, node, headers={"x-request-id": "same"})
@@ -159,7 +159,7 @@ async def test_an_x_request_id_that_two_have_ends_neither() -> None:
 
 
 @in_virtual_time
-async def test_an_unknown_request_is_404_and_nothing_but_delete_is_for_one() -> None:
+async def test_an_unknown_request_is_404_and_other_methods_are_405() -> None:
     async with bare_gateway() as gateway:
         answer = await cancel(gateway, "nobody")
         assert (answer.status_code, error_of(answer)["code"]) == (404, "request_not_found")
@@ -168,7 +168,7 @@ async def test_an_unknown_request_is_404_and_nothing_but_delete_is_for_one() -> 
 
 
 @in_virtual_time
-async def test_what_is_cancelled_twice_is_cancelled() -> None:
+async def test_cancelling_twice_is_no_error() -> None:
     async with slow_gateway() as (gateway, node):
         task = await start(gateway, node)
         name = (await listed(gateway))[0]["id"]

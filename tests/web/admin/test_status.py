@@ -18,7 +18,7 @@ DEAD = "http://127.0.0.1:9"
 
 
 @in_virtual_time
-async def test_status_tells_the_gateway_on_one_page() -> None:
+async def test_status_shows_the_gateway_on_one_page() -> None:
     async with (
         EmulatedNode(slots=2) as node,
         bare_gateway(
@@ -63,7 +63,7 @@ async def waits(gateway: BareGateway, count: int) -> None:
 
 
 @in_virtual_time
-async def test_status_tells_what_waits_in_its_order_up_to_a_bound() -> None:
+async def test_status_lists_queued_requests_in_order_up_to_a_limit() -> None:
     async with (
         EmulatedNode(slots=1, decode_tps=10, answer_tokens=2000) as node,
         bare_gateway(a_spec("a", node.url), serving=True) as gateway,
@@ -106,7 +106,7 @@ async def test_status_tells_what_waits_in_its_order_up_to_a_bound() -> None:
 
 
 @in_virtual_time
-async def test_metrics_are_what_prometheus_reads() -> None:
+async def test_metrics_are_served_as_prometheus_text() -> None:
     async with (
         EmulatedNode(slots=2) as node,
         bare_gateway(a_spec("a", node.url), a_spec("b", DEAD), serving=True) as gateway,
@@ -148,7 +148,7 @@ async def test_health_and_readiness_are_those_of_the_public_listener() -> None:
 
 
 @in_virtual_time
-async def test_the_key_that_is_set_is_asked_for_and_opens() -> None:
+async def test_the_configured_key_is_needed_and_accepted() -> None:
     async with bare_gateway(admin_key="a-key") as gateway:
         for path in ("/", "/metrics", "/admin/status", "/admin/nodes", "/admin/config"):
             closed = await gateway.admin.get(path)
@@ -157,7 +157,7 @@ async def test_the_key_that_is_set_is_asked_for_and_opens() -> None:
 
 
 @in_virtual_time
-async def test_the_names_of_the_settings_are_good_and_others_are_not() -> None:
+async def test_hosts_of_the_settings_are_allowed_and_others_are_not() -> None:
     async with bare_gateway(admin_hosts=("gateway.example",)) as gateway:
         good = await gateway.admin.get("/health", headers={"host": "gateway.example:8001"})
         bad = await gateway.admin.get("/health", headers={"host": "evil.example"})
@@ -169,7 +169,7 @@ async def test_the_names_of_the_settings_are_good_and_others_are_not() -> None:
 
 
 @in_virtual_time
-async def test_the_index_names_every_path_and_none_besides() -> None:
+async def test_the_index_lists_exactly_the_served_paths() -> None:
     paths = re.findall(r"^(GET|POST|DELETE) +(\S+)", INDEX_PAGE, re.MULTILINE)
     async with bare_gateway(a_spec("a", DEAD)) as gateway:
         assert (await gateway.admin.get("/")).text == INDEX_PAGE
@@ -183,7 +183,7 @@ async def test_the_index_names_every_path_and_none_besides() -> None:
 
 @pytest.mark.parametrize("path", ["/admin", "/admin/", "/slots", "/v1/models", "/admin/nodes/"])
 @in_virtual_time
-async def test_nothing_else_is_there(path: str) -> None:
+async def test_every_other_path_is_404(path: str) -> None:
     async with bare_gateway() as gateway:
         response = await gateway.admin.get(path)
     assert (response.status_code, error_of(response)["code"]) == (404, "not_found")
