@@ -22,10 +22,10 @@ from tests.virtual import VirtualLoop, now
 
 START_LIMIT = 60.0
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For clients that speak plain HTTP: they need not read the machine's certificates, 15 ms each."""
+"""For clients of plain HTTP: loading the machine's certificates takes 15 ms each time."""
 PATIENT = {"timeout": 30.0}
-"""Of health, in real time unless a test says otherwise: a machine that stands still for some
-seconds takes no node away."""
+"""The default for `health` in real time: a machine that is suspended for some seconds must not make
+a node look down."""
 
 
 @dataclass(slots=True)

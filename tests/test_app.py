@@ -68,13 +68,13 @@ class Process:
             self.lines.append(json.loads(line))
 
     async def ready(self) -> None:
-        """Wait until it takes work."""
+        """Wait until it is ready."""
         async with asyncio.timeout(START_LIMIT):
             while (await self.get("/ready")) != 200:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.02)
 
     async def until_waiting(self, count: int) -> None:
-        """Wait until so many requests wait in it."""
+        """Wait until so many requests are queued."""
         async with (
             asyncio.timeout(START_LIMIT),
             httpx.AsyncClient(base_url=self.admin, timeout=60) as client,
@@ -108,7 +108,7 @@ async def serving(
     settings: Mapping[str, Any] | None = None,
     more: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Process]:
-    """A gateway over `node` that takes work; it is killed if the test has not ended it."""
+    """A ready gateway over `node`; it is killed if the test has not ended it."""
     process = await asyncio.create_subprocess_exec(
         *command(folder, node.url, {**QUIET, **(settings or {})}),
         env={**environment(folder), **(more or {})},
@@ -131,7 +131,7 @@ async def serving(
 
 
 def refused(folder: Path, *arguments: str, settings: Mapping[str, Any]) -> Ran:
-    """What a gateway that does not start says, in this process."""
+    """The errors of a gateway that does not start, in this process."""
     words = command(folder, "http://127.0.0.1:9", settings, *arguments)
     return run(*words[words.index("serve") :])
 
@@ -158,7 +158,7 @@ async def test_it_is_not_ready_but_serves_until_a_second_signal(
         assert await gateway.get("/health") == 200
         async with wired(gateway.url) as wire:
             await wire.send(request({**HELLO, "max_tokens": 1}))
-            assert (await answer(wire)).status == 200, "work that still comes is still done"
+            assert (await answer(wire)).status == 200, "new requests are still served"
         gateway.signal()
         assert await gateway.status() == 1
 

@@ -1,4 +1,4 @@
-"""The contract's words for what goes wrong."""
+"""The errors of the contract."""
 
 from __future__ import annotations
 

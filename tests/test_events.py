@@ -1,4 +1,4 @@
-"""What happened is told at once, in order, to those who asked."""
+"""The bus hands events to their subscribers, in order."""
 
 from __future__ import annotations
 

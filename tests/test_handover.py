@@ -35,7 +35,7 @@ def listening() -> Iterator[socket.socket]:
 
 
 def passed(sock: socket.socket) -> int:
-    """A descriptor of the same socket, as a child has it."""
+    """A duplicate descriptor, as a child process has."""
     number = os.dup(sock.fileno())
     os.set_inheritable(number, True)
     return number

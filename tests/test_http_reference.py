@@ -1,4 +1,4 @@
-"""docs/reference/http.md tells every path, field and metric that there is, and no other."""
+"""docs/reference/http.md documents every path, field and metric, and no others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.web.bare_gateway import bare_gateway
 
 PAGE = (Path(__file__).parents[1] / "docs/reference/http.md").read_text()
 PREFIX = "llama_gateway_"
-# What dashboards and alerts of operators rely on by name; more may be added, none may go.
+# Operators' dashboards and alerts rely on these names: more may be added, none removed.
 PROMISED = {
     "requests_total": {"class", "model", "code"},
     "request_duration_seconds": set(),

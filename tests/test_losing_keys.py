@@ -1,4 +1,4 @@
-"""Whatever becomes of the settings file while the gateway runs, it opens no door."""
+"""No damage to the settings file of a running gateway admits callers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def asked(running: Running, key: str | None = None, path: str = CHAT) -> i
 
 
 async def doors(running: Running, key: str | None = None) -> set[int]:
-    """What every door that asks for a key says."""
+    """The response of every path that needs a key."""
     return {await asked(running, key, path) for path in (CHAT, "/v1/models", "/props")}
 
 

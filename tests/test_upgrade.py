@@ -1,4 +1,4 @@
-"""The process is succeeded by another while clients are served: nobody is refused or cut off."""
+"""Handovers under load: no client is refused or disconnected."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tests.fleet.build import a_spec
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 REQUESTS = int(os.environ.get("UPGRADE_REQUESTS", "400"))
-"""Answered at least; more while a successor starts. docs/upgrades.md has the run with 10,000."""
+"""Least requests per handover. docs/upgrades.md has the run with 10,000."""
 CLIENTS = 8
 UPGRADES = 3
-LIMIT = 120.0  # seconds for whatever is waited for
+LIMIT = 120.0  # seconds for each wait
 KEY = new_key("team")
 KEYED = {"keys": [{"id": KEY.id, "sha256": KEY.sha256}]}
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}

@@ -122,7 +122,7 @@ def test_a_public_listener_that_lost_its_last_key_admits_nobody() -> None:
     ("peer", "forwarded", "address"),
     [
         ("192.0.2.7", [], "192.0.2.7"),
-        ("192.0.2.7", [b"198.51.100.1"], "192.0.2.7"),  # the peer is no proxy of ours
+        ("192.0.2.7", [b"198.51.100.1"], "192.0.2.7"),  # the peer is not a trusted proxy
         ("10.0.0.1", [], "10.0.0.1"),
         ("10.0.0.1", [b"198.51.100.1"], "198.51.100.1"),
         ("10.0.0.1", [b"203.0.113.9, 198.51.100.1"], "198.51.100.1"),  # the left one is claimed
@@ -179,7 +179,7 @@ ANYBODY = Caller(id="x", name="x", max_priority=Priority.URGENT)
         (None, None, "flex", Priority.BATCH),
         (None, None, "auto", Priority.NORMAL),
         (None, None, "default", Priority.NORMAL),
-        (None, "vip", None, Priority.NORMAL),  # somebody else's word
+        (None, "vip", None, Priority.NORMAL),  # not one of our classes
         (None, "", "priority", Priority.PREMIUM),
     ],
 )

@@ -1,4 +1,4 @@
-"""When a caller without a key may come in, and when it is trusted as local."""
+"""When a caller without a key is admitted, and when it is trusted as local."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def door(*steps: tuple[int, bool], start: AnonymousAccess = INITIAL_ACCESS) -> A
         ([(0, False), (2, False), (0, False)], True),
         ([(1, False), (0, False), (1, False)], False),
         ([(1, True), (0, False)], True),
-        ([(1, True), (0, True)], False),  # they were let in beside the keys
+        ([(1, True), (0, True)], False),  # they were admitted beside the keys
         ([(1, True), (0, True), (0, False)], True),
         ([(1, True), (0, True), (0, False), (0, True)], True),
         ([(0, True), (0, False)], False),

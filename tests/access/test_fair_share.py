@@ -1,4 +1,4 @@
-"""Parties share what there is: properties of the policy, over any number of them."""
+"""Properties of fair shares, over any number of callers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ moves = st.lists(st.tuples(st.sampled_from(PARTIES), st.booleans()), max_size=20
 
 
 def ask(holdings: FairShare, caller: str, limit: int, user: str | None = None) -> bool:
-    """One more unit, as the users of the policy go about it where everything can yield."""
+    """Take one more unit, if everything can be evicted."""
     if holdings.total + 1 > soft_limit(limit):
         yielding = holdings.victims(caller, 1, soft_limit(limit), user)
         if not yielding:
@@ -53,7 +53,7 @@ def test_the_limit_holds_and_nobody_is_evicted_for_a_larger_caller(
 @given(st.integers(1, 60), st.integers(1, 5))
 def test_callers_end_with_equal_shares_in_whatever_order_they_come(limit: int, count: int) -> None:
     parties = PARTIES[:count]
-    # One after the other, each as if it were alone, the last one most harmed by that.
+    # One after the other; this order is the worst for the last caller.
     holdings = filled(limit, [party for party in parties for _ in range(limit)])
     shares = [holdings.held_by(party) for party in parties]
     assert sum(shares) == soft_limit(limit)

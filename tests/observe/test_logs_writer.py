@@ -74,10 +74,10 @@ def test_a_reader_that_does_not_read_loses_lines_and_blocks_nobody() -> None:
         line = b"x" * 1023 + b"\n"
         count = 4 * MOST_BUFFERED_LOG_BYTES // len(line)
         for _ in range(count):
-            log.write(line)  # would never return if it waited
-        # So many wait, and before, its thread may have taken as many to be written.
+            log.write(line)  # It would never return if it waited.
+        # Besides the waiting lines, the thread may hold as many.
         assert log.dropped_lines > count // 3
-        # When it reads again it is told what it has missed.
+        # When the reader continues it learns how many lines it missed.
         got = bytearray()
 
         def told() -> int:
@@ -97,7 +97,7 @@ def test_closing_waits_a_limited_time_for_a_reader_that_does_not_read() -> None:
     with pipe() as (reader, writer):
         log, thread = thread_of(lambda: LogWriter(writer, flush_seconds=0.2))
         log.write(b"x" * 1_000_000)
-        log.close()  # would never return if it waited for its thread
+        log.close()  # It would never return if it waited for its thread.
         assert thread.is_alive()
         os.close(reader)
         until(lambda: not thread.is_alive())
@@ -129,7 +129,7 @@ def test_closing_the_given_descriptor_later_can_t_send_lines_into_another_file()
     with pipe() as (reader, writer):
         log = log_writer(writer)
         other_reader, other_writer = os.pipe()
-        os.dup2(other_writer, writer)  # which closes what was there
+        os.dup2(other_writer, writer)  # This closes the old file.
         try:
             log.write(b"for the log\n")
             assert os.read(reader, 100) == b"for the log\n"

@@ -39,7 +39,7 @@ def finished(**changes: object) -> RequestFinished:
 
 
 class Scraped:
-    """A page as Prometheus reads it."""
+    """A page as Prometheus parses it."""
 
     def __init__(self, page: bytes) -> None:
         self.families: dict[str, Metric] = {}
@@ -60,7 +60,7 @@ class Scraped:
 
 
 class Gateway:
-    """A bus, its metrics and what a scrape finds."""
+    """A bus, its metrics and the snapshot of a scrape."""
 
     def __init__(self) -> None:
         self.bus = EventBus()
@@ -212,7 +212,7 @@ def test_a_removed_nodes_series_disappear(gateway: Gateway) -> None:
     assert gateway.scrape().value("attempts_total", node="b", outcome="reset") == 1
     gateway.nodes("a")
     gateway.publish(NodeChanged("b", "ready", None, "removed from the inventory"))
-    gateway.publish(AttemptEnded("r", "b", "ok", 1.0))  # its last work ends after it has left
+    gateway.publish(AttemptEnded("r", "b", "ok", 1.0))  # its last attempt ends after it has left
     page = gateway.scrape()
     assert not [key for key in page.values if ("node", "b") in key[1]]
     assert page.value("attempts_total", node="a", outcome="ok") == 1

@@ -1,4 +1,4 @@
-"""A conversation goes on where it began, as long as that is worth while."""
+"""A conversation stays on its node, as long as that is faster."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Talk:
     def __init__(self, site: Running, subject: str) -> None:
         self._site = site
         self._subject = subject
-        # From the beginning, so that no other conversation leaves anything that this one could use.
+        # At the beginning, so that conversations share no prefix.
         self.messages = [{"role": "system", "content": f"{subject}: {SYSTEM['content']}"}]
 
     async def turn(self, tokens: int = 20) -> tuple[str, int]:
-        """One more turn: the node that took it, and the prompt tokens that it had cached."""
+        """Send one more message; returns the node, and the prompt tokens that it had cached."""
         self.messages.append({"role": "user", "content": f"More about {self._subject}."})
         body = {"messages": self.messages, "max_tokens": tokens}
         reply = await self._site.client.post(CHAT, json=body)
@@ -77,7 +77,7 @@ async def test_every_message_of_a_conversation_goes_to_the_node_of_the_first(
 
 @in_virtual_time
 async def test_a_session_named_by_a_header_keeps_its_node(tmp_path: Path) -> None:
-    """Whatever its prompts say: nothing in them tells that they belong together."""
+    """Though nothing in its prompts connects them."""
 
     async def ask(site: Running, name: str, text: str) -> str:
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8}
@@ -109,7 +109,7 @@ async def test_a_session_returns_to_its_node_though_another_has_more_free_slots(
         assert homes == [home] * turns
         there = nodes[int(home.removeprefix("node-"))]
         (other,) = {"node-0", "node-1"} - {home}
-        # Others' work has to go to this node, whose other slot stays free.
+        # Other requests must go to this node, whose other slot stays free.
         site.gateway.fleet.drain(other)
         there.faults.next("hang", after_events=2)
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1200}
@@ -181,7 +181,7 @@ async def test_a_restarted_node_has_an_empty_cache(tmp_path: Path) -> None:
 
 
 def _prompt(site: Running, talk: Talk) -> Any:
-    """The fingerprint of the conversation so far."""
+    """The prompt key of the conversation so far."""
     site.gateway.bus.flush()
     body = json.dumps({"messages": talk.messages}).encode()
     found = build_prompt_key(body, ROUTES[CHAT], "demo", VolatileLines())

@@ -1,4 +1,4 @@
-"""What clients send that no node should see: the contract's error, and nothing left behind."""
+"""Invalid input never reaches a node: it gets an error and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -431,7 +431,7 @@ async def test_chunk_extensions_and_trailers_are_limited(gate: Public, where: st
 
 
 async def test_trailers_are_ignored(gate: Public) -> None:
-    """Neither of their own request, nor of one that repeats its head."""
+    """Neither in their own request, nor in one that repeats its head."""
     data = json.dumps({**HELLO, "max_tokens": 1}).encode()
     said = b"X-Priority: batch\r\nX-Request-ID: theirs\r\nConnection: close\r\nX-Own: 1\r\n"
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -1,4 +1,4 @@
-"""One key's crowd beside another key: bodies, places in the queue, and paths without slots."""
+"""Many requests of one key beside another key: bodies, the queue, and paths without slots."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def key(one: Any) -> str:
 async def shared(
     folder: Path, node: EmulatedNode | None = None, **settings: Any
 ) -> AsyncIterator[Public]:
-    """A gateway with keys; in the end nobody holds anything."""
+    """A gateway with keys; at the end no body is counted."""
     async with public(folder, {"keys": KEYS, **settings}, node, well=False) as gate:
         yield gate
         buffered = gate.running.gateway.handler.body_memory
@@ -45,7 +45,7 @@ async def shared(
 
 
 async def begun(stack: AsyncExitStack, gate: Public, size: int, *fields: str) -> Wire:
-    """A body of which so many bytes have come, and no more do."""
+    """A body that stops after so many bytes."""
     wire = await stack.enter_async_context(wired(gate.url))
     holdings = gate.running.gateway.handler.body_memory.fair_share
     before = dict(holdings.by_caller)
@@ -55,7 +55,7 @@ async def begun(stack: AsyncExitStack, gate: Public, size: int, *fields: str) ->
 
 
 async def refused(wire: Wire) -> bool:
-    """Whether it has been told 429; it may be told nothing yet."""
+    """Whether it got 429; it may have got nothing yet."""
     try:
         data = await wire.some(0.05)
     except TimeoutError:
@@ -77,7 +77,7 @@ async def test_bodies_of_one_key_are_evicted_for_another(tmp_path: Path) -> None
                 assert (await answer(wire)).status == 429, "a key alone leaves a reserve"
         found = await gate.ask(request({**HELLO, "max_tokens": 1, "x": "x" * 25_000}, key(B)))
         assert found.status == 200
-        # The newest of the other have gone for it, and no more than was needed.
+        # The newest bodies of the other key were evicted, and no more than needed.
         assert [await refused(wire) for wire in held] == [False] * 4 + [True] * 3
 
 
@@ -120,7 +120,7 @@ async def test_a_request_of_several_prompts_is_evicted_until_its_first_has_start
         body = {"prompt": ["a", "b"], "max_tokens": 20, "x": "x" * 12_000}
         data = request(body, key(A), path="/v1/completions")
         theirs = [asyncio.create_task(gate.ask(data)) for _ in range(5)]
-        # The second prompt of the first waits, and the first prompts of the others.
+        # The second prompt of the first request is queued, and the first prompts of the others.
         await until(lambda: len(gate.running.gateway.scheduler.queue_positions()) == 5)
         other = {**HELLO, "max_tokens": 20, "x": "x" * 20_000}
         found = asyncio.create_task(gate.ask(request(other, key(B))))
@@ -133,7 +133,7 @@ async def test_a_request_of_several_prompts_is_evicted_until_its_first_has_start
 
 @in_virtual_time
 async def test_a_callers_only_body_may_use_the_reserve(tmp_path: Path) -> None:
-    # It counts twice while it is prepared.
+    # A body counts twice while it is prepared.
     limits = {"buffered_bytes": 200_000, "body_bytes": 100_000}
     async with shared(tmp_path, limits=limits) as gate:
         found = await gate.ask(request({**HELLO, "max_tokens": 1, "x": "x" * 95_000}, key(A)))
@@ -195,7 +195,7 @@ async def test_requests_without_a_slot_reach_a_node_few_at_a_time(
         others = [asked(B) for _ in range(3)]
         await until(lambda: len(scheduler.queue_positions()) == 15)
         assert row.slotless_by_caller == {A.id: 2, B.id: 2}
-        # Neither slots nor the queue of those who wait for one are taken.
+        # They take neither slots nor places in the queue for slots.
         found = await gate.ask(request({**HELLO, "max_tokens": 1}, key(B)))
         assert found.status == 200
         node.faults.clear()

@@ -1,4 +1,4 @@
-"""Many small bodies of very many objects at once: they take turns, so that others have theirs."""
+"""Many small bodies with very many objects are parsed in turns, so that others are served."""
 
 from __future__ import annotations
 

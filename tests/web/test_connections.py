@@ -1,4 +1,4 @@
-"""Connections are shared between addresses, and whoever watches the gateway always gets in."""
+"""Connections are shared between addresses, and health checks are always answered."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class One:
 def entered(
     seats: ConnectionLimiter, address: str | None, count: int, *, idle: bool = True
 ) -> list[One]:
-    """Those of so many that got a seat."""
+    """Of so many new connections, those that were admitted."""
     found = [One(idle, float(number)) for number in range(count)]
     return [one for one in found if seats.admit(one, address) is ConnectionAdmission.ADMITTED]
 
@@ -136,7 +136,7 @@ def test_a_proxys_idle_connections_survive_a_crowd() -> None:
     crowd = entered(seats, "192.0.2.1", 500)
     assert len(crowd) + sum(not one.closed for one in pool) == 70
     assert sum(one.closed for one in pool) == 0
-    # Somebody small gets in beside both.
+    # A small client is admitted beside both.
     assert len(entered(seats, "192.0.2.2", 2)) == 2
     assert sum(one.closed for one in pool) == 0
 
@@ -186,7 +186,7 @@ async def wired_from(gate: Public, address: str) -> AsyncIterator[Wire]:
 
 
 async def used(stack: AsyncExitStack, gate: Public, address: str, *fields: str) -> Wire:
-    """A connection that has had a reply and is kept."""
+    """A connection that is idle after one response."""
     wire = await stack.enter_async_context(wired_from(gate, address))
     await wire.send(request({**HELLO, "max_tokens": 1}, *fields))
     assert (await answer(wire)).status == 200
@@ -254,7 +254,7 @@ async def test_idle_connections_of_one_address_are_evicted_for_another(tmp_path:
         crowd = [await used(all_, gate, "127.0.0.1") for _ in range(18)]
         others = [await used(all_, gate, "127.0.0.2") for _ in range(9)]
         assert [await closed(wire) for wire in crowd] == [True] * 9 + [False] * 9
-        # Who has as many gets no more, and takes nothing from anybody.
+        # A client with as many gets no more, and evicts nobody.
         async with wired_from(gate, "127.0.0.2") as wire:
             await wire.send(request())
             assert (await answer(wire)).status == 429
@@ -315,7 +315,7 @@ async def test_behind_a_proxy_the_forwarded_address_is_limited(tmp_path: Path) -
         found = await answer(refused)
         assert (found.status, found.code) == (429, "queue_full")
         await refused.leave()
-        # Another that comes by the same proxy is served.
+        # Another client behind the same proxy is served.
         wire = await used(all_, gate, "127.0.0.1", "X-Forwarded-For: 192.0.2.2")
         await wire.send(request({**HELLO, "max_tokens": 1}, "X-Forwarded-For: 192.0.2.3"))
         assert (await answer(wire)).status == 200

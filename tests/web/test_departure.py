@@ -1,4 +1,4 @@
-"""Clients that leave, and clients that do not keep up."""
+"""Clients that disconnect, and clients that read slowly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.web.raw_client import HELLO, Public, answer, public, request
 QUICK = {"health": {"interval": 0.2}, "heartbeat": "off"}
 STREAM = {**HELLO, "stream": True}
 LONG = 30_000
-"""Tokens whose events, with what `timings_per_token` adds, no socket's buffers hold."""
+"""Tokens whose events, with `timings_per_token`, exceed the buffers of any socket."""
 
 
 def the_node(gate: Public) -> Node:
@@ -30,7 +30,7 @@ def the_node(gate: Public) -> Node:
 
 
 async def left(gate: Public) -> None:
-    """The client is told of as one that left, and nobody is blamed for it."""
+    """The record says that the client disconnected, and no node is blamed."""
     record = await gate.last()
     assert (record.status, record.reason) == (499, "client_closed")
     await until(lambda: len(gate.running.gateway.registry) == 0)

@@ -1,4 +1,4 @@
-"""A chunked body is what httptools takes it for, however it is cut, in a bounded amount of work."""
+"""A chunked body is decoded as httptools does, however it is split, in a bounded amount of work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST = 1000
 
 
 def read(pieces: Iterable[bytes], most: int = MOST) -> tuple[bytes, bytes] | None:
-    """The body and what stands behind it; None: it has no end. Raises: GatewayError."""
+    """The body and the bytes behind it; None: it is incomplete. Raises: GatewayError."""
     chunks = ChunkedDecoder(most)
     body, waiting = b"", b""
     for piece in pieces:
@@ -31,7 +31,7 @@ def read(pieces: Iterable[bytes], most: int = MOST) -> tuple[bytes, bytes] | Non
 
 
 class Parsed:
-    """What httptools finds."""
+    """The same by httptools."""
 
     def __init__(self, data: bytes) -> None:
         self.parts: list[bytes] = []
@@ -111,7 +111,7 @@ def test_an_accepted_body_means_the_same_to_httptools(
         try:
             parsed = Parsed(data[: len(data) - len(rest)])
         except httptools.HttpParserError:
-            return  # it looks into extensions and at what may follow
+            return  # httptools parses extensions, and what follows
         assert parsed.ended
         assert b"".join(parsed.parts) == body
 

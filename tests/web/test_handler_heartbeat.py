@@ -1,4 +1,4 @@
-"""Signs of life on streams that have nothing to say yet."""
+"""Heartbeats on streams without content."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_a_queued_stream_gets_heartbeats(tmp_path: Path, path: str) -> Non
                 path == "/v1/messages"
             )
             assert b"x-gateway-class: normal" in head
-            # Other nodes may be tried yet, and so nothing is said of them.
+            # Other nodes may yet be tried, so none is named.
             for unknown in (b"attempts", b"queue-ms", b"node", b"tier"):
                 assert b"x-gateway-" + unknown not in head
             for _ in range(3):
@@ -96,7 +96,7 @@ async def test_a_silent_stream_gets_heartbeats(tmp_path: Path, path: str) -> Non
             for _ in range(2):
                 assert await chunk(wire) == beat
             gate.node.faults.release()
-            # None behind an event that has followed too soon, and none behind the end.
+            # None soon after an event, and none after the end.
             rest = await body_of(wire)
         assert b"\n" + beat not in rest.removeprefix(beat)
 
@@ -111,10 +111,10 @@ async def test_plain_requests_get_no_heartbeats(tmp_path: Path) -> None:
 
 
 async def failing(gate: Public, path: str, kind: str, **fault: Any) -> bytes:
-    """The body of a stream whose node fails after the first signs of life."""
+    """The body of a stream whose node fails after the first heartbeat."""
     async with wired(gate.url) as wire:
         gate.node.faults.next("hang", after_events=0)
-        # The second slot is taken too, so that the request waits in the gateway.
+        # The second slot is taken too, so that the request is queued.
         gate.node.faults.next("hang", after_events=0)
         async with wired(gate.url) as one, wired(gate.url) as two:
             for other in (one, two):
@@ -159,7 +159,7 @@ async def test_after_a_heartbeat_a_502_is_an_event_and_keeps_its_status_in_the_r
 
 
 def told(path: str, data: bytes, message: str, kind: str = "api_error") -> None:
-    """One error event in the form of the API, and nothing behind it."""
+    """One error event in the form of the API, and nothing after it."""
     assert data.endswith(b"\n\n")
     assert data.count(b"\n\n") == 1
     named = path in {"/v1/messages", "/v1/responses"}

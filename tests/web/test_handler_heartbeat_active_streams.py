@@ -1,4 +1,4 @@
-"""Streams that move, in virtual time: a machine that stands still makes no difference."""
+"""Active streams, in virtual time: the machine's speed makes no difference."""
 
 from __future__ import annotations
 

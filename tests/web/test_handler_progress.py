@@ -1,4 +1,4 @@
-"""A client that asks is told how long it will wait, without being shown a stream that isn't one."""
+"""Progress comments for clients that ask, in streams that stay valid SSE."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def slow() -> EmulatedNode:
 
 
 def events_of(data: bytes) -> list[bytes]:
-    """What an SSE parser makes of it: comments are nothing, wherever they stand."""
+    """The events that an SSE parser finds: it ignores comments."""
     lines = [line for line in data.split(b"\n") if not line.startswith(b":")]
     return [event for event in b"\n".join(lines).split(b"\n\n") if event.strip()]
 
@@ -97,7 +97,7 @@ OFTEN = Timings(progress=0.1)
 
 
 def reading(**more: Any) -> EmulatedNode:
-    """Reads a long prompt in 0.8 s, and tells some eight times how far it is."""
+    """A node that reads a long prompt in 0.8 s and reports progress some eight times."""
     return EmulatedNode(prefill_tps=750.0, batch=80, infill=True, **more)
 
 
@@ -106,7 +106,7 @@ def a_long(path: str, **more: Any) -> dict[str, Any]:
 
 
 def without_marks(body: bytes) -> bytes:
-    """A stream without what differs from one answer to the next."""
+    """A stream without the fields that differ between responses."""
     body = re.sub(rb'"(id|item_id)":"[^"]*"', b"", body)
     body = re.sub(rb'"(created|created_at|id_slot)":\d+', b"", body)
     return re.sub(rb'"timings":{[^}]*}', b"", body)
@@ -126,7 +126,7 @@ async def test_progress_of_the_prefill_is_reported(tmp_path: Path, path: str) ->
         for percent, processed, total in told:
             assert percent == 100 * processed // total < 100
         assert b"\n\n" not in found.body[: found.body.rindex(b": prefill")]
-        # Nothing else is another than for those who did not ask.
+        # Nothing else differs from a stream without progress.
         assert b"prompt_progress" not in found.body
         events = events_of(without_marks(found.body))
         assert events == events_of(without_marks(plain.body))
@@ -202,7 +202,7 @@ async def test_progress_events_count_as_no_tokens(tmp_path: Path) -> None:
             await wire.until(b'"content"')
         ended = await gate.last()
         assert ended.status == 499
-        # One more stands in front of them, as the role does in every chat.
+        # One more comes first, as the role does in every chat.
         assert ended.completion_tokens <= gate.node.engine.tokens + 1
 
 

@@ -1,4 +1,4 @@
-"""Connections to a node as the relay uses them: again and again, and unnoticed when they break."""
+"""Connections to a node are reused, and a stale one goes unnoticed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_a_nodes_limit_of_requests_per_connection_is_not_noticed(tmp_path:
 async def test_a_stale_connection_is_no_attempt(
     tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "STALE_SECONDS", 60.0)  # though this machine stood still
+    monkeypatch.setattr(connection, "STALE_SECONDS", 60.0)  # Though the machine is slow.
     node = EmulatedNode(slots=4, close_after_stream=False)
     async with public(tmp_path, CALM, node) as gate:
         await asyncio.gather(*(gate.chat(max_tokens=1) for _ in range(4)))
@@ -87,7 +87,7 @@ async def test_a_path_prefix_of_the_node_is_kept(tmp_path: Path) -> None:
     heard: list[bytes] = []
 
     async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """What a reverse proxy does with a prefix: takes it off."""
+        """A reverse proxy that removes a prefix."""
         peer = Peer(reader, writer)
         upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", node.port)
 
@@ -201,7 +201,7 @@ async def test_a_small_request_is_served_without_a_task(tmp_path: Path) -> None:
         listener = gate.running.gateway.public_listener
         assert listener is not None
         small = request({"input": "hello"}, path="/v1/embeddings")
-        await wire.send(small)  # so that a connection to the node is there
+        await wire.send(small)  # This opens a connection to the node.
         assert (await answer(wire)).status == 200
         gate.node.faults.next("hang")
         await wire.send(small)

@@ -1,4 +1,4 @@
-"""The alias `*`: what takes every model name that is not known otherwise."""
+"""The alias `*`, which takes every unknown model name."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ async def test_the_catch_all_leaves_known_names_alone(node: EmulatedNode, tmp_pa
     settings = TO_DEMO | {"retries": {"wait_for_node": 0}}
     async with running_gateway(tmp_path, [node.url, declared], settings) as running:
         assert (await asked(running, "demo")).status_code == 200
-        # Down, but known: nothing else is served in its place.
+        # Down, but known: the catch-all does not replace it.
         assert outcome(await asked(running, "declared")) == (503, "no_node")
-        # An alias for what nobody serves.
+        # An alias for a model that nobody serves.
         assert outcome(await asked(running, "alias")) == (404, "model_not_found")
 
 
@@ -135,7 +135,7 @@ async def test_a_key_needs_the_name_or_the_star(node: EmulatedNode, tmp_path: Pa
         for name, key in made.items():
             listed = await running.client.get("/v1/models", headers={"x-api-key": key.text})
             names = {card["id"] for card in listed.json()["data"]}
-            # Of what the star takes, only the key can say a name.
+            # Of the names that the catch-all takes, only those of the key are listed.
             assert names == served[name] & {"demo", *(allowed[name] or ())}
             for model in ("demo", "gpt-4o", "o3"):
                 good = (200, None) if model in served[name] else (403, "model_not_allowed")

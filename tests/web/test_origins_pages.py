@@ -1,4 +1,4 @@
-"""A web page in a browser of this machine is no local caller: names, origins, forms."""
+"""Web pages in a browser of this machine are not trusted as local callers."""
 
 from __future__ import annotations
 

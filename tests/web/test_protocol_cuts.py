@@ -1,4 +1,4 @@
-"""Who a request is served as, and what it says, never depends on how its bytes were cut."""
+"""A request's caller and content never depend on how its bytes were split."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PATH = "/v1/chat/completions"
 
 
 class Transport(asyncio.Transport):
-    """A client's end that hands over what a test says, and keeps what comes back."""
+    """A transport that records what the protocol writes."""
 
     def __init__(self) -> None:
         super().__init__({"peername": ("127.0.0.1", 5), "sockname": ("127.0.0.1", 8000)})
@@ -67,7 +67,7 @@ class Transport(asyncio.Transport):
 
 @dataclass
 class Served:
-    """What became of some requests: each caller, and each reply's status and message."""
+    """The callers of some requests, and status and message of each response."""
 
     callers: list[str | None]
     replies: list[tuple[int, str]] = field(default_factory=list)
@@ -97,12 +97,12 @@ class Bench:
             if piece:
                 connection.data_received(piece)
             else:
-                await asyncio.sleep(0.01)  # of virtual time: all that can be done is done
+                await asyncio.sleep(0.01)  # Of virtual time: all pending work is done.
         await asyncio.sleep(1.0)
-        assert transport.closed or not connection.backlog, "it waits for nothing"
+        assert transport.closed or not connection.backlog, "bytes wait though no request runs"
         connection.connection_lost(None)
         self.gateway.bus.flush()
-        # Refused before it is known who asks: no caller.
+        # Requests that were refused before they were identified have no caller.
         found = Served([record.caller for record in self.gateway.ended])
         rest = transport.sent
         while rest:
@@ -180,7 +180,7 @@ def test_splitting_the_bytes_changes_nothing(
     count = len(found.replies)
     assert found.replies == [reply for one in alone for reply in one.replies][:count]
     assert found.callers == [caller for one in alone for caller in one.callers][:count]
-    # Who is refused before all of the body has come has the connection closed.
+    # A client that is refused before its body is complete is disconnected.
     assert count == len(several) or found.replies[-1][0] == 401
 
 
@@ -207,7 +207,7 @@ def test_a_known_head_is_recognised_after_split_requests(bench: Bench) -> None:
 
 
 def test_of_a_pipeline_one_request_runs_and_the_rest_stays_bytes(bench: Bench) -> None:
-    """However many requests a packet has, one is begun; those behind it cost their bytes."""
+    """However many requests a packet has, one runs, and the rest waits as bytes."""
 
     async def ask() -> tuple[int, int]:
         config = uvicorn.Config(bench.gateway.site, http=bench.kind, ws="none", log_config=None)
@@ -260,7 +260,7 @@ def test_a_client_that_reads_no_responses_gets_no_more(bench: Bench) -> None:
 def test_clients_that_read_no_responses_are_aborted_if_too_many_bytes_wait(
     bench: Bench,
 ) -> None:
-    """They are cut, and who takes replies is served; what waits is counted to the byte."""
+    """Others are served, and waiting bytes are counted exactly."""
     handler = bench.gateway.handler
     kind = protocol_class(LimitSettings(), handler.serve, pipeline_bytes=300_000)
     whole = asking("anna", "a", "plain")

@@ -101,7 +101,7 @@ async def test_half_a_request_behind_a_complete_one_has_its_own_timeout(tmp_path
 
 @in_virtual_time
 async def test_a_line_end_behind_a_body_does_not_close_the_connection(tmp_path: Path) -> None:
-    """Old clients send one that the length does not count."""
+    """Old clients send one that `Content-Length` does not include."""
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
         await wire.send(request({**HELLO, "max_tokens": 1}) + b"\r\n")
         assert (await answer(wire)).status == 200

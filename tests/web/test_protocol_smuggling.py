@@ -1,4 +1,4 @@
-"""No request hides in another: through the gateway alone, and behind nginx, for two callers."""
+"""No request can hide in another, through the gateway alone and behind nginx, for two callers."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def proper(text: str, key: ApiKey) -> bytes:
 
 
 def prompts(gate: Public) -> list[str]:
-    """Of the requests that reached the node."""
+    """Marks of the requests that reached the node."""
     return [json.loads(seen.body)["messages"][0]["content"] for seen in gate.node.seen]
 
 
 def check_callers(gate: Public) -> None:
-    """Whose request is whose, by its mark."""
+    """The caller of each request, by its mark."""
     for seen in gate.node.seen:
         assert seen.path == CHAT
         assert not {"authorization", "x-api-key", "transfer-encoding"} & set(seen.headers)
@@ -85,7 +85,7 @@ async def test_the_gateway_and_the_node_agree_on_request_boundaries(
             await wire.send(data)
         else:
             for start in range(0, len(data), 97):
-                with suppress(ConnectionError, RuntimeError):  # uvloop's word for it
+                with suppress(ConnectionError, RuntimeError):  # uvloop's exception
                     await wire.send(data[start : start + 97])
                 await asyncio.sleep(0)
         if name.startswith("Expect") and cut == "cut":
@@ -188,7 +188,7 @@ async def edge(
 
 
 def _is_listening(path: Path) -> bool:
-    """Whether it can be connected to: nginx binds first, and listens a moment later."""
+    """Whether nginx accepts connections: it binds first, and listens a moment later."""
     with unix_socket.socket(unix_socket.AF_UNIX) as trial:
         return trial.connect_ex(str(path)) == 0
 
@@ -207,7 +207,7 @@ async def connected(socket: Path) -> AsyncIterator[Wire]:
 async def test_nginx_and_the_gateway_agree_on_request_boundaries(
     gate: Public, edge: Path, name: str
 ) -> None:
-    """Its connections to the gateway carry requests of both callers, one after the other."""
+    """nginx's connections to the gateway carry requests of both callers, one after the other."""
     form = FORMS[name]
 
     async def anna() -> bytes:

@@ -1,4 +1,4 @@
-"""How long a plain answer may take, and what its client may get meanwhile."""
+"""Timeouts of plain responses, and what clients get meanwhile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAIN: dict[str, Any] = {"health": {"interval": 0.2}}
 async def test_a_plain_request_has_the_deadline_of_the_sdks_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str, late: float
 ) -> None:
-    """An official client has a timer of its own, which is to end the request before we do."""
+    """An official client's own timer ends the request before the gateway does."""
     field = "X-Stainless-Read-Timeout" if late else "X-Request-Timeout"
     node = EmulatedNode(decode_tps=20, answer_tokens=400, slots=1)
     async with public(tmp_path, PLAIN, node) as gate:

@@ -1,4 +1,4 @@
-"""Whom a listener on loopback trusts as local, and what classes that gives."""
+"""Which callers a loopback listener trusts as local, and the classes that they may use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "prompt": {"prompt": "Hello", "max_tokens": 1, "n_predict": 1},
     "input": {"input": "Hello", "max_output_tokens": 16},
 }
-"""What the paths want, by the field that holds the prompt; others take any of them."""
+"""Required fields, by the field of the prompt; other paths accept any of them."""
 GENERATING = [
     "/v1/chat/completions", "/chat/completions", "/v1/completions", "/completions",
     "/completion", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize",
@@ -102,7 +102,7 @@ async def test_a_keys_classes_hold_through_a_proxy(tmp_path: Path) -> None:
         assert "x-gateway-node" not in proxied.headers
 
 
-# Of the class in the body.
+# The class in the body.
 
 
 @pytest.mark.parametrize("path", GENERATING)

@@ -1,4 +1,4 @@
-"""What header fields cross the gateway, which way, and which are its own."""
+"""Which headers the gateway forwards in each direction, and which it adds."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ async def test_the_nodes_own_key_replaces_the_clients(
 
 
 async def told(gate: Public, **fields: str) -> Answer:
-    """The reply to a request that the node answered with these fields."""
+    """The response to a request that the node answered with these headers."""
     body = json.dumps({"choices": []})
     gate.node.faults.next("status", status=200, body=body, headers=fields)
     found = await gate.ask(request(SHORT))

@@ -1,4 +1,4 @@
-"""An error that a node has said, as each API's clients get it."""
+"""A node's error, in the form that each API's clients get."""
 
 from __future__ import annotations
 

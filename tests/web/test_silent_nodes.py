@@ -1,4 +1,4 @@
-"""A node that is down, or has never said what it serves, is no wrong model."""
+"""Requests for models of nodes that are down or never reported their models."""
 
 from __future__ import annotations
 

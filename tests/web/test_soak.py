@@ -1,4 +1,4 @@
-"""Clients of all kinds at once, good and bad: when they are gone, nothing is held for them."""
+"""Valid and invalid clients at once: when they are gone, nothing is held for them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FAULTS: list[dict[str, Any]] = [
 
 
 async def client(gate: Public, draw: random.Random) -> None:
-    """Ask something, in some way, and stay or leave."""
+    """Send a random request in a random way, and stay or disconnect."""
     path, body = draw.choice(WORK)
     body = {"max_tokens": draw.choice([1, 20]), **body, "stream": draw.random() < 0.5}
     fields = [f"X-Priority: {draw.choice(CLASSES)}"] if draw.random() < 0.3 else []
@@ -90,7 +90,7 @@ async def client(gate: Public, draw: random.Random) -> None:
 
 
 def held(gate: Public) -> dict[str, object]:
-    """All that is counted for clients, and is not nothing."""
+    """All counts of clients that are not zero."""
     gateway = gate.running.gateway
     edge, scheduler = gateway.handler, gateway.scheduler
     tickets = scheduler._tickets

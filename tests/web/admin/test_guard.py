@@ -35,7 +35,7 @@ async def ask(
     method: str = "GET",
     headers: Sequence[tuple[str, str]] = (),
 ) -> httpx.Response:
-    """Through the guard; without `host` among the headers a loopback one is sent."""
+    """A request through the guard; `Host` is a loopback one unless the headers have one."""
     guard = AdminGuard(PlainTextResponse("inside"), key=key, names=names)
 
     async def app(scope: Scope, receive: object, send: object) -> None:

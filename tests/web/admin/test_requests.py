@@ -38,7 +38,7 @@ async def cancel(gateway: BareGateway, name: str) -> httpx.Response:
 async def start(
     gateway: BareGateway, node: EmulatedNode, **body: Any
 ) -> asyncio.Task[httpx.Response]:
-    """A request that has come as far as it can: to a slot, or into the queue."""
+    """A request that has got a slot, or a place in the queue."""
     before = len(gateway.registry)
     waits = node.busy > 0
     queued = len(gateway.scheduler.queue_positions())

@@ -1,4 +1,4 @@
-"""Whose turn it is: classes, fair shares, reserves and deadlines, over emulated nodes."""
+"""Classes, fair shares, reserves and deadlines of the queue, over emulated nodes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORDS = [f"word{number}" for number in range(12)]
 
 @dataclass
 class Site:
-    """A gateway and a client that may have any number of connections."""
+    """A gateway, and a client with any number of connections."""
 
     running: Running
     nodes: list[EmulatedNode]
@@ -41,7 +41,7 @@ class Site:
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def body(self, tokens: int, words: int = 4, **more: Any) -> dict[str, Any]:
-        """A question that no other request has asked."""
+        """A prompt that no other request has sent."""
         text = " ".join(WORDS[i % len(WORDS)] for i in range(words))
         message = {"role": "user", "content": f"{next(self.numbers)} {text}"}
         return {"messages": [message], "max_tokens": tokens, **more}
@@ -116,7 +116,7 @@ async def test_urgent_requests_hardly_wait_on_an_overloaded_fleet(tmp_path: Path
 
     async with a_site(tmp_path, *nodes) as site:
         idle = [await site.first_content(2, 60, x_priority="urgent") for _ in range(9)]
-        # A request takes 0.22 s or so on one of four slots: 18 a second are served, 27 come.
+        # A request takes 0.22 s or so on one of four slots: 18 a second are served, 27 arrive.
         tasks: list[asyncio.Task[Any]] = []
         urgent: list[asyncio.Task[float]] = []
         began = now()
@@ -161,7 +161,7 @@ async def test_batch_waits_for_all_others_and_leaves_its_reserve(tmp_path: Path)
 
 
 async def shares(site: Site, parties: dict[str, tuple[int, dict[str, str]]]) -> Counter[str]:
-    """Tokens that each party was served when the last of them has 120 answers.
+    """Tokens that each fairness key was served when the last of them has 120 responses.
 
     Each keeps so many requests under way; lengths are of one distribution. Answers count once all
     of them have requests in line: before, whoever has connected first is served alone.
@@ -204,7 +204,7 @@ async def shares(site: Site, parties: dict[str, tuple[int, dict[str, str]]]) -> 
 
 
 def fast() -> EmulatedNode:
-    # Not so fast that a busy machine is slower at asking: then nobody would be backlogged.
+    # Slow enough that a busy machine can send faster: else nothing would be queued.
     return EmulatedNode(slots=2, decode_tps=150.0, close_after_stream=False)
 
 
@@ -337,7 +337,7 @@ async def test_a_reload_applies_to_queued_requests_too(tmp_path: Path) -> None:
         await until(lambda: site.running.gateway.settings_error is not None)
         assert "least_finish" in str(site.running.gateway.settings_error)
         assert scheduler.dispatcher.rules.policy == "round_robin"
-        # Without the reserve those who wait go on.
+        # Without the reserve the queued requests run.
         site.running.write_settings({**CALM, "policy": "prefix_hash"})
         await until(lambda: (site.waiting, site.nodes[0].busy) == (2, 4))
         await ended(tasks)
