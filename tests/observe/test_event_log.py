@@ -91,7 +91,7 @@ def test_failed_attempts_are_logged(written: Written) -> None:
     assert (line["event"], line["node"], line["outcome"]) == ("attempt", "b", "reset")
 
 
-def test_reloads_hooks_and_resumed_streams_are_logged(written: Written) -> None:
+def test_drift_and_reloads_are_logged(written: Written) -> None:
     written.set_up()
     written.bus.publish(NodeDrift("a", ("slots: 2 declared, 4 said",)))
     written.bus.publish(NodeDrift("a", ()))
