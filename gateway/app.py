@@ -164,7 +164,7 @@ class Gateway:
                 self.scheduler,
                 self.registry,
                 lambda: self.inventory_error,
-                self.forwarder.retries_left,
+                self.proxy_context.retries_left,
             ),
         )
         self.drain_deadlines = DrainDeadlines(self.registry)

@@ -56,6 +56,10 @@ class GatewayError(Exception):
         self.message = self._with_names or self.message
         return self
 
+    def append(self, text: str) -> None:
+        """Add `text` to the message."""
+        self.message += text
+
     @property
     def type(self) -> str:
         """OpenAI's error type for this status."""

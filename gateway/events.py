@@ -69,6 +69,45 @@ class RequestFinished:
         self.duration_seconds = duration_seconds
         return self
 
+    def waited(self, seconds: float) -> None:
+        """The request has waited so long for a slot."""
+        self.queue_seconds += seconds
+
+    def attempt_began(self, node: str, tier: str, fallback: str | None) -> None:
+        """An attempt begins on this node."""
+        self.attempts += 1
+        self.node, self.tier, self.fallback = node, tier, fallback
+
+    def dispatched(self, received_at: float, sent_at: float) -> None:
+        """The request was sent to a node; only the first time counts."""
+        if self.overhead_seconds is None:
+            self.overhead_seconds = max(0.0, sent_at - received_at - self.queue_seconds)
+
+    def first_content_sent(self, seconds: float) -> None:
+        """The first content is on its way to the client, so long after the request came."""
+        self.ttft = seconds
+
+    def count_tokens(
+        self, prompt: int, cached: int, completion: int, *, replace: bool = False
+    ) -> None:
+        """Add the tokens of an attempt; `replace`: they include those of all before."""
+        if replace:
+            self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
+        self.prompt_tokens += prompt
+        self.cached_tokens += cached
+        self.completion_tokens += completion
+
+    def sub_request_answered(self, part: RequestFinished) -> None:
+        """Take node and times from the first sub-request, and the most attempts of any."""
+        self.attempts = max(self.attempts, part.attempts)
+        if self.node is None:
+            self.node, self.tier, self.fallback = part.node, part.tier, part.fallback
+            self.queue_seconds, self.overhead_seconds = part.queue_seconds, part.overhead_seconds
+
+    def charge(self, cost: float) -> None:
+        """Add what an attempt has cost."""
+        self.cost += cost
+
 
 @dataclass(slots=True)
 class AttemptEnded:

@@ -104,6 +104,8 @@ class Request:
     may_assemble: bool = False
     """Whether a plain response may be assembled from the events of a stream."""
     needs_vision: bool = False
+    prompt_field: str | None = None
+    """The body's field that holds the prompt."""
     slots: int = 1
     logprobs: bool = False
     """Whether the response contains log probabilities."""

@@ -162,6 +162,10 @@ class Lease:
             if self.on_first_content is not None:
                 self.on_first_content(self)
 
+    def bytes_received(self, now: float) -> None:
+        """More of a response came whose first content was noted, or that comes in one piece."""
+        self.last_content_at = now
+
     def observed_timing(self) -> ObservedTiming | None:
         """What the gateway saw of its node meanwhile; None until it is given back."""
         if self.released_at is None or not self.slots:

@@ -1,1 +1,1 @@
-"""From a request to an answer: body edits, attempts, retries, SSE and its dialects."""
+"""Forwards requests to nodes: attempts, retries, resumed streams, and one module for each API."""

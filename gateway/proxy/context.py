@@ -1,4 +1,4 @@
-"""TODO."""
+"""The objects that all requests share on their way through the proxy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from gateway.config.settings import Settings
 from gateway.events import EventBus
 from gateway.fleet.fleet import Fleet
 from gateway.proxy.accounting import Accounting
+from gateway.proxy.retry import RetryPolicy
 from gateway.proxy.time_slicer import TimeSlicer
 from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.scheduler import Scheduler
@@ -25,12 +26,18 @@ class ProxyContext:
     timeout_monitor: TimeoutMonitor
     clock: Callable[[], float]
     time_slicer: TimeSlicer = field(default_factory=TimeSlicer)
-    """Of all requests that take long to prepare."""
+    """Runs slow preparations of requests in steps."""
     accounting: Accounting = field(init=False)
+    retry_policy: RetryPolicy = field(init=False)
 
     def __post_init__(self) -> None:
         self.accounting = Accounting(self.fleet, self.scheduler, self.bus, self.clock)
+        self.retry_policy = RetryPolicy(self.fleet, self.clock)
 
     def configure(self, settings: Settings) -> None:
-        """Serve new requests by these settings."""
+        """Apply changed settings to the attempts that begin from now on."""
         self.settings = settings
+
+    def retries_left(self) -> int:
+        """Retries that could be made now, for the metric."""
+        return self.retry_policy.remaining(self.settings.retries)

@@ -1,4 +1,4 @@
-"""The requests that wait and run, for the admin API, drains and the shutdown."""
+"""Requests that wait or run, for the admin API, drains and the shutdown."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gateway.request import Request
 from gateway.transport.errors import UpstreamError
 
 
-class RequestCancelled(UpstreamError):  # noqa: N818 - beside `Overdue`
-    """We end the request ourselves; the client gets `error`."""
+class RequestCancelled(UpstreamError):  # noqa: N818 - as `StreamFailed`
+    """The gateway ends the request; its client gets `error`."""
 
     outcome = "cancelled"
 
@@ -25,8 +25,8 @@ class RequestCancelled(UpstreamError):  # noqa: N818 - beside `Overdue`
         self.error = error
 
 
-class RequestEvicted(UpstreamError):  # noqa: N818 - beside `Ended`
-    """Its node is to be free: the request goes elsewhere, or its client gets `error`."""
+class RequestEvicted(UpstreamError):  # noqa: N818 - as `StreamFailed`
+    """The request must leave its node; its client gets `error` if no other node takes it."""
 
     outcome = "moved"
 
@@ -36,34 +36,32 @@ class RequestEvicted(UpstreamError):  # noqa: N818 - beside `Ended`
 
 
 class UnattributedFailure(NamedTuple):
-    """A failure that either the node or the request itself is to blame for."""
+    """A failure for which either the node or the request itself is to blame."""
 
     lease: Lease
     response_started: bool = False
-    """Whether the answer had begun."""
     counted: bool = True
-    """Whether it is among the node's failures already."""
+    """Whether the circuit of the node has counted it already."""
 
 
 @dataclass(slots=True, eq=False)
 class InFlightRequest:
-    """A request on its way."""
+    """A request on its way: its value, its record, and the attempt under way."""
 
     request: Request
     record: RequestFinished
     attempt: Attempt | None = None
     cancel_error: GatewayError | None = None
     prefill_progress: PrefillProgress | None = None
-    """How far its prompt has been read, for a client that wants to know."""
+    """How much of the prompt has been read, for a client that asked for it."""
     sub_requests: dict[str, InFlightRequest] | None = None
-    """What waits and runs of a request of several prompts, by id; None: it is one itself."""
+    """The requests that a request of several prompts runs in, by id; None: it has one prompt."""
     on_cancel: Callable[[GatewayError], None] | None = None
-    """Called when it is ended, by what runs its parts."""
+    """Called on cancellation, by what runs the sub-requests."""
     unattributed_failures: tuple[UnattributedFailure, ...] = ()
-    """Its failures of which it is yet to be seen who is to blame."""
 
     def cancel(self, error: GatewayError) -> None:
-        """End it where it stands; its client gets `error`, as an event if the reply has begun."""
+        """End the request; its client gets `error`, as an event if the response has begun."""
         if self.cancel_error is None:
             self.cancel_error = error
             if self.attempt is not None:
@@ -72,56 +70,80 @@ class InFlightRequest:
                 self.on_cancel(error)
 
     def evict(self, error: GatewayError) -> None:
-        """Have it leave its node; its client gets `error` if it can't go on elsewhere."""
+        """Make it leave its node; its client gets `error` if no other node takes it."""
         if self.attempt is not None:
             self.attempt.fail(RequestEvicted(error))
 
     def begin_attempt(self, attempt: Attempt) -> None:
-        """An attempt begins; it is failed at once if the request was ended meanwhile."""
+        """An attempt begins; it fails at once if the request was cancelled meanwhile."""
         self.attempt = attempt
         if self.cancel_error is not None:
             attempt.fail(RequestCancelled(self.cancel_error))
 
+    def end_attempt(self) -> None:
+        """The attempt is over."""
+        self.attempt = None
+
+    def begin_sub_requests(
+        self,
+        sub_requests: dict[str, InFlightRequest],
+        on_cancel: Callable[[GatewayError], None],
+    ) -> None:
+        """The request runs in these from now on; `on_cancel` cancels them."""
+        self.sub_requests, self.on_cancel = sub_requests, on_cancel
+
+    def end_sub_requests(self) -> None:
+        """The sub-requests are over."""
+        self.on_cancel = None
+
+    def add_unattributed_failure(self, failure: UnattributedFailure) -> None:
+        """An attempt failed; who is to blame is not known yet."""
+        self.unattributed_failures += (failure,)
+
+    def keep_unattributed_failures(self, failures: tuple[UnattributedFailure, ...]) -> None:
+        """Only for these failures it is still unknown who is to blame."""
+        self.unattributed_failures = failures
+
 
 class InFlightRegistry:
-    """All live requests by their own id."""
+    """All requests in flight by the gateway's own id."""
 
     def __init__(self) -> None:
-        self._live: dict[str, InFlightRequest] = {}
+        self._requests: dict[str, InFlightRequest] = {}
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._requests)
 
     def __iter__(self) -> Iterator[InFlightRequest]:
-        """Each, and behind it the parts that it runs in."""
+        """Each request, followed by its sub-requests."""
         found: list[InFlightRequest] = []
-        for live in self._live.values():
-            found.append(live)
-            if live.sub_requests is not None:
-                found += live.sub_requests.values()
+        for one in self._requests.values():
+            found.append(one)
+            if one.sub_requests is not None:
+                found += one.sub_requests.values()
         return iter(found)
 
     def add(self, in_flight: InFlightRequest) -> None:
         """A request has been read."""
-        self._live[in_flight.request.id] = in_flight
+        self._requests[in_flight.request.id] = in_flight
 
     def remove(self, in_flight: InFlightRequest) -> None:
         """A request is over."""
-        self._live.pop(in_flight.request.id, None)
+        self._requests.pop(in_flight.request.id, None)
 
     def find(self, name: str) -> InFlightRequest | None:
         """The request of this id, or with this `X-Request-ID` if only one has it."""
-        live = self._live.get(name)
-        if live is None:
-            tagged = [live for live in self if name in {live.request.x_request_id, live.request.id}]
-            live = tagged[0] if len(tagged) == 1 else None
-        return live
+        found = self._requests.get(name)
+        if found is None:
+            named = [one for one in self if name in {one.request.x_request_id, one.request.id}]
+            found = named[0] if len(named) == 1 else None
+        return found
 
     def cancel_where(
         self, predicate: Callable[[InFlightRequest], bool], error: GatewayError
     ) -> int:
-        """End all that `chosen` says; returns how many."""
-        ended = [live for live in self if predicate(live)]
-        for live in ended:
-            live.cancel(error)
-        return len(ended)
+        """Cancel all requests that `predicate` accepts; returns how many."""
+        cancelled = [one for one in self if predicate(one)]
+        for one in cancelled:
+            one.cancel(error)
+        return len(cancelled)

@@ -1,4 +1,4 @@
-"""JSON as it comes from nodes and clients, read in one way."""
+"""JSON from nodes and clients, decoded in one way."""
 
 from __future__ import annotations
 
@@ -9,32 +9,38 @@ import msgspec
 JsonObject = dict[str, Any]
 """A JSON object."""
 
-_ANY = msgspec.json.Decoder()
+VALUE_DECODER = msgspec.json.Decoder()
 
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 _OBJECTS = msgspec.json.Decoder(list[dict[str, Any]])
 
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+"""Decodes an object's fields; each value stays bytes."""
+
+ITEMS_DECODER = msgspec.json.Decoder(list[msgspec.Raw])
+"""Decodes a list's items; each item stays bytes."""
+
+TEXT_DECODER = msgspec.json.Decoder(str)
 
 JSON_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What reading JSON raises: where it is none, not in UTF-8, or nested too deeply."""
+"""What decoding raises for bytes that are no JSON, not UTF-8, or nested too deeply."""
 
 
 class InvalidJson(Exception):  # noqa: N818 - says what it is
-    """These bytes are not what was to be read."""
+    """These bytes are not JSON of the expected type."""
 
 
 def parse_json(data: bytes) -> Any:
-    """The value. Raises: NoJson."""
+    """The value. Raises: InvalidJson."""
     try:
-        return _ANY.decode(data)
+        return VALUE_DECODER.decode(data)
     except JSON_ERRORS:
         raise InvalidJson from None
 
 
 def parse_object(data: bytes) -> JsonObject:
-    """The object. Raises: NoJson."""
+    """The object. Raises: InvalidJson."""
     try:
         return _OBJECT.decode(data)
     except JSON_ERRORS:
@@ -42,15 +48,15 @@ def parse_object(data: bytes) -> JsonObject:
 
 
 def check_object(data: bytes) -> None:
-    """See that it is an object, without making what is in it. Raises: NoJson."""
+    """Check that it is an object, without decoding its values. Raises: InvalidJson."""
     try:
-        _FIELDS.decode(data)
+        FIELDS_DECODER.decode(data)
     except JSON_ERRORS:
         raise InvalidJson from None
 
 
 def parse_objects(data: bytes) -> list[JsonObject]:
-    """The objects of a list. Raises: NoJson."""
+    """The objects of a list. Raises: InvalidJson."""
     try:
         return _OBJECTS.decode(data)
     except JSON_ERRORS:

@@ -1,4 +1,4 @@
-"""What a node's answer means: pass it on, or ask another node, and who is to blame."""
+"""Classifies a node's response: pass it on or try another node; reads the bodies of errors."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from gateway.request import Headers, Request
 
 
 class ResponseOutcome(enum.Enum):
-    """What to do with a node's reply before anything of it went out."""
+    """What to do with a node's response of which nothing has been sent yet."""
 
     PASS = "pass"  # noqa: S105 - no password
-    """An answer, or an error of the client's own making."""
+    """A success, or an error that the client has caused."""
     CONTEXT_OVERFLOW = "context_overflow"
-    """The prompt does not fit: a node with a larger context may take it."""
+    """The prompt is too long: a node with a larger context may take it."""
     REFUSED = "refused"
-    """This node can't serve it: another one, and never this one again."""
+    """This node can never serve the request: try another one."""
     BUSY = "busy"
-    """Not now: another one."""
+    """This node can't serve the request now: try another one."""
     SERVER_ERROR = "server_error"
-    """It failed, or the request makes every node fail: another one tells which."""
+    """The node failed, or the request makes every node fail: another node shows which."""
 
 
 MOST_MESSAGE_CHARACTERS = 1024
-"""Characters of a node's message that are looked at."""
+"""Characters of a node's message that are read."""
 
 _CONTEXT = re.compile(r"exceeds? the available context size|maximum context length is \d")
-"""Of a prompt that is too long: as llama.cpp said it before it had a type for it, and as other
-servers of OpenAI's API do."""
+"""The message for a prompt that is too long, of llama.cpp before it had an error type for that and
+of other servers with OpenAI's API."""
 
 _TOKENS = re.compile(r"^(?:request|input) \((\d{1,9}) tokens\)")
 
 _MOST = re.compile(
     r"(?:available context size \(|current batch size: |maximum context length is )(\d{1,9})"
 )
-"""Tokens of the prompt and of what it must fit into, where they are said in words alone."""
+"""Tokens of the prompt and of its limit, in messages without fields for them."""
 
 _REFUSED = frozenset({401, 403, 404, 405, 501})
 
@@ -59,7 +59,7 @@ _STATUSES = {
     "unavailable_error": 503,
     "timeout_error": 504,
 }
-"""What the types of errors stand for that llama.cpp, OpenAI and Anthropic have."""
+"""Statuses of the error types of llama.cpp, OpenAI and Anthropic."""
 
 
 class _Error(msgspec.Struct):
@@ -83,7 +83,7 @@ _BODY = msgspec.json.Decoder(_ErrorBody)
 
 
 def classify(status: int, content: bytes, request: Request) -> ResponseOutcome:
-    """What a reply of this status and (for errors) content means."""
+    """What to do with a response of this status and, for errors, this content."""
     if status < 300:
         return ResponseOutcome.PASS
     if status in _BUSY:
@@ -96,7 +96,7 @@ def classify(status: int, content: bytes, request: Request) -> ResponseOutcome:
 
 
 def is_context_overflow(status: int, content: bytes, request: Request) -> bool:
-    """Whether the prompt was too long: its own error type, or for embeddings a 500 that says so."""
+    """Whether the prompt was too long: an error of its own, or for embeddings a 500's message."""
     error = _error(content)
     if error is None:
         return False
@@ -114,7 +114,7 @@ def is_context_overflow(status: int, content: bytes, request: Request) -> bool:
 
 
 def context_overflow_sizes(content: bytes) -> tuple[int | None, int | None]:
-    """Tokens of the prompt and of the node's context, as far as its error tells."""
+    """Tokens of the prompt and of the node's context, as far as the error has them."""
     error = _error(content)
     if error is None:
         return None, None
@@ -128,7 +128,7 @@ def context_overflow_sizes(content: bytes) -> tuple[int | None, int | None]:
 
 
 def error_event_to_body(content: bytes) -> bytes:
-    """The data of an error event as the body of an error; as it is, if it has that form."""
+    """The data of an error event as an error's body; unchanged if it is one already."""
     try:
         value = _ANY.decode(content)
     except JSON_ERRORS:
@@ -139,9 +139,9 @@ def error_event_to_body(content: bytes) -> bytes:
 
 
 def retry_after(headers: Headers, wall_clock: float) -> float | None:
-    """Seconds for which the node asks to be left alone; None: it does not.
+    """Seconds until the node wants the next request, by `Retry-After`; None: it does not say.
 
-    `wall` is the time of day in seconds since 1970: the field may be a date (RFC 9110, 10.2.3).
+    `wall_clock` is in seconds since 1970, since the header may be a date (RFC 9110, 10.2.3).
     """
     for name, value in headers:
         if name == b"retry-after":
@@ -156,18 +156,18 @@ def retry_after(headers: Headers, wall_clock: float) -> float | None:
 
 
 def error_message(content: bytes) -> str | None:
-    """What the node's error says, if it is one."""
+    """The message of a node's error; None: the content is no error, or has no message."""
     error = _error(content)
     return error.message[:MOST_MESSAGE_CHARACTERS] or None if error is not None else None
 
 
 def is_model_loading(status: int, content: bytes) -> bool:
-    """Whether a 503 says that the model is still being loaded."""
+    """Whether a 503 means that the model is still loading."""
     return status == 503 and b"Loading model" in content
 
 
 def error_status(content: bytes) -> int:
-    """The status that an error of this body stands for, as its `code` or `type` says; else 500."""
+    """The status of an error by its body's `code` or `type`; else 500."""
     error = _error(content)
     if error is None:
         return 500
@@ -182,5 +182,5 @@ def _error(content: bytes) -> _Error | None:
         body = _BODY.decode(content)
     except JSON_ERRORS:
         return None
-    # On a stream of `/v1/messages` llama.cpp sends the fields of the error alone.
+    # In a stream of `/v1/messages` llama.cpp sends the error's fields without the object around.
     return body.error or _Error(message=body.message, type=body.type, code=body.code)

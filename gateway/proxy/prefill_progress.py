@@ -1,7 +1,7 @@
-"""How far a node has read a prompt, for a client that wants to know.
+"""Prefill progress: how far a node has read a prompt, for a client that asks for it.
 
-llama.cpp tells it in events of the stream if it is asked to; they are taken out again, and what is
-left is the stream as it would have been. For all others it is reckoned.
+llama.cpp reports it in events of the stream, if asked; they are removed, and the client gets its
+stream as it would have been. For all other nodes the progress is estimated.
 """
 
 from __future__ import annotations
@@ -10,100 +10,98 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.fleet.node import LeasePhase
+from gateway.fleet.node import Lease, LeasePhase
 from gateway.proxy import sse
-from gateway.proxy.attempt import Attempt
+from gateway.proxy.api.base import Api
 from gateway.proxy.inbound import edits
 from gateway.proxy.inbound.large_body import Body, without_large_fields
 from gateway.proxy.json_values import InvalidJson, parse_object
+from gateway.proxy.sse import EventFilter
+from gateway.request import Request
 from gateway.transport.errors import InvalidResponse
 
-PROGRESS_FIELDS = {"return_progress": True}
-"""What has llama.cpp tell it."""
+_REQUEST_FIELD = b'"return_progress"'
 
-PROGRESS_PATHS = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/completion", "/infill"}
-)
-"""Paths on which it does; it takes no notice on `/v1/messages`."""
-
-_WISH = b'"return_progress"'
-
-_MARK = b'"prompt_progress"'
+_EVENT_FIELD = b'"prompt_progress"'
 
 
 class PrefillStatus(NamedTuple):
-    """How far it is."""
+    """How far a prompt is read."""
 
     percent: int
     tokens: tuple[int, int] | None
-    """Tokens that have been read or were cached, and all of them; None: it is reckoned."""
+    """Tokens that were read or cached, and all tokens; None: the percentage is an estimate."""
 
 
 class PrefillProgress:
-    """Of one request: the reading of its prompt, by one node after the other."""
+    """The prefill of one request, on one node after the other."""
 
-    __slots__ = ("_attempt", "_keeps", "_named", "_tokens")
+    __slots__ = ("_client_asked", "_keep_next", "_lease", "_tokens")
 
     def __init__(self) -> None:
-        self._attempt: Attempt | None = None
+        self._lease: Lease | None = None
         self._tokens: tuple[int, int] | None = None
-        self._keeps = False
-        """Whether the client has asked for these events itself."""
-        self._named = False
-        """Whether an event that also says something else is yet to come."""
+        self._client_asked = False
+        """Whether the client itself asks for progress events."""
+        self._keep_next = False
+        """Whether the next progress event stands for an event that the client must get."""
 
-    def begin_attempt(self, attempt: Attempt, body: Body) -> Body:
-        """An attempt begins: the body that has its node tell, if it can."""
-        request = attempt.request
-        self._attempt, self._tokens = attempt, None
-        if (
-            attempt.lease.node.spec.kind != "llama.cpp"
-            or request.path not in PROGRESS_PATHS
-            or request.slots != 1
-        ):
-            return body
-        told = without_large_fields(body)
-        self._keeps = _WISH in told and parse_object(told).get("return_progress") is True
-        self._named = request.path == "/v1/responses"
-        attempt.filter_events = self.strip_progress
-        return body if self._keeps else edits.apply_edit(body, PROGRESS_FIELDS)
+    def begin_attempt(
+        self, lease: Lease, request: Request, api: Api, body: Body
+    ) -> tuple[Body, EventFilter | None]:
+        """Begin an attempt; return the body that makes its node report progress, if it can.
+
+        The filter takes the progress out of the stream again; None: there is none in it.
+        """
+        self._lease, self._tokens = lease, None
+        fields = api.progress_fields
+        if lease.node.spec.kind != "llama.cpp" or fields is None or request.slots != 1:
+            return body, None
+        small_fields = without_large_fields(body)
+        self._client_asked = (
+            _REQUEST_FIELD in small_fields
+            and parse_object(small_fields).get("return_progress") is True
+        )
+        self._keep_next = api.progress_replaces_event
+        if not self._client_asked:
+            body = edits.apply_edit(body, fields)
+        return body, self.strip_progress
 
     def strip_progress(self, events: bytes) -> bytes:
-        """The events as the client would have had them unasked. Raises: Garbage."""
-        return sse.edit_matching(events, _MARK, self._stripped)
+        """Take the progress out of whole events. Raises: InvalidResponse."""
+        return sse.edit_matching(events, _EVENT_FIELD, self._stripped)
 
     def _stripped(self, event: bytes) -> bytes:
         try:
             value = parse_object(sse.payload(event))
         except InvalidJson:
             raise InvalidResponse("An event of the node's stream can't be read") from None
-        told = value.pop("prompt_progress", None)
-        if isinstance(told, dict):
-            done, total = told.get("processed"), told.get("total")
+        progress = value.pop("prompt_progress", None)
+        if isinstance(progress, dict):
+            done, total = progress.get("processed"), progress.get("total")
             if isinstance(done, int) and isinstance(total, int) and 0 <= done <= total:
                 self._tokens = done, total
-        if self._keeps:
+        if self._client_asked:
             return event
-        if self._named:
-            # The first of them stands for the event that would have been there.
-            self._named = False
+        if self._keep_next:
+            self._keep_next = False
             name = sse.event_name(event)
             return b"event: %b\ndata: %b\n\n" % (name, msgspec.json.encode(value))
-        assert self._attempt is not None
-        self._attempt.filtered_count += 1
         return b""
 
     def status(self, now: float) -> PrefillStatus | None:
-        """How far it is; None: nobody knows, or nothing is being read."""
-        attempt = self._attempt
-        if attempt is None or attempt.lease.phase is not LeasePhase.PREFILL:
+        """How far the prompt is read; None: that is unknown, or no prompt is being read."""
+        lease = self._lease
+        if lease is None or lease.phase is not LeasePhase.PREFILL:
             return None
         if self._tokens is not None:
             done, total = self._tokens
             return PrefillStatus(100 * done // max(1, total), self._tokens)
-        placement = attempt.lease.placement
-        if placement is None or attempt.lease.node.speed.prefill_tps is None:
+        placement = lease.placement
+        if placement is None or lease.node.speed.prefill_tps is None:
             return None
-        begun, whole = now - placement.placed_at, placement.prefill_ends - placement.placed_at
-        # What takes longer than it was expected to may take any time.
-        return PrefillStatus(int(100 * begun / whole), None) if 0.0 <= begun < whole else None
+        elapsed, expected = now - placement.placed_at, placement.prefill_ends - placement.placed_at
+        # A prefill that takes longer than expected may take any time.
+        if not 0.0 <= elapsed < expected:
+            return None
+        return PrefillStatus(int(100 * elapsed / expected), None)

@@ -1,7 +1,7 @@
-"""Server-sent events as bytes: only whole events pass, so that a cut never leaves half a one.
+"""Server-sent events as bytes: only whole events pass, so a broken stream never ends within one.
 
-Nothing is parsed here. Pieces that hold only such events as nearly all are cost one look at their
-bytes (`usual`), however many they hold.
+Nothing is parsed here. A chunk of ordinary events costs one match of a pattern, however many events
+it holds.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ _ONLY_COMMENTS = re.compile(rb"(?::[^\n]*\n(?:\r?\n)*)+\Z")
 _BOUNDARY = re.compile(rb"\n\r?\n")
 
 
+EventFilter = Callable[[bytes], bytes]
+"""Removes from whole events what only the gateway asked for. Raises: InvalidResponse."""
+
 EventMatcher = Callable[[bytes], re.Match[bytes] | None]
-"""Matches, from the beginning, all whole events that need no closer look; possibly none."""
+"""Matches, from the beginning, all whole events that are ordinary; possibly none."""
 
 
 def ordinary_events(*, line: bytes = b"", after_brace: bytes = b"") -> EventMatcher:
-    """Finds events of one JSON object on one line, as far as a glance tells.
+    """Make a matcher of events whose data is, at a glance, one JSON object on one line.
 
-    `line`: a pattern of what stands above it, line end included; `first`: one that what is
-    behind its first brace must agree with.
+    `line`: a pattern of the line above the data, line end included. `after_brace`: a pattern that
+    must match behind the first brace.
     """
     # Not possessive: up to Python 3.11.4 (Debian 12) such a match may end within an event.
     return re.compile(rb"(?:%bdata: ?\{(?=[\"}])%b.*\}\n\n)*" % (line, after_brace)).match
@@ -40,23 +43,23 @@ ANY_OBJECT = ordinary_events()
 
 
 GROWTH_PER_EVENT = 1024
-"""Bytes of an event that each one before it stands for: `/v1/responses` ends by telling the whole
-answer again, and no token of today's vocabularies is longer, escaped."""
+"""Bytes that each event adds to the size limit: `/v1/responses` ends with an event that repeats the
+whole response, and no token of today's vocabularies is longer, escaped."""
 
 
 class EventFramer:
-    """Lets whole events through, with the server's comments brought to the form of `HEARTBEAT`.
+    """Lets whole events pass, and rewrites the server's comments as `HEARTBEAT`.
 
-    `limit` is the largest event in bytes, which grows with each event up to `ceiling`, since the
-    last one may repeat them all; `comments` False takes comments out altogether.
+    `limit`: bytes of the largest event. It grows with each event up to `ceiling`, since the last
+    event may repeat them all. `keep_comments` False removes comments altogether.
     """
 
     __slots__ = (
         "_ceiling",
         "_comment",
         "_limit",
+        "_matcher",
         "_tail",
-        "_usual",
         "event_count",
         "special_bytes",
     )
@@ -71,28 +74,28 @@ class EventFramer:
     ) -> None:
         self._limit = limit
         self._ceiling = ceiling
-        self._usual = matcher
+        self._matcher = matcher
         self._comment = HEARTBEAT if keep_comments else b""
         self._tail = bytearray()
         self.event_count = 0
         """Events that have passed."""
         self.special_bytes = 0
-        """How many bytes, at the end of what has just passed, are not of usual events."""
+        """Bytes at the end of the last output that are not ordinary events."""
 
     @property
     def has_partial(self) -> bool:
-        """Whether the beginning of an event is held back."""
+        """Whether the beginning of an event is buffered."""
         return bool(self._tail)
 
     def special_bytes_in(self, events: bytes) -> int:
-        """How many bytes from the first unusual of these events on."""
-        found = self._usual(events)
+        """Bytes from the first of these events on that is not ordinary."""
+        found = self._matcher(events)
         return len(events) if found is None else len(events) - found.end()
 
     def feed(self, chunk: bytes) -> bytes:
-        """What may pass of all that has come; possibly nothing.
+        """The whole events that have arrived by now; possibly none.
 
-        Raises: Garbage, when an event grows past the limit.
+        Raises: InvalidResponse, when an event grows past the limit.
         """
         tail = self._tail
         end = 0
@@ -100,12 +103,12 @@ class EventFramer:
             if tail:
                 chunk = bytes(tail) + chunk
                 tail.clear()
-            found = self._usual(chunk)
+            found = self._matcher(chunk)
             if found is not None and (end := found.end()):
-                # Each of them has this once, at its end.
+                # Each ordinary event has this once, at its end.
                 count = chunk.count(b"}\n\n", 0, end)
                 if chunk.count(b"data:", 0, end) != count:
-                    end = count = 0  # half of one may stand within another, or a text says so
+                    end = count = 0  # an event may be cut within another, or a text holds this
                 self.event_count += count
                 if end == len(chunk):
                     self.special_bytes = 0
@@ -113,11 +116,11 @@ class EventFramer:
         rest = self._whole(chunk[end:] if end else chunk)
         self.special_bytes = len(rest)
         if len(rest) == len(chunk) - end and chunk.endswith(rest):
-            return chunk  # all of it, as nearly always: it need not be copied
+            return chunk  # nearly always: nothing is copied
         return chunk[:end] + rest
 
     def _check_size(self) -> None:
-        """See that what is held back, which is much, may be an event. Raises: Garbage."""
+        """Check that the large buffer may still be an event. Raises: InvalidResponse."""
         most = max(
             self._limit, min(self._limit + GROWTH_PER_EVENT * self.event_count, self._ceiling)
         )
@@ -131,7 +134,7 @@ class EventFramer:
         seen = max(0, len(tail) - 3)
         tail += chunk
         if not seen and tail[0] in b"\r\n":
-            # The second half of a comment's blank line, say.
+            # For example the second half of a comment's blank line.
             del tail[: len(tail) - len(tail.lstrip(b"\r\n"))]
         end = max(tail.rfind(b"\n\n", seen) + 2, tail.rfind(b"\n\r\n", seen) + 3)
         if end < 3:  # neither was found
@@ -149,7 +152,7 @@ class EventFramer:
             self._check_size()
         if whole.startswith(b":") or b"\n:" in whole:
             whole = _COMMENTS.sub(self._comment, whole)
-        self.event_count += sum(1 for _ in _BOUNDARY.finditer(whole))
+        self.event_count += count_events(whole)
         return whole
 
 
@@ -157,7 +160,7 @@ _NO_OBJECTS = frozenset({b"[DONE]", b"null"})
 
 
 def check_utf8(events: bytes) -> None:
-    """See that these are UTF-8. Raises: Garbage."""
+    """Check that events are UTF-8. Raises: InvalidResponse."""
     if not events.isascii():
         try:
             events.decode()
@@ -166,9 +169,9 @@ def check_utf8(events: bytes) -> None:
 
 
 def validated(events: bytes) -> bytes:
-    """What of these whole events a client can read. Raises: Garbage.
+    """The whole events without those that have no data. Raises: InvalidResponse.
 
-    What has no data is no event (HTML Standard, 9.2.6), but official clients fail on it.
+    An event without data is none (HTML Standard, 9.2.6), but official clients fail on it.
     """
     check_utf8(events)
     kept = []
@@ -188,7 +191,7 @@ def validated(events: bytes) -> bytes:
 
 
 def split(data: bytes) -> Iterator[bytes]:
-    """The events of `data` one by one, each with its blank line; comments pass as they are."""
+    """The events of `data` one by one, each with its blank line; comments are left in."""
     start = 0
     for boundary in _BOUNDARY.finditer(data):
         yield data[start : boundary.end()]
@@ -197,15 +200,20 @@ def split(data: bytes) -> Iterator[bytes]:
         yield data[start:]
 
 
+def count_events(data: bytes) -> int:
+    """How many whole events `data` holds."""
+    return sum(1 for _ in _BOUNDARY.finditer(data))
+
+
 def edit_matching(events: bytes, mark: bytes, edit: Callable[[bytes], bytes]) -> bytes:
-    """These whole events, each that has `mark` in it as `edit` makes it."""
+    """Apply `edit` to each whole event that contains `mark`."""
     if mark not in events:
         return events
     return b"".join(edit(event) if mark in event else event for event in split(events))
 
 
 def last_events(data: bytes, size: int) -> bytes:
-    """The whole events that the last `size` bytes of `data` are part of."""
+    """The whole events that the last `size` bytes of `data` belong to."""
     start = data.rfind(b"\n\n", 0, max(0, len(data) - size)) + 2
     return data[start:] if start > 1 else data
 
@@ -213,14 +221,14 @@ def last_events(data: bytes, size: int) -> bytes:
 def payload(event: bytes) -> bytes:
     """The data of an event, its lines joined; empty for comments and events without data."""
     if event.startswith(b"data:") and event.find(b"\n") == len(event) - 2:
-        return event[5:-2].strip(b" \r")  # its only line, as nearly always
+        return event[5:-2].strip(b" \r")  # nearly always: one line
     return b"\n".join(
         line[5:].strip(b" \r") for line in event.split(b"\n") if line.startswith(b"data:")
     )
 
 
 def event_name(event: bytes) -> bytes:
-    """The value of the event's `event:` line, or nothing."""
+    """The value of the event's `event:` line, or empty."""
     if event.find(b"event:") < 0:
         return b""
     for line in event.split(b"\n"):

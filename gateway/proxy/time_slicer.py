@@ -1,4 +1,4 @@
-"""Work that takes long, in short steps between which everybody else has their turn."""
+"""Runs slow work in short steps, so that it does not block the event loop."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class TimeSlicer:
-    """Runs what takes many steps, one step of all such work in each round of the event loop."""
+    """Runs work in steps: in each turn of the event loop one step of all such work together."""
 
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self, work: Generator[None, None, T]) -> T:
-        """Run it to its end, whose value it returns."""
+        """Run all steps of `work`; return its value."""
         try:
             while True:
-                async with self._turn:
+                async with self._lock:
                     try:
                         next(work)
                     finally:
-                        # Whoever waits for the turn has it in the next round.
+                        # The next waiter gets the lock in the next turn of the loop.
                         await asyncio.sleep(0)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
@@ -32,8 +32,8 @@ class TimeSlicer:
             work.close()
 
     async def run_once(self, work: Callable[[], T]) -> T:
-        """The same of work that is one step."""
-        async with self._turn:
+        """Run work that is a single step."""
+        async with self._lock:
             try:
                 return work()
             finally:

@@ -1,4 +1,4 @@
-"""The limits of attempts, by one timer for all of them rather than one for each token."""
+"""The timeouts of attempts, checked by one timer for all of them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from gateway.request import Request
 from gateway.transport.errors import UpstreamError, UpstreamTimeout
 
 SILENCE_GRACE = 5.0
-"""Seconds that a stream has to move again when what excused its silence is over."""
+"""Seconds that a silent stream still has when the excuse for its silence has ended."""
 
 CHECK_INTERVAL = 0.2
-"""Seconds between two looks: no limit is kept more exactly than that."""
-
+"""Seconds between two checks, and so the precision of every timeout."""
 
 DEADLINE_SLACK = 0.001
-"""Seconds that a client's own deadline is kept too late, rather than too early."""
+"""Seconds by which a client's own deadline is kept late, so that it is never kept early."""
 
 
 @dataclass(slots=True)
 class AttemptTimeouts:
-    """Seconds. `first_byte` None: the answer comes in one piece, only `until` bounds it."""
+    """Seconds. `first_byte` None: the response comes in one piece, bounded by `deadline` alone."""
 
     first_byte: float | None
     silence: float
@@ -36,64 +35,69 @@ class AttemptTimeouts:
 
 
 class MonitoredAttempt(Protocol):
-    """What an attempt shows while it is watched."""
+    """The part of an attempt that the monitor uses."""
 
     lease: Lease
     sent_at: float
-    excused_at: float
-    """When it was last silent through no fault of its node."""
 
     @property
     def timeouts(self) -> AttemptTimeouts:
-        """How long it may take."""
+        """The attempt's limits."""
 
     @property
     def complete(self) -> bool:
-        """Whether the node has sent all of its answer."""
+        """Whether the node has sent its whole response."""
 
     @property
     def client_lagging(self) -> bool:
-        """Whether its client has yet to take what the node has sent."""
+        """Whether received bytes are still unread, since the client lags."""
 
     def fail(self, error: UpstreamError) -> None:
         """End it with `error`."""
 
 
 class TimeoutMonitor:
-    """Fails attempts whose nodes are overdue; their leases tell when they last moved.
+    """Fails attempts whose nodes are overdue; each lease knows when content last came.
 
-    All attempts are looked at several times a second, by one timer: a timer for each attempt
-    would cost a short request more than the looking costs a long one.
+    One timer checks all attempts several times a second: a timer for each attempt would cost a
+    short request more than the checks cost a long one.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._watched: set[MonitoredAttempt] = set()
+        self._attempts: set[MonitoredAttempt] = set()
         self._deadlines: dict[MonitoredAttempt, asyncio.TimerHandle] = {}
-        """Of those whose client is to be told in the very moment."""
+        """Timers of attempts whose client must get the error in that very moment."""
+        self._excused_at: dict[MonitoredAttempt, float] = {}
+        """When an attempt was last silent through no fault of its node."""
         self._timer: asyncio.TimerHandle | None = None
-        self._held_up = False
+        self._skipped_check = False
+
+    def __len__(self) -> int:
+        return len(self._attempts)
 
     def add(self, attempt: MonitoredAttempt) -> None:
-        """Watch `attempt` from now on."""
-        self._watched.add(attempt)
+        """Monitor `attempt` from now on."""
+        self._attempts.add(attempt)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL, self._look)
+            self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL, self.check)
 
     def add_deadline(self, attempt: MonitoredAttempt, deadline: float) -> None:
-        """End an attempt that is watched in that very moment (monotonic), not at the next look."""
+        """Fail a monitored attempt at `deadline` (monotonic) exactly, not at the next check."""
         self._deadlines[attempt] = asyncio.get_running_loop().call_later(
-            max(0.0, deadline - self._clock()) + DEADLINE_SLACK, self._at_deadline, attempt
+            max(0.0, deadline - self._clock()) + DEADLINE_SLACK, self._deadline_passed, attempt
         )
 
     def remove(self, attempt: MonitoredAttempt) -> None:
         """The attempt is over."""
-        self._watched.discard(attempt)
+        self._attempts.discard(attempt)
+        if self._excused_at:
+            self._excused_at.pop(attempt, None)
         if self._deadlines and (timer := self._deadlines.pop(attempt, None)) is not None:
             timer.cancel()
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop the timers."""
         for deadline in self._deadlines.values():
             deadline.cancel()
         self._deadlines.clear()
@@ -101,34 +105,46 @@ class TimeoutMonitor:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
+    def check(self) -> None:
+        """Fail the attempts that are overdue, and set the timer for the next check."""
         timer, self._timer = self._timer, None
-        # An event loop that was held up reads what the nodes have sent before its next look.
-        self._held_up = not self._held_up and timer is not None and _is_late(timer)
-        if not self._held_up:
-            self._judge()
-        if self._watched:
-            self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL, self._look)
+        # An event loop that was held up must read what the nodes have sent before the next check.
+        self._skipped_check = not self._skipped_check and timer is not None and _is_late(timer)
+        if not self._skipped_check:
+            self._fail_overdue()
+        if self._attempts:
+            self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL, self.check)
 
-    def _judge(self) -> None:
+    def _fail_overdue(self) -> None:
         now = self._clock()
-        for attempt in list(self._watched):
+        for attempt in list(self._attempts):
             if attempt.complete:
-                # Its client is slow to read the rest, which is here: the slot is for others.
+                # Only the client has yet to read it: the slot is free.
                 attempt.lease.release()
             failure = passed_timeout(attempt.lease, attempt.timeouts, attempt.sent_at, now)
-            if failure is not None and not _excused(attempt, failure, now):
-                self._watched.discard(attempt)
+            if failure is not None and not self._is_excused(attempt, failure, now):
+                self._attempts.discard(attempt)
                 attempt.fail(failure)
 
-    def _at_deadline(self, attempt: MonitoredAttempt) -> None:
-        if attempt in self._watched and not attempt.complete:
-            self._watched.discard(attempt)
+    def _is_excused(self, attempt: MonitoredAttempt, failure: UpstreamTimeout, now: float) -> bool:
+        """Whether the silence is not the node's fault: another prefill, or the client lags."""
+        if failure.limit == "total":
+            return False
+        if attempt.client_lagging or another_prefills(attempt.lease, now):
+            self._excused_at[attempt] = now
+            return True
+        excused_at = self._excused_at.get(attempt)
+        grace = min(SILENCE_GRACE, attempt.timeouts.silence)
+        return excused_at is not None and now < excused_at + grace
+
+    def _deadline_passed(self, attempt: MonitoredAttempt) -> None:
+        if attempt in self._attempts and not attempt.complete:
+            self._attempts.discard(attempt)
             attempt.fail(total_timeout())
 
 
 def total_timeout() -> UpstreamTimeout:
-    """The whole request takes too long."""
+    """The failure of a request that takes too long as a whole."""
     return UpstreamTimeout("total", "The request took longer than it may")
 
 
@@ -139,12 +155,12 @@ def _is_late(timer: asyncio.TimerHandle) -> bool:
 def passed_timeout(
     lease: Lease, timeouts: AttemptTimeouts, sent_at: float, now: float
 ) -> UpstreamTimeout | None:
-    """Which limit has passed for a request that was sent at `sent`, if one has."""
+    """The timeout that has passed for a request sent at `sent_at`, if any has."""
     if now >= timeouts.deadline:
         return total_timeout()
-    moved = lease.last_content_at
-    if moved is not None:
-        if now < max(sent_at, moved) + timeouts.silence:
+    last_content_at = lease.last_content_at
+    if last_content_at is not None:
+        if now < max(sent_at, last_content_at) + timeouts.silence:
             return None
         return UpstreamTimeout("silence", f"The node was silent for {timeouts.silence:.0f} s")
     if timeouts.first_byte is None or now < sent_at + timeouts.first_byte:
@@ -152,33 +168,24 @@ def passed_timeout(
     return UpstreamTimeout("first_byte", f"Nothing came for {timeouts.first_byte:.0f} s")
 
 
-def _excused(attempt: MonitoredAttempt, failure: UpstreamTimeout, now: float) -> bool:
-    """Whether the node can't help being silent: it reads another prompt, or the client lags."""
-    if failure.limit == "total":
-        return False
-    if attempt.client_lagging or another_prefills(attempt.lease, now):
-        attempt.excused_at = now
-    return now < attempt.excused_at + min(SILENCE_GRACE, attempt.timeouts.silence)
-
-
 def timeouts_for(lease: Lease, request: Request, timeouts: TimeoutSettings) -> AttemptTimeouts:
-    """The limits of this request under this lease; the node's own come before the settings'."""
+    """The timeouts of this request under this lease; the node's own override the settings'."""
     own = lease.node.spec.timeouts
-    until = request.received_at + (own.total or timeouts.total)
+    deadline = request.received_at + (own.total or timeouts.total)
     if request.deadline is not None:
-        until = min(until, request.deadline)
+        deadline = min(deadline, request.deadline)
     first_byte = None
     route = ROUTES[request.path]
     if lease.stream or not (route.generates or route.multipart):
-        # Any other answer comes in one piece, after its last token.
+        # Any other response comes in one piece, after its last token.
         first_byte = first_byte_timeout(own.first_byte or timeouts.first_byte, lease)
-    return AttemptTimeouts(first_byte, own.silence or timeouts.silence, until)
+    return AttemptTimeouts(first_byte, own.silence or timeouts.silence, deadline)
 
 
 def first_byte_timeout(base: float, lease: Lease) -> float:
-    """Seconds until the first content must be here, for a prompt of this length on this node.
+    """Seconds until the first content must come, for a prompt of this length on this node.
 
-    The same factor as for the state `mute`, so that a node is not given up for one reason
-    while it is excused for the other.
+    The factor is that of the node state `mute`, so that a node is not failed here while its state
+    excuses it.
     """
     return max(base, PREFILL_GRACE_FACTOR * (lease.expected_prefill or 0.0))

@@ -175,16 +175,12 @@ class CandidateFinder:
             if request.needs_vision and not request.excluded_nodes:
                 return errors.invalid_request(
                     f"No node that serves '{request.model}' reads images.",
-                    _PICTURED.get(request.path, "messages"),
+                    request.prompt_field or "messages",
                 )
             return errors.node_failed(
                 f"No node serves '{request.endpoint}' requests for '{request.model}'."
             )
         return self.model_index.not_found_error(request.model)
-
-
-_PICTURED = {"/v1/responses": "input", "/v1/completions": "prompt", "/completion": "prompt"}
-"""Fields that hold pictures, where it is not `messages`."""
 
 
 def _key(name: str, request: Request) -> ServiceKey:

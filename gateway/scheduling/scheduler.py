@@ -548,7 +548,7 @@ def _taken(node: Node, request: Request, placement: Placement, now: float) -> Le
         request.id,
         request.priority,
         now,
-        stream=request.stream,
+        stream=request.stream or (request.may_assemble and node.spec.kind == "llama.cpp"),
         expected_prefill=prefill,
         expected_total=total,
     )

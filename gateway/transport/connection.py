@@ -87,6 +87,10 @@ class NodeConnection(asyncio.Protocol):
         """What its user has made it by, besides."""
         self._clear()
 
+    def cache_head(self, made: bytes, key: object) -> None:
+        """Keep what was made of `headers` by `key`, while the same head repeats."""
+        self.head_cache, self.head_cache_key = made, key
+
     def _clear(self) -> None:
         self.status = 0
         self.headers: Headers = []

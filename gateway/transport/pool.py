@@ -46,6 +46,12 @@ class NodeAddress:
     tls: ssl.SSLContext | None = None
     server_name: str | None = None
 
+    def request_head(self, method: bytes, path: str, header_lines: bytes, length: int) -> bytes:
+        """The head of a request to this node whose body has `length` bytes."""
+        return b"%s %s%s HTTP/1.1\r\n%s%scontent-length: %d\r\n\r\n" % (
+            method, self.path_prefix, path.encode(), self.header_lines, header_lines, length
+        )  # fmt: skip
+
 
 class ConnectionPool:
     """Connections to one origin."""

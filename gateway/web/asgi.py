@@ -18,8 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway import errors
 from gateway.errors import GatewayError
 from gateway.fleet.fleet import Fleet
-from gateway.proxy.api.messages import MESSAGES
-from gateway.proxy.api.ollama import api_of_path
+from gateway.proxy.inbound.routes import api_of_path
 from gateway.scheduling.fleet_sync import ALIVE_STATES
 from gateway.scheduling.scheduler import Scheduler
 from gateway.web.request_context import x_request_id_of
@@ -116,7 +115,7 @@ class _RequestIdMiddleware:
                 headers = list(message["headers"])
                 if all(name != b"x-request-id" for name, _ in headers):
                     headers.append((b"x-request-id", request_id.encode()))
-                    if api_of_path(scope["path"]) is MESSAGES:
+                    if api_of_path(scope["path"]).sends_request_id:
                         headers.append((b"request-id", request_id.encode()))
                 message = {**message, "headers": headers}
             await send(message)

@@ -245,7 +245,7 @@ class _HandledRequest:
             if self._edit_session is not None:
                 self._supersede(self._edit_session, in_flight)
             self._heartbeat = self._start_heartbeat(in_flight)
-            self._response = await handler.forwarder(in_flight)
+            self._response = await handler.forwarder.forward(in_flight)
             if self._response.body_stream is None:
                 self._send_whole(self._response)
             else:
@@ -445,7 +445,7 @@ class _HandledRequest:
         """Wait until the client has taken most of its data, or the attempt fails."""
         exchange, source = self._exchange, stream.source
         if exchange.write_paused and source.failure is None:
-            source.on_fail = exchange.wake_writer
+            source.notify_failure(exchange.wake_writer)
             await exchange.wait_writable()
 
     async def _let_client_time_out(self, request: Request) -> None:
@@ -496,7 +496,7 @@ class _HandledRequest:
 
     def _header_lines(self, *, early: bool = False) -> bytes:
         """The gateway's own header lines; `early`: before the outcome is known."""
-        anthropic = self._route.api.name == "messages"
+        anthropic = self._route.api.sends_request_id
         if early:
             lines = early_gateway_header_lines(self.record, anthropic=anthropic)
         else:

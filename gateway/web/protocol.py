@@ -28,7 +28,7 @@ from gateway import errors
 from gateway.access.callers import IPNetwork
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
-from gateway.proxy.api.chat import CHAT
+from gateway.proxy.api.relayed import RELAYED
 from gateway.proxy.inbound.routes import ROUTES, Route
 from gateway.transport.known_head import KnownHead
 from gateway.web.connections import (
@@ -557,7 +557,7 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         route = self.routes.get(self.url)
-        header_lines, body = encode_rejection(error, route.api if route is not None else CHAT)
+        header_lines, body = encode_rejection(error, route.api if route is not None else RELAYED)
         head = STATUS_LINES[error.status] + header_lines + b"connection: close\r\n\r\n"
         self.transport.write(head + body)
         self._linger()

@@ -118,7 +118,7 @@ def encode_rejection(error: GatewayError, api: Api) -> tuple[bytes, bytes]:
         (b"content-length", b"%d" % len(body)),
         (b"x-request-id", request_id.encode()),
     ]
-    if api.name == "messages":
+    if api.sends_request_id:
         headers.append((b"request-id", request_id.encode()))
     return encode_headers(headers), body
 
@@ -164,7 +164,7 @@ def node_error(response: ProxyResponse) -> GatewayError:
 
 def node_error_body(response: ProxyResponse, api: Api, x_request_id: str) -> bytes:
     """The node's body as it is, unless it is empty or not in the API's error form."""
-    if response.content and (api.name != "messages" or _is_anthropic_error(response.content)):
+    if response.content and api.is_own_error(response.content):
         return response.content
     return api.error_body(node_error(response), x_request_id)
 
@@ -180,11 +180,3 @@ def node_error_header_lines(response: ProxyResponse, content: bytes) -> bytes:
 
 def _node_error_code(status: int) -> str:
     return _NODE_ERROR_CODES.get(status, _OTHER_NODE_ERROR)
-
-
-def _is_anthropic_error(content: bytes) -> bool:
-    try:
-        value = parse_json(content)
-    except InvalidJson:
-        return False
-    return isinstance(value, dict) and value.get("type") == "error" and "error" in value

@@ -263,7 +263,8 @@ def _find_served(path: str) -> str | None:
 
 
 def _advise(served: str) -> str:
-    if served.startswith("/v1/messages"):
+    route = ROUTES.get(served)
+    if route is not None and route.api.clients_add_v1:
         return f"Use {served}: set base_url to http://HOST:PORT (clients of Anthropic add /v1)."
     if served.startswith("/v1/"):
         return f"Use {served}: set base_url to http://HOST:PORT/v1."

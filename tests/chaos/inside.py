@@ -165,7 +165,7 @@ def _counts(running: Running) -> dict[str, Any]:
         "requests": len(gateway.registry),
         "waiting": len(gateway.scheduler.queue_positions()),
         "buffered": gateway.handler.body_memory.total_bytes,
-        "watched": len(gateway.timeout_monitor._watched),
+        "watched": len(gateway.timeout_monitor),
         "reclaiming": [
             task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("reclaim")
         ],

@@ -1,4 +1,4 @@
-"""What a request is written down to have cost, and what a node is learnt to be."""
+"""Tokens and cost in the record of a request, and the speed that is learnt of its node."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ import pytest
 
 from tests.emulator import EmulatedNode
 from tests.gateways import until
-from tests.proxy.house import DIALECTS, MESSAGES, a_house
+from tests.proxy.proxy_over_nodes import GENERATION_PATHS, MESSAGES, proxy_over
 from tests.virtual import in_virtual_time
 
 
 @pytest.mark.parametrize(
-    ("path", "stream"), [*((path, True) for path in DIALECTS), (DIALECTS[0], False)]
+    ("path", "stream"), [*((path, True) for path in GENERATION_PATHS), (GENERATION_PATHS[0], False)]
 )
 @in_virtual_time
-async def test_tokens_are_those_that_the_node_tells(
+async def test_tokens_are_those_that_the_node_reports(
     tmp_path: Path, path: str, stream: bool
 ) -> None:
     one = EmulatedNode(answer_tokens=9, decode_tps=100)
-    async with a_house(tmp_path, one) as house:
-        reply = await house.ask(path, stream=stream)
+    async with proxy_over(tmp_path, one) as proxy:
+        reply = await proxy.ask(path, stream=stream)
         assert reply.status_code == 200
-        await house.rests()
-        (record,) = house.finished
+        await proxy.settled()
+        (record,) = proxy.finished
         assert record.completion_tokens == 9
         assert record.prompt_tokens == one.engine.prompt_tokens
         assert (record.status, record.reason, record.attempts) == (200, None, 1)
         assert record.duration_seconds == pytest.approx(0.09)
         assert (record.ttft is not None) is stream
-        assert house.outcomes == [("a", "ok")]
+        assert proxy.outcomes == [("a", "ok")]
 
 
 @in_virtual_time
-async def test_usage_that_a_client_asks_for_changes_nothing(tmp_path: Path) -> None:
+async def test_usage_in_the_stream_does_not_change_the_count(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=9)
-    async with a_house(tmp_path, one) as house:
-        await house.stream(stream_options={"include_usage": True})
-        await house.rests()
-        assert house.finished[0].completion_tokens == 9
+    async with proxy_over(tmp_path, one) as proxy:
+        await proxy.stream(stream_options={"include_usage": True})
+        await proxy.settled()
+        assert proxy.finished[0].completion_tokens == 9
 
 
 @in_virtual_time
-async def test_a_node_is_as_fast_as_it_shows(tmp_path: Path) -> None:
+async def test_a_nodes_speed_is_learnt_from_its_timings(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=200, prefill_tps=400, answer_tokens=30)
-    async with a_house(tmp_path, one) as house:
-        await house.stream()
-        await house.rests()
-        speed = house.node("a").speed
+    async with proxy_over(tmp_path, one) as proxy:
+        await proxy.stream()
+        await proxy.settled()
+        speed = proxy.node("a").speed
         assert speed.decode_tps == pytest.approx(200, rel=0.5)
         assert speed.prefill_tps == pytest.approx(400, rel=0.5)
 
@@ -63,33 +63,31 @@ async def test_a_node_is_as_fast_as_it_shows(tmp_path: Path) -> None:
     ],
 )
 @in_virtual_time
-async def test_a_node_that_lies_about_its_speed_teaches_nothing(
-    tmp_path: Path, timings: str
-) -> None:
+async def test_implausible_timings_are_ignored(tmp_path: Path, timings: str) -> None:
     one = EmulatedNode()
-    async with a_house(tmp_path, one) as house:
+    async with proxy_over(tmp_path, one) as proxy:
         body = f'{{"choices":[{{"message":{{"content":"x"}}}}],"timings":{timings}}}'
         one.faults.set("status", status=200, body=body)
-        assert (await house.ask()).json()["choices"]
-        await house.rests()
-        speed = house.node("a").speed
+        assert (await proxy.ask()).json()["choices"]
+        await proxy.settled()
+        speed = proxy.node("a").speed
         assert (speed.decode_tps, speed.prefill_tps) == (None, None)
-        assert house.finished[0].completion_tokens <= 1 << 31
+        assert proxy.finished[0].completion_tokens <= 1 << 31
 
 
 @in_virtual_time
-async def test_what_was_cut_short_is_counted_by_its_events(tmp_path: Path) -> None:
+async def test_an_aborted_stream_is_counted_by_its_events(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=100, answer_tokens=1000)
-    async with a_house(tmp_path, one) as house:
+    async with proxy_over(tmp_path, one) as proxy:
         body = {"messages": MESSAGES, "stream": True}
         got = b""
-        async with house.running.client.stream("POST", DIALECTS[0], json=body) as reply:
+        async with proxy.running.client.stream("POST", GENERATION_PATHS[0], json=body) as reply:
             async for chunk in reply.aiter_bytes():
                 got += chunk
                 if got.count(b"\n\n") > 10:
                     break
-        await house.rests()
-        (record,) = house.finished
+        await proxy.settled()
+        (record,) = proxy.finished
         assert record.status == 499
         assert 10 <= record.completion_tokens <= 1000
         assert record.prompt_tokens > 0
@@ -102,22 +100,22 @@ async def test_a_request_costs_its_share_of_the_node_or_its_tokens(tmp_path: Pat
         {"cost_per_hour": 3600.0, "model": "rented"},
         {"cost_per_million_tokens": {"prompt": 1e6, "completion": 2e6}, "model": "bought"},
     )
-    async with a_house(tmp_path, one, two, nodes=nodes) as house:
-        await house.ask(model="rented")
-        await house.ask(model="bought", max_tokens=5)
-        await house.rests()
-        rented, bought = house.finished
+    async with proxy_over(tmp_path, one, two, nodes=nodes) as proxy:
+        await proxy.ask(model="rented")
+        await proxy.ask(model="bought", max_tokens=5)
+        await proxy.settled()
+        rented, bought = proxy.finished
         assert rented.cost == pytest.approx(rented.duration_seconds / 2, rel=0.5)
         assert bought.cost == bought.prompt_tokens + 2 * bought.completion_tokens
 
 
 @in_virtual_time
-async def test_counting_tokens_says_nothing_of_how_fast_slots_come_free(tmp_path: Path) -> None:
+async def test_a_request_without_a_slot_is_not_in_the_completion_rate(tmp_path: Path) -> None:
     one = EmulatedNode()
-    async with a_house(tmp_path, one) as house:
-        scheduler = house.running.gateway.scheduler
+    async with proxy_over(tmp_path, one) as proxy:
+        scheduler = proxy.app.scheduler
         for _ in range(3):
-            assert (await house.ask("/tokenize", content="a")).status_code == 200
+            assert (await proxy.ask("/tokenize", content="a")).status_code == 200
         assert len(scheduler.completion_rate._ends) == 0
-        await house.ask()
+        await proxy.ask()
         await until(lambda: len(scheduler.completion_rate._ends) == 1)

@@ -7,7 +7,7 @@ import pytest
 from gateway.proxy.accounting import MOST_QUARANTINED, Quarantine
 from gateway.request import Request
 from tests.emulator import EmulatedNode
-from tests.proxy.house import a_house
+from tests.proxy.proxy_over_nodes import proxy_over
 from tests.scheduling.build import a_request
 from tests.virtual import in_virtual_time
 
@@ -20,7 +20,7 @@ def asking(text: str) -> Request:
     return request
 
 
-def test_what_two_nodes_died_on_is_refused_for_a_while() -> None:
+def test_a_request_that_two_nodes_died_on_is_rejected_for_a_while() -> None:
     quarantine = Quarantine()
     quarantine.node_lost(asking("x"), "a", 99.0, 100.0)
     assert quarantine.rejection(asking("x"), 101.0, LONG) is None
@@ -40,7 +40,7 @@ def test_another_request_is_served_meanwhile() -> None:
     assert quarantine.rejection(asking("y"), 0.0, LONG) is None
 
 
-def test_one_node_that_dies_again_and_again_is_its_own_fault() -> None:
+def test_a_single_node_that_dies_repeatedly_quarantines_no_request() -> None:
     quarantine = Quarantine()
     for number in range(5):
         quarantine.node_lost(asking("x"), "a", number, number)
@@ -54,14 +54,14 @@ def test_nodes_that_are_lost_together_count_as_one() -> None:
     assert quarantine.rejection(asking("x"), 9.0, LONG) is None
 
 
-def test_one_that_got_it_in_the_instant_of_the_other_s_loss_counts() -> None:
+def test_a_node_leased_in_the_instant_of_the_others_loss_counts() -> None:
     quarantine = Quarantine()
     quarantine.node_lost(asking("x"), "a", 5.0, 9.0)
     quarantine.node_lost(asking("x"), "b", 9.0, 9.0)
     assert quarantine.rejection(asking("x"), 9.0, LONG) is not None
 
 
-def test_an_answer_clears_a_request_of_suspicion() -> None:
+def test_a_complete_response_ends_the_quarantine() -> None:
     quarantine = Quarantine()
     quarantine.node_lost(asking("x"), "a", 0.0, 1.0)
     quarantine.clear(asking("x"))
@@ -69,14 +69,14 @@ def test_an_answer_clears_a_request_of_suspicion() -> None:
     assert quarantine.rejection(asking("x"), 0.0, LONG) is None
 
 
-def test_nothing_is_refused_where_that_is_switched_off() -> None:
+def test_nothing_is_rejected_when_the_quarantine_is_off() -> None:
     quarantine = Quarantine()
     for number, node in enumerate("ab"):
         quarantine.node_lost(asking("x"), node, number, number)
     assert quarantine.rejection(asking("x"), 0.0, 0.0) is None
 
 
-def test_the_oldest_suspect_is_forgotten_first() -> None:
+def test_the_oldest_entry_is_forgotten_first() -> None:
     quarantine = Quarantine()
     for number in range(MOST_QUARANTINED + 10):
         quarantine.node_lost(asking(str(number)), "a", 0.0, 0.0)
@@ -85,49 +85,49 @@ def test_the_oldest_suspect_is_forgotten_first() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @in_virtual_time
-async def test_a_request_that_kills_takes_two_nodes_with_it_and_no_third(
+async def test_a_request_that_kills_nodes_reaches_no_third_one(
     tmp_path: Path, *, stream: bool
 ) -> None:
     servers = [EmulatedNode() for _ in range(4)]
-    async with a_house(tmp_path, *servers) as house:
+    async with proxy_over(tmp_path, *servers) as proxy:
         for server in servers:
             server.faults.set("reset")
         for asked in (1, 2):
-            refused = await house.ask(stream=stream)
+            refused = await proxy.ask(stream=stream)
             assert (refused.status_code, refused.json()["error"]["code"]) == (502, "node_failed")
             assert "2 nodes died" in refused.json()["error"]["message"]
             assert refused.headers["x-should-retry"] == "false"
-            assert len(house.attempts) == 2, asked
+            assert len(proxy.attempts) == 2, asked
         for server in servers:
             server.faults.clear()
-        other = await house.ask(messages=[{"role": "user", "content": "harmless"}])
+        other = await proxy.ask(messages=[{"role": "user", "content": "harmless"}])
         assert other.status_code == 200
-        assert (await house.ask(stream=stream)).status_code == 502
+        assert (await proxy.ask(stream=stream)).status_code == 502
 
 
 @in_virtual_time
-async def test_a_stream_that_takes_its_node_with_it_counts_as_well(tmp_path: Path) -> None:
+async def test_a_stream_that_kills_its_node_counts_as_well(tmp_path: Path) -> None:
     servers = [EmulatedNode() for _ in range(3)]
-    async with a_house(tmp_path, *servers) as house:
+    async with proxy_over(tmp_path, *servers) as proxy:
         for server in servers:
             server.faults.set("reset", after_events=3)
-        stream = await house.stream()
+        stream = await proxy.stream()
         assert (stream.status, len(stream.errors)) == (200, 1)
         assert "2 nodes died" in stream.errors[0]["message"]
-        assert len(house.attempts) == 2, "it went on elsewhere, and that node died too"
-        assert (await house.ask(stream=True)).status_code == 502
-        assert len(house.attempts) == 2
-        assert (house.finished[0].status, house.finished[0].reason) == (502, "node_failed")
+        assert len(proxy.attempts) == 2, "it went on elsewhere, and that node died too"
+        assert (await proxy.ask(stream=True)).status_code == 502
+        assert len(proxy.attempts) == 2
+        assert (proxy.finished[0].status, proxy.finished[0].reason) == (502, "node_failed")
 
 
 @in_virtual_time
-async def test_so_does_a_plain_answer_that_is_put_together(tmp_path: Path) -> None:
+async def test_an_assembled_response_that_kills_its_node_counts_as_well(tmp_path: Path) -> None:
     servers = [EmulatedNode() for _ in range(3)]
-    async with a_house(tmp_path, *servers) as house:
+    async with proxy_over(tmp_path, *servers) as proxy:
         for server in servers:
             server.faults.set("reset", after_events=3)
-        refused = await house.ask()
+        refused = await proxy.ask()
         assert refused.status_code == 502
         assert "2 nodes died" in refused.json()["error"]["message"]
         assert refused.headers["x-should-retry"] == "false"
-        assert len(house.attempts) == 2
+        assert len(proxy.attempts) == 2

@@ -1,4 +1,4 @@
-"""Which header fields pass, which way."""
+"""Which headers are forwarded to nodes and to clients."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import pytest
 from gateway.proxy.forwarded_headers import headers_for_client, headers_for_node
 
 
-def sent(*headers: tuple[bytes, bytes], also: tuple[str, ...] = ()) -> list[bytes]:
-    return headers_for_node(list(headers), also).split(b"\r\n")[:-1]
+def sent(*headers: tuple[bytes, bytes], extra: tuple[str, ...] = ()) -> list[bytes]:
+    return headers_for_node(list(headers), extra).split(b"\r\n")[:-1]
 
 
-def told(*names: str, also: tuple[str, ...] = ()) -> list[str]:
-    """The names of these fields of a reply that a client sees."""
+def forwarded(*names: str, extra: tuple[str, ...] = ()) -> list[str]:
+    """The names of these response headers that a client gets."""
     lines = (
-        headers_for_client([(name.encode(), b"1") for name in names], also).decode().split("\r\n")
+        headers_for_client([(name.encode(), b"1") for name in names], extra).decode().split("\r\n")
     )
     return [line.partition(":")[0] for line in lines[:-1]]
 
@@ -22,7 +22,7 @@ def told(*names: str, also: tuple[str, ...] = ()) -> list[str]:
 OWN = [b"accept-encoding: identity", b"via: 1.1 llama-gateway"]
 
 
-def test_what_a_node_can_use_passes_and_ours_are_added() -> None:
+def test_useful_headers_are_forwarded_and_the_gateways_are_added() -> None:
     fields = [
         (b"content-type", b"application/json"),
         (b"accept", b"text/event-stream"),
@@ -39,7 +39,7 @@ def test_what_a_node_can_use_passes_and_ours_are_added() -> None:
 @pytest.mark.parametrize(
     "value", [b"application/x-www-form-urlencoded", b"Application/X-WWW-Form-urlencoded; a=b"]
 )
-def test_what_curl_says_of_any_body_becomes_what_it_is(value: bytes) -> None:
+def test_curls_default_content_type_becomes_json(value: bytes) -> None:
     assert sent((b"content-type", value)) == [b"content-type: application/json", *OWN]
 
 
@@ -58,31 +58,31 @@ STAY_HERE = [
 
 
 @pytest.mark.parametrize("name", STAY_HERE)
-def test_secrets_and_what_no_node_can_use_stay_here(name: str) -> None:
+def test_secrets_and_useless_headers_reach_no_node(name: str) -> None:
     assert sent((name.encode(), b"secret")) == OWN
 
 
-def test_the_settings_let_further_fields_pass_to_nodes() -> None:
+def test_the_settings_forward_further_headers_to_nodes() -> None:
     fields = [(b"x-openwebui-user-id", b"anna"), (b"x-openwebui-user-email", b"a@b")]
-    assert sent(*fields, also=("X-OpenWebUI-User-Id",)) == [b"x-openwebui-user-id: anna", *OWN]
+    assert sent(*fields, extra=("X-OpenWebUI-User-Id",)) == [b"x-openwebui-user-id: anna", *OWN]
 
 
-def test_fields_that_connection_names_stay_here() -> None:
+def test_hop_by_hop_headers_reach_no_node() -> None:
     got = sent((b"accept", b"1"), (b"connection", b"close, Accept"), (b"user-agent", b"2"))
     assert got == [b"user-agent: 2", *OWN]
     assert b"accept: 1" in sent((b"connection", b"keep-alive"), (b"accept", b"1"))
 
 
-def test_earlier_proxies_are_told() -> None:
+def test_via_lists_earlier_proxies() -> None:
     assert b"via: 1.0 fred, 1.1 llama-gateway" in sent((b"via", b"1.0 fred"))
 
 
-def test_what_clients_can_use_of_a_reply_passes() -> None:
+def test_useful_headers_of_a_response_are_forwarded() -> None:
     names = [
         "content-type", "retry-after", "traceparent", "tracestate", "openai-processing-ms",
         "openai-version", "anthropic-ratelimit-requests-remaining",
     ]  # fmt: skip
-    assert told(*names) == names
+    assert forwarded(*names) == names
 
 
 NODES_ALONE = [
@@ -97,17 +97,17 @@ NODES_ALONE = [
 
 
 @pytest.mark.parametrize("name", NODES_ALONE)
-def test_what_a_client_would_obey_as_the_gateways_word_stays_here(name: str) -> None:
-    assert told(name) == []
+def test_headers_that_a_client_would_obey_are_not_forwarded(name: str) -> None:
+    assert forwarded(name) == []
 
 
-def test_the_settings_let_further_fields_pass_to_clients() -> None:
-    also = ("X-RateLimit-Remaining-Requests",)
+def test_the_settings_forward_further_headers_to_clients() -> None:
+    extra = ("X-RateLimit-Remaining-Requests",)
     names = ("x-ratelimit-remaining-requests", "x-ratelimit-reset-requests")
-    assert told(*names, also=also) == ["x-ratelimit-remaining-requests"]
+    assert forwarded(*names, extra=extra) == ["x-ratelimit-remaining-requests"]
 
 
-def test_a_reply_s_fields_that_connection_names_stay_here() -> None:
+def test_hop_by_hop_headers_reach_no_client() -> None:
     headers = [
         (b"connection", b"keep-alive, Retry-After"),
         (b"connection", b"OpenAI-Version"),

@@ -1,4 +1,4 @@
-"""Until its first content has gone out, a request survives whatever happens to a node."""
+"""Until its first content has been sent, a request survives any failure of a node."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from gateway.fleet.node import NodeState
-from gateway.proxy.forwarder import RetryBudget
+from gateway.proxy.retry import RetryBudget
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.gateways import until
-from tests.proxy.house import DIALECTS, FIRST, MESSAGES, a_house
+from tests.proxy.proxy_over_nodes import A_FIRST, GENERATION_PATHS, MESSAGES, proxy_over
 from tests.virtual import in_virtual_time, now
 
-BEFORE: list[tuple[str, dict[str, Any]]] = [
+FAULTS_BEFORE_CONTENT: list[tuple[str, dict[str, Any]]] = [
     ("reset", {}),
     ("close", {}),
     ("garbage", {}),
@@ -37,34 +37,34 @@ BEFORE: list[tuple[str, dict[str, Any]]] = [
 IMPATIENT = {"first_byte": 0.4}
 
 
-@pytest.mark.parametrize(("kind", "options"), BEFORE)
+@pytest.mark.parametrize(("kind", "options"), FAULTS_BEFORE_CONTENT)
 @in_virtual_time
 async def test_another_node_answers_and_the_client_sees_nothing(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
     one, two = EmulatedNode(answer_tokens=8), EmulatedNode(answer_tokens=8)
-    async with a_house(tmp_path, one, two, nodes=FIRST, timeouts=IMPATIENT) as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, timeouts=IMPATIENT) as proxy:
         one.faults.set(kind, **options)
-        reply = await house.stream()
+        reply = await proxy.stream()
         assert reply.status == 200
         assert reply.errors == []
         assert reply.text == expected_chat_text(MESSAGES, 8)
         assert reply.events[-1] == b"data: [DONE]\n\n"
         assert reply.headers["x-gateway-attempts"] == "2"
         assert reply.headers["x-gateway-node"] == "b"
-        assert [node for node, _ in house.outcomes] == ["a", "b"]
-        assert house.node("a").failures == 1
-        assert house.node("b").failures == 0
+        assert [node for node, _ in proxy.outcomes] == ["a", "b"]
+        assert proxy.node("a").failures == 1
+        assert proxy.node("b").failures == 0
 
 
-@pytest.mark.parametrize("path", DIALECTS[1:])
+@pytest.mark.parametrize("path", GENERATION_PATHS[1:])
 @pytest.mark.parametrize("kind", ["reset", "error_event"])
 @in_virtual_time
-async def test_so_it_is_in_every_dialect(tmp_path: Path, path: str, kind: str) -> None:
+async def test_another_node_answers_in_every_api(tmp_path: Path, path: str, kind: str) -> None:
     one, two = EmulatedNode(answer_tokens=4), EmulatedNode(answer_tokens=4)
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         one.faults.next(kind, after_events=0)
-        reply = await house.stream(path)
+        reply = await proxy.stream(path)
         assert (reply.status, reply.errors) == (200, [])
         assert reply.headers["x-gateway-attempts"] == "2"
 
@@ -80,13 +80,13 @@ async def test_so_it_is_in_every_dialect(tmp_path: Path, path: str, kind: str) -
     ],
 )
 @in_virtual_time
-async def test_a_plain_answer_is_whole_or_anothers(
+async def test_a_broken_plain_response_is_retried_on_another_node(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
     one, two = EmulatedNode(answer_tokens=8), EmulatedNode(answer_tokens=8)
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         one.faults.set(kind, **options)
-        reply = await house.ask()
+        reply = await proxy.ask()
         assert reply.status_code == 200
         content = reply.json()["choices"][0]["message"]["content"]
         assert content == expected_chat_text(MESSAGES, 8)
@@ -94,26 +94,26 @@ async def test_a_plain_answer_is_whole_or_anothers(
 
 
 @in_virtual_time
-async def test_what_another_node_answers_in_the_end_is_noted_as_answered(tmp_path: Path) -> None:
+async def test_a_request_that_a_retry_answers_is_recorded_as_answered(tmp_path: Path) -> None:
     one, two = EmulatedNode(answer_tokens=8), EmulatedNode(answer_tokens=8)
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         one.faults.next("end", after_events=7)
-        reply = await house.ask("/v1/responses")
+        reply = await proxy.ask("/v1/responses")
         assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
-        await house.rests()
-        assert [(record.status, record.reason) for record in house.finished] == [(200, None)]
+        await proxy.settled()
+        assert [(record.status, record.reason) for record in proxy.finished] == [(200, None)]
 
 
 @in_virtual_time
-async def test_a_refused_connection_is_known_at_once(tmp_path: Path) -> None:
+async def test_a_refused_connection_takes_the_node_down_at_once(tmp_path: Path) -> None:
     one, two = EmulatedNode(), EmulatedNode()
-    async with a_house(tmp_path, one, two, nodes=FIRST, health={"interval": 60.0}) as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, health={"interval": 60.0}) as proxy:
         await one.kill()
-        reply = await house.ask()
+        reply = await proxy.ask()
         assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
-        assert house.outcomes[0] == ("a", "connect_failed")
-        assert house.node("a").state is NodeState.DOWN
-        assert (await house.ask()).headers["x-gateway-attempts"] == "1"
+        assert proxy.outcomes[0] == ("a", "connect_failed")
+        assert proxy.node("a").state is NodeState.DOWN
+        assert (await proxy.ask()).headers["x-gateway-attempts"] == "1"
 
 
 @in_virtual_time
@@ -121,81 +121,85 @@ async def test_a_connection_closed_in_the_instant_of_its_reuse_is_no_attempt(
     tmp_path: Path,
 ) -> None:
     one = EmulatedNode()
-    async with a_house(tmp_path, one) as house:
-        await house.ask()
+    async with proxy_over(tmp_path, one) as proxy:
+        await proxy.ask()
         one.faults.next("stale")
-        reply = await house.ask()
+        reply = await proxy.ask()
         assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "1")
-        assert house.node("a").failures == 0
+        assert proxy.node("a").failures == 0
 
 
 @in_virtual_time
 async def test_a_retry_goes_to_another_host_if_there_is_one(tmp_path: Path) -> None:
     servers = [EmulatedNode() for _ in range(3)]
     nodes = ({"speed_hint": 100.0, "host": "x"}, {"speed_hint": 50.0, "host": "x"}, {"host": "y"})
-    async with a_house(tmp_path, *servers, nodes=nodes) as house:
+    async with proxy_over(tmp_path, *servers, nodes=nodes) as proxy:
         servers[0].faults.set("reset")
-        assert (await house.ask()).headers["x-gateway-node"] == "c"
+        assert (await proxy.ask()).headers["x-gateway-node"] == "c"
         servers[2].faults.set("reset")
-        assert (await house.ask()).headers["x-gateway-node"] == "b"
+        assert (await proxy.ask()).headers["x-gateway-node"] == "b"
 
 
 class Spent(RetryBudget):
-    """A budget with nothing in it."""
+    """A budget that is used up."""
 
-    def left(self, now: float, *, share: float, least: int) -> int:
+    def remaining(self, now: float, *, share: float, minimum: int) -> int:
         return 0
 
 
 @in_virtual_time
-async def test_attempts_have_an_end(tmp_path: Path) -> None:
+async def test_attempts_are_limited(tmp_path: Path) -> None:
     servers = [EmulatedNode() for _ in range(4)]
-    async with a_house(tmp_path, *servers, health={"failures": 100}) as house:
+    async with proxy_over(tmp_path, *servers, health={"failures": 100}) as proxy:
         for server in servers:
             server.faults.set("garbage")
-        reply = await house.ask()
+        reply = await proxy.ask()
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (502, "node_failed")
         assert reply.headers["x-gateway-attempts"] == "3"
         assert reply.headers["x-should-retry"] == "false"
-        assert len({node for node, _ in house.outcomes}) == 3
+        assert len({node for node, _ in proxy.outcomes}) == 3
 
 
 @in_virtual_time
 async def test_an_outage_is_not_multiplied(tmp_path: Path) -> None:
     one, two = EmulatedNode(), EmulatedNode()
     retries = {"budget": 0.1, "budget_min": 5}
-    async with a_house(tmp_path, one, two, retries=retries, health={"failures": 10_000}) as house:
+    async with proxy_over(
+        tmp_path, one, two, retries=retries, health={"failures": 10_000}
+    ) as proxy:
         for node in (one, two):
             node.faults.set("garbage")
         for _ in range(12):
-            assert (await house.ask()).status_code == 502
-        assert len(house.attempts) == 12 + 5
+            assert (await proxy.ask()).status_code == 502
+        assert len(proxy.attempts) == 12 + 5
 
 
 @in_virtual_time
-async def test_what_reached_no_node_costs_no_budget(tmp_path: Path) -> None:
+async def test_an_attempt_that_reached_no_node_costs_no_budget(tmp_path: Path) -> None:
     one = EmulatedNode(slots=8, answer_tokens=4)
     retries = {"budget": 0.0, "budget_min": 0}
-    async with a_house(tmp_path, one, retries=retries, health={"interval": 3600}) as house:
-        house.running.gateway.forwarder.retry_budget = Spent()
+    async with proxy_over(tmp_path, one, retries=retries, health={"interval": 3600}) as proxy:
+        proxy.app.proxy_context.retry_policy.budget = Spent()
         await one.kill()
-        asked = [asyncio.create_task(house.ask()) for _ in range(6)]
-        await until(lambda: len(house.running.gateway.scheduler.queue_positions()) == 6)
+        asked = [asyncio.create_task(proxy.ask()) for _ in range(6)]
+        await until(lambda: len(proxy.app.scheduler.queue_positions()) == 6)
         await one.revive()
-        await house.running.gateway.fleet.probe("a")
+        await proxy.app.fleet.probe("a")
         assert [(await reply).status_code for reply in asked] == [200] * 6
 
 
 @in_virtual_time
-async def test_while_all_are_out_the_first_to_come_back_is_waited_for(tmp_path: Path) -> None:
+async def test_while_all_nodes_are_down_a_request_waits_for_the_first_to_return(
+    tmp_path: Path,
+) -> None:
     one, two = EmulatedNode(answer_tokens=4), EmulatedNode()
-    async with a_house(tmp_path, one, two) as house:
+    async with proxy_over(tmp_path, one, two) as proxy:
         await one.kill()
         await two.kill()
-        asked = asyncio.create_task(house.stream())
-        await until(lambda: len(house.running.gateway.scheduler.queue_positions()) == 1)
+        asked = asyncio.create_task(proxy.stream())
+        await until(lambda: len(proxy.app.scheduler.queue_positions()) == 1)
         await one.revive(loading=True)
-        await until(lambda: house.node("a").state is NodeState.LOADING)
+        await until(lambda: proxy.node("a").state is NodeState.LOADING)
         assert not asked.done()
         one.loading = False
         reply = await asked
@@ -204,39 +208,39 @@ async def test_while_all_are_out_the_first_to_come_back_is_waited_for(tmp_path: 
 
 
 @in_virtual_time
-async def test_when_none_comes_back_it_is_no_node(tmp_path: Path) -> None:
+async def test_a_request_that_waits_in_vain_for_a_node_ends_with_no_node(tmp_path: Path) -> None:
     one = EmulatedNode()
-    async with a_house(tmp_path, one, retries={"wait_for_node": 0.3}) as house:
+    async with proxy_over(tmp_path, one, retries={"wait_for_node": 0.3}) as proxy:
         await one.kill()
         began = now()
-        reply = await house.ask()
+        reply = await proxy.ask()
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (503, "no_node")
         assert int(reply.headers["retry-after"]) >= 1
         assert 0.3 <= now() - began < 1.0
         await one.revive()
-        await until(lambda: house.node("a").state is NodeState.READY)
+        await until(lambda: proxy.node("a").state is NodeState.READY)
 
 
 @in_virtual_time
-async def test_a_node_that_says_it_is_loading_gets_nothing_until_it_is_not(tmp_path: Path) -> None:
+async def test_a_loading_node_gets_no_request(tmp_path: Path) -> None:
     one = EmulatedNode()
-    async with a_house(tmp_path, one, health={"interval": 0.05}) as house:
+    async with proxy_over(tmp_path, one, health={"interval": 0.05}) as proxy:
         one.loading = True
-        asked = asyncio.create_task(house.ask())
-        await until(lambda: house.node("a").state is NodeState.LOADING)
+        asked = asyncio.create_task(proxy.ask())
+        await until(lambda: proxy.node("a").state is NodeState.LOADING)
         one.loading = False
         assert (await asked).status_code == 200
-        assert house.node("a").failures == 0
+        assert proxy.node("a").failures == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_a_node_that_is_killed_and_comes_back_loses_nothing_that_had_no_byte(
+async def test_requests_without_a_sent_byte_survive_the_restart_of_their_node(
     tmp_path: Path, stream: bool
 ) -> None:
     one = EmulatedNode(slots=4, prefill_tps=60, answer_tokens=3)
-    async with a_house(tmp_path, one) as house:
-        tasks = [asyncio.create_task(house.ask(stream=stream)) for _ in range(10)]
+    async with proxy_over(tmp_path, one) as proxy:
+        tasks = [asyncio.create_task(proxy.ask(stream=stream)) for _ in range(10)]
         await until(lambda: one.busy == 4)
         await one.kill()
         await asyncio.sleep(0.1)
@@ -247,10 +251,10 @@ async def test_a_node_that_is_killed_and_comes_back_loses_nothing_that_had_no_by
 
 
 @in_virtual_time
-async def test_of_two_nodes_one_may_die_in_the_middle_of_traffic(tmp_path: Path) -> None:
+async def test_one_of_two_nodes_may_die_under_load(tmp_path: Path) -> None:
     one, two = EmulatedNode(slots=4, prefill_tps=100), EmulatedNode(slots=4, prefill_tps=100)
-    async with a_house(tmp_path, one, two) as house:
-        tasks = [asyncio.create_task(house.ask(max_tokens=3)) for _ in range(40)]
+    async with proxy_over(tmp_path, one, two) as proxy:
+        tasks = [asyncio.create_task(proxy.ask(max_tokens=3)) for _ in range(40)]
         await until(lambda: one.busy > 0 and two.busy > 0)
         await one.kill()
         replies = await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""A request can be ended where it stands, and its client is told."""
+"""A request can be cancelled in every state, and its client gets the error."""
 
 from __future__ import annotations
 
@@ -12,105 +12,105 @@ from gateway import errors
 from gateway.fleet.node import LeasePhase
 from tests.emulator import EmulatedNode
 from tests.gateways import until
-from tests.proxy.house import House, a_house
+from tests.proxy.proxy_over_nodes import ProxyOverNodes, proxy_over
 from tests.virtual import in_virtual_time
 
 GONE = errors.no_node("The node is being drained.", 3.0)
 
 
-def end(house: House) -> None:
-    gateway = house.running.gateway
-    (live,) = gateway.registry
-    if not gateway.scheduler.refuse(live.request.id, GONE):
-        live.cancel(GONE)
+def end(proxy: ProxyOverNodes) -> None:
+    gateway = proxy.app
+    (in_flight,) = gateway.registry
+    if not gateway.scheduler.refuse(in_flight.request.id, GONE):
+        in_flight.cancel(GONE)
 
 
-def phase(house: House, wanted: LeasePhase) -> Callable[[], bool]:
-    return lambda: any(lease.phase is wanted for lease in house.node("a").leases)
+def phase(proxy: ProxyOverNodes, wanted: LeasePhase) -> Callable[[], bool]:
+    return lambda: any(lease.phase is wanted for lease in proxy.node("a").leases)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_one_that_waits(tmp_path: Path, stream: bool) -> None:
+async def test_a_waiting_request_is_cancelled(tmp_path: Path, stream: bool) -> None:
     one = EmulatedNode()
-    async with a_house(tmp_path, one) as house:
-        gateway = house.running.gateway
-        house.running.gateway.fleet.drain("a")
-        task = asyncio.create_task(house.ask(stream=stream))
+    async with proxy_over(tmp_path, one) as proxy:
+        gateway = proxy.app
+        proxy.app.fleet.drain("a")
+        task = asyncio.create_task(proxy.ask(stream=stream))
         await until(lambda: len(gateway.scheduler.queue_positions()) == 1)
-        end(house)
+        end(proxy)
         reply = await task
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (503, "no_node")
         assert reply.headers["retry-after"] == "3"
-        assert house.attempts == []
+        assert proxy.attempts == []
         assert one.requests == 0
 
 
 @in_virtual_time
-async def test_one_that_is_read(tmp_path: Path) -> None:
+async def test_a_request_in_prefill_is_cancelled(tmp_path: Path) -> None:
     one = EmulatedNode(prefill_tps=20)
-    async with a_house(tmp_path, one) as house:
-        task = asyncio.create_task(house.stream())
-        await until(phase(house, LeasePhase.PREFILL))
-        end(house)
+    async with proxy_over(tmp_path, one) as proxy:
+        task = asyncio.create_task(proxy.stream())
+        await until(phase(proxy, LeasePhase.PREFILL))
+        end(proxy)
         reply = await task
         assert (reply.status, reply.headers["x-gateway-reason"]) == (503, "no_node")
-        assert house.outcomes == [("a", "cancelled")]
-        assert house.node("a").failures == 0
-        # Its slot is held until the node has let it go.
-        assert house.node("a").leased == 1
+        assert proxy.outcomes == [("a", "cancelled")]
+        assert proxy.node("a").failures == 0
+        # The slot is held until the node has freed it.
+        assert proxy.node("a").leased == 1
 
 
 @in_virtual_time
-async def test_one_whose_plain_answer_is_written(tmp_path: Path) -> None:
+async def test_a_plain_request_in_decode_is_cancelled(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=50, answer_tokens=40)
-    async with a_house(tmp_path, one) as house:
-        task = asyncio.create_task(house.ask())
+    async with proxy_over(tmp_path, one) as proxy:
+        task = asyncio.create_task(proxy.ask())
         await until(lambda: one.busy == 1)
-        end(house)
+        end(proxy)
         reply = await task
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (503, "no_node")
         assert one.requests == 1, "it must not be tried again"
 
 
 @in_virtual_time
-async def test_one_that_streams(tmp_path: Path) -> None:
+async def test_a_streaming_request_is_cancelled(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=50, answer_tokens=1000)
-    async with a_house(tmp_path, one) as house:
-        task = asyncio.create_task(house.stream())
-        await until(phase(house, LeasePhase.DECODE))
-        end(house)
-        end(house)
+    async with proxy_over(tmp_path, one) as proxy:
+        task = asyncio.create_task(proxy.stream())
+        await until(phase(proxy, LeasePhase.DECODE))
+        end(proxy)
+        end(proxy)
         reply = await task
         assert [error["code"] for error in reply.errors] == ["no_node"]
-        assert house.finished == [] or house.finished[-1].status == 503
-        await house.rests()
-        assert house.finished[-1].status == 503
-        assert house.outcomes == [("a", "cancelled")]
-        assert house.node("a").failures == 0
+        assert proxy.finished == [] or proxy.finished[-1].status == 503
+        await proxy.settled()
+        assert proxy.finished[-1].status == 503
+        assert proxy.outcomes == [("a", "cancelled")]
+        assert proxy.node("a").failures == 0
 
 
 @in_virtual_time
-async def test_one_that_waits_to_be_tried_again(tmp_path: Path) -> None:
+async def test_a_request_that_waits_for_its_retry_is_cancelled(tmp_path: Path) -> None:
     one = EmulatedNode()
     retries = {"backoff": 5.0, "backoff_max": 5.0}
-    async with a_house(tmp_path, one, retries=retries) as house:
+    async with proxy_over(tmp_path, one, retries=retries) as proxy:
         one.faults.set("status", status=429)
-        task = asyncio.create_task(house.ask())
-        await until(lambda: len(house.attempts) == 1)
-        end(house)
+        task = asyncio.create_task(proxy.ask())
+        await until(lambda: len(proxy.attempts) == 1)
+        end(proxy)
         reply = await task
         assert reply.status_code == 503
-        assert len(house.attempts) == 1
+        assert len(proxy.attempts) == 1
 
 
 @in_virtual_time
-async def test_a_request_is_found_by_its_id_and_by_its_clients(tmp_path: Path) -> None:
+async def test_a_request_is_found_by_its_id_and_by_its_x_request_id(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=50, answer_tokens=1000)
-    async with a_house(tmp_path, one) as house:
-        registry = house.running.gateway.registry
+    async with proxy_over(tmp_path, one) as proxy:
+        registry = proxy.app.registry
         tasks = [
-            asyncio.create_task(house.stream(headers={"x-request-id": name}))
+            asyncio.create_task(proxy.stream(headers={"x-request-id": name}))
             for name in ("mine", "twice", "twice")
         ]
         await until(lambda: len(registry) == 3)
@@ -119,7 +119,7 @@ async def test_a_request_is_found_by_its_id_and_by_its_clients(tmp_path: Path) -
         assert registry.find(mine.request.id) is mine
         assert registry.find("twice") is None
         assert registry.find("nobody") is None
-        assert registry.cancel_where(lambda live: live is not mine, GONE) == 2
+        assert registry.cancel_where(lambda in_flight: in_flight is not mine, GONE) == 2
         mine.cancel(GONE)
         replies = await asyncio.gather(*tasks)
         assert all(reply.errors or reply.status == 503 for reply in replies)

@@ -1,4 +1,4 @@
-"""Several prompts in one request: each takes slots as they come, and all are one reply."""
+"""Several prompts in one request: each takes slots as they come free; there is one response."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gateway.proxy.time_slicer import TimeSlicer
 from gateway.web.admin.requests import cancelled_by_operator
 from tests.emulator import EmulatedNode
 from tests.gateways import until
-from tests.proxy.house import FIRST, House, a_house
+from tests.proxy.proxy_over_nodes import A_FIRST, ProxyOverNodes, proxy_over
 from tests.virtual import in_virtual_time
 
 PATH = "/v1/completions"
@@ -35,7 +35,7 @@ def raw(value: Any, **layout: Any) -> msgspec.Raw:
     return msgspec.Raw(json.dumps(value, **layout).encode())
 
 
-# What is one prompt.
+# Counting prompts.
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_prompts_are_counted_as_the_server_counts_them(prompt: Any, count: int) 
     assert len(split_prompts(raw(prompt, indent=100))) == count
 
 
-def test_no_prompt_is_none() -> None:
+def test_a_missing_prompt_is_not_a_list() -> None:
     assert split_prompts(msgspec.Raw()) == []
 
 
@@ -88,7 +88,7 @@ def ended(steps: Any) -> Any:
 
 
 @pytest.mark.parametrize("length", [1, LARGE_BODY_BYTES])
-async def test_each_is_sent_with_all_else_that_the_body_says(length: int) -> None:
+async def test_each_prompt_is_sent_with_all_other_fields(length: int) -> None:
     body = {"model": "a", "prompt": ["b" * length, [1, 2]], "seed": 7}
     found = made(body)
     parts = [json.loads(await found.sub_request(index, TimeSlicer())) for index in range(2)]
@@ -103,7 +103,7 @@ def test_too_many_prompts_are_a_bad_request(length: int) -> None:
     assert (caught.value.status, caught.value.param) == (400, "prompt")
 
 
-def test_what_is_split_at_once_is_bounded() -> None:
+def test_prompts_are_split_up_to_a_limit() -> None:
     assert made({"prompt": ["a" * (MOST_PROMPTS_BYTES - 100), "b"]}) is not None
     with pytest.raises(GatewayError, match="Send fewer") as caught:
         made({"prompt": ["a" * MOST_PROMPTS_BYTES, "b"]})
@@ -112,7 +112,7 @@ def test_what_is_split_at_once_is_bounded() -> None:
     assert made({"prompt": [7] * (MOST_PROMPTS_BYTES // 2)}) is None
 
 
-def test_what_would_be_sent_again_with_each_prompt_is_bounded() -> None:
+def test_fields_repeated_with_each_prompt_are_bounded() -> None:
     body = {"prompt": ["a"] * 1000, "grammar": "x" * (MOST_REPEATED_BYTES // 1000 - 100)}
     assert made(body) is not None
     with pytest.raises(GatewayError, match="sent with each") as caught:
@@ -123,28 +123,28 @@ def test_what_would_be_sent_again_with_each_prompt_is_bounded() -> None:
 # Through a whole gateway.
 
 
-def said(answer: Any) -> dict[int, str]:
+def texts_of(answer: Any) -> dict[int, str]:
     return {choice["index"]: choice["text"] for choice in answer["choices"]}
 
 
-async def alone(house: House, **body: Any) -> dict[int, str]:
+async def asked_singly(proxy: ProxyOverNodes, **body: Any) -> dict[int, str]:
     """The same prompts, each in a request of its own."""
-    replies = [await house.ask(PATH, prompt=word, **body) for word in WORDS]
-    return {index: said(reply.json())[0] for index, reply in enumerate(replies)}
+    replies = [await proxy.ask(PATH, prompt=word, **body) for word in WORDS]
+    return {index: texts_of(reply.json())[0] for index, reply in enumerate(replies)}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_they_run_on_all_slots_that_are_free(tmp_path: Path, stream: bool) -> None:
+async def test_prompts_run_on_all_free_slots(tmp_path: Path, stream: bool) -> None:
     one = EmulatedNode(slots=2, decode_tps=20.0)
     two = EmulatedNode(slots=3, decode_tps=20.0)
-    async with a_house(tmp_path, one, two) as house:
-        expected = await alone(house)
+    async with proxy_over(tmp_path, one, two) as proxy:
+        expected = await asked_singly(proxy)
         asked = asyncio.create_task(
-            house.stream(PATH, prompt=WORDS) if stream else house.ask(PATH, prompt=WORDS)
+            proxy.stream(PATH, prompt=WORDS) if stream else proxy.ask(PATH, prompt=WORDS)
         )
-        await until(lambda: house.node("a").leased + house.node("b").leased == 5)
-        scheduler = house.running.gateway.scheduler
+        await until(lambda: proxy.node("a").leased + proxy.node("b").leased == 5)
+        scheduler = proxy.app.scheduler
         await until(lambda: len(scheduler.queue_positions()) == 1)
         reply: Any = await asked
         if stream:
@@ -156,82 +156,82 @@ async def test_they_run_on_all_slots_that_are_free(tmp_path: Path, stream: bool)
             assert reply.body.count(b"data: [DONE]\n\n") == 1
             assert reply.body.endswith(b"data: [DONE]\n\n")
         else:
-            assert said(reply.json()) == expected
-            assert list(said(reply.json())) == list(range(len(WORDS)))
-        done = house.finished[len(WORDS) :]
+            assert texts_of(reply.json()) == expected
+            assert list(texts_of(reply.json())) == list(range(len(WORDS)))
+        done = proxy.finished[len(WORDS) :]
         assert [(record.status, record.attempts) for record in done] == [(200, 1)]
-        singles = house.finished[: len(WORDS)]
+        singles = proxy.finished[: len(WORDS)]
         assert done[0].completion_tokens == sum(each.completion_tokens for each in singles)
         assert done[0].prompt_tokens == sum(each.prompt_tokens for each in singles)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_long_ones_are_answered_the_same(tmp_path: Path, stream: bool) -> None:
-    async with a_house(tmp_path, EmulatedNode(slots=2, context=200_000)) as house:
+async def test_long_prompts_are_answered_the_same(tmp_path: Path, stream: bool) -> None:
+    async with proxy_over(tmp_path, EmulatedNode(slots=2, context=200_000)) as proxy:
         prompts = ["a long text " * 8000, "a short one", "and another long one " * 8000]
-        expected = [said((await house.ask(PATH, prompt=one)).json())[0] for one in prompts]
+        expected = [texts_of((await proxy.ask(PATH, prompt=one)).json())[0] for one in prompts]
         if stream:
-            reply = await house.stream(PATH, prompt=prompts)
+            reply = await proxy.stream(PATH, prompt=prompts)
             assert reply.errors == []
             assert reply.status == 200
         else:
-            answer = (await house.ask(PATH, prompt=prompts)).json()
-            assert list(said(answer).values()) == expected
+            answer = (await proxy.ask(PATH, prompt=prompts)).json()
+            assert list(texts_of(answer).values()) == expected
 
 
 @in_virtual_time
-async def test_others_are_served_between_them(tmp_path: Path) -> None:
+async def test_other_requests_are_served_between_them(tmp_path: Path) -> None:
     one = EmulatedNode(slots=1, decode_tps=50.0)
-    async with a_house(tmp_path, one) as house:
-        many = asyncio.create_task(house.ask(PATH, prompt=WORDS))
-        await until(lambda: house.node("a").leased == 1)
-        reply = await house.ask(PATH, prompt="one alone", headers={"X-Priority": "premium"})
+    async with proxy_over(tmp_path, one) as proxy:
+        many = asyncio.create_task(proxy.ask(PATH, prompt=WORDS))
+        await until(lambda: proxy.node("a").leased == 1)
+        reply = await proxy.ask(PATH, prompt="one alone", headers={"X-Priority": "premium"})
         assert reply.status_code == 200
-        assert not many.done(), "it waited for all of them"
+        assert not many.done(), "it waited for all prompts"
         assert (await many).status_code == 200
 
 
 @in_virtual_time
-async def test_a_full_line_refuses_the_whole_or_nothing(tmp_path: Path) -> None:
+async def test_a_full_wait_queue_rejects_all_prompts_or_none(tmp_path: Path) -> None:
     one = EmulatedNode(slots=1, decode_tps=50.0)
-    async with a_house(tmp_path, one, queue={"max": 1}) as house:
-        begun = asyncio.create_task(house.ask(PATH, prompt=WORDS))
-        await until(lambda: len(house.running.gateway.scheduler.queue_positions()) == 1)
-        refused = await house.ask(PATH, prompt=WORDS)
+    async with proxy_over(tmp_path, one, queue={"max": 1}) as proxy:
+        begun = asyncio.create_task(proxy.ask(PATH, prompt=WORDS))
+        await until(lambda: len(proxy.app.scheduler.queue_positions()) == 1)
+        refused = await proxy.ask(PATH, prompt=WORDS)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert (await begun).status_code == 200
 
 
 @in_virtual_time
-async def test_what_has_begun_yields_to_nobody(tmp_path: Path) -> None:
+async def test_a_request_that_has_begun_is_not_shed(tmp_path: Path) -> None:
     many, few = new_key("many"), new_key("few")
     keys = [{"id": key.id, "sha256": key.sha256} for key in (many, few)]
     one = EmulatedNode(slots=4, decode_tps=20.0)
-    async with a_house(tmp_path, one, queue={"max": 4}, keys=keys) as house:
-        scheduler = house.running.gateway.scheduler
+    async with proxy_over(tmp_path, one, queue={"max": 4}, keys=keys) as proxy:
+        scheduler = proxy.app.scheduler
         bearer = {"authorization": f"Bearer {many.text}"}
         ask = [
-            asyncio.create_task(house.ask(PATH, prompt=WORDS[:2] * 4, headers=bearer))
+            asyncio.create_task(proxy.ask(PATH, prompt=WORDS[:2] * 4, headers=bearer))
             for _ in range(4)
         ]
-        running = house.running.gateway.registry
-        await until(lambda: sum(1 for live in running if live.attempt is not None) == 4)
+        running = proxy.app.registry
+        await until(lambda: sum(1 for one in running if one.attempt is not None) == 4)
         await until(lambda: all(one.request.admitted for one in scheduler.queue_positions()))
         await until(lambda: len(scheduler.queue_positions()) == 4)
-        other = await house.ask(PATH, prompt="one", headers={"authorization": f"Bearer {few.text}"})
+        other = await proxy.ask(PATH, prompt="one", headers={"authorization": f"Bearer {few.text}"})
         assert (other.status_code, other.json()["error"]["code"]) == (429, "queue_full")
         assert [(await each).status_code for each in ask] == [200] * 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_one_that_fails_ends_all(tmp_path: Path, stream: bool) -> None:
+async def test_a_prompt_that_fails_ends_all(tmp_path: Path, stream: bool) -> None:
     one = EmulatedNode(slots=2, decode_tps=20.0, context=200)
-    async with a_house(tmp_path, one) as house:
+    async with proxy_over(tmp_path, one) as proxy:
         prompts = [*WORDS[:3], "far too long " * 300, *WORDS[3:]]
         reply: Any = await (
-            house.stream(PATH, prompt=prompts) if stream else house.ask(PATH, prompt=prompts)
+            proxy.stream(PATH, prompt=prompts) if stream else proxy.ask(PATH, prompt=prompts)
         )
         if stream:
             assert reply.status == 200
@@ -244,60 +244,60 @@ async def test_one_that_fails_ends_all(tmp_path: Path, stream: bool) -> None:
         assert "prompt is too long" in error["message"]
         assert "prompt 4 of 10" in error["message"]
         assert error["param"] == "prompt"
-        await house.rests()
-        assert [record.status for record in house.finished] == [400]
+        await proxy.settled()
+        assert [record.status for record in proxy.finished] == [400]
         assert one.requests < len(prompts)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_who_leaves_takes_all_of_them_with_him(tmp_path: Path, stream: bool) -> None:
+async def test_a_client_that_disconnects_ends_all(tmp_path: Path, stream: bool) -> None:
     one = EmulatedNode(slots=2, decode_tps=20.0)
-    async with a_house(tmp_path, one) as house:
-        asked = asyncio.create_task(house.ask(PATH, prompt=WORDS, stream=stream))
+    async with proxy_over(tmp_path, one) as proxy:
+        asked = asyncio.create_task(proxy.ask(PATH, prompt=WORDS, stream=stream))
         await until(lambda: one.requests == 4)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-        await house.rests()
-        assert [(record.status, record.reason) for record in house.finished] == [
+        await proxy.settled()
+        assert [(record.status, record.reason) for record in proxy.finished] == [
             (499, "client_closed")
         ]
-        assert house.node("a").failures == 0
+        assert proxy.node("a").failures == 0
         assert one.requests == 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("part", [False, True])
 @in_virtual_time
-async def test_an_operator_ends_all_by_the_request_or_one_of_its_prompts(
+async def test_an_operator_ends_all_by_the_id_of_the_request_or_of_one_prompt(
     tmp_path: Path, stream: bool, part: bool
 ) -> None:
     one = EmulatedNode(slots=1, decode_tps=20.0)
-    async with a_house(tmp_path, one) as house:
-        asked = asyncio.create_task(house.stream(PATH, prompt=WORDS, stream=stream))
+    async with proxy_over(tmp_path, one) as proxy:
+        asked = asyncio.create_task(proxy.stream(PATH, prompt=WORDS, stream=stream))
         await until(lambda: one.requests == 2)
-        registry = house.running.gateway.registry
+        registry = proxy.app.registry
         assert len(registry) == 1
         whole, *parts = registry
         assert [each.request.id.startswith(whole.request.id + ".") for each in parts] == [True] * 2
-        live = registry.find(parts[0].request.id if part else whole.request.x_request_id)
-        assert live is not None
-        live.cancel(cancelled_by_operator())
+        found = registry.find(parts[0].request.id if part else whole.request.x_request_id)
+        assert found is not None
+        found.cancel(cancelled_by_operator())
         reply = await asked
         assert b'"code":"cancelled"' in reply.body
         assert reply.status == (200 if stream else 503)
-        await house.rests()
-        assert [record.status for record in house.finished] == [503]
+        await proxy.settled()
+        assert [record.status for record in proxy.finished] == [503]
 
 
 @in_virtual_time
-async def test_a_stream_that_breaks_goes_on_elsewhere(tmp_path: Path) -> None:
+async def test_a_stream_that_breaks_is_resumed(tmp_path: Path) -> None:
     one = EmulatedNode(slots=2, decode_tps=50.0)
     two = EmulatedNode(slots=2, decode_tps=50.0)
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
-        expected = await alone(house, max_tokens=20)
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+        expected = await asked_singly(proxy, max_tokens=20)
         one.faults.next("reset", after_events=5)
-        reply = await house.stream(PATH, prompt=WORDS, max_tokens=20)
+        reply = await proxy.stream(PATH, prompt=WORDS, max_tokens=20)
         got: dict[int, str] = {}
         for value in reply.values:
             for choice in value["choices"]:
@@ -307,33 +307,33 @@ async def test_a_stream_that_breaks_goes_on_elsewhere(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_node_that_fails_some_is_left_for_others(tmp_path: Path) -> None:
+async def test_prompts_are_retried_on_another_node(tmp_path: Path) -> None:
     one, two = EmulatedNode(slots=2), EmulatedNode(slots=2)
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
-        expected = await alone(house)
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+        expected = await asked_singly(proxy)
         one.faults.set("status", status=500)
-        reply = await house.ask(PATH, prompt=WORDS)
-        assert said(reply.json()) == expected
+        reply = await proxy.ask(PATH, prompt=WORDS)
+        assert texts_of(reply.json()) == expected
         assert reply.headers["x-gateway-attempts"] == "2"
 
 
 @in_virtual_time
-async def test_usage_comes_once_where_it_is_asked_for(tmp_path: Path) -> None:
-    async with a_house(tmp_path, EmulatedNode(slots=2)) as house:
-        plain = (await house.ask(PATH, prompt=WORDS)).json()["usage"]
-        reply = await house.stream(PATH, prompt=WORDS, stream_options={"include_usage": True})
-        told = [value["usage"] for value in reply.values if value.get("usage")]
-        assert [usage["total_tokens"] for usage in told] == [plain["total_tokens"]]
+async def test_usage_is_reported_once_if_asked_for(tmp_path: Path) -> None:
+    async with proxy_over(tmp_path, EmulatedNode(slots=2)) as proxy:
+        plain = (await proxy.ask(PATH, prompt=WORDS)).json()["usage"]
+        reply = await proxy.stream(PATH, prompt=WORDS, stream_options={"include_usage": True})
+        reported = [value["usage"] for value in reply.values if value.get("usage")]
+        assert [usage["total_tokens"] for usage in reported] == [plain["total_tokens"]]
         assert reply.values[-1]["choices"] == []
-        without = await house.stream(PATH, prompt=WORDS)
+        without = await proxy.stream(PATH, prompt=WORDS)
         assert [value for value in without.values if value.get("usage")] == []
 
 
 @in_virtual_time
-async def test_signs_of_life_stand_between_them(tmp_path: Path) -> None:
+async def test_heartbeats_pass_between_the_events(tmp_path: Path) -> None:
     one = EmulatedNode(slots=1, prefill_tps=0.5, decode_tps=100.0)
-    async with a_house(tmp_path, one, heartbeat=2.0) as house:
-        reply = await house.stream(PATH, prompt=WORDS[:3])
+    async with proxy_over(tmp_path, one, heartbeat=2.0) as proxy:
+        reply = await proxy.stream(PATH, prompt=WORDS[:3])
         assert reply.status == 200
         assert reply.body.count(b":\n") > 3
         assert reply.errors == []
@@ -341,11 +341,11 @@ async def test_signs_of_life_stand_between_them(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_one_deadline_holds_for_all(tmp_path: Path) -> None:
+async def test_all_prompts_share_one_deadline(tmp_path: Path) -> None:
     one = EmulatedNode(slots=1, decode_tps=10.0)
-    async with a_house(tmp_path, one) as house:
-        reply = await house.ask(PATH, prompt=WORDS, headers={"X-Request-Timeout": "8"})
+    async with proxy_over(tmp_path, one) as proxy:
+        reply = await proxy.ask(PATH, prompt=WORDS, headers={"X-Request-Timeout": "8"})
         assert reply.status_code in {503, 504}
-        await house.rests()
-        assert len(house.finished) == 1
-        assert house.finished[0].duration_seconds < 10.0
+        await proxy.settled()
+        assert len(proxy.finished) == 1
+        assert proxy.finished[0].duration_seconds < 10.0

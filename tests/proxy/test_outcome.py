@@ -1,4 +1,4 @@
-"""What becomes of each thing that a node can answer, through a whole gateway."""
+"""How each response of a node is treated, through a whole gateway."""
 
 from __future__ import annotations
 
@@ -21,55 +21,55 @@ from gateway.proxy.outcome import (
 )
 from tests.emulator import EmulatedNode
 from tests.gateways import until
-from tests.proxy.house import DIALECTS, FIRST, a_house, saying
+from tests.proxy.proxy_over_nodes import A_FIRST, GENERATION_PATHS, prompt_field, proxy_over
 from tests.scheduling.build import a_request
 from tests.virtual import in_virtual_time
 
 
 @pytest.mark.parametrize(("status", "stream"), [(400, False), (400, True), (422, False)])
 @in_virtual_time
-async def test_an_error_of_the_clients_own_passes_through_once(
+async def test_an_error_of_the_clients_passes_through_without_a_retry(
     tmp_path: Path, status: int, stream: bool
 ) -> None:
     one, two = EmulatedNode(), EmulatedNode()
-    async with a_house(tmp_path, one, two) as house:
+    async with proxy_over(tmp_path, one, two) as proxy:
         for node in (one, two):
             node.faults.set("status", status=status)
-        reply = await house.ask(stream=stream)
+        reply = await proxy.ask(stream=stream)
         assert reply.status_code == status
         assert reply.json()["error"]["code"] == status
         assert reply.headers["x-gateway-attempts"] == "1"
         assert "x-should-retry" not in reply.headers
         assert one.requests + two.requests == 1
-        assert [house.node(name).failures for name in "ab"] == [0, 0]
+        assert [proxy.node(name).failures for name in "ab"] == [0, 0]
 
 
 @pytest.mark.parametrize("status", [401, 404, 501])
 @in_virtual_time
-async def test_a_node_that_can_not_serve_it_sends_it_to_another(
+async def test_a_request_that_a_node_can_not_serve_goes_to_another(
     tmp_path: Path, status: int
 ) -> None:
     one, two = EmulatedNode(), EmulatedNode()
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         one.faults.set("status", status=status)
-        reply = await house.ask()
+        reply = await proxy.ask()
         assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
-        assert house.node("a").failures == 0
+        assert proxy.node("a").failures == 0
         two.faults.set("status", status=status)
         one.requests = two.requests = 0
-        reply = await house.ask()
-        told = (501, "not_supported") if status == 501 else (502, "node_failed")
-        assert (reply.status_code, reply.headers["x-gateway-reason"]) == told
+        reply = await proxy.ask()
+        expected = (501, "not_supported") if status == 501 else (502, "node_failed")
+        assert (reply.status_code, reply.headers["x-gateway-reason"]) == expected
         assert reply.headers["x-should-retry"] == "false"
         assert one.requests + two.requests <= 2, "a node was asked twice"
 
 
 @in_virtual_time
-async def test_what_a_node_does_not_do_it_is_not_asked_again(tmp_path: Path) -> None:
+async def test_a_node_is_not_asked_again_for_an_endpoint_that_it_lacks(tmp_path: Path) -> None:
     one, two = EmulatedNode(), EmulatedNode(embeddings=True)
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         for _ in range(3):
-            reply = await house.ask("/v1/embeddings", input="a")
+            reply = await proxy.ask("/v1/embeddings", input="a")
             assert reply.status_code == 200
         assert (one.requests, two.requests) == (1, 3)
 
@@ -91,67 +91,67 @@ UNSUPPORTED = [
 
 @pytest.mark.parametrize(("path", "body", "hint"), UNSUPPORTED)
 @in_virtual_time
-async def test_what_no_node_does_is_told_with_a_nodes_own_hint(
+async def test_an_endpoint_that_no_node_has_is_501_with_the_nodes_hint(
     tmp_path: Path, path: str, body: dict[str, Any] | None, hint: str
 ) -> None:
     one, two = EmulatedNode(), EmulatedNode()
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         for _ in range(3):
             if body is None:
-                reply = await house.running.client.post(
+                reply = await proxy.running.client.post(
                     path, content=FORM % b"demo", headers=FORM_KIND
                 )
             else:
-                reply = await house.ask(path, **body)
+                reply = await proxy.ask(path, **body)
             assert (reply.status_code, reply.headers["x-gateway-reason"]) == (501, "not_supported")
             assert hint in reply.json()["error"]["message"]
             assert reply.headers["x-should-retry"] == "false"
         assert (one.requests, two.requests) == (1, 1), "they are asked once"
-        assert [house.node(name).failures for name in "ab"] == [0, 0]
-        assert (await house.ask()).status_code == 200
+        assert [proxy.node(name).failures for name in "ab"] == [0, 0]
+        assert (await proxy.ask()).status_code == 200
 
 
 @in_virtual_time
-async def test_only_what_all_say_is_not_supported(tmp_path: Path) -> None:
+async def test_only_an_endpoint_that_all_nodes_lack_is_501(tmp_path: Path) -> None:
     one, two = EmulatedNode(), EmulatedNode()
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         two.faults.set("status", status=404)
-        reply = await house.ask("/v1/embeddings", input="a")
+        reply = await proxy.ask("/v1/embeddings", input="a")
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (502, "node_failed")
 
 
 @in_virtual_time
-async def test_what_the_inventory_leaves_out_is_not_supported(tmp_path: Path) -> None:
+async def test_an_endpoint_that_the_inventory_leaves_out_is_501(tmp_path: Path) -> None:
     one = EmulatedNode(embeddings=True)
-    async with a_house(tmp_path, one, nodes=({"endpoints": ["chat"]},)) as house:
-        reply = await house.ask("/v1/embeddings", input="a")
+    async with proxy_over(tmp_path, one, nodes=({"endpoints": ["chat"]},)) as proxy:
+        reply = await proxy.ask("/v1/embeddings", input="a")
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (501, "not_supported")
         assert "--embeddings" in reply.json()["error"]["message"]
         assert one.requests == 0
 
 
 @in_virtual_time
-async def test_what_a_node_refused_it_is_asked_for_again_some_minutes_later(
+async def test_a_refused_endpoint_is_asked_for_again_some_minutes_later(
     tmp_path: Path,
 ) -> None:
-    async with a_house(tmp_path, node := EmulatedNode()) as house:
-        assert (await house.ask("/v1/embeddings", input="a")).status_code == 501
+    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
+        assert (await proxy.ask("/v1/embeddings", input="a")).status_code == 501
         node.embeddings = True
-        assert (await house.ask("/v1/embeddings", input="a")).status_code == 501
+        assert (await proxy.ask("/v1/embeddings", input="a")).status_code == 501
         await asyncio.sleep(RETRY_REFUSED_AFTER + 1.0)
-        assert (await house.ask("/v1/embeddings", input="a")).status_code == 200
+        assert (await proxy.ask("/v1/embeddings", input="a")).status_code == 200
 
 
 @in_virtual_time
-async def test_a_501_about_one_request_takes_no_node_from_the_others(tmp_path: Path) -> None:
+async def test_a_501_about_one_request_excludes_no_node_for_others(tmp_path: Path) -> None:
     node = EmulatedNode(prefill_tps=1000.0, decode_tps=50.0)
-    async with a_house(tmp_path, node) as house:
-        assert (await house.ask()).status_code == 200
-        house.running.gateway.bus.flush()
+    async with proxy_over(tmp_path, node) as proxy:
+        assert (await proxy.ask()).status_code == 200
+        proxy.app.bus.flush()
         for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
             node.faults.next("status", status=501)
-            assert (await house.ask(path)).status_code == 501
-            assert (await house.ask(path)).status_code == 200
+            assert (await proxy.ask(path)).status_code == 501
+            assert (await proxy.ask(path)).status_code == 200
 
 
 # Forms.
@@ -159,41 +159,43 @@ async def test_a_501_about_one_request_takes_no_node_from_the_others(tmp_path: P
 
 @pytest.mark.parametrize("kind", ["llama.cpp", "openai"])
 @in_virtual_time
-async def test_a_form_goes_on_as_it_is_but_for_the_models_name(tmp_path: Path, kind: str) -> None:
+async def test_a_form_is_forwarded_unchanged_but_for_the_models_name(
+    tmp_path: Path, kind: str
+) -> None:
     node = EmulatedNode(audio=True, model="whisper-1")
     specs = ({"kind": kind, "model": {"ears": "whisper-1"}},)
-    async with a_house(tmp_path, node, nodes=specs) as house:
-        reply = await house.running.client.post(
+    async with proxy_over(tmp_path, node, nodes=specs) as proxy:
+        reply = await proxy.running.client.post(
             "/v1/audio/transcriptions", content=FORM % b"ears", headers=FORM_KIND
         )
         assert (reply.status_code, reply.json()["text"]) == (200, "heard")
         assert node.seen[-1].body == FORM % b"whisper-1"
         assert node.seen[-1].headers["content-type"] == FORM_KIND["content-type"]
-        nobody = await house.running.client.post(
+        nobody = await proxy.running.client.post(
             "/v1/audio/transcriptions", content=FORM % b"nobody", headers=FORM_KIND
         )
         assert (nobody.status_code, nobody.json()["error"]["code"]) == (404, "model_not_found")
-        assert [record.status for record in house.finished] == [200, 404]
+        assert [record.status for record in proxy.finished] == [200, 404]
 
 
 @pytest.mark.parametrize("how", ["restart", "probe"])
 @in_virtual_time
-async def test_what_a_node_has_learnt_to_do_it_is_asked(tmp_path: Path, how: str) -> None:
-    """Started anew with another option, it looks the same as before."""
-    async with a_house(tmp_path, node := EmulatedNode()) as house:
-        reply = await house.ask("/v1/embeddings", input="a")
+async def test_an_endpoint_that_a_restarted_node_has_is_used(tmp_path: Path, how: str) -> None:
+    """A node restarted with another option looks the same as before."""
+    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
+        reply = await proxy.ask("/v1/embeddings", input="a")
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (501, "not_supported")
-        assert house.node("a").properties.refused == {"embeddings"}
+        assert proxy.node("a").properties.refused == {"embeddings"}
         node.embeddings = True
         if how == "restart":
             await node.kill()
-            await until(lambda: house.node("a").state.value == "down")
+            await until(lambda: proxy.node("a").state.value == "down")
             await node.revive()
         else:
-            admin = f"{house.running.admin_url}/admin/nodes/a/probe"
-            assert (await house.running.client.post(admin)).status_code == 200
-        await until(lambda: not house.node("a").properties.refused)
-        reply = await house.ask("/v1/embeddings", input="a")
+            admin = f"{proxy.running.admin_url}/admin/nodes/a/probe"
+            assert (await proxy.running.client.post(admin)).status_code == 200
+        await until(lambda: not proxy.node("a").properties.refused)
+        reply = await proxy.ask("/v1/embeddings", input="a")
         assert reply.status_code == 200
 
 
@@ -201,92 +203,90 @@ async def test_what_a_node_has_learnt_to_do_it_is_asked(tmp_path: Path, how: str
     ("status", "stream"), [(429, False), (429, True), (502, False), (503, True), (504, False)]
 )
 @in_virtual_time
-async def test_a_node_that_has_no_time_is_left_for_another(
-    tmp_path: Path, status: int, stream: bool
-) -> None:
+async def test_a_busy_node_is_left_for_another(tmp_path: Path, status: int, stream: bool) -> None:
     one, two = EmulatedNode(), EmulatedNode()
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         one.faults.next("status", status=status, body='{"error":{"message":"no"}}')
-        reply = await house.ask(stream=stream)
+        reply = await proxy.ask(stream=stream)
         assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
         assert reply.headers["x-gateway-node"] == "b"
-        assert house.node("a").failures == (0 if status == 429 else 1)
+        assert proxy.node("a").failures == (0 if status == 429 else 1)
 
 
 @in_virtual_time
-async def test_when_all_have_no_time_it_is_502(tmp_path: Path) -> None:
+async def test_when_all_nodes_are_busy_the_client_gets_502(tmp_path: Path) -> None:
     one, two = EmulatedNode(), EmulatedNode()
-    async with a_house(tmp_path, one, two) as house:
+    async with proxy_over(tmp_path, one, two) as proxy:
         for node in (one, two):
             node.faults.set("status", status=429)
-        reply = await house.ask()
+        reply = await proxy.ask()
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (502, "node_failed")
         assert reply.headers["x-should-retry"] == "false"
         assert reply.headers["x-gateway-attempts"] == "3"
 
 
 @in_virtual_time
-async def test_an_error_that_two_nodes_agree_on_is_the_requests_own(tmp_path: Path) -> None:
+async def test_an_error_of_two_nodes_is_passed_on_as_the_requests_own(tmp_path: Path) -> None:
     nodes = [EmulatedNode() for _ in range(3)]
-    async with a_house(tmp_path, *nodes) as house:
+    async with proxy_over(tmp_path, *nodes) as proxy:
         for node in nodes:
             node.faults.set("status", status=500, body='{"error":{"message":"Bad template"}}')
-        reply = await house.ask()
+        reply = await proxy.ask()
         assert (reply.status_code, reply.json()["error"]["message"]) == (500, "Bad template")
         assert reply.headers["x-gateway-attempts"] == "2"
         assert sum(node.requests for node in nodes) == 2
-        assert [house.node(name).failures for name in "abc"] == [0, 0, 0]
+        assert [proxy.node(name).failures for name in "abc"] == [0, 0, 0]
 
 
 @in_virtual_time
-async def test_an_error_that_only_one_node_has_is_its_fault(tmp_path: Path) -> None:
+async def test_an_error_of_only_one_node_is_blamed_on_it(tmp_path: Path) -> None:
     one, two = EmulatedNode(), EmulatedNode()
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         one.faults.next("status", status=500)
-        reply = await house.ask()
+        reply = await proxy.ask()
         assert (reply.status_code, reply.headers["x-gateway-attempts"]) == (200, "2")
-        assert [house.node(name).failures for name in "ab"] == [1, 0]
+        assert [proxy.node(name).failures for name in "ab"] == [1, 0]
 
 
 @in_virtual_time
 async def test_the_only_nodes_error_passes_through(tmp_path: Path) -> None:
     one = EmulatedNode()
-    async with a_house(tmp_path, one) as house:
+    async with proxy_over(tmp_path, one) as proxy:
         one.faults.next("status", status=500)
-        reply = await house.ask()
+        reply = await proxy.ask()
         assert (reply.status_code, one.requests) == (500, 1)
 
 
 @in_virtual_time
-async def test_a_node_that_fails_at_once_does_not_draw_all_work(tmp_path: Path) -> None:
-    """It is always free: without waiting for the other, it would be asked twice and not blamed."""
+async def test_a_node_that_fails_at_once_does_not_attract_all_requests(tmp_path: Path) -> None:
+    """Such a node is always free: without waiting for another, it would get the retry as well."""
     broken, slow = EmulatedNode(slots=1), EmulatedNode(slots=1, decode_tps=100)
     never = {"open": 30.0, "open_max": 30.0}
-    async with a_house(tmp_path, broken, slow, nodes=FIRST, health=never) as house:
+    async with proxy_over(tmp_path, broken, slow, nodes=A_FIRST, health=never) as proxy:
         broken.faults.set("status", status=500)
-        replies = await asyncio.gather(*(house.ask(max_tokens=3) for _ in range(12)))
+        replies = await asyncio.gather(*(proxy.ask(max_tokens=3) for _ in range(12)))
         assert {reply.status_code for reply in replies} == {200}
-        assert house.node("a").failures >= 5
-        assert house.node("a").state.value == "ejected"
+        assert proxy.node("a").failures >= 5
+        assert proxy.node("a").state.value == "ejected"
 
 
 WORDS = " ".join(150 * ["a"])
-"""About 150 tokens, which the gateway takes for some 75."""
+"""About 150 tokens; the gateway estimates 75."""
 
 
 @pytest.mark.parametrize(
-    ("path", "stream"), [*((path, True) for path in DIALECTS), (DIALECTS[0], False)]
+    ("path", "stream"), [*((path, True) for path in GENERATION_PATHS), (GENERATION_PATHS[0], False)]
 )
 @in_virtual_time
 async def test_a_prompt_that_is_too_long_goes_to_a_larger_node_once(
     tmp_path: Path, path: str, stream: bool
 ) -> None:
     small, large = EmulatedNode(context=120), EmulatedNode(context=4096)
-    async with a_house(tmp_path, small, large, nodes=FIRST) as house:
-        reply = await house.ask(path, stream=stream, **saying(path, WORDS))
+    async with proxy_over(tmp_path, small, large, nodes=A_FIRST) as proxy:
+        reply = await proxy.ask(path, stream=stream, **prompt_field(path, WORDS))
         assert reply.status_code == 200, reply.text
         assert (small.requests, large.requests) == (1, 1)
-        assert [house.node(name).failures for name in "ab"] == [0, 0]
+        assert [proxy.node(name).failures for name in "ab"] == [0, 0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -295,8 +295,8 @@ async def test_a_prompt_that_is_too_long_for_all_is_400_with_the_context(
     tmp_path: Path, stream: bool
 ) -> None:
     small, other = EmulatedNode(context=120), EmulatedNode(context=121)
-    async with a_house(tmp_path, small, other, nodes=FIRST) as house:
-        reply = await house.ask(stream=stream, messages=[{"role": "user", "content": WORDS}])
+    async with proxy_over(tmp_path, small, other, nodes=A_FIRST) as proxy:
+        reply = await proxy.ask(stream=stream, messages=[{"role": "user", "content": WORDS}])
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (
             400,
             "context_length_exceeded",
@@ -306,24 +306,24 @@ async def test_a_prompt_that_is_too_long_for_all_is_400_with_the_context(
         assert error["n_ctx"] in {120, 121}
         assert error["n_prompt_tokens"] > 121
         assert small.requests + other.requests <= 2
-        assert [house.node(name).failures for name in "ab"] == [0, 0]
+        assert [proxy.node(name).failures for name in "ab"] == [0, 0]
 
 
 @in_virtual_time
-async def test_embeddings_say_it_with_a_500(tmp_path: Path) -> None:
+async def test_a_too_long_text_to_embed_is_known_by_a_500(tmp_path: Path) -> None:
     small = EmulatedNode(embeddings=True, context=120)
     large = EmulatedNode(embeddings=True, context=4096)
     too_large = (
         '{"error":{"code":500,"message":"input (600 tokens) is too large to process. increase the '
         'physical batch size (current batch size: 512)","type":"server_error"}}'
     )
-    async with a_house(tmp_path, small, large, nodes=FIRST) as house:
+    async with proxy_over(tmp_path, small, large, nodes=A_FIRST) as proxy:
         small.faults.set("status", status=500, body=too_large)
-        reply = await house.ask("/v1/embeddings", input="a")
+        reply = await proxy.ask("/v1/embeddings", input="a")
         assert reply.status_code == 200
-        assert house.node("a").failures == 0
+        assert proxy.node("a").failures == 0
         large.faults.set("status", status=500, body=too_large)
-        reply = await house.ask("/v1/embeddings", input="a")
+        reply = await proxy.ask("/v1/embeddings", input="a")
         assert (reply.status_code, reply.json()["error"]["code"]) == (
             400,
             "context_length_exceeded",
@@ -331,16 +331,16 @@ async def test_embeddings_say_it_with_a_500(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_huge_error_is_cut_and_still_an_error(tmp_path: Path) -> None:
+async def test_a_huge_error_is_replaced_by_a_short_one(tmp_path: Path) -> None:
     one = EmulatedNode()
-    async with a_house(tmp_path, one) as house:
+    async with proxy_over(tmp_path, one) as proxy:
         one.faults.next("status", status=422, body="x" * 1_000_000)
-        reply = await house.ask()
+        reply = await proxy.ask()
         assert reply.status_code == 422
         assert len(reply.content) < 1_000_000
 
 
-# The judgement alone.
+# The classification alone.
 
 EMBEDDINGS = a_request(endpoint="embeddings")
 CHAT = a_request()
@@ -364,7 +364,7 @@ OVERFLOW = b'{"error":{"type":"exceed_context_size_error","n_prompt_tokens":9,"n
         (504, OVERFLOW, ResponseOutcome.BUSY),
     ],
 )
-def test_a_reply_is_judged_by_status_and_type(
+def test_a_response_is_classified_by_status_and_type(
     status: int, content: bytes, verdict: ResponseOutcome
 ) -> None:
     assert classify(status, content, CHAT) is verdict
@@ -377,7 +377,7 @@ def test_a_500_about_the_size_is_an_overflow_for_embeddings_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "sizes"),
+    ("fields", "sizes"),
     [
         (
             {
@@ -397,10 +397,10 @@ def test_a_500_about_the_size_is_an_overflow_for_embeddings_alone() -> None:
         ({"message": "too long", "code": "context_length_exceeded"}, (None, None)),
     ],
 )
-def test_an_overflow_is_known_by_its_words_where_it_has_no_type(
-    said: dict[str, str], sizes: tuple[int | None, int | None]
+def test_an_overflow_is_known_by_its_message_without_a_type(
+    fields: dict[str, str], sizes: tuple[int | None, int | None]
 ) -> None:
-    content = msgspec.json.encode({"error": said})
+    content = msgspec.json.encode({"error": fields})
     assert classify(400, content, CHAT) is ResponseOutcome.CONTEXT_OVERFLOW
     assert context_overflow_sizes(content) == sizes
 
@@ -414,7 +414,7 @@ def test_the_sizes_of_a_text_that_is_too_long_to_embed_are_read() -> None:
     assert context_overflow_sizes(content) == (2002, 512)
 
 
-def test_what_an_error_tells_is_read_in_both_forms() -> None:
+def test_errors_are_read_in_both_forms() -> None:
     assert context_overflow_sizes(OVERFLOW) == (9, 8)
     assert context_overflow_sizes(b"[]") == (None, None)
     assert error_message(b'{"error":{"message":"a"}}') == "a"
@@ -437,12 +437,12 @@ def test_an_error_event_becomes_an_error_body() -> None:
 
 
 @in_virtual_time
-async def test_a_nodes_error_in_a_stream_is_a_reply_of_its_own(tmp_path: Path) -> None:
+async def test_a_nodes_error_in_place_of_content_is_an_error_response(tmp_path: Path) -> None:
     one = EmulatedNode()
-    async with a_house(tmp_path, one) as house:
-        for path in DIALECTS:
+    async with proxy_over(tmp_path, one) as proxy:
+        for path in GENERATION_PATHS:
             one.faults.next("error_event")
-            reply = await house.ask(path, stream=True)
+            reply = await proxy.ask(path, stream=True)
             assert reply.status_code == 500
             assert reply.json()["error"]["message"] == "Compute error."
 
@@ -461,9 +461,9 @@ async def test_a_nodes_error_in_a_stream_is_a_reply_of_its_own(tmp_path: Path) -
         ("\u0663".encode(), None),
     ],
 )
-def test_how_long_a_node_asks_to_be_left_alone(value: bytes, seconds: float | None) -> None:
+def test_retry_after_is_read_as_seconds_or_a_date(value: bytes, seconds: float | None) -> None:
     assert retry_after([(b"a", b"1"), (b"retry-after", value)], 1000.0) == seconds
 
 
-def test_a_node_that_asks_for_no_pause_gets_none() -> None:
+def test_no_retry_after_means_no_pause() -> None:
     assert retry_after([(b"content-length", b"3")], 1000.0) is None

@@ -15,11 +15,11 @@ from gateway.proxy import sse
 from gateway.proxy.inbound.routes import ROUTES
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.gateways import until
-from tests.proxy.house import DIALECTS, FIRST, MESSAGES, Stream, a_house
+from tests.proxy.proxy_over_nodes import A_FIRST, GENERATION_PATHS, MESSAGES, Stream, proxy_over
 from tests.virtual import in_virtual_time
 
 AFTER = 12
-"""Events: in every dialect some of them have content by then."""
+"""Events; by then, content has come in every API."""
 
 BREAKS: list[tuple[str, dict[str, Any]]] = [
     ("reset", {}),
@@ -32,20 +32,20 @@ BREAKS: list[tuple[str, dict[str, Any]]] = [
     ("hang", {}),
 ]
 BROKEN = [
-    *((DIALECTS[0], kind, options) for kind, options in BREAKS),
-    # Where the API has a say: what ends a stream of it, and what its errors look like.
-    *((path, kind, {}) for path in DIALECTS[1:] for kind in ("end", "error_event")),
+    *((GENERATION_PATHS[0], kind, options) for kind, options in BREAKS),
+    # The two points in which APIs differ: the end of a stream, and the form of its errors.
+    *((path, kind, {}) for path in GENERATION_PATHS[1:] for kind in ("end", "error_event")),
 ]
 
 
 def check_failed(path: str, reply: Stream, text: str | None = None) -> None:
-    """One error event in the API's own form, as the last, and no end."""
+    """Check that the last event is the only error event, in the API's form, without an end."""
     assert reply.status == 200
     assert len(reply.errors) == 1, reply.body[-500:]
     *_, last = reply.events
-    dialect = ROUTES[path].api
-    assert dialect.ends_with_error(last)
-    assert not dialect.is_stream_complete(reply.body)
+    api = ROUTES[path].api
+    assert api.ends_with_error(last)
+    assert not api.is_stream_complete(reply.body)
     assert b"[DONE]" not in reply.body
     value = reply.values[-1]
     named = path in {"/v1/messages", "/v1/responses"}
@@ -58,7 +58,7 @@ def check_failed(path: str, reply: Stream, text: str | None = None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "kind"),
+    ("fields", "code", "kind"),
     [
         ({"code": 400, "type": "invalid_request_error"}, 400, "invalid_request_error"),
         ({"type": "invalid_request_error"}, 400, "invalid_request_error"),
@@ -72,107 +72,109 @@ def check_failed(path: str, reply: Stream, text: str | None = None) -> None:
         ({"code": "x"}, 502, "api_error"),
     ],
 )
-@pytest.mark.parametrize("path", [DIALECTS[0], "/v1/messages"])
+@pytest.mark.parametrize("path", [GENERATION_PATHS[0], "/v1/messages"])
 @in_virtual_time
-async def test_a_nodes_error_in_a_stream_keeps_what_it_stands_for(
-    tmp_path: Path, path: str, said: dict[str, Any], code: int, kind: str
+async def test_a_nodes_error_in_a_stream_keeps_its_meaning(
+    tmp_path: Path, path: str, fields: dict[str, Any], code: int, kind: str
 ) -> None:
-    error = b"data: " + msgspec.json.encode({"error": {**said, "message": "It says so"}}) + b"\n\n"
+    error = (
+        b"data: " + msgspec.json.encode({"error": {**fields, "message": "It says so"}}) + b"\n\n"
+    )
     if path == "/v1/messages":
         error = b"event: error\n" + error
     one, two = EmulatedNode(answer_tokens=40), EmulatedNode(answer_tokens=40)
-    async with a_house(tmp_path, one, two, nodes=FIRST, resume="off") as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, resume="off") as proxy:
         one.faults.next("insert", after_events=AFTER, data=error)
-        reply = await house.stream(path)
-        (told,) = reply.errors
-        assert told["message"].startswith("It says so")
+        reply = await proxy.stream(path)
+        (reported,) = reply.errors
+        assert reported["message"].startswith("It says so")
         if path == "/v1/messages":
-            assert told["type"] == kind
-        await house.rests()
-        (record,) = house.finished
+            assert reported["type"] == kind
+        await proxy.settled()
+        (record,) = proxy.finished
         assert record.status == code
-        # What the request itself is wrong in is nobody's fault.
-        assert house.node("a").failures == (0 if code in {400, 413} else 1)
+        # An error of the request is no failure of the node.
+        assert proxy.node("a").failures == (0 if code in {400, 413} else 1)
 
 
 @in_virtual_time
-async def test_what_a_node_finds_wrong_with_a_request_is_asked_of_no_other(tmp_path: Path) -> None:
+async def test_a_request_that_a_node_calls_invalid_is_not_retried(tmp_path: Path) -> None:
     error = b'data: {"error":{"code":400,"message":"It says so"}}\n\n'
     one, two = EmulatedNode(answer_tokens=40), EmulatedNode(answer_tokens=40)
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         for stream in (True, False):
             one.faults.next("insert", after_events=AFTER, data=error)
-            reply = await house.ask(stream=stream)
+            reply = await proxy.ask(stream=stream)
             assert "It says so" in reply.text
             assert reply.status_code == (200 if stream else 400)
         assert two.requests == 0
-        assert [outcome for _, outcome in house.outcomes] == ["request_error"] * 2
+        assert [outcome for _, outcome in proxy.outcomes] == ["request_error"] * 2
 
 
-@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("path", GENERATION_PATHS)
 @pytest.mark.parametrize("stream", [True, False])
 @in_virtual_time
-async def test_an_overflow_behind_the_first_content_is_told_in_our_words(
+async def test_a_context_overflow_after_the_first_content_gets_the_gateways_message(
     tmp_path: Path, path: str, stream: bool
 ) -> None:
-    said = {
+    fields = {
         "code": 400,
         "type": "exceed_context_size_error",
         "message": "request (9000 tokens) exceeds the available context size (4096 tokens)",
     }
-    error = b"data: " + msgspec.json.encode({"error": said}) + b"\n\n"
+    error = b"data: " + msgspec.json.encode({"error": fields}) + b"\n\n"
     if path == "/v1/messages":
-        error = b"event: error\ndata: " + msgspec.json.encode(said) + b"\n\n"
+        error = b"event: error\ndata: " + msgspec.json.encode(fields) + b"\n\n"
     one = EmulatedNode(answer_tokens=40)
-    async with a_house(tmp_path, one) as house:
+    async with proxy_over(tmp_path, one) as proxy:
         one.faults.next("insert", after_events=AFTER, data=error)
-        reply = await house.ask(path, stream=stream)
+        reply = await proxy.ask(path, stream=stream)
         assert "prompt is too long: 9000 tokens > 4096 maximum" in reply.text
         assert reply.status_code == (200 if stream else 400)
-        assert house.node("a").failures == 0
+        assert proxy.node("a").failures == 0
 
 
 @pytest.mark.parametrize(("path", "kind", "options"), BROKEN)
 @in_virtual_time
-async def test_what_breaks_after_its_first_content_ends_with_an_error_event(
+async def test_a_stream_that_breaks_after_its_first_content_ends_with_an_error_event(
     tmp_path: Path, path: str, kind: str, options: dict[str, Any]
 ) -> None:
     one = EmulatedNode(answer_tokens=40)
-    async with a_house(tmp_path, one, timeouts={"silence": 0.3}) as house:
-        whole = await house.stream(path)
+    async with proxy_over(tmp_path, one, timeouts={"silence": 0.3}) as proxy:
+        whole = await proxy.stream(path)
         assert whole.errors == []
-        house.finished.clear()
-        house.attempts.clear()
+        proxy.finished.clear()
+        proxy.attempts.clear()
         one.faults.next(kind, after_events=AFTER, **options)
-        reply = await house.stream(path)
+        reply = await proxy.stream(path)
         check_failed(path, reply, "Compute error." if kind == "error_event" else None)
-        # What came before it is what the node had said.
+        # The events before it are those that the node had sent.
         assert len(reply.events) - 1 == AFTER
         assert one.requests == 2, "a stream that has begun is not repeated"
-        await house.rests()
-        (record,) = house.finished
+        await proxy.settled()
+        (record,) = proxy.finished
         assert record.status == (504 if kind == "hang" else 502)
         assert record.reason == ("node_timeout" if kind == "hang" else "node_failed")
         assert record.completion_tokens > 0
-        assert house.node("a").failures == 1
+        assert proxy.node("a").failures == 1
 
 
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        *((path, kind) for path in DIALECTS for kind in ("split", "crlf")),
-        *((DIALECTS[0], kind) for kind in ("merge", "comments", "chunk_extensions")),
+        *((path, kind) for path in GENERATION_PATHS for kind in ("split", "crlf")),
+        *((GENERATION_PATHS[0], kind) for kind in ("merge", "comments", "chunk_extensions")),
     ],
 )
 @in_virtual_time
-async def test_a_stream_comes_out_as_it_went_in_however_it_is_cut(
+async def test_a_stream_passes_unchanged_however_it_is_cut(
     tmp_path: Path, path: str, kind: str
 ) -> None:
     one = EmulatedNode(answer_tokens=12)
-    async with a_house(tmp_path, one) as house:
-        plain = await house.stream(path)
+    async with proxy_over(tmp_path, one) as proxy:
+        plain = await proxy.stream(path)
         one.faults.next(kind)
-        reply = await house.stream(path)
+        reply = await proxy.stream(path)
         assert reply.errors == []
         assert masked(reply) == masked(plain)
         assert not re.search(rb"(?:\A|\n):[^\n]*\n\r?\n", reply.body)
@@ -180,7 +182,7 @@ async def test_a_stream_comes_out_as_it_went_in_however_it_is_cut(
 
 
 def masked(reply: Stream) -> list[bytes]:
-    """The events without what differs from answer to answer."""
+    """The events without ids, numbers and times."""
     return [
         re.sub(rb'[\d.]+|"id[_a-z]*":"[^"]*"|\w+_\w+', b"#", sse.payload(event))
         for event in reply.events
@@ -188,7 +190,7 @@ def masked(reply: Stream) -> list[bytes]:
 
 
 def check_readable(path: str, reply: Stream) -> None:
-    """What the strictest of clients can read, to the end."""
+    """Check that the strictest client can read all of it."""
     assert reply.status == 200
     text = re.sub(r"(?m)^:.*\n", "", reply.body.decode())
     *events, rest = text.split("\n\n")
@@ -205,90 +207,92 @@ def check_readable(path: str, reply: Stream) -> None:
         assert ROUTES[path].api.is_stream_complete(reply.body)
 
 
-PASSED_OVER = ["no_data", "empty", "comment", "line_comment", "fields", "nul"]
-SPOILT = ["not_json", "invalid_utf8", "huge", "half", "no_blank_line"]
+HARMLESS = ["no_data", "empty", "comment", "line_comment", "fields", "nul"]
+HARMFUL = ["not_json", "invalid_utf8", "huge", "half", "no_blank_line"]
 
 
 @pytest.mark.parametrize(
     ("path", "what"),
     [
-        *((DIALECTS[0], what) for what in [*PASSED_OVER, *SPOILT]),
-        *((path, what) for path in [*DIALECTS, "/infill"] for what in ["done", "null"]),
-        *((path, "not_json") for path in [*DIALECTS[1:], "/infill"]),
+        *((GENERATION_PATHS[0], what) for what in [*HARMLESS, *HARMFUL]),
+        *((path, what) for path in [*GENERATION_PATHS, "/infill"] for what in ["done", "null"]),
+        *((path, "not_json") for path in [*GENERATION_PATHS[1:], "/infill"]),
     ],
 )
 @in_virtual_time
-async def test_what_a_node_says_in_between_spoils_no_stream(
+async def test_odd_events_of_a_node_leave_the_stream_readable(
     tmp_path: Path, path: str, what: str
 ) -> None:
-    # At a pace, so that the first of it is out when that comes.
+    # Slowly, so that the first content has been sent by then.
     one = EmulatedNode(answer_tokens=20, decode_tps=100.0, infill=True)
-    async with a_house(tmp_path, one, resume="off") as house:
-        whole = await house.stream(path)
+    async with proxy_over(tmp_path, one, resume="off") as proxy:
+        whole = await proxy.stream(path)
         for after in (0, AFTER):
             one.faults.next("insert", after_events=after, what=what, size=2 << 20)
-            reply = await house.stream(path)
+            reply = await proxy.stream(path)
             check_readable(path, reply)
-            if after and what in SPOILT:
+            if after and what in HARMFUL:
                 assert reply.errors
             elif what not in {"done", "null"}:
-                # As long as nothing had gone out it was tried again.
+                # Nothing had been sent yet, so the request was retried.
                 assert masked(reply) == masked(whole)
 
 
-@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("path", GENERATION_PATHS)
 @in_virtual_time
-async def test_a_node_that_tells_no_end_is_found_out(tmp_path: Path, path: str) -> None:
+async def test_a_stream_without_its_end_fails(tmp_path: Path, path: str) -> None:
     one = EmulatedNode(answer_tokens=8)
-    async with a_house(tmp_path, one) as house:
+    async with proxy_over(tmp_path, one) as proxy:
         one.faults.next("no_done")
-        check_failed(path, await house.stream(path))
+        check_failed(path, await proxy.stream(path))
 
 
-@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("path", GENERATION_PATHS)
 @in_virtual_time
-async def test_the_end_is_told_once_and_nothing_follows_it(tmp_path: Path, path: str) -> None:
+async def test_nothing_follows_the_terminal_event(tmp_path: Path, path: str) -> None:
     one = EmulatedNode(answer_tokens=8)
-    async with a_house(tmp_path, one) as house:
-        whole = await house.stream(path)
+    async with proxy_over(tmp_path, one) as proxy:
+        whole = await proxy.stream(path)
         one.faults.next("double_done")
-        assert masked(await house.stream(path)) == masked(whole)
+        assert masked(await proxy.stream(path)) == masked(whole)
         one.faults.next("merge", count=100)
-        assert masked(await house.stream(path)) == masked(whole)
+        assert masked(await proxy.stream(path)) == masked(whole)
         one.faults.next("error_event", after_events=len(whole.events))
-        assert masked(await house.stream(path)) == masked(whole)
-        await house.rests()
-        assert [record.status for record in house.finished] == 4 * [200]
+        assert masked(await proxy.stream(path)) == masked(whole)
+        await proxy.settled()
+        assert [record.status for record in proxy.finished] == 4 * [200]
 
 
 @in_virtual_time
-async def test_text_that_looks_like_an_end_is_none(tmp_path: Path) -> None:
+async def test_text_that_looks_like_the_terminal_event_does_not_end_the_stream(
+    tmp_path: Path,
+) -> None:
     one = EmulatedNode(answer_tokens=8)
     fake = b'data: {"choices":[{"delta":{"content":"data: [DONE]"}}]}\n\n'
-    async with a_house(tmp_path, one) as house:
+    async with proxy_over(tmp_path, one) as proxy:
         one.faults.set("insert", after_events=3, data=fake)
-        whole = await house.stream()
+        whole = await proxy.stream()
         assert whole.errors == []
         one.faults.clear()
         one.faults.next("reset", after_events=3)
-        check_failed(DIALECTS[0], await house.stream())
+        check_failed(GENERATION_PATHS[0], await proxy.stream())
 
 
 @in_virtual_time
 async def test_comments_can_be_switched_off(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=8, prefill_tps=60, ping_interval=0.02)
-    async with a_house(tmp_path, one, heartbeat="off") as house:
+    async with proxy_over(tmp_path, one, heartbeat="off") as proxy:
         one.faults.next("comments")
-        reply = await house.stream()
+        reply = await proxy.stream()
         assert reply.text == expected_chat_text(MESSAGES, 8)
         assert not re.search(rb"(?:\A|\n):", reply.body)
 
 
 @in_virtual_time
-async def test_a_nodes_signs_of_life_pass_in_our_form(tmp_path: Path) -> None:
+async def test_a_nodes_comments_pass_in_the_gateways_form(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=8, prefill_tps=60, ping_interval=0.02)
-    async with a_house(tmp_path, one) as house:
-        reply = await house.stream()
+    async with proxy_over(tmp_path, one) as proxy:
+        reply = await proxy.stream()
         assert reply.text == expected_chat_text(MESSAGES, 8)
         assert not re.search(rb"(?:\A|\n):[^\n]*\n\r?\n", reply.body)
 
@@ -296,87 +300,87 @@ async def test_a_nodes_signs_of_life_pass_in_our_form(tmp_path: Path) -> None:
 @in_virtual_time
 async def test_several_prompts_run_side_by_side(tmp_path: Path) -> None:
     one = EmulatedNode(slots=2, answer_tokens=8, decode_tps=50)
-    async with a_house(tmp_path, one) as house:
+    async with proxy_over(tmp_path, one) as proxy:
         for path in ("/completion", "/v1/completions"):
-            reply = await house.stream(path, prompt=["one", "two"])
+            reply = await proxy.stream(path, prompt=["one", "two"])
             assert reply.errors == []
         assert one.peak_busy == 2
 
 
-@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("path", GENERATION_PATHS)
 @in_virtual_time
-async def test_after_a_sign_of_life_a_nodes_refusal_is_an_event_and_its_code_is_kept(
+async def test_after_a_heartbeat_a_nodes_error_is_an_event_with_its_code(
     tmp_path: Path, path: str
 ) -> None:
     one = EmulatedNode(slots=1, decode_tps=50, answer_tokens=20)
-    async with a_house(tmp_path, one, heartbeat=0.05) as house:
-        running = asyncio.create_task(house.stream())
+    async with proxy_over(tmp_path, one, heartbeat=0.05) as proxy:
+        running = asyncio.create_task(proxy.stream())
         await until(lambda: one.busy == 1)
         one.faults.next("status", status=400)
-        reply = await house.stream(path)
+        reply = await proxy.stream(path)
         assert reply.status == 200
         assert reply.body.startswith(ROUTES[path].api.heartbeat())
         assert ROUTES[path].api.ends_with_error(reply.events[-1])
         assert [error["message"] for error in reply.errors] == ["Bad request"]
         assert (await running).errors == []
-        await house.rests()
-        assert {(record.path, record.status) for record in house.finished} == {
-            (DIALECTS[0], 200),
+        await proxy.settled()
+        assert {(record.path, record.status) for record in proxy.finished} == {
+            (GENERATION_PATHS[0], 200),
             (path, 400),
         }
         assert one.requests == 2
 
 
 @in_virtual_time
-async def test_the_end_of_one_answer_is_not_the_end_of_all(tmp_path: Path) -> None:
+async def test_the_end_of_one_of_several_answers_does_not_end_the_stream(tmp_path: Path) -> None:
     one = EmulatedNode(slots=2, answer_tokens=8)
-    async with a_house(tmp_path, one) as house:
-        whole = await house.stream("/completion", prompt="one", n=2)
+    async with proxy_over(tmp_path, one) as proxy:
+        whole = await proxy.stream("/completion", prompt="one", n=2)
         assert sum(value["stop"] for value in whole.values) == 2
         one.faults.next("close", after_events=len(whole.events) - 1)
-        reply = await house.stream("/completion", prompt="one", n=2)
+        reply = await proxy.stream("/completion", prompt="one", n=2)
         check_failed("/completion", reply)
 
 
-@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("path", GENERATION_PATHS)
 @in_virtual_time
-async def test_what_breaks_behind_the_end_is_no_failure(tmp_path: Path, path: str) -> None:
+async def test_a_failure_after_the_terminal_event_is_ignored(tmp_path: Path, path: str) -> None:
     one = EmulatedNode(answer_tokens=8)
-    async with a_house(tmp_path, one) as house:
-        whole = await house.stream(path)
+    async with proxy_over(tmp_path, one) as proxy:
+        whole = await proxy.stream(path)
         one.faults.next("close", after_events=len(whole.events))
-        reply = await house.stream(path)
+        reply = await proxy.stream(path)
         assert reply.errors == []
         assert len(reply.events) == len(whole.events)
-        await house.rests()
-        first, second = house.finished
+        await proxy.settled()
+        first, second = proxy.finished
         assert (second.status, second.completion_tokens) == (200, first.completion_tokens)
-        assert house.node("a").failures == 0
+        assert proxy.node("a").failures == 0
 
 
 @in_virtual_time
 async def test_a_client_that_leaves_frees_the_node(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=1000, decode_tps=50)
-    async with a_house(tmp_path, one) as house:
-        client = house.running.client
+    async with proxy_over(tmp_path, one) as proxy:
+        client = proxy.running.client
         body = {"messages": MESSAGES, "stream": True}
-        async with client.stream("POST", DIALECTS[0], json=body) as reply:
+        async with client.stream("POST", GENERATION_PATHS[0], json=body) as reply:
             async for _ in reply.aiter_bytes():
                 break
         await until(lambda: one.busy == 0)
-        await house.rests()
-        assert house.finished[-1].status == 499
-        assert house.node("a").failures == 0
-        assert house.outcomes == [("a", "client_closed")]
+        await proxy.settled()
+        assert proxy.finished[-1].status == 499
+        assert proxy.node("a").failures == 0
+        assert proxy.outcomes == [("a", "client_closed")]
 
 
 @in_virtual_time
 async def test_a_client_that_reads_slowly_loses_nothing(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=3000, context=8192)
-    async with a_house(tmp_path, one) as house:
+    async with proxy_over(tmp_path, one) as proxy:
         body = {"messages": MESSAGES, "stream": True}
         data = b""
-        async with house.running.client.stream("POST", DIALECTS[0], json=body) as reply:
+        async with proxy.running.client.stream("POST", GENERATION_PATHS[0], json=body) as reply:
             await asyncio.sleep(0.3)
             async for chunk in reply.aiter_bytes():
                 data += chunk
@@ -385,16 +389,16 @@ async def test_a_client_that_reads_slowly_loses_nothing(tmp_path: Path) -> None:
         assert stream.errors == []
 
 
-@pytest.mark.parametrize("path", [*DIALECTS, "/v1/embeddings"])
+@pytest.mark.parametrize("path", [*GENERATION_PATHS, "/v1/embeddings"])
 @in_virtual_time
-async def test_an_error_that_is_no_text_is_an_error_all_the_same(tmp_path: Path, path: str) -> None:
+async def test_an_error_that_is_not_utf8_is_still_an_error(tmp_path: Path, path: str) -> None:
     one, two = EmulatedNode(embeddings=True), EmulatedNode(embeddings=True)
     bad = '{"error": {"message": "\udcff\udcfe"}}'
-    async with a_house(tmp_path, one, two, nodes=({"speed_hint": 100.0},)) as house:
+    async with proxy_over(tmp_path, one, two, nodes=({"speed_hint": 100.0},)) as proxy:
         one.faults.next("status", status=500, body=bad)
-        assert (await house.ask(path, input="x", stream=True)).status_code == 200
+        assert (await proxy.ask(path, input="x", stream=True)).status_code == 200
         for status in (400, 500):
             for node in (one, two):
                 node.faults.clear()
                 node.faults.set("status", status=status, body=bad)
-            assert (await house.ask(path, input="x", stream=True)).status_code == status
+            assert (await proxy.ask(path, input="x", stream=True)).status_code == status

@@ -1,4 +1,4 @@
-"""Only whole events pass, in order, however the node's bytes are cut."""
+"""Only whole events pass, in order, however the node's bytes are cut into chunks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.proxy.api.base import Api
-from gateway.proxy.api.chat import CHAT, COMPLETIONS
+from gateway.proxy.api.chat import CHAT
+from gateway.proxy.api.completions import COMPLETIONS
 from gateway.proxy.api.messages import MESSAGES
 from gateway.proxy.api.native import NATIVE
 from gateway.proxy.api.responses import RESPONSES
@@ -29,7 +30,7 @@ from tests.bench import shapes
 
 LIMIT = 1 << 20
 OPEN_COMMENT = re.compile(rb"(?:\A|(?<=\n))(?::\n)+\r?\n")
-"""A comment of our own form with a blank line behind it: what breaks a Go client."""
+"""A rewritten comment with a blank line behind it, which breaks a Go client."""
 WHOLE = re.compile(rb"\A(?:|.*\n\r?\n|(?:.*\n\r?\n)?(?::\n)+)\Z", re.DOTALL)
 
 texts = st.text(st.characters(exclude_characters="\r\n", codec="utf-8"), max_size=12)
@@ -81,7 +82,7 @@ def parsed(data: bytes) -> list[list[bytes]]:
             lines = []
         elif not line.startswith(b":"):
             lines.append(line)
-    assert not lines, "half an event went out"
+    assert not lines, "a part of an event passed"
     return found
 
 
@@ -90,14 +91,14 @@ def test_the_same_events_come_out_however_they_are_cut(
     data: st.DataObject, made: tuple[bytes, int]
 ) -> None:
     stream, _ = made
-    gate = EventFramer(LIMIT)
+    framer = EventFramer(LIMIT)
     passed = b""
     for chunk in data.draw(cut(stream)):
-        piece = gate.feed(chunk)
-        assert WHOLE.match(piece), "half an event went out"
+        piece = framer.feed(chunk)
+        assert WHOLE.match(piece), "a part of an event passed"
         passed += piece
     assert parsed(passed) == parsed(stream)
-    assert not gate.has_partial
+    assert not framer.has_partial
     assert not OPEN_COMMENT.search(passed)
 
 
@@ -106,10 +107,10 @@ def test_events_are_counted_and_comments_are_not(
     data: st.DataObject, made: tuple[bytes, int]
 ) -> None:
     stream, count = made
-    gate = EventFramer(LIMIT)
+    framer = EventFramer(LIMIT)
     for chunk in data.draw(cut(stream)):
-        gate.feed(chunk)
-    assert gate.event_count == count
+        framer.feed(chunk)
+    assert framer.event_count == count
 
 
 @given(st.data(), streams())
@@ -117,14 +118,14 @@ def test_comments_between_events_can_be_taken_out(
     data: st.DataObject, made: tuple[bytes, int]
 ) -> None:
     stream, _ = made
-    gate = EventFramer(LIMIT, keep_comments=False)
-    passed = b"".join(gate.feed(chunk) for chunk in data.draw(cut(stream)))
+    framer = EventFramer(LIMIT, keep_comments=False)
+    passed = b"".join(framer.feed(chunk) for chunk in data.draw(cut(stream)))
     assert not passed.startswith(b":")
     assert not re.search(rb"\n\r?\n:", passed)
     assert parsed(passed) == parsed(stream)
 
 
-SPOKEN = (CHAT, COMPLETIONS, MESSAGES, RESPONSES, NATIVE)
+APIS = (CHAT, COMPLETIONS, MESSAGES, RESPONSES, NATIVE)
 
 EVENTS = st.sampled_from(
     [
@@ -135,7 +136,7 @@ EVENTS = st.sampled_from(
         b'data: {"content":"\xc3\xa4","stop":false}\n\n',
         b"data: {}\n\n",
         b"data:{}\n\n",
-        # What needs a closer look.
+        # Not ordinary.
         b"data: [DONE]\n\n",
         b'data: {"content":"","stop":true}\n\n',
         b'data: {"error":{"message":"no"}}\n\n',
@@ -151,56 +152,54 @@ EVENTS = st.sampled_from(
 )
 
 
-@given(st.data(), st.sampled_from(SPOKEN), st.lists(EVENTS, max_size=12))
-def test_a_glance_finds_what_a_closer_look_would(
-    data: st.DataObject, dialect: Api, made: list[bytes]
+@given(st.data(), st.sampled_from(APIS), st.lists(EVENTS, max_size=12))
+def test_the_matcher_finds_what_parsing_would(
+    data: st.DataObject, api: Api, made: list[bytes]
 ) -> None:
     stream = b"".join(made)
-    glancing = EventFramer(LIMIT, dialect.ordinary_events)
-    looking = EventFramer(LIMIT, lambda _: None)
+    matching = EventFramer(LIMIT, api.ordinary_events)
+    parsing = EventFramer(LIMIT, lambda _: None)
     out = b""
     for chunk in data.draw(cut(stream)):
-        passed = glancing.feed(chunk)
-        assert passed == looking.feed(chunk)
-        assert looking.special_bytes == len(passed)
-        assert glancing.event_count == looking.event_count
-        assert glancing.has_partial is looking.has_partial
-        usual = passed[: len(passed) - glancing.special_bytes]
-        for event in split(usual):
-            assert payload(event).startswith(b"{"), "it is an object, by its looks"
+        passed = matching.feed(chunk)
+        assert passed == parsing.feed(chunk)
+        assert parsing.special_bytes == len(passed)
+        assert matching.event_count == parsing.event_count
+        assert matching.has_partial is parsing.has_partial
+        ordinary = passed[: len(passed) - matching.special_bytes]
+        for event in split(ordinary):
+            assert payload(event).startswith(b"{"), "it looks like an object"
             assert payload(event).endswith(b"}")
-            assert not dialect.ends_with_error(event)
-            assert not dialect.is_terminal_event(event) or dialect.terminal_mark_nested
+            assert not api.ends_with_error(event)
+            assert not api.is_terminal_event(event) or api.terminal_mark_nested
         out += passed
     assert parsed(out) == parsed(stream)
 
 
-def test_of_a_whole_stream_in_one_piece_only_its_end_needs_a_closer_look() -> None:
-    gate = EventFramer(LIMIT, CHAT.ordinary_events)
+def test_only_the_end_of_a_stream_in_one_chunk_is_not_ordinary() -> None:
+    framer = EventFramer(LIMIT, CHAT.ordinary_events)
     stream = shapes.stream_body(200)
-    assert gate.feed(stream) == stream
-    assert gate.event_count == len(list(split(stream)))
-    assert gate.special_bytes == len(CHAT.stream_end)
+    assert framer.feed(stream) == stream
+    assert framer.event_count == len(list(split(stream)))
+    assert framer.special_bytes == len(CHAT.stream_end)
 
 
 @given(st.data(), st.binary(max_size=400), st.integers(8, 64))
-def test_no_more_than_the_limit_is_held_back(
-    data: st.DataObject, stream: bytes, limit: int
-) -> None:
-    gate = EventFramer(limit)
+def test_no_more_than_the_limit_is_buffered(data: st.DataObject, stream: bytes, limit: int) -> None:
+    framer = EventFramer(limit)
     for chunk in data.draw(cut(stream)):
         try:
-            gate.feed(chunk)
+            framer.feed(chunk)
         except InvalidResponse:
             return
-        assert len(gate._tail) <= limit
+        assert len(framer._tail) <= limit
 
 
 @given(st.data(), st.binary(max_size=200))
-def test_any_bytes_pass_as_whole_pieces(data: st.DataObject, stream: bytes) -> None:
-    gate = EventFramer(LIMIT)
+def test_any_bytes_pass_as_whole_events(data: st.DataObject, stream: bytes) -> None:
+    framer = EventFramer(LIMIT)
     for chunk in data.draw(cut(stream)):
-        piece = gate.feed(chunk)
+        piece = framer.feed(chunk)
         assert piece.endswith((b"\n\n", b"\n\r\n", HEARTBEAT)) or not piece
 
 
@@ -221,33 +220,33 @@ def test_any_bytes_pass_as_whole_pieces(data: st.DataObject, stream: bytes) -> N
         ([b"data: :\n:not here\ndata: b\n\n"], b"data: :\n:not here\ndata: b\n\n"),
     ],
 )
-def test_a_comment_is_one_line_without_a_blank_one_behind(
+def test_a_comment_becomes_one_line_without_a_blank_line_behind(
     chunks: list[bytes], passed: bytes
 ) -> None:
-    gate = EventFramer(LIMIT)
-    assert b"".join(gate.feed(chunk) for chunk in chunks) == passed
+    framer = EventFramer(LIMIT)
+    assert b"".join(framer.feed(chunk) for chunk in chunks) == passed
 
 
 def test_a_comment_passes_at_once() -> None:
     assert EventFramer(LIMIT).feed(b": reading\n") == HEARTBEAT
 
 
-def test_half_an_event_is_held_back_and_told() -> None:
-    gate = EventFramer(LIMIT)
-    assert gate.feed(b"data: a\n\ndata: b") == b"data: a\n\n"
-    assert gate.has_partial
-    assert gate.feed(b"\n\n") == b"data: b\n\n"
-    assert not gate.has_partial
+def test_a_part_of_an_event_is_buffered() -> None:
+    framer = EventFramer(LIMIT)
+    assert framer.feed(b"data: a\n\ndata: b") == b"data: a\n\n"
+    assert framer.has_partial
+    assert framer.feed(b"\n\n") == b"data: b\n\n"
+    assert not framer.has_partial
 
 
 @pytest.mark.parametrize("chunk", [b"data: " + 100 * b"x", b":" + 100 * b"x"])
-def test_an_endless_line_is_garbage(chunk: bytes) -> None:
-    gate = EventFramer(64)
+def test_an_endless_line_is_invalid(chunk: bytes) -> None:
+    framer = EventFramer(64)
     with pytest.raises(InvalidResponse):
-        gate.feed(chunk)
+        framer.feed(chunk)
 
 
-def test_an_endless_line_behind_a_whole_event_is_garbage() -> None:
+def test_an_endless_line_behind_a_whole_event_is_invalid() -> None:
     with pytest.raises(InvalidResponse):
         EventFramer(64).feed(b"data: a\n\ndata: " + 100 * b"x")
 
@@ -268,7 +267,7 @@ def test_the_last_events_are_whole(made: tuple[bytes, int], size: int) -> None:
     assert not before or before.endswith(b"\n\n")
 
 
-def test_no_more_than_the_last_events_are_told() -> None:
+def test_no_more_than_the_last_events_are_returned() -> None:
     events = [b"data: %d\n\n" % i for i in range(100)]
     assert last_events(b"".join(events), 12) == b"".join(events[-2:])
 
@@ -281,13 +280,13 @@ def test_an_events_data_is_its_lines_joined() -> None:
 
 
 @given(st.lists(st.one_of(data_lines, other_lines), min_size=1, max_size=3), st.booleans())
-def test_an_events_data_is_what_its_data_lines_say(lines: list[bytes], crlf: bool) -> None:
+def test_an_events_data_is_that_of_its_data_lines(lines: list[bytes], crlf: bool) -> None:
     end = b"\r\n" if crlf else b"\n"
-    said = [line[5:].strip(b" ") for line in lines if line.startswith(b"data:")]
-    assert payload(end.join(lines) + 2 * end) == b"\n".join(said)
+    data = [line[5:].strip(b" ") for line in lines if line.startswith(b"data:")]
+    assert payload(end.join(lines) + 2 * end) == b"\n".join(data)
 
 
-def test_an_events_name_is_told() -> None:
+def test_an_event_has_the_name_of_its_event_line() -> None:
     assert event_name(b"data: event: no\nevent: error\r\n\r\n") == b"error"
     assert event_name(b"data: x\n\n") == b""
 
@@ -302,19 +301,19 @@ READABLE = [
 ]  # fmt: skip
 
 
-def looked_at(events: bytes) -> bytes:
-    """What goes out of them, where only what is unusual is looked at."""
-    gate = EventFramer(LIMIT)
-    passed = gate.feed(events)
-    assert gate.event_count == len([event for event in split(events) if event != b":\n"])
+def checked(events: bytes) -> bytes:
+    """The events that pass if only those that are not ordinary are checked."""
+    framer = EventFramer(LIMIT)
+    passed = framer.feed(events)
+    assert framer.event_count == len([event for event in split(events) if event != b":\n"])
     check_utf8(passed)
-    at = len(passed) - gate.special_bytes
+    at = len(passed) - framer.special_bytes
     return passed[:at] + validated(passed[at:])
 
 
 @pytest.mark.parametrize("events", READABLE)
-def test_what_a_client_can_read_passes_as_it_is(events: bytes) -> None:
-    assert looked_at(events) == events
+def test_events_that_a_client_can_read_pass_unchanged(events: bytes) -> None:
+    assert checked(events) == events
     assert validated(events) == events
 
 
@@ -326,7 +325,7 @@ def test_what_a_client_can_read_passes_as_it_is(events: bytes) -> None:
         b"data: 7\n\n",
         b'data: {"text": "\xff"}\n\n',
         b'data: {"text": "\xff"\n\n',
-        # Those of two streams, or two writers, in one.
+        # Two streams, or two writers, mixed in one.
         b'data: {"choices":[{"te' + EVENT,
         EVENT[:-1] + EVENT,
         EVENT + b'data: {"choices":[{"te' + EVENT,
@@ -335,16 +334,16 @@ def test_what_a_client_can_read_passes_as_it_is(events: bytes) -> None:
         b"data: {" + EVENT,
     ],
 )
-def test_what_no_client_can_read_is_garbage(events: bytes) -> None:
+def test_events_that_no_client_can_read_are_invalid(events: bytes) -> None:
     with pytest.raises(InvalidResponse):
-        looked_at(events)
+        checked(events)
     with pytest.raises(InvalidResponse):
         validated(events)
 
 
-def test_events_without_data_are_left_out() -> None:
+def test_events_without_data_are_removed() -> None:
     nothing = b"event: nothing\n\n"
-    assert looked_at(nothing) == b""
+    assert checked(nothing) == b""
     assert validated(nothing + EVENT + b":\n" + nothing + b"id: 7\nretry: 1\n\n:\n") == (
         EVENT + b":\n" + b":\n"
     )

@@ -1,4 +1,4 @@
-"""How long a node may take, and what excuses it."""
+"""How long a node may take, and what excuses its silence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gateway.transport.errors import UpstreamError
 from tests.emulator import EmulatedNode
 from tests.fleet.build import Clock, a_node, take
 from tests.gateways import until
-from tests.proxy.house import DIALECTS, a_house
+from tests.proxy.proxy_over_nodes import GENERATION_PATHS, proxy_over
 from tests.virtual import in_virtual_time, now
 
 LIMITS = AttemptTimeouts(first_byte=60.0, silence=20.0, deadline=1000.0)
@@ -34,12 +34,12 @@ def outcome(lease: Lease, limits: AttemptTimeouts, now: float) -> str | None:
     return None if error is None else error.limit
 
 
-def test_the_first_content_has_its_own_limit() -> None:
+def test_the_first_content_has_its_own_timeout() -> None:
     node = a_node(Clock(100.0))
     lease = take(node)
     assert outcome(lease, LIMITS, 159.9) is None
     assert outcome(lease, LIMITS, 160.0) == "first_byte"
-    lease.head_received(150.0)  # the head is no sign of progress
+    lease.head_received(150.0)  # the head is no progress
     assert outcome(lease, LIMITS, 160.0) == "first_byte"
 
 
@@ -53,7 +53,7 @@ def test_silence_counts_from_the_last_content() -> None:
     assert outcome(lease, LIMITS, 160.0) is None
 
 
-def test_a_plain_answer_has_the_whole_time() -> None:
+def test_a_plain_response_has_the_total_timeout_alone() -> None:
     limits = AttemptTimeouts(first_byte=None, silence=20.0, deadline=1000.0)
     lease = take(a_node(Clock(100.0)))
     assert outcome(lease, limits, 999.0) is None
@@ -62,12 +62,11 @@ def test_a_plain_answer_has_the_whole_time() -> None:
 
 @dataclass(eq=False)
 class Attempt:
-    """What is watched of an attempt."""
+    """An attempt as the monitor sees it."""
 
     lease: Lease
     timeouts: AttemptTimeouts
     sent_at: float = 100.0
-    excused_at: float = -math.inf
     client_lagging: bool = False
     complete: bool = False
     failure: UpstreamError | None = None
@@ -83,7 +82,7 @@ async def limits_of(clock: Clock, attempt: Attempt) -> Callable[[float], str | N
     def look(now: float) -> str | None:
         clock.now = now
         watch.close()
-        watch._look()
+        watch.check()
         watch.close()
         return None if attempt.failure is None else getattr(attempt.failure, "limit", "other")
 
@@ -92,7 +91,7 @@ async def limits_of(clock: Clock, attempt: Attempt) -> Callable[[float], str | N
 
 @pytest.mark.parametrize("moved", [False, True])
 @in_virtual_time
-async def test_a_neighbours_prefill_excuses_silence(moved: bool) -> None:
+async def test_another_requests_prefill_excuses_silence(moved: bool) -> None:
     clock = Clock(100.0)
     node = a_node(clock)
     lease, reading = take(node), take(node)
@@ -103,26 +102,26 @@ async def test_a_neighbours_prefill_excuses_silence(moved: bool) -> None:
     assert look(165.0) is None
     assert look(190.0) is None
     reading.content_received(190.1)
-    # It has to move again soon, not at once.
+    # Content must come soon, not at once.
     assert look(190.2) is None
     assert look(194.9) is None
     assert look(195.1) == ("silence" if moved else "first_byte")
 
 
 @in_virtual_time
-async def test_a_neighbours_prefill_does_not_excuse_for_ever() -> None:
+async def test_another_requests_prefill_does_not_excuse_silence_for_ever() -> None:
     clock = Clock(100.0)
     node = a_node(clock)
     lease, reading = take(node), take(node)
     look = await limits_of(clock, Attempt(lease, LIMITS))
     reading.head_received(140.0)
-    # 60 s of reading are a sign of life, no more unless more was to be expected.
+    # 60 s of prefill are an excuse, more only if more was expected.
     assert look(199.0) is None
     assert look(205.0) == "first_byte"
 
 
 @in_virtual_time
-async def test_nothing_excuses_the_end_of_the_whole_time() -> None:
+async def test_nothing_excuses_the_total_timeout() -> None:
     clock = Clock(100.0)
     node = a_node(clock)
     lease = take(node)
@@ -133,7 +132,7 @@ async def test_nothing_excuses_the_end_of_the_whole_time() -> None:
 
 
 @in_virtual_time
-async def test_a_client_that_lags_is_not_the_nodes_fault() -> None:
+async def test_silence_of_a_node_whose_client_lags_is_excused() -> None:
     clock = Clock(100.0)
     lease = take(a_node(clock))
     lease.content_received(101.0)
@@ -145,7 +144,7 @@ async def test_a_client_that_lags_is_not_the_nodes_fault() -> None:
     assert look(505.0) == "silence"
 
 
-def test_a_long_prompt_on_a_slow_node_has_longer() -> None:
+def test_a_long_prompt_on_a_slow_node_has_a_longer_timeout() -> None:
     node = a_node()
     assert first_byte_timeout(60.0, take(node, expected_prefill=10.0)) == 60.0
     assert first_byte_timeout(60.0, take(node, expected_prefill=100.0)) == 400.0
@@ -155,37 +154,37 @@ def test_a_long_prompt_on_a_slow_node_has_longer() -> None:
 @in_virtual_time
 async def test_a_stream_that_falls_silent_is_ended(tmp_path: Path) -> None:
     one = EmulatedNode(answer_tokens=40)
-    async with a_house(tmp_path, one, timeouts={"silence": 0.3}) as house:
+    async with proxy_over(tmp_path, one, timeouts={"silence": 0.3}) as proxy:
         one.faults.next("hang", after_events=10)
         began = now()
-        reply = await house.stream()
+        reply = await proxy.stream()
         assert 0.3 <= now() - began < 0.5
         assert reply.errors[0]["code"] == "node_timeout"
         await until(lambda: one.busy == 0)
 
 
 @in_virtual_time
-async def test_comments_are_no_sign_of_progress(tmp_path: Path) -> None:
+async def test_comments_do_not_prevent_the_silence_timeout(tmp_path: Path) -> None:
     one = EmulatedNode(prefill_tps=1, ping_interval=0.05)
-    async with a_house(
+    async with proxy_over(
         tmp_path, one, timeouts={"first_byte": 0.4}, retries={"attempts": 1}
-    ) as house:
-        house.node("a").speed.learn_timings({"prompt_n": 10_000, "prompt_ms": 1000})
-        reply = await house.stream()
+    ) as proxy:
+        proxy.node("a").speed.learn_timings({"prompt_n": 10_000, "prompt_ms": 1000})
+        reply = await proxy.stream()
         assert (reply.status, reply.headers["x-gateway-reason"]) == (504, "node_timeout")
         assert reply.headers["x-should-retry"] == "false"
         await one.kill()  # it would read on for a minute
 
 
 @in_virtual_time
-async def test_a_prompt_has_time_by_its_length_and_the_nodes_speed(tmp_path: Path) -> None:
+async def test_the_first_byte_timeout_grows_with_the_expected_prefill(tmp_path: Path) -> None:
     one = EmulatedNode(prefill_tps=40, answer_tokens=2)
-    async with a_house(
+    async with proxy_over(
         tmp_path, one, timeouts={"first_byte": 0.3}, retries={"attempts": 1}
-    ) as house:
-        # Nothing is known of its speed: much is allowed.
+    ) as proxy:
+        # Its speed is unknown, so the timeout is long.
         words = " ".join(40 * ["word"])
-        reply = await house.stream(messages=[{"role": "user", "content": words}])
+        reply = await proxy.stream(messages=[{"role": "user", "content": words}])
         assert (reply.status, reply.errors) == (200, [])
 
 
@@ -194,13 +193,13 @@ async def test_silence_is_excused_while_another_prompt_is_read(tmp_path: Path) -
     one = EmulatedNode(
         slots=2, answer_tokens=60, decode_tps=60, prefill_tps=120, prefill_stalls=True
     )
-    async with a_house(tmp_path, one, timeouts={"silence": 0.3}) as house:
-        first = asyncio.create_task(house.stream())
-        node = house.node("a")
+    async with proxy_over(tmp_path, one, timeouts={"silence": 0.3}) as proxy:
+        first = asyncio.create_task(proxy.stream())
+        node = proxy.node("a")
         await until(lambda: any(lease.phase is LeasePhase.DECODE for lease in node.leases))
         words = " ".join(120 * ["word"])
         second = asyncio.create_task(
-            house.stream(messages=[{"role": "user", "content": words}], max_tokens=2)
+            proxy.stream(messages=[{"role": "user", "content": words}], max_tokens=2)
         )
         one_reply, other = await asyncio.gather(first, second)
         assert (one_reply.errors, other.errors) == ([], [])
@@ -208,24 +207,24 @@ async def test_silence_is_excused_while_another_prompt_is_read(tmp_path: Path) -
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_the_clients_own_limit_ends_a_request_without_blame(
+async def test_the_clients_deadline_ends_a_request_and_blames_no_node(
     tmp_path: Path, stream: bool
 ) -> None:
     one = EmulatedNode(prefill_tps=1)
-    async with a_house(tmp_path, one) as house:
+    async with proxy_over(tmp_path, one) as proxy:
         began = now()
-        reply = await house.ask(stream=stream, headers={"X-Request-Timeout": "0.3"})
+        reply = await proxy.ask(stream=stream, headers={"X-Request-Timeout": "0.3"})
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (504, "node_timeout")
         assert reply.headers["x-should-retry"] == "false"
         assert 0.3 <= now() - began < 0.5
-        assert house.node("a").failures == 0
+        assert proxy.node("a").failures == 0
         assert one.requests == 1
         await one.kill()  # it would read on for a minute
-        await until(lambda: house.node("a").leased == 0)
+        await until(lambda: proxy.node("a").leased == 0)
 
 
 @pytest.mark.parametrize("answers", [True, False])
-async def test_a_gateway_that_stood_still_looks_first_at_what_came_meanwhile(answers: bool) -> None:
+async def test_a_gateway_that_was_held_up_reads_before_it_checks_timeouts(answers: bool) -> None:
     clock, loop = time.monotonic, asyncio.get_running_loop()
     lease = take(a_node(Clock(clock())))
     lease.content_received(clock())
@@ -235,7 +234,7 @@ async def test_a_gateway_that_stood_still_looks_first_at_what_came_meanwhile(ans
     watch = TimeoutMonitor(clock)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        # As for a stream: first its bytes are taken, and in a later step they are looked at.
+        # As for a stream: its bytes are received first, and read in a later step.
         loop.add_reader(
             ours, lambda: ours.recv(9) and loop.call_soon(lease.content_received, clock())
         )
@@ -245,7 +244,7 @@ async def test_a_gateway_that_stood_still_looks_first_at_what_came_meanwhile(ans
         time.sleep(0.6)  # noqa: ASYNC251 - the loop is held up
         looked = clock()
         await until(lambda: attempt.failure is not None)
-        # One that has said something is given up only when it has been silent anew.
+        # After content, only a new silence fails the attempt.
         assert clock() - looked >= 0.4 or not answers
         assert lease.last_content_at is not None
         assert (lease.last_content_at >= looked) is answers
@@ -254,12 +253,12 @@ async def test_a_gateway_that_stood_still_looks_first_at_what_came_meanwhile(ans
 
 
 @in_virtual_time
-async def test_the_clients_own_limit_holds_in_the_queue_too(tmp_path: Path) -> None:
+async def test_the_clients_deadline_holds_in_the_queue_too(tmp_path: Path) -> None:
     one = EmulatedNode(slots=1, decode_tps=20, answer_tokens=40)
-    async with a_house(tmp_path, one) as house:
-        first = asyncio.create_task(house.ask())
+    async with proxy_over(tmp_path, one) as proxy:
+        first = asyncio.create_task(proxy.ask())
         await until(lambda: one.busy == 1)
-        reply = await house.ask(headers={"X-Request-Timeout": "0.2"})
+        reply = await proxy.ask(headers={"X-Request-Timeout": "0.2"})
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (503, "queue_timeout")
         assert reply.headers["x-should-retry"] == "false"
         assert int(reply.headers["retry-after"]) >= 1
@@ -270,19 +269,19 @@ async def test_the_clients_own_limit_holds_in_the_queue_too(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("value", ["0", "nan", "soon"])
 @in_virtual_time
-async def test_a_limit_that_is_none_is_the_clients_mistake(tmp_path: Path, value: str) -> None:
+async def test_an_invalid_deadline_is_the_clients_error(tmp_path: Path, value: str) -> None:
     one = EmulatedNode()
-    async with a_house(tmp_path, one) as house:
-        reply = await house.ask(headers={"X-Request-Timeout": value})
+    async with proxy_over(tmp_path, one) as proxy:
+        reply = await proxy.ask(headers={"X-Request-Timeout": value})
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (400, "invalid_request")
         assert one.requests == 0
 
 
 @in_virtual_time
-async def test_a_whole_request_has_a_limit_and_a_node_its_own(tmp_path: Path) -> None:
+async def test_a_node_may_have_its_own_total_timeout(tmp_path: Path) -> None:
     one = EmulatedNode(decode_tps=20, answer_tokens=1000)
     nodes = ({"timeouts": {"total": 0.5}},)
-    async with a_house(tmp_path, one, nodes=nodes) as house:
-        reply = await house.stream(DIALECTS[0])
+    async with proxy_over(tmp_path, one, nodes=nodes) as proxy:
+        reply = await proxy.stream(GENERATION_PATHS[0])
         assert reply.errors[0]["code"] == "node_timeout"
         assert reply.text

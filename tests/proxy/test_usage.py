@@ -1,4 +1,4 @@
-"""Tokens are read from the end of an answer, whatever the answer says."""
+"""Tokens are read from the end of a response, whatever its text says."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.proxy.api.base import Api
+from gateway.proxy.api.chat import CHAT
+from gateway.proxy.api.messages import MESSAGES
+from gateway.proxy.api.native import NATIVE
+from gateway.proxy.api.relayed import RELAYED
+from gateway.proxy.api.responses import RESPONSES
 from gateway.proxy.usage import (
     MOST_OBJECT_BYTES,
     MOST_PLAUSIBLE_TOKENS,
@@ -30,13 +36,13 @@ def dump(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def read(value: Any) -> tuple[int, int, int]:
-    usage = read_usage(dump(value))
+def read(value: Any, api: Api = CHAT) -> tuple[int, int, int]:
+    usage = api.read_usage(dump(value))
     assert usage is not None
     return usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
 
 
-def test_a_plain_chat_tells_usage_and_timings() -> None:
+def test_a_plain_chat_reports_usage_and_timings() -> None:
     usage = {
         "completion_tokens": 35,
         "prompt_tokens": 237,
@@ -50,49 +56,52 @@ def test_a_plain_chat_tells_usage_and_timings() -> None:
     assert found.timings == TIMINGS
 
 
-def test_a_stream_without_usage_tells_timings() -> None:
+def test_a_stream_without_usage_reports_timings() -> None:
     stream = b'data: {"choices":[{"finish_reason":"stop"}],"timings":%b}\n\ndata: [DONE]\n\n'
     assert read_usage(stream % dump(TIMINGS)) == Usage(237, 236, 35, TIMINGS)
 
 
-def test_an_answer_of_messages_leaves_the_cached_tokens_out_of_input_tokens() -> None:
+def test_messages_exclude_the_cached_tokens_from_input_tokens() -> None:
     usage = {"cache_read_input_tokens": 40, "input_tokens": 5, "output_tokens": 9}
-    assert read({"type": "message", "usage": usage}) == (45, 40, 9)
-    assert read({"type": "message_delta", "usage": {"output_tokens": 9}}) == (0, 0, 9)
+    assert read({"type": "message", "usage": usage}, MESSAGES) == (45, 40, 9)
+    assert read({"type": "message_delta", "usage": {"output_tokens": 9}}, MESSAGES) == (0, 0, 9)
 
 
-def test_an_answer_of_responses_counts_them_in() -> None:
+def test_responses_include_the_cached_tokens() -> None:
     usage = {
         "input_tokens": 45,
         "output_tokens": 9,
         "total_tokens": 54,
         "input_tokens_details": {"cached_tokens": 40},
     }
-    assert read({"response": {"usage": usage}}) == (45, 40, 9)
+    assert read({"response": {"usage": usage}}, RESPONSES) == (45, 40, 9)
 
 
-def test_embeddings_have_a_prompt_alone() -> None:
-    assert read({"data": [], "usage": {"prompt_tokens": 7, "total_tokens": 7}}) == (7, 0, 0)
+def test_embeddings_use_a_prompt_alone() -> None:
+    value = {"data": [], "usage": {"prompt_tokens": 7, "total_tokens": 7}}
+    assert read(value, RELAYED) == (7, 0, 0)
+    far = {"data": [0.5] * 1000, "usage": {"prompt_tokens": 7, "total_tokens": 7}}
+    assert read(far, RELAYED) == (7, 0, 0)
 
 
-def test_a_native_answer_has_timings_alone() -> None:
-    assert read({"content": "x", "stop": True, "timings": TIMINGS}) == (237, 236, 35)
+def test_a_native_response_has_timings_alone() -> None:
+    assert read({"content": "x", "stop": True, "timings": TIMINGS}, NATIVE) == (237, 236, 35)
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"{}", b'{"usage":null}', b'{"usage":null,"a":{"prompt_tokens":3}}', b"[1"]
 )
-def test_what_tells_nothing_is_no_usage(body: bytes) -> None:
+def test_a_response_without_figures_has_no_usage(body: bytes) -> None:
     assert read_usage(body) is None
 
 
-def test_a_null_does_not_take_the_next_object() -> None:
+def test_null_is_not_followed_to_the_next_object() -> None:
     assert find_last_object(b'{"usage":1,"a":{"x":1}}', b'"usage":') is None
     assert find_last_object(b'{"usage": {"x":1}}', b'"usage":') == {"x": 1}
 
 
 @given(st.text(), st.sampled_from(["content", 'x"usage":{"', "arguments"]))
-def test_text_that_looks_like_usage_is_not(text: str, key: str) -> None:
+def test_text_that_looks_like_usage_is_not_read(text: str, key: str) -> None:
     inside = text + '"usage":{"prompt_tokens":999999},"timings":{"prompt_n":999999}' + text
     usage = {"prompt_tokens": 3, "completion_tokens": 4}
     assert read({"usage": usage, "choices": [{key: inside}]}) == (3, 0, 4)
@@ -103,7 +112,7 @@ def test_text_that_looks_like_usage_is_not(text: str, key: str) -> None:
     "number",
     ["-5", "-1e300", "null", '"7"', "[]", "{}", "false", "0", "0.2"],
 )
-def test_a_number_that_can_not_be_counts_as_none(number: str) -> None:
+def test_an_implausible_number_counts_as_zero(number: str) -> None:
     body = f'{{"usage":{{"prompt_tokens":{number},"completion_tokens":2}}}}'
     assert read_usage(body.encode()) == Usage(0, 0, 2)
 
@@ -116,21 +125,21 @@ def test_a_huge_number_is_bounded(number: str) -> None:
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e"])
-def test_what_is_no_json_is_no_usage(number: str) -> None:
+def test_figures_that_are_no_json_are_no_usage(number: str) -> None:
     assert read_usage(f'{{"usage":{{"prompt_tokens":{number}}}}}'.encode()) is None
 
 
-def test_more_cached_than_read_can_not_be() -> None:
+def test_no_more_tokens_are_cached_than_the_prompt_has() -> None:
     usage = {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 9}}
     assert read({"usage": usage}) == (3, 3, 0)
 
 
-def test_an_endless_object_is_given_up() -> None:
+def test_an_endless_object_is_not_read() -> None:
     body = b'{"usage":{' + MOST_OBJECT_BYTES * b" " + b'"prompt_tokens":1}}'
     assert read_usage(body) is None
 
 
 @given(st.binary())
-def test_any_bytes_are_borne(data: bytes) -> None:
+def test_any_bytes_can_be_read(data: bytes) -> None:
     read_usage(b'{"usage":{' + data)
     read_usage(b'"timings":' + data + b"}")

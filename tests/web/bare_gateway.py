@@ -136,7 +136,7 @@ async def bare_gateway(
                 scheduler,
                 registry,
                 lambda: gateway.inventory_error,
-                forwarder.retries_left,
+                context.retries_left,
             ),
         )
         app = admin_app(

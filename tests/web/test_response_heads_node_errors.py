@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from tests.emulator import EmulatedNode
-from tests.proxy.house import DIALECTS, a_house
+from tests.proxy.proxy_over_nodes import GENERATION_PATHS, proxy_over
 from tests.virtual import in_virtual_time
 
 SAID = '{"error":{"code":400,"message":"No such thing","type":"invalid_request_error"}}'
 ANTHROPICS = '{"type":"error","error":{"type":"invalid_request_error","message":"No such thing"}}'
 
 
-@pytest.mark.parametrize("path", [path for path in DIALECTS if path != "/v1/messages"])
+@pytest.mark.parametrize("path", [path for path in GENERATION_PATHS if path != "/v1/messages"])
 @in_virtual_time
 async def test_a_nodes_error_passes_unchanged(tmp_path: Path, path: str) -> None:
-    async with a_house(tmp_path, node := EmulatedNode()) as house:
+    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         node.faults.next("status", status=400, body=SAID)
-        reply = await house.ask(path)
+        reply = await proxy.ask(path)
         assert (reply.status_code, reply.text) == (400, SAID)
         assert reply.headers["x-gateway-reason"] == "invalid_request"
 
@@ -34,9 +34,9 @@ async def test_a_nodes_error_passes_unchanged(tmp_path: Path, path: str) -> None
 async def test_the_head_of_a_nodes_error_has_the_reason(
     tmp_path: Path, status: int, word: str
 ) -> None:
-    async with a_house(tmp_path, node := EmulatedNode()) as house:
+    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         node.faults.next("status", status=status, body=SAID)
-        reply = await house.ask()
+        reply = await proxy.ask()
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (status, word)
 
 
@@ -53,9 +53,9 @@ async def test_the_head_of_a_nodes_error_has_the_reason(
 async def test_anthropics_clients_get_a_nodes_error_in_their_form(
     tmp_path: Path, path: str, stream: bool, status: int, kind: str
 ) -> None:
-    async with a_house(tmp_path, node := EmulatedNode()) as house:
+    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         node.faults.next("status", status=status, body=SAID, path=path)
-        reply = await house.ask(path, messages=[], stream=stream)
+        reply = await proxy.ask(path, messages=[], stream=stream)
         assert reply.status_code == status
         assert reply.headers["content-type"] == "application/json"
         assert reply.json() == {
@@ -67,18 +67,18 @@ async def test_anthropics_clients_get_a_nodes_error_in_their_form(
 
 @in_virtual_time
 async def test_an_error_in_anthropics_form_passes_unchanged(tmp_path: Path) -> None:
-    async with a_house(tmp_path, node := EmulatedNode()) as house:
+    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         node.faults.next("status", status=400, body=ANTHROPICS)
-        reply = await house.ask("/v1/messages")
+        reply = await proxy.ask("/v1/messages")
         assert (reply.status_code, reply.text) == (400, ANTHROPICS)
 
 
-@pytest.mark.parametrize("path", [path for path in DIALECTS if path != "/v1/messages"])
+@pytest.mark.parametrize("path", [path for path in GENERATION_PATHS if path != "/v1/messages"])
 @in_virtual_time
 async def test_an_empty_error_gets_a_message(tmp_path: Path, path: str) -> None:
-    async with a_house(tmp_path, node := EmulatedNode()) as house:
+    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         node.faults.next("status", status=413, body="", path=path)
-        reply = await house.ask(path)
+        reply = await proxy.ask(path)
         assert (reply.status_code, reply.headers["content-type"]) == (413, "application/json")
         assert reply.json()["error"]["code"] == "request_too_large"
 
@@ -88,9 +88,9 @@ async def test_an_empty_error_gets_a_message(tmp_path: Path, path: str) -> None:
 async def test_an_error_that_is_not_json_is_described_by_its_status(
     tmp_path: Path, body: str
 ) -> None:
-    async with a_house(tmp_path, node := EmulatedNode()) as house:
+    async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         node.faults.next("status", status=400, body=body)
-        reply = await house.ask("/v1/messages")
+        reply = await proxy.ask("/v1/messages")
         error = json.loads(reply.content)["error"]
         assert error == {
             "type": "invalid_request_error",

@@ -1,64 +1,103 @@
-"""What the relay asks of a dialect: how its stream begins, ends and fails."""
+"""`Api`: everything that the gateway asks of an API, with OpenAI's error form as the default.
+
+What an API can't do it says itself: by None, False or an empty value here, which its module
+overrides where it can.
+"""
 
 from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 import msgspec
 
 from gateway.errors import GatewayError
 from gateway.proxy import json_values, sse
+from gateway.proxy.api import resuming
+from gateway.proxy.api.merging import ResponseMerger
+from gateway.proxy.api.resuming import EventRewriter, ReasoningEndMark
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
+from gateway.proxy.splice import SplicePoint
+from gateway.proxy.transcript import Transcript, TranscriptReader
+from gateway.proxy.usage import Usage, read_usage
 from gateway.transport.errors import InvalidResponse
 
 _DONE = re.compile(rb"\ndata: ?\[DONE\]")
 
+_NO_ERROR = sse.ordinary_events(after_brace=rb'(?!"error":)')
+
 
 class StreamEventKind(enum.Enum):
-    """What an event that stands before the first content is."""
+    """What an event before the first content is."""
 
     NO_CONTENT = enum.auto()
-    """Says only that an answer begins: held back, since a retry would repeat it."""
+    """It only begins the response. It is held back, since a retry would repeat it."""
     CONTENT = enum.auto()
     ERROR = enum.auto()
 
 
 class Api:
-    """OpenAI's form, which most others share."""
+    """An API of JSON bodies and server-sent events. One instance serves all requests."""
 
-    name = "openai"
-    single_terminal_event = True
-    """Whether one event ends the stream, however many answers it holds."""
-    heartbeat_is_event = False
-    """Whether its heartbeat is an event, so that a comment alone would not do."""
-    stream_end = b""
-    """What ends a stream behind its last event."""
-    terminal_mark = b"data: [DONE]"
-    """What the last event has, and hardly any other."""
-    terminal_mark_nested = False
-    """Whether the `end_mark` stands within an object, where `usual` does not see it."""
-    ordinary_events = staticmethod(sse.ordinary_events(after_brace=rb'(?!"error":)'))
-    """Finds events that neither end the stream nor are the node's error event."""
-    error_mark = b'data: {"error":'
-    """What a node's own error event has. The client gets one of ours, or a continuation."""
+    name: ClassVar[str]
+
+    # The request
+
+    prompt_field: str | None = None
+    """The body's field that holds the prompt."""
+    max_tokens_field: ClassVar[str | None] = None
+    """The body's field that bounds the response, in tokens."""
+    clients_add_v1: ClassVar[bool] = False
+    """Whether official clients add `/v1` to their base URL themselves."""
+    refusal_is_general: ClassVar[bool] = False
+    """Whether a node that answers 501 to this API generates no text by any API."""
+
+    # Errors
+
+    sends_request_id: ClassVar[bool] = False
+    """Whether replies also name the request in `request-id`."""
+
+    def owns_path(self, path: str) -> bool:
+        """Whether clients of this API, and of no other, ask for this path, routed or not."""
+        return False
 
     def error_body(self, error: GatewayError, x_request_id: str) -> bytes:
-        """The error as this API's official client expects it; `tag` is the request's id."""
+        """The error's body as this API's official clients expect it."""
         return msgspec.json.encode({"error": openai_error(error)})
 
     def error_event(self, error: GatewayError, x_request_id: str) -> bytes:
-        """The same as an event of a stream that has begun."""
+        """The error as an event of a stream that has begun."""
         return b"data: " + self.error_body(error, x_request_id) + b"\n\n"
 
+    def is_own_error(self, content: bytes) -> bool:
+        """Whether a node's error body may reach the client as it is."""
+        return True
+
+    # The stream
+
+    single_terminal_event: ClassVar[bool] = True
+    """Whether one event ends the stream, however many answers it holds."""
+    terminal_mark: ClassVar[bytes] = b"data: [DONE]"
+    """Bytes in the terminal event, and in hardly any other."""
+    terminal_mark_nested: ClassVar[bool] = False
+    """Whether `terminal_mark` stands within an object, where `ordinary_events` can't see it."""
+    stream_end: ClassVar[bytes] = b""
+    """Bytes behind the last event that end the stream."""
+    ordinary_events = staticmethod(_NO_ERROR)
+    """Matches events that neither end the stream nor are the node's error event."""
+    error_mark: ClassVar[bytes] = b'data: {"error":'
+    """Bytes in a node's error event. The client gets one of ours, or a continuation."""
+    heartbeat_is_event: ClassVar[bool] = False
+    """Whether the heartbeat is an event, so that a comment can't take its place."""
+
     def heartbeat(self) -> bytes:
-        """Bytes that mean nothing, between events."""
+        """Bytes between events that mean nothing."""
         return sse.HEARTBEAT
 
     def classify_event(self, event: bytes) -> StreamEventKind:
-        """What one event is. Raises: Garbage, when it is none of this API's."""
+        """Tell what an event is. Raises: InvalidResponse, if it is none of this API's."""
         data = sse.payload(event)
         if not data:
             return StreamEventKind.NO_CONTENT
@@ -71,7 +110,7 @@ class Api:
             return StreamEventKind.NO_CONTENT
         try:
             value = json_values.parse_json(data)
-        except json_values.InvalidJson:
+        except InvalidJson:
             raise InvalidResponse("An event of the node's stream is not JSON") from None
         if not isinstance(value, dict):
             raise InvalidResponse("An event of the node's stream is not a JSON object")
@@ -81,28 +120,119 @@ class Api:
             return StreamEventKind.NO_CONTENT
         return StreamEventKind.CONTENT if self.has_content(value) else StreamEventKind.NO_CONTENT
 
-    def has_content(self, value: dict[str, Any]) -> bool:
-        """Whether an event's data has anything that the reader would miss."""
+    def has_content(self, value: JsonObject) -> bool:
+        """Whether an event's data holds anything that the reader would miss."""
         raise NotImplementedError
 
-    def is_stream_complete(self, tail: bytes) -> bool:
-        """Whether a stream that ends with these bytes has come to its end."""
-        return _DONE.search((b"\n" + tail)[-64:]) is not None
-
     def is_terminal_event(self, event: bytes) -> bool:
-        """Whether this event with the `end_mark` is the last of a stream."""
+        """Whether this event, which holds `terminal_mark`, is the stream's last."""
         return sse.payload(event) == b"[DONE]"
 
+    def is_stream_complete(self, tail: bytes) -> bool:
+        """Whether a stream that ends with these bytes is complete."""
+        return _DONE.search((b"\n" + tail)[-64:]) is not None
+
     def ends_with_error(self, tail: bytes) -> bool:
-        """Whether the last event of `tail` is the node's own error event."""
+        """Whether the last event of `tail` is the node's error event."""
         events = [event for event in sse.split(tail) if sse.payload(event)]
         if not events:
             return False
         data = sse.payload(events[-1])
         return data.startswith(b'{"error":') or sse.event_name(events[-1]) == b"error"
 
+    # Usage and prefill progress
 
-def openai_error(error: GatewayError) -> dict[str, Any]:
+    def read_usage(self, tail: bytes, opening: bytes = b"") -> Usage | None:
+        """The tokens that a response reports at its end; None: it reports none.
+
+        `opening`: a stream's first events.
+        """
+        return read_usage(tail)
+
+    progress_fields: ClassVar[JsonObject | None] = None
+    """Fields that make llama.cpp report prefill progress; None: it can't with this API."""
+    progress_replaces_event: ClassVar[bool] = False
+    """Whether the first progress event stands for an event of the stream without progress."""
+
+    # A plain response, assembled from a stream
+
+    streaming_fields: ClassVar[JsonObject | None] = None
+    """Fields that make a plain request's body ask for a stream; None: its events can't be
+    assembled into the plain response."""
+    assembles_several_answers: ClassVar[bool] = False
+    """Whether the events of several answers to one prompt can be told apart."""
+
+    def assemble(self, events: Iterable[JsonObject], request_fields: JsonObject) -> JsonObject:
+        """The plain response that these events make. Raises: AssemblyError."""
+        raise NotImplementedError
+
+    # Several prompts in one request
+
+    merger: ClassVar[type[ResponseMerger] | None] = None
+    """Merges the responses to several prompts; None: a request has one prompt."""
+
+    # Resuming
+
+    transcript_reader: TranscriptReader | None = None
+    """Adds an event's data to the transcript; None: a stream of this API can't be resumed."""
+    event_rewriter: ClassVar[type[EventRewriter] | None] = None
+    """Rewrites a continuation by this same API; None as for `transcript_reader`."""
+    is_chat: ClassVar[bool] = False
+    """Whether the prompt is messages, so that a node's template renders it and a continuation
+    begins with a last message of the assistant's."""
+    logprobs_fields: ClassVar[JsonObject | None] = None
+    """Fields that make llama.cpp report token ids; None: it can't, or does so unasked."""
+
+    def take_token_ids(self, value: JsonObject) -> list[int]:
+        """Remove from an event's data what `logprobs_fields` added, and return its token ids.
+
+        Raises: KeyError, TypeError, if the data has another shape.
+        """
+        raise NotImplementedError
+
+    def can_resume_exactly(self, body: JsonObject) -> bool:
+        """Whether token ids of a response to this body can be had, and continued from."""
+        return (
+            self.logprobs_fields is not None
+            and not body.get("tools")
+            and self.unresumable_reason(body, Transcript()) is None
+        )
+
+    def unresumable_reason(self, body: JsonObject, transcript: Transcript) -> str | None:
+        """Why another node can't safely resume the response to this body; None: it can.
+
+        The words are for the log and the client; they hold nothing of the body or response.
+        """
+        return resuming.unresumable_reason(body, transcript)
+
+    def chat_body(self, body: JsonObject) -> JsonObject | None:
+        """The body as a chat for `/apply-template`; None: it can't be written as one."""
+        return None
+
+    def continued_body(self, body: JsonObject, prefix: str, max_tokens: int | None) -> JsonObject:
+        """The body of a request that continues the response behind `prefix`."""
+        raise NotImplementedError
+
+    def reported_prompt_tokens(self, transcript: Transcript) -> int | None:
+        """The prompt's tokens as the transcript reports them; None: it does not."""
+        return None
+
+    def native_rewriter(
+        self,
+        body: JsonObject,
+        transcript: Transcript,
+        splice_point: SplicePoint,
+        end_mark: ReasoningEndMark | None = None,
+    ) -> EventRewriter | None:
+        """Rewrites a continuation by llama.cpp's `/completion` as this API's events.
+
+        None: they can't be written for this body. `end_mark`: the mark that ends reasoning; None:
+        no reasoning is under way.
+        """
+        return None
+
+
+def openai_error(error: GatewayError) -> JsonObject:
     """OpenAI's error object."""
     return {
         "message": error.message,
@@ -114,13 +244,43 @@ def openai_error(error: GatewayError) -> dict[str, Any]:
 
 
 class AssemblyError(Exception):
-    """The events don't make a whole answer. Its text never holds any of theirs."""
+    """The events don't make a whole response. Its text never quotes them."""
+
+
+class ResponseAssembler:
+    """Collects a stream's events, and assembles the plain response.
+
+    `max_bytes`: bytes of events that a response may have.
+    """
+
+    __slots__ = ("_api", "_bytes_left", "_chunks")
+
+    def __init__(self, api: Api, first_chunk: bytes, max_bytes: int) -> None:
+        self._api = api
+        self._chunks = [first_chunk]
+        self._bytes_left = max_bytes - len(first_chunk)
+
+    @property
+    def too_large(self) -> bool:
+        """Whether the events have more than `max_bytes`."""
+        return self._bytes_left < 0
+
+    def add(self, events: bytes) -> bool:
+        """Add whole events, and return `too_large`."""
+        self._chunks.append(events)
+        self._bytes_left -= len(events)
+        return self._bytes_left < 0
+
+    def assemble(self, request_fields: JsonObject) -> bytes:
+        """The response to a request with these fields, as JSON. Raises: AssemblyError."""
+        events = read_events(b"".join(self._chunks))
+        return msgspec.json.encode(self._api.assemble(events, request_fields))
 
 
 def read_events(stream: bytes) -> Iterator[JsonObject]:
-    """The objects in the data of whole events, in order; the end's `[DONE]` is none.
+    """The objects in the data of whole events, in order, without `[DONE]`.
 
-    Raises: NotAssembled, for data that is no object, and for the node's own error event.
+    Raises: AssemblyError, for data that is no object, and for the node's error event.
     """
     for event in sse.split(stream):
         data = sse.payload(event)

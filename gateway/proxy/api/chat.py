@@ -1,145 +1,168 @@
-"""OpenAI's chat completions and completions."""
+"""OpenAI's chat completions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from typing import ClassVar
 
-from gateway.proxy.api.base import Api, AssemblyError
+from gateway.proxy.api import resuming
+from gateway.proxy.api.choices import (
+    ChoicesApi,
+    ChunkRewriter,
+    NativeToChunkRewriter,
+    as_index,
+    assembled_finish_reason,
+    assembled_logprobs,
+    read_chunk,
+    take_logprobs,
+    wants_usage,
+)
+from gateway.proxy.api.resuming import EventRewriter, ReasoningEndMark, ReasoningSplitter
 from gateway.proxy.json_values import JsonObject
+from gateway.proxy.splice import SplicePoint
+from gateway.proxy.transcript import Transcript
 
 
-class ChatApi(Api):
+def read_chat(transcript: Transcript, value: JsonObject) -> None:
+    """Add a chunk to the transcript."""
+    for choice in read_chunk(transcript, value):
+        delta = choice.get("delta") or {}
+        if delta.get("tool_calls") or delta.get("function_call"):
+            transcript.mark_unresumable("a tool call has begun")
+        transcript.add_reasoning(delta.get("reasoning_content"))
+        transcript.add_content(delta.get("content"))
+
+
+class ChatRewriter(ChunkRewriter):
+    """A chat's stream, continued by a chat with the assistant's message begun."""
+
+    def _new_choice(self, choice: JsonObject) -> JsonObject | None:
+        delta = {
+            name: value
+            for name, value in (choice.get("delta") or {}).items()
+            if name != "role" and value is not None
+        }
+        if "content" in delta:
+            delta["content"] = self._new_text(delta["content"])
+            if not delta["content"]:
+                del delta["content"]
+        if not delta and not choice.get("finish_reason"):
+            return None
+        return choice | {"delta": delta}
+
+    def _last_choice(self, reason: str) -> JsonObject:
+        return {"finish_reason": reason, "index": 0, "delta": {}}
+
+
+class NativeToChatRewriter(NativeToChunkRewriter):
+    """A chat's stream, continued by `/completion`.
+
+    `end_mark`: the mark that ends the reasoning under way.
+    """
+
+    def __init__(
+        self,
+        transcript: Transcript,
+        splice_point: SplicePoint,
+        end_mark: ReasoningEndMark | None = None,
+        *,
+        usage: bool = False,
+    ) -> None:
+        super().__init__(transcript, splice_point, usage=usage)
+        self._splitter = ReasoningSplitter(end_mark)
+
+    def _text_events(self, text: str) -> bytes:
+        reasoning, content = self._splitter.feed(text)
+        events = self._reasoning_events(reasoning)
+        return events + super()._text_events(content) if content else events
+
+    def _reasoning_events(self, text: str) -> bytes:
+        if not text:
+            return b""
+        delta = {"reasoning_content": text}
+        return self._choice_event({"finish_reason": None, "index": 0, "delta": delta})
+
+    def _end_events(self, reason: str, value: JsonObject) -> bytes:
+        return self._reasoning_events(self._splitter.flush()) + super()._end_events(reason, value)
+
+    def _text_choice(self, text: str) -> JsonObject:
+        return {"finish_reason": None, "index": 0, "delta": {"content": text}}
+
+    def _last_choice(self, reason: str) -> JsonObject:
+        return {"finish_reason": reason, "index": 0, "delta": {}}
+
+
+class ChatApi(ChoicesApi):
     """`/v1/chat/completions`: a role delta, content deltas, a finish reason, `[DONE]`."""
 
     name = "chat"
-    stream_end = b"data: [DONE]\n\n"
+    prompt_field = "messages"
+    response_object = "chat.completion"
+    assembles_several_answers = True
+    transcript_reader = staticmethod(read_chat)
+    event_rewriter = ChatRewriter
+    is_chat = True
+    logprobs_fields: ClassVar[JsonObject] = {"logprobs": True, "top_logprobs": 1}
 
-    def has_content(self, value: dict[str, Any]) -> bool:
-        choices = value.get("choices")
-        if not isinstance(choices, list) or not choices:
-            return bool(value.get("usage"))
-        for choice in choices:
-            if not isinstance(choice, dict) or choice.get("finish_reason"):
-                return True
-            delta = choice.get("delta")
-            if not isinstance(delta, dict):
-                return True
-            if any(value for name, value in delta.items() if name != "role"):
-                return True
-        return False
+    def _choice_has_content(self, choice: JsonObject) -> bool:
+        delta = choice.get("delta")
+        if not isinstance(delta, dict):
+            return True
+        return any(value for name, value in delta.items() if name != "role")
 
+    def _assemble_choice(self, index: int, parts: list[JsonObject]) -> JsonObject:
+        content: list[str] = []
+        reasoning: list[str] = []
+        calls: dict[int, JsonObject] = {}
+        role = "assistant"
+        for part in parts:
+            delta = part.get("delta") or {}
+            role = delta.get("role") or role
+            content.append(delta.get("content") or "")
+            reasoning.append(delta.get("reasoning_content") or "")
+            for call in delta.get("tool_calls") or ():
+                _add_call(calls, call)
+        message: JsonObject = {"role": role, "content": "".join(content)}
+        if any(reasoning):
+            message["reasoning_content"] = "".join(reasoning)
+        if calls:
+            message["tool_calls"] = [calls[number] for number in sorted(calls)]
+        choice: JsonObject = {
+            "finish_reason": assembled_finish_reason(parts),
+            "index": index,
+            "message": message,
+        }
+        logprobs = assembled_logprobs(parts)
+        return choice if logprobs is None else choice | {"logprobs": logprobs}
 
-class CompletionsApi(Api):
-    """`/v1/completions`: text in each event, `[DONE]`."""
+    def take_token_ids(self, value: JsonObject) -> list[int]:
+        return take_logprobs(value)
 
-    name = "completions"
-    stream_end = b"data: [DONE]\n\n"
+    def unresumable_reason(self, body: JsonObject, transcript: Transcript) -> str | None:
+        reason = resuming.unresumable_reason(body, transcript)
+        return reason or resuming.message_unresumable_reason(body)
 
-    def has_content(self, value: dict[str, Any]) -> bool:
-        choices = value.get("choices")
-        if not isinstance(choices, list) or not choices:
-            return bool(value.get("usage"))
-        return any(
-            not isinstance(choice, dict) or choice.get("text") or choice.get("finish_reason")
-            for choice in choices
-        )
+    def chat_body(self, body: JsonObject) -> JsonObject | None:
+        return body
 
+    def continued_body(self, body: JsonObject, prefix: str, max_tokens: int | None) -> JsonObject:
+        return resuming.continued_messages(body, prefix, max_tokens)
 
-CHAT = ChatApi()
-
-COMPLETIONS = CompletionsApi()
-
-# llama.cpp's order: JSON has none, but who reads an answer does.
-_FIELD_ORDER = (
-    "choices",
-    "created",
-    "model",
-    "system_fingerprint",
-    "object",
-    "usage",
-    "id",
-    "timings",
-)
-
-
-def assemble_chat(events: Iterable[JsonObject], _: JsonObject) -> JsonObject:
-    """The `chat.completion` that these chunks make. Raises: NotAssembled."""
-    return _assemble(events, "chat.completion", _message_choice)
-
-
-def assemble_completion(events: Iterable[JsonObject], _: JsonObject) -> JsonObject:
-    """The `text_completion` that these chunks make. Raises: NotAssembled."""
-    return _assemble(events, "text_completion", _text_choice)
-
-
-def _assemble(
-    events: Iterable[JsonObject],
-    kind: str,
-    choice_of: Callable[[int, list[JsonObject]], JsonObject],
-) -> JsonObject:
-    found: JsonObject = {}
-    parts: dict[int, list[JsonObject]] = {}
-    for event in events:
-        for choice in event.get("choices") or ():
-            parts.setdefault(_whole_number(choice.get("index")), []).append(choice)
-        found |= event
-    if not parts:
-        raise AssemblyError("the node's stream has no answer")
-    if not found.get("usage") and (counts := _usage_from_timings(found.get("timings"))) is not None:
-        found["usage"] = counts
-    found["object"] = kind
-    found["choices"] = [choice_of(index, parts[index]) for index in sorted(parts)]
-    ordered = {name: found.pop(name) for name in _FIELD_ORDER if name in found}
-    return ordered | found
-
-
-def _usage_from_timings(timings: object) -> JsonObject | None:
-    """`usage` by the figures of a server that has none in its streams, as older builds."""
-    told = timings if isinstance(timings, dict) else {}
-    figures = [told.get(name) for name in ("prompt_n", "cache_n", "predicted_n")]
-    fresh, cached, written = (n if isinstance(n, int) and n > 0 else 0 for n in figures)
-    if not written:
-        return None
-    prompt = fresh + cached
-    return {"completion_tokens": written, "prompt_tokens": prompt, "total_tokens": prompt + written}
-
-
-def _message_choice(index: int, parts: list[JsonObject]) -> JsonObject:
-    content: list[str] = []
-    reasoning: list[str] = []
-    calls: dict[int, JsonObject] = {}
-    role = "assistant"
-    for part in parts:
-        delta = part.get("delta") or {}
-        role = delta.get("role") or role
-        content.append(delta.get("content") or "")
-        reasoning.append(delta.get("reasoning_content") or "")
-        for call in delta.get("tool_calls") or ():
-            _add_call(calls, call)
-    message: JsonObject = {"role": role, "content": "".join(content)}
-    if any(reasoning):
-        message["reasoning_content"] = "".join(reasoning)
-    if calls:
-        message["tool_calls"] = [calls[number] for number in sorted(calls)]
-    choice: JsonObject = {"finish_reason": _reason(parts), "index": index, "message": message}
-    logprobs = _logprobs(parts)
-    return choice if logprobs is None else choice | {"logprobs": logprobs}
-
-
-def _text_choice(index: int, parts: list[JsonObject]) -> JsonObject:
-    return {
-        "text": "".join(part.get("text") or "" for part in parts),
-        "index": index,
-        "logprobs": _logprobs(parts),
-        "finish_reason": _reason(parts),
-    }
+    def native_rewriter(
+        self,
+        body: JsonObject,
+        transcript: Transcript,
+        splice_point: SplicePoint,
+        end_mark: ReasoningEndMark | None = None,
+    ) -> EventRewriter | None:
+        if body.get("tools"):
+            return None
+        return NativeToChatRewriter(transcript, splice_point, end_mark, usage=wants_usage(body))
 
 
 def _add_call(calls: dict[int, JsonObject], call: JsonObject) -> None:
-    """A tool call comes with its name first, then its arguments piece by piece."""
+    """Add a part of a tool call: first its name comes, then its arguments in parts."""
     known = calls.setdefault(
-        _whole_number(call.get("index")),
+        as_index(call.get("index")),
         {"type": "function", "function": {"name": "", "arguments": ""}, "id": ""},
     )
     for name in ("type", "id"):
@@ -149,23 +172,4 @@ def _add_call(calls: dict[int, JsonObject], call: JsonObject) -> None:
     known["function"]["arguments"] += function.get("arguments") or ""
 
 
-def _reason(parts: list[JsonObject]) -> str:
-    for part in reversed(parts):
-        if part.get("finish_reason"):
-            return str(part["finish_reason"])
-    raise AssemblyError("an answer in the node's stream has no end")
-
-
-def _logprobs(parts: list[JsonObject]) -> JsonObject | None:
-    tokens: list[Any] = []
-    asked = False
-    for part in parts:
-        told = part.get("logprobs")
-        if told is not None:
-            asked = True
-            tokens += told.get("content") or ()
-    return {"content": tokens} if asked else None
-
-
-def _whole_number(value: object) -> int:
-    return value if isinstance(value, int) else 0
+CHAT = ChatApi()

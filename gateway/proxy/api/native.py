@@ -1,24 +1,109 @@
-"""llama.cpp's own `/completion`, `/infill` and the like."""
+"""llama.cpp's own `/completion` and `/infill`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import ClassVar
+
+import msgspec
 
 from gateway.proxy import sse
+from gateway.proxy.api import resuming
 from gateway.proxy.api.base import Api, AssemblyError
+from gateway.proxy.api.merging import ResponseMerger, read_fields, read_items
+from gateway.proxy.api.resuming import (
+    LENGTH_FIELDS,
+    EventRewriter,
+    ReasoningEndMark,
+    as_count,
+    data_event,
+)
 from gateway.proxy.json_values import JsonObject
+from gateway.proxy.splice import SplicePoint
+from gateway.proxy.transcript import Transcript
 
 
-class NativeApi(Api):
-    """Events with `content`, the last with `"stop": true`."""
+def read_native(transcript: Transcript, value: JsonObject) -> None:
+    """Add an event, which holds its tokens' ids, to the transcript."""
+    if not transcript.first_event:
+        transcript.begin(value)
+    if value.get("index"):
+        transcript.mark_unresumable("the request asks for several answers")
+    if value.get("completion_probabilities"):
+        transcript.mark_unresumable("the client asked for probabilities")
+    ids = value.get("tokens") or ()
+    transcript.add_token_ids(token for token in ids if isinstance(token, int))
+    transcript.add_content(value.get("content"))
+    if value.get("stop"):
+        transcript.finish(str(value.get("stop_type") or "eos"))
 
-    name = "native"
+
+class NativeRewriter(EventRewriter):
+    """A completion's stream, continued by a completion."""
+
+    def rewrite(self, value: JsonObject) -> bytes:
+        text = self._new_text(value.get("content"))
+        if value.get("stop"):
+            self._check_end()
+        elif not text:
+            return b""
+        splice_point = self._splice_point
+        predicted = splice_point.prefix_tokens + as_count(value.get("tokens_predicted"))
+        event = value | {
+            "content": text,
+            "tokens_predicted": predicted,
+            "tokens_evaluated": splice_point.prompt_tokens,
+        }
+        prompt = value.get("prompt")
+        if isinstance(prompt, str):
+            event["prompt"] = prompt.removesuffix(splice_point.prefix)
+        return data_event(event)
+
+    def final_events(self, reason: str, *, usage: bool) -> bytes:
+        return data_event(
+            {
+                "index": 0,
+                "content": "",
+                "tokens": [],
+                "stop": True,
+                "stop_type": "limit" if reason == "length" else "eos",
+                "tokens_predicted": self._splice_point.sent_tokens,
+                "tokens_evaluated": self._splice_point.prompt_tokens,
+            }
+        )
+
+
+class NativeMerger(ResponseMerger):
+    """Merges responses into a list of objects; a stream's events pass as they come."""
+
+    def merged_response(self) -> bytes:
+        return self._all_items()
+
+    def stream_end(self) -> bytes:
+        return b""
+
+    def _items(self, index: int, response: bytes) -> bytes:
+        listed = response if response.lstrip()[:1] == b"[" else b"[" + response + b"]"
+        return msgspec.json.encode(self._renumber(index, read_items(listed)))[1:-1]
+
+    def _event(self, index: int, data: bytes) -> bytes:
+        (fields,) = self._renumber(index, [read_fields(data)])
+        return b"data: " + msgspec.json.encode(fields) + b"\n\n"
+
+
+class InfillApi(Api):
+    """`/infill`: events with `content`, the last with `"stop": true`."""
+
+    name = "infill"
+    prompt_field = "input_prefix"
+    max_tokens_field = "n_predict"
     single_terminal_event = False
     terminal_mark = b'"stop":true'
     terminal_mark_nested = True
+    progress_fields: ClassVar[JsonObject] = {"return_progress": True}
+    streaming_fields: ClassVar[JsonObject] = {"stream": True}
 
-    def has_content(self, value: dict[str, Any]) -> bool:
+    def has_content(self, value: JsonObject) -> bool:
         return bool(value.get("content") or value.get("tokens") or value.get("stop"))
 
     def is_terminal_event(self, event: bytes) -> bool:
@@ -32,31 +117,77 @@ class NativeApi(Api):
             return True
         return b'"stop":true' in last or b'"stop": true' in last
 
+    def assemble(self, events: Iterable[JsonObject], request_fields: JsonObject) -> JsonObject:
+        content: list[str] = []
+        tokens: list[object] = []
+        probabilities: list[object] = []
+        last: JsonObject = {}
+        for event in events:
+            content.append(event.get("content") or "")
+            tokens += event.get("tokens") or ()
+            probabilities += event.get("completion_probabilities") or ()
+            last = event
+        if not last.get("stop"):
+            raise AssemblyError("the node's stream has no end")
+        whole = last | {
+            "content": "".join(content),
+            # A stream has them even if nobody asked for them.
+            "tokens": tokens if request_fields.get("return_tokens") is True else [],
+        }
+        settings = whole.get("generation_settings")
+        if isinstance(settings, dict):
+            whole["generation_settings"] = settings | {"stream": False}
+        if probabilities:
+            whole["completion_probabilities"] = probabilities
+        return whole
+
+
+class NativeApi(InfillApi):
+    """`/completion`: the same events, of one prompt or several; resumed by itself."""
+
+    name = "native"
+    prompt_field = "prompt"
+    refusal_is_general = True
+    merger = NativeMerger
+    transcript_reader = staticmethod(read_native)
+    event_rewriter = NativeRewriter
+
+    def unresumable_reason(self, body: JsonObject, transcript: Transcript) -> str | None:
+        reason = resuming.unresumable_reason(body, transcript)
+        return reason or resuming.prompt_unresumable_reason(body, transcript)
+
+    def continued_body(self, body: JsonObject, prefix: str, max_tokens: int | None) -> JsonObject:
+        return resuming.continued_prompt(body, prefix, max_tokens)
+
+    def native_rewriter(
+        self,
+        body: JsonObject,
+        transcript: Transcript,
+        splice_point: SplicePoint,
+        end_mark: ReasoningEndMark | None = None,
+    ) -> EventRewriter | None:
+        return NativeRewriter(transcript, splice_point)
+
+
+_NOT_NATIVE = frozenset(
+    {"messages", "system", "stop_sequences", "stream_options", "tools", "tool_choice",
+     "response_format", "logprobs", "top_logprobs", "metadata", "thinking", *LENGTH_FIELDS}
+)  # fmt: skip
+"""Fields of other APIs, which the prompt holds already or `/completion` spells otherwise."""
+
+
+def native_body(body: JsonObject, prompt: str | list[int], max_tokens: int | None) -> JsonObject:
+    """The body, of any API, as one for `/completion` with an already rendered prompt."""
+    native = {name: value for name, value in body.items() if name not in _NOT_NATIVE}
+    stop = body.get("stop", body.get("stop_sequences"))
+    if stop is not None:
+        # It takes a list alone, and ignores a string silently.
+        native["stop"] = [stop] if isinstance(stop, str) else stop
+    if max_tokens is not None:
+        native["n_predict"] = max_tokens
+    return native | {"prompt": prompt, "stream": True}
+
 
 NATIVE = NativeApi()
 
-
-def assemble_native(events: Iterable[JsonObject], request_fields: JsonObject) -> JsonObject:
-    """The answer that these events make, to a request of this body. Raises: NotAssembled."""
-    content: list[str] = []
-    tokens: list[object] = []
-    probabilities: list[object] = []
-    last: JsonObject = {}
-    for event in events:
-        content.append(event.get("content") or "")
-        tokens += event.get("tokens") or ()
-        probabilities += event.get("completion_probabilities") or ()
-        last = event
-    if not last.get("stop"):
-        raise AssemblyError("the node's stream has no end")
-    whole = last | {
-        "content": "".join(content),
-        # A stream has them unasked.
-        "tokens": tokens if request_fields.get("return_tokens") is True else [],
-    }
-    settings = whole.get("generation_settings")
-    if isinstance(settings, dict):
-        whole["generation_settings"] = settings | {"stream": False}
-    if probabilities:
-        whole["completion_probabilities"] = probabilities
-    return whole
+INFILL = InfillApi()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import ClassVar
 
 import msgspec
 
@@ -23,13 +23,20 @@ _NO_CONTENT_TYPES = frozenset(
     }
 )
 
-_TERMINAL_EVENTS = (b"response.completed", b"response.incomplete", b"response.failed")
+_TERMINAL_TYPES = ("response.completed", "response.incomplete", "response.failed")
+
+_TERMINAL_NAMES = tuple(name.encode() for name in _TERMINAL_TYPES)
 
 
 class ResponsesApi(Api):
-    """`/v1/responses`: named events, from `response.created` to `response.completed`."""
+    """`/v1/responses`: named events, from `response.created` to `response.completed`.
+
+    Its streams can't be resumed: llama.cpp continues no message of this API.
+    """
 
     name = "responses"
+    prompt_field = "input"
+    max_tokens_field = "max_output_tokens"
     terminal_mark = b"event: response.completed"
     ordinary_events = staticmethod(
         sse.ordinary_events(
@@ -37,6 +44,9 @@ class ResponsesApi(Api):
             after_brace=rb'(?!"error":)',
         )
     )
+    progress_fields: ClassVar[JsonObject] = {"return_progress": True}
+    progress_replaces_event = True
+    streaming_fields: ClassVar[JsonObject] = {"stream": True}
 
     def error_event(self, error: GatewayError, x_request_id: str) -> bytes:
         """The API's own error event, with the `error` object that official clients raise on."""
@@ -50,34 +60,30 @@ class ResponsesApi(Api):
         }
         return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
-    def has_content(self, value: dict[str, Any]) -> bool:
+    def has_content(self, value: JsonObject) -> bool:
         return value.get("type") not in _NO_CONTENT_TYPES
 
     def is_terminal_event(self, event: bytes) -> bool:
-        return sse.event_name(event) in _TERMINAL_EVENTS
+        return sse.event_name(event) in _TERMINAL_NAMES
 
     def is_stream_complete(self, tail: bytes) -> bool:
         name = b""
         for event in sse.split(tail):
             name = sse.event_name(event) or name
-        return name in _TERMINAL_EVENTS
+        return name in _TERMINAL_NAMES
 
-
-RESPONSES = ResponsesApi()
-
-
-def assemble_response(events: Iterable[JsonObject], _: JsonObject) -> JsonObject:
-    """The response that the last of these events holds whole. Raises: NotAssembled."""
-    for event in events:
-        if event.get("type") in {"response.completed", "response.incomplete", "response.failed"}:
-            response = event.get("response")
-            if isinstance(response, dict):
-                return _as_plain(response)
-    raise AssemblyError("the node's stream has no end")
+    def assemble(self, events: Iterable[JsonObject], request_fields: JsonObject) -> JsonObject:
+        """The response that the terminal event holds whole. Raises: AssemblyError."""
+        for event in events:
+            if event.get("type") in _TERMINAL_TYPES:
+                response = event.get("response")
+                if isinstance(response, dict):
+                    return _as_plain(response)
+        raise AssemblyError("the node's stream has no end")
 
 
 def _as_plain(response: JsonObject) -> JsonObject:
-    """With the fields that llama.cpp leaves out of it at a stream's end."""
+    """Add the fields that llama.cpp leaves out at a stream's end."""
     whole = {"completed_at": response.get("created_at"), **response}
     if isinstance(output := whole.get("output"), list):
         whole["output"] = [
@@ -87,3 +93,6 @@ def _as_plain(response: JsonObject) -> JsonObject:
             for item in output
         ]
     return whole
+
+
+RESPONSES = ResponsesApi()

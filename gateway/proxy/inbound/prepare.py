@@ -13,13 +13,12 @@ from gateway import errors
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL
 from gateway.fleet.model_index import ModelIndex
-from gateway.proxy.api import assembly
 from gateway.proxy.inbound import edits, parsed_body, request_limits
 from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES, Body, read_large_body
 from gateway.proxy.inbound.model_names import ModelAliases, ResolvedModel
 from gateway.proxy.inbound.prompt_key import VolatileLines, build_large_prompt_key, build_prompt_key
 from gateway.proxy.inbound.prompt_list import PromptList, parse_prompt_list
-from gateway.proxy.inbound.routes import Route
+from gateway.proxy.inbound.routes import Route, can_assemble
 from gateway.request import Caller, Priority, Request
 
 BYTES_PER_TOKEN = 4.0
@@ -126,9 +125,10 @@ def prepare(
     if incoming.client_timeout is not None:
         request.deadline = incoming.received_at + incoming.client_timeout
         request.client_has_timer = incoming.client_has_timer
+    request.prompt_field = route.prompt_field
     request.generates = route.generates
     if route.generates:
-        if route.prompt_field == "prompt":
+        if route.api.merger is not None:
             request.prompt_list = _split_prompts(incoming, parsed, priority, rules, model_index)
         _set_generation_fields(request, body, parsed, raw, route, rules.volatile_lines)
     else:
@@ -150,9 +150,7 @@ def _set_generation_fields(
     request.stream = bool(peeked.stream)
     request.logprobs = request_limits.wants_logprobs(peeked)
     if not request.stream:
-        request.may_assemble = assembly.can_assemble(
-            route.path, body, peeked.messages, request.slots
-        )
+        request.may_assemble = can_assemble(route, body, peeked.messages, request.slots)
     request.max_tokens = _max_tokens(peeked)
     if isinstance(body, bytes):
         size = parsed_body.measure_prompt(raw, peeked.tools, peeked.system, peeked.instructions)

@@ -1,15 +1,22 @@
-"""The paths that reach a node, and what is to be known of each."""
+"""The route table: every path that reaches a node, and its API."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import msgspec
 
 from gateway.proxy.api.base import Api
-from gateway.proxy.api.chat import CHAT, COMPLETIONS
+from gateway.proxy.api.chat import CHAT
+from gateway.proxy.api.completions import COMPLETIONS
 from gateway.proxy.api.messages import MESSAGES
-from gateway.proxy.api.native import NATIVE
+from gateway.proxy.api.native import INFILL, NATIVE
+from gateway.proxy.api.ollama import OLLAMA
+from gateway.proxy.api.relayed import RELAYED, RelayedApi
 from gateway.proxy.api.responses import RESPONSES
+from gateway.proxy.inbound.large_body import Body
 from gateway.proxy.inbound.parsed_body import MISSING, ParsedBody
+from gateway.proxy.json_values import ITEMS_DECODER, JSON_ERRORS, InvalidJson, parse_object
 from gateway.request import Endpoint
 
 
@@ -18,58 +25,51 @@ class Route:
     """One routed path."""
 
     path: str
-    """As nodes know it."""
+    """The path as nodes know it."""
     api: Api
     endpoint: Endpoint = "chat"
-    prompt_field: str | None = None
-    """The body's field that holds the prompt."""
-    max_tokens_field: str | None = None
-    """The body's field that bounds the answer, in tokens."""
     generates: bool = False
-    """Generates, so that it can stream."""
+    """Whether it generates text, and so can stream."""
     takes_slot: bool = True
-    """Takes a slot of the node; tokenizing and counting don't."""
+    """Whether it takes a slot of the node; tokenizing and counting don't."""
     llama_cpp_only: bool = False
-    """Only llama.cpp's server knows it."""
+    """Whether only llama.cpp's server has it."""
     multipart: bool = False
-    """Its body is a form with a file (multipart/form-data), no JSON."""
+    """Whether its body is a form with a file (multipart/form-data), not JSON."""
+    prompt_field: str | None = field(init=False)
+    """The body's field that holds the prompt: the API's."""
+    max_tokens_field: str | None = field(init=False)
+    """The body's field that bounds the response, in tokens: the API's, if it generates."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_field", self.api.prompt_field)
+        limit = self.api.max_tokens_field if self.generates else None
+        object.__setattr__(self, "max_tokens_field", limit)
 
 
 _ROUTES = (
-    Route("/v1/chat/completions", CHAT, "chat", "messages", "max_tokens", generates=True),
-    Route("/v1/completions", COMPLETIONS, "chat", "prompt", "max_tokens", generates=True),
-    Route("/v1/messages", MESSAGES, "chat", "messages", "max_tokens", generates=True),
-    Route("/v1/responses", RESPONSES, "chat", "input", "max_output_tokens", generates=True),
-    Route("/v1/embeddings", CHAT, "embeddings", "input"),
-    Route("/v1/rerank", CHAT, "rerank", "documents"),
-    Route("/v1/reranking", CHAT, "rerank", "documents"),
-    Route("/v1/audio/transcriptions", CHAT, "audio", multipart=True),
-    Route("/v1/responses/input_tokens", CHAT, "chat", "input", takes_slot=False),
-    Route("/v1/messages/count_tokens", MESSAGES, "chat", "messages", takes_slot=False),
+    Route("/v1/chat/completions", CHAT, generates=True),
+    Route("/v1/completions", COMPLETIONS, generates=True),
+    Route("/v1/messages", MESSAGES, generates=True),
+    Route("/v1/responses", RESPONSES, generates=True),
+    Route("/v1/embeddings", RelayedApi("input"), "embeddings"),
+    Route("/v1/rerank", RelayedApi("documents"), "rerank"),
+    Route("/v1/reranking", RelayedApi("documents"), "rerank"),
+    Route("/v1/audio/transcriptions", RELAYED, "audio", multipart=True),
+    Route("/v1/responses/input_tokens", RelayedApi("input"), takes_slot=False),
+    Route("/v1/messages/count_tokens", MESSAGES, takes_slot=False),
     Route(
         "/v1/chat/completions/input_tokens",
-        CHAT,
-        "chat",
-        "messages",
+        RelayedApi("messages"),
         takes_slot=False,
         llama_cpp_only=True,
     ),
-    Route(
-        "/completion", NATIVE, "chat", "prompt", "n_predict", generates=True, llama_cpp_only=True
-    ),
-    Route(
-        "/infill",
-        NATIVE,
-        "infill",
-        "input_prefix",
-        "n_predict",
-        generates=True,
-        llama_cpp_only=True,
-    ),
-    Route("/embedding", NATIVE, "embeddings", "content", llama_cpp_only=True),
-    Route("/tokenize", NATIVE, "chat", "content", takes_slot=False, llama_cpp_only=True),
-    Route("/detokenize", NATIVE, "chat", "tokens", takes_slot=False, llama_cpp_only=True),
-    Route("/apply-template", NATIVE, "chat", "messages", takes_slot=False, llama_cpp_only=True),
+    Route("/completion", NATIVE, generates=True, llama_cpp_only=True),
+    Route("/infill", INFILL, "infill", generates=True, llama_cpp_only=True),
+    Route("/embedding", RelayedApi("content"), "embeddings", llama_cpp_only=True),
+    Route("/tokenize", RelayedApi("content"), takes_slot=False, llama_cpp_only=True),
+    Route("/detokenize", RelayedApi("tokens"), takes_slot=False, llama_cpp_only=True),
+    Route("/apply-template", RelayedApi("messages"), takes_slot=False, llama_cpp_only=True),
 )
 
 _WITHOUT_V1 = (
@@ -84,16 +84,19 @@ _WITHOUT_V1 = (
 ROUTES: dict[str, Route] = {route.path: route for route in _ROUTES}
 
 ROUTES.update({path.removeprefix("/v1"): ROUTES[path] for path in _WITHOUT_V1})
-
 """Every path that clients may ask for."""
 
+NATIVE_ROUTE = ROUTES["/completion"]
+"""llama.cpp's completion of a rendered prompt, by which a node can resume a stream of any API."""
 
-BASIC_GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/completion"})
-"""Where a node says 501, it writes no answers at all."""
+
+def api_of_path(path: str) -> Api:
+    """The API that the errors of a path follow, which may have no route."""
+    return next((api for api in (OLLAMA, MESSAGES) if api.owns_path(path)), RELAYED)
 
 
 def is_infill(route: Route, parsed: ParsedBody) -> bool:
-    """Whether this fills in the middle of a text, as editors ask at each pause of typing."""
+    """Whether it fills in the middle of a text, as editors ask at each pause of typing."""
     if route.endpoint == "infill":
         return True
     suffix = parsed.suffix
@@ -105,3 +108,35 @@ def is_infill(route: Route, parsed: ParsedBody) -> bool:
 
 
 _NO_SUFFIX = (b"null", b'""')
+
+_UNASSEMBLABLE = (
+    b'"response_fields"', b'"return_progress"', b'"timings_per_token"', b'"verbose"', b'"echo"',
+    b'"__verbose"',
+)  # fmt: skip
+"""Fields that make a plain response differ from the sum of a stream's events."""
+
+_UNASSEMBLABLE_NAMES = tuple(name.decode().strip('"') for name in _UNASSEMBLABLE)
+
+
+def can_assemble(route: Route, body: Body, messages: msgspec.Raw, slots: int) -> bool:
+    """Whether the plain response to this body can be assembled from its stream.
+
+    If the last message is the assistant's, a plain response repeats it and a stream does not.
+    """
+    api = route.api
+    if api.streaming_fields is None or (slots != 1 and not api.assembles_several_answers):
+        return False
+    if not isinstance(body, bytes):
+        return not body.ends_with_assistant() and not body.has_any(_UNASSEMBLABLE_NAMES)
+    raw = bytes(messages)
+    if b'"assistant"' in raw and _ends_with_assistant(raw):
+        return False
+    return not any(name in body for name in _UNASSEMBLABLE)
+
+
+def _ends_with_assistant(messages: bytes) -> bool:
+    try:
+        last = parse_object(ITEMS_DECODER.decode(messages)[-1])
+    except (*JSON_ERRORS, InvalidJson, IndexError):
+        return True  # the node will say what is wrong
+    return last.get("role") == "assistant"

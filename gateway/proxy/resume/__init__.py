@@ -1,7 +1,6 @@
-"""Carrying a stream on elsewhere when its node dies, so that the client sees one stream.
+"""Resuming a stream on another node when its node dies, so that the client sees one stream.
 
-`said` keeps what has gone out, `bounds` tells where no sound continuation is possible, `seam` finds
-where the next node takes over, `thought` how a template writes reasoning, `bodies` writes what the
-node is asked, and `joining` and `from_native` make its events those of the first stream.
-docs/reliability.md says what is promised.
+`plan` asks the replacement node how to continue; `resumer` leases it and joins its stream to the
+first. What each API contributes is in its module (`gateway.proxy.api`), and below both lie the
+transcript and the splice point. docs/reliability.md says what is promised.
 """

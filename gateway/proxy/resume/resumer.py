@@ -1,9 +1,10 @@
-"""Carries one stream on when its node has failed: another lease, another node, the same answer."""
+"""Resumes one stream when its node has failed: another lease, another node, the same answer."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,19 +13,19 @@ from gateway.errors import GatewayError, drop_traceback
 from gateway.events import StreamResumed
 from gateway.fleet.node import Lease
 from gateway.fleet.server_properties import ServerProperties
-from gateway.proxy.api import assembly
-from gateway.proxy.attempt import Attempt
+from gateway.proxy.accounting import BLAMELESS_RESUMPTION_OUTCOMES
+from gateway.proxy.api.resuming import StreamRewriter
+from gateway.proxy.attempt import Attempt, UpstreamRequest
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.in_flight import InFlightRequest
 from gateway.proxy.inbound.large_body import FULL_PARSE_BYTES, Body, bytes_to_parse
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.proxy.outcome import is_context_overflow
-from gateway.proxy.resume import plan
-from gateway.proxy.resume.event_rewriter import StreamRewriter
 from gateway.proxy.resume.plan import NotResumable, ResumeInput, ResumePlan, plan_resume
-from gateway.proxy.resume.splice import OverlapMismatch
-from gateway.proxy.resume.transcript import Transcript, TranscriptRecorder
+from gateway.proxy.retry import Retries
+from gateway.proxy.splice import OverlapMismatch
+from gateway.proxy.transcript import Transcript, TranscriptRecorder
 from gateway.request import Request
 from gateway.transport.connection import NodeConnection
 from gateway.transport.eager_task import ensure_task
@@ -40,23 +41,23 @@ from gateway.transport.errors import (
 )
 from gateway.transport.timeout import LoopTimeout
 
-TOO_LARGE_TO_RESUME = "the request is too large to be gone on with"
+TOO_LARGE_TO_RESUME = "the request is too large to be resumed"
 
 MOST_RESUMES = 2
-"""Continuations of one answer."""
+"""Resumptions of one stream."""
 
 
 @dataclass(slots=True)
 class Resumed:
-    """How an answer goes on: `first` goes out next; no attempt: it is the end."""
+    """How a stream continues: `first_bytes` are sent next; no attempt: they are its end."""
 
     first_bytes: bytes
     attempt: Attempt | None = None
     rewriter: StreamRewriter | None = None
 
 
-class ResumeRefused(UpstreamError):  # noqa: N818 - beside `Errored`
-    """The next node does not take this request; `status` tells why."""
+class ResumeRefused(UpstreamError):  # noqa: N818 - as `StreamFailed`
+    """The replacement node answered the resumed request with an error `status`."""
 
     outcome = "refused"
 
@@ -65,10 +66,35 @@ class ResumeRefused(UpstreamError):  # noqa: N818 - beside `Errored`
         self.status = status
 
 
-class Resumer:
-    """Of one request. It keeps what went out, and begins at most `MOST` continuations."""
+class OtherKindOfNode(Exception):  # noqa: N818 - not an error: another node is tried
+    """The node has another model or build than the first one."""
 
-    __slots__ = ("_kind", "_left", "_live", "_means", "_model", "_refusal", "_tried", "recorder")
+
+class FailedStream(NamedTuple):
+    """A stream or a resumption that failed, as the retry policy sees it."""
+
+    reached_node: bool = True
+    retryable: bool = True
+
+
+class Resumer:
+    """Resumes the stream of one request from the transcript of what was sent.
+
+    The first resumption is always granted. Each further one, whether the resumed stream has failed
+    or the resumption itself, is a retry and needs the budget that all retries share.
+    """
+
+    __slots__ = (
+        "_context",
+        "_failed_nodes",
+        "_in_flight",
+        "_model",
+        "_recorder",
+        "_request",
+        "_resume_key",
+        "_retries",
+        "_source",
+    )
 
     def __init__(
         self,
@@ -78,104 +104,132 @@ class Resumer:
         model: str,
         first_attempt: Attempt,
     ) -> None:
-        self._means = context
-        self._live = in_flight
+        self._context = context
+        self._in_flight = in_flight
+        self._recorder = recorder
         self._model = model
-        self._kind = first_attempt.lease.node.properties.resume_key()
-        self._left = MOST_RESUMES
-        self._tried: set[str] = set()
-        """Nodes that have failed this answer."""
-        self._refusal: GatewayError | None = None
-        self.recorder = recorder
+        self._request = first_attempt.request
+        self._resume_key = first_attempt.lease.node.properties.resume_key()
+        self._failed_nodes: set[str] = set()
+        """Nodes that failed this stream, or are of another kind."""
+        self._retries: Retries | None = None
+        """Grants the resumptions after the first one; None: none was attempted."""
+        self._source: ResumeInput
+        """What is resumed now, and how."""
+
+    def record(self, events: bytes) -> None:
+        """These events of a resumed stream are sent to the client."""
+        self._recorder.add(events)
 
     async def resume(self, failed: Attempt) -> Resumed | None:
-        """Another node's continuation; None: there is none.
+        """The stream's continuation from another node; None: it can't be resumed.
 
-        Raises: GatewayError, when it is ended or refused.
+        Raises: GatewayError, when the request was cancelled, is in quarantine or out of time.
         """
         await ensure_task()
-        node = failed.lease.node.name
-        self._tried.add(node)
-        carried, why = await self._carried()
-        goes_on = carried.attempt.lease.node.name if carried and carried.attempt else None
-        if carried is None or goes_on:
-            said = self.recorder.transcript()
-            self._means.bus.publish(
-                StreamResumed(self._live.request.x_request_id, node, goes_on, said.token_count, why)
-            )
-        if self._refusal is not None:
-            raise self._refusal
-        return carried
+        failed_node = failed.lease.node.name
+        self._failed_nodes.add(failed_node)
+        try:
+            resumed = await self._resume(failed_node)
+        except NotResumable as error:
+            drop_traceback(error)
+            self._publish(failed_node, None, str(error))
+            return None
+        if resumed.attempt is not None:
+            self._publish(failed_node, resumed.attempt.lease.node.name, None)
+        return resumed
 
-    async def _carried(self) -> tuple[Resumed | None, str | None]:
-        """The continuation, or why there is none. Raises: GatewayError, when ended."""
-        live = self._live
-        said = self.recorder.transcript()
-        asked: Body = live.request.bodies[self._model]
-        body = parse_object(bytes_to_parse(asked))
-        if not live.request.stream:
-            body |= assembly.streaming_fields(live.request.path)
-        why = (
-            TOO_LARGE_TO_RESUME
-            if len(asked) > FULL_PARSE_BYTES
-            else plan.unresumable_reason(body, said)
+    def _publish(self, failed_node: str, resumed_on: str | None, reason: str | None) -> None:
+        tokens = self._recorder.transcript().token_count
+        tag = self._in_flight.request.x_request_id
+        self._context.bus.publish(StreamResumed(tag, failed_node, resumed_on, tokens, reason))
+
+    async def _resume(self, failed_node: str) -> Resumed:
+        """Resume as often as the retry policy grants. Raises: NotResumable, GatewayError."""
+        self._source = self._resume_input()
+        failure = FailedStream()
+        while await self._is_granted(failure):
+            result = await self._attempt(failed_node)
+            if isinstance(result, Resumed):
+                return result
+            failure = result
+        raise NotResumable(
+            "the retry budget is used up"
+            if self._retries is not None and self._retries.out_of_budget
+            else "it has failed too often"
         )
-        wish = ResumeInput(live.request.path, body, said)
-        while why is None and self._left:
-            if live.cancel_error is not None:
-                raise live.cancel_error
-            self._refusal = self._quarantined()
-            if self._refusal is not None:
-                return None, "nodes died on this very request"
-            request = self._request(said)
+
+    def _resume_input(self) -> ResumeInput:
+        """The request and what was sent of its response. Raises: NotResumable."""
+        transcript, route = self._recorder.transcript(), ROUTES[self._request.path]
+        original: Body = self._request.bodies[self._model]
+        body = parse_object(bytes_to_parse(original))
+        if not self._request.stream:
+            body |= route.api.streaming_fields or {}
+        if len(original) > FULL_PARSE_BYTES:
+            raise NotResumable(TOO_LARGE_TO_RESUME)
+        if (reason := route.api.unresumable_reason(body, transcript)) is not None:
+            raise NotResumable(reason)
+        return ResumeInput(route, body, transcript)
+
+    async def _is_granted(self, failure: FailedStream) -> bool:
+        """Whether another resumption may follow `failure`; the first needs no budget."""
+        if self._retries is not None:
+            return await self._retries.granted(failure)
+        context = self._context
+        self._retries = context.retry_policy.retries(context.settings.retries, MOST_RESUMES)
+        return True
+
+    async def _attempt(self, failed_node: str) -> Resumed | FailedStream:
+        """One resumption; may take several leases where a node needs the request put differently.
+
+        Raises: NotResumable, GatewayError.
+        """
+        while True:
+            self._check_allowed(failed_node)
+            request = self._to_place(self._source.transcript)
             try:
-                lease, _ = await self._means.scheduler.lease(request)
+                lease, _ = await self._context.scheduler.lease(request)
             except GatewayError as error:
-                if live.cancel_error is not None:
+                if self._in_flight.cancel_error is not None:
                     raise
-                return None, f"no node could: {error.code}"
+                raise NotResumable(f"no node could: {error.code}") from None
+            node = lease.node.name
             try:
-                carried = await self._on(lease, request, wish)
-            except NotResumable as error:
-                why = str(error)
+                return await self._exchange(lease, request)
             except OverlapMismatch:
-                # The same once more, from exactly what was sent.
-                wish.step_back = False
-            except ResumeRefused as refusal:
-                self._refused(refusal, wish, lease)
-            except UpstreamError:
-                self._failed(lease)
-            else:
-                if carried is not None:
-                    self._left -= 1
-                    return carried, None
-                self._tried.add(lease.node.name)
-        return None, why or "it has failed too often"
+                # Once more, from exactly the text that was sent.
+                self._source = dataclasses.replace(self._source, step_back=False)
+            except OtherKindOfNode:
+                self._failed_nodes.add(node)
+            except UpstreamError as failure:
+                drop_traceback(failure)
+                if self._needs_completion(failure):
+                    # The node's template may refuse a message that has begun: go around it.
+                    self._source = dataclasses.replace(self._source, as_completion=True)
+                else:
+                    self._failed_nodes.add(node)
+                    return FailedStream(
+                        reached_node=not isinstance(failure, ConnectFailed | ConnectTimedOut)
+                    )
 
-    def _quarantined(self) -> GatewayError | None:
-        """Why it goes to no other node, where so many have died on it."""
-        means = self._means
-        seconds = means.settings.retries.quarantine
-        return means.accounting.quarantine.rejection(self._live.request, means.clock(), seconds)
+    def _check_allowed(self, failed_node: str) -> None:
+        """Check that the request may go to another node. Raises: GatewayError."""
+        if self._in_flight.cancel_error is not None:
+            raise self._in_flight.cancel_error
+        seconds = self._context.settings.retries.quarantine
+        rejection = self._context.accounting.rejection(self._in_flight, seconds)
+        if rejection is not None:
+            self._publish(failed_node, None, "nodes died on this very request")
+            raise rejection
 
-    def _failed(self, lease: Lease) -> None:
-        self._left -= 1
-        self._tried.add(lease.node.name)
-
-    def _refused(self, refusal: ResumeRefused, wish: ResumeInput, lease: Lease) -> None:
-        """Perhaps the node's template refuses a message that is begun: then without it."""
-        if refusal.status == 400 and not wish.as_completion and "messages" in wish.body:
-            wish.as_completion = True
-        else:
-            self._failed(lease)
-
-    def _request(self, said: Transcript) -> Request:
-        """What the scheduler is asked for: the same model on a node of the same kind."""
-        request, fleet = self._live.request, self._means.fleet
-        others = {
+    def _to_place(self, transcript: Transcript) -> Request:
+        """The request as the scheduler must place it: the same model, a node of the same kind."""
+        request = self._request
+        unfit = {
             node.name
-            for node in fleet.nodes.values()
-            if node.name in self._tried or node.properties.resume_key() != self._kind
+            for node in self._context.fleet.nodes.values()
+            if node.name in self._failed_nodes or node.properties.resume_key() != self._resume_key
         }
         tokens = request.max_tokens
         return dataclasses.replace(
@@ -183,44 +237,37 @@ class Resumer:
             model_names=(self._model,),
             llama_cpp_only=True,
             stream=True,
-            excluded_nodes=others,
-            failed_nodes=set(self._tried),
-            prompt_tokens=request.prompt_tokens + said.token_count,
-            text_bytes=request.text_bytes + len(said.text) + len(said.reasoning_text),
-            max_tokens=None if tokens is None else max(1, tokens - said.token_count),
+            excluded_nodes=unfit,
+            failed_nodes=set(self._failed_nodes),
+            prompt_tokens=request.prompt_tokens + transcript.token_count,
+            text_bytes=request.text_bytes + len(transcript.text) + len(transcript.reasoning_text),
+            max_tokens=None if tokens is None else max(1, tokens - transcript.token_count),
             expected_tokens=None,
         )
 
-    async def _on(self, lease: Lease, request: Request, wish: ResumeInput) -> Resumed | None:
-        """The continuation under this lease; None: its node is of another kind.
+    async def _exchange(self, lease: Lease, request: Request) -> Resumed:
+        """The continuation under this lease.
 
-        Raises: UpstreamError, Unsound, Mismatch, GatewayError.
+        Raises: UpstreamError, OtherKindOfNode, NotResumable, OverlapMismatch, GatewayError.
         """
-        live, means = self._live, self._means
-        record = live.record
-        lease.stream = True
-        dialect = ROUTES[request.path].api
-        attempt = Attempt(
-            lease, request, dialect, means.settings, means.timeout_monitor, means.clock
-        )
-        live.begin_attempt(attempt)
+        context, in_flight = self._context, self._in_flight
+        attempt = Attempt(lease, request, context.settings, context.timeout_monitor, context.clock)
+        in_flight.begin_attempt(attempt)
         outcome = "client_closed"
         try:
-            questions = NodeQueries(lease, attempt.connect_timeout)
-            if not await self._is_same(questions):
-                outcome = "other_kind"
-                return None
-            way = await plan_resume(questions.post, wish)
-            if way.final_events is not None:
+            queries = NodeQueries(lease, attempt.connect_timeout)
+            await self._check_kind(queries)
+            resume_plan = await plan_resume(queries.post, self._source)
+            if resume_plan.final_events is not None:
                 outcome = "ok"
-                return Resumed(way.final_events)
-            record.attempts += 1
-            record.node = lease.node.name
-            record.tier = lease.node.spec.tier
-            record.fallback = lease.fallback
-            carried = await self._opened(attempt, way)
+                return Resumed(resume_plan.final_events)
+            in_flight.record.attempt_began(lease.node.name, lease.node.spec.tier, lease.fallback)
+            resumed = await self._open(attempt, resume_plan)
             outcome = ""
-            return carried
+            return resumed
+        except OtherKindOfNode:
+            outcome = "other_kind"
+            raise
         except OverlapMismatch:
             outcome = "mismatch"
             raise
@@ -230,108 +277,120 @@ class Resumer:
         except UpstreamError as failure:
             outcome = failure.outcome
             self._blame(attempt, failure)
-            if _out_of_time(failure):
+            if _is_out_of_time(failure):
                 raise errors.node_timeout(f"{failure}.") from failure
             raise
         finally:
             if outcome:
                 attempt.release()
-                means.accounting.attempt_failed(live, attempt, outcome)
+                context.accounting.attempt_failed(in_flight, attempt, outcome)
 
-    async def _is_same(self, questions: NodeQueries) -> bool:
-        """Whether the node is, now, what the first one was: it may have been started anew."""
-        facts = ServerProperties()
-        facts.read_props(await questions.get("/props"))
-        return facts.resume_key() == self._kind
+    async def _check_kind(self, queries: NodeQueries) -> None:
+        """Check that the node is still of the first one's kind; it may have been restarted.
 
-    async def _opened(self, attempt: Attempt, way: ResumePlan) -> Resumed:
-        """The continuation, when the first of it that is new has come."""
-        assert way.body is not None
-        attempt.api = ROUTES[way.path].api
-        await attempt.open(*self._encoded(attempt.lease, way.path, way.body))
+        Raises: OtherKindOfNode, UpstreamError.
+        """
+        properties = ServerProperties()
+        properties.read_props(await queries.get("/props"))
+        if properties.resume_key() != self._resume_key:
+            raise OtherKindOfNode
+
+    async def _open(self, attempt: Attempt, resume_plan: ResumePlan) -> Resumed:
+        """The continuation, when its first new content has come.
+
+        Raises: UpstreamError, NotResumable, OverlapMismatch.
+        """
+        await attempt.open(self._upstream_request(attempt.lease, resume_plan))
         if attempt.status >= 300:
             if is_context_overflow(attempt.status, attempt.content, attempt.request):
                 raise NotResumable("no node has room for what was said")
             raise ResumeRefused(attempt.status)
         if not attempt.is_sse:
             raise NodeReportedError("The node did not stream its answer")
-        attempt.splice_point = way.splice_point
-        joined = StreamRewriter(way.rewriter)
-        out = joined.rewrite(attempt.content)
-        while not way.rewriter.caught_up:
+        rewriter = StreamRewriter(resume_plan.rewriter)
+        first_bytes = rewriter.rewrite(attempt.content)
+        while not resume_plan.rewriter.caught_up:
             chunk = await attempt.read()
             if not chunk:
                 raise OverlapMismatch
-            out += joined.rewrite(chunk)
-        return Resumed(out, attempt, joined)
+            first_bytes += rewriter.rewrite(chunk)
+        return Resumed(first_bytes, attempt, rewriter)
 
-    def _encoded(self, lease: Lease, path: str, body: JsonObject) -> tuple[bytes, bytes]:
-        origin, request = lease.upstream.pool.address, self._live.request
+    def _upstream_request(self, lease: Lease, resume_plan: ResumePlan) -> UpstreamRequest:
+        route, body = resume_plan.route, resume_plan.body
+        assert body is not None
         if "model" in body:
             body = body | {"model": lease.node.served_name(self._model) or self._model}
         data = msgspec.json.encode(body)
-        head = b"POST %s%s HTTP/1.1\r\n%s%scontent-length: %d\r\n\r\n" % (
-            origin.path_prefix, path.encode(), origin.header_lines, request.header_lines, len(data)
-        )  # fmt: skip
-        return head, data
+        head = lease.upstream.pool.address.request_head(
+            b"POST", route.path, self._request.header_lines, len(data)
+        )
+        return UpstreamRequest(head, data, route.api, splice_point=resume_plan.splice_point)
+
+    def _needs_completion(self, failure: UpstreamError) -> bool:
+        """Whether a refused message can still be resumed by the path of raw completions."""
+        return (
+            isinstance(failure, ResumeRefused)
+            and failure.status == 400
+            and not self._source.as_completion
+            and "messages" in self._source.body
+        )
 
     def _blame(self, attempt: Attempt, failure: UpstreamError) -> None:
-        if isinstance(failure, ResumeRefused) or failure.outcome in _BLAMELESS:
+        if isinstance(failure, ResumeRefused) or failure.outcome in BLAMELESS_RESUMPTION_OUTCOMES:
             return
-        if _out_of_time(failure) and self._live.request.deadline is not None:
-            return  # its client would not wait longer
-        lease, fleet, now = attempt.lease, self._means.fleet, self._means.clock()
-        node = lease.node
+        if _is_out_of_time(failure) and self._request.deadline is not None:
+            return  # the client would not wait longer
+        accounting, fleet, now = (
+            self._context.accounting,
+            self._context.fleet,
+            self._context.clock(),
+        )
+        lease, node = attempt.lease, attempt.lease.node
         if isinstance(failure, ConnectFailed | ConnectTimedOut):
             fleet.request_failed(node, now, lease.taken_at)
         else:
-            self._means.accounting.add_unattributed_failure(
-                self._live, lease, now, response_started=True
-            )
+            accounting.add_unattributed_failure(self._in_flight, lease, now, response_started=True)
         if failure.outcome == ConnectionReset.outcome:
-            self._means.accounting.quarantine.node_lost(
-                self._live.request, node.name, lease.taken_at, now
-            )
+            accounting.node_lost(self._in_flight, lease, now)
         if isinstance(failure, ConnectFailed):
             fleet.connect_failed(node, str(failure))
 
 
-_BLAMELESS = frozenset({"cancelled", "moved", "exhausted", "request_error"})
-
-
-def _out_of_time(failure: UpstreamError) -> bool:
+def _is_out_of_time(failure: UpstreamError) -> bool:
     return isinstance(failure, UpstreamTimeout) and failure.limit == "total"
 
 
 QUERY_TIMEOUT = 10.0
-"""Seconds for one question. None of them takes a slot, or the time of a token."""
+"""Seconds for one query. None of them takes a slot, or as long as a token."""
 
 MOST_QUERY_RESPONSE_BYTES = 64 * 1024 * 1024
 """A prompt's tokens with their pieces are some 40 bytes each."""
 
 
+_JSON_HEADER_LINE = b"content-type: application/json\r\n"
+
+
 class NodeQueries:
-    """Asks the node of one lease. Its `post` is a `seam.Ask`."""
+    """Queries to the node of one lease. Its `post` is a `splice.PostToNode`."""
 
     def __init__(self, lease: Lease, connect_timeout: float) -> None:
         self._pool = lease.upstream.pool
-        self._connect = connect_timeout
+        self._connect_timeout = connect_timeout
 
     async def post(self, path: str, value: JsonObject) -> JsonObject:
         """Post JSON, get JSON. Raises: UpstreamError."""
-        return await self._asked(b"POST", path, msgspec.json.encode(value))
+        return await self._query(b"POST", path, msgspec.json.encode(value))
 
     async def get(self, path: str) -> JsonObject:
         """Get JSON. Raises: UpstreamError."""
-        return await self._asked(b"GET", path, b"")
+        return await self._query(b"GET", path, b"")
 
-    async def _asked(self, method: bytes, path: str, body: bytes) -> JsonObject:
-        origin = self._pool.address
-        head = b"%s %s%s HTTP/1.1\r\n%scontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        data = head % (method, origin.path_prefix, path.encode(), origin.header_lines, len(body))
+    async def _query(self, method: bytes, path: str, body: bytes) -> JsonObject:
+        head = self._pool.address.request_head(method, path, _JSON_HEADER_LINE, len(body))
         try:
             async with LoopTimeout(QUERY_TIMEOUT):
-                status, answer = await self._exchange(data, body)
+                status, answer = await self._exchange(head, body)
         except TimeoutError:
             raise UpstreamTimeout(
                 "first_byte", f"{path} was not answered for {QUERY_TIMEOUT:.0f} s"
@@ -343,14 +402,14 @@ class NodeQueries:
         except InvalidJson:
             raise InvalidResponse(f"The node's answer to {path} is no JSON object") from None
 
-    async def _exchange(self, data: bytes, body: bytes) -> tuple[int, bytes]:
+    async def _exchange(self, head: bytes, body: bytes) -> tuple[int, bytes]:
         pool = self._pool
         while True:
-            connection = pool.take_idle() or await pool.connect(self._connect)
+            connection = pool.take_idle() or await pool.connect(self._connect_timeout)
             try:
-                connection.send(data, body)
+                connection.send(head, body)
                 await connection.read_status()
-                answer = await _whole(connection)
+                answer = await _read_whole(connection)
             except StaleConnection as error:
                 drop_traceback(error)
                 connection.close()
@@ -362,7 +421,7 @@ class NodeQueries:
                 return connection.status, answer
 
 
-async def _whole(connection: NodeConnection) -> bytes:
+async def _read_whole(connection: NodeConnection) -> bytes:
     parts = []
     size = 0
     while part := await connection.read():

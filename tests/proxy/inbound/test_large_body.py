@@ -12,7 +12,6 @@ import pytest
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
-from gateway.proxy.api.assembly import can_assemble
 from gateway.proxy.inbound import edits
 from gateway.proxy.inbound import parsed_body as peeking
 from gateway.proxy.inbound.large_body import (
@@ -29,7 +28,7 @@ from gateway.proxy.inbound.prompt_key import (
     build_prompt_key,
 )
 from gateway.proxy.inbound.prompt_list import split_prompts
-from gateway.proxy.inbound.routes import ROUTES
+from gateway.proxy.inbound.routes import ROUTES, can_assemble
 from tests.proxy.pictures import data_url, png
 
 LIMITS = LimitSettings()
@@ -89,8 +88,8 @@ def test_a_large_body_is_understood_as_a_small_one_is(path: str, body: dict[str,
     route = ROUTES[path]
     prompt = route.prompt_field if route.prompt_field in {"messages", "prompt", "input"} else None
     assert found.count_prompts() == max(1, len(split_prompts(peeked.prompt)))
-    assert can_assemble(path, found, peeked.messages, 1) == can_assemble(
-        path, data, peeked.messages, 1
+    assert can_assemble(route, found, peeked.messages, 1) == can_assemble(
+        route, data, peeked.messages, 1
     )
     assert found.depth == peeking.nesting_depth(data, 1) or found.depth <= 8
     raw = getattr(peeked, prompt) if prompt else peeking.MISSING

@@ -19,7 +19,7 @@ from gateway.proxy.inbound.routes import ROUTES
 from gateway.request import Caller, Priority, Request
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_node
-from tests.proxy.house import a_house
+from tests.proxy.proxy_over_nodes import proxy_over
 from tests.virtual import in_virtual_time
 
 ANYONE = Caller("c", "c", Priority.URGENT)
@@ -240,12 +240,12 @@ async def test_a_node_gets_the_very_bytes_of_the_client(tmp_path: Path) -> None:
         b'\t"temperature":0.10, "seed":12345678901234567890, "model":"demo", "stream":true }'
     )
     one = EmulatedNode()
-    async with a_house(tmp_path, one) as house:
-        reply = await house.running.client.post("/v1/chat/completions", content=body)
+    async with proxy_over(tmp_path, one) as proxy:
+        reply = await proxy.running.client.post("/v1/chat/completions", content=body)
         assert reply.status_code == 200
         assert one.seen[-1].body == body
         edited = body.replace(b'"model"', b'"id_slot":1,"model"')
-        await house.running.client.post("/v1/chat/completions", content=edited)
+        await proxy.running.client.post("/v1/chat/completions", content=edited)
         inside = body[body.index(b"[") : body.index(b"]") + 1]
         assert inside in one.seen[-1].body
         assert b'"temperature":0.10,"seed":12345678901234567890' in one.seen[-1].body
@@ -257,13 +257,13 @@ async def test_a_node_hears_its_own_name_for_the_model(tmp_path: Path) -> None:
     one = EmulatedNode()
     nodes = ({"model": {"public": "inner"}},)
     models = {"gpt-4o-mini": {"use": "public", "set": {"temperature": 0}}}
-    async with a_house(tmp_path, one, nodes=nodes, models=models) as house:
+    async with proxy_over(tmp_path, one, nodes=nodes, models=models) as proxy:
         for name in ("public", "gpt-4o-mini"):
-            assert (await house.ask(model=name)).status_code == 200
+            assert (await proxy.ask(model=name)).status_code == 200
             assert json.loads(one.seen[-1].body)["model"] == "inner"
         assert json.loads(one.seen[-1].body)["temperature"] == 0
-        assert (await house.ask(model="inner")).status_code == 404
-        assert (await house.ask()).status_code == 200
+        assert (await proxy.ask(model="inner")).status_code == 404
+        assert (await proxy.ask()).status_code == 200
         assert "model" not in json.loads(one.seen[-1].body)
 
 
@@ -271,14 +271,14 @@ async def test_a_node_hears_its_own_name_for_the_model(tmp_path: Path) -> None:
 async def test_a_node_never_hears_of_a_remote_picture(tmp_path: Path) -> None:
     blind, seeing = EmulatedNode(), EmulatedNode()
     nodes: tuple[dict[str, Any], ...] = ({}, {"endpoints": ["chat", "vision"]})
-    async with a_house(tmp_path, blind, seeing, nodes=nodes) as house:
-        reply = await house.ask(**picture("http://169.254.169.254/latest"))
+    async with proxy_over(tmp_path, blind, seeing, nodes=nodes) as proxy:
+        reply = await proxy.ask(**picture("http://169.254.169.254/latest"))
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_request")
         assert blind.requests + seeing.requests == 0
-        assert (await house.ask(**picture(PNG))).headers["x-gateway-node"] == "b"
+        assert (await proxy.ask(**picture(PNG))).headers["x-gateway-node"] == "b"
         source = {"type": "url", "url": "http://169.254.169.254/latest"}
         content = [{"type": "image", "source": source}]
-        reply = await house.ask("/v1/messages", messages=[{"role": "user", "content": content}])
+        reply = await proxy.ask("/v1/messages", messages=[{"role": "user", "content": content}])
         assert reply.status_code == 400
         assert reply.json()["error"]["type"] == "invalid_request_error"
         assert blind.requests + seeing.requests == 1

@@ -14,7 +14,7 @@ from gateway.errors import GatewayError
 from gateway.proxy.inbound import request_limits
 from gateway.proxy.inbound.parsed_body import nesting_depth, parse_body
 from tests.emulator import EmulatedNode
-from tests.proxy.house import a_house
+from tests.proxy.proxy_over_nodes import proxy_over
 from tests.virtual import in_virtual_time
 
 NO_TEXTS: tuple[Any, ...] = (None, "", 3, [], {})
@@ -176,25 +176,25 @@ SCHEMA = {"description": "x" * 140_000}
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/infill"])
 @in_virtual_time
 async def test_no_node_sees_what_is_refused(tmp_path: Path, path: str) -> None:
-    async with a_house(tmp_path, EmulatedNode(infill=True)) as house:
+    async with proxy_over(tmp_path, EmulatedNode(infill=True)) as proxy:
         for more in ({"grammar": DEEP}, {"json_schema": SCHEMA}, {"tools": [tool(SCHEMA)]}):
             for stream in (True, False):
-                reply = await house.ask(path, stream=stream, **more)
+                reply = await proxy.ask(path, stream=stream, **more)
                 assert reply.status_code == 400
                 assert reply.headers["x-gateway-reason"] == "invalid_request"
                 error = reply.json()["error"]
                 assert error["type"] == "invalid_request_error"
                 assert next(iter(more)) in error["message"]
-        assert house.servers["a"].requests == 0
-        fine = await house.ask(path, grammar='root ::= ("a")', max_tokens=2, n_predict=2)
+        assert proxy.servers["a"].requests == 0
+        fine = await proxy.ask(path, grammar='root ::= ("a")', max_tokens=2, n_predict=2)
         assert fine.status_code == 200
 
 
 @in_virtual_time
 async def test_the_limits_are_the_operators(tmp_path: Path) -> None:
     limits = {"grammar_bytes": "1MiB", "grammar_depth": 120}
-    async with a_house(tmp_path, EmulatedNode(), limits=limits) as house:
-        reply = await house.ask(grammar=DEEP, json_schema=SCHEMA, tools=[tool(SCHEMA)])
+    async with proxy_over(tmp_path, EmulatedNode(), limits=limits) as proxy:
+        reply = await proxy.ask(grammar=DEEP, json_schema=SCHEMA, tools=[tool(SCHEMA)])
         assert reply.status_code == 200
 
 
@@ -211,7 +211,7 @@ UNSLOTTED = [
 @in_virtual_time
 async def test_the_limits_hold_where_nothing_is_generated(tmp_path: Path, path: str) -> None:
     huge = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(50_000)}}
-    async with a_house(tmp_path, EmulatedNode()) as house:
+    async with proxy_over(tmp_path, EmulatedNode()) as proxy:
         for more in (
             {"grammar": DEEP},
             {"json_schema": SCHEMA},
@@ -221,14 +221,14 @@ async def test_the_limits_hold_where_nothing_is_generated(tmp_path: Path, path: 
             {"response_format": {"type": "json_schema", "json_schema": {"schema": huge}}},
             {"text": {"format": {"schema": SCHEMA}}},
         ):
-            reply = await house.ask(path, content="x", input="x", **more)
+            reply = await proxy.ask(path, content="x", input="x", **more)
             assert reply.status_code == 400
             assert next(iter(more)) in reply.json()["error"]["message"]
-        assert house.servers["a"].requests == 0
+        assert proxy.servers["a"].requests == 0
 
 
 @in_virtual_time
 async def test_a_text_is_no_schema(tmp_path: Path) -> None:
-    async with a_house(tmp_path, EmulatedNode()) as house:
-        reply = await house.ask("/tokenize", content="x", text="x" * 200_000, tools=[tool({})])
+    async with proxy_over(tmp_path, EmulatedNode()) as proxy:
+        reply = await proxy.ask("/tokenize", content="x", text="x" * 200_000, tools=[tool({})])
         assert reply.status_code == 200

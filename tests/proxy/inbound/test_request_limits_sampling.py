@@ -14,9 +14,9 @@ from gateway.proxy.inbound.request_limits import ECHO_FACTOR, max_event_bytes
 from gateway.proxy.sse import GROWTH_PER_EVENT, EventFramer
 from gateway.transport.errors import InvalidResponse
 from tests.gateways import running_gateway
-from tests.proxy.house import BODIES, DIALECTS
 from tests.proxy.inbound.test_edits import result
 from tests.proxy.inbound.test_prepare import prepared, refused
+from tests.proxy.proxy_over_nodes import BODIES, GENERATION_PATHS
 from tests.servers import start_demo_servers
 
 MIB = 1 << 20
@@ -30,7 +30,7 @@ HUGE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("path", GENERATION_PATHS)
 @pytest.mark.parametrize("field", HUGE)
 def test_what_a_node_repeats_is_bounded(path: str, field: str) -> None:
     body = {"model": "demo", **BODIES[path], field: HUGE[field]}

@@ -1,4 +1,4 @@
-"""A stream whose node fails goes on elsewhere, and its client sees one stream."""
+"""A stream whose node fails is resumed on another node, and its client sees one stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gateway.proxy.in_flight import InFlightRequest
 from gateway.proxy.inbound.routes import ROUTES
 from tests.emulator import EmulatedNode
 from tests.gateways import until
-from tests.proxy.house import BODIES, FIRST, House, Stream, a_house
+from tests.proxy.proxy_over_nodes import A_FIRST, BODIES, ProxyOverNodes, Stream, proxy_over
 from tests.proxy.test_response_stream import AFTER, BREAKS, check_failed
 from tests.virtual import in_virtual_time
 
@@ -36,7 +36,7 @@ def nodes(count: int = 2, **options: Any) -> list[EmulatedNode]:
 
 
 def text_of(reply: Stream) -> str:
-    """What the reader of any of these streams sees."""
+    """The content of a stream of any API."""
     found = []
     for value in reply.values:
         if value is None:
@@ -51,12 +51,11 @@ def text_of(reply: Stream) -> str:
 
 
 def check_whole(path: str, reply: Stream, whole: Stream) -> None:
-    """One stream from its beginning to its only end, with the text of the uninterrupted one."""
+    """Check for one stream with one end, and the text of the uninterrupted one."""
     assert reply.status == 200
     assert reply.errors == []
     assert text_of(reply) == text_of(whole)
-    dialect = ROUTES[path].api
-    assert dialect.is_stream_complete(reply.body)
+    assert ROUTES[path].api.is_stream_complete(reply.body)
     assert reply.body.count(b"[DONE]") == whole.body.count(b"[DONE]")
     if path == "/v1/messages":
         kinds = [sse.event_name(event) for event in reply.events]
@@ -74,25 +73,25 @@ def check_whole(path: str, reply: Stream, whole: Stream) -> None:
 
 
 def usage_of(reply: Stream) -> Any:
-    """What the answer says of its tokens, without what was cached."""
+    """The usage that a response reports, without the cached tokens."""
     for value in reversed(reply.values):
         if "tokens_predicted" in value:
             return value["tokens_predicted"], value["tokens_evaluated"]
         if value.get("usage"):
-            told = dict(value["usage"])
-            told.pop("prompt_tokens_details", None)
-            return told
+            usage = dict(value["usage"])
+            usage.pop("prompt_tokens_details", None)
+            return usage
     return None
 
 
-def begun(live: InFlightRequest) -> bool:
-    """Whether its node has written something."""
-    return live.attempt is not None and live.attempt.event_count > 5
+def begun(in_flight: InFlightRequest) -> bool:
+    """Whether its node has begun to write."""
+    return in_flight.attempt is not None and in_flight.attempt.event_count > 5
 
 
-def resumed(house: House) -> list[StreamResumed]:
+def resumed(proxy: ProxyOverNodes) -> list[StreamResumed]:
     found: list[StreamResumed] = []
-    house.running.gateway.bus.subscribe(StreamResumed, found.append)
+    proxy.app.bus.subscribe(StreamResumed, found.append)
     return found
 
 
@@ -107,52 +106,52 @@ def asked_of(path: str, tokens: int = TOKENS) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("path", "kind", "options"), BROKEN)
 @in_virtual_time
-async def test_what_breaks_goes_on_elsewhere(
+async def test_a_broken_stream_is_resumed_on_another_node(
     tmp_path: Path, path: str, kind: str, options: dict[str, Any]
 ) -> None:
     one, two = nodes()
-    async with a_house(tmp_path, one, two, nodes=FIRST, **QUIET) as house:
-        events = resumed(house)
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, **QUIET) as proxy:
+        events = resumed(proxy)
         asked = options_of(path)
-        whole = await house.stream(path, **asked)
-        assert house.outcomes == [("a", "ok")]
-        house.finished.clear()
+        whole = await proxy.stream(path, **asked)
+        assert proxy.outcomes == [("a", "ok")]
+        proxy.finished.clear()
         one.faults.next(kind, after_events=AFTER, **options)
-        reply = await house.stream(path, **asked)
+        reply = await proxy.stream(path, **asked)
         check_whole(path, reply, whole)
         assert usage_of(reply) == usage_of(whole)
-        await house.rests()
-        (failed, (node, outcome)) = house.outcomes[1:]
+        await proxy.settled()
+        (failed, (node, outcome)) = proxy.outcomes[1:]
         assert failed[0] == "a"
         assert failed[1] != "ok"
         assert (node, outcome) == ("b", "ok")
         (event,) = events
         assert (event.failed_node, event.resumed_on, event.failure) == ("a", "b", None)
-        (record,) = house.finished
+        (record,) = proxy.finished
         assert (record.status, record.reason, record.node, record.attempts) == (200, None, "b", 2)
         assert record.completion_tokens == TOKENS
-        assert (house.node("a").failures, house.node("b").failures) == (1, 0)
-        metrics = await metrics_of(house)
+        assert (proxy.node("a").failures, proxy.node("b").failures) == (1, 0)
+        metrics = await metrics_of(proxy)
         assert "llama_gateway_resumed_streams_total 1\n" in metrics
 
 
-async def metrics_of(house: House) -> str:
-    return house.running.gateway.metrics.render().decode()
+async def metrics_of(proxy: ProxyOverNodes) -> str:
+    return proxy.app.metrics.render().decode()
 
 
 @pytest.mark.parametrize("path", PATHS)
 @in_virtual_time
-async def test_wherever_it_is_cut_it_is_the_same(tmp_path: Path, path: str) -> None:
+async def test_the_text_is_the_same_wherever_the_stream_is_cut(tmp_path: Path, path: str) -> None:
     one, two = nodes(answer_tokens=12)
-    async with a_house(
-        tmp_path, one, two, nodes=FIRST, health={"failures": 1000}, retries={"quarantine": 0}
-    ) as house:
+    async with proxy_over(
+        tmp_path, one, two, nodes=A_FIRST, health={"failures": 1000}, retries={"quarantine": 0}
+    ) as proxy:
         asked = options_of(path)
         asked |= asked_of(path, 12)
-        whole = await house.stream(path, **asked)
+        whole = await proxy.stream(path, **asked)
         for after in range(1, len(whole.events)):
             one.faults.next("reset", after_events=after)
-            reply = await house.stream(path, **asked)
+            reply = await proxy.stream(path, **asked)
             check_whole(path, reply, whole)
             assert usage_of(reply) == usage_of(whole), after
 
@@ -160,47 +159,47 @@ async def test_wherever_it_is_cut_it_is_the_same(tmp_path: Path, path: str) -> N
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("field", ["max_tokens", "stop"])
 @in_virtual_time
-async def test_a_limit_and_a_stop_hold_across_the_seam(
+async def test_a_limit_and_a_stop_word_hold_across_the_splice_point(
     tmp_path: Path, path: str, field: str
 ) -> None:
     one, two = nodes()
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         asked = options_of(path)
         if field == "max_tokens":
             asked["n_predict" if path == "/completion" else field] = 20
         else:
-            words = text_of(await house.stream(path, **asked)).split()
+            words = text_of(await proxy.stream(path, **asked)).split()
             asked["stop_sequences" if path == "/v1/messages" else field] = [" ".join(words[24:26])]
-        whole = await house.stream(path, **asked)
+        whole = await proxy.stream(path, **asked)
         one.faults.next("reset", after_events=AFTER)
-        reply = await house.stream(path, **asked)
+        reply = await proxy.stream(path, **asked)
         check_whole(path, reply, whole)
         assert len(text_of(whole).split()) < TOKENS
 
 
 @in_virtual_time
-async def test_a_third_node_takes_over_from_the_second_and_nobody_from_the_third(
+async def test_a_third_node_takes_over_from_the_second_and_none_from_the_third(
     tmp_path: Path,
 ) -> None:
     servers = nodes(4)
-    async with a_house(tmp_path, *servers, retries={"quarantine": 0}) as house:
-        whole = await house.stream(**GREEDY)
+    async with proxy_over(tmp_path, *servers, retries={"quarantine": 0}) as proxy:
+        whole = await proxy.stream(**GREEDY)
         for server in servers:
             server.faults.next("close", after_events=8)
-        reply = await house.stream(**GREEDY)
+        reply = await proxy.stream(**GREEDY)
         check_failed("/v1/chat/completions", reply)
         assert text_of(whole).startswith(text_of(reply))
-        assert len(house.attempts) == 1 + 3
+        assert len(proxy.attempts) == 1 + 3
         for server in servers:
             server.faults.clear()
-        fleet = house.running.gateway.fleet
+        fleet = proxy.app.fleet
         await until(lambda: all(node.state is NodeState.READY for node in fleet.nodes.values()))
         for server in servers[:2]:
             server.faults.next("close", after_events=8)
-        check_whole("/v1/chat/completions", await house.stream(**GREEDY), whole)
+        check_whole("/v1/chat/completions", await proxy.stream(**GREEDY), whole)
 
 
-UNSOUND: list[dict[str, Any]] = [
+UNRESUMABLE: list[dict[str, Any]] = [
     {"n": 2},
     {"logprobs": True},
     {"grammar": 'root ::= "a"'},
@@ -210,16 +209,16 @@ UNSOUND: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("body", UNSOUND)
+@pytest.mark.parametrize("body", UNRESUMABLE)
 @in_virtual_time
-async def test_what_cannot_go_on_soundly_ends_with_an_error_event(
+async def test_a_stream_that_can_not_be_resumed_ends_with_an_error_event(
     tmp_path: Path, body: dict[str, Any]
 ) -> None:
     one, two = nodes()
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
-        events = resumed(house)
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+        events = resumed(proxy)
         one.faults.next("reset", after_events=AFTER)
-        reply = await house.stream(**GREEDY, **body)
+        reply = await proxy.stream(**GREEDY, **body)
         check_failed("/v1/chat/completions", reply)
         assert two.requests == 0
         assert all(event.resumed_on is None and event.failure for event in events)
@@ -227,17 +226,17 @@ async def test_what_cannot_go_on_soundly_ends_with_an_error_event(
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 @in_virtual_time
-async def test_a_node_that_refuses_a_message_begun_writes_it_all_the_same(
+async def test_a_node_that_refuses_a_begun_message_continues_it_as_a_completion(
     tmp_path: Path, path: str
 ) -> None:
     one, two = nodes()
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
-        events = resumed(house)
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+        events = resumed(proxy)
         asked = options_of(path)
-        whole = await house.stream(path, **asked)
+        whole = await proxy.stream(path, **asked)
         one.faults.next("reset", after_events=AFTER)
         two.faults.next("status", status=400)
-        reply = await house.stream(path, **asked)
+        reply = await proxy.stream(path, **asked)
         check_whole(path, reply, whole)
         assert usage_of(reply) == usage_of(whole)
         assert [event.resumed_on for event in events] == ["b"]
@@ -245,62 +244,66 @@ async def test_a_node_that_refuses_a_message_begun_writes_it_all_the_same(
 
 
 @in_virtual_time
-async def test_it_can_be_switched_off(tmp_path: Path) -> None:
+async def test_resuming_can_be_switched_off(tmp_path: Path) -> None:
     one, two = nodes()
-    async with a_house(tmp_path, one, two, nodes=FIRST, resume="off") as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, resume="off") as proxy:
         one.faults.next("reset", after_events=AFTER)
-        check_failed("/v1/chat/completions", await house.stream())
+        check_failed("/v1/chat/completions", await proxy.stream())
         assert two.requests == 0
 
 
 @in_virtual_time
-async def test_a_longer_answer_than_is_kept_does_not_go_on(tmp_path: Path) -> None:
+async def test_a_response_longer_than_the_transcript_is_not_resumed(tmp_path: Path) -> None:
     one, two = nodes(answer_tokens=2000)
-    async with a_house(tmp_path, one, two, nodes=FIRST, limits={"resume_bytes": 1000}) as house:
+    async with proxy_over(
+        tmp_path, one, two, nodes=A_FIRST, limits={"resume_bytes": 1000}
+    ) as proxy:
         one.faults.next("reset", after_events=1500)
-        check_failed("/v1/chat/completions", await house.stream())
+        check_failed("/v1/chat/completions", await proxy.stream())
         assert two.requests == 0
 
 
 @pytest.mark.parametrize("other", [{"build": "b1-other"}, {"model": "other"}])
 @in_virtual_time
-async def test_it_goes_on_on_no_node_of_another_kind(tmp_path: Path, other: dict[str, Any]) -> None:
+async def test_no_node_of_another_kind_resumes_a_stream(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
     one, two = *nodes(1), *nodes(1, **other)
     named: tuple[dict[str, Any], ...] = (
         {"speed_hint": 100.0, "model": {"m": "demo"}},
         {"model": {"m": other.get("model", "demo")}},
     )
-    async with a_house(tmp_path, one, two, nodes=named) as house:
+    async with proxy_over(tmp_path, one, two, nodes=named) as proxy:
         one.faults.next("reset", after_events=AFTER)
-        check_failed("/v1/chat/completions", await house.stream())
+        check_failed("/v1/chat/completions", await proxy.stream())
         assert two.requests == 0
 
 
 @in_virtual_time
-async def test_a_node_that_was_started_anew_with_another_model_is_found_out(
+async def test_a_node_restarted_with_another_model_is_found_out(
     tmp_path: Path,
 ) -> None:
     one, two, three = nodes(3)
     order: tuple[dict[str, Any], ...] = ({"speed_hint": 100.0}, {"speed_hint": 10.0}, {})
-    async with a_house(
+    async with proxy_over(
         tmp_path, one, two, three, nodes=order, health={"interval": 60, "discover_interval": 600}
-    ) as house:
-        whole = await house.stream(**GREEDY)
+    ) as proxy:
+        whole = await proxy.stream(**GREEDY)
         two.build = "b2-new"
         one.faults.next("reset", after_events=AFTER)
-        check_whole("/v1/chat/completions", await house.stream(**GREEDY), whole)
-        assert ("b", "other_kind") in house.outcomes
-        assert house.node("b").failures == 0
+        check_whole("/v1/chat/completions", await proxy.stream(**GREEDY), whole)
+        assert ("b", "other_kind") in proxy.outcomes
+        assert proxy.node("b").failures == 0
 
 
 @in_virtual_time
-async def test_heartbeats_go_on_while_it_waits_for_a_node(tmp_path: Path) -> None:
+async def test_heartbeats_continue_while_a_stream_waits_for_a_node(tmp_path: Path) -> None:
     one, two = nodes()
-    async with a_house(tmp_path, one, two, nodes=FIRST, heartbeat="50ms") as house:
-        whole = await house.stream(**GREEDY)
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, heartbeat="50ms") as proxy:
+        whole = await proxy.stream(**GREEDY)
         two.faults.next("hang")
         one.faults.next("reset", after_events=AFTER)
-        asked = asyncio.create_task(house.stream(**GREEDY))
+        asked = asyncio.create_task(proxy.stream(**GREEDY))
         await until(lambda: two.requests == 1)
         await asyncio.sleep(0.3)
         two.faults.clear()
@@ -310,99 +313,101 @@ async def test_heartbeats_go_on_while_it_waits_for_a_node(tmp_path: Path) -> Non
 
 
 @in_virtual_time
-async def test_heartbeats_go_on_from_the_silence_to_the_continuation(tmp_path: Path) -> None:
+async def test_heartbeats_continue_from_the_silence_to_the_continuation(tmp_path: Path) -> None:
     one, two = nodes()
     every, silence = 0.1, 0.6
-    async with a_house(
-        tmp_path, one, two, nodes=FIRST, heartbeat=every, timeouts={"silence": silence}
-    ) as house:
-        whole = await house.stream(**GREEDY)
+    async with proxy_over(
+        tmp_path, one, two, nodes=A_FIRST, heartbeat=every, timeouts={"silence": silence}
+    ) as proxy:
+        whole = await proxy.stream(**GREEDY)
         one.faults.next("hang", after_events=AFTER)
         two.faults.next("hang", path="/apply-template", seconds=3 * every)
-        reply = await house.stream(**GREEDY)
-        assert ("a", "silence_timeout") in house.outcomes
+        reply = await proxy.stream(**GREEDY)
+        assert ("a", "silence_timeout") in proxy.outcomes
         assert reply.body.count(b":\n") >= (silence + 3 * every) / every - 3
         check_whole("/v1/chat/completions", reply, whole)
 
 
 @in_virtual_time
-async def test_a_client_that_leaves_while_it_goes_on_frees_everything(tmp_path: Path) -> None:
+async def test_a_client_that_disconnects_during_a_resumption_frees_everything(
+    tmp_path: Path,
+) -> None:
     one, two = nodes(slots=1)
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         two.faults.next("hang")
         one.faults.next("reset", after_events=AFTER)
-        asked = asyncio.create_task(house.stream(**GREEDY))
+        asked = asyncio.create_task(proxy.stream(**GREEDY))
         await until(lambda: two.requests == 1)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-        await until(lambda: len(house.running.gateway.registry) == 0)
+        await until(lambda: len(proxy.app.registry) == 0)
         two.faults.clear()
-        await house.rests()
-        assert house.outcomes[-1] == ("b", "client_closed")
-        assert house.finished[-1].status == 499
-        assert house.node("b").failures == 0
+        await proxy.settled()
+        assert proxy.outcomes[-1] == ("b", "client_closed")
+        assert proxy.finished[-1].status == 499
+        assert proxy.node("b").failures == 0
 
 
 @in_virtual_time
-async def test_a_client_that_will_not_wait_longer_blames_no_node(tmp_path: Path) -> None:
+async def test_a_clients_deadline_blames_no_node(tmp_path: Path) -> None:
     one, two = nodes()
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         two.faults.next("hang")
         one.faults.next("reset", after_events=AFTER)
-        reply = await house.stream(headers={"X-Request-Timeout": "1"}, **GREEDY)
+        reply = await proxy.stream(headers={"X-Request-Timeout": "1"}, **GREEDY)
         assert reply.errors[0]["code"] == "node_timeout"
-        assert house.outcomes == [("a", "reset"), ("b", "total_timeout")]
-        assert house.node("b").failures == 0
-        assert house.finished[-1].status == 504
+        assert proxy.outcomes == [("a", "reset"), ("b", "total_timeout")]
+        assert proxy.node("b").failures == 0
+        assert proxy.finished[-1].status == 504
         two.faults.clear()
 
 
 @in_virtual_time
-async def test_one_that_is_cancelled_does_not_go_on(tmp_path: Path) -> None:
+async def test_a_cancelled_request_is_not_resumed(tmp_path: Path) -> None:
     one, two = nodes(decode_tps=100, answer_tokens=400)
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
-        asked = asyncio.create_task(house.stream(**GREEDY))
-        await until(lambda: any(begun(live) for live in house.running.gateway.registry))
-        (live,) = house.running.gateway.registry
-        live.cancel(errors.shutting_down())
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+        asked = asyncio.create_task(proxy.stream(**GREEDY))
+        await until(lambda: any(begun(one) for one in proxy.app.registry))
+        (in_flight,) = proxy.app.registry
+        in_flight.cancel(errors.shutting_down())
         reply = await asked
         assert reply.errors[0]["code"] == "shutting_down"
         assert two.requests == 0
 
 
 @in_virtual_time
-async def test_what_a_drained_node_still_runs_goes_on_elsewhere(tmp_path: Path) -> None:
+async def test_requests_of_a_drained_node_are_resumed_on_another(tmp_path: Path) -> None:
     one, two = nodes(decode_tps=200)
     asked = asked_of("/v1/chat/completions", 100)
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
-        whole = await house.stream(**asked)
-        plain = (await house.ask(**asked)).json()
-        first = asyncio.create_task(house.stream(**asked))
-        second = asyncio.create_task(house.ask(**asked))
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+        whole = await proxy.stream(**asked)
+        plain = (await proxy.ask(**asked)).json()
+        first = asyncio.create_task(proxy.stream(**asked))
+        second = asyncio.create_task(proxy.ask(**asked))
         await until(lambda: one.busy == 2)
-        await until(lambda: all(begun(live) for live in house.running.gateway.registry))
-        house.running.gateway.fleet.drain("a")
-        house.running.gateway.drain_deadlines.set("a", 0.01)
+        await until(lambda: all(begun(one) for one in proxy.app.registry))
+        proxy.app.fleet.drain("a")
+        proxy.app.drain_deadlines.set("a", 0.01)
         check_whole("/v1/chat/completions", await first, whole)
         answer = (await second).json()
         assert answer["choices"] == plain["choices"]
         assert answer["usage"]["completion_tokens"] == 100
-        assert ("a", "moved") in house.outcomes
-        assert house.node("a").failures == 0
+        assert ("a", "moved") in proxy.outcomes
+        assert proxy.node("a").failures == 0
 
 
 @pytest.mark.parametrize(("path", "kind", "options"), BROKEN)
 @in_virtual_time
-async def test_a_plain_answer_goes_on_as_well(
+async def test_a_plain_response_is_resumed_too(
     tmp_path: Path, path: str, kind: str, options: dict[str, Any]
 ) -> None:
     one, two = nodes()
-    async with a_house(tmp_path, one, two, nodes=FIRST, **QUIET) as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, **QUIET) as proxy:
         asked = asked_of(path)
-        whole = (await house.ask(path, **asked)).json()
-        house.finished.clear()
+        whole = (await proxy.ask(path, **asked)).json()
+        proxy.finished.clear()
         one.faults.next(kind, after_events=AFTER, **options)
-        reply = await house.ask(path, **asked)
+        reply = await proxy.ask(path, **asked)
         assert reply.status_code == 200
         assert reply.headers["x-gateway-attempts"] == "2"
         assert reply.headers["content-type"].startswith("application/json")
@@ -412,21 +417,21 @@ async def test_a_plain_answer_goes_on_as_well(
         if "usage" in whole:
             for name in ("completion_tokens", "prompt_tokens", "output_tokens"):
                 assert got["usage"].get(name) == whole["usage"].get(name)
-        (record,) = house.finished
+        (record,) = proxy.finished
         assert record.completion_tokens == TOKENS
 
 
 @in_virtual_time
-async def test_a_plain_answer_that_cannot_go_on_begins_anew(tmp_path: Path) -> None:
+async def test_a_plain_response_that_can_not_be_resumed_is_retried(tmp_path: Path) -> None:
     one, two = nodes()
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         one.faults.next("reset", after_events=AFTER)
-        reply = await house.ask(logprobs=True, **GREEDY)
+        reply = await proxy.ask(logprobs=True, **GREEDY)
         assert reply.status_code == 200
         assert reply.headers["x-gateway-attempts"] == "2"
         choice = reply.json()["choices"][0]
         assert len(choice["logprobs"]["content"]) == TOKENS
-        assert house.finished[-1].completion_tokens == TOKENS
+        assert proxy.finished[-1].completion_tokens == TOKENS
 
 
 INSERTED = ["nul", "no_data", "empty", "comment", "line_comment", "fields", "null"]
@@ -434,14 +439,16 @@ INSERTED = ["nul", "no_data", "empty", "comment", "line_comment", "fields", "nul
 
 @pytest.mark.parametrize("what", INSERTED)
 @in_virtual_time
-async def test_what_says_nothing_is_no_obstacle(tmp_path: Path, what: str) -> None:
+async def test_events_without_content_do_not_prevent_a_resumption(
+    tmp_path: Path, what: str
+) -> None:
     one, two = nodes()
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
-        whole = await house.stream(**GREEDY)
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+        whole = await proxy.stream(**GREEDY)
         one.faults.next("insert", after_events=4, what=what)
         one.faults.next("reset", after_events=AFTER)
         two.faults.set("insert", after_events=4, what=what)
-        reply = await house.stream(**GREEDY)
+        reply = await proxy.stream(**GREEDY)
         assert reply.errors == []
         assert json.dumps(text_of(reply)) == json.dumps(text_of(whole))
 
@@ -455,34 +462,34 @@ async def test_what_says_nothing_is_no_obstacle(tmp_path: Path, what: str) -> No
     ],
 )
 @in_virtual_time
-async def test_what_nobody_can_read_goes_to_nobody(
+async def test_events_that_can_not_be_read_are_sent_to_nobody(
     tmp_path: Path, path: str, what: str, options: dict[str, Any]
 ) -> None:
     one, two = nodes()
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
         asked = options_of(path)
-        whole = await house.stream(path, **asked)
+        whole = await proxy.stream(path, **asked)
         one.faults.next("insert", after_events=AFTER, what=what, **options)
-        reply = await house.stream(path, **asked)
+        reply = await proxy.stream(path, **asked)
         check_whole(path, reply, whole)
-        assert house.outcomes[1:] == [("a", "garbage"), ("b", "ok")]
+        assert proxy.outcomes[1:] == [("a", "garbage"), ("b", "ok")]
         one.faults.set("insert", after_events=AFTER, what=what, **options)
         two.faults.set("insert", after_events=AFTER, what=what, **options)
-        reply = await house.stream(path, **asked)
+        reply = await proxy.stream(path, **asked)
         if reply.status == 200:
             check_failed(path, reply)
         else:
-            assert reply.status == 502, "nothing had gone out"
+            assert reply.status == 502, "nothing had been sent"
 
 
 @in_virtual_time
-async def test_what_stands_between_two_ends_goes_to_nobody(tmp_path: Path) -> None:
+async def test_events_between_two_ends_are_sent_to_nobody(tmp_path: Path) -> None:
     one, two = nodes()
-    async with a_house(tmp_path, one, two, nodes=FIRST) as house:
-        whole = await house.stream(**GREEDY)
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST) as proxy:
+        whole = await proxy.stream(**GREEDY)
         one.faults.set("double_done")
         one.faults.next("insert", after_events=TOKENS, what="done")
-        reply = await house.stream(**GREEDY)
+        reply = await proxy.stream(**GREEDY)
         assert reply.body.count(b"[DONE]") == 1
         assert text_of(whole).startswith(text_of(reply))
 

@@ -1,4 +1,4 @@
-"""A client that leaves while its answer goes on elsewhere gives up its place and its slot."""
+"""A client that disconnects during a resumption frees its place in the queue and its slot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway.fleet.node import LeasePhase
 from tests.api.site import Site, broken_off, busy, until_busy
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
-from tests.proxy.house import House, a_house
+from tests.proxy.proxy_over_nodes import ProxyOverNodes, proxy_over
 from tests.proxy.test_attempt_cancel import nobody_answers
 from tests.proxy.test_response_stream import AFTER
 from tests.reliability.cutter import Plan, cutters
@@ -25,58 +25,58 @@ from tests.virtual import in_virtual_time
 PATH = "/v1/chat/completions"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 2000}
 
-Stage = Callable[[House, AsyncExitStack], Awaitable[Callable[[], bool]]]
-"""Prepares where the answer will stand, and tells when it stands there."""
+Stage = Callable[[ProxyOverNodes, AsyncExitStack], Awaitable[Callable[[], bool]]]
+"""Prepares a stage of the resumption; returns a check whether the request has reached it."""
 
 
-async def queued(house: House, stack: AsyncExitStack) -> Callable[[], bool]:
-    two = house.servers["b"]
+async def queued(proxy: ProxyOverNodes, stack: AsyncExitStack) -> Callable[[], bool]:
+    two = proxy.servers["b"]
     two.engine.decode_tps = 20.0
-    held = asyncio.create_task(house.ask(stream=True, max_tokens=40, messages=SOMETHING))
+    held = asyncio.create_task(proxy.ask(stream=True, max_tokens=40, messages=SOMETHING))
     stack.push_async_callback(lambda: asyncio.wait([held]))
-    await until(lambda: house.node("b").leased == 1)
-    return lambda: len(house.running.gateway.scheduler.queue_positions()) == 1
+    await until(lambda: proxy.node("b").leased == 1)
+    return lambda: len(proxy.app.scheduler.queue_positions()) == 1
 
 
 SOMETHING = [{"role": "user", "content": "something else"}]
 
 
-async def asking(house: House, stack: AsyncExitStack) -> Callable[[], bool]:
-    two = house.servers["b"]
+async def asking(proxy: ProxyOverNodes, stack: AsyncExitStack) -> Callable[[], bool]:
+    two = proxy.servers["b"]
     before = two.control_requests
     two.faults.set("hang", path="/tokenize")
-    return lambda: two.control_requests > before + 1 and house.node("b").leased == 1
+    return lambda: two.control_requests > before + 1 and proxy.node("b").leased == 1
 
 
-async def connecting(house: House, stack: AsyncExitStack) -> Callable[[], bool]:
-    two = house.servers["b"]
+async def connecting(proxy: ProxyOverNodes, stack: AsyncExitStack) -> Callable[[], bool]:
+    two = proxy.servers["b"]
     await two.kill()
     await stack.enter_async_context(nobody_answers(two.port))
-    return lambda: house.node("b").leased == 1
+    return lambda: proxy.node("b").leased == 1
 
 
-async def unanswered(house: House, stack: AsyncExitStack) -> Callable[[], bool]:
-    two = house.servers["b"]
+async def unanswered(proxy: ProxyOverNodes, stack: AsyncExitStack) -> Callable[[], bool]:
+    two = proxy.servers["b"]
     two.faults.next("hang")
     return lambda: two.requests == 1
 
 
-async def reading(house: House, stack: AsyncExitStack) -> Callable[[], bool]:
-    two = house.servers["b"]
+async def reading(proxy: ProxyOverNodes, stack: AsyncExitStack) -> Callable[[], bool]:
+    two = proxy.servers["b"]
     two.engine.prefill_tps = 60.0
-    return lambda: phase_of(house, "b") is LeasePhase.PREFILL
+    return lambda: phase_of(proxy, "b") is LeasePhase.PREFILL
 
 
-async def writing(house: House, stack: AsyncExitStack) -> Callable[[], bool]:
-    two = house.servers["b"]
+async def writing(proxy: ProxyOverNodes, stack: AsyncExitStack) -> Callable[[], bool]:
+    two = proxy.servers["b"]
     two.engine.decode_tps = 100.0
-    return lambda: phase_of(house, "b") is LeasePhase.DECODE and two.engine.tokens > 20
+    return lambda: phase_of(proxy, "b") is LeasePhase.DECODE and two.engine.tokens > 20
 
 
-def phase_of(house: House, node: str) -> LeasePhase | None:
-    for live in house.running.gateway.registry:
-        if live.attempt is not None and live.attempt.lease.node.name == node:
-            return live.attempt.lease.phase
+def phase_of(proxy: ProxyOverNodes, node: str) -> LeasePhase | None:
+    for one in proxy.app.registry:
+        if one.attempt is not None and one.attempt.lease.node.name == node:
+            return one.attempt.lease.phase
     return None
 
 
@@ -88,43 +88,45 @@ def phase_of(house: House, node: str) -> LeasePhase | None:
     ],
 )
 @in_virtual_time
-async def test_who_leaves_leaves_nothing_behind(tmp_path: Path, stage: Stage, stream: bool) -> None:
+async def test_a_disconnect_leaves_nothing_behind(
+    tmp_path: Path, stage: Stage, stream: bool
+) -> None:
     one, two = (EmulatedNode(slots=1, answer_tokens=2000) for _ in range(2))
     quiet = {"interval": 60.0, "discover_interval": 600.0}
     async with (
-        a_house(tmp_path, one, two, nodes=({}, {"speed_hint": 100.0}), health=quiet) as house,
+        proxy_over(tmp_path, one, two, nodes=({}, {"speed_hint": 100.0}), health=quiet) as proxy,
         AsyncExitStack() as stack,
     ):
-        gateway = house.running.gateway
+        gateway = proxy.app
         if stage is not queued:
-            # The first goes to `a` alone.
+            # Only `a` can take the request at first.
             gateway.fleet.drain("b")
-        stands = await stage(house, stack)
+        is_reached = await stage(proxy, stack)
         one.faults.next("reset", after_events=AFTER)
-        held = {live.request.id for live in gateway.registry}
-        asked = asyncio.create_task(house.ask(stream=stream, **GREEDY))
+        held = {one.request.id for one in gateway.registry}
+        asked = asyncio.create_task(proxy.ask(stream=stream, **GREEDY))
         await until(lambda: one.requests == 1)
         if stage is not queued:
             gateway.fleet.resume("b")
-        await until(stands)
+        await until(is_reached)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-        await until(lambda: {live.request.id for live in gateway.registry} <= held, 1.0)
+        await until(lambda: {one.request.id for one in gateway.registry} <= held, 1.0)
         assert gateway.scheduler.queue_positions() == []
-        assert (house.finished[0].status, house.finished[0].reason) == (499, "client_closed")
+        assert (proxy.finished[0].status, proxy.finished[0].reason) == (499, "client_closed")
         if stage in {connecting, asking}:
             # Nothing that takes a slot was sent.
-            await until(lambda: house.node("b").leased == 0, 0.5)
+            await until(lambda: proxy.node("b").leased == 0, 0.5)
         elif stage is writing:
             await until(lambda: two.busy == 0, 0.5)
         elif stage is reading:
-            # It reads on, and its slot is taken until it has.
+            # The node reads on, and its slot is taken until it has.
             assert two.busy == 1
             while two.busy:
-                assert house.node("b").leased == 1
+                assert proxy.node("b").leased == 1
                 await asyncio.sleep(0.005)
         two.faults.clear()
-        assert house.node("b").failures == 0
+        assert proxy.node("b").failures == 0
         assert two.requests == (0 if stage in {connecting, asking} else 1)
         await stack.aclose()
         if stage is connecting:
@@ -133,7 +135,7 @@ async def test_who_leaves_leaves_nothing_behind(tmp_path: Path, stage: Stage, st
 
 @asynccontextmanager
 async def a_pair(folder: Path) -> AsyncIterator[tuple[Site, list[str], Plan]]:
-    """Two real servers of one slot each, their own addresses, and what breaks streams off."""
+    """Two real servers of one slot each, their own addresses, and a plan to cut streams."""
     plan = Plan()
     async with (
         start_demo_servers(2, slots=1, context=16_384) as urls,
@@ -153,58 +155,57 @@ async def a_pair(folder: Path) -> AsyncIterator[tuple[Site, list[str], Plan]]:
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_real_slots_are_free_when_the_client_has_left(tmp_path: Path) -> None:
+async def test_real_slots_are_free_when_the_client_has_disconnected(tmp_path: Path) -> None:
     async with a_pair(tmp_path) as (site, urls, plan):
         resumed: list[StreamResumed] = []
         site.gateway.bus.subscribe(StreamResumed, resumed.append)
 
-        def going_on() -> asyncio.Task[Any]:
+        def resumed_request() -> asyncio.Task[Any]:
             plan.arm(20)
-            # Each another one, from its beginning: no server has it in its cache, and what two
-            # nodes have died on goes to no third.
+            # Each has another beginning: no server has it in its cache, and it is not quarantined.
             messages = [{"role": "user", "content": f"{plan.cuts} {LONG}"}]
             body = {"messages": messages, "max_tokens": 8000, "stream": True, "ignore_eos": True}
             return asyncio.create_task(site.http.post(PATH, json=body))
 
-        # While the next server reads: it reads on, and what it does counts until it is done.
+        # During prefill: the server reads on, and its slot counts as taken until it is done.
         read = True
         while read:
-            asked = going_on()
+            asked = resumed_request()
             first = await holder(site)
             second = urls[1 - first]
             await cut(plan, asked)
             await until_busy(second, 1)
             # This process may have stood still for longer than it takes to read.
             read = bool(resumed)
-            await leave(asked)
+            await disconnect(asked)
             while await busy(second):
                 if not site.leased[f"node-{1 - first}"]:
-                    assert not await busy(second), "it was given back too soon"
+                    assert not await busy(second), "its slot was freed too soon"
             await site.until_idle()
             resumed.clear()
 
-        # While it writes: at once.
-        asked = going_on()
+        # During decode: its slot is free at once.
+        asked = resumed_request()
         first = await holder(site)
         await cut(plan, asked)
         await until(lambda: bool(resumed), 50)
         assert resumed[0].resumed_on == f"node-{1 - first}"
         await until_busy(urls[first], 0)
         assert await busy(urls[1 - first]) == 1
-        await leave(asked)
+        await disconnect(asked)
         for url in urls:
             await until_busy(url, 0)
             assert await broken_off(url)
         await site.until_idle()
 
-        # While it waits for a slot there: the one that runs there runs on.
+        # While it waits for a slot: the request that holds the slot runs on.
         async with site.http.stream("POST", PATH, json=OTHER) as other:
             parts = other.aiter_bytes()
             await anext(parts)
-            asked = going_on()
+            asked = resumed_request()
             await cut(plan, asked)
             await until(lambda: len(site.gateway.scheduler.queue_positions()) == 1)
-            await leave(asked)
+            await disconnect(asked)
             await until(lambda: not site.gateway.scheduler.queue_positions())
             await anext(parts)
             await until(lambda: len(site.gateway.registry) == 1)
@@ -220,17 +221,17 @@ OTHER = {
 
 
 async def holder(site: Site) -> int:
-    """Which node the only request runs on."""
+    """The number of the node that the only request runs on."""
     await until(lambda: any(site.leased.values()))
     return int(next(name for name, held in site.leased.items() if held).removeprefix("node-"))
 
 
 async def cut(plan: Plan, asked: asyncio.Task[Any]) -> None:
-    """Wait until the request's stream has been broken off."""
+    """Wait until the request's stream has been cut."""
     await until(lambda: plan.after is None or asked.done(), 50)
     assert not asked.done()
 
 
-async def leave(asked: asyncio.Task[Any]) -> None:
+async def disconnect(asked: asyncio.Task[Any]) -> None:
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""A whole gateway over emulated nodes, and what it told of every request and attempt."""
+"""A whole gateway over emulated nodes, with the events of all its requests and attempts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from gateway.app import Gateway
 from gateway.events import AttemptEnded, RequestFinished
 from gateway.fleet.node import Node
 from gateway.proxy import sse
@@ -24,6 +25,7 @@ QUICK: dict[str, Any] = {
                "open_max": 0.6, "slow_start": 0.0},
     "retries": {"backoff": 0.01, "backoff_max": 0.05, "budget_min": 1000},
 }  # fmt: skip
+"""Settings under which nodes fail and recover quickly."""
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES},
@@ -32,11 +34,14 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "say something"},
     "/completion": {"prompt": "say something"},
 }
-"""A path of each dialect with the least that it takes."""
-DIALECTS = list(BODIES)
+"""A path of each API that generates text, with the smallest body that it takes."""
+GENERATION_PATHS = list(BODIES)
+
+A_FIRST: tuple[Mapping[str, Any], ...] = ({"speed_hint": 100.0}, {}, {})
+"""Inventory entries that make the scheduler prefer node `a`."""
 
 
-def saying(path: str, text: str) -> dict[str, Any]:
+def prompt_field(path: str, text: str) -> dict[str, Any]:
     """The part of such a body that holds the prompt."""
     if "messages" in BODIES[path]:
         return {"messages": [{"role": "user", "content": text}]}
@@ -45,7 +50,7 @@ def saying(path: str, text: str) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Stream:
-    """A streamed answer as its client got it."""
+    """A streamed response as the client received it."""
 
     status: int
     headers: httpx.Headers
@@ -53,7 +58,7 @@ class Stream:
 
     @property
     def events(self) -> list[bytes]:
-        """Its events; an AssertionError when half a one came."""
+        """Its events. Raises: AssertionError, if one is incomplete."""
         found = [event for event in sse.split(self.body) if sse.payload(event)]
         assert all(event.endswith((b"\n\n", b"\n\r\n")) for event in found), self.body[-200:]
         return found
@@ -71,7 +76,7 @@ class Stream:
 
     @property
     def text(self) -> str:
-        """What a chat's reader sees."""
+        """The text of a chat."""
         deltas = [
             choice["delta"].get("content") or ""
             for value in self.values
@@ -81,40 +86,53 @@ class Stream:
 
 
 @dataclass(slots=True)
-class House:
+class ProxyOverNodes:
+    """The gateway, its nodes by name, and a client."""
+
     running: Running
     servers: dict[str, EmulatedNode]
     _finished: list[RequestFinished] = field(default_factory=list)
     _attempts: list[AttemptEnded] = field(default_factory=list)
 
     @property
+    def app(self) -> Gateway:
+        """The gateway's objects."""
+        return self.running.gateway
+
+    @property
     def finished(self) -> list[RequestFinished]:
-        """What was told of every request that is over."""
-        self.running.gateway.bus.flush()
+        """The records of all requests that are over."""
+        self.app.bus.flush()
         return self._finished
 
     @property
     def attempts(self) -> list[AttemptEnded]:
-        """What was told of every attempt that is over."""
-        self.running.gateway.bus.flush()
+        """All attempts that are over."""
+        self.app.bus.flush()
         return self._attempts
-
-    def node(self, name: str) -> Node:
-        return self.running.gateway.fleet.nodes[name]
 
     @property
     def outcomes(self) -> list[tuple[str, str]]:
         """Node and outcome of every attempt, in the order of their ends."""
         return [(attempt.node, attempt.outcome) for attempt in self.attempts]
 
+    def node(self, name: str) -> Node:
+        return self.app.fleet.nodes[name]
+
     async def ask(
-        self, path: str = DIALECTS[0], headers: Mapping[str, str] | None = None, **body: Any
+        self,
+        path: str = GENERATION_PATHS[0],
+        headers: Mapping[str, str] | None = None,
+        **body: Any,
     ) -> httpx.Response:
         value = {**BODIES.get(path, {}), **body}
         return await self.running.client.post(path, json=value, headers=dict(headers or {}))
 
     async def stream(
-        self, path: str = DIALECTS[0], headers: Mapping[str, str] | None = None, **body: Any
+        self,
+        path: str = GENERATION_PATHS[0],
+        headers: Mapping[str, str] | None = None,
+        **body: Any,
     ) -> Stream:
         value = {**BODIES.get(path, {}), "stream": True, **body}
         async with self.running.client.stream(
@@ -122,25 +140,24 @@ class House:
         ) as reply:
             return Stream(reply.status_code, reply.headers, await reply.aread())
 
-    async def rests(self, limit: float = 30.0) -> None:
-        """Wait until nothing is left of all that was asked."""
-        gateway = self.running.gateway
-        await until(lambda: len(gateway.registry) == 0, limit)
-        await until(lambda: gateway.scheduler.queue_positions() == [], limit)
-        await until(lambda: all(n.leased == 0 for n in gateway.fleet.nodes.values()), limit)
-        gateway.bus.flush()
+    async def settled(self, limit: float = 30.0) -> None:
+        """Wait until no request and no lease is left."""
+        await until(lambda: len(self.app.registry) == 0, limit)
+        await until(lambda: self.app.scheduler.queue_positions() == [], limit)
+        await until(lambda: all(n.leased == 0 for n in self.app.fleet.nodes.values()), limit)
+        self.app.bus.flush()
 
 
 @asynccontextmanager
-async def a_house(
+async def proxy_over(
     folder: Path,
     *servers: EmulatedNode,
     nodes: tuple[Mapping[str, Any], ...] = (),
     **settings: Any,
-) -> AsyncIterator[House]:
-    """A gateway over these servers, called a, b, c, ...; `nodes` adds to their inventory.
+) -> AsyncIterator[ProxyOverNodes]:
+    """A gateway over these nodes, named a, b, c, ...; `nodes` adds to their inventory entries.
 
-    When it is left, everything must have come back and no error of our own have been logged.
+    At the end all leases must be released and no exception may be in the log.
     """
     async with AsyncExitStack() as stack:
         named: dict[str, EmulatedNode] = {}
@@ -154,25 +171,22 @@ async def a_house(
         running = await stack.enter_async_context(
             running_gateway(folder, specs, {**chosen, **settings})
         )
-        house = House(running, named)
+        proxy = ProxyOverNodes(running, named)
         bus = running.gateway.bus
-        bus.subscribe(RequestFinished, house.finished.append)
-        bus.subscribe(AttemptEnded, house.attempts.append)
+        bus.subscribe(RequestFinished, proxy.finished.append)
+        bus.subscribe(AttemptEnded, proxy.attempts.append)
         await until(
             lambda: all(n.probe_history.discovered_at for n in running.gateway.fleet.nodes.values())
         )
-        yield house
+        yield proxy
         for server in named.values():
             server.faults.clear()
-        await house.rests()
+        await proxy.settled()
     log = (folder / "gateway.log").read_text()
     assert "Traceback" not in log, log
-    leftover = [task.get_name() for task in asyncio.all_tasks() if task.get_name() in OURS]
+    leftover = [task.get_name() for task in asyncio.all_tasks() if task.get_name() in OWN_TASKS]
     assert leftover == []
 
 
-OURS = ("weigh nodes", "reload", "watch the files")
-
-
-FIRST: tuple[Mapping[str, Any], ...] = ({"speed_hint": 100.0}, {}, {})
-"""The node `a` is asked before all others."""
+OWN_TASKS = ("weigh nodes", "reload", "watch the files")
+"""Tasks of the gateway that must end with it."""

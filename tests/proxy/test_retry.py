@@ -1,15 +1,15 @@
-"""How much may be tried again."""
+"""How often a failed request is tried again."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config.routing import RetrySettings
-from gateway.proxy.forwarder import BUDGET_WINDOW, RetryBudget, retry_loop
+from gateway.proxy.retry import BUDGET_WINDOW, Retries, RetryBudget
 
 
 def spent(budget: RetryBudget, now: float, share: float, least: int) -> int:
@@ -63,34 +63,49 @@ def test_retries_never_pass_the_share_or_the_minimum(steps: list[tuple[float, bo
         assert retries <= max(3, 0.2 * requests)
 
 
-async def tried(settings: RetrySettings, affordable: Callable[[], bool], *, may: bool) -> int:
-    """How often a step is tried that always fails."""
-    count = 0
+class Failed(NamedTuple):
+    """A failed attempt, as the policy sees it."""
 
-    def fail() -> None:
-        nonlocal count
+    retryable: bool = True
+    reached_node: bool = True
+
+
+AT_ONCE = RetrySettings(backoff=0.0, backoff_max=0.0)
+
+
+async def attempts(spend: Callable[[], bool], failure: Failed, *, most: int = 3) -> int:
+    """How many attempts are made that all fail like this."""
+    retries, count = Retries(AT_ONCE, most, spend), 1
+    while await retries.granted(failure):
         count += 1
-        raise OSError
-
-    with contextlib.suppress(OSError):
-        async for trial in retry_loop(settings, lambda _: may, lambda _: affordable()):
-            with trial:
-                fail()
     return count
 
 
 async def test_the_budget_is_asked_once_for_each_further_attempt() -> None:
     asked = iter(range(10))
-    settings = RetrySettings(attempts=3, backoff=0.0, backoff_max=0.0)
-    assert await tried(settings, lambda: next(asked) < 10, may=True) == 3
+    assert await attempts(lambda: next(asked) < 10, Failed()) == 3
     assert next(asked) == 2
 
 
-async def test_without_a_budget_nothing_is_repeated() -> None:
-    assert await tried(RetrySettings(), lambda: False, may=True) == 1
+async def test_without_a_budget_nothing_is_retried() -> None:
+    retries = Retries(AT_ONCE, 3, lambda: False)
+    assert not await retries.granted(Failed())
+    assert retries.out_of_budget
 
 
-async def test_what_may_not_be_repeated_costs_nothing() -> None:
+async def test_the_most_attempts_are_not_a_lack_of_budget() -> None:
+    retries = Retries(AT_ONCE, 1, lambda: True)
+    assert not await retries.granted(Failed())
+    assert not retries.out_of_budget
+
+
+async def test_a_failure_that_is_not_retryable_costs_no_budget() -> None:
     asked = iter(range(10))
-    assert await tried(RetrySettings(), lambda: next(asked) < 10, may=False) == 1
+    assert await attempts(lambda: next(asked) < 10, Failed(retryable=False)) == 1
+    assert next(asked) == 0
+
+
+async def test_a_failure_that_reached_no_node_costs_no_budget() -> None:
+    asked = iter(range(10))
+    assert await attempts(lambda: next(asked) < 10, Failed(reached_node=False)) == 3
     assert next(asked) == 0

@@ -1,4 +1,4 @@
-"""How each API's stream begins, ends and fails, as the servers write it and the clients read it."""
+"""How each API's stream begins, ends and fails, as servers write it and clients read it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,22 @@ import openai
 import pytest
 
 from gateway import errors
-from gateway.errors import GatewayError
 from gateway.proxy.api.base import Api, StreamEventKind
-from gateway.proxy.api.chat import CHAT, COMPLETIONS
+from gateway.proxy.api.chat import CHAT
+from gateway.proxy.api.completions import COMPLETIONS
 from gateway.proxy.api.messages import MESSAGES
 from gateway.proxy.api.native import NATIVE
+from gateway.proxy.api.relayed import RELAYED
 from gateway.proxy.api.responses import RESPONSES
 from gateway.transport.errors import InvalidResponse
+from tests.proxy.api.events import chat_choice, event
 
 ALL = [CHAT, COMPLETIONS, MESSAGES, NATIVE, RESPONSES]
 FAILED = errors.node_failed("The node broke off.")
 
 
-def event(value: Any, name: str | None = None) -> bytes:
-    head = b"" if name is None else b"event: %b\n" % name.encode()
-    return head + b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
 def chat(delta: Any, finish: str | None = None, **more: Any) -> bytes:
-    return event({"choices": [{"index": 0, "delta": delta, "finish_reason": finish}], **more})
+    return event({"choices": [chat_choice(delta, finish)], **more})
 
 
 def text(text: str, finish: str | None = None, **more: Any) -> bytes:
@@ -85,41 +82,41 @@ CONTENTS: list[tuple[Api, bytes]] = [
 NODE_ERROR = {"code": 500, "message": "Compute error.", "type": "server_error"}
 
 
-@pytest.mark.parametrize(("dialect", "data"), OPENINGS)
-def test_what_only_opens_an_answer_is_no_content(dialect: Api, data: bytes) -> None:
-    assert dialect.classify_event(data) is StreamEventKind.NO_CONTENT
-    assert dialect.classify_event(b":\n" + data) is StreamEventKind.NO_CONTENT
+@pytest.mark.parametrize(("api", "data"), OPENINGS)
+def test_an_opening_event_is_no_content(api: Api, data: bytes) -> None:
+    assert api.classify_event(data) is StreamEventKind.NO_CONTENT
+    assert api.classify_event(b":\n" + data) is StreamEventKind.NO_CONTENT
 
 
-@pytest.mark.parametrize(("dialect", "data"), CONTENTS)
-def test_what_a_reader_would_miss_is_content(dialect: Api, data: bytes) -> None:
-    assert dialect.classify_event(data) is StreamEventKind.CONTENT
-    assert dialect.classify_event(b":\n" + data) is StreamEventKind.CONTENT
-    assert dialect.classify_event(data.replace(b"\n", b"\r\n")) is StreamEventKind.CONTENT
+@pytest.mark.parametrize(("api", "data"), CONTENTS)
+def test_an_event_that_a_reader_would_miss_is_content(api: Api, data: bytes) -> None:
+    assert api.classify_event(data) is StreamEventKind.CONTENT
+    assert api.classify_event(b":\n" + data) is StreamEventKind.CONTENT
+    assert api.classify_event(data.replace(b"\n", b"\r\n")) is StreamEventKind.CONTENT
 
 
 @pytest.mark.parametrize("data", [b":\n", b"event: nothing\n\n", b"id: 7\n\n", b"data: null\n\n"])
-def test_what_says_nothing_is_held_back(data: bytes) -> None:
-    for dialect in ALL:
-        assert dialect.classify_event(data) is StreamEventKind.NO_CONTENT
+def test_an_event_without_data_is_no_content(data: bytes) -> None:
+    for api in ALL:
+        assert api.classify_event(data) is StreamEventKind.NO_CONTENT
 
 
-@pytest.mark.parametrize("dialect", ALL)
-def test_what_is_no_event_of_the_api_is_garbage(dialect: Api) -> None:
+@pytest.mark.parametrize("api", ALL)
+def test_data_that_is_no_object_is_invalid(api: Api) -> None:
     for data in (b"data: {oops\n\n", b"data: [1]\n\n", b"data: 7\n\n"):
         with pytest.raises(InvalidResponse):
-            dialect.classify_event(data)
+            api.classify_event(data)
 
 
-@pytest.mark.parametrize("dialect", ALL)
-def test_a_nodes_error_is_known_in_either_form(dialect: Api) -> None:
+@pytest.mark.parametrize("api", ALL)
+def test_a_nodes_error_event_is_known_in_every_form(api: Api) -> None:
     for data in (
         event({"error": NODE_ERROR}),
         event(NODE_ERROR, "error"),
         event({"x": 1}, "error"),
     ):
-        assert dialect.classify_event(data) is StreamEventKind.ERROR
-        assert dialect.classify_event(b":\n" + data) is StreamEventKind.ERROR
+        assert api.classify_event(data) is StreamEventKind.ERROR
+        assert api.classify_event(b":\n" + data) is StreamEventKind.ERROR
 
 
 ENDS: list[tuple[Api, bytes]] = [
@@ -134,11 +131,11 @@ ENDS: list[tuple[Api, bytes]] = [
 ]
 
 
-@pytest.mark.parametrize(("dialect", "end"), ENDS)
-def test_an_end_is_known(dialect: Api, end: bytes) -> None:
+@pytest.mark.parametrize(("api", "end"), ENDS)
+def test_a_complete_stream_is_known(api: Api, end: bytes) -> None:
     for before in (b"", named("delta", text="x"), b":\n"):
         for behind in (b"", b":\n"):
-            assert dialect.is_stream_complete(before + end + behind)
+            assert api.is_stream_complete(before + end + behind)
 
 
 UNFINISHED: list[tuple[Api, bytes]] = [
@@ -153,13 +150,13 @@ UNFINISHED: list[tuple[Api, bytes]] = [
 ]
 
 
-@pytest.mark.parametrize(("dialect", "tail"), [*UNFINISHED, *((one, b"") for one in ALL)])
-def test_text_that_looks_like_an_end_is_none(dialect: Api, tail: bytes) -> None:
-    assert not dialect.is_stream_complete(tail)
-    assert not dialect.ends_with_error(tail)
+@pytest.mark.parametrize(("api", "tail"), [*UNFINISHED, *((one, b"") for one in ALL)])
+def test_text_that_looks_like_an_end_is_no_end(api: Api, tail: bytes) -> None:
+    assert not api.is_stream_complete(tail)
+    assert not api.ends_with_error(tail)
 
 
-# What the official clients make of our error events.
+# Our error events, read by the official clients.
 
 
 def served(body: bytes) -> httpx2.MockTransport:
@@ -202,7 +199,7 @@ def messages_stream(body: bytes) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("dialect", "read", "raised"),
+    ("api", "read", "raised"),
     [
         (CHAT, chat_stream, openai.APIError),
         (COMPLETIONS, completions_stream, openai.APIError),
@@ -211,63 +208,26 @@ def messages_stream(body: bytes) -> Any:
     ],
 )
 def test_the_official_client_raises_on_our_error_event(
-    dialect: Api,
+    api: Api,
     read: Callable[[bytes], Any],
     raised: type[Exception],
 ) -> None:
-    body = dialect.heartbeat() + dialect.error_event(FAILED, "req_1")
+    body = api.heartbeat() + api.error_event(FAILED, "req_1")
     with pytest.raises(raised, match=FAILED.message):
         list(read(body))
 
 
-@pytest.mark.parametrize("dialect", ALL)
-def test_our_error_event_has_no_end_behind_it(dialect: Api) -> None:
-    sent = dialect.error_event(FAILED, "req_1")
-    assert not dialect.is_stream_complete(sent)
-    assert dialect.ends_with_error(sent)
-    assert dialect.classify_event(sent) is StreamEventKind.ERROR
+@pytest.mark.parametrize("api", ALL)
+def test_our_error_event_does_not_complete_a_stream(api: Api) -> None:
+    sent = api.error_event(FAILED, "req_1")
+    assert not api.is_stream_complete(sent)
+    assert api.ends_with_error(sent)
+    assert api.classify_event(sent) is StreamEventKind.ERROR
 
 
-def test_the_error_event_of_messages_is_anthropics() -> None:
-    name, data, *_ = MESSAGES.error_event(FAILED, "req_1").split(b"\n")
-    assert name == b"event: error"
-    assert msgspec.json.decode(data[6:]) == {
-        "type": "error",
-        "error": {"type": "api_error", "message": "The node broke off."},
-        "request_id": "req_1",
-    }
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, "invalid_request_error"),
-        (401, "authentication_error"),
-        (403, "permission_error"),
-        (404, "not_found_error"),
-        (405, "invalid_request_error"),
-        (413, "request_too_large"),
-        (429, "rate_limit_error"),
-        (422, "invalid_request_error"),
-        (500, "api_error"),
-        (502, "api_error"),
-        (503, "overloaded_error"),
-        (504, "timeout_error"),
-        (529, "overloaded_error"),
-    ],
-)
-def test_an_error_of_messages_has_anthropics_type(status: int, kind: str) -> None:
-    data = MESSAGES.error_body(GatewayError(status, "x", "m"), "req_1")
-    event = MESSAGES.error_event(GatewayError(status, "x", "m"), "req_1")
-    assert event == b"event: error\ndata: " + data + b"\n\n"
-    body = msgspec.json.decode(data)
-    assert (body["type"], body["error"]["type"]) == ("error", kind)
-    assert body["request_id"] == "req_1"
-
-
-@pytest.mark.parametrize("dialect", [CHAT, COMPLETIONS, NATIVE, RESPONSES])
-def test_other_error_bodies_are_openais_with_their_details(dialect: Api) -> None:
+@pytest.mark.parametrize("api", [CHAT, COMPLETIONS, NATIVE, RESPONSES, RELAYED])
+def test_an_error_body_is_openais_with_its_details(api: Api) -> None:
     error = errors.context_length_exceeded(5000, 4096)
-    fields = msgspec.json.decode(dialect.error_body(error, "req_1"))["error"]
+    fields = msgspec.json.decode(api.error_body(error, "req_1"))["error"]
     assert (fields["type"], fields["code"]) == ("invalid_request_error", "context_length_exceeded")
     assert (fields["n_ctx"], fields["n_prompt_tokens"]) == (4096, 5000)

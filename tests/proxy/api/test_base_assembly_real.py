@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.proxy.api.assembly import ASSEMBLY_RULES
 from gateway.proxy.api.base import read_events
+from gateway.proxy.inbound.routes import ROUTES
 from tests.servers import demo_servers
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
@@ -88,13 +88,12 @@ def shown(value: Any) -> Any:
 def test_an_assembled_answer_equals_the_servers_own(server: str, name: str) -> None:
     path, question = QUESTIONS[name]
     body = EITHER_WAY | question
-    form = ASSEMBLY_RULES[path]
-    streamed = body | {"stream": True}
-    if form.usage_on_request:
-        streamed["stream_options"] = {"include_usage": True}
+    api = ROUTES[path].api
+    assert api.streaming_fields is not None
+    streamed = body | api.streaming_fields
     with httpx.Client(base_url=server, timeout=60) as client:
         client.post(path, json=body)  # so that both find the prompt in the cache
         plain = client.post(path, json=body)
         stream = client.post(path, json=streamed)
     assert plain.status_code == stream.status_code == 200, plain.text
-    assert shown(form.assemble(read_events(stream.content), body)) == shown(plain.json())
+    assert shown(api.assemble(read_events(stream.content), body)) == shown(plain.json())

@@ -1,0 +1,187 @@
+"""OpenAI's completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from gateway.proxy.api import resuming
+from gateway.proxy.api.choices import (
+    IDENTITY_FIELDS,
+    ChoicesApi,
+    ChunkRewriter,
+    NativeToChunkRewriter,
+    assembled_finish_reason,
+    assembled_logprobs,
+    read_chunk,
+    take_logprobs,
+    wants_usage,
+)
+from gateway.proxy.api.merging import RawFields, ResponseMerger, read_fields, read_items
+from gateway.proxy.api.resuming import EventRewriter, ReasoningEndMark
+from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
+from gateway.proxy.splice import SplicePoint
+from gateway.proxy.transcript import Transcript
+
+
+def read_completion(transcript: Transcript, value: JsonObject) -> None:
+    """Add a chunk to the transcript."""
+    for choice in read_chunk(transcript, value):
+        transcript.add_content(choice.get("text"))
+
+
+class CompletionsRewriter(ChunkRewriter):
+    """A completion's stream, continued by a completion."""
+
+    def _new_choice(self, choice: JsonObject) -> JsonObject | None:
+        text = self._new_text(choice.get("text"))
+        if not text and not choice.get("finish_reason"):
+            return None
+        return choice | {"text": text}
+
+    def _last_choice(self, reason: str) -> JsonObject:
+        return _choice("", reason)
+
+
+class NativeToCompletionsRewriter(NativeToChunkRewriter):
+    """A completion's stream, continued by `/completion`, which takes and reports token ids."""
+
+    def _text_choice(self, text: str) -> JsonObject:
+        return _choice(text, None)
+
+    def _last_choice(self, reason: str) -> JsonObject:
+        return _choice("", reason)
+
+
+def _choice(text: str, finish_reason: str | None) -> JsonObject:
+    return {"text": text, "index": 0, "logprobs": None, "finish_reason": finish_reason}
+
+
+class CompletionsMerger(ResponseMerger):
+    """Merges choices into one object."""
+
+    def __init__(self, request_fields: Mapping[str, msgspec.Raw], answers_per_prompt: int) -> None:
+        super().__init__(request_fields, answers_per_prompt)
+        self._shared: RawFields = {}
+        """Fields of the first prompt's response, or of the stream's first event."""
+        self._shared_index: int | None = None
+        self._usage: JsonObject = {}
+
+    def merged_response(self) -> bytes:
+        fields = self._shared | {"choices": msgspec.Raw(self._all_items())}
+        if self._usage:
+            fields["usage"] = msgspec.Raw(msgspec.json.encode(self._usage))
+        return msgspec.json.encode(fields)
+
+    def stream_end(self) -> bytes:
+        end = ChoicesApi.stream_end
+        if not (self._usage and self._wants_usage):
+            return end
+        fields = self._identity() | {
+            "object": msgspec.Raw(b'"text_completion"'),
+            "choices": msgspec.Raw(b"[]"),
+            "usage": msgspec.Raw(msgspec.json.encode(self._usage)),
+        }
+        return b"data: " + msgspec.json.encode(fields) + b"\n\n" + end
+
+    @property
+    def _wants_usage(self) -> bool:
+        options = bytes(self._request_fields.get("stream_options", b"{}"))
+        try:
+            return wants_usage({"stream_options": parse_object(options)})
+        except InvalidJson:
+            return False
+
+    def _identity(self) -> RawFields:
+        return {name: self._shared[name] for name in IDENTITY_FIELDS if name in self._shared}
+
+    def _items(self, index: int, response: bytes) -> bytes:
+        fields = read_fields(response)
+        choices = read_items(fields.pop("choices", b"[]"))
+        self._add_usage(fields)
+        if self._shared_index is None or index < self._shared_index:
+            self._shared, self._shared_index = fields, index
+        return msgspec.json.encode(self._renumber(index, choices))[1:-1]
+
+    def _event(self, index: int, data: bytes) -> bytes:
+        fields = read_fields(data)
+        choices = read_items(fields.get("choices", b"[]"))
+        self._add_usage(fields)
+        if not choices:
+            return b""
+        self._shared = self._shared or fields
+        fields |= self._identity()
+        fields["choices"] = msgspec.Raw(msgspec.json.encode(self._renumber(index, choices)))
+        return b"data: " + msgspec.json.encode(fields) + b"\n\n"
+
+    def _add_usage(self, fields: RawFields) -> None:
+        usage = fields.pop("usage", None)
+        if usage is not None:
+            try:
+                _add_numbers(self._usage, parse_object(bytes(usage)))
+            except InvalidJson:
+                return  # `null`, as in all of OpenAI's chunks but the last
+
+
+def _add_numbers(total: JsonObject, more: Mapping[str, Any]) -> None:
+    """Sum the numbers of `usage`, those of its details too."""
+    for name, value in more.items():
+        if isinstance(value, Mapping):
+            inner = total.setdefault(name, {})
+            if isinstance(inner, dict):
+                _add_numbers(inner, value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            before = total.get(name, 0)
+            total[name] = before + value if isinstance(before, int) else value
+        else:
+            total.setdefault(name, value)
+
+
+class CompletionsApi(ChoicesApi):
+    """`/v1/completions`: text in each event, `[DONE]`."""
+
+    name = "completions"
+    prompt_field = "prompt"
+    response_object = "text_completion"
+    merger = CompletionsMerger
+    transcript_reader = staticmethod(read_completion)
+    event_rewriter = CompletionsRewriter
+    logprobs_fields: ClassVar[JsonObject] = {"logprobs": 1}
+
+    def _choice_has_content(self, choice: JsonObject) -> bool:
+        return bool(choice.get("text"))
+
+    def _assemble_choice(self, index: int, parts: list[JsonObject]) -> JsonObject:
+        return {
+            "text": "".join(part.get("text") or "" for part in parts),
+            "index": index,
+            "logprobs": assembled_logprobs(parts),
+            "finish_reason": assembled_finish_reason(parts),
+        }
+
+    def take_token_ids(self, value: JsonObject) -> list[int]:
+        ids = take_logprobs(value)
+        for choice in value["choices"]:
+            choice["logprobs"] = None  # the field stays
+        return ids
+
+    def unresumable_reason(self, body: JsonObject, transcript: Transcript) -> str | None:
+        reason = resuming.unresumable_reason(body, transcript)
+        return reason or resuming.prompt_unresumable_reason(body, transcript)
+
+    def continued_body(self, body: JsonObject, prefix: str, max_tokens: int | None) -> JsonObject:
+        return resuming.continued_prompt(body, prefix, max_tokens)
+
+    def native_rewriter(
+        self,
+        body: JsonObject,
+        transcript: Transcript,
+        splice_point: SplicePoint,
+        end_mark: ReasoningEndMark | None = None,
+    ) -> EventRewriter | None:
+        return NativeToCompletionsRewriter(transcript, splice_point, usage=wants_usage(body))
+
+
+COMPLETIONS = CompletionsApi()

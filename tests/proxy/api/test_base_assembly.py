@@ -1,0 +1,35 @@
+"""The objects of a stream's events, before an API assembles them."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.proxy.api.base import AssemblyError, ResponseAssembler, read_events
+from gateway.proxy.api.native import NATIVE
+
+
+def test_objects_come_in_order_without_comments_and_the_end() -> None:
+    stream = b':\ndata: {"a":1}\n\nevent: x\ndata: {"b":2}\n\n: ping\n\ndata: [DONE]\n\n'
+    assert list(read_events(stream)) == [{"a": 1}, {"b": 2}]
+
+
+@pytest.mark.parametrize("data", [b"nonsense", b"[1]", b'{"a":', b'"text"'])
+def test_data_that_is_no_object_can_not_be_assembled(data: bytes) -> None:
+    with pytest.raises(AssemblyError) as caught:
+        list(read_events(b"data: " + data + b"\n\n"))
+    assert data.decode() not in str(caught.value)
+
+
+def test_an_error_event_can_not_be_assembled_and_its_text_stays_private() -> None:
+    with pytest.raises(AssemblyError) as caught:
+        list(read_events(b'data: {"error":{"message":"about secrets"}}\n\n'))
+    assert "secrets" not in str(caught.value)
+
+
+def test_a_response_is_assembled_from_chunks_up_to_its_limit() -> None:
+    first, last = b'data: {"content":"a"}\n\n', b'data: {"content":"b","stop":true}\n\n'
+    assembler = ResponseAssembler(NATIVE, first, len(first + last))
+    assert not assembler.add(last)
+    assert assembler.assemble({}) == b'{"content":"ab","stop":true,"tokens":[]}'
+    assert assembler.add(b":")
+    assert assembler.too_large

@@ -1,0 +1,48 @@
+"""Requests that are only relayed."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from gateway import errors
+from gateway.proxy.api.ollama import OLLAMA
+from gateway.proxy.api.relayed import EMBEDDINGS_USAGE_WITHIN, RELAYED
+from gateway.proxy.inbound.routes import ROUTES
+from gateway.proxy.usage import Usage
+
+
+@pytest.mark.parametrize("vectors", [1, 10 * EMBEDDINGS_USAGE_WITHIN])
+@pytest.mark.parametrize("spaces", [None, (",", ":")])
+def test_embeddings_use_a_prompt_alone(vectors: int, spaces: tuple[str, str] | None) -> None:
+    usage = {"prompt_tokens": 7, "total_tokens": 7}
+    early = json.dumps({"usage": usage, "data": [0.5] * vectors}, separators=spaces)
+    late = json.dumps({"data": [0.5] * vectors, "usage": usage}, separators=spaces)
+    assert RELAYED.read_usage(early.encode()) == Usage(7)
+    assert RELAYED.read_usage(late.encode()) == Usage(7)
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/embeddings", "input"),
+        ("/v1/rerank", "documents"),
+        ("/tokenize", "content"),
+        ("/apply-template", "messages"),
+        ("/v1/audio/transcriptions", None),
+    ],
+)
+def test_each_path_says_where_its_prompt_is(path: str, field: str | None) -> None:
+    route = ROUTES[path]
+    assert (route.prompt_field, route.max_tokens_field, route.generates) == (field, None, False)
+    assert not route.api.refusal_is_general
+    assert route.api.streaming_fields is None
+    assert route.api.merger is None
+    assert route.api.progress_fields is None
+
+
+def test_ollamas_clients_read_an_error_as_text() -> None:
+    body = OLLAMA.error_body(errors.node_failed("It broke."), "req_1")
+    assert msgspec.json.decode(body) == {"error": "It broke."}

@@ -1,0 +1,176 @@
+"""The transcript of a stream is kept in few bytes and parsed when the node has failed."""
+
+from __future__ import annotations
+
+import json
+import random
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.proxy.api.chat import read_chat
+from gateway.proxy.api.completions import read_completion
+from gateway.proxy.api.messages import read_message
+from gateway.proxy.api.native import read_native
+from gateway.proxy.transcript import (
+    KEPT_RAW_BYTES,
+    MOST_RAW_BYTES,
+    MOST_RAW_CHUNKS,
+    TranscriptRecorder,
+)
+
+MIB = 1 << 20
+READERS = {
+    "/v1/chat/completions": read_chat,
+    "/v1/completions": read_completion,
+    "/v1/messages": read_message,
+    "/completion": read_native,
+}
+
+
+def chunk(path: str, text: str) -> bytes:
+    """One event with a token's text, as llama.cpp writes it on this path."""
+    if path == "/v1/messages":
+        delta = {"type": "text_delta", "text": text}
+        value: Any = {"type": "content_block_delta", "index": 0, "delta": delta}
+        return b"event: content_block_delta\ndata: " + json.dumps(value).encode() + b"\n\n"
+    if path == "/completion":
+        value = {"index": 0, "content": text, "tokens": [len(text)], "stop": False}
+    elif path == "/v1/completions":
+        value = {"choices": [{"text": text, "index": 0, "logprobs": None}], "id": "x"}
+    else:
+        value = {"choices": [{"index": 0, "delta": {"content": text}}], "id": "x"}
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize("path", READERS)
+@pytest.mark.parametrize(("tokens", "together"), [(1, 1), (50, 7), (2000, 1)])
+def test_the_transcript_holds_the_text_that_was_sent(path: str, tokens: int, together: int) -> None:
+    rng = random.Random(tokens)
+    texts = [rng.choice([" a", '"', "\n\n", "é", " data: x", "\\"]) for _ in range(tokens)]
+    recorder = TranscriptRecorder(READERS[path], MIB)
+    for start in range(0, tokens, together):
+        recorder.add(b"".join(chunk(path, text) for text in texts[start : start + together]))
+    transcript = recorder.transcript()
+    assert transcript.unresumable is None
+    assert transcript.text == "".join(texts)
+    assert transcript.token_count == tokens
+    newest = (
+        transcript.content_pieces[-min(20, tokens - 1) :]
+        if tokens > 1
+        else transcript.content_pieces
+    )
+    assert newest == texts[-len(newest) :]
+    assert transcript.token_ids == ([len(text) for text in texts] if path == "/completion" else [])
+    # More may be sent afterwards.
+    recorder.add(chunk(path, " more"))
+    assert recorder.transcript().text == "".join(texts) + " more"
+
+
+def test_a_long_response_is_kept_in_little_more_than_half_its_bytes() -> None:
+    words = (Path(__file__).parents[2] / "docs/operations.md").read_text().split(" ") * 10
+    texts = [f" {word}" for word in words]
+    text = "".join(texts)
+    recorder = TranscriptRecorder(read_chat, MIB)
+    tracemalloc.start()
+    for piece in texts:
+        recorder.add(chunk("/v1/chat/completions", piece))
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(text) > 100_000
+    assert kept < 0.65 * len(text) + 2 * KEPT_RAW_BYTES + 20_000
+    assert recorder.transcript().text == text
+    assert recorder.transcript().text == text
+
+
+def test_few_events_of_a_slow_stream_are_kept_unparsed() -> None:
+    recorder = TranscriptRecorder(read_chat, MIB)
+    event = chunk("/v1/chat/completions", " word")
+    for count in range(1, 1000):
+        recorder.add(event)
+        assert recorder.raw_bytes <= 2 * KEPT_RAW_BYTES + MOST_RAW_CHUNKS * len(event)
+        assert recorder.raw_bytes >= min(KEPT_RAW_BYTES, count * len(event)) - len(event)
+
+
+def test_a_response_longer_than_the_limit_can_not_be_resumed() -> None:
+    recorder = TranscriptRecorder(read_chat, 1000)
+    for _ in range(3000):
+        recorder.add(chunk("/v1/chat/completions", " word"))
+        assert recorder.raw_bytes <= MOST_RAW_BYTES + 200
+    transcript = recorder.transcript()
+    assert transcript.unresumable is not None
+    assert len(transcript.text) < MOST_RAW_BYTES
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b"data: {oops\n\n",
+        b"data: [1]\n\n",
+        b'data: {"choices":3}\n\n',
+        b'data: {"choices":[{"delta":"text"}]}\n\n',
+    ],
+)
+def test_an_unreadable_event_makes_a_stream_unresumable(event: bytes) -> None:
+    recorder = TranscriptRecorder(read_chat, MIB)
+    recorder.add(chunk("/v1/chat/completions", "a"))
+    recorder.add(event)
+    assert recorder.transcript().unresumable == "an event that went out can't be read"
+
+
+@pytest.mark.parametrize(
+    "between", [b":\n", b"event: nothing\n\n", b"data: null\n\n", b"\n\n", b"data: [DONE]\n\n"]
+)
+def test_events_without_text_add_nothing(between: bytes) -> None:
+    recorder = TranscriptRecorder(read_chat, MIB)
+    for text in ("a", "b"):
+        recorder.add(between)
+        recorder.add(chunk("/v1/chat/completions", text))
+    assert recorder.transcript().text == "ab"
+    assert recorder.transcript().unresumable is None
+
+
+def test_events_with_other_line_ends_are_read() -> None:
+    recorder = TranscriptRecorder(read_chat, MIB)
+    recorder.add(chunk("/v1/chat/completions", "a").replace(b"\n", b"\r\n") * 600)
+    transcript = recorder.transcript()
+    assert (transcript.text, transcript.unresumable) == ("a" * 600, None)
+
+
+def test_a_tool_call_that_has_begun_makes_a_stream_unresumable() -> None:
+    recorder = TranscriptRecorder(read_chat, MIB)
+    call = {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0}]}}]}
+    recorder.add(b"data: " + json.dumps(call).encode() + b"\n\n")
+    assert recorder.transcript().unresumable == "a tool call has begun"
+
+
+def test_open_content_blocks_are_known() -> None:
+    """llama.cpp ends all of a message's blocks at its end."""
+
+    def message_event(**value: Any) -> bytes:
+        return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+    recorder = TranscriptRecorder(read_message, MIB)
+    recorder.add(
+        message_event(type="content_block_start", index=0, content_block={"type": "thinking"})
+    )
+    recorder.add(message_event(type="content_block_start", index=1, content_block={"type": "text"}))
+    assert recorder.transcript().open_blocks == {0: "thinking", 1: "text"}
+    signature = {"type": "signature_delta", "signature": ""}
+    recorder.add(message_event(type="content_block_delta", index=0, delta=signature))
+    assert recorder.transcript().open_blocks == {0: "signed", 1: "text"}
+    recorder.add(message_event(type="content_block_stop", index=0))
+    transcript = recorder.transcript()
+    assert (
+        transcript.open_blocks,
+        transcript.block_index,
+        transcript.block_is_open,
+        transcript.unresumable,
+    ) == (
+        {1: "text"},
+        1,
+        True,
+        None,
+    )
