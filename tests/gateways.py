@@ -116,7 +116,7 @@ async def until(
     """Wait until `condition()` holds; an AssertionError with `seen()` after `limit` seconds."""
     try:
         async with asyncio.timeout(limit):
-            while not condition():  # noqa: ASYNC110 - what happens elsewhere tells no event
+            while not condition():  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.005)
     except TimeoutError:
         raise AssertionError(f"not within {limit} s {seen()}") from None

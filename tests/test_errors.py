@@ -31,8 +31,8 @@ def test_each_error_has_its_status_and_code() -> None:
 
 
 def test_temporary_errors_have_a_retry_after() -> None:
-    told = {code for error, _, code in ALL if error.retry_after is not None}
-    assert told == {code for _, status, code in ALL if status in {429, 503}}
+    result = {code for error, _, code in ALL if error.retry_after is not None}
+    assert result == {code for _, status, code in ALL if status in {429, 503}}
 
 
 def test_errors_that_official_clients_must_not_retry_say_so() -> None:

@@ -89,10 +89,10 @@ def test_a_successor_knows_its_predecessors_anonymous_access(
     door: AnonymousAccess, customised: bool, listening: socket.socket
 ) -> None:
     reader, writer = os.pipe()
-    told = successor_environment(door, Path("config/gateway.yaml"), customised=customised)
-    assert told["LLAMA_GATEWAY_CONFIG"] == "config/gateway.yaml"
+    result = successor_environment(door, Path("config/gateway.yaml"), customised=customised)
+    assert result["LLAMA_GATEWAY_CONFIG"] == "config/gateway.yaml"
     inherited = inherit_from_environment(
-        {SOCKETS_VARIABLE: f"public={passed(listening)} ready={writer}", **told}
+        {SOCKETS_VARIABLE: f"public={passed(listening)} ready={writer}", **result}
     )
     assert (inherited.anonymous_access, inherited.customised) == (door, customised)
     inherited.notify_ready()

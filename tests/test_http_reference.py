@@ -47,12 +47,12 @@ def words(cell: str) -> list[str]:
 
 
 def metrics_told() -> dict[str, tuple[str, set[str]]]:
-    told = {}
+    result = {}
     for name, kind, labels in rows("Metrics"):
         outside = re.sub(r"\(.*?\)", "", labels)
         for metric in words(name):
-            told[metric.removeprefix(PREFIX)] = (kind.split(":")[0].split(",")[0], words(outside))
-    return {name: (kind, set(labels)) for name, (kind, labels) in told.items()}
+            result[metric.removeprefix(PREFIX)] = (kind.split(":")[0].split(",")[0], words(outside))
+    return {name: (kind, set(labels)) for name, (kind, labels) in result.items()}
 
 
 def metrics_made() -> dict[str, tuple[str, set[str]]]:
@@ -84,14 +84,14 @@ def test_the_promised_metrics_are_there() -> None:
 
 def paths_told(heading: str) -> set[tuple[str, str]]:
     """Method and path; a cell that lists several names the method of the first for all."""
-    told = set()
+    result = set()
     for path, *_ in rows(heading):
         method = ""
         for word in words(path):
             *methods, where = word.split(" ")
             method = methods[0] if methods else method
-            told.add((method, where))
-    return told
+            result.add((method, where))
+    return result
 
 
 def test_every_path_of_the_admin_listener_is_documented() -> None:
@@ -104,12 +104,12 @@ def test_every_path_of_the_admin_listener_is_documented() -> None:
 
 
 def test_every_routed_path_is_documented() -> None:
-    told = {path for method, path in paths_told("Paths") if method == "POST"}
-    assert told == {path for path in ROUTES if f"/v1{path}" not in ROUTES}
+    result = {path for method, path in paths_told("Paths") if method == "POST"}
+    assert result == {path for path in ROUTES if f"/v1{path}" not in ROUTES}
 
 
 async def test_every_field_of_the_status_is_documented() -> None:
     async with bare_gateway(a_spec("a", "http://127.0.0.1:9")) as gateway:
         status = (await gateway.admin.get("/admin/status")).json()
-    told = [word for row in rows("The status") for word in words(row[0])]
-    assert sorted(told) == sorted(status)
+    result = [word for row in rows("The status") for word in words(row[0])]
+    assert sorted(result) == sorted(status)

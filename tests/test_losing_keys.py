@@ -122,9 +122,9 @@ async def test_damaged_settings_leave_the_old_ones_in_force(
         await reload(running)
         assert await doors(running) == {401}
         assert await doors(running, KEY.text) == {200}
-        told = await status(running)
-        assert str(running.settings_file) in told["settings_error"]
-        assert told["keys_lost"] is None
+        result = await status(running)
+        assert str(running.settings_file) in result["settings_error"]
+        assert result["keys_lost"] is None
         await logged(tmp_path, "settings are invalid")
         if running.settings_file.is_dir():
             running.settings_file.rmdir()
@@ -142,9 +142,9 @@ async def test_without_the_last_key_nobody_is_admitted_until_there_is_one(
         await until(lambda: not running.gateway.settings.keys)
         for key in (None, KEY.text, "anything"):
             assert await doors(running, key) == {401}
-        told = await status(running)
-        assert told["settings_error"] is None
-        assert "restart" in told["keys_lost"]
+        result = await status(running)
+        assert result["settings_error"] is None
+        assert "restart" in result["keys_lost"]
         await logged(tmp_path, "the settings have lost their last API key")
         assert (await running.client.get("/health")).status_code == 200
 

@@ -56,8 +56,8 @@ class Succession:
         assert self.first.stderr is not None
         async for line in self.first.stderr:
             # What keeps a successor from starting comes as plain words.
-            told = json.loads(line) if line.startswith(b"{") else {"event": line.decode()}
-            self.lines.append(told)
+            entry = json.loads(line) if line.startswith(b"{") else {"event": line.decode()}
+            self.lines.append(entry)
             self.news.set()
 
     def logged(self, event: str) -> list[dict[str, Any]]:
@@ -124,7 +124,7 @@ async def serving(
             await asyncio.wait_for(reading, LIMIT)
         finally:
             reading.cancel()
-            for pid in {process.pid, *(told["pid"] for told in line.logged("succeeded"))}:
+            for pid in {process.pid, *(entry["pid"] for entry in line.logged("succeeded"))}:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     assert await process.wait() == 0
@@ -182,9 +182,9 @@ async def test_no_request_fails_during_handovers(tmp_path: Path) -> None:
             asking.over = True
         await keeping.aclose()
         await line.until("ended", UPGRADES)
-        assert len({line.first.pid, *(told["pid"] for told in line.logged("succeeded"))}) == 4
+        assert len({line.first.pid, *(entry["pid"] for entry in line.logged("succeeded"))}) == 4
         assert node.requests == asking.answered >= REQUESTS
-        assert {told["status"] for told in line.logged("request")} == {200}
+        assert {entry["status"] for entry in line.logged("request")} == {200}
 
 
 async def test_a_running_stream_is_finished_by_its_process(tmp_path: Path) -> None:
@@ -220,8 +220,8 @@ async def test_a_successor_that_can_not_start_changes_nothing(tmp_path: Path) ->
         settings = (tmp_path / "gateway.yaml").read_text()
         (tmp_path / "gateway.yaml").write_text("listen: {port: nonsense}\n")
         os.kill(line.first.pid, signal.SIGUSR2)
-        told = await line.until("no successor")
-        assert "before it was ready" in told["why"]
+        entry = await line.until("no successor")
+        assert "before it was ready" in entry["why"]
         assert (await client.post("/v1/chat/completions", json=HELLO)).status_code == 200
         (tmp_path / "gateway.yaml").write_text(settings)
         await line.succeed()

@@ -80,15 +80,15 @@ def test_a_reader_that_does_not_read_loses_lines_and_blocks_nobody() -> None:
         # When the reader continues it learns how many lines it missed.
         got = bytearray()
 
-        def told() -> int:
+        def outcome_of() -> int:
             return sum(map(int, re.findall(rb"lost (\d+)\n", got)))
 
         end = time.monotonic() + 30
-        while b"lost" not in got or told() < log.dropped_lines:
+        while b"lost" not in got or outcome_of() < log.dropped_lines:
             assert time.monotonic() < end
             got += os.read(reader, 1 << 20)
             log.write(b"again\n")
-        assert told() == log.dropped_lines
+        assert outcome_of() == log.dropped_lines
         assert len(got) < 3 * MOST_BUFFERED_LOG_BYTES
         log.close()
 

@@ -100,17 +100,17 @@ class Public:
     async def last(self) -> RequestFinished:
         """The record of the last finished request, once none runs."""
         await until(lambda: not self.running.gateway.registry)
-        await until(lambda: bool(self.told()))
+        await until(lambda: bool(self.records()))
         return self.ended[-1]
 
-    def told(self) -> list[RequestFinished]:
+    def records(self) -> list[RequestFinished]:
         """The records of all finished requests."""
         self.running.gateway.bus.flush()
         return self.ended
 
     def forget(self) -> None:
         """Drop all records, and reset the node."""
-        self.told()
+        self.records()
         self.node.requests = 0
         self.node.seen.clear()
         self.ended.clear()

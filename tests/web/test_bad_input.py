@@ -36,7 +36,7 @@ async def shared_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
         yield found
 
 
-def told(found: Answer) -> tuple[int, str | None]:
+def outcome_of(found: Answer) -> tuple[int, str | None]:
     return found.status, found.code
 
 
@@ -148,7 +148,7 @@ async def test_unknown_models_and_features_are_refused_with_their_status(
     gate: Public, fields: list[str], body: dict[str, object], expected: tuple[int, str]
 ) -> None:
     found = await gate.ask(request({**HELLO, **body}, *fields))
-    assert told(found) == expected
+    assert outcome_of(found) == expected
     assert gate.node.requests == 0
     assert len(found.body) < 2000
 
@@ -177,7 +177,7 @@ async def test_wrong_paths_and_methods_are_404_and_405(
     gate: Public, method: str, path: str, expected: tuple[int, str]
 ) -> None:
     found = await gate.ask(request(method=method, path=path))
-    assert told(found) == expected
+    assert outcome_of(found) == expected
     assert gate.node.requests == 0
     assert len(found.body) < 1000
     if found.status == 405 and path.startswith("/"):
@@ -193,7 +193,7 @@ async def test_a_body_declared_too_large_is_413_before_it_is_sent(
     async with wired(gate.url) as wire:
         await wire.send(request(b"x" * 1000, length=3_000_000))
         found = await answer(wire)
-        assert told(found) == (413, "request_too_large")
+        assert outcome_of(found) == (413, "request_too_large")
         assert found.headers["connection"] == "close"
         for _ in range(20):
             await wire.send(b"x" * 1000)
@@ -207,7 +207,7 @@ async def test_a_client_that_sends_everything_before_it_reads_sees_the_413(
 ) -> None:
     async with wired(gate.url) as wire:
         await wire.send(request(b"x" * 3_000_000, *fields))
-        assert told(await answer(wire)) == (413, "request_too_large")
+        assert outcome_of(await answer(wire)) == (413, "request_too_large")
         assert await wire.rest() == b""
 
 
@@ -231,7 +231,7 @@ async def test_a_client_that_reads_while_it_sends_sees_the_413(gate: Public) -> 
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     async with wired(gate.url) as wire:
         await wire.send(head + chunk * 20)
-        assert told(await answer(wire)) == (413, "request_too_large")
+        assert outcome_of(await answer(wire)) == (413, "request_too_large")
 
 
 @pytest.mark.parametrize("padding", [0, 100_000])
@@ -260,7 +260,7 @@ async def test_bodies_beyond_the_memory_limit_are_429(tmp_path: Path) -> None:
     settings = {"limits": {"buffered_bytes": 1000, "body_bytes": 100_000}}
     async with public(tmp_path, settings) as gate:
         found = await gate.ask(request({**HELLO, "padding": "x" * 2000}))
-        assert told(found) == (429, "queue_full")
+        assert outcome_of(found) == (429, "queue_full")
         assert int(found.headers["retry-after"]) >= 1
 
 
@@ -278,14 +278,14 @@ async def test_a_head_that_is_too_large_is_431(gate: Public, head: bytes) -> Non
     async with wired(gate.url) as wire:
         await wire.send(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode() + head + b"\r\n")
         found = await answer(wire)
-        assert told(found) == (431, "headers_too_large")
+        assert outcome_of(found) == (431, "headers_too_large")
         assert found.headers["connection"] == "close"
         assert await wire.rest() == b""
 
 
 async def test_a_url_that_is_too_long_is_431(gate: Public) -> None:
     found = await gate.ask(request(path="/" + "x" * 10_000))
-    assert told(found) == (431, "headers_too_large")
+    assert outcome_of(found) == (431, "headers_too_large")
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", CHAT])
@@ -340,7 +340,7 @@ async def test_bytes_that_are_not_http_are_400_in_json(gate: Public, data: bytes
     async with wired(gate.url) as wire:
         await wire.send(data)
         found = await answer(wire)
-        assert told(found) == (400, "invalid_request")
+        assert outcome_of(found) == (400, "invalid_request")
         assert found.headers["connection"] == "close"
         assert await wire.rest() == b""
 
@@ -378,7 +378,7 @@ async def test_an_ambiguous_body_length_is_400_and_closes_the_connection(
     async with wired(gate.url) as wire:
         await wire.send(head + b"0\r\n\r\n" + SMUGGLED)
         found = await answer(wire)
-        assert told(found) == (400, "invalid_request")
+        assert outcome_of(found) == (400, "invalid_request")
         assert await wire.rest() == b"", "what stands behind it was taken for a request"
     assert gate.node.requests == 0
 
@@ -393,7 +393,7 @@ async def test_broken_chunks_are_400_and_close_the_connection(gate: Public, body
         await asyncio.sleep(0.05)
         await wire.send(body + b"\r\n0\r\n\r\n" + SMUGGLED)
         found = await answer(wire)
-        assert told(found) == (400, "invalid_request")
+        assert outcome_of(found) == (400, "invalid_request")
         assert found.headers["connection"] == "close"
         assert found.headers["x-request-id"]
         assert await wire.rest() == b""
@@ -424,7 +424,7 @@ async def test_chunk_extensions_and_trailers_are_limited(gate: Public, where: st
     async with wired(gate.url) as wire:
         await wire.send(head.encode() + begin)
         await wire.send(more * 100)
-        assert told(await answer(wire)) == (431, "headers_too_large")
+        assert outcome_of(await answer(wire)) == (431, "headers_too_large")
         with suppress(ConnectionError):
             assert await wire.rest() == b""
     assert gate.node.requests == 0
@@ -465,7 +465,7 @@ async def test_a_request_before_a_broken_one_is_answered_before_the_connection_e
     async with wired(gate.url) as wire:
         await wire.send(request({**HELLO, "max_tokens": 1}) + b"garbage\r\n\r\n")
         assert (await answer(wire)).status == 200
-        assert told(await answer(wire)) == (400, "invalid_request")
+        assert outcome_of(await answer(wire)) == (400, "invalid_request")
         assert await wire.rest() == b""
 
 
@@ -513,7 +513,7 @@ async def test_a_body_declared_too_large_gets_no_100_continue(gate: Public) -> N
     async with wired(gate.url) as wire:
         await wire.send(request(b"", "Expect: 100-continue", length=3_000_000))
         found = await answer(wire)
-        assert told(found) == (413, "request_too_large")
+        assert outcome_of(found) == (413, "request_too_large")
         assert found.headers["connection"] == "close"
 
 
@@ -567,7 +567,7 @@ async def test_connections_beyond_the_limit_are_429(tmp_path: Path) -> None:
                 assert (await answer(wire)).status == 200
             async with wired(gate.url) as four:
                 found = await answer(four)
-                assert told(found) == (429, "queue_full")
+                assert outcome_of(found) == (429, "queue_full")
                 assert int(found.headers["retry-after"]) >= 1
                 assert await four.rest() == b""
             await one.send(request({**HELLO, "max_tokens": 1}))

@@ -38,10 +38,10 @@ async def shared(
     """A gateway with keys; at the end no body is counted."""
     async with public(folder, {"keys": KEYS, **settings}, node, well=False) as gate:
         yield gate
-        buffered = gate.running.gateway.handler.body_memory
+        body_memory = gate.running.gateway.handler.body_memory
         await until(lambda: not gate.running.gateway.registry)
-        await until(lambda: buffered.fair_share == FairShare())
-        assert (buffered.total_bytes, buffered.allocation_count) == (0, 0)
+        await until(lambda: body_memory.fair_share == FairShare())
+        assert (body_memory.total_bytes, body_memory.allocation_count) == (0, 0)
 
 
 async def begun(stack: AsyncExitStack, gate: Public, size: int, *fields: str) -> Wire:
@@ -104,8 +104,8 @@ async def test_the_body_of_a_queued_request_is_evicted_for_another_key(tmp_path:
         await until(lambda: len(gate.running.gateway.scheduler.queue_positions()) == 4)
         found = asyncio.create_task(gate.ask(request({**body, "x": "x" * 20_000}, key(B))))
         await until(lambda: any(task.done() for task in theirs))
-        told = [task.result().status for task in theirs if task.done()]
-        assert told == [429]
+        response_of = [task.result().status for task in theirs if task.done()]
+        assert response_of == [429]
         assert (await found).status == 200
         assert Counter([(await task).status for task in theirs]) == {200: 4, 429: 1}
 
@@ -212,10 +212,10 @@ async def test_requests_without_a_slot_queue_in_order_and_within_their_deadline(
     node = EmulatedNode(slots=1)
     async with shared(tmp_path, node, queue={"slotless": 1}) as gate:
         body = {"content": "x"}
-        told = await asyncio.gather(
+        response_of = await asyncio.gather(
             *(gate.ask(request(body, key(A), path="/tokenize")) for _ in range(20))
         )
-        assert {one.status for one in told} == {200}
+        assert {one.status for one in response_of} == {200}
         node.faults.set("hang", path="/tokenize")
         held = asyncio.create_task(gate.ask(request(body, key(A), path="/tokenize")))
         scheduler = gate.running.gateway.scheduler

@@ -36,30 +36,30 @@ class One:
 
 
 def entered(
-    seats: ConnectionLimiter, address: str | None, count: int, *, idle: bool = True
+    limiter: ConnectionLimiter, address: str | None, count: int, *, idle: bool = True
 ) -> list[One]:
     """Of so many new connections, those that were admitted."""
     found = [One(idle, float(number)) for number in range(count)]
-    return [one for one in found if seats.admit(one, address) is ConnectionAdmission.ADMITTED]
+    return [one for one in found if limiter.admit(one, address) is ConnectionAdmission.ADMITTED]
 
 
 def test_a_single_address_may_have_all_connections_but_a_reserve() -> None:
-    seats = ConnectionLimiter(80)
-    held = entered(seats, "192.0.2.1", 500)
+    limiter = ConnectionLimiter(80)
+    held = entered(limiter, "192.0.2.1", 500)
     assert len(held) == 70
     assert not any(one.closed for one in held)
 
 
 def test_the_longest_idle_connection_of_the_largest_holder_is_evicted() -> None:
-    seats = ConnectionLimiter(80)
-    first = entered(seats, "192.0.2.1", 70)
+    limiter = ConnectionLimiter(80)
+    first = entered(limiter, "192.0.2.1", 70)
     first[0].idle = False
-    assert len(entered(seats, "192.0.2.2", 3)) == 3
+    assert len(entered(limiter, "192.0.2.2", 3)) == 3
     assert [one.closed for one in first[:5]] == [False, True, True, True, False]
 
 
 def test_addresses_reach_equal_shares_and_keep_them() -> None:
-    seats = ConnectionLimiter(80)
+    limiter = ConnectionLimiter(80)
     addresses = [f"192.0.2.{number}" for number in range(7)]
     held: dict[str, list[One]] = {address: [] for address in addresses}
 
@@ -67,84 +67,84 @@ def test_addresses_reach_equal_shares_and_keep_them() -> None:
         return [sum(not one.closed for one in held[address]) for address in addresses]
 
     for address in addresses:
-        held[address] += entered(seats, address, 100)
+        held[address] += entered(limiter, address, 100)
     assert shares() == [10] * 7
     before = [one for ones in held.values() for one in ones if not one.closed]
-    assert all(not entered(seats, address, 5) for address in addresses)
+    assert all(not entered(limiter, address, 5) for address in addresses)
     assert not any(one.closed for one in before), "nobody comes in by pushing out an equal"
 
 
 def test_without_idle_connections_others_get_the_reserve() -> None:
-    seats = ConnectionLimiter(80)
-    assert len(entered(seats, "192.0.2.1", 71, idle=False)) == 70
-    assert len(entered(seats, "192.0.2.2", 11, idle=False)) == 10
-    assert seats.admit(One(), "192.0.2.3") is ConnectionAdmission.HEALTH_ONLY
+    limiter = ConnectionLimiter(80)
+    assert len(entered(limiter, "192.0.2.1", 71, idle=False)) == 70
+    assert len(entered(limiter, "192.0.2.2", 11, idle=False)) == 10
+    assert limiter.admit(One(), "192.0.2.3") is ConnectionAdmission.HEALTH_ONLY
 
 
 def test_without_idle_connections_the_newest_unfinished_body_is_evicted() -> None:
-    seats = ConnectionLimiter(80)
-    held = entered(seats, "192.0.2.1", 70, idle=False)
+    limiter = ConnectionLimiter(80)
+    held = entered(limiter, "192.0.2.1", 70, idle=False)
     for one in held[10:]:
         one.reading_body = True
-    assert len(entered(seats, "192.0.2.2", 13, idle=False)) == 13, "of them 10 from the reserve"
+    assert len(entered(limiter, "192.0.2.2", 13, idle=False)) == 13, "of them 10 from the reserve"
     assert sum(one.closed for one in held) == 3
     assert not any(one.closed for one in held[:10])
 
 
 def test_an_idle_connection_is_found_among_many_in_bounded_work() -> None:
-    seats = ConnectionLimiter(4000)
-    busy = entered(seats, "192.0.2.1", 3500, idle=False)
+    limiter = ConnectionLimiter(4000)
+    busy = entered(limiter, "192.0.2.1", 3500, idle=False)
     busy[3000].idle = True
     tries = 0
     while not busy[3000].closed:
-        assert seats.admit(One(idle=False), "192.0.2.2") is ConnectionAdmission.ADMITTED
+        assert limiter.admit(One(idle=False), "192.0.2.2") is ConnectionAdmission.ADMITTED
         tries += 1
     assert tries <= 3500 / 64 + 1
 
 
 def test_addresses_of_one_ipv6_subscriber_count_together() -> None:
-    seats = ConnectionLimiter(80)
-    held = [one for n in range(100) for one in entered(seats, f"2001:db8::{n:x}", 1)]
+    limiter = ConnectionLimiter(80)
+    held = [one for n in range(100) for one in entered(limiter, f"2001:db8::{n:x}", 1)]
     assert len(held) == 70
-    assert len(entered(seats, "2001:db8:0:1::1", 35)) == 35
+    assert len(entered(limiter, "2001:db8:0:1::1", 35)) == 35
     assert sum(one.closed for one in held) == 35
 
 
 def test_a_removed_connection_makes_room_and_may_be_removed_twice() -> None:
-    seats = ConnectionLimiter(8)
-    held = entered(seats, "192.0.2.1", 9)
+    limiter = ConnectionLimiter(8)
+    held = entered(limiter, "192.0.2.1", 9)
     assert len(held) == 7
     for one in held:
-        seats.remove(one)
-        seats.remove(one)
-    assert len(entered(seats, "192.0.2.1", 9)) == 7
+        limiter.remove(one)
+        limiter.remove(one)
+    assert len(entered(limiter, "192.0.2.1", 9)) == 7
 
 
 def test_a_trusted_proxy_is_not_limited_like_an_address() -> None:
-    seats = ConnectionLimiter(80, PROXIES)
-    assert len(entered(seats, "10.0.0.1", 200, idle=False)) == 80
+    limiter = ConnectionLimiter(80, PROXIES)
+    assert len(entered(limiter, "10.0.0.1", 200, idle=False)) == 80
     assert ConnectionLimiter(80).admit(One(), "10.0.0.1") is ConnectionAdmission.ADMITTED
     for address in ("::ffff:10.0.0.1", "10.255.0.1"):
-        assert seats.is_trusted_proxy(address)
+        assert limiter.is_trusted_proxy(address)
     for other in ("192.0.2.1", "2001:db8::1", None, "local"):
-        assert not seats.is_trusted_proxy(other)
+        assert not limiter.is_trusted_proxy(other)
 
 
 def test_a_proxys_idle_connections_survive_a_crowd() -> None:
-    seats = ConnectionLimiter(80, PROXIES)
-    pool = entered(seats, "10.0.0.1", 30)
-    crowd = entered(seats, "192.0.2.1", 500)
+    limiter = ConnectionLimiter(80, PROXIES)
+    pool = entered(limiter, "10.0.0.1", 30)
+    crowd = entered(limiter, "192.0.2.1", 500)
     assert len(crowd) + sum(not one.closed for one in pool) == 70
     assert sum(one.closed for one in pool) == 0
     # A small client is admitted beside both.
-    assert len(entered(seats, "192.0.2.2", 2)) == 2
+    assert len(entered(limiter, "192.0.2.2", 2)) == 2
     assert sum(one.closed for one in pool) == 0
 
 
 def test_a_crowd_is_evicted_for_a_proxy_and_its_idle_connections_for_its_own() -> None:
-    seats = ConnectionLimiter(80, PROXIES)
-    crowd = entered(seats, "192.0.2.1", 500)
-    pool = entered(seats, "10.0.0.1", 20)
+    limiter = ConnectionLimiter(80, PROXIES)
+    crowd = entered(limiter, "192.0.2.1", 500)
+    pool = entered(limiter, "10.0.0.1", 20)
     assert len(pool) == 20
     assert sum(one.closed for one in crowd) == 20
     alone = ConnectionLimiter(80, PROXIES)
@@ -155,20 +155,20 @@ def test_a_crowd_is_evicted_for_a_proxy_and_its_idle_connections_for_its_own() -
 
 
 def test_beyond_the_limit_new_connections_may_ask_for_health() -> None:
-    seats = ConnectionLimiter(1)
-    seats.admit(One(), "192.0.2.1")
+    limiter = ConnectionLimiter(1)
+    limiter.admit(One(), "192.0.2.1")
     extras = [One() for _ in range(3 * MOST_HEALTH_ONLY)]
     watcher = One()
     for number, one in enumerate(extras):
-        assert seats.admit(one, "192.0.2.1") is ConnectionAdmission.HEALTH_ONLY
+        assert limiter.admit(one, "192.0.2.1") is ConnectionAdmission.HEALTH_ONLY
         if number == MOST_HEALTH_ONLY:
-            assert seats.admit(watcher, "192.0.2.9") is ConnectionAdmission.HEALTH_ONLY
+            assert limiter.admit(watcher, "192.0.2.9") is ConnectionAdmission.HEALTH_ONLY
     assert sum(not one.closed for one in extras) == MOST_HEALTH_ONLY - 1
     assert not extras[-1].closed
     assert not watcher.closed, "the crowd makes room among its own"
     for one in extras:
         one.idle = False
-    assert seats.admit(One(), "192.0.2.1") is ConnectionAdmission.REJECTED
+    assert limiter.admit(One(), "192.0.2.1") is ConnectionAdmission.REJECTED
 
 
 @asynccontextmanager
@@ -266,12 +266,12 @@ async def test_idle_connections_of_one_address_are_evicted_for_another(tmp_path:
 @in_virtual_time
 async def test_a_connection_with_a_running_request_is_not_evicted(tmp_path: Path) -> None:
     async with public(tmp_path, {"limits": {"connections": 16}}) as gate, AsyncExitStack() as all_:
-        buffered = gate.running.gateway.handler.body_memory
+        body_memory = gate.running.gateway.handler.body_memory
         data = request({**HELLO, "max_tokens": 1})
         slow = [await all_.enter_async_context(wired_from(gate, "127.0.0.1")) for _ in range(14)]
         for number, wire in enumerate(slow, 1):
             await wire.send(data[:-number])
-            await until(lambda n=number: buffered.allocation_count == n)
+            await until(lambda n=number: body_memory.allocation_count == n)
         await used(all_, gate, "127.0.0.2")
         for number, wire in enumerate(slow, 1):
             await wire.send(data[-number:])
@@ -281,16 +281,16 @@ async def test_a_connection_with_a_running_request_is_not_evicted(tmp_path: Path
 @in_virtual_time
 async def test_unfinished_bodies_are_evicted_for_another_address(tmp_path: Path) -> None:
     async with public(tmp_path, {"limits": {"connections": 16}}) as gate, AsyncExitStack() as all_:
-        buffered = gate.running.gateway.handler.body_memory
+        body_memory = gate.running.gateway.handler.body_memory
         slow = [await all_.enter_async_context(wired_from(gate, "127.0.0.1")) for _ in range(14)]
         for number, wire in enumerate(slow, 1):
             await wire.send(request(b"{", length=500))
-            await until(lambda n=number: buffered.allocation_count == n)
+            await until(lambda n=number: body_memory.allocation_count == n)
         for _ in range(7):
             await used(all_, gate, "127.0.0.2")
-        told = [await wire.some(0.05) for wire in slow[9:]]
-        assert all(b"HTTP/1.1 429" in data and b"retry-after" in data for data in told)
-        assert buffered.allocation_count == 9
+        result = [await wire.some(0.05) for wire in slow[9:]]
+        assert all(b"HTTP/1.1 429" in data and b"retry-after" in data for data in result)
+        assert body_memory.allocation_count == 9
 
 
 @in_virtual_time
@@ -307,10 +307,10 @@ async def test_behind_a_proxy_the_forwarded_address_is_limited(tmp_path: Path) -
             await wire.send(request(b"{", f"X-Forwarded-For: {client}", length=500))
             return wire
 
-        buffered = gate.running.gateway.handler.body_memory
+        body_memory = gate.running.gateway.handler.body_memory
         for number in range(14):
             await begun("192.0.2.1")
-            await until(lambda n=number + 1: buffered.allocation_count == n)
+            await until(lambda n=number + 1: body_memory.allocation_count == n)
         refused = await begun("192.0.2.1")
         found = await answer(refused)
         assert (found.status, found.code) == (429, "queue_full")

@@ -63,8 +63,8 @@ async def test_a_client_that_leaves_the_queue_takes_no_slot(tmp_path: Path) -> N
                 scheduler = gate.running.gateway.scheduler
                 await until(lambda: len(scheduler.queue_positions()) == 1)
             await until(lambda: scheduler.queue_positions() == [])
-            await until(lambda: len(gate.told()) == 1)
-            assert (gate.told()[0].status, gate.told()[0].attempts) == (499, 0)
+            await until(lambda: len(gate.records()) == 1)
+            assert (gate.records()[0].status, gate.records()[0].attempts) == (499, 0)
             assert gate.node.requests == 1
             assert len(gate.running.gateway.registry) == 1
 
@@ -156,8 +156,8 @@ async def test_a_client_that_leaves_within_its_body_reaches_no_node(tmp_path: Pa
     async with public(tmp_path, QUICK) as gate:
         async with asking(gate, request(b'{"messages"', length=5000)):
             await until(lambda: gate.running.gateway.handler.body_memory.total_bytes > 0)
-        await until(lambda: len(gate.told()) == 1)
-        record = gate.told()[0]
+        await until(lambda: len(gate.records()) == 1)
+        record = gate.records()[0]
         assert (record.status, record.attempts) == (499, 0)
         assert gate.running.gateway.handler.body_memory.total_bytes == 0
         assert gate.node.requests == 0
@@ -188,8 +188,8 @@ async def test_many_clients_that_leave_at_random_leave_nothing_behind(tmp_path: 
                 await asyncio.sleep(number % 10 * 0.02)
 
         await asyncio.gather(*(one(number) for number in range(60)))
-        await until(lambda: len(gate.told()) == 60)
-        assert {record.status for record in gate.told()} <= {200, 499}
+        await until(lambda: len(gate.records()) == 60)
+        assert {record.status for record in gate.records()} <= {200, 499}
         await until(lambda: the_node(gate).leased == 0)
         assert gate.node.peak_busy <= 4
         assert the_node(gate).failures == 0
@@ -260,4 +260,4 @@ async def test_a_client_that_leaves_between_requests_is_not_logged(tmp_path: Pat
         async with asking(gate, request({**HELLO, "max_tokens": 1})) as wire:
             assert (await answer(wire)).status == 200
         await asyncio.sleep(0.05)
-        assert [record.status for record in gate.told()] == [200]
+        assert [record.status for record in gate.records()] == [200]

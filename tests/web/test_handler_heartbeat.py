@@ -137,7 +137,7 @@ async def test_after_a_heartbeat_a_nodes_400_is_an_event_and_keeps_its_status_in
         rest = body
         while rest.startswith(beat):
             rest = rest.removeprefix(beat)
-        told(path, rest, "Bad request", "invalid_request_error")
+        outcome_of(path, rest, "Bad request", "invalid_request_error")
         record = await gate.last()
         assert record.status == 400
 
@@ -153,12 +153,12 @@ async def test_after_a_heartbeat_a_502_is_an_event_and_keeps_its_status_in_the_r
         rest = body
         while rest.startswith(beat):
             rest = rest.removeprefix(beat)
-        told(path, rest, "No node serves")
+        outcome_of(path, rest, "No node serves")
         record = await gate.last()
         assert (record.status, record.reason) == (502, "node_failed")
 
 
-def told(path: str, data: bytes, message: str, kind: str = "api_error") -> None:
+def outcome_of(path: str, data: bytes, message: str, kind: str = "api_error") -> None:
     """One error event in the form of the API, and nothing after it."""
     assert data.endswith(b"\n\n")
     assert data.count(b"\n\n") == 1
@@ -189,8 +189,8 @@ async def test_after_a_heartbeat_a_queue_timeout_is_an_event(tmp_path: Path, pat
             body = await body_of(wire)
             while body.startswith(PING):
                 body = body.removeprefix(PING)
-            told(path, body.lstrip(b":\n"), "No slot came free", "overloaded_error")
-            assert [(one.status, one.reason) for one in other.told()] == [(503, "queue_timeout")]
+            outcome_of(path, body.lstrip(b":\n"), "No slot came free", "overloaded_error")
+            assert [(one.status, one.reason) for one in other.records()] == [(503, "queue_timeout")]
 
 
 @in_virtual_time
@@ -208,7 +208,7 @@ async def test_after_a_heartbeat_a_response_that_is_not_a_stream_is_an_error(
 ) -> None:
     async with public(tmp_path, BEATING) as gate:
         body = await failing(gate, CHAT, "status", status=200, body='{"choices": []}')
-        told(CHAT, body.lstrip(b":\n"), "did not stream")
+        outcome_of(CHAT, body.lstrip(b":\n"), "did not stream")
         assert (await gate.last()).status == 502
 
 

@@ -49,15 +49,15 @@ async def test_a_queued_client_learns_its_place_in_the_queue(tmp_path: Path, pat
             data = b""
             while not data.endswith(b"0\r\n\r\n"):
                 data += await wire.until(b"\r\n")
-        told = unchunk(data)
-        found = LINE.findall(told)
+        result = unchunk(data)
+        found = LINE.findall(result)
         assert found
         assert all(position == b"1" for position, _ in found)
         assert float(found[-1][1]) < 60.0
         # A comment and a blank line would break a Go client.
-        assert b"\n\n" not in told[: told.rindex(b": queued")].replace(PING, b"")
-        assert (b"event: ping" in told) == (path == "/v1/messages")
-        for event in events_of(told):
+        assert b"\n\n" not in result[: result.rindex(b": queued")].replace(PING, b"")
+        assert (b"event: ping" in result) == (path == "/v1/messages")
+        for event in events_of(result):
             payload = event.rsplit(b"data: ", 1)[1]
             assert payload == b"[DONE]" or json.loads(payload)
         assert (await first).status == 200
@@ -120,10 +120,10 @@ async def test_progress_of_the_prefill_is_reported(tmp_path: Path, path: str) ->
             gate.ask(request(a_long(path), "X-Session-Id: one", path=path)),
             gate.ask(request(a_long(path), "X-Session-Id: two", ASKING, path=path)),
         )
-        told = [tuple(map(int, one)) for one in READ.findall(found.body)]
-        assert told
-        assert told == sorted(told)
-        for percent, processed, total in told:
+        result = [tuple(map(int, one)) for one in READ.findall(found.body)]
+        assert result
+        assert result == sorted(result)
+        for percent, processed, total in result:
             assert percent == 100 * processed // total < 100
         assert b"\n\n" not in found.body[: found.body.rindex(b": prefill")]
         # Nothing else differs from a stream without progress.
@@ -174,7 +174,7 @@ async def test_without_the_nodes_events_progress_is_estimated_from_its_speed(
         assert b"event: ping" in strange.body
         assert b"prefill" not in strange.body, "nobody knows how fast it is"
         await gate.ask(request(a_long(CHAT)))
-        gate.told()
+        gate.records()
         body = a_long(path, messages=[{"role": "user", "content": "another " * 600}])
         known = await gate.ask(request(body, ASKING, path=path))
         percents = [int(percent) for percent in RECKONED.findall(known.body)]

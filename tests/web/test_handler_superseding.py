@@ -66,7 +66,7 @@ async def test_a_stream_is_superseded_with_an_error_event(
             assert event["error"]["code"] == "superseded"
             assert b"[DONE]" not in end
             await is_over(gate, 1)
-        await until(lambda: len(gate.told()) == 2)
+        await until(lambda: len(gate.records()) == 2)
         assert {record.reason for record in gate.ended} == {"superseded", "client_closed"}
         assert gate.running.gateway.fleet.nodes["node-0"].failures == 0
         assert len(gate.running.gateway.handler.latest_edits) == 0

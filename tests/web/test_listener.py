@@ -92,8 +92,8 @@ async def test_of_two_sockets_bound_at_once_the_later_can_not_listen() -> None:
     first = Listener(_nothing, bind_socket("127.0.0.1", 0), protocol=protocol, keep_alive=0.5)
     sock = bind_socket("127.0.0.1", first.port)
     second = Listener(_nothing, sock, protocol=protocol, keep_alive=0.5)
-    told = rf"127\.0\.0\.1:{first.port} can't be listened on: .*--admin-port"
-    with pytest.raises(StartError, match=told):
+    result = rf"127\.0\.0\.1:{first.port} can't be listened on: .*--admin-port"
+    with pytest.raises(StartError, match=result):
         open_listeners(first, second)
     await first.close()
     await second.close()

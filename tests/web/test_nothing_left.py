@@ -123,7 +123,7 @@ def fleeting(gate: Public, left: Left) -> Callable[[], bool]:
     """Whether no objects are left once the records of the requests are published."""
 
     def gone() -> bool:
-        gate.told().clear()
+        gate.records().clear()
         return not (gate.running.gateway.registry or left())
 
     return gone

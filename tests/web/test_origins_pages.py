@@ -38,7 +38,7 @@ def asking(host: str, *fields: str, path: str = CHAT, method: str = "POST") -> b
     )
 
 
-def told(found: Answer) -> tuple[int, str | None]:
+def outcome_of(found: Answer) -> tuple[int, str | None]:
     return found.status, found.headers.get("x-gateway-reason")
 
 
@@ -104,7 +104,7 @@ async def test_a_foreign_name_that_resolves_to_this_machine_is_refused(
         for _ in range(2):
             await wire.send(data)
             found = await answer(wire)
-            assert told(found) == (403, "host_not_allowed")
+            assert outcome_of(found) == (403, "host_not_allowed")
             assert b"listen.hosts" in found.body
         await wire.send(asking("localhost"))
         assert (await answer(wire)).status == 200
@@ -136,7 +136,7 @@ async def test_a_request_without_host_or_with_several_is_400(
     async with wired(gate.url) as wire:
         await wire.send(data.encode("latin-1"))
         found = await answer(wire)
-        assert told(found) == (400, "invalid_request")
+        assert outcome_of(found) == (400, "invalid_request")
         assert "ost" in found.body.decode()
         assert await wire.rest() == b""
 
@@ -150,7 +150,7 @@ async def test_an_http_1_0_client_needs_no_host(gate: Public) -> None:
 )
 async def test_a_target_without_a_host_is_400(gate: Public, target: str) -> None:
     found = await gate.ask(asking("localhost", path=f"{target}{CHAT}"))
-    assert told(found) == (400, "invalid_request")
+    assert outcome_of(found) == (400, "invalid_request")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ async def test_a_page_of_another_origin_may_not_post(
     gate: Public, fields: list[str], allowed: bool
 ) -> None:
     found = await gate.ask(asking("localhost", *fields))
-    assert told(found) == ((200, None) if allowed else (403, "origin_not_allowed"))
+    assert outcome_of(found) == ((200, None) if allowed else (403, "origin_not_allowed"))
     assert gate.node.requests == allowed
     if not allowed:
         assert b"cors.origins" in found.body

@@ -16,7 +16,7 @@ from tests.web.raw_client import CHAT, HELLO, Answer, answer, public, request
 IMPATIENT = {"limits": {"header_timeout": 0.3, "body_timeout": 0.3}}
 
 
-def told(found: Answer) -> tuple[int, str | None]:
+def outcome_of(found: Answer) -> tuple[int, str | None]:
     return found.status, found.code
 
 
@@ -26,7 +26,7 @@ async def test_half_a_head_and_then_silence_is_408(tmp_path: Path, start: bytes)
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
         await wire.send(start)
         found = await answer(wire)
-        assert told(found) == (408, "request_timeout")
+        assert outcome_of(found) == (408, "request_timeout")
         assert await wire.rest() == b""
 
 
@@ -40,7 +40,7 @@ async def test_a_silent_connection_is_closed(tmp_path: Path) -> None:
 async def test_a_head_a_byte_at_a_time_is_408(tmp_path: Path) -> None:
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
         trickling = asyncio.create_task(_trickle(wire, request() * 100))
-        assert told(await answer(wire)) == (408, "request_timeout")
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
         trickling.cancel()
         await asyncio.gather(trickling, return_exceptions=True)
 
@@ -51,7 +51,7 @@ async def test_half_a_head_on_a_used_connection_is_408(tmp_path: Path) -> None:
         await wire.send(request({**HELLO, "max_tokens": 1}))
         assert (await answer(wire)).status == 200
         await wire.send(b"POST /v1")
-        assert told(await answer(wire)) == (408, "request_timeout")
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
 
 
 @in_virtual_time
@@ -60,7 +60,7 @@ async def test_line_ends_between_requests_do_not_keep_a_connection(tmp_path: Pat
         await wire.send(request({**HELLO, "max_tokens": 1}))
         assert (await answer(wire)).status == 200
         await wire.send(b"\r\n")
-        assert told(await answer(wire)) == (408, "request_timeout")
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
 
 
 @in_virtual_time
@@ -68,7 +68,7 @@ async def test_half_a_body_and_then_silence_is_408(tmp_path: Path) -> None:
     async with public(tmp_path, IMPATIENT) as gate:
         async with wired(gate.url) as wire:
             await wire.send(request(b'{"messages": ', length=5000))
-            assert told(await answer(wire)) == (408, "request_timeout")
+            assert outcome_of(await answer(wire)) == (408, "request_timeout")
         assert (await gate.last()).status == 408
 
 
@@ -78,7 +78,7 @@ async def test_half_a_chunked_body_and_then_silence_is_408(tmp_path: Path, part:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
         await wire.send(f"{head}{part}".encode())
-        assert told(await answer(wire)) == (408, "request_timeout")
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
         assert await wire.rest() == b""
 
 
@@ -87,7 +87,7 @@ async def test_silence_after_100_continue_is_408(tmp_path: Path) -> None:
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
         await wire.send(request(b"", "Expect: 100-continue", length=100))
         assert await wire.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
-        assert told(await answer(wire)) == (408, "request_timeout")
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
 
 
 @in_virtual_time
@@ -96,7 +96,7 @@ async def test_half_a_request_behind_a_complete_one_has_its_own_timeout(tmp_path
         gate.node.faults.next("hang", seconds=1.0)
         await wire.send(request({**HELLO, "max_tokens": 1}) + request()[:60])
         assert (await answer(wire)).status == 200
-        assert told(await answer(wire)) == (408, "request_timeout")
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
 
 
 @in_virtual_time
@@ -115,7 +115,7 @@ async def test_a_body_a_byte_at_a_time_is_408(tmp_path: Path) -> None:
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
         await wire.send(request(b"{", length=5000))
         trickling = asyncio.create_task(_trickle(wire, b" " * 4000))
-        assert told(await answer(wire)) == (408, "request_timeout")
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
         trickling.cancel()
         await asyncio.gather(trickling, return_exceptions=True)
 
@@ -155,8 +155,8 @@ async def test_corrupted_requests_are_answered_or_closed(tmp_path: Path) -> None
                 await asyncio.sleep(0)
                 with suppress(ConnectionError):
                     await wire.send(bytes(data[middle:]))
-                    told = await wire.some()
-                    assert not told or told.startswith(b"HTTP/1.1 ")
+                    outcome_of = await wire.some()
+                    assert not outcome_of or outcome_of.startswith(b"HTTP/1.1 ")
 
         for start in range(0, 200, 50):
             await asyncio.gather(*(one(number) for number in range(start, start + 50)))

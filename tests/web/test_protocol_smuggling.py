@@ -56,7 +56,7 @@ def check_callers(gate: Public) -> None:
     for seen in gate.node.seen:
         assert seen.path == CHAT
         assert not {"authorization", "x-api-key", "transfer-encoding"} & set(seen.headers)
-    for record in gate.told():
+    for record in gate.records():
         callers = {BEN.id} if record.x_request_id.startswith("ben") else {ANNA.id, "unknown"}
         assert record.caller in callers, record
 
@@ -223,8 +223,8 @@ async def test_nginx_and_the_gateway_agree_on_request_boundaries(
                 await wire.send(proper(f"{text}-{number}", BEN))
                 found = await answer(wire)
                 assert (found.status, found.headers["x-request-id"]) == (200, f"{text}-{number}")
-                told = json.loads(found.body)["choices"][0]["message"]["content"]
-                assert told == expected_chat_text(
+                result = json.loads(found.body)["choices"][0]["message"]["content"]
+                assert result == expected_chat_text(
                     json.loads(chat(f"{text}-{number}"))["messages"], 1
                 )
 

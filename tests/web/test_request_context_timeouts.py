@@ -95,11 +95,11 @@ async def test_a_client_that_times_out_by_itself_gets_no_error(tmp_path: Path) -
         gate.node.engine.decode_tps = 1e9
 
 
-@pytest.mark.parametrize("told", ["soon", "0", "nan"])
+@pytest.mark.parametrize("timeout", ["soon", "0", "nan"])
 @in_virtual_time
-async def test_an_invalid_sdk_timeout_is_ignored(tmp_path: Path, told: str) -> None:
+async def test_an_invalid_sdk_timeout_is_ignored(tmp_path: Path, timeout: str) -> None:
     async with public(tmp_path, PLAIN) as gate:
-        found = await gate.chat(f"X-Stainless-Read-Timeout: {told}", max_tokens=2)
+        found = await gate.chat(f"X-Stainless-Read-Timeout: {timeout}", max_tokens=2)
         assert found.status == 200
 
 

@@ -113,7 +113,7 @@ async def test_the_nodes_own_key_replaces_the_clients(
 # To the client.
 
 
-async def told(gate: Public, **fields: str) -> Answer:
+async def outcome_of(gate: Public, **fields: str) -> Answer:
     """The response to a request that the node answered with these headers."""
     body = json.dumps({"choices": []})
     gate.node.faults.next("status", status=200, body=body, headers=fields)
@@ -124,7 +124,7 @@ async def told(gate: Public, **fields: str) -> Answer:
 
 
 async def test_node_headers_reach_the_client(gate: Public) -> None:
-    found = await told(gate, **{"Retry-After": "1", "Openai-Processing-Ms": "7"})
+    found = await outcome_of(gate, **{"Retry-After": "1", "Openai-Processing-Ms": "7"})
     assert found.headers["retry-after"] == "1"
     assert found.headers["openai-processing-ms"] == "7"
     assert found.headers["content-type"].startswith("application/json")
@@ -152,12 +152,12 @@ async def test_node_headers_reach_the_client(gate: Public) -> None:
     ],
 )
 async def test_other_headers_of_a_node_do_not_reach_the_client(gate: Public, field: str) -> None:
-    found = await told(gate, **{field: "theirs"})
+    found = await outcome_of(gate, **{field: "theirs"})
     assert found.headers.get(field.lower()) is None
 
 
 async def test_headers_named_by_the_nodes_connection_are_not_forwarded(gate: Public) -> None:
-    found = await told(gate, **{"Connection": "openai-a", "OpenAI-A": "1", "OpenAI-B": "2"})
+    found = await outcome_of(gate, **{"Connection": "openai-a", "OpenAI-A": "1", "OpenAI-B": "2"})
     assert "openai-a" not in found.headers
     assert "connection" not in found.headers
     assert found.headers["openai-b"] == "2"

@@ -27,7 +27,7 @@ async def down(running: Running, name: str) -> None:
     await until(lambda: nodes[name].state is NodeState.DOWN)
 
 
-def told(answer: httpx.Response) -> tuple[int, str]:
+def outcome_of(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.headers["x-gateway-reason"]
 
 
@@ -39,7 +39,7 @@ async def test_while_a_node_never_reported_its_models_an_unknown_name_is_503(
     async with running_gateway(tmp_path, [{"name": "a", "url": DEAD}], wait_ready=False) as running:
         await down(running, "a")
         answer = await asked(running, **asks)
-        assert told(answer) == (503, "no_node")
+        assert outcome_of(answer) == (503, "no_node")
         assert int(answer.headers["retry-after"]) > 0
         message = answer.json()["error"]["message"]
         assert f"'a' is down (no connection to {DEAD}" in message
@@ -74,7 +74,7 @@ async def test_a_node_that_serves_nothing_does_not_make_a_name_503(tmp_path: Pat
             {"name": "spare", "url": DEAD, "standby": True},
         ]
         async with running_gateway(tmp_path, nodes) as running:
-            assert told(await asked(running, model="nobody")) == (404, "model_not_found")
+            assert outcome_of(await asked(running, model="nobody")) == (404, "model_not_found")
 
 
 @in_virtual_time
@@ -88,9 +88,9 @@ async def test_a_down_node_is_known_by_its_models_after_a_restart(tmp_path: Path
             await down(running, "a")
             models = (await running.client.get("/v1/models")).json()["data"]
             assert [model["id"] for model in models] == ["mistral-7b"]
-            assert told(await asked(running, model="nobody")) == (404, "model_not_found")
+            assert outcome_of(await asked(running, model="nobody")) == (404, "model_not_found")
             began = now()
-            assert told(await asked(running, model="mistral-7b")) == (503, "no_node")
+            assert outcome_of(await asked(running, model="mistral-7b")) == (503, "no_node")
             assert 30 <= now() - began < 32
             await server.revive()
             assert (await asked(running, model="mistral-7b")).status_code == 200
@@ -106,7 +106,7 @@ async def test_a_node_at_another_address_does_not_inherit_models(tmp_path: Path)
     moved = [{"name": "a", "url": DEAD}]
     async with running_gateway(tmp_path, moved, wait_ready=False) as running:
         await down(running, "a")
-        assert told(await asked(running, model="mistral-7b")) == (503, "no_node")
+        assert outcome_of(await asked(running, model="mistral-7b")) == (503, "no_node")
         assert (await running.client.get("/v1/models")).json()["data"] == []
 
 
@@ -122,4 +122,4 @@ async def test_a_new_report_replaces_the_remembered_models(
         async with running_gateway(tmp_path, nodes) as running:
             facts = running.gateway.fleet.nodes["a"].properties
             assert (facts.models, facts.slots, facts.remembered) == (("new",), 7, False)
-            assert told(await asked(running, model="old")) == (404, "model_not_found")
+            assert outcome_of(await asked(running, model="old")) == (404, "model_not_found")

@@ -22,10 +22,10 @@ async def test_the_settings_in_force_are_shown_with_secrets_masked() -> None:
     }
     async with bare_gateway(settings=settings) as gateway:
         response = await gateway.admin.get("/admin/config")
-    told = response.json()
-    assert told["queue"]["max"] == 7
-    assert told["keys"][0]["id"] == "team"
-    assert told["listen"]["port"] == 8000
+    result = response.json()
+    assert result["queue"]["max"] == 7
+    assert result["keys"][0]["id"] == "team"
+    assert result["listen"]["port"] == 8000
     assert key.sha256 not in response.text
 
 

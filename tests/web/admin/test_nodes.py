@@ -82,9 +82,14 @@ async def test_running_work_is_shown() -> None:
     ):
         assert (await gateway.chat()).status_code == 200
         lease = gateway["a"].take_lease(1, "r", Priority.NORMAL, gateway.clock())
-        told = await shown(gateway, "a")
+        result = await shown(gateway, "a")
         lease.release()
-    assert (told["requests"], told["leased"], told["slots_busy"], told["in_flight"]) == (2, 1, 1, 1)
+    assert (result["requests"], result["leased"], result["slots_busy"], result["in_flight"]) == (
+        2,
+        1,
+        1,
+        1,
+    )
 
 
 @in_virtual_time
@@ -127,15 +132,19 @@ async def test_a_drained_node_gets_nothing_until_it_is_resumed(tmp_path: Path) -
             a_spec("a", node.url), a_spec("b", other.url), drains=drains, serving=True
         ) as gateway,
     ):
-        told = await order(gateway, "a", "drain")
-        assert (told["state"], told["draining"], told["deadline_in"]) == ("draining", True, None)
+        result = await order(gateway, "a", "drain")
+        assert (result["state"], result["draining"], result["deadline_in"]) == (
+            "draining",
+            True,
+            None,
+        )
         for _ in range(4):
             assert (await gateway.chat()).status_code == 200
         assert (node.requests, other.requests) == (0, 4)
         assert '"a"' in drains.read_text()
 
-        told = await order(gateway, "a", "resume")
-        assert (told["state"], told["draining"]) == ("ready", False)
+        result = await order(gateway, "a", "resume")
+        assert (result["state"], result["draining"]) == ("ready", False)
         assert '"a"' not in drains.read_text()
 
 
@@ -160,8 +169,8 @@ async def test_at_the_deadline_running_requests_are_evicted_and_may_be_retried()
         plain = asyncio.create_task(gateway.chat())
         stream = asyncio.create_task(gateway.chat(stream=True))
         await gateway.until(lambda: node.busy == 2)
-        told = await order(gateway, "a", "drain?deadline=0.2")
-        assert 0 < told["deadline_in"] <= 0.2
+        result = await order(gateway, "a", "drain?deadline=0.2")
+        assert 0 < result["deadline_in"] <= 0.2
         refused, events = await asyncio.wait_for(asyncio.gather(plain, stream), 5)
         assert (await shown(gateway, "a"))["deadline_in"] is None
     assert (refused.status_code, error_of(refused)["code"]) == (503, "node_drained")
@@ -196,8 +205,8 @@ async def test_a_resume_and_a_drain_without_deadline_cancel_the_deadline(action:
         running = asyncio.create_task(gateway.chat())
         await gateway.until(lambda: node.busy == 1)
         await order(gateway, "a", "drain?deadline=0.3")
-        told = await order(gateway, "a", action)
-        assert told["deadline_in"] is None
+        result = await order(gateway, "a", action)
+        assert result["deadline_in"] is None
         assert (await running).status_code == 200
 
 
@@ -205,8 +214,8 @@ async def test_a_resume_and_a_drain_without_deadline_cancel_the_deadline(action:
 async def test_a_later_deadline_replaces_an_earlier_one() -> None:
     async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
         await order(gateway, "a", "drain?deadline=10")
-        told = await order(gateway, "a", "drain?deadline=1000")
-        assert 900 < told["deadline_in"] <= 1000
+        result = await order(gateway, "a", "drain?deadline=1000")
+        assert 900 < result["deadline_in"] <= 1000
         gateway.drain_deadlines.close()
         assert (await shown(gateway, "a"))["deadline_in"] is None
 
@@ -231,13 +240,13 @@ async def test_a_probe_closes_the_circuit_of_a_node_that_answers() -> None:
         ) as gateway,
     ):
         gateway.fleet.request_failed(gateway["a"], gateway.clock())
-        told = await shown(gateway, "a")
-        assert (told["state"], told["circuit"]["phase"]) == ("ejected", "open")
-        assert 30 < told["circuit"]["open_for"] <= 66
-        told = await order(gateway, "a", "probe")
-        assert (told["state"], told["circuit"]["phase"]) == ("ready", "closed")
-        assert (told["probe"]["answer"], told["probe"]["detail"]) == ("up", "")
-        assert told["probe"]["seconds"] > 0
+        result = await shown(gateway, "a")
+        assert (result["state"], result["circuit"]["phase"]) == ("ejected", "open")
+        assert 30 < result["circuit"]["open_for"] <= 66
+        result = await order(gateway, "a", "probe")
+        assert (result["state"], result["circuit"]["phase"]) == ("ready", "closed")
+        assert (result["probe"]["answer"], result["probe"]["detail"]) == ("up", "")
+        assert result["probe"]["seconds"] > 0
         assert (await gateway.chat()).status_code == 200
 
 
@@ -248,9 +257,9 @@ async def test_a_probe_of_a_node_that_is_gone_says_why() -> None:
         bare_gateway(a_spec("a", node.url), interval=60.0, fall=1) as gateway,
     ):
         await node.kill()
-        told = await order(gateway, "a", "probe")
-    assert (told["probe"]["answer"], told["state"]) == ("refused", "down")
-    assert "no connection" in told["probe"]["detail"]
+        result = await order(gateway, "a", "probe")
+    assert (result["probe"]["answer"], result["state"]) == ("refused", "down")
+    assert "no connection" in result["probe"]["detail"]
 
 
 @in_virtual_time

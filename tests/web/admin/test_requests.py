@@ -73,8 +73,8 @@ async def test_running_and_queued_requests_are_listed_without_their_text() -> No
         await gateway.until(lambda: len(gateway.registry) == 0)
         assert await listed(gateway) == []
     assert SECRET not in text
-    told = {key: running[key] for key in ("request_id", "state", "position", "node", "attempts")}
-    assert told == {
+    result = {key: running[key] for key in ("request_id", "state", "position", "node", "attempts")}
+    assert result == {
         "request_id": "one",
         "state": "running",
         "position": None,
