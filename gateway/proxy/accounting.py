@@ -267,7 +267,8 @@ class Accounting:
             )
         if outcome == "ok" or request.stream:
             _record_tokens(in_flight.record, usage, attempt.splice_point)
-        in_flight.record.charge(cost)
+        if cost:
+            in_flight.record.charge(cost)
         if lease.reservation is not None:
             lease.reservation.settle(cost, happened=True, now=now)
         self._publish(in_flight, attempt, outcome, now)

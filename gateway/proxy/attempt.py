@@ -116,7 +116,7 @@ class Attempt:
         """Why the attempt was failed from outside; may be set before there is a connection."""
         self._on_fail: Callable[[], None] | None = None
         self.api: Api
-        """The API of the path that was requested; set by `open`, as the next three."""
+        """The API of the path that was requested; set by `open`, as the next three of a stream."""
         self.splice_point: SplicePoint | None = None
         """Where this attempt resumes the stream of an earlier one."""
         self._event_filter: EventFilter | None = None
@@ -201,9 +201,6 @@ class Attempt:
         A plain response longer than may be buffered is left to `read`. Raises: UpstreamError.
         """
         self.api = upstream.api
-        self.splice_point = upstream.splice_point
-        self._event_filter = upstream.event_filter
-        self._on_output = upstream.on_output
         connection = await self._exchange(upstream.head, upstream.body)
         limits = self._settings.limits
         self.status = connection.status
@@ -216,6 +213,9 @@ class Attempt:
         elif self.lease.stream and is_event_stream(self.headers):
             self.lease.head_received(self._clock())
             self.is_sse = True
+            self.splice_point = upstream.splice_point
+            self._event_filter = upstream.event_filter
+            self._on_output = upstream.on_output
             most = request_limits.max_event_bytes(
                 len(upstream.body), limits, logprobs=self.request.logprobs
             )

@@ -120,7 +120,7 @@ class Forwarder:
 
         # Exchange the request for the response's beginning.
         try:
-            recorder = self._recorder(attempt, api)
+            recorder = self._recorder(attempt, api) if lease.stream else None
             await attempt.open(self._upstream_request(in_flight, attempt, api, model, recorder))
         except UpstreamError as failure:
             attempt.release()
@@ -154,11 +154,11 @@ class Forwarder:
     # What is sent.
 
     def _recorder(self, attempt: Attempt, api: Api) -> TranscriptRecorder | None:
-        """Records the stream, if it can be resumed."""
-        settings, lease = self.context.settings, attempt.lease
-        if not lease.stream or settings.resume == "off" or attempt.request.slots != 1:
+        """What records the stream, if it can be resumed."""
+        settings, node = self.context.settings, attempt.lease.node
+        if settings.resume == "off" or attempt.request.slots != 1:
             return None
-        if api.transcript_reader is None or lease.node.spec.kind != "llama.cpp":
+        if api.transcript_reader is None or node.spec.kind != "llama.cpp":
             return None
         return TranscriptRecorder(api.transcript_reader, settings.limits.resume_bytes)
 

@@ -116,6 +116,6 @@ async def test_a_request_without_a_slot_is_not_in_the_completion_rate(tmp_path: 
         scheduler = proxy.app.scheduler
         for _ in range(3):
             assert (await proxy.ask("/tokenize", content="a")).status_code == 200
-        assert len(scheduler.completion_rate._ends) == 0
+        assert scheduler.completion_rate.total == 0
         await proxy.ask()
-        await until(lambda: len(scheduler.completion_rate._ends) == 1)
+        await until(lambda: scheduler.completion_rate.total == 1)

@@ -193,7 +193,7 @@ class Resumer:
             except GatewayError as error:
                 if self._in_flight.cancel_error is not None:
                     raise
-                raise NotResumable(f"no node could: {error.code}") from None
+                raise NotResumable(f"no node could resume it: {error.code}") from None
             node = lease.node.name
             try:
                 return await self._exchange(lease, request)
@@ -303,7 +303,7 @@ class Resumer:
         await attempt.open(self._upstream_request(attempt.lease, resume_plan))
         if attempt.status >= 300:
             if is_context_overflow(attempt.status, attempt.content, attempt.request):
-                raise NotResumable("no node has room for what was said")
+                raise NotResumable("no node has room for the response so far")
             raise ResumeRefused(attempt.status)
         if not attempt.is_sse:
             raise NodeReportedError("The node did not stream its answer")
