@@ -99,9 +99,7 @@ class Listener:
         """Accept connections. Raises: OSError, if another socket of this address does already."""
         self.sock.listen(LISTEN_BACKLOG)
         self._task = asyncio.create_task(self._server.serve([self.sock]), name=self.url)
-        self._stalls = StallMonitor(
-            lambda: self.connections, self.protocol.limits.send_timeout
-        )
+        self._stalls = StallMonitor(lambda: self.connections, self.protocol.limits.send_timeout)
 
     @property
     def connections(self) -> list[BoundedProtocol]:
