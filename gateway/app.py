@@ -1,4 +1,4 @@
-"""The only place that builds the gateway's objects and owns their life."""
+"""Builds the gateway's objects, starts them and ends them; nothing else does."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import functools
 import random
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
+from starlette.types import Receive, Scope, Send
 
 from gateway import __version__, errors
 from gateway.access.exposure import is_loopback
@@ -24,6 +26,7 @@ from gateway.events import EventBus, InventoryChanged, SettingsChanged
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.state_files import DrainedNodes, PropertiesStore
 from gateway.handover import (
+    READY_TIMEOUT,
     HandoverFailed,
     InheritedState,
     bind_listeners,
@@ -46,18 +49,18 @@ from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.control import ReloadResult
-from gateway.web.admin.metrics_source import MetricsSource, Totals
 from gateway.web.admin.nodes import DrainDeadlines
-from gateway.web.handler import HandlerConfig, ProxyHandler
+from gateway.web.admin.status import MetricsSource
+from gateway.web.handler import PROGRESS_SECONDS, HandlerConfig, ProxyHandler
 from gateway.web.listener import Listener
-from gateway.web.protocol import protocol_class
+from gateway.web.protocol import LINGER_SECONDS, protocol_class
 from gateway.web.site import public_app, with_cors
 
 FIRST_PROBES_SECONDS = 10.0
-"""Seconds in which nodes are learnt of before it is said that they are served."""
+"""Most seconds to wait for the first probes before the gateway reports that it is ready."""
 
-FINAL_REPLY_SECONDS = 5.0
-"""Seconds for clients to read how their request ended, once the grace is over."""
+FINAL_RESPONSE_SECONDS = 5.0
+"""Seconds for clients to read the error of their request, once the grace is over."""
 
 KEYS_LOST = (
     "the settings have lost their last API key: every request is answered with 401; add a key, or "
@@ -67,8 +70,22 @@ KEYS_LOST = (
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Durations that are no settings, in seconds; each constant says what it is."""
+
+    first_probes: float = FIRST_PROBES_SECONDS
+    final_response: float = FINAL_RESPONSE_SECONDS
+    successor_ready: float = READY_TIMEOUT
+    linger: float = LINGER_SECONDS
+    progress: float = PROGRESS_SECONDS
+
+
+DEFAULT_TIMINGS = Timings()
+
+
 class Gateway:
-    """A running gateway: what the admin listener steers and a signal ends."""
+    """A gateway; the admin listener controls it and signals end it."""
 
     version = __version__
 
@@ -80,30 +97,32 @@ class Gateway:
         inherited: InheritedState | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        timings: Timings = DEFAULT_TIMINGS,
     ) -> None:
         self.options = options
-        self._inheritance = inherited or InheritedState()
+        self.timings = timings
+        self._inherited = inherited or InheritedState()
         self.settings = settings
         self.clock = clock
         self.started_at = self.clock()
         self.inventory_error: str | None = None
         self.settings_error: str | None = None
         self.stopping = asyncio.Event()
-        self._at_once = asyncio.Event()
-        self._told = asyncio.Event()
+        self._stop_requested = asyncio.Event()
+        self._stop_at_once = asyncio.Event()
         self._successor: subprocess.Popen[bytes] | None = None
-        """The process that has taken over."""
+        """The process that has taken over the sockets."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._reloading = asyncio.Lock()
-        self._succeeding = asyncio.Lock()
+        self._handing_over = asyncio.Lock()
         self._notifier = SystemdNotifier()
         rng = rng or random.Random()
         self.bus = EventBus(
             lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work)
         )
-        self._names = Resolver()
+        self._resolver = Resolver()
         self.fleet = Fleet(
-            connect=functools.partial(open_node_client, resolver=self._names),
+            connect=functools.partial(open_node_client, resolver=self._resolver),
             health=settings.health,
             timeouts=settings.timeouts,
             bus=self.bus,
@@ -127,13 +146,16 @@ class Gateway:
             HandlerConfig.of(
                 settings,
                 loopback=self._loopback,
-                previous_access=self._inheritance.anonymous_access,
+                previous_access=self._inherited.anonymous_access,
             ),
-            self.forwarder,
-            self.fleet,
-            self.registry,
-            self.bus,
-            self.clock,
+            forwarder=self.forwarder,
+            scheduler=self.scheduler,
+            model_index=self.fleet.model_index,
+            registry=self.registry,
+            bus=self.bus,
+            clock=self.clock,
+            time_slicer=self.proxy_context.time_slicer,
+            progress_seconds=timings.progress,
         )
         self.metrics = Metrics(
             self.bus,
@@ -145,47 +167,46 @@ class Gateway:
                 self.proxy_context.retries_left,
             ),
         )
-        self.totals = Totals(self.metrics)
         self.drain_deadlines = DrainDeadlines(self.registry)
         self.event_log = log_events(self.bus, logs, access_log=settings.logging.access)
         self._logs = logs
-        self._site = public_app(self.handler, self.scheduler)
-        self._framed = self._site
-        self._frame()
+        self._site = public_app(self.handler, self.fleet)
+        self._public_app = self._site
+        self._apply_cors()
         self.public_listener: Listener | None = None
         self.admin_listener: Listener | None = None
 
     @property
     def closing(self) -> bool:
-        """Whether it is on its way out."""
+        """Whether the gateway is shutting down."""
         return self.handler.closing
 
     @property
     def keys_lost(self) -> str | None:
-        """Why nobody is let in, with the remedy; None: callers are."""
+        """Why every request is refused, with the remedy; None: they are not."""
         return KEYS_LOST if self.handler.config.anonymous_access.locked else None
 
     @property
     def _has_defaults(self) -> bool:
         return self.settings == self.options.apply_to(Settings())
 
-    # Life.
+    # Start, shutdown and handover.
 
     @contextlib.asynccontextmanager
     async def running(self, inventory: Inventory) -> AsyncIterator[None]:
-        """Serve inside this context. Raises: StartError."""
-        files = raise_open_file_limit()
+        """Serve while inside this context. Raises: StartError."""
+        open_files = raise_open_file_limit()
         try:
-            self.public_listener, self.admin_listener = self._listeners(files)
+            self.public_listener, self.admin_listener = self._make_listeners(open_files)
             await self.fleet.start(inventory)
-            self._own(self.autoscaler.run(), "start and stop standby nodes")
-            self._own(self._watch_files(inventory), "watch the files")
-            self._own(self._notifier.feed_watchdog(), "feed the watchdog")
-            if self._inheritance.ready_fd is not None:
-                # The predecessor serves until the nodes are known here.
+            self._start_task(self.autoscaler.run(), "start and stop standby nodes")
+            self._start_task(self._watch_files(inventory), "watch the files")
+            self._start_task(self._notifier.feed_watchdog(), "feed the watchdog")
+            if self._inherited.ready_fd is not None:
+                # The predecessor serves until this process knows its nodes.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(
-                        self.fleet.first_probes_done.wait(), FIRST_PROBES_SECONDS
+                        self.fleet.first_probes_done.wait(), self.timings.first_probes
                     )
             open_listeners(self.public_listener, self.admin_listener)
             log.info(
@@ -194,48 +215,53 @@ class Gateway:
                 public=self.public_listener.url,
                 admin=self.admin_listener.url,
                 nodes=len(self.fleet.nodes),
-                open_files=files,
+                open_files=open_files,
             )
             if self.keys_lost is not None:
                 log.warning("locked", why=self.keys_lost)
             self._notifier.notify("READY=1", f"STATUS=serving on {self.public_listener.url}")
-            self._inheritance.notify_ready()
-            # Only now: until then the predecessor writes.
-            self._own(self.fleet.properties_store.save_loop(), "save what nodes said")
+            self._inherited.notify_ready()
+            # Not earlier: the predecessor writes the file until now.
+            self._start_task(self.fleet.properties_store.save_loop(), "save what nodes said")
             yield
         finally:
-            await self._end()
+            await self._close()
 
     def stop(self) -> None:
-        """Begin the orderly end; called again, end at once."""
-        if self._told.is_set():
-            self._at_once.set()
-        self._told.set()
+        """Shut down gracefully; called again, at once."""
+        if self._stop_requested.is_set():
+            self._stop_at_once.set()
+        self._stop_requested.set()
         self.stopping.set()
 
     def schedule_handover(self) -> None:
-        """Start a successor, and make room for it when it is ready (SIGUSR2)."""
+        """Start a successor, and hand the sockets over once it is ready (SIGUSR2)."""
         if not self.options.restart_command:
             log.warning("no successor", why="only 'llama-gateway serve' can be succeeded")
-        elif not self.stopping.is_set() and not self._succeeding.locked():
-            self._own(self._succeed(), "succession")
+        elif not self.stopping.is_set() and not self._handing_over.locked():
+            self._start_task(self._hand_over(), "handover")
 
-    async def _succeed(self) -> None:
+    async def _hand_over(self) -> None:
         assert self.public_listener is not None
         assert self.admin_listener is not None
-        async with self._succeeding:
+        async with self._handing_over:
             sockets = {"public": self.public_listener.sock, "admin": self.admin_listener.sock}
             command = self.options.restart_command
             log.info("starting a successor", command=command[0])
             try:
-                fixed = self._inheritance.from_systemd
-                door, config = self.handler.config.anonymous_access, self.options.settings_file
-                told = successor_environment(door, config, customised=not self._has_defaults)
                 self._successor = await start_successor(
-                    command, sockets, from_systemd=fixed, extra_environment=told
+                    command,
+                    sockets,
+                    from_systemd=self._inherited.from_systemd,
+                    extra_environment=successor_environment(
+                        self.handler.config.anonymous_access,
+                        self.options.settings_file,
+                        customised=not self._has_defaults,
+                    ),
+                    timeout=self.timings.successor_ready,
                 )
             except HandoverFailed as error:
-                log.error("no successor", why=str(error))  # noqa: TRY400 - the message says it all
+                log.error("no successor", why=str(error))  # noqa: TRY400 - no traceback needed
                 return
             self.autoscaler.hand_over()
             self.fleet.properties_store.stop_saving()
@@ -243,50 +269,53 @@ class Gateway:
             self.stopping.set()
 
     async def shut_down(self) -> int:
-        """Let what waits and runs end within the grace; 0, or 1 if a second signal cut it short.
+        """Let requests in flight end within the grace; returns the exit status.
 
-        After a successor has taken over, the grace begins with a signal to end.
+        That is 0, or 1 if a second signal cut the grace short. After a handover, the grace begins
+        with a signal to end.
         """
         shutdown = self.settings.shutdown
         assert self.public_listener is not None
         if self._successor is not None:
             log.info("succeeded", pid=self._successor.pid, in_flight=len(self.registry))
             closing = asyncio.create_task(self.public_listener.drain())
-            # Nobody waits for its end: what runs has the time that each request has anyway.
-            told = asyncio.create_task(self._told.wait())
-            await asyncio.wait([closing, told], return_when=asyncio.FIRST_COMPLETED)
-            told.cancel()
+            # Nobody waits for this process to end, so requests keep their usual time limits.
+            stopped = asyncio.create_task(self._stop_requested.wait())
+            await asyncio.wait([closing, stopped], return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
         else:
             self._notifier.notify("STOPPING=1")
             log.info("shutting down", in_flight=len(self.registry), grace=shutdown.grace)
-            self.handler.closing = True
-            await self._unless_at_once(asyncio.sleep(shutdown.delay))
-            self.handler.rejecting = True
+            self.handler.begin_shutdown()
+            await self._unless_stopped(asyncio.sleep(shutdown.delay))
+            self.handler.reject_requests()
             closing = asyncio.create_task(self.public_listener.close())
         try:
-            if not await self._unless_at_once(asyncio.wait([closing], timeout=shutdown.grace)):
+            if not await self._unless_stopped(asyncio.wait([closing], timeout=shutdown.grace)):
                 return 1
             if not closing.done():
                 left = self.registry.cancel_where(lambda _: True, errors.shutting_down())
                 self.scheduler.refuse_all(errors.shutting_down)
                 log.warning("the grace is over", ended=left)
-                await self._unless_at_once(asyncio.wait([closing], timeout=FINAL_REPLY_SECONDS))
+                await self._unless_stopped(
+                    asyncio.wait([closing], timeout=self.timings.final_response)
+                )
         finally:
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
-        return 1 if self._at_once.is_set() else 0
+        return 1 if self._stop_at_once.is_set() else 0
 
-    async def _unless_at_once(self, waited: Any) -> bool:
-        """Wait for something, unless a second signal comes; whether it was waited for."""
-        waiting = asyncio.ensure_future(waited)
-        at_once = asyncio.create_task(self._at_once.wait())
-        await asyncio.wait([waiting, at_once], return_when=asyncio.FIRST_COMPLETED)
-        for task in (waiting, at_once):
+    async def _unless_stopped(self, awaitable: Awaitable[Any]) -> bool:
+        """Wait for it; returns False as soon as a second signal comes."""
+        work = asyncio.ensure_future(awaitable)
+        stopped = asyncio.create_task(self._stop_at_once.wait())
+        await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
+        for task in (work, stopped):
             task.cancel()
-        await asyncio.gather(waiting, at_once, return_exceptions=True)
-        return not self._at_once.is_set()
+        await asyncio.gather(work, stopped, return_exceptions=True)
+        return not self._stop_at_once.is_set()
 
-    async def _end(self) -> None:
+    async def _close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -298,38 +327,45 @@ class Gateway:
         self.timeout_monitor.close()
         self.scheduler.close()
         await self.fleet.aclose()
-        self._names.close()
+        self._resolver.close()
         self.fleet.properties_store.save()
         self.bus.flush()
         log.info("ended")
 
-    def _own(self, work: Any, name: str) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._forget)
+        task.add_done_callback(self._on_task_done)
 
-    def _forget(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a task failed", task=task.get_name(), exc_info=error)
 
     # Listeners.
 
-    def _listeners(self, files: int) -> tuple[Listener, Listener]:
+    def _make_listeners(self, open_files: int) -> tuple[Listener, Listener]:
         listen, admin = self.settings.listen, self.settings.admin
         limits = self.settings.limits
-        clients, asking = connection_limits(files, limits.connections, limits.connections)
-        if clients < limits.connections:
-            log.warning("fewer connections than the settings say", most=clients, open_files=files)
+        most_public, most_admin = connection_limits(
+            open_files, limits.connections, limits.connections
+        )
+        if most_public < limits.connections:
+            log.warning(
+                "fewer connections than the settings say", most=most_public, open_files=open_files
+            )
         key = None
         if admin.key_file is not None:
             key = read_admin_key(admin.key_file)
-        public_sock, admin_sock = bind_listeners(self.settings, self._inheritance)
+        public_sock, admin_sock = bind_listeners(self.settings, self._inherited)
         public = Listener(
-            self._public,
+            self._serve_public,
             public_sock,
             protocol=protocol_class(
-                _at_most(clients, limits), self.handler.serve, listen.trusted_proxies
+                _with_connections(limits, most_public),
+                self.handler.serve,
+                listen.trusted_proxies,
+                linger_seconds=self.timings.linger,
             ),
             keep_alive=listen.keep_alive,
             certificate=listen.tls.cert if listen.tls else None,
@@ -340,47 +376,48 @@ class Gateway:
             scheduler=self.scheduler,
             registry=self.registry,
             metrics=self.metrics,
-            totals=self.totals,
             drain_deadlines=self.drain_deadlines,
             gateway=self,
             host=admin.host,
             key=key,
             extra_hosts=admin.hosts,
         )
-        protocol = protocol_class(_at_most(asking, limits))
+        protocol = protocol_class(
+            _with_connections(limits, most_admin), linger_seconds=self.timings.linger
+        )
         return public, Listener(app, admin_sock, protocol=protocol, keep_alive=listen.keep_alive)
 
-    async def _public(self, scope: Any, receive: Any, send: Any) -> None:
-        await self._framed(scope, receive, send)
+    async def _serve_public(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._public_app(scope, receive, send)
 
-    def _frame(self) -> None:
-        """Put CORS around the site, where the settings ask for it."""
-        self._framed = (
+    def _apply_cors(self) -> None:
+        """Add CORS to the public application, if the settings ask for it."""
+        self._public_app = (
             self._site if self.settings.cors is None else with_cors(self._site, self.settings.cors)
         )
 
     # Reload.
 
     def schedule_reload(self) -> None:
-        """Read both files again (SIGHUP)."""
-        self._own(self._reload_quietly(inventory=True, settings=True), "reload")
+        """Reload both files (SIGHUP)."""
+        self._start_task(self._reload_quietly(inventory=True, settings=True), "reload")
 
     async def reload(self) -> ReloadResult:
-        """Read both files again. Raises: ConfigError; then what was invalid has not changed."""
+        """Reload both files. Raises: ConfigError; then an invalid file has changed nothing."""
         async with self._reloading:
             problems: list[Problem] = []
-            change = changed = None
+            inventory_change = settings_change = None
             try:
-                changed = await self._reload_settings()
+                settings_change = await self._reload_settings()
             except ConfigError as error:
                 problems += error.problems
             try:
-                change = await self._reload_inventory()
+                inventory_change = await self._reload_inventory()
             except ConfigError as error:
                 problems += error.problems
-            if change is None or changed is None:
+            if inventory_change is None or settings_change is None:
                 raise ConfigError(problems)
-            return ReloadResult(change, changed)
+            return ReloadResult(inventory_change, settings_change)
 
     async def _watch_files(self, inventory: Inventory) -> None:
         paths = [
@@ -389,7 +426,7 @@ class Gateway:
             if path is not None
         ]
         edits = watch_files(paths)
-        # What was edited since they were read for the start, which may have taken minutes.
+        # They may have been edited since the start, which may have taken minutes.
         await self._reload_quietly(inventory=await self._differs_from(inventory), settings=True)
         async for changed in edits:
             await self._reload_quietly(
@@ -405,7 +442,7 @@ class Gateway:
 
     async def _reload_quietly(self, *, inventory: bool, settings: bool) -> None:
         async with self._reloading:
-            # Each file by itself: an invalid one must not keep the other from being read.
+            # Each file on its own: an invalid one must not keep the other from being read.
             with contextlib.suppress(ConfigError, OSError):
                 if settings:
                     await self._reload_settings()
@@ -427,10 +464,10 @@ class Gateway:
 
     async def _reload_settings(self) -> SettingsChanged:
         try:
-            # An empty file changes nothing: it may be half of an edit, or of a full disk.
-            refused: RejectedFiles = "nothing" if self._has_defaults else "empty"
+            # An empty file changes nothing: it may come of an unfinished edit or a full disk.
+            rejected: RejectedFiles = "nothing" if self._has_defaults else "empty"
             path = self.options.settings_file
-            loaded = await asyncio.to_thread(load_settings, path, rejected=refused)
+            loaded = await asyncio.to_thread(load_settings, path, rejected=rejected)
         except (ConfigError, OSError) as error:
             self.settings_error = str(error)
             self.bus.publish(SettingsChanged(error=self.settings_error))
@@ -443,20 +480,20 @@ class Gateway:
             return change
         self.proxy_context.configure(settings)
         self.scheduler.configure(settings)
-        self.autoscaler.settings = settings
+        self.autoscaler.configure(settings)
         self.fleet.configure(settings.health, settings.timeouts)
         before = self.handler.config.anonymous_access
-        self.handler.config = HandlerConfig.of(
-            settings, loopback=self._loopback, previous_access=before
+        self.handler.configure(
+            HandlerConfig.of(settings, loopback=self._loopback, previous_access=before)
         )
         if self.keys_lost is not None and not before.locked:
             log.warning("locked", why=self.keys_lost)
-        self.event_log.access_log = settings.logging.access
+        self.event_log.configure(access_log=settings.logging.access)
         self._logs.configure(settings.logging.level)
-        self._frame()
+        self._apply_cors()
         self.bus.publish(change)
         return change
 
 
-def _at_most(connections: int, limits: LimitSettings) -> LimitSettings:
+def _with_connections(limits: LimitSettings, connections: int) -> LimitSettings:
     return limits.model_copy(update={"connections": connections})

@@ -1,6 +1,6 @@
-"""What can go wrong, in the contract's words: one exception, and a function per cause.
+"""The errors that end a request: one exception, and one function for each cause.
 
-A `GatewayError` knows nothing of HTTP forms: each dialect renders it as its official client
+A `GatewayError` does not know its form on the wire. Each API renders it as its official client
 expects (`gateway.proxy.api`).
 """
 
@@ -10,21 +10,21 @@ from collections.abc import Sequence
 from typing import Self
 
 LONGEST_RETRYABLE_WAIT = 60.0
-"""Seconds. Official SDKs repeat 429 and 5xx by themselves; a longer wait is not worth repeating."""
-
+"""Seconds. Official SDKs repeat 429 and 5xx by themselves; with a longer wait they should not."""
 
 UNREPORTED_RETRY_AFTER = 5.0
-"""Seconds to advise while a node has not said what it serves; about one interval of the probes."""
+"""`Retry-After` in seconds while a node has not reported its models: about one probe interval."""
 
 LONGEST_ECHO = 200
-"""Characters of what a client sent that an error repeats."""
+"""Most characters of a client's own text that an error message repeats."""
 
 
 class GatewayError(Exception):
-    """A request ends with this status instead of an answer.
+    """The request ends with this status instead of a response.
 
-    `code` is the contract's machine-readable word, also sent as `X-Gateway-Reason`.
-    `retry_after` is in seconds. `retryable` False sends `x-should-retry: false`.
+    `code` is the machine-readable word of the contract, also sent as `X-Gateway-Reason`.
+    `retry_after` is in seconds. `retryable=False` sends `x-should-retry: false`.
+    `message_with_nodes` replaces the message where clients may see node names.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class GatewayError(Exception):
         self._with_names = message_with_nodes
 
     def reveal_nodes(self) -> Self:
-        """Tell nodes by name and reason: only where clients may know them."""
+        """Use the message that names nodes and reasons; call only where clients may see them."""
         self.message = self._with_names or self.message
         return self
 
@@ -77,14 +77,14 @@ class GatewayError(Exception):
 
 
 MOST_CAUSES = 16
-"""Errors behind an error whose traces are let go of."""
+"""Most chained errors whose tracebacks are dropped."""
 
 
 def drop_traceback(error: BaseException) -> None:
-    """Let go of where an error came from, and of what caused it, once it is dealt with.
+    """Drop the tracebacks of a handled error and of its causes.
 
-    A trace holds the frames that it passed, and one of these mostly the error: the request and its
-    body would stay in memory until the collector comes by, though nothing counts them any more.
+    A traceback holds the frames that it passed, and one of them usually holds the error: a cycle
+    that keeps the request and its body in memory, uncounted, until the garbage collector runs.
     """
     cause: BaseException | None = error
     for _ in range(MOST_CAUSES):
@@ -94,8 +94,13 @@ def drop_traceback(error: BaseException) -> None:
         cause = cause.__cause__ or cause.__context__
 
 
-class ClientClosed(Exception):  # noqa: N818 - not an error: the client left, nobody is told
-    """The client left before the answer was complete; 499 in logs and metrics only."""
+class ClientClosed(Exception):  # noqa: N818 - not an error: nobody is left to read one
+    """The client disconnected before the response was complete; 499 in logs and metrics only."""
+
+
+def invalid_http() -> GatewayError:
+    """400: the bytes are not HTTP."""
+    return GatewayError(400, "invalid_request", "This is not a valid HTTP request.")
 
 
 def invalid_json(detail: str) -> GatewayError:
@@ -104,7 +109,7 @@ def invalid_json(detail: str) -> GatewayError:
 
 
 def invalid_request(message: str, param: str | None = None) -> GatewayError:
-    """400: the body is JSON, but no node could serve it."""
+    """400: the request is well-formed, but no node could serve it."""
     return GatewayError(400, "invalid_request", message, param=param)
 
 
@@ -118,14 +123,15 @@ def context_length_exceeded(
 ) -> GatewayError:
     """400: the prompt is longer than the context (tokens of one slot) of any node.
 
-    Clients know it by its words, and then compact what they send: Anthropic's and LangChain's by
-    `prompt is too long: N tokens > M maximum`, with numbers where they are known (within a stream
-    LangChain's by `exceeds the context window`), LiteLLM by `exceeds the available context size`,
-    in older versions by OpenAI's `This model's maximum context length is`.
+    Clients recognise the error by its wording and then compact their prompt. Anthropic's and
+    LangChain's look for `prompt is too long: N tokens > M maximum`, with numbers where they are
+    known (LangChain, within a stream, for `exceeds the context window`); LiteLLM looks for
+    `exceeds the available context size`, its older versions for OpenAI's `This model's maximum
+    context length is`.
     """
     least = prompt_tokens or (context + 1 if context else None)
     size = f"{least} tokens" if least else "it"
-    # A context that the prompt just fills has no room for an answer.
+    # A prompt that just fills the context leaves no room for an answer.
     most = min(context, least - 1) if context and least else context
     limit = f"{most} maximum" if most else "the maximum of every node"
     guess = " (it may be longer)" if context and not prompt_tokens else ""
@@ -149,7 +155,7 @@ def context_length_exceeded(
 
 
 def invalid_api_key() -> GatewayError:
-    """401: no key, or one that is not known."""
+    """401: no API key, or an unknown one."""
     return GatewayError(
         401,
         "invalid_api_key",
@@ -160,7 +166,7 @@ def invalid_api_key() -> GatewayError:
 
 
 def too_many_keys(limit: int) -> GatewayError:
-    """401: more different keys than are looked at."""
+    """401: more different keys than one request may present."""
     return GatewayError(
         401,
         "invalid_api_key",
@@ -170,7 +176,7 @@ def too_many_keys(limit: int) -> GatewayError:
 
 
 def keys_of_different_callers() -> GatewayError:
-    """401: two good keys, of which neither goes before the other."""
+    """401: two valid keys of different callers."""
     return GatewayError(
         401,
         "invalid_api_key",
@@ -181,21 +187,21 @@ def keys_of_different_callers() -> GatewayError:
 
 
 def model_not_allowed(model: str) -> GatewayError:
-    """403: the key may not use this model."""
+    """403: the API key may not use this model."""
     return GatewayError(
         403,
         "model_not_allowed",
-        f"This API key may not use the model '{_echoed(model)}'.",
+        f"This API key may not use the model '{truncate_echo(model)}'.",
         param="model",
     )
 
 
 def host_not_allowed(host: str) -> GatewayError:
-    """403: a request without a key asked by a name that is not the listener's."""
+    """403: a request without a key whose `Host` is not a name of the listener."""
     return GatewayError(
         403,
         "host_not_allowed",
-        f"Without an API key this gateway is not asked by the host '{_echoed(host)}': ask by "
+        f"Without an API key this gateway does not answer to the host '{truncate_echo(host)}': use "
         "localhost or its address, add the name to listen.hosts in the settings, or use a key.",
     )
 
@@ -205,31 +211,31 @@ def origin_not_allowed(origin: str) -> GatewayError:
     return GatewayError(
         403,
         "origin_not_allowed",
-        f"Pages of '{_echoed(origin)}' may not ask this gateway without an API key: add the "
+        f"Pages of '{truncate_echo(origin)}' may not use this gateway without an API key: add the "
         "origin to cors.origins in the settings, or use a key.",
     )
 
 
 def model_not_found(model: str, known: list[str]) -> GatewayError:
-    """404: no node in the inventory serves this name, now or when last seen."""
+    """404: no node in the inventory serves this model, now or when last seen."""
     some = ", ".join(f"'{name}'" for name in known[:8])
     hint = f" Known here: {some}{', ...' if len(known) > 8 else ''}." if known else ""
     return GatewayError(
         404,
         "model_not_found",
-        f"The model '{_echoed(model)}' does not exist here.{hint}",
+        f"The model '{truncate_echo(model)}' does not exist here.{hint}",
         param="model",
     )
 
 
 def not_found(path: str, suggestion: str | None = None) -> GatewayError:
-    """404: no such path; `instead` says what to use."""
+    """404: no such path; `suggestion` says what to use instead."""
     hint = f" {suggestion}" if suggestion else ""
-    return GatewayError(404, "not_found", f"There is nothing at '{_echoed(path)}'.{hint}")
+    return GatewayError(404, "not_found", f"There is nothing at '{truncate_echo(path)}'.{hint}")
 
 
 def method_not_allowed(method: str, allow: str) -> GatewayError:
-    """405: the path exists, the method does not."""
+    """405: the path exists, but not with this method."""
     return GatewayError(
         405, "method_not_allowed", f"{method} is not allowed here, use {allow}.", allow=allow
     )
@@ -241,11 +247,11 @@ def request_timeout(message: str) -> GatewayError:
 
 
 def superseded() -> GatewayError:
-    """409: the same editor session has sent a newer one."""
+    """409: the same editor session has sent a newer request."""
     return GatewayError(
         409,
         "superseded",
-        "A newer request of the same session has taken the place of this one.",
+        "A newer request of the same session has replaced this one.",
         retryable=False,
     )
 
@@ -261,7 +267,7 @@ def headers_too_large(limit: int) -> GatewayError:
 
 
 def too_many_headers(limit: int) -> GatewayError:
-    """431: `most` is how many fields a head may have."""
+    """431: `limit` is the most header fields of a head."""
     return GatewayError(431, "headers_too_large", f"There are more than {limit} header fields.")
 
 
@@ -270,35 +276,35 @@ def compressed_body() -> GatewayError:
     return GatewayError(
         415,
         "unsupported_media_type",
-        "A compressed body is not understood: send it plain, without 'Content-Encoding'.",
+        "Compressed bodies are not supported: send it plain, without 'Content-Encoding'.",
         retryable=False,
     )
 
 
 def queue_full(message: str, retry_after: float) -> GatewayError:
-    """429: nothing more may wait here now."""
+    """429: the queue, or what stands for one, has no room."""
     return GatewayError(429, "queue_full", message, retry_after=retry_after)
 
 
 def queue_timeout(message: str, retry_after: float) -> GatewayError:
-    """503: it waited for a slot as long as it may, or could never make its deadline."""
+    """503: it waited for a slot for as long as it may, or could never meet its deadline."""
     return GatewayError(503, "queue_timeout", message, retry_after=retry_after, retryable=False)
 
 
 def no_node(message: str, retry_after: float) -> GatewayError:
-    """503: every node that could serve it is out."""
+    """503: every node that could serve it is out of service."""
     return GatewayError(503, "no_node", message, retry_after=retry_after)
 
 
 def no_node_reported(
     model: str | None, unreported: Sequence[tuple[str, str, str]], node_count: int
 ) -> GatewayError:
-    """503: no node is known to serve this name, but `silent` ones have never said what they serve.
+    """503: no node is known to serve this model, but `unreported` ones never said what they serve.
 
-    `silent`: name, state and reason of each; `nodes`: how many there are in all.
+    `unreported`: name, state and reason of each such node; `node_count`: of all nodes.
     """
-    what = "any model" if model is None else f"the model '{_echoed(model)}'"
-    begin = f"No node has said that it serves {what}"
+    target = "any model" if model is None else f"the model '{truncate_echo(model)}'"
+    begin = f"No node has said that it serves {target}"
     count = f"{len(unreported)} of {node_count} node{'' if node_count == 1 else 's'}"
     states = ", ".join(sorted({state for _, state, _ in unreported}))
     named = "; ".join(f"'{name}' is {state} ({reason})" for name, state, reason in unreported[:3])
@@ -320,20 +326,20 @@ def starting(message: str, retry_after: float = 2.0) -> GatewayError:
 
 
 def shutting_down(retry_after: float = 5.0) -> GatewayError:
-    """503: the gateway is on its way out."""
+    """503: the gateway is shutting down."""
     return GatewayError(
         503, "shutting_down", "The gateway is shutting down.", retry_after=retry_after
     )
 
 
 def not_supported(endpoint: str, path: str, model: str, hint: str | None) -> GatewayError:
-    """501: no node that serves the model has this feature; `hint` is in a node's own words."""
-    what, remedy = _FEATURES.get(endpoint, (f"'{path}'", "Use another path, or another model."))
-    told = f"A node says: {hint[:LONGEST_ECHO]}" if hint else remedy
+    """501: no node that serves the model has this feature; `hint` is a node's own text."""
+    feature, remedy = _FEATURES.get(endpoint, (f"'{path}'", "Use another path, or another model."))
+    advice = f"A node says: {hint[:LONGEST_ECHO]}" if hint else remedy
     return GatewayError(
         501,
         "not_supported",
-        f"No node that serves '{_echoed(model)}' supports {what}. {told}",
+        f"No node that serves '{truncate_echo(model)}' supports {feature}. {advice}",
         retryable=False,
     )
 
@@ -344,7 +350,7 @@ _FEATURES = {
     "infill": ("infill", "It needs a model that was trained to fill in the middle."),
     "audio": ("audio", "It needs a model that hears; llama.cpp's server wants its `--mmproj`."),
 }
-"""By endpoint: what it is, and what to do where no node has said."""
+"""By endpoint: its name in a sentence, and the remedy where no node has given a hint."""
 
 
 def node_failed(message: str) -> GatewayError:
@@ -353,9 +359,10 @@ def node_failed(message: str) -> GatewayError:
 
 
 def node_timeout(message: str) -> GatewayError:
-    """504: a node took longer than it may."""
+    """504: a node took longer than its timeout."""
     return GatewayError(504, "node_timeout", message, retryable=False)
 
 
-def _echoed(text: str) -> str:
+def truncate_echo(text: str) -> str:
+    """A client's own text, cut to `LONGEST_ECHO`."""
     return text if len(text) <= LONGEST_ECHO else text[:LONGEST_ECHO] + "..."

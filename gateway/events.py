@@ -1,4 +1,4 @@
-"""What happened, told once to whoever subscribed: metrics, logs, later usage and the dashboard."""
+"""Events of the gateway, and the bus that hands them to subscribers: metrics and logs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from gateway.request import Priority
 
 @dataclass(slots=True)
 class RequestFinished:
-    """A request has ended, however it did. Seconds and tokens."""
+    """A request has ended, whatever its outcome. Times in seconds.
+
+    The record is made when the request arrives, filled while it runs, and published at its end.
+    """
 
     x_request_id: str
     path: str
@@ -21,22 +24,22 @@ class RequestFinished:
     priority: Priority = Priority.NORMAL
     caller: str = "unknown"
     status: int = 200
-    """The true outcome: 499 when the client left, the error's code after a heartbeat's 200."""
+    """The true outcome: 499 if the client left, the error's status even after a heartbeat's 200."""
     reason: str | None = None
-    """The contract's error code, if it failed."""
+    """The error code, if the request failed."""
     stream: bool = False
     node: str | None = None
     tier: str | None = None
     fallback: str | None = None
-    """Why it ran on another tier than its class belongs to, if it did."""
+    """Why it ran on another tier than that of its class, if it did."""
     attempts: int = 0
     queue_seconds: float = 0.0
     """Seconds spent waiting for a slot."""
     ttft: float | None = None
-    """Seconds until the first content went out; None when none did."""
+    """Seconds until the first content was sent; None if none was."""
     duration_seconds: float = 0.0
     overhead_seconds: float | None = None
-    """Seconds between arrival and dispatch that were not spent waiting for a slot."""
+    """Seconds between arrival and dispatch, less those spent waiting for a slot."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Part of `prompt_tokens`."""
@@ -46,6 +49,25 @@ class RequestFinished:
     def fail(self, status: int, reason: str) -> None:
         """The request ends with this status and error code."""
         self.status, self.reason = status, reason
+
+    def identify(self, caller: str) -> None:
+        """The caller is known."""
+        self.caller = caller
+
+    def classify(self, priority: Priority) -> None:
+        """The class is known."""
+        self.priority = priority
+
+    def describe(self, *, stream: bool, model: str | None) -> None:
+        """The body is understood; `model` is None if no node serves it."""
+        self.stream = stream
+        if model is not None:
+            self.model = model
+
+    def finish(self, duration_seconds: float) -> RequestFinished:
+        """The request is over; returns the complete record."""
+        self.duration_seconds = duration_seconds
+        return self
 
     def waited(self, seconds: float) -> None:
         """The request has waited so long for a slot."""
@@ -89,7 +111,7 @@ class RequestFinished:
 
 @dataclass(slots=True)
 class AttemptEnded:
-    """One attempt on one node is over. `outcome` is a word of a small set, never free text."""
+    """An attempt on one node has ended. `outcome` is a word of a small set, never free text."""
 
     x_request_id: str
     node: str
@@ -100,22 +122,21 @@ class AttemptEnded:
 
 @dataclass(slots=True)
 class StreamResumed:
-    """An answer whose node failed goes on elsewhere, or can't: then `node` is None."""
+    """A stream whose node failed was resumed on another node, or could not be."""
 
     x_request_id: str
     failed_node: str
-    """The node that did."""
     resumed_on: str | None
-    """The one that goes on."""
+    """The replacement node; None: the stream could not be resumed."""
     tokens: int
-    """That had gone out, about."""
+    """About how many tokens had been sent."""
     failure: str | None = None
-    """Why nobody can; never any of the answer's text."""
+    """Why the stream could not be resumed; never any of its text."""
 
 
 @dataclass(slots=True)
 class NodeChanged:
-    """A node's state has changed; `reason` is for an operator to act on."""
+    """A node's state has changed; `reason` tells an operator why."""
 
     node: str
     old_state: str | None
@@ -127,7 +148,7 @@ class NodeChanged:
 
 @dataclass(slots=True)
 class InventoryChanged:
-    """The inventory was read again; with `error`, nothing changed."""
+    """The inventory was reloaded; with `error`, nothing changed."""
 
     added: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
@@ -138,7 +159,7 @@ class InventoryChanged:
 
 @dataclass(slots=True)
 class SettingsChanged:
-    """The settings were read again; with `error`, nothing changed."""
+    """The settings were reloaded; with `error`, nothing changed."""
 
     needs_restart: tuple[str, ...] = ()
     error: str | None = None
@@ -154,7 +175,7 @@ class NodeDrift:
 
 @dataclass(slots=True)
 class HookEnded:
-    """A hook that starts or stops a standby node has ended, or was broken off."""
+    """A hook that starts or stops a standby node has ended or was aborted."""
 
     node: str
     hook: str
@@ -165,64 +186,62 @@ class HookEnded:
     detail: str
     """For an operator, without secrets."""
     output: str = ""
-    """The end of what it wrote, or of what it was answered; without secrets."""
+    """The end of the command's output or of the HTTP response; without secrets."""
 
 
 E = TypeVar("E")
 
-
 DEFER_SECONDS = 0.05
-"""Seconds that work which nobody waits for may be put off."""
+"""Longest delay of deferred work, in seconds."""
 
 MOST_DEFERRED = 512
-"""Pieces of such work; more are done at once."""
+"""Pieces of work that may be deferred; one more flushes them all."""
 
 
 class EventBus:
     """Hands each event to its subscribers, in order. Subscribers must not raise.
 
-    What nobody waits for is put off a little and then done in one go: the same code run many
-    times over is about twice as fast as code run once between other things. `later` calls a
-    function after so many seconds; without it nothing is put off.
+    Work that nobody waits for is deferred and done in batches: code that runs many times in a row
+    is about twice as fast as code that runs once between other work. `call_later` calls a
+    function after so many seconds; without it nothing is deferred.
     """
 
     def __init__(
         self, call_later: Callable[[float, Callable[[], None]], object] | None = None
     ) -> None:
         self._subscribers: dict[type, list[Callable[[Any], None]]] = defaultdict(list)
-        self._later = call_later
-        self._put_off: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._call_later = call_later
+        self._deferred: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def subscribe(self, kind: type[E], subscriber: Callable[[E], None]) -> None:
         """Call `subscriber` with every later event of exactly this type."""
         self._subscribers[kind].append(subscriber)
 
     def publish(self, event: object) -> None:
-        """Tell everybody who asked for events of this type, after all that was put off."""
-        if self._put_off:
+        """Call the subscribers of this type, after all deferred work."""
+        if self._deferred:
             self.flush()
-        for subscriber in self._subscribers.get(type(event), ()):
-            subscriber(event)
+        self._notify(event)
 
     def publish_deferred(self, event: object) -> None:
-        """The same, within `SOON` seconds."""
-        self.defer(self._tell, event)
+        """Publish within `DEFER_SECONDS`."""
+        self.defer(self._notify, event)
 
     def defer(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Call `work` within `SOON` seconds, before anything that is published after this."""
-        put_off = self._put_off
-        put_off.append((work, arguments))
-        if self._later is None or len(put_off) >= MOST_DEFERRED:
+        """Call `work` within `DEFER_SECONDS`, and before any event that is published later."""
+        deferred = self._deferred
+        deferred.append((work, arguments))
+        if self._call_later is None or len(deferred) >= MOST_DEFERRED:
             self.flush()
-        elif len(put_off) == 1:
-            self._later(DEFER_SECONDS, self.flush)
+        elif len(deferred) == 1:
+            self._call_later(DEFER_SECONDS, self.flush)
 
     def flush(self) -> None:
-        """Do what was put off."""
-        put_off, self._put_off = self._put_off, []
-        for work, arguments in put_off:
+        """Do the deferred work now."""
+        deferred, self._deferred = self._deferred, []
+        for work, arguments in deferred:
             work(*arguments)
 
-    def _tell(self, event: object) -> None:
+    def _notify(self, event: object) -> None:
         for subscriber in self._subscribers.get(type(event), ()):
             subscriber(event)

@@ -1,9 +1,9 @@
-"""One gateway after another on the same sockets, so that no client is refused in between.
+"""Handover of the listening sockets to a new process, so that no client is refused in between.
 
-A successor is the same command started anew, perhaps of a newer version. It inherits the
-listening sockets themselves: closing one of two sockets that share a port would reset who waits
-in its backlog. When it is ready it says so through a pipe; only then does the old process stop
-accepting, and ends what it runs. Sockets may come from systemd as well (sd_listen_fds(3)).
+The successor is the same command started again, perhaps of a newer version. It inherits the sockets
+themselves: of two sockets that share a port, closing one would reset the clients in its backlog.
+When the successor is ready it writes to a pipe; only then does the old process stop accepting
+connections, and ends when its requests have. Sockets may also come from systemd (sd_listen_fds(3)).
 """
 
 from __future__ import annotations
@@ -24,68 +24,69 @@ from gateway.startup import Options, StartError
 from gateway.web.listener import Listener, bind_socket, resolve_addresses
 
 SOCKETS_VARIABLE = "LLAMA_GATEWAY_SOCKETS"
-"""Set for a successor: `name=descriptor` for each socket, and `ready=` for the pipe."""
+"""Set for a successor: `name=descriptor` for each socket, `ready=descriptor` for the pipe, and
+`fixed=1` if systemd owns the sockets."""
 
 PREDECESSOR_VARIABLE = "LLAMA_GATEWAY_PREDECESSOR"
-"""Set for a successor, which is no restart: it must not open what the old process keeps shut.
-`keyed`: there have been API keys; `anonymous`: callers without one are let in nevertheless;
-`customised`: its settings are not the defaults."""
+"""Set for a successor, which must not admit callers that the old process refuses. Words:
+`keyed`: there have been API keys; `anonymous`: callers without one are admitted nevertheless;
+`customised`: the settings are not the defaults."""
 
 LISTEN_FDS_START = 3
-"""The number of the first descriptor that systemd passes (SD_LISTEN_FDS_START)."""
+"""The first descriptor that systemd passes (SD_LISTEN_FDS_START)."""
 
 LISTENER_NAMES = ("public", "admin")
-"""The listeners, in the order in which unnamed sockets of systemd are taken."""
+"""The listeners, in the order of systemd's unnamed sockets."""
 
 READY_TIMEOUT = 60.0
-"""Seconds for a successor to be ready; then it is ended and the old process stays."""
+"""Seconds for a successor to become ready; then it is killed and the old process stays."""
 
 
-class HandoverFailed(Exception):  # noqa: N818 - the old process goes on as if nothing had been
+class HandoverFailed(Exception):  # noqa: N818 - no error of the process, which serves on
     """No successor took over; the message says why."""
 
 
 @dataclass(slots=True)
 class InheritedState:
-    """What this process was started with."""
+    """What a predecessor or systemd has passed to this process."""
 
     sockets: dict[str, socket.socket] = field(default_factory=dict)
     from_systemd: bool = False
-    """The sockets are systemd's: they, and not the settings, say where the gateway listens."""
+    """The sockets are systemd's: they decide where the gateway listens, not the settings."""
     ready_fd: int | None = None
-    """The pipe that a predecessor reads."""
+    """The pipe to the predecessor."""
     anonymous_access: AnonymousAccess = INITIAL_ACCESS
     """The predecessor's."""
     customised: bool = False
-    """The predecessor's settings are not the defaults: an empty file is not meant."""
+    """The predecessor's settings were not the defaults, so an empty file must be a mistake."""
 
     def apply_to(self, options: Options) -> Options:
-        """The options with the addresses of systemd's sockets on top."""
+        """The options, overridden by the addresses of systemd's sockets."""
         if not self.from_systemd:
             return options
-        found = {name: sock.getsockname()[:2] for name, sock in self.sockets.items()}
-        if (public := found.get("public")) is not None:
+        addresses = {name: sock.getsockname()[:2] for name, sock in self.sockets.items()}
+        if (public := addresses.get("public")) is not None:
             options = replace(options, host=public[0], port=public[1])
-        if (admin := found.get("admin")) is not None:
+        if (admin := addresses.get("admin")) is not None:
             options = replace(options, admin_host=admin[0], admin_port=admin[1])
         return options
 
     def take_socket(self, name: str, addresses: Iterable[tuple[str, int]]) -> socket.socket | None:
-        """The socket of this listener, if it stands on one of the addresses wished for.
+        """The inherited socket of this listener, if its address is one of these; port 0 is any.
 
-        Port 0 is any port.
+        It is removed from `sockets`.
         """
         sock = self.sockets.get(name)
         if sock is None:
             return None
         host, port = sock.getsockname()[:2]
-        if not any(host == wished and on in {0, port} for wished, on in addresses):
+        if not any(host == wanted and number in {0, port} for wanted, number in addresses):
             return None
         del self.sockets[name]
         return sock
 
     def notify_ready(self) -> None:
-        """Let the predecessor go, and what nobody took of it."""
+        """Report readiness to the predecessor, and close the sockets that nobody took."""
         for sock in self.sockets.values():
             sock.close()
         self.sockets.clear()
@@ -96,17 +97,19 @@ class InheritedState:
             self.ready_fd = None
 
 
-def inherit_from_environment(environment: Mapping[str, str] = os.environ) -> InheritedState:
-    """What a predecessor or systemd has left to this process. Raises: StartError."""
+def inherit_from_environment(
+    environment: Mapping[str, str] = os.environ, *, first_descriptor: int = LISTEN_FDS_START
+) -> InheritedState:
+    """What a predecessor or systemd has passed to this process. Raises: StartError."""
     if passed := environment.get(SOCKETS_VARIABLE):
         numbers = dict(part.split("=", 1) for part in passed.split())
-        ready, fixed = numbers.pop("ready"), numbers.pop("fixed", "")
-        sockets = {name: _adopted(int(number)) for name, number in numbers.items()}
+        ready, from_systemd = numbers.pop("ready"), numbers.pop("fixed", "")
+        sockets = {name: _adopt_socket(int(number)) for name, number in numbers.items()}
         os.set_inheritable(int(ready), False)
         words = environment.get(PREDECESSOR_VARIABLE, "").split()
         return InheritedState(
             sockets,
-            from_systemd=bool(fixed),
+            from_systemd=bool(from_systemd),
             ready_fd=int(ready),
             anonymous_access=AnonymousAccess(
                 had_keys="keyed" in words, allowed="anonymous" in words
@@ -122,26 +125,27 @@ def inherit_from_environment(environment: Mapping[str, str] = os.environ) -> Inh
     for name in names[:count]:
         if name not in LISTENER_NAMES:
             raise StartError(
-                f"systemd passes a socket named {name!r}, which no listener is; write "
+                f"systemd passes a socket named {name!r}, but no listener has that name; write "
                 f"FileDescriptorName={' or '.join(LISTENER_NAMES)} into the socket unit",
                 2,
             )
-    numbered = zip(names, range(LISTEN_FDS_START, LISTEN_FDS_START + count), strict=False)
-    return InheritedState({name: _adopted(number) for name, number in numbered}, from_systemd=True)
+    numbered = zip(names, range(first_descriptor, first_descriptor + count), strict=False)
+    sockets = {name: _adopt_socket(number) for name, number in numbered}
+    return InheritedState(sockets, from_systemd=True)
 
 
-def _adopted(number: int) -> socket.socket:
+def _adopt_socket(number: int) -> socket.socket:
     try:
         sock = socket.socket(fileno=number)
     except OSError as error:
-        raise StartError(f"the inherited descriptor {number} is no socket: {error.strerror}") from (
-            None
-        )
+        raise StartError(
+            f"the inherited descriptor {number} is not a socket: {error.strerror}"
+        ) from (None)
     if sock.family not in {socket.AF_INET, socket.AF_INET6} or sock.type != socket.SOCK_STREAM:
         sock.close()
         raise StartError(
-            f"the inherited descriptor {number} is no TCP socket; write ListenStream=ADDRESS:PORT "
-            "into the socket unit",
+            f"the inherited descriptor {number} is not a TCP socket; write "
+            "ListenStream=ADDRESS:PORT into the socket unit",
             2,
         )
     sock.setblocking(False)
@@ -150,9 +154,9 @@ def _adopted(number: int) -> socket.socket:
 
 
 def restart_command() -> tuple[str, ...]:
-    """The command that this process was started by, to be started again.
+    """The command that started this process.
 
-    By the name it was called by, so that a link to the newest release leads to it.
+    By the name that was used, so that a link to the newest release is followed again.
     """
     script = Path(sys.argv[0])
     if script.name != "__main__.py" and os.access(script, os.X_OK):
@@ -163,18 +167,20 @@ def restart_command() -> tuple[str, ...]:
 def successor_environment(
     anonymous_access: AnonymousAccess, settings_file: Path | None, *, customised: bool
 ) -> dict[str, str]:
-    """The environment that lets a successor be no more open than this process.
+    """Variables that keep a successor from admitting more callers than this process.
 
-    `config`: the settings file in force. A successor that does not find it must not take it for
-    one that never was.
+    They name the settings file in force: a successor that can't find it must not start with the
+    defaults.
     """
     words = {
         "keyed": anonymous_access.had_keys,
         "anonymous": anonymous_access.allowed,
         "customised": customised,
     }
-    told = {PREDECESSOR_VARIABLE: " ".join(word for word, holds in words.items() if holds)}
-    return told if settings_file is None else {**told, "LLAMA_GATEWAY_CONFIG": str(settings_file)}
+    variables = {PREDECESSOR_VARIABLE: " ".join(word for word, holds in words.items() if holds)}
+    if settings_file is not None:
+        variables["LLAMA_GATEWAY_CONFIG"] = str(settings_file)
+    return variables
 
 
 async def start_successor(
@@ -183,12 +189,11 @@ async def start_successor(
     *,
     from_systemd: bool,
     extra_environment: Mapping[str, str] | None = None,
+    timeout: float = READY_TIMEOUT,
 ) -> subprocess.Popen[bytes]:
-    """Start the command with these listening sockets; its process, once that is ready.
+    """Start the command with these listening sockets; returns its process once it is ready.
 
-    `told`: more variables for its environment. Until it is ready nothing has changed.
-
-    Raises: SuccessionFailed.
+    Until then nothing has changed. `timeout` is in seconds. Raises: HandoverFailed.
     """
     reader, writer = os.pipe()
     numbers = {name: sock.fileno() for name, sock in sockets.items()}
@@ -196,14 +201,14 @@ async def start_successor(
     environment = {
         name: value
         for name, value in os.environ.items()
-        # Of systemd's: what names this very process.
+        # systemd's variables that name this process.
         if name not in {"LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_PID"}
     }
     environment |= extra_environment or {}
     environment[SOCKETS_VARIABLE] = f"{listed} ready={writer}{' fixed=1' if from_systemd else ''}"
     try:
         try:
-            # Not asyncio's: it outlives this event loop.
+            # Not by asyncio: the process outlives this event loop.
             process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own command
                 command, env=environment, pass_fds=(*numbers.values(), writer)
             )
@@ -212,12 +217,12 @@ async def start_successor(
         finally:
             os.close(writer)
         try:
-            await asyncio.wait_for(_said_ready(reader), READY_TIMEOUT)
+            await asyncio.wait_for(_wait_until_ready(reader), timeout)
         except BaseException as error:
             process.kill()
             status = await asyncio.to_thread(process.wait)
             if isinstance(error, TimeoutError):
-                why = f"it was not ready within {READY_TIMEOUT:.0f} s"
+                why = f"it was not ready within {timeout:.0f} s"
                 raise HandoverFailed(why) from None
             if isinstance(error, EOFError):
                 why = f"its status was {status}" if status > 0 else "its own errors say why"
@@ -228,8 +233,8 @@ async def start_successor(
         os.close(reader)
 
 
-async def _said_ready(reader: int) -> None:
-    """Wait for the successor's word. Raises: EOFError, when it is gone without one."""
+async def _wait_until_ready(reader: int) -> None:
+    """Wait for the successor to write. Raises: EOFError, if it ends without that."""
     loop = asyncio.get_running_loop()
     os.set_blocking(reader, False)
     readable = asyncio.Event()
@@ -242,23 +247,23 @@ async def _said_ready(reader: int) -> None:
         raise EOFError
 
 
-_PUBLIC = "--port (listen.port)"
+_PUBLIC_OPTION = "--port (listen.port)"
 
-_ADMIN = "--admin-port (admin.port)"
+_ADMIN_OPTION = "--admin-port (admin.port)"
 
 
 def bind_listeners(
     settings: Settings, inherited: InheritedState | None = None
 ) -> tuple[socket.socket, socket.socket]:
-    """Sockets for the public and the admin listener: inherited ones where they fit.
+    """Sockets of the public and the admin listener; inherited ones if their addresses match.
 
     Raises: StartError.
     """
-    left = inherited or InheritedState()
+    state = inherited or InheritedState()
     listen, admin = settings.listen, settings.admin
-    public = _bound(left, "public", listen.host, listen.port, _PUBLIC)
+    public = _bind(state, "public", listen.host, listen.port, _PUBLIC_OPTION)
     try:
-        return public, _bound(left, "admin", admin.host, admin.port, _ADMIN)
+        return public, _bind(state, "admin", admin.host, admin.port, _ADMIN_OPTION)
     except StartError:
         public.close()
         raise
@@ -266,7 +271,7 @@ def bind_listeners(
 
 @contextlib.contextmanager
 def reserve_addresses(settings: Settings) -> Iterator[None]:
-    """Keep the listeners' addresses for a gateway that is yet to start. Raises: StartError."""
+    """Hold the listeners' addresses for a gateway that starts later. Raises: StartError."""
     public, admin = bind_listeners(settings)
     with public, admin:
         yield
@@ -274,22 +279,22 @@ def reserve_addresses(settings: Settings) -> Iterator[None]:
 
 def open_listeners(public: Listener, admin: Listener) -> None:
     """Accept connections on both. Raises: StartError."""
-    for listener, flag in ((public, _PUBLIC), (admin, _ADMIN)):
-        with _told(listener.host, listener.port, flag):
+    for listener, option in ((public, _PUBLIC_OPTION), (admin, _ADMIN_OPTION)):
+        with _explain_os_error(listener.host, listener.port, option):
             listener.open()
 
 
-def _bound(left: InheritedState, name: str, host: str, port: int, flag: str) -> socket.socket:
-    with _told(host, port, flag):
-        return left.take_socket(name, resolve_addresses(host, port)) or bind_socket(host, port)
+def _bind(state: InheritedState, name: str, host: str, port: int, option: str) -> socket.socket:
+    with _explain_os_error(host, port, option):
+        return state.take_socket(name, resolve_addresses(host, port)) or bind_socket(host, port)
 
 
 @contextlib.contextmanager
-def _told(host: str, port: int, flag: str) -> Iterator[None]:
+def _explain_os_error(host: str, port: int, option: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise StartError(
             f"{host}:{port} can't be listened on: {error.strerror or error}; "
-            f"end what is there, or choose another with {flag}"
+            f"end what listens there, or choose another with {option}"
         ) from None

@@ -1,4 +1,4 @@
-"""One request as a plain value: what the edge has read, and all that later steps decide by."""
+"""A request as a plain value: what the HTTP edge has read and later steps decide by."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 Headers = list[tuple[bytes, bytes]]
-"""Header fields in wire order, names in lower case."""
+"""Header fields in wire order, with names in lower case."""
 
 Endpoint = Literal["chat", "embeddings", "rerank", "infill", "audio", "vision"]
-"""What a node can do, as `endpoints` in the inventory names it."""
+"""What a node can do, by the names of `endpoints` in the inventory."""
 
 
 class SegmentedBody(Protocol):
-    """A large body: what is sent is its pieces, one after the other."""
+    """A large body, which is sent piece by piece."""
 
     def __len__(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all pieces."""
 
     def pieces(self) -> Sequence[bytes | memoryview]:
-        """The pieces, which nobody changes."""
+        """The pieces; they never change."""
 
 
 class Priority(enum.IntEnum):
-    """The classes, best first: a smaller number goes first."""
+    """The classes, highest first: a smaller number is served first."""
 
     URGENT = 0
     PREMIUM = 1
     NORMAL = 2
     BATCH = 3
 
-    # Enum's own hash runs in Python, several times for each request.
+    # Enum's own hash runs in Python, several times per request.
     __hash__ = int.__hash__
 
     @property
@@ -43,7 +43,7 @@ class Priority(enum.IntEnum):
 
     @classmethod
     def parse(cls, word: str) -> Priority | None:
-        """The class of that name, or None."""
+        """The class with this label, or None."""
         return _BY_LABEL.get(word.strip().lower())
 
 
@@ -54,99 +54,103 @@ _BY_LABEL = {label: priority for priority, label in _LABELS.items()}
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: a key's holder, or an anonymous address."""
+    """Who sent a request: the holder of a key, or an anonymous address."""
 
     id: str
     name: str
     max_priority: Priority
-    """The highest class this caller gets, whatever it asks for."""
+    """The highest class that its requests may have."""
     models: frozenset[str] | None = None
-    """Public model names it may use; None: all."""
+    """Public names of the models that it may use; None: all."""
     anonymous: bool = False
     trust_user_headers: bool = False
-    """Whether it is trusted to name its end users by header."""
+    """Whether it may name its end users by a header."""
     default_priority: Priority = Priority.NORMAL
-    """The class of a request that names none."""
+    """The class of a request that asks for none."""
 
     def may_use(self, model: str) -> bool:
-        """Whether this caller may use the public model name."""
+        """Whether this caller may use the model of this public name."""
         return self.models is None or model in self.models
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request that may be sent to a node, several times if need be.
+    """A request that can be sent to a node, more than once if attempts fail.
 
     Times are monotonic seconds of the gateway's clock.
     """
 
     id: str
-    """Unique in this process, whatever the client sent."""
+    """Unique in this process; not chosen by the client."""
     x_request_id: str
-    """`X-Request-ID`: the client's own if it sent a sane one, else `id`."""
+    """`X-Request-ID`: the client's own if it sent a valid one, else `id`."""
     path: str
     """The path as nodes know it, for example `/v1/chat/completions`."""
     header_lines: bytes
-    """Header lines of the client's that are passed on, each with its line end."""
+    """The client's header lines that nodes get, each with its line end."""
     bodies: dict[str, Any]
-    """What is sent, for each name of `candidates`: bytes, or a large body (`Pieces`)."""
+    """The body for each name of `model_names`: bytes or a `SegmentedBody`."""
     model_in_body: str | None
-    """The model's name in those bodies; None: they name none."""
+    """The model's name in these bodies; None: they name none."""
     caller: Caller
     priority: Priority
     model: str
-    """The public name asked for, or the default."""
+    """The public name that the client asked for, or the default."""
     model_names: tuple[str, ...]
-    """The names it stands for after aliases, in order of preference."""
+    """The names that `model` stands for once aliases are resolved, in order of preference."""
     endpoint: Endpoint
     received_at: float
     stream: bool = False
     may_assemble: bool = False
-    """Whether its plain answer may be made of a stream's events."""
+    """Whether a plain response may be assembled from the events of a stream."""
     needs_vision: bool = False
     prompt_field: str | None = None
     """The body's field that holds the prompt."""
     slots: int = 1
     logprobs: bool = False
-    """Whether the answer tells those of tokens that might have been."""
+    """Whether the response contains log probabilities."""
     prompt_tokens: int = 0
-    """An estimate that would rather be too low; tokens."""
+    """Estimated tokens of the prompt; rather too few than too many."""
     max_tokens: int | None = None
     llama_cpp_only: bool = False
-    """Only llama.cpp's own server knows the path."""
+    """Whether only llama.cpp's own server knows the path."""
     deadline: float | None = None
-    """When the client stops waiting for the whole answer."""
+    """When the client stops waiting for the complete response."""
     client_has_timer: bool = False
-    """Whether it does so by a timer of its own, and needn't be told in that moment."""
+    """Whether the client times out by itself at `deadline`, so that it needs no error."""
     failed_nodes: AbstractSet[str] = frozenset()
-    """Nodes that failed this request: others go first."""
+    """Nodes that failed this request; others are preferred."""
     excluded_nodes: AbstractSet[str] = frozenset()
-    """Nodes that said they can't serve it: never asked again."""
+    """Nodes that can't serve this request; never tried again."""
     unsupported_nodes: AbstractSet[str] = frozenset()
-    """Those of them that said that they don't do this at all (501)."""
+    """Those of `excluded_nodes` that answered with 501: they lack the feature."""
     unsupported_hint: str | None = None
-    """What the last of these advised."""
+    """The advice of the last node that answered with 501."""
     min_context: int = 0
-    """Tokens a node must have room for, learnt from an overflow elsewhere."""
+    """Tokens of context that a node must have, known from an overflow elsewhere."""
     text_bytes: int = 0
-    """Bytes of the prompt's text."""
+    """Bytes of text in the prompt."""
     exact_tokens: int = 0
-    """Tokens of the prompt that are known exactly, since they were sent as ids."""
+    """Tokens of the prompt that are known exactly, as they were sent as ids."""
     media_tokens: int = 0
-    """Tokens that its pictures and sounds may have."""
+    """Most tokens of its images and sounds."""
     generates: bool = True
-    """Whether the answer is generated; embeddings, say, are read only."""
+    """Whether tokens are generated; embeddings, for one, only read a prompt."""
     prompt_key: Any = None
-    """Its fingerprint (`fleet/prompt_tree.py`); None: no cache is worth thinking of."""
+    """Identifies the prompt's prefixes (`fleet/prompt_tree.py`); None: too short to be cached."""
     expected_tokens: tuple[float, float] | None = None
-    """Expected tokens of the prompt and of each answer, once somebody has asked."""
+    """Expected tokens of the prompt and of each answer, once they have been estimated."""
     fairness_key: str = ""
-    """Whom the queue is fair to: the caller, or the end user that a trusted one names."""
+    """Who shares fairly: the caller, or the end user that a trusted caller names."""
     prompt_list: Any = None
-    """The prompts that are answered one by one (`proxy/multi_prompt.py`); None: it is one."""
+    """The prompts, if there are several to answer one by one (`proxy/multi_prompt.py`)."""
     admitted: bool = False
-    """Whether it is part of one that has been let in: no length of the line refuses it."""
+    """Whether it is part of an admitted request, so that a full queue does not refuse it."""
     response_started: bool = False
-    """Whether its client has had the head of a reply, to be told that it is not forgotten."""
+    """Whether the client has got the head of the response, with a heartbeat."""
     session: str | None = None
-    """The conversation or editor that it belongs to, if a header names one; with its party."""
+    """The session that a header names, within its fairness key; None: no header does."""
+
+    def note_response_started(self) -> None:
+        """The client has got the head of the response."""
+        self.response_started = True

@@ -1,4 +1,4 @@
-"""What the command line says over the files, and what must hold before anything starts."""
+"""The command line's options, and the checks before a gateway starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gateway.transport.node_client import node_address
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line says; None leaves it to the file."""
+    """Options of the command line; None: the settings file decides."""
 
     inventory_file: Path
     settings_file: Path | None = None
@@ -36,12 +36,12 @@ class Options:
     admin_key_file: Path | None = None
     allow_anonymous: bool = False
     state_dir: Path | None = None
-    """Folder for what lasts over a restart; by default systemd's, else the user's."""
+    """Folder of the state files; by default systemd's, else the user's."""
     restart_command: tuple[str, ...] = ()
-    """What starts this gateway anew, for a successor; empty: it can't be succeeded."""
+    """The command that starts a successor; empty: no handover is possible."""
 
     def apply_to(self, settings: Settings) -> Settings:
-        """These settings with what the command line says on top."""
+        """The settings, overridden by these options."""
         listen = {"host": self.host, "port": self.port}
         admin = {"host": self.admin_host, "port": self.admin_port, "key_file": self.admin_key_file}
         return settings.model_copy(
@@ -62,20 +62,20 @@ class StartError(Exception):
 
 
 class StartProblem(NamedTuple):
-    """Why a gateway may not start though its files are valid."""
+    """What keeps a gateway from starting although its files are valid."""
 
     key: str
-    """Of the settings or the inventory."""
+    """Key of the settings or the inventory."""
     message: str
     """With the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartupCheck:
-    """Both files, and all that would keep a gateway from starting with them."""
+    """Both files, and everything that would keep a gateway from starting with them."""
 
     settings: Settings | None
-    """None: the file has problems. So for the inventory."""
+    """None: the file has problems. Likewise for the inventory."""
     inventory: Inventory | None
     problems: tuple[Problem, ...]
     """Of both files."""
@@ -83,45 +83,44 @@ class StartupCheck:
 
 
 def check_startup(options: Options, *, allow_empty: bool = True) -> StartupCheck:
-    """Look for everything that is wrong; nothing is started and nothing is sent.
+    """Check everything; nothing is started and nothing is sent.
 
-    A settings file without a single word is wrong, and where none may be `empty`, one with
-    comments alone as well.
+    A blank settings file is a problem; one with comments alone is too, unless `allow_empty`.
     """
     problems: list[Problem] = []
-    refused: list[StartProblem] = []
+    start_problems: list[StartProblem] = []
     settings = inventory = None
     try:
-        hollow: RejectedFiles = "blank" if allow_empty else "empty"
-        settings = options.apply_to(load_settings(options.settings_file, rejected=hollow))
-        refused += _refusals(settings)
+        rejected: RejectedFiles = "blank" if allow_empty else "empty"
+        settings = options.apply_to(load_settings(options.settings_file, rejected=rejected))
+        start_problems += _listener_problems(settings)
     except ConfigError as error:
         problems += error.problems
     try:
         inventory = load_inventory(options.inventory_file)
-        refused += _unusable_tls(inventory)
+        start_problems += _node_tls_problems(inventory)
     except ConfigError as error:
         problems += error.problems
-    return StartupCheck(settings, inventory, tuple(problems), tuple(refused))
+    return StartupCheck(settings, inventory, tuple(problems), tuple(start_problems))
 
 
 def load_checked(options: Options, *, allow_empty: bool = True) -> tuple[Settings, Inventory]:
-    """Both files, checked as `examine` does. Raises: StartError, with all that is wrong."""
-    found = check_startup(options, allow_empty=allow_empty)
-    told = [str(ConfigError(found.problems))] if found.problems else []
-    told += [refusal.message for refusal in found.start_problems]
-    if told or found.settings is None or found.inventory is None:
-        raise StartError("\n".join(told), status=2)
-    return found.settings, found.inventory
+    """Both files, checked by `check_startup`. Raises: StartError, with every problem."""
+    check = check_startup(options, allow_empty=allow_empty)
+    messages = [str(ConfigError(check.problems))] if check.problems else []
+    messages += [problem.message for problem in check.start_problems]
+    if messages or check.settings is None or check.inventory is None:
+        raise StartError("\n".join(messages), status=2)
+    return check.settings, check.inventory
 
 
-def _refusals(settings: Settings) -> Iterator[StartProblem]:
-    """Why the listeners may not stand where these settings want them."""
+def _listener_problems(settings: Settings) -> Iterator[StartProblem]:
+    """What keeps the listeners from starting with these settings."""
     listen, admin = settings.listen, settings.admin
     for key, host in (("listen.host", listen.host), ("admin.host", admin.host)):
         if not is_host(host.strip("[]")):
             yield StartProblem(key, f"{key}: {host!r} is no address; write one, or a host's name")
-    for key, refusal in (
+    for key, problem in (
         (
             "listen.host",
             public_listener_problem(
@@ -139,8 +138,8 @@ def _refusals(settings: Settings) -> Iterator[StartProblem]:
         ("admin.host", admin_listener_problem(admin.host, has_key=admin.key_file is not None)),
         ("listen.port", port_conflict(listen.host, admin.host, listen.port, admin.port)),
     ):
-        if refusal is not None:
-            yield StartProblem(key, refusal)
+        if problem is not None:
+            yield StartProblem(key, problem)
     if admin.key_file is not None:
         try:
             read_admin_key(admin.key_file)
@@ -158,7 +157,7 @@ def _refusals(settings: Settings) -> Iterator[StartProblem]:
             )
 
 
-def _unusable_tls(inventory: Inventory) -> Iterator[StartProblem]:
+def _node_tls_problems(inventory: Inventory) -> Iterator[StartProblem]:
     for number, spec in enumerate(inventory.nodes):
         try:
             node_address(spec)
@@ -187,24 +186,24 @@ def read_admin_key(path: Path) -> str:
 
 
 def drains_file(options: Options) -> Path:
-    """Where the drained nodes of this inventory are kept over a restart."""
+    """The file that keeps the drained nodes of this inventory over a restart."""
     return _state_file(options, "drains")
 
 
 def properties_file(options: Options) -> Path:
-    """Where is kept over a restart what the nodes of this inventory said last."""
+    """The file that keeps what the nodes of this inventory last reported over a restart."""
     return _state_file(options, "seen")
 
 
-def _state_file(options: Options, what: str) -> Path:
+def _state_file(options: Options, name: str) -> Path:
     folder = options.state_dir
     if folder is None and (systemd := os.environ.get("STATE_DIRECTORY", "").partition(":")[0]):
         folder = Path(systemd)
     if folder is None:
         base = os.environ.get("XDG_STATE_HOME")
         folder = (Path(base) if base else Path.home() / ".local" / "state") / "llama-gateway"
-    which = hashlib.sha256(str(options.inventory_file.absolute()).encode()).hexdigest()[:12]
-    return folder / f"{what}-{which}.json"
+    inventory_id = hashlib.sha256(str(options.inventory_file.absolute()).encode()).hexdigest()[:12]
+    return folder / f"{name}-{inventory_id}.json"
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The limit of open files: each client and each node connection takes one."""
+"""What the operating system gives the process: open files, and systemd's notification socket."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 
 def raise_open_file_limit() -> int:
-    """Raise this process's limit to what the system allows; returns what it is now."""
+    """Raise the limit of open files as far as the system allows; returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
@@ -22,15 +22,16 @@ def raise_open_file_limit() -> int:
 
 
 def connection_limits(open_files: int, public: int, admin: int) -> tuple[int, int]:
-    """Connections that the two listeners may have, so that `files` suffice for the nodes' as well.
+    """Most connections of the public and the admin listener, at most `public` and `admin`.
 
-    A half is for the public one, a quarter for the admin one: who fills one has not filled all.
+    Each connection takes a file. Half of `open_files` is for public connections, a quarter for
+    admin ones; the rest is for nodes. So clients that use up one share leave the others.
     """
     return min(public, max(1, open_files // 2)), min(admin, max(1, open_files // 4))
 
 
 class SystemdNotifier:
-    """Speaks to the socket that systemd names in `NOTIFY_SOCKET`; without one it does nothing."""
+    """Notifies systemd by the socket that `NOTIFY_SOCKET` names; without one it does nothing."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._address = environment.get("NOTIFY_SOCKET", "")
@@ -39,10 +40,10 @@ class SystemdNotifier:
         usec = environment.get("WATCHDOG_USEC", "")
         own = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self.watchdog_seconds = int(usec) / 1e6 if usec.isdigit() and own else None
-        """Seconds within which systemd wants a sign of life; None: it wants none."""
+        """The watchdog's interval in seconds; None: there is no watchdog."""
 
     def notify(self, *lines: str) -> None:
-        """Send some assignments, for example `READY=1`. A lost message is nobody's error."""
+        """Send assignments, for example `READY=1`. Errors are ignored."""
         if not self._address:
             return
         with (
@@ -53,7 +54,7 @@ class SystemdNotifier:
             sock.sendto("\n".join(lines).encode(), self._address)
 
     async def feed_watchdog(self) -> None:
-        """Tell systemd that the event loop turns, twice in each interval, until cancelled."""
+        """Notify the watchdog twice per interval, while the event loop runs, until cancelled."""
         if self.watchdog_seconds is None:
             return
         while True:

@@ -1,4 +1,4 @@
-"""What holds for every test: the machine's own settings must not reach in."""
+"""Settings of every test: the machine's own environment must not matter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pytest_configure() -> None:
             del os.environ[name]
 
 
-# How long one example takes says more about the machine's other work than about the code.
+# How long one example takes depends on the machine's other work.
 _ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # A commit passes or fails by what it changes, so each run tries the same examples; new ones are
 # looked for on purpose: make test ARGS=--hypothesis-profile=explore

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import yaml
 
-from gateway.app import Gateway
+from gateway.app import DEFAULT_TIMINGS, Gateway, Timings
 from gateway.fleet.node import NodeState
 from gateway.observe.logs import set_up_logging
 from gateway.startup import Options, load_checked
@@ -22,10 +22,10 @@ from tests.virtual import VirtualLoop, now
 
 START_LIMIT = 60.0
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For clients that speak plain HTTP: they need not read the machine's certificates, 15 ms each."""
+"""For clients of plain HTTP: loading the machine's certificates takes 15 ms each time."""
 PATIENT = {"timeout": 30.0}
-"""Of health, in real time unless a test says otherwise: a machine that stands still for some
-seconds takes no node away."""
+"""The default for `health` in real time: a machine that is suspended for some seconds must not make
+a node look down."""
 
 
 @dataclass(slots=True)
@@ -58,6 +58,7 @@ async def running_gateway(
     wait_ready: bool = True,
     clock: Callable[[], float] = now,
     rng: random.Random | None = None,
+    timings: Timings = DEFAULT_TIMINGS,
     **options: Any,
 ) -> AsyncIterator[Running]:
     """A gateway over these nodes (URLs, or mappings as in `nodes.yaml`) and settings.
@@ -82,7 +83,7 @@ async def running_gateway(
         (folder / "gateway.log").open("ab") as log,
         set_up_logging("debug", "json", fd=log.fileno()) as logs,
     ):
-        gateway = Gateway(chosen, loaded, logs, clock=clock, rng=rng)
+        gateway = Gateway(chosen, loaded, logs, clock=clock, rng=rng, timings=timings)
         async with gateway.running(inventory):
             assert gateway.public_listener is not None
             assert gateway.admin_listener is not None
@@ -115,7 +116,7 @@ async def until(
     """Wait until `condition()` holds; an AssertionError with `seen()` after `limit` seconds."""
     try:
         async with asyncio.timeout(limit):
-            while not condition():  # noqa: ASYNC110 - what happens elsewhere tells no event
+            while not condition():  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.005)
     except TimeoutError:
         raise AssertionError(f"not within {limit} s {seen()}") from None

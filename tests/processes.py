@@ -1,4 +1,4 @@
-"""Processes that somebody else is to end: whether they have, seen by looking."""
+"""Waits for processes that are not children of the test to end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 
 
 def gone(pid: int | None) -> bool:
-    """Whether no such process runs any more; one that nobody has waited for is gone as well."""
+    """Whether no such process runs; a zombie does not."""
     try:
         return pid is None or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -17,7 +17,7 @@ def gone(pid: int | None) -> bool:
 
 
 def wait_until_gone(pids: Iterable[int], limit: float = 60.0) -> None:
-    """Wait until all have ended; an AssertionError after `limit` seconds."""
+    """Wait until all have ended; AssertionError after `limit` seconds."""
     until = time.monotonic() + limit
     for pid in pids:
         while not gone(pid):

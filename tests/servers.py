@@ -70,13 +70,13 @@ class DemoServer:
         return self.process.pid
 
     def kill(self) -> None:
-        """End it as `kill -9` does, and wait until it is gone."""
+        """Kill the server with SIGKILL, and wait until it is gone."""
         self.process.kill()
         self.process.wait(STOP_LIMIT)
 
     def logged(self) -> str:
         """What the server has logged so far."""
-        # Not by seek and read: the server writes at the position that both share.
+        # Not by seek and read: both share the file position at which the server writes.
         size = os.fstat(self.log.fileno()).st_size
         return os.pread(self.log.fileno(), size, 0).decode(errors="replace")
 
@@ -123,7 +123,7 @@ def spawn_demo_server(
 
 
 def wait_for_demo_server(server: DemoServer, limit: float = START_LIMIT) -> str:
-    """Wait until the server says where it listens; AssertionError with its log when it doesn't."""
+    """Wait until the server logs its address; AssertionError with its log if it does not."""
     assert server.process.stdout is not None
     until = time.monotonic() + limit
     said = b""
@@ -197,7 +197,7 @@ async def start_demo_servers(
     size: DemoSize = "small",
     extra: tuple[str, ...] = (),
 ) -> AsyncIterator[list[str]]:
-    """The same for an asynchronous test; the loop isn't blocked while they start."""
+    """The same for asynchronous tests; the event loop is not blocked."""
     servers: list[DemoServer] = []
     try:
         for _ in range(n):

@@ -21,7 +21,7 @@ import yaml
 from tests.emulator import EmulatedNode
 from tests.emulator.wire import wired
 from tests.tools.cli.running import Ran, run
-from tests.web.asking import HELLO, answer, request
+from tests.web.raw_client import HELLO, answer, request
 
 pytestmark = pytest.mark.slow
 
@@ -68,13 +68,13 @@ class Process:
             self.lines.append(json.loads(line))
 
     async def ready(self) -> None:
-        """Wait until it takes work."""
+        """Wait until it is ready."""
         async with asyncio.timeout(START_LIMIT):
             while (await self.get("/ready")) != 200:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.02)
 
     async def until_waiting(self, count: int) -> None:
-        """Wait until so many requests wait in it."""
+        """Wait until so many requests are queued."""
         async with (
             asyncio.timeout(START_LIMIT),
             httpx.AsyncClient(base_url=self.admin, timeout=60) as client,
@@ -108,7 +108,7 @@ async def serving(
     settings: Mapping[str, Any] | None = None,
     more: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Process]:
-    """A gateway over `node` that takes work; it is killed if the test has not ended it."""
+    """A ready gateway over `node`; it is killed if the test has not ended it."""
     process = await asyncio.create_subprocess_exec(
         *command(folder, node.url, {**QUIET, **(settings or {})}),
         env={**environment(folder), **(more or {})},
@@ -131,12 +131,12 @@ async def serving(
 
 
 def refused(folder: Path, *arguments: str, settings: Mapping[str, Any]) -> Ran:
-    """What a gateway that does not start says, in this process."""
+    """The errors of a gateway that does not start, in this process."""
     words = command(folder, "http://127.0.0.1:9", settings, *arguments)
     return run(*words[words.index("serve") :])
 
 
-async def test_an_interrupt_ends_it_in_order(tmp_path: Path) -> None:
+async def test_an_interrupt_shuts_the_gateway_down(tmp_path: Path) -> None:
     async with EmulatedNode() as node, serving(tmp_path, node) as gateway:
         async with wired(gateway.url) as idle:
             await idle.send(request({**HELLO, "max_tokens": 1}))
@@ -147,7 +147,7 @@ async def test_an_interrupt_ends_it_in_order(tmp_path: Path) -> None:
         assert [line["event"] for line in gateway.lines][-1] == "ended"
 
 
-async def test_before_it_closes_it_says_so_and_serves_until_a_second_signal(
+async def test_it_is_not_ready_but_serves_until_a_second_signal(
     tmp_path: Path,
 ) -> None:
     settings = {"shutdown": {"delay": 600}}
@@ -158,19 +158,19 @@ async def test_before_it_closes_it_says_so_and_serves_until_a_second_signal(
         assert await gateway.get("/health") == 200
         async with wired(gateway.url) as wire:
             await wire.send(request({**HELLO, "max_tokens": 1}))
-            assert (await answer(wire)).status == 200, "work that still comes is still done"
+            assert (await answer(wire)).status == 200, "new requests are still served"
         gateway.signal()
         assert await gateway.status() == 1
 
 
-async def test_it_closes_after_the_delay(tmp_path: Path) -> None:
+async def test_listeners_close_after_the_delay(tmp_path: Path) -> None:
     settings = {"shutdown": {"delay": 0.5}}
     async with EmulatedNode() as node, serving(tmp_path, node, settings) as gateway:
         gateway.signal()
         assert await gateway.status() == 0
 
 
-async def test_what_runs_and_waits_may_end(tmp_path: Path) -> None:
+async def test_running_and_queued_requests_may_end(tmp_path: Path) -> None:
     async with (
         EmulatedNode(slots=1) as node,
         serving(tmp_path, node) as gateway,
@@ -197,7 +197,7 @@ async def test_what_runs_and_waits_may_end(tmp_path: Path) -> None:
         assert node.requests == 2
 
 
-async def test_what_outlasts_the_grace_is_told_so(tmp_path: Path) -> None:
+async def test_requests_that_outlast_the_grace_get_an_error(tmp_path: Path) -> None:
     settings = {"shutdown": {"grace": 0.5}}
     async with (
         EmulatedNode(slots=1, decode_tps=20, answer_tokens=10_000) as node,
@@ -238,7 +238,7 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         await node.until(lambda: node.busy == 0)
 
 
-async def test_systemd_is_told_of_its_life(tmp_path: Path) -> None:
+async def test_systemd_is_notified(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         path = str(tmp_path / "notify")
         sock.bind(path)
@@ -265,7 +265,7 @@ async def test_systemd_is_told_of_its_life(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--port", "--admin-port"])
-def test_a_port_that_is_taken_is_told_with_the_remedy(
+def test_a_port_in_use_is_reported_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -286,16 +286,14 @@ def test_a_port_that_is_taken_is_told_with_the_remedy(
         (("--admin-host", "0.0.0.0", "--admin-key-file", "missing.key"), "missing.key"),
     ],
 )
-def test_an_address_that_is_open_to_all_needs_keys(
-    tmp_path: Path, arguments: tuple[str, ...], hint: str
-) -> None:
+def test_a_public_address_needs_keys(tmp_path: Path, arguments: tuple[str, ...], hint: str) -> None:
     ran = refused(tmp_path, *arguments, settings={})
     assert ran.status == 2
     assert hint in ran.err
     assert "Traceback" not in ran.err
 
 
-def test_settings_that_are_wrong_are_told_with_their_line(tmp_path: Path) -> None:
+def test_invalid_settings_are_reported_with_their_line(tmp_path: Path) -> None:
     ran = refused(tmp_path, settings={"listn": {"port": 1}})
     assert ran.status == 2
     assert "gateway.yaml:1" in ran.err

@@ -1,4 +1,4 @@
-"""The contract's words for what goes wrong."""
+"""The errors of the contract."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ ALL: list[tuple[GatewayError, int, str]] = [
 ]
 
 
-def test_each_has_its_status_and_its_word() -> None:
+def test_each_error_has_its_status_and_code() -> None:
     assert [(e.status, e.code) for e, _, _ in ALL] == [(status, code) for _, status, code in ALL]
     assert [code for error, _, code in ALL if not error.message] == []
 
 
-def test_what_may_pass_tells_when_to_come_back() -> None:
-    told = {code for error, _, code in ALL if error.retry_after is not None}
-    assert told == {code for _, status, code in ALL if status in {429, 503}}
+def test_temporary_errors_have_a_retry_after() -> None:
+    result = {code for error, _, code in ALL if error.retry_after is not None}
+    assert result == {code for _, status, code in ALL if status in {429, 503}}
 
 
-def test_what_official_clients_must_not_repeat_says_so() -> None:
+def test_errors_that_official_clients_must_not_retry_say_so() -> None:
     never = {"node_failed", "queue_timeout", "node_timeout", "invalid_api_key"}
     assert {code for error, _, code in ALL if not error.retryable} == never
 
 
-def test_a_long_wait_is_not_worth_repeating() -> None:
+def test_a_long_retry_after_is_not_retryable() -> None:
     assert errors.queue_full("x", 60.0).retryable
     assert not errors.queue_full("x", 61.0).retryable
     assert not errors.no_node("x", 600.0).retryable
@@ -57,11 +57,11 @@ def test_a_long_wait_is_not_worth_repeating() -> None:
         (errors.node_failed("x"), "server_error"),
     ],
 )
-def test_the_type_is_openais(error: GatewayError, kind: str) -> None:
+def test_the_type_is_openais_for_the_status(error: GatewayError, kind: str) -> None:
     assert error.type == kind
 
 
-def test_an_overflow_tells_what_is_known_of_the_sizes() -> None:
+def test_a_context_overflow_contains_the_known_sizes() -> None:
     assert errors.context_length_exceeded(9, 8).details == {"n_prompt_tokens": 9, "n_ctx": 8}
     assert errors.context_length_exceeded(None, 8).details == {"n_ctx": 8}
     assert errors.context_length_exceeded(None, None).details == {}
@@ -77,7 +77,7 @@ def test_an_overflow_tells_what_is_known_of_the_sizes() -> None:
         (None, None, "prompt is too long: "),
     ],
 )
-def test_an_overflow_has_the_words_that_clients_look_for(
+def test_a_context_overflow_has_the_wording_that_clients_look_for(
     tokens: int | None, context: int | None, words: str
 ) -> None:
     message = errors.context_length_exceeded(tokens, context).message

@@ -1,4 +1,4 @@
-"""What happened is told at once, in order, to those who asked."""
+"""The bus hands events to their subscribers, in order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def changed(name: str) -> NodeChanged:
     return NodeChanged(name, None, "ready", "")
 
 
-def test_every_subscriber_hears_of_its_own_kind_in_order() -> None:
+def test_each_subscriber_gets_its_own_kind_of_event_in_order() -> None:
     bus = EventBus()
     first: list[object] = []
     second: list[object] = []
@@ -22,7 +22,7 @@ def test_every_subscriber_hears_of_its_own_kind_in_order() -> None:
     assert first == second == events
 
 
-def test_what_nobody_asked_for_is_forgotten() -> None:
+def test_an_event_without_subscribers_is_dropped() -> None:
     bus = EventBus()
     bus.publish(changed("a"))
     late: list[object] = []

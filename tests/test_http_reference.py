@@ -1,4 +1,4 @@
-"""docs/reference/http.md tells every path, field and metric that there is, and no other."""
+"""docs/reference/http.md documents every path, field and metric, and no others."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gateway.observe.metrics import Metrics, MetricsSnapshot, NodeSample
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.web.admin import app as admin
 from tests.fleet.build import a_spec
-from tests.web.build import a_house
+from tests.web.bare_gateway import bare_gateway
 
 PAGE = (Path(__file__).parents[1] / "docs/reference/http.md").read_text()
 PREFIX = "llama_gateway_"
-# What dashboards and alerts of operators rely on by name; more may be added, none may go.
+# Operators' dashboards and alerts rely on these names: more may be added, none removed.
 PROMISED = {
     "requests_total": {"class", "model", "code"},
     "request_duration_seconds": set(),
@@ -47,12 +47,12 @@ def words(cell: str) -> list[str]:
 
 
 def metrics_told() -> dict[str, tuple[str, set[str]]]:
-    told = {}
+    result = {}
     for name, kind, labels in rows("Metrics"):
         outside = re.sub(r"\(.*?\)", "", labels)
         for metric in words(name):
-            told[metric.removeprefix(PREFIX)] = (kind.split(":")[0].split(",")[0], words(outside))
-    return {name: (kind, set(labels)) for name, (kind, labels) in told.items()}
+            result[metric.removeprefix(PREFIX)] = (kind.split(":")[0].split(",")[0], words(outside))
+    return {name: (kind, set(labels)) for name, (kind, labels) in result.items()}
 
 
 def metrics_made() -> dict[str, tuple[str, set[str]]]:
@@ -73,7 +73,7 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
     return made
 
 
-def test_every_metric_is_told_with_its_kind_and_labels() -> None:
+def test_every_metric_is_documented_with_its_type_and_labels() -> None:
     assert metrics_told() == metrics_made()
 
 
@@ -84,17 +84,17 @@ def test_the_promised_metrics_are_there() -> None:
 
 def paths_told(heading: str) -> set[tuple[str, str]]:
     """Method and path; a cell that lists several names the method of the first for all."""
-    told = set()
+    result = set()
     for path, *_ in rows(heading):
         method = ""
         for word in words(path):
             *methods, where = word.split(" ")
             method = methods[0] if methods else method
-            told.add((method, where))
-    return told
+            result.add((method, where))
+    return result
 
 
-def test_every_path_of_the_admin_listener_is_told() -> None:
+def test_every_path_of_the_admin_listener_is_documented() -> None:
     source = Path(admin.__file__).read_text()
     served = re.findall(r'\("(GET|POST|DELETE)", "([^"]+)"', source)
     assert len(served) > 10
@@ -103,13 +103,13 @@ def test_every_path_of_the_admin_listener_is_told() -> None:
     }
 
 
-def test_every_routed_path_is_told() -> None:
-    told = {path for method, path in paths_told("Paths") if method == "POST"}
-    assert told == {path for path in ROUTES if f"/v1{path}" not in ROUTES}
+def test_every_routed_path_is_documented() -> None:
+    result = {path for method, path in paths_told("Paths") if method == "POST"}
+    assert result == {path for path in ROUTES if f"/v1{path}" not in ROUTES}
 
 
-async def test_every_field_of_the_status_is_told() -> None:
-    async with a_house(a_spec("a", "http://127.0.0.1:9")) as house:
-        status = (await house.admin.get("/admin/status")).json()
-    told = [word for row in rows("The status") for word in words(row[0])]
-    assert sorted(told) == sorted(status)
+async def test_every_field_of_the_status_is_documented() -> None:
+    async with bare_gateway(a_spec("a", "http://127.0.0.1:9")) as gateway:
+        status = (await gateway.admin.get("/admin/status")).json()
+    result = [word for row in rows("The status") for word in words(row[0])]
+    assert sorted(result) == sorted(status)

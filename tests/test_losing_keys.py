@@ -1,4 +1,4 @@
-"""Whatever becomes of the settings file while the gateway runs, it opens no door."""
+"""No damage to the settings file of a running gateway admits callers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 from gateway.access.keys import new_key
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
-from tests.web.build import CHAT
+from tests.web.bare_gateway import CHAT
 
 KEY = new_key("team")
 OTHER = new_key("other")
@@ -33,7 +33,7 @@ async def asked(running: Running, key: str | None = None, path: str = CHAT) -> i
 
 
 async def doors(running: Running, key: str | None = None) -> set[int]:
-    """What every door that asks for a key says."""
+    """The response of every path that needs a key."""
     return {await asked(running, key, path) for path in (CHAT, "/v1/models", "/props")}
 
 
@@ -113,7 +113,7 @@ async def by_request(running: Running) -> None:
         ("comments", by_request),
     ],
 )
-async def test_an_accident_to_the_settings_leaves_the_old_ones_in_force(
+async def test_damaged_settings_leave_the_old_ones_in_force(
     accident: str, reload: Callable[[Running], Awaitable[None]], tmp_path: Path
 ) -> None:
     async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], keyed(KEY)) as running:
@@ -122,9 +122,9 @@ async def test_an_accident_to_the_settings_leaves_the_old_ones_in_force(
         await reload(running)
         assert await doors(running) == {401}
         assert await doors(running, KEY.text) == {200}
-        told = await status(running)
-        assert str(running.settings_file) in told["settings_error"]
-        assert told["keys_lost"] is None
+        result = await status(running)
+        assert str(running.settings_file) in result["settings_error"]
+        assert result["keys_lost"] is None
         await logged(tmp_path, "settings are invalid")
         if running.settings_file.is_dir():
             running.settings_file.rmdir()
@@ -134,7 +134,7 @@ async def test_an_accident_to_the_settings_leaves_the_old_ones_in_force(
 
 
 @pytest.mark.parametrize("without", [{}, {"keys": []}, {"allow_anonymous": True}])
-async def test_when_the_last_key_goes_nobody_comes_in_until_there_is_one(
+async def test_without_the_last_key_nobody_is_admitted_until_there_is_one(
     without: dict[str, Any], tmp_path: Path
 ) -> None:
     async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], keyed(KEY)) as running:
@@ -142,9 +142,9 @@ async def test_when_the_last_key_goes_nobody_comes_in_until_there_is_one(
         await until(lambda: not running.gateway.settings.keys)
         for key in (None, KEY.text, "anything"):
             assert await doors(running, key) == {401}
-        told = await status(running)
-        assert told["settings_error"] is None
-        assert "restart" in told["keys_lost"]
+        result = await status(running)
+        assert result["settings_error"] is None
+        assert "restart" in result["keys_lost"]
         await logged(tmp_path, "the settings have lost their last API key")
         assert (await running.client.get("/health")).status_code == 200
 
@@ -159,7 +159,7 @@ async def test_when_the_last_key_goes_nobody_comes_in_until_there_is_one(
         assert (await status(running))["keys_lost"] is None
 
 
-async def test_a_restart_opens_it(tmp_path: Path) -> None:
+async def test_a_restart_unlocks_the_gateway(tmp_path: Path) -> None:
     async with EmulatedNode() as node:
         async with running_gateway(tmp_path, [node.url], keyed(KEY)) as running:
             running.write_settings({})
@@ -169,7 +169,7 @@ async def test_a_restart_opens_it(tmp_path: Path) -> None:
             assert await doors(running) == {200}
 
 
-async def test_who_was_let_in_beside_the_keys_still_is(tmp_path: Path) -> None:
+async def test_anonymous_callers_that_were_admitted_beside_keys_still_are(tmp_path: Path) -> None:
     beside = {"allow_anonymous": True}
     async with (
         EmulatedNode() as node,
@@ -184,7 +184,7 @@ async def test_who_was_let_in_beside_the_keys_still_is(tmp_path: Path) -> None:
         assert await doors(running) == {401}
 
 
-async def test_comments_alone_are_no_error_where_nothing_was_set(tmp_path: Path) -> None:
+async def test_a_file_of_comments_is_no_error_if_nothing_was_set(tmp_path: Path) -> None:
     async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
         gateway = running.gateway
         gateway.settings = gateway.options.apply_to(type(gateway.settings)())

@@ -11,12 +11,12 @@ from gateway.startup import Options, load_checked
 from tests.emulator import EmulatedNode
 
 
-async def test_who_is_told_that_it_serves_may_ask_at_once(tmp_path: Path) -> None:
+async def test_requests_are_served_as_soon_as_the_gateway_is_ready(tmp_path: Path) -> None:
     nodes = tmp_path / "nodes.yaml"
-    told: list[tuple[str, ...]] = []
+    result: list[tuple[str, ...]] = []
 
     def on_ready(gateway: Gateway) -> None:
-        told.append(gateway.fleet.model_index.model_names())
+        result.append(gateway.fleet.model_index.model_names())
         gateway.stop()
 
     async with EmulatedNode() as node:
@@ -29,4 +29,4 @@ async def test_who_is_told_that_it_serves_may_ask_at_once(tmp_path: Path) -> Non
             set_up_logging("info", "json", fd=log.fileno()) as logs,
         ):
             assert await serve(options, settings, inventory, logs, on_ready) == 0
-    assert told == [(node.model,)]
+    assert result == [(node.model,)]

@@ -63,23 +63,23 @@ async def started(given: Options, edit: Callable[[], None]) -> AsyncIterator[Gat
             yield gateway
 
 
-async def test_an_edit_of_the_inventory_is_taken_in(given: Options) -> None:
+async def test_an_edited_inventory_is_reloaded(given: Options) -> None:
     async with started(given, lambda: write_nodes(given, "first", "second")) as gateway:
         await until(lambda: set(gateway.fleet.nodes) == {"first", "second"})
 
 
-async def test_an_edit_of_the_settings_is_taken_in(given: Options) -> None:
+async def test_edited_settings_are_reloaded(given: Options) -> None:
     async with started(given, lambda: write_settings(given, "queue: {max: 7}")) as gateway:
         await until(lambda: gateway.settings.queue.max == 7)
 
 
-async def test_an_edit_that_is_wrong_is_told_and_changes_nothing(given: Options) -> None:
+async def test_an_invalid_edit_is_reported_and_changes_nothing(given: Options) -> None:
     async with started(given, lambda: write_nodes(given, "first", "first")) as gateway:
         await until(lambda: gateway.inventory_error is not None)
         assert set(gateway.fleet.nodes) == {"first"}
 
 
-async def test_without_an_edit_nothing_is_told(given: Options) -> None:
+async def test_without_an_edit_nothing_is_reloaded(given: Options) -> None:
     changes: list[object] = []
     async with started(given, lambda: None) as gateway:
         gateway.bus.subscribe(InventoryChanged, changes.append)
@@ -89,7 +89,7 @@ async def test_without_an_edit_nothing_is_told(given: Options) -> None:
     assert [type(change) for change in changes] == [SettingsChanged]
 
 
-async def test_a_reload_that_was_asked_for_tells_the_problems_of_both_files(given: Options) -> None:
+async def test_a_requested_reload_reports_the_problems_of_both_files(given: Options) -> None:
     async with started(given, lambda: None) as gateway:
         replace(given.inventory_file, "nodes: 3\n")
         write_settings(given, "queue: {max: many}")
@@ -98,7 +98,7 @@ async def test_a_reload_that_was_asked_for_tells_the_problems_of_both_files(give
     assert [problem.key for problem in caught.value.problems] == ["queue.max", "nodes"]
 
 
-async def test_two_nodes_of_one_server_are_warned_of(given: Options) -> None:
+async def test_two_nodes_of_one_server_are_a_warning(given: Options) -> None:
     log = given.inventory_file.parent / "log"
     async with started(given, lambda: None):
         one = {"name": "one", "url": DEAD}

@@ -20,25 +20,25 @@ def heard() -> Iterator[socket.socket]:
         yield sock
 
 
-def test_what_is_told_is_one_message(heard: socket.socket, tmp_path: Path) -> None:
+def test_a_notification_is_one_message(heard: socket.socket, tmp_path: Path) -> None:
     heard.bind(str(tmp_path / "notify"))
     SystemdNotifier({"NOTIFY_SOCKET": str(tmp_path / "notify")}).notify("READY=1", "STATUS=well")
     assert heard.recv(4096) == b"READY=1\nSTATUS=well"
 
 
-def test_an_abstract_socket_is_found(heard: socket.socket) -> None:
+def test_an_abstract_socket_is_used(heard: socket.socket) -> None:
     name = f"notify-{secrets.token_hex(8)}"
     heard.bind("\0" + name)
     SystemdNotifier({"NOTIFY_SOCKET": f"@{name}"}).notify("STOPPING=1")
     assert heard.recv(4096) == b"STOPPING=1"
 
 
-def test_nobody_who_listens_is_no_error(tmp_path: Path) -> None:
+def test_a_missing_listener_is_no_error(tmp_path: Path) -> None:
     SystemdNotifier({}).notify("READY=1")
     SystemdNotifier({"NOTIFY_SOCKET": str(tmp_path / "nobody")}).notify("READY=1")
 
 
-def test_a_socket_that_is_full_holds_nobody_up(heard: socket.socket, tmp_path: Path) -> None:
+def test_a_full_socket_blocks_nobody(heard: socket.socket, tmp_path: Path) -> None:
     heard.bind(str(tmp_path / "notify"))
     notifier = SystemdNotifier({"NOTIFY_SOCKET": str(tmp_path / "notify")})
     for _ in range(5000):
@@ -56,14 +56,14 @@ def test_a_socket_that_is_full_holds_nobody_up(heard: socket.socket, tmp_path: P
         ({"WATCHDOG_USEC": "soon"}, None),
     ],
 )
-def test_the_watchdogs_interval_is_the_environments(
+def test_the_watchdogs_interval_comes_from_the_environment(
     environment: dict[str, str], seconds: float | None
 ) -> None:
     assert SystemdNotifier(environment).watchdog_seconds == seconds
 
 
 @in_virtual_time
-async def test_the_watchdog_is_fed_twice_in_its_interval(
+async def test_the_watchdog_is_notified_twice_per_interval(
     heard: socket.socket, tmp_path: Path
 ) -> None:
     heard.bind(str(tmp_path / "notify"))
@@ -80,5 +80,5 @@ async def test_the_watchdog_is_fed_twice_in_its_interval(
     await asyncio.gather(feeding, return_exceptions=True)
 
 
-async def test_without_a_watchdog_nothing_is_fed() -> None:
+async def test_without_a_watchdog_nothing_is_sent() -> None:
     await SystemdNotifier({}).feed_watchdog()

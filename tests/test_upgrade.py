@@ -1,4 +1,4 @@
-"""The process is succeeded by another while clients are served: nobody is refused or cut off."""
+"""Handovers under load: no client is refused or disconnected."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tests.fleet.build import a_spec
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 REQUESTS = int(os.environ.get("UPGRADE_REQUESTS", "400"))
-"""Answered at least; more while a successor starts. docs/upgrades.md has the run with 10,000."""
+"""Least requests per handover. docs/upgrades.md has the run with 10,000."""
 CLIENTS = 8
 UPGRADES = 3
-LIMIT = 120.0  # seconds for whatever is waited for
+LIMIT = 120.0  # seconds for each wait
 KEY = new_key("team")
 KEYED = {"keys": [{"id": KEY.id, "sha256": KEY.sha256}]}
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -56,8 +56,8 @@ class Succession:
         assert self.first.stderr is not None
         async for line in self.first.stderr:
             # What keeps a successor from starting comes as plain words.
-            told = json.loads(line) if line.startswith(b"{") else {"event": line.decode()}
-            self.lines.append(told)
+            entry = json.loads(line) if line.startswith(b"{") else {"event": line.decode()}
+            self.lines.append(entry)
             self.news.set()
 
     def logged(self, event: str) -> list[dict[str, Any]]:
@@ -124,7 +124,7 @@ async def serving(
             await asyncio.wait_for(reading, LIMIT)
         finally:
             reading.cancel()
-            for pid in {process.pid, *(told["pid"] for told in line.logged("succeeded"))}:
+            for pid in {process.pid, *(entry["pid"] for entry in line.logged("succeeded"))}:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     assert await process.wait() == 0
@@ -155,7 +155,7 @@ async def ask_on(client: httpx.AsyncClient, asking: Asking, *, stream: bool) -> 
         asking.answered += 1
 
 
-async def test_nothing_fails_while_one_gateway_after_another_takes_over(tmp_path: Path) -> None:
+async def test_no_request_fails_during_handovers(tmp_path: Path) -> None:
     async with (
         EmulatedNode(slots=64) as node,
         serving(tmp_path, node) as line,
@@ -182,12 +182,12 @@ async def test_nothing_fails_while_one_gateway_after_another_takes_over(tmp_path
             asking.over = True
         await keeping.aclose()
         await line.until("ended", UPGRADES)
-        assert len({line.first.pid, *(told["pid"] for told in line.logged("succeeded"))}) == 4
+        assert len({line.first.pid, *(entry["pid"] for entry in line.logged("succeeded"))}) == 4
         assert node.requests == asking.answered >= REQUESTS
-        assert {told["status"] for told in line.logged("request")} == {200}
+        assert {entry["status"] for entry in line.logged("request")} == {200}
 
 
-async def test_a_stream_that_runs_is_ended_by_the_process_that_began_it(tmp_path: Path) -> None:
+async def test_a_running_stream_is_finished_by_its_process(tmp_path: Path) -> None:
     async with (
         EmulatedNode(slots=4, answer_tokens=40) as node,
         serving(tmp_path, node) as line,
@@ -211,7 +211,7 @@ async def test_a_stream_that_runs_is_ended_by_the_process_that_began_it(tmp_path
         assert (after.status_code, after.headers.get("connection")) == (200, None)
 
 
-async def test_a_successor_that_can_not_start_leaves_everything_as_it_was(tmp_path: Path) -> None:
+async def test_a_successor_that_can_not_start_changes_nothing(tmp_path: Path) -> None:
     async with (
         EmulatedNode() as node,
         serving(tmp_path, node) as line,
@@ -220,8 +220,8 @@ async def test_a_successor_that_can_not_start_leaves_everything_as_it_was(tmp_pa
         settings = (tmp_path / "gateway.yaml").read_text()
         (tmp_path / "gateway.yaml").write_text("listen: {port: nonsense}\n")
         os.kill(line.first.pid, signal.SIGUSR2)
-        told = await line.until("no successor")
-        assert "before it was ready" in told["why"]
+        entry = await line.until("no successor")
+        assert "before it was ready" in entry["why"]
         assert (await client.post("/v1/chat/completions", json=HELLO)).status_code == 200
         (tmp_path / "gateway.yaml").write_text(settings)
         await line.succeed()
@@ -250,7 +250,7 @@ async def test_a_successor_that_finds_emptied_settings_leaves_the_keys_in_force(
 
 
 @pytest.mark.parametrize("anonymous", [True, False])
-async def test_a_successor_without_keys_is_no_restart_that_opens(
+async def test_a_successor_without_keys_does_not_unlock_the_gateway(
     anonymous: bool, tmp_path: Path
 ) -> None:
     async with (
@@ -269,7 +269,7 @@ async def test_a_successor_without_keys_is_no_restart_that_opens(
         assert line.logged("locked")
 
 
-async def test_drains_and_what_nodes_said_last_over_a_succession(tmp_path: Path) -> None:
+async def test_drains_and_remembered_models_survive_a_handover(tmp_path: Path) -> None:
     async with (
         EmulatedNode() as node,
         serving(tmp_path, node) as line,
@@ -288,7 +288,7 @@ async def test_drains_and_what_nodes_said_last_over_a_succession(tmp_path: Path)
     assert PropertiesStore(files[1]).recall(a_spec("one", node.url)).models == ("demo",)
 
 
-async def test_sockets_of_systemd_are_listened_on_and_passed_on(tmp_path: Path) -> None:
+async def test_sockets_of_systemd_are_used_and_passed_to_a_successor(tmp_path: Path) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as public,
         socket.create_server(("127.0.0.1", 0)) as admin,

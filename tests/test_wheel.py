@@ -73,8 +73,10 @@ def test_the_installed_command_starts_a_server_and_serves_it(
 
     with serving(program, bare, home) as url:
         asked = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
-        told = httpx.post(f"{url}/chat/completions", json=asked, timeout=60, trust_env=False).json()
-    assert told["choices"][0]["message"]["content"]
+        result = httpx.post(
+            f"{url}/chat/completions", json=asked, timeout=60, trust_env=False
+        ).json()
+    assert result["choices"][0]["message"]["content"]
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Who may do what: keys, callers and their classes, and where the listeners may stand."""
+"""API keys, callers and their classes, fair shares, and where listeners may be exposed."""

@@ -1,4 +1,4 @@
-"""Who asks, and with which class: the contract's rules over a request's headers and address."""
+"""Identifies the caller of a request, its address, its class and its fairness key."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 MOST_FORWARDED_HOPS = 32
-"""Entries of X-Forwarded-For that are looked at, from the right."""
+"""Entries of X-Forwarded-For that are considered, from the right."""
 
-_TIERS = {"priority": Priority.PREMIUM, "flex": Priority.BATCH}
+_SERVICE_TIERS = {"priority": Priority.PREMIUM, "flex": Priority.BATCH}
 
 
 def identify_caller(
@@ -34,13 +34,14 @@ def identify_caller(
     locked: bool = False,
     local: bool | None = None,
 ) -> Caller:
-    """Who sent this request.
+    """The caller of a request.
 
-    `client_address` is the peer's IP address, None where there is none (a Unix socket). `local`:
-    what `is_local` says of it, where that is known already.
-    Where there are no keys at all, a key that was sent means nothing: clients have to send some.
-    Then nobody is let in whose listener is not a loopback one, unless that is allowed, and nobody
-    at all where there were keys before (`closed`): losing them must not open the door.
+    `peer_address` is None if the peer has no IP address (a Unix socket). `local` is the result of
+    `is_local`, if it is known already.
+
+    If no keys are configured, a key in the request is ignored: some clients must send one. Then
+    callers are admitted only on a loopback listener or with `allow_anonymous`, and none at all if
+    there were keys before (`locked`): losing the keys must not admit everybody.
 
     Raises: errors.GatewayError (401).
     """
@@ -72,29 +73,29 @@ def _anonymous(address: str, best: Priority, trusted: bool) -> Caller:  # noqa: 
 def client_address(
     headers: Headers, peer_address: str | None, trusted_proxies: Sequence[IPNetwork]
 ) -> str:
-    """The client's address: the rightmost one in X-Forwarded-For that is no trusted proxy.
+    """The client's address: the rightmost one in X-Forwarded-For that is not a trusted proxy.
 
-    The field is read only when the peer itself is a trusted proxy. What is not an address ends the
-    search: the last proxy that could be trusted is then the best that is known.
+    The header is read only if the peer itself is a trusted proxy. An invalid address ends the
+    search; then the result is the trusted proxy that added it.
     """
     if peer_address is None:
         return "local"
     if not trusted_proxies:
-        # By far the usual case, and the event loop writes addresses in one form already.
+        # By far the usual case; the event loop normalises addresses already.
         return peer_address.removeprefix("::ffff:")
-    address = _parsed(peer_address)
-    if address is None or not _trusted(address, trusted_proxies):
+    address = _parse_address(peer_address)
+    if address is None or not _is_trusted(address, trusted_proxies):
         return str(address or peer_address)
-    fields = [value for name, value in headers if name == b"x-forwarded-for"]
+    values = [value for name, value in headers if name == b"x-forwarded-for"]
     hops = (
-        b",".join(fields).decode("latin-1").rsplit(",", MOST_FORWARDED_HOPS)[-MOST_FORWARDED_HOPS:]
+        b",".join(values).decode("latin-1").rsplit(",", MOST_FORWARDED_HOPS)[-MOST_FORWARDED_HOPS:]
     )
     for hop in reversed(hops):
-        before = _parsed(_without_port(hop.strip()))
-        if before is None:
+        forwarded = _parse_address(_without_port(hop.strip()))
+        if forwarded is None:
             break
-        address = before
-        if not _trusted(address, trusted_proxies):
+        address = forwarded
+        if not _is_trusted(address, trusted_proxies):
             break
     return str(address)
 
@@ -102,17 +103,17 @@ def client_address(
 def effective_priority(
     header_priority: str | None, body_priority: str | None, service_tier: str | None, caller: Caller
 ) -> Priority:
-    """The class of a request: what it asks for, else its caller's; capped by the caller's best.
+    """The class that the request asks for, else the caller's default; at most the caller's highest.
 
-    `asked_for` is what `X-Priority` says, `body_priority` the body's `priority` where that is a
-    string. An unknown word in the body may be meant for somebody else and is ignored.
+    `header_priority` is the value of `X-Priority`, `body_priority` that of the body's `priority`
+    if it is a string. An unknown word in the body may be meant for a node and is ignored.
 
     Raises: errors.GatewayError (400) for an unknown class in `X-Priority`.
     """
-    asked = None
+    requested = None
     if header_priority is not None:
-        asked = Priority.parse(header_priority)
-        if asked is None:
+        requested = Priority.parse(header_priority)
+        if requested is None:
             known = ", ".join(priority.label for priority in Priority)
             raise errors.invalid_request(
                 f"There is no class {header_priority[:32]!r} (in X-Priority); the classes are "
@@ -120,25 +121,25 @@ def effective_priority(
                 "X-Priority",
             )
     elif body_priority is not None:
-        asked = Priority.parse(body_priority)
-    if asked is None:
-        asked = _TIERS.get(service_tier or "", caller.default_priority)
-    return max(asked, caller.max_priority)
+        requested = Priority.parse(body_priority)
+    if requested is None:
+        requested = _SERVICE_TIERS.get(service_tier or "", caller.default_priority)
+    return max(requested, caller.max_priority)
 
 
 def priority_header(headers: Headers) -> str | None:
-    """What `X-Priority` says, if it is there."""
+    """The value of `X-Priority`, if there is one."""
     for name, value in headers:
         if name == b"x-priority":
             return value.decode("latin-1")
     return None
 
 
-def _trusted(address: IPAddress, proxies: Sequence[IPNetwork]) -> bool:
+def _is_trusted(address: IPAddress, proxies: Sequence[IPNetwork]) -> bool:
     return any(address in network for network in proxies)
 
 
-def _parsed(text: str) -> IPAddress | None:
+def _parse_address(text: str) -> IPAddress | None:
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -149,7 +150,7 @@ def _parsed(text: str) -> IPAddress | None:
 
 
 def _without_port(hop: str) -> str:
-    """`1.2.3.4:80` and `[2001:db8::1]:443` without port or zone; some proxies add them."""
+    """An address such as `1.2.3.4:80` or `[2001:db8::1]:443`, without port and zone."""
     hop = hop.partition("%")[0]
     if hop.startswith("["):
         return hop[1:].partition("]")[0]
@@ -159,16 +160,16 @@ def _without_port(hop: str) -> str:
 
 
 IPV6_PREFIX_BITS = 64
-"""Bits of an IPv6 address that tell one party from another: one subscriber has all that follow
+"""Bits of an IPv6 address that identify a subscriber, who owns all addresses that begin with them
 (RFC 6177)."""
 
 MOST_IDENTITY_BYTES = 128
-"""Bytes of a header's value that tell one user or session from another; the rest is cut."""
+"""Bytes of a header's value that identify a user or session; the rest is cut off."""
 
 
 @dataclass(frozen=True, slots=True)
 class IdentityHeaders:
-    """The headers that name users and sessions, in lower case, first things first."""
+    """Names of the headers that identify users and sessions: in lower case, the preferred first."""
 
     users: tuple[bytes, ...]
     sessions: tuple[bytes, ...]
@@ -179,7 +180,7 @@ class IdentityHeaders:
         return cls(_lower(users), _lower(sessions))
 
     def fairness_key(self, headers: Headers, caller: Caller) -> str:
-        """Whom the queue is fair to: the caller, or the end user that it may name."""
+        """Who shares fairly: the caller, or the end user that it names if it may."""
         if caller.trust_user_headers and self.users:
             user = _first(headers, self.users)
             if user is not None:
@@ -187,22 +188,22 @@ class IdentityHeaders:
         return caller.id
 
     def session_key(self, headers: Headers, fairness_key: str) -> str | None:
-        """The session that a header names; another party's of the same name is another one."""
+        """The session that a header names, within its fairness key; None: no header does."""
         name = _first(headers, self.sessions) if self.sessions else None
         return None if name is None else f"{fairness_key}/{name}"
 
 
 def client_network(address: str) -> str:
-    """What stands for an address's party: an IPv4 address itself, of IPv6 the /64."""
+    """What identifies a client: its IPv4 address, or the /64 of its IPv6 address."""
     if ":" not in address:
         return address
     try:
-        found = ipaddress.IPv6Address(address.partition("%")[0])
+        parsed = ipaddress.IPv6Address(address.partition("%")[0])
     except ValueError:
         return address
-    if found.ipv4_mapped is not None:
-        return str(found.ipv4_mapped)
-    return str(ipaddress.IPv6Network((found, IPV6_PREFIX_BITS), strict=False))
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.IPv6Network((parsed, IPV6_PREFIX_BITS), strict=False))
 
 
 def _lower(names: Sequence[str]) -> tuple[bytes, ...]:
@@ -210,9 +211,10 @@ def _lower(names: Sequence[str]) -> tuple[bytes, ...]:
 
 
 def _first(headers: Headers, names: tuple[bytes, ...]) -> str | None:
-    best = len(names)
-    found = b""
+    best_index, best_value = len(names), b""
     for name, value in headers:
-        if name in names and value and (rank := names.index(name)) < best:
-            best, found = rank, value
-    return found[:MOST_IDENTITY_BYTES].decode("latin-1") if best < len(names) else None
+        if name in names and value and (index := names.index(name)) < best_index:
+            best_index, best_value = index, value
+    if best_index == len(names):
+        return None
+    return best_value[:MOST_IDENTITY_BYTES].decode("latin-1")

@@ -1,7 +1,7 @@
-"""API keys: a public id to look one up by, and a secret of which only the SHA-256 is kept.
+"""API keys: a public id for the look-up, and a secret of which only the SHA-256 is stored.
 
-A key reads `lg_<id>_<secret>`. The secret is random and long, so one plain SHA-256 is enough: there
-is nothing to guess that a slow hash would have to protect.
+A key reads `lg_<id>_<secret>`. The secret is long and random, so a plain SHA-256 is enough: a slow
+hash protects only secrets that can be guessed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from gateway.request import Caller, Headers, Priority
 KEY_PREFIX = "lg"
 
 MOST_KEY_CHARACTERS = 512
-"""Anything longer is no key; so nobody can have us hash much."""
+"""A longer text is not a key; this limits the work of hashing it."""
 
 MOST_KEYS = 4
-"""Different keys in one request, each of which costs a hash; there are three fields for them."""
+"""Most different keys in one request: each costs a hash, and there are three headers for them."""
 
 _ID_ALPHABET = string.ascii_lowercase + string.digits
 
@@ -33,7 +33,7 @@ _SECRET_CHARACTERS = 43
 
 
 class KeyDefinition(Protocol):
-    """A key as the settings hold it."""
+    """A key in the settings."""
 
     @property
     def id(self) -> str:
@@ -45,27 +45,27 @@ class KeyDefinition(Protocol):
 
     @property
     def name(self) -> str | None:
-        """What people call its holder."""
+        """The holder's name."""
 
     @property
     def class_(self) -> str | None:
-        """The class of its requests that name none; None: normal."""
+        """The class of requests that ask for none; None: normal."""
 
     @property
     def max_class(self) -> str | None:
-        """The highest class it gets, by name; None: `class_`."""
+        """The highest class of its requests; None: `class_`."""
 
     @property
     def models(self) -> Iterable[str] | None:
-        """Public model names it may use; None: all."""
+        """Public names of the models that it may use; None: all."""
 
     @property
     def trust_user_headers(self) -> bool:
-        """Whether it may name its end users."""
+        """Whether its holder may name end users by a header."""
 
 
 class ApiKey(NamedTuple):
-    """A key that was just made; `text` is shown once and kept nowhere."""
+    """A new key; `text` is shown once and stored nowhere."""
 
     text: str
     id: str
@@ -73,28 +73,28 @@ class ApiKey(NamedTuple):
 
 
 class KeyRing:
-    """The keys of one version of the settings. Never changed: a reload makes a new one."""
+    """The keys of one version of the settings. It never changes: a reload makes a new one."""
 
-    __slots__ = ("_by_id", "_nobody")
+    __slots__ = ("_by_id", "_unknown")
 
     def __init__(self, specs: Iterable[KeyDefinition] = ()) -> None:
         self._by_id = {spec.id: (bytes.fromhex(spec.sha256), _caller(spec)) for spec in specs}
-        # What an unknown id is compared with, so that it costs the same time as a known one.
-        self._nobody = (secrets.token_bytes(32), None)
+        # Compared with unknown ids, so that they take the same time as known ones.
+        self._unknown = (secrets.token_bytes(32), None)
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def find(self, presented: str) -> Caller | None:
-        """The holder of the key that was presented, or None; one hash, whatever it is."""
+        """The holder of the presented key, or None; takes one hash in any case."""
         key_id, secret = _split(presented)
-        digest, caller = self._by_id.get(key_id, self._nobody)
-        same = hmac.compare_digest(_digest(secret), digest)
-        return caller if same else None
+        digest, caller = self._by_id.get(key_id, self._unknown)
+        valid = hmac.compare_digest(_digest(secret), digest)
+        return caller if valid else None
 
 
 def new_key(id: str | None = None) -> ApiKey:  # noqa: A002 - the word the settings use
-    """A fresh random key; `id` must hold no underscore.
+    """A new random key; `id` must not contain an underscore.
 
     Raises: ValueError.
     """
@@ -109,7 +109,7 @@ def new_key(id: str | None = None) -> ApiKey:  # noqa: A002 - the word the setti
 
 
 def hash_key(text: str) -> ApiKey:
-    """The parts of a key that somebody already has.
+    """The parts of an existing key.
 
     Raises: ValueError if it does not read `lg_<id>_<secret>`.
     """
@@ -120,15 +120,15 @@ def hash_key(text: str) -> ApiKey:
 
 
 def presented_keys(headers: Headers) -> list[str]:
-    """The keys a request carries, each once: clients send a dummy in one field, the key in another.
+    """The different keys of a request; some clients send a dummy in one header, the key in another.
 
-    They stand in `Authorization: Bearer`, `x-api-key` and `api-key`. An empty one, which clients
-    without a key like to send, is none; another scheme of `Authorization` is none of ours. At
-    most `MOST_KEYS` and one more.
+    The headers are `Authorization: Bearer`, `x-api-key` and `api-key`. An empty value, which
+    clients without a key often send, is not a key; other schemes of `Authorization` are ignored.
+    Returns at most `MOST_KEYS` + 1.
     """
     found: list[str] = []
     for name, value in headers:
-        if name not in _FIELDS:
+        if name not in _KEY_HEADERS:
             continue
         key = (_bearer(value) if name == b"authorization" else value.strip()).decode("latin-1")
         if key and key not in found:
@@ -139,17 +139,17 @@ def presented_keys(headers: Headers) -> list[str]:
 
 
 def caller_from_keys(headers: Headers, key_ring: KeyRing) -> Caller | None:
-    """Whose key the request carries; None where it carries none. One good key is enough.
+    """The holder of the request's key; None if it has no key. One valid key is enough.
 
-    Raises: errors.GatewayError (401) if none of its keys is good, if two are of different callers,
-    or if there are more than `MOST_KEYS`.
+    Raises: errors.GatewayError (401) if no key is valid, if two belong to different callers, or if
+    there are more than `MOST_KEYS`.
     """
     keys = presented_keys(headers)
     if not keys:
         return None
     if len(keys) > MOST_KEYS:
         raise errors.too_many_keys(MOST_KEYS)
-    # Each of them is looked at, so that the time does not tell which one is good.
+    # All are looked up, so that the time does not reveal which one is valid.
     holders = {caller.id: caller for key in keys if (caller := key_ring.find(key)) is not None}
     if not holders:
         raise errors.invalid_api_key()
@@ -158,7 +158,7 @@ def caller_from_keys(headers: Headers, key_ring: KeyRing) -> Caller | None:
     return next(iter(holders.values()))
 
 
-_FIELDS = frozenset({b"authorization", b"x-api-key", b"api-key"})
+_KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"api-key"})
 
 
 def _bearer(value: bytes) -> bytes:
@@ -179,20 +179,20 @@ def _digest(secret: str) -> bytes:
 
 
 def _caller(spec: KeyDefinition) -> Caller:
-    usual = _class(spec, spec.class_ or Priority.NORMAL.label)
-    best = _class(spec, spec.max_class) if spec.max_class else usual
+    default = _parse_class(spec, spec.class_ or Priority.NORMAL.label)
+    highest = _parse_class(spec, spec.max_class) if spec.max_class else default
     models = None if spec.models is None else frozenset(spec.models)
     return Caller(
         id=spec.id,
         name=spec.name or spec.id,
-        max_priority=best,
-        default_priority=usual,
+        max_priority=highest,
+        default_priority=default,
         models=models,
         trust_user_headers=spec.trust_user_headers,
     )
 
 
-def _class(spec: KeyDefinition, name: str) -> Priority:
+def _parse_class(spec: KeyDefinition, name: str) -> Priority:
     priority = Priority.parse(name)
     if priority is None:
         raise ValueError(f"key '{spec.id}': there is no class '{name}'")

@@ -1,1 +1,1 @@
-"""What operators see: metrics and logs, both fed by the events of `gateway.events`."""
+"""Metrics and logs for operators, both fed by the events of `gateway.events`."""

@@ -1,7 +1,7 @@
-"""`GET /metrics`: what happened, counted from events; what is, read at each scrape.
+"""`GET /metrics`: counters fed by events, and the current state, which is read at each scrape.
 
-On the hot path an event costs about a microsecond, in plain dictionaries; all words are made at
-the scrape. The number of series is bounded by the fleet: nodes by the inventory, models by a cap.
+An event costs about a microsecond on the hot path, in plain dictionaries; text is made at the
+scrape. The number of series is bounded: nodes by the inventory, models by a cap.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ NODE_STATES = (
 """Every state a node can be in, as the admin API names them."""
 
 MOST_MODELS = 1000
-"""Distinct model labels; what comes beyond is `other`."""
+"""Most distinct model labels; further models are counted as `other`."""
 
 MOST_NODES = 10_000
-"""Distinct node labels; what comes beyond is `other`."""
+"""Most distinct node labels; further nodes are counted as `other`."""
 
 OTHER_LABEL = "other"
 
-# A CPU node may take an hour over an answer; a refusal takes a millisecond.
+# A CPU node may take an hour for a response; a refusal takes a millisecond.
 _UP_TO_AN_HOUR = (1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, *_UP_TO_AN_HOUR)
@@ -72,7 +72,7 @@ _OVERHEAD = (
 
 @dataclass(slots=True)
 class NodeSample:
-    """One node at the moment of a scrape. Speeds in tokens per second, None until measured."""
+    """A node at the time of a scrape. Speeds in tokens per second, None until measured."""
 
     name: str
     state: str
@@ -84,30 +84,37 @@ class NodeSample:
 
 @dataclass(slots=True)
 class MetricsSnapshot:
-    """What is, at the moment of a scrape."""
+    """The gateway's state at the time of a scrape."""
 
     nodes: Sequence[NodeSample] = ()
     queue: Mapping[Priority, int] = field(default_factory=dict)
-    """Requests that wait for a slot, by class; a class that is missing has none."""
+    """Queued requests by class; a missing class has none."""
     in_flight: int = 0
-    """Requests that wait or run."""
+    """Requests that are queued or run."""
     inventory_error: bool = False
     """The inventory on disk is invalid; an older one is in force."""
     retry_budget: float | None = None
-    """Retries that could be made now."""
+    """Retries that the budget allows now."""
 
 
 @dataclass(slots=True)
 class RequestCounts:
-    """Requests of one kind, and their tokens."""
+    """Counts of requests, and of their tokens."""
 
     requests: int = 0
     prompt: int = 0
     cached: int = 0
     completion: int = 0
 
+    def count(self, event: RequestFinished) -> None:
+        """Count a request."""
+        self.requests += 1
+        self.prompt += event.prompt_tokens
+        self.cached += event.cached_tokens
+        self.completion += event.completion_tokens
+
     def add(self, other: RequestCounts) -> None:
-        """Count what `other` has counted, too."""
+        """Add the counts of `other`."""
         self.requests += other.requests
         self.prompt += other.prompt
         self.cached += other.cached
@@ -115,7 +122,7 @@ class RequestCounts:
 
 
 class Metrics:
-    """Counts the events of `bus`; `snapshot` is called at each scrape and must be quick."""
+    """Counts the events of `bus`; `snapshot` is called at each scrape and must be fast."""
 
     def __init__(self, bus: EventBus, snapshot: Callable[[], MetricsSnapshot]) -> None:
         self._snapshot = snapshot
@@ -142,11 +149,8 @@ class Metrics:
         """Count a request that has ended."""
         counts = self._requests.get((event.priority, event.model, event.status))
         if counts is None:
-            counts = self._first(event)
-        counts.requests += 1
-        counts.prompt += event.prompt_tokens
-        counts.cached += event.cached_tokens
-        counts.completion += event.completion_tokens
+            counts = self._counts_for(event)
+        counts.count(event)
         self._duration.observe(event.duration_seconds)
         if event.ttft is not None:
             self._ttft.observe(event.ttft)
@@ -157,8 +161,8 @@ class Metrics:
         if event.tier is not None:
             self._cost[event.tier] = self._cost.get(event.tier, 0.0) + event.cost
 
-    def _first(self, event: RequestFinished) -> RequestCounts:
-        """The counts for an event of which there was none before, or that has no place left."""
+    def _counts_for(self, event: RequestFinished) -> RequestCounts:
+        """The counts for the first event of its kind; those of `other` if there are too many."""
         model = event.model
         if model not in self._models:
             if len(self._models) < MOST_MODELS:
@@ -168,10 +172,10 @@ class Metrics:
         return self._requests.setdefault((event.priority, model, event.status), RequestCounts())
 
     def counts_by_status(self) -> Iterator[tuple[int, RequestCounts]]:
-        """Requests that have ended until now, by their code: each code may come several times."""
+        """Counts of requests that have ended, by status; a status may come several times."""
         self._flush()
-        for (_, _, code), counts in self._requests.items():
-            yield code, counts
+        for (_, _, status), counts in self._requests.items():
+            yield status, counts
 
     def attempted(self, event: AttemptEnded) -> None:
         """Count an attempt on a node."""
@@ -182,12 +186,12 @@ class Metrics:
         outcomes[event.outcome] = outcomes.get(event.outcome, 0) + 1
 
     def hook_ended(self, event: HookEnded) -> None:
-        """Count a start or a stop of a standby node."""
+        """Count a hook of a standby node."""
         key = (event.node, event.hook, event.outcome)
         self._hooks[key] = self._hooks.get(key, 0) + 1
 
     def resumed(self, event: StreamResumed) -> None:
-        """Count a stream that goes on elsewhere."""
+        """Count a stream that was resumed on another node."""
         self._resumed += event.resumed_on is not None
 
     def node_changed(self, event: NodeChanged) -> None:
@@ -196,12 +200,12 @@ class Metrics:
             self._attempts.pop(event.node, None)
 
     def render(self) -> bytes:
-        """The page that Prometheus scrapes, in the form of `exposition.CONTENT_TYPE`."""
+        """The text for Prometheus, of type `exposition.CONTENT_TYPE`."""
         self._flush()
         snapshot = self._snapshot()
         page = MetricsPage(METRIC_PREFIX)
-        self._put_requests(page)
-        self._put_fleet(page, snapshot.nodes)
+        self._add_requests(page)
+        self._add_fleet(page, snapshot.nodes)
         page.add_family(
             "queue_depth",
             "gauge",
@@ -231,18 +235,21 @@ class Metrics:
         page.add_family("build_info", "gauge", "The version that runs.", [(build, 1)])
         return page.render().encode() + generate_latest(self._process)
 
-    def _put_requests(self, page: MetricsPage) -> None:
+    def _add_requests(self, page: MetricsPage) -> None:
         page.add_family(
             "requests_total",
             "counter",
             "Requests that have ended, by their true status; 499: the client left.",
             (
-                (labels(**{"class": priority.label}, model=model, code=str(code)), counts.requests)
-                for (priority, model, code), counts in self._requests.items()
+                (
+                    labels(**{"class": priority.label}, model=model, code=str(status)),
+                    counts.requests,
+                )
+                for (priority, model, status), counts in self._requests.items()
             ),
         )
         page.add_family(
-            "tokens_total", "counter", "Tokens of requests that ended.", self._each_token()
+            "tokens_total", "counter", "Tokens of requests that ended.", self._token_samples()
         )
         page.add_family(
             "resumed_streams_total",
@@ -264,7 +271,7 @@ class Metrics:
         ):
             page.add_histogram(name, meaning, histogram)
 
-    def _each_token(self) -> Iterator[tuple[str, float]]:
+    def _token_samples(self) -> Iterator[tuple[str, float]]:
         models: dict[str, RequestCounts] = {}
         for (_, model, _), counts in self._requests.items():
             models.setdefault(model, RequestCounts()).add(counts)
@@ -272,8 +279,8 @@ class Metrics:
             for kind in ("prompt", "cached", "completion"):
                 yield labels(model=model, kind=kind), getattr(counts, kind)
 
-    def _put_fleet(self, page: MetricsPage, nodes: Sequence[NodeSample]) -> None:
-        self._forget_all_but(node.name for node in nodes)
+    def _add_fleet(self, page: MetricsPage, nodes: Sequence[NodeSample]) -> None:
+        self._forget_others(node.name for node in nodes)
         page.add_family(
             "attempts_total",
             "counter",
@@ -325,10 +332,10 @@ class Metrics:
             ]
             page.add_family(family, "gauge", meaning, known)
 
-    def _forget_all_but(self, names: Iterable[str]) -> None:
-        """Drop what a node's last attempts, ending after it had left, have made again."""
+    def _forget_others(self, names: Iterable[str]) -> None:
+        """Drop nodes that have left; attempts that ended after that have added them again."""
         kept = {*names, OTHER_LABEL}
-        for gone in [node for node in self._attempts if node not in kept]:
-            del self._attempts[gone]
+        for node in [node for node in self._attempts if node not in kept]:
+            del self._attempts[node]
         for key in [key for key in self._hooks if key[0] not in kept]:
             del self._hooks[key]

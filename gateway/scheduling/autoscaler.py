@@ -67,6 +67,10 @@ class Autoscaler:
     def __post_init__(self) -> None:
         self._eligible = CandidateFinder(self.fleet.model_index, self.scheduler.fleet_sync)
 
+    def configure(self, settings: Settings) -> None:
+        """Go by these settings from now on."""
+        self.settings = settings
+
     async def run(self) -> None:
         """Until it is cancelled. The nodes stay as they are; a hook that runs is ended."""
         try:

@@ -1,8 +1,9 @@
-"""Replies of the cold paths, whichever listener they stand on: JSON, errors, the request's id."""
+"""Starlette applications of both listeners: JSON responses, errors, request ids, and health."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,14 +17,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import errors
 from gateway.errors import GatewayError
+from gateway.fleet.fleet import Fleet
 from gateway.proxy.inbound.routes import api_of_path
-from gateway.web.response_heads import error_headers, x_request_id_of
+from gateway.scheduling.fleet_sync import ALIVE_STATES
+from gateway.scheduling.scheduler import Scheduler
+from gateway.web.request_context import x_request_id_of
+from gateway.web.response_heads import error_headers
 
-X_REQUEST_ID_KEY = "gateway.tag"
-"""Where the scope keeps the request's id."""
+X_REQUEST_ID_KEY = "gateway.x_request_id"
+"""Key of the request's id in the ASGI scope."""
 
-LONGEST_ECHO = 200
-"""Characters of what a client sent that an error repeats."""
+NOT_READY_RETRY_AFTER = 5.0
+"""`Retry-After` in seconds while every node is out: about one probe interval."""
 
 
 class JsonResponse(Response):
@@ -41,31 +46,31 @@ def asgi_app(
     middleware: Sequence[Middleware] = (),
     suggest: Callable[[str], str | None] = lambda _: None,
 ) -> ASGIApp:
-    """An application whose every reply has an `X-Request-ID` and whose errors are the contract's.
+    """An application whose responses have an `X-Request-ID` and whose errors an API's form.
 
-    `next_id` names requests whose client sent no sane id; `instead` says what to use where there
-    is no such path.
+    `next_id` makes the id of a request whose client sent none; `suggest` says what to use instead
+    of a path that does not exist.
     """
 
-    async def refused_by_starlette(request: Request, error: Exception) -> Response:
+    async def on_http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 405:
             allowed = sorted((error.headers or {})["Allow"].split(", "))
-            told = errors.method_not_allowed(request.method, ", ".join(allowed))
+            own_error = errors.method_not_allowed(request.method, ", ".join(allowed))
         elif error.status_code == 404:
             path = request.scope["path"]
-            told = errors.not_found(path, suggest(path))
+            own_error = errors.not_found(path, suggest(path))
         else:
-            told = GatewayError(error.status_code, "invalid_request", error.detail)
-        return error_response(told, request.scope)
+            own_error = GatewayError(error.status_code, "invalid_request", error.detail)
+        return error_response(own_error, request.scope)
 
     app = Starlette(
         routes=routes,
         middleware=middleware,
         exception_handlers={
-            GatewayError: _refused,
-            HTTPException: refused_by_starlette,
-            Exception: _failed,
+            GatewayError: _on_gateway_error,
+            HTTPException: on_http_exception,
+            Exception: _on_exception,
         },
     )
     app.router.redirect_slashes = False
@@ -73,31 +78,26 @@ def asgi_app(
 
 
 def error_response(error: GatewayError, scope: Scope) -> Response:
-    """The reply to a request that ends with `error`, in the form of the API it was sent to."""
+    """The response to a request that ends with `error`, in the form of the path's API."""
     body = api_of_path(scope["path"]).error_body(error, scope[X_REQUEST_ID_KEY])
     response = Response(body, error.status)
     response.raw_headers = [*error_headers(error), (b"content-length", b"%d" % len(body))]
     return response
 
 
-def truncate_echo(text: str) -> str:
-    """A client's own words, at a length that may be repeated to it."""
-    return text if len(text) <= LONGEST_ECHO else text[:LONGEST_ECHO] + "..."
-
-
-async def _refused(request: Request, error: Exception) -> Response:
+async def _on_gateway_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, GatewayError)
     return error_response(error, request.scope)
 
 
-async def _failed(request: Request, _: Exception) -> Response:
-    # Starlette raises it again behind this answer, so that it is logged.
+async def _on_exception(request: Request, _: Exception) -> Response:
+    # Starlette raises the exception again after this response, so it is logged.
     error = GatewayError(500, "internal_error", "The gateway itself failed; its log says why.")
     return error_response(error, request.scope)
 
 
 class _RequestIdMiddleware:
-    """Gives each request its id, and each reply that does not tell it yet."""
+    """Gives each request an id, and adds it to each response that lacks it."""
 
     def __init__(self, app: ASGIApp, next_id: Callable[[], str]) -> None:
         self._app = app
@@ -107,16 +107,63 @@ class _RequestIdMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        tag = scope[X_REQUEST_ID_KEY] = x_request_id_of(scope["headers"]) or self._next_id()
+        request_id = x_request_id_of(scope["headers"]) or self._next_id()
+        scope[X_REQUEST_ID_KEY] = request_id
 
-        async def send_tagged(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                fields = list(message["headers"])
-                if all(name != b"x-request-id" for name, _ in fields):
-                    fields.append((b"x-request-id", tag.encode()))
+                headers = list(message["headers"])
+                if all(name != b"x-request-id" for name, _ in headers):
+                    headers.append((b"x-request-id", request_id.encode()))
                     if api_of_path(scope["path"]).sends_request_id:
-                        fields.append((b"request-id", tag.encode()))
-                message = {**message, "headers": fields}
+                        headers.append((b"request-id", request_id.encode()))
+                message = {**message, "headers": headers}
             await send(message)
 
-        await self._app(scope, receive, send_tagged)
+        await self._app(scope, receive, send_with_id)
+
+
+@dataclass(frozen=True, slots=True)
+class HealthEndpoints:
+    """`/health` and `/ready`, which are the same on both listeners."""
+
+    fleet: Fleet
+    scheduler: Scheduler
+    is_closing: Callable[[], bool]
+    """Whether the gateway is shutting down."""
+
+    async def health(self, _: Request) -> Response:
+        """200 while the process lives."""
+        return JsonResponse({"status": "ok"})
+
+    async def ready(self, _: Request) -> Response:
+        """200 while some node can take or queue a request."""
+        error = self.readiness_error()
+        if error is not None:
+            raise error
+        return JsonResponse({"status": "ready"})
+
+    def readiness_error(self) -> GatewayError | None:
+        """Why no node can take or queue a request; None: one can.
+
+        Without a queue (length 0) the gateway is ready while a slot is free.
+        """
+        fleet, scheduler = self.fleet, self.scheduler
+        if self.is_closing() or scheduler.closing:
+            return errors.shutting_down()
+        now = scheduler.clock()
+        nodes = fleet.nodes.values()
+        if any(node.free_slots(now) > 0 for node in nodes):
+            return None
+        if not any(node.state in ALIVE_STATES or node.startable for node in nodes):
+            if not fleet.first_probes_done.is_set():
+                return errors.starting("The nodes are being asked what they serve.")
+            return errors.no_node("Every node is out.", NOT_READY_RETRY_AFTER)
+        if scheduler.has_room():
+            return None
+        return GatewayError(
+            503,
+            "queue_full",
+            "Every slot is taken, and so is every place in the queue.",
+            retry_after=scheduler.completion_rate.retry_after(1, now),
+        )

@@ -1,8 +1,8 @@
-"""One routed request and its reply on a client's connection, without ASGI in between.
+"""A routed request and its response on a client's connection, without ASGI in between.
 
-uvicorn still parses, keeps alive and shuts down: a `Turn` stands where its
-`RequestResponseCycle` would, with the attributes that its protocol uses of one. What goes is the
-price of an event, two messages and two writes for each reply (`docs/performance.md`).
+uvicorn still parses, keeps connections alive and shuts down. An `HttpExchange` takes the place of
+its `RequestResponseCycle` and has the attributes that uvicorn's protocol uses of one. That saves
+an event, two messages and two writes for each response (`docs/performance.md`).
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
 
-_LAST_LINE = b"\r\n"
+_HEAD_END = b"\r\n"
 
-_CLOSING = b"connection: close\r\n\r\n"
+_HEAD_END_CLOSE = b"connection: close\r\n\r\n"
 
 MOST_COALESCED_BYTES = 64 * 1024
-"""Up to so many bytes of a body are copied to spare a second write."""
+"""Bodies up to this size are copied behind their head, which saves a second write."""
 
-_FAILED = (
+_INTERNAL_ERROR = (
     b'{"error":{"message":"The gateway failed.","type":"server_error","param":null,"code":null}}'
 )
 
 
 class HttpExchange(EagerTask):
-    """What the edge reads a request from and writes its reply to."""
+    """Reads one request's body and writes its response."""
 
     __slots__ = (
+        "_body_error",
+        "_body_waiter",
         "_chunked",
-        "_draining",
+        "_connection",
+        "_drain_task",
         "_expects_continue",
         "_flow",
         "_http_10",
-        "_line",
-        "_spoilt",
         "_transport",
-        "_waiter",
         "body",
         "disconnected",
         "headers",
@@ -75,23 +75,23 @@ class HttpExchange(EagerTask):
         keep_alive: bool = True,
         expects_continue: bool = False,
     ) -> None:
-        """`body`: all of it, if it is here already."""
-        EagerTask.__init__(self, connection.tasks)  # `super()` makes an object for it
+        """`body`: the complete body, if it was received with the head."""
+        EagerTask.__init__(self, connection.tasks)  # `super()` would create an object.
         self.headers = headers
-        """All but the body's length."""
+        """Without `Content-Length`."""
         self.length = length
-        """Bytes of the body as its head tells; 0 where it does not."""
-        self._line = connection
+        """`Content-Length`; 0 if there is none."""
+        self._connection = connection
         self.route = route
         self._transport = connection.transport
         self._flow = connection.flow
         self._http_10 = http_10
         self._expects_continue = expects_continue
         self._chunked = False
-        self._draining: asyncio.Future[None] | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._spoilt: GatewayError | None = None
-        # What uvicorn's protocol reads and sets.
+        self._drain_task: asyncio.Future[None] | None = None
+        self._body_waiter: asyncio.Future[None] | None = None
+        self._body_error: GatewayError | None = None
+        # Read and set by uvicorn's protocol (tests/web/test_uvicorn.py).
         self.keep_alive = keep_alive
         self.more_body = body is None
         self.body: bytes | bytearray = bytearray() if body is None else body
@@ -101,51 +101,51 @@ class HttpExchange(EagerTask):
 
     @property
     def context_cache(self) -> ContextCache:
-        """Of the connection: what its last head said."""
-        return self._line.context_cache
+        """The context of the connection's last head."""
+        return self._connection.context_cache
 
     @property
     def peer_address(self) -> str | None:
-        """The client's, if it has one."""
-        return self._line.peer_address
+        """The client's address, if it has one."""
+        return self._connection.peer_address
 
     @property
     def local_address(self) -> object:
-        """The one that the client has connected to."""
+        """The address that the client has connected to."""
         name = self._transport.get_extra_info("sockname")
         return name[0] if isinstance(name, tuple) else None
 
-    # What uvicorn's protocol calls.
+    # Called by uvicorn's protocol.
 
     @property
     def message_event(self) -> HttpExchange:
-        """Itself, by `set`; as an attribute it would be a cycle for the collector to find."""
+        """This object: uvicorn calls `set` of it. An attribute would be a reference cycle."""
         return self
 
     def set(self) -> None:
-        """Body bytes have come, or the client has left: then its request is cancelled."""
+        """Part of the body was received, or the client has disconnected: then cancel."""
         if self.disconnected:
             if not self.response_complete:
                 self.cancel()
-        elif self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        elif self._body_waiter is not None and not self._body_waiter.done():
+            self._body_waiter.set_result(None)
 
     def fail_body(self, error: GatewayError) -> None:
-        """The rest of the body can't be understood: who reads it gets `error`."""
-        self._spoilt = error
+        """The rest of the body can't be read: `receive_body` raises `error`."""
+        self._body_error = error
         self.set()
 
     def start(self) -> None:
-        """Serve the request: at once, if it is all here."""
+        """Serve the request; without a task if its body is complete."""
         if self.more_body:
-            self.run_in_task(self._served())
+            self.run_in_task(self._serve())
         else:
-            self.run(self._served())
+            self.run(self._serve())
 
-    async def _served(self) -> None:
+    async def _serve(self) -> None:
         try:
             if not self.disconnected:
-                await self._line.serve(self.route, self)
+                await self._connection.serve(self.route, self)
         except (ClientClosed, asyncio.CancelledError):
             if not self.disconnected:
                 self.abort()
@@ -155,42 +155,46 @@ class HttpExchange(EagerTask):
             if self.response_started:
                 self.abort()
             else:
-                self.keep_alive = False
-                self.respond(500, b"content-type: application/json\r\n", _FAILED)
+                self.close_after_response()
+                self.respond(500, b"content-type: application/json\r\n", _INTERNAL_ERROR)
 
-    # What the edge does.
+    # Called by the handler.
 
     async def receive_body(self) -> bytes:
-        """The body bytes that have come; the last ones when `more_body` is False.
+        """Wait for body bytes; they are the last if `more_body` is False afterwards.
 
-        Raises: ClientClosed; GatewayError, when the body is broken.
+        Raises: ClientClosed; GatewayError, if the body can't be read.
         """
         if self._expects_continue and not self.body:
             self._expects_continue = False
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         while self.more_body and not self.body:
-            if self._spoilt is not None:
-                raise self._spoilt
+            if self._body_error is not None:
+                raise self._body_error
             self._flow.resume_reading()
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._body_waiter = asyncio.get_running_loop().create_future()
             try:
-                await self._waiter
+                await self._body_waiter
             finally:
-                self._waiter = None
+                self._body_waiter = None
         return self.take_body()
 
     def take_body(self) -> bytes:
-        """The body bytes that have come. Raises: ClientClosed."""
+        """The body bytes received so far. Raises: ClientClosed."""
         if self.disconnected:
             raise ClientClosed
         data, self.body = bytes(self.body), bytearray() if self.more_body else b""
         if self._flow.read_paused:
-            # Who has stopped reading does not see the client leave.
+            # While reads are paused a disconnect cannot be seen.
             self._flow.resume_reading()
         return data
 
+    def close_after_response(self) -> None:
+        """Close the connection once the response is complete."""
+        self.keep_alive = False
+
     def respond(self, status: int, header_lines: bytes, content: bytes) -> None:
-        """The whole reply, its head and its body in one write; `fields` are header lines."""
+        """Send a complete response; its head and a small body in one write."""
         if self.disconnected:
             return
         self.response_started = True
@@ -198,7 +202,7 @@ class HttpExchange(EagerTask):
             STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status,
             header_lines,
             len(content),
-            _LAST_LINE if self.keep_alive else _CLOSING,
+            _HEAD_END if self.keep_alive else _HEAD_END_CLOSE,
         )
         if len(content) < MOST_COALESCED_BYTES:
             self._transport.write(head + content)
@@ -208,7 +212,7 @@ class HttpExchange(EagerTask):
         self._complete()
 
     def start_response(self, status: int, header_lines: bytes, first: bytes = b"") -> None:
-        """The head of a reply of unknown length, with its first bytes."""
+        """Send the head of a response of unknown length, and its first bytes."""
         self.response_started = True
         if self._http_10:
             self.keep_alive = False
@@ -220,14 +224,14 @@ class HttpExchange(EagerTask):
                 (
                     STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status,
                     header_lines,
-                    _LAST_LINE if self.keep_alive else _CLOSING,
-                    *(self._framed(first) if first else ()),
+                    _HEAD_END if self.keep_alive else _HEAD_END_CLOSE,
+                    *(self._frame(first) if first else ()),
                 )
             )
         )
 
     def write(self, data: bytes) -> bool:
-        """More of it; whether the client lags, so that `drained` should be awaited."""
+        """Send more of the body; True if the client lags: then await `wait_writable`."""
         if self.disconnected:
             return True
         if self._chunked:
@@ -238,29 +242,29 @@ class HttpExchange(EagerTask):
 
     @property
     def write_paused(self) -> bool:
-        """Whether much of what was written has not been taken by the client."""
+        """Whether the client lags: much of what was written is still buffered."""
         return self._flow.write_paused
 
     async def wait_writable(self) -> None:
-        """Wait until the client has taken most of what was written, or `hurry` is called."""
+        """Wait until the client has taken most of its data, or `wake_writer` is called."""
         if self._flow.write_paused:
-            self._draining = asyncio.ensure_future(self._flow.drain())
+            self._drain_task = asyncio.ensure_future(self._flow.drain())
             try:
-                await asyncio.wait((self._draining,))
+                await asyncio.wait((self._drain_task,))
             finally:
-                self._draining.cancel()
-                self._draining = None
+                self._drain_task.cancel()
+                self._drain_task = None
 
     def wake_writer(self) -> None:
-        """What waits for the client to take more goes on at once."""
-        if self._draining is not None:
-            self._draining.cancel()
+        """End `wait_writable` at once."""
+        if self._drain_task is not None:
+            self._drain_task.cancel()
 
     def end_response(self, last: bytes = b"") -> None:
-        """The rest of it, and its end."""
+        """Send the last bytes of the body, and its end."""
         if self.disconnected:
             return
-        parts = self._framed(last) if last else []
+        parts = self._frame(last) if last else []
         if self._chunked:
             parts.append(b"0\r\n\r\n")
         if parts:
@@ -268,30 +272,30 @@ class HttpExchange(EagerTask):
         self._complete()
 
     def abort(self) -> None:
-        """Break the connection off, so that nobody takes half an answer for a whole one."""
+        """Abort the connection, so that a partial response does not look complete."""
         if not self.response_complete:
             self._transport.abort()
 
-    def _framed(self, data: bytes) -> list[bytes]:
+    def _frame(self, data: bytes) -> list[bytes]:
         return [b"%x\r\n" % len(data), data, b"\r\n"] if self._chunked else [data]
 
     def _complete(self) -> None:
         self.response_complete = True
         if not self.keep_alive and not self.more_body:
             self._transport.close()
-        self._line.on_response_complete()
+        self._connection.on_response_complete()
 
 
 @dataclass(slots=True, eq=False)
 class ClientConnection:
-    """A client's connection, as far as its turns need it."""
+    """A client's connection, as far as its exchanges need it."""
 
     transport: asyncio.Transport
     flow: FlowControl
     peer_address: str | None
     serve: Callable[[Route, HttpExchange], Awaitable[None]]
     on_response_complete: Callable[[], None]
-    """Called when a reply is complete."""
+    """Called when a response is complete."""
     tasks: set[asyncio.Task[None]]
-    """Owns what runs."""
+    """Owns the running tasks."""
     context_cache: ContextCache = field(default_factory=ContextCache)

@@ -1,4 +1,4 @@
-"""One listening address and the uvicorn server behind it, whose life is the gateway's to end."""
+"""A listening address and the uvicorn server behind it, which the gateway starts and stops."""
 
 from __future__ import annotations
 
@@ -21,21 +21,34 @@ from gateway.web.protocol import BoundedProtocol
 LISTEN_BACKLOG = 4096
 
 DRAIN_POLL_SECONDS = 0.05
-"""Seconds between two looks whether all clients have left."""
+"""Seconds between checks whether all clients have disconnected."""
+
+log = structlog.get_logger()
 
 
-class _UvicornServer(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
+    """uvicorn's server, which ends when it is told to; tests/web/test_uvicorn.py guards it."""
+
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.ending = asyncio.Event()
+        self._end = asyncio.Event()
+
+    def end(self) -> None:
+        """Accept no more connections, and end when all requests have."""
+        self.should_exit = True
+        self._end.set()
+
+    def end_at_once(self) -> None:
+        """Wait for no request."""
+        self.force_exit = True
 
     async def main_loop(self) -> None:
-        """Instead of looking ten times a second whether it should end."""
-        await self.ending.wait()
+        """Wait for `end`; uvicorn would poll ten times a second."""
+        await self._end.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the gateway's business."""
+        """Leave signals to the gateway."""
         yield
 
 
@@ -55,7 +68,7 @@ class Listener:
         self.host, self.port = sock.getsockname()[:2]
         self.scheme = "http" if certificate is None else "https"
         self.sock = sock
-        self._protocol = protocol
+        self.protocol = protocol
         self._stalls: StallMonitor | None = None
         config = uvicorn.Config(
             app,
@@ -73,55 +86,53 @@ class Listener:
             ssl_certfile=certificate,
             ssl_keyfile=key,
         )
-        self._server = _UvicornServer(config)
+        self._server = UvicornServer(config)
         self._task: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Its base URL."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}"
 
     def open(self) -> None:
-        """Accept connections from now on. Raises: OSError, where somebody else does so there.
-
-        Of two sockets that were bound at the same time only one can listen.
-        """
+        """Accept connections. Raises: OSError, if another socket of this address does already."""
         self.sock.listen(LISTEN_BACKLOG)
         self._task = asyncio.create_task(self._server.serve([self.sock]), name=self.url)
-        self._stalls = StallMonitor(self._connections, self._protocol.limits.send_timeout)
+        self._stalls = StallMonitor(lambda: self.connections, self.protocol.limits.send_timeout)
 
-    def _connections(self) -> list[BoundedProtocol]:
-        found = self._server.server_state.connections
-        return [connection for connection in found if isinstance(connection, BoundedProtocol)]
+    @property
+    def connections(self) -> list[BoundedProtocol]:
+        """The open connections."""
+        connections = self._server.server_state.connections
+        return [connection for connection in connections if isinstance(connection, BoundedProtocol)]
 
     async def drain(self) -> None:
-        """Accept nothing more, and wait until every client has left.
+        """Accept no more connections, and wait until every client has disconnected.
 
-        Another process accepts on the same socket. A connection that is kept alive gets one more
-        reply, which says that it closes: closed at once, it might be just about to be used.
+        Another process accepts on the same socket. An idle connection gets one more response,
+        with `Connection: close`: closed at once, it might just be about to be used.
         """
-        self._protocol.draining = True
+        self.protocol.begin_drain()
         for server in self._server.servers:
             server.close()
-        for connection in self._connections():
+        for connection in self.connections:
             connection.drain()
-        # uvicorn tells nobody when a connection ends.
-        while self._server.server_state.connections:  # noqa: ASYNC110
+        # uvicorn does not report when a connection ends.
+        while self.connections:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def close(self) -> None:
-        """Accept nothing more, and wait until what runs is over. Cancel it to end at once."""
-        self._server.should_exit = True
-        self._server.ending.set()
+        """Accept no more connections, and wait for running requests. Cancel it to end at once."""
+        self._server.end()
         if self._task is None:
             self.sock.close()
             return
         try:
             await asyncio.shield(self._task)
         except asyncio.CancelledError:
-            self._server.force_exit = True
-            for connection in list(self._server.server_state.connections):
+            self._server.end_at_once()
+            for connection in self.connections:
                 if connection.transport is not None:
                     connection.transport.abort()
             await asyncio.wait([self._task], timeout=2.0)
@@ -132,24 +143,24 @@ class Listener:
 
 
 def resolve_addresses(host: str, port: int) -> list[tuple[str, int]]:
-    """The addresses that `host` stands for. Raises: OSError."""
-    return [(str(address[0]), int(address[1])) for *_, address in _found(host, port)]
+    """The addresses that `host` resolves to. Raises: OSError."""
+    return [(str(address[0]), int(address[1])) for *_, address in _address_infos(host, port)]
 
 
-def _found(host: str, port: int) -> list[Any]:
+def _address_infos(host: str, port: int) -> list[Any]:
     return list(
         socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     )
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A socket that is bound and not listening yet; `port` 0 takes a free one. Raises: OSError."""
-    family, kind, protocol, _, address = _found(host, port)[0]
+    """A bound socket that does not listen yet; `port` 0 takes a free one. Raises: OSError."""
+    family, kind, protocol, _, address = _address_infos(host, port)[0]
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # "::" means every address, as people expect of it.
+            # "::" means every address, IPv4 too, as people expect.
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
         sock.bind(address)
         sock.setblocking(False)
@@ -159,67 +170,66 @@ def bind_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-log = structlog.get_logger()
-
 STALLED_POLLS = 10
-"""So many in a row have to find that a client took nothing. They are counted, and not the seconds,
-since a gateway that stood still itself has sent nothing meanwhile."""
+"""Polls in a row that must find no progress before a connection is aborted. Polls are counted, not
+seconds, since a gateway that was itself suspended has sent nothing in that time."""
 
 
 class StallMonitor:
-    """Cuts connections that have taken nothing for `limit` seconds; one timer for all of them."""
+    """Aborts connections whose client has read nothing for `limit` seconds; one timer for all."""
 
     def __init__(self, connections: Callable[[], Iterable[BoundedProtocol]], limit: float) -> None:
         self._connections = connections
         self._limit = limit
-        self._waiting: dict[BoundedProtocol, tuple[int, int]] = {}
-        """Those that have not taken all: how much is left, and how many looks found it no less."""
+        self._lagging: dict[BoundedProtocol, tuple[int, int]] = {}
+        """Of connections with unsent bytes: how many, and how many polls found no progress."""
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(limit / STALLED_POLLS, self._look)
+        self._timer = self._loop.call_later(limit / STALLED_POLLS, self._poll)
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop polling."""
         self._timer.cancel()
 
-    def _look(self) -> None:
-        self._timer = self._loop.call_later(self._limit / STALLED_POLLS, self._look)
-        waiting = {}
+    def _poll(self) -> None:
+        self._timer = self._loop.call_later(self._limit / STALLED_POLLS, self._poll)
+        lagging = {}
         for connection in list(self._connections()):
-            unsent = _unsent(connection)
+            unsent = _unsent_bytes(connection)
             if not unsent:
                 continue
-            before, looks = self._waiting.get(connection, (unsent + 1, 0))
-            looks = 0 if unsent < before else looks + 1
-            if looks < STALLED_POLLS:
-                waiting[connection] = unsent, looks
+            before, polls = self._lagging.get(connection, (unsent + 1, 0))
+            polls = 0 if unsent < before else polls + 1
+            if polls < STALLED_POLLS:
+                lagging[connection] = unsent, polls
                 continue
             log.info("a client took nothing for too long", seconds=self._limit, unsent=unsent)
             connection.transport.abort()
-        self._waiting = waiting
+        self._lagging = lagging
 
 
-def _unsent(connection: BoundedProtocol) -> int:
-    """Bytes that its client has yet to take; 0 as well while more are written, which hides it."""
+def _unsent_bytes(connection: BoundedProtocol) -> int:
+    """Bytes that the client has not read; 0 also while more are written, which hides progress."""
     transport: asyncio.Transport = connection.transport
     cycle: RequestResponseCycle | None = connection.cycle
     if cycle is None or not (connection.flow.write_paused or cycle.response_complete):
         return 0
     own = transport.get_write_buffer_size()
-    return own and own + _in_kernel(transport)
+    return own and own + _kernel_bytes(transport)
 
 
-def _in_kernel(transport: asyncio.Transport) -> int:
+def _kernel_bytes(transport: asyncio.Transport) -> int:
     """Bytes that the client's machine has not acknowledged.
 
-    The kernel takes more of ours only when a third of its own buffer, perhaps a megabyte, is free.
+    They tell of progress sooner than our own buffer: the kernel takes more from that only when a
+    third of its buffer, perhaps a megabyte, is free.
     """
     sock = transport.get_extra_info("socket")
-    told = bytearray(_INT.size)
+    result = bytearray(_INT.size)
     try:
-        fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, told)
+        fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, result)
     except OSError:
         return 0
-    return int(_INT.unpack(told)[0])
+    return int(_INT.unpack(result)[0])
 
 
 _INT = struct.Struct("i")

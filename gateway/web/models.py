@@ -1,4 +1,4 @@
-"""What models there are, as clients are told: `/v1/models` and `/props`."""
+"""The models that a caller may see, for `/v1/models` and `/props`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MODEL_OWNER = "llama-gateway"
 
 @dataclass(frozen=True, slots=True)
 class VisibleModels:
-    """The models of a fleet under one version of the settings, as one caller may see them.
+    """The models of a fleet that one caller may see, under one version of the settings.
 
-    A model is here if some node serves it, down or not. So is a name of the settings that stands
-    for such a model; one that stands for none is not, since a request for it would be 404.
+    A model is visible if some node serves it, down or not. So is a name of the settings that
+    stands for such a model. A request for any other name is 404.
     """
 
     fleet: Fleet
@@ -29,67 +29,66 @@ class VisibleModels:
     caller: Caller
 
     def visible_names(self) -> list[str]:
-        """Every public name: nodes' models in the inventory's order, then the settings' names.
+        """All visible names: the nodes' models in the inventory's order, then the settings' names.
 
-        Then those that the caller's key names and the catch-all takes.
+        With a catch-all, then the names of the caller's key.
         """
-        own = sorted(self.caller.models or ()) if self.model_names.has_catch_all else ()
-        every = dict.fromkeys(
-            (*self.fleet.model_index.model_names(), *self.model_names.rules, *own)
+        key_names = sorted(self.caller.models or ()) if self.model_names.has_catch_all else ()
+        names = dict.fromkeys(
+            (*self.fleet.model_index.model_names(), *self.model_names.rules, *key_names)
         )
-        return [name for name in every if name != CATCH_ALL and name in self]
+        return [name for name in names if name != CATCH_ALL and name in self]
 
     def __contains__(self, name: str) -> bool:
-        """Whether a request for this name would find nodes, by the catch-all too."""
-        known = self._known(name)
-        allowed = self.caller.may_use(name) or (known != name and self.caller.may_use(known))
+        """Whether a request for this name would find nodes, if only by the catch-all."""
+        rule = self._rule_name(name)
+        allowed = self.caller.may_use(name) or (rule != name and self.caller.may_use(rule))
         return allowed and any(
-            self.fleet.model_index.serves(meaning.name)
-            for meaning in self.model_names.resolve(known)
+            self.fleet.model_index.serves(target.name) for target in self.model_names.resolve(rule)
         )
 
-    def _known(self, name: str) -> str:
-        """The name that the settings or the nodes know it by."""
+    def _rule_name(self, name: str) -> str:
+        """The name itself, or the catch-all if neither the settings nor the nodes know it."""
         return CATCH_ALL if self.model_names.is_catch_all(name, self.fleet.model_index) else name
 
     def nodes_serving(self, names: Iterable[str]) -> list[Node]:
         """The nodes that serve any of these names, down or not, each once."""
-        serving = (
+        nodes = (
             node
             for name in names
-            for meaning in self.model_names.resolve(self._known(name))
-            for node in self.fleet.model_index.nodes_for(meaning.name)
+            for target in self.model_names.resolve(self._rule_name(name))
+            for node in self.fleet.model_index.nodes_for(target.name)
         )
-        return list(dict.fromkeys(serving))
+        return list(dict.fromkeys(nodes))
 
     def model_object(self, name: str, created: int) -> dict[str, Any]:
-        """One model in OpenAI's form. `created` is in seconds since 1970."""
-        card: dict[str, Any] = {
+        """A model in OpenAI's form. `created` is in seconds since 1970."""
+        model: dict[str, Any] = {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": MODEL_OWNER,
         }
         nodes = self.nodes_serving([name])
-        sizes = {"n_ctx": largest_context(nodes), "n_ctx_train": _largest_trained(nodes)}
+        sizes = {"n_ctx": largest_context(nodes), "n_ctx_train": _largest_trained_context(nodes)}
         if meta := {key: size for key, size in sizes.items() if size is not None}:
-            card["meta"] = meta
-        return card
+            model["meta"] = meta
+        return model
 
 
 def add_anthropic_fields(model: dict[str, Any]) -> dict[str, Any]:
-    """The same model with what Anthropic's clients read of it."""
+    """The model, with the fields that Anthropic's clients read."""
     created = datetime.fromtimestamp(model["created"], UTC).isoformat().replace("+00:00", "Z")
     return {**model, "type": "model", "display_name": model["id"], "created_at": created}
 
 
 def list_response(models: Sequence[dict[str, Any]], *, anthropic: bool) -> dict[str, Any]:
-    """All of them, in OpenAI's form or in both."""
+    """The list of models in OpenAI's form; `anthropic`: with Anthropic's fields too."""
     if not anthropic:
         return {"object": "list", "data": models}
     return {
         "object": "list",
-        "data": [add_anthropic_fields(card) for card in models],
+        "data": [add_anthropic_fields(model) for model in models],
         "has_more": False,
         "first_id": models[0]["id"] if models else None,
         "last_id": models[-1]["id"] if models else None,
@@ -97,29 +96,29 @@ def list_response(models: Sequence[dict[str, Any]], *, anthropic: bool) -> dict[
 
 
 def props_response(nodes: Sequence[Node]) -> dict[str, Any]:
-    """What `/props` may say of these nodes: sizes, and nothing of their files or templates."""
+    """The body of `/props` for these nodes: sizes, but no paths and no templates."""
     context = largest_context(nodes)
     return {
         "default_generation_settings": {} if context is None else {"n_ctx": context},
         "total_slots": sum(node.slots_total for node in nodes),
         "modalities": {
-            "vision": any(_sees(node) for node in nodes),
+            "vision": any(_has_vision(node) for node in nodes),
             "audio": any(node.properties.audio is True for node in nodes),
         },
     }
 
 
 def largest_context(nodes: Iterable[Node]) -> int | None:
-    """Tokens of one slot of the roomiest node; None: no node has said."""
+    """Most tokens of one slot on any node; None: no node has reported its context."""
     return max((node.context for node in nodes if node.context is not None), default=None)
 
 
-def _largest_trained(nodes: Iterable[Node]) -> int | None:
+def _largest_trained_context(nodes: Iterable[Node]) -> int | None:
     sizes = (node.properties.trained_context for node in nodes)
     return max((size for size in sizes if size is not None), default=None)
 
 
-def _sees(node: Node) -> bool:
+def _has_vision(node: Node) -> bool:
     if node.spec.endpoints is not None:
         return "vision" in node.spec.endpoints
     return node.properties.vision is True and "vision" not in node.properties.refused

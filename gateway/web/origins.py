@@ -1,9 +1,9 @@
-"""Which web pages may ask, and which may read a routed reply.
+"""Which web pages may send requests, and which may read a routed response.
 
-Where callers are served without a key, every page that a browser of this machine shows could ask
-as well: by a name of its own that resolves to 127.0.0.1 (DNS rebinding), or by a form that it posts
-(request forgery), which needs no permission. Starlette's middleware tells browsers what pages may
-read (`site.cors`).
+Where callers need no key, so could any page that a browser of this machine shows: through a name of
+its own that resolves to 127.0.0.1 (DNS rebinding), or a form that it posts (request forgery), which
+needs no permission. For the other paths, Starlette's middleware tells browsers which pages may read
+(`site.with_cors`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from gateway.config.settings import Settings
 from gateway.request import Headers
 from gateway.web.response_heads import EXPOSED_HEADERS
 
-_EXPOSED = ", ".join(EXPOSED_HEADERS).encode()
+_EXPOSED_HEADERS = ", ".join(EXPOSED_HEADERS).encode()
 
-
-_FROM_CONTAINERS = (
+_CONTAINER_HOST_NAMES = (
     "host.docker.internal",
     "gateway.docker.internal",
     "kubernetes.docker.internal",
@@ -35,38 +34,34 @@ _FROM_CONTAINERS = (
     "host.rancher-desktop.internal",
     "host.minikube.internal",
 )
-"""What a machine is called within the containers that Docker, Podman, Lima, OrbStack, Rancher and
-Minikube run on it. Nobody can own such a name: `.internal` is not delegated."""
+"""Names of this machine in containers that Docker, Podman, Lima, OrbStack, Rancher and Minikube run
+on it. Nobody can own such a name: `.internal` is not delegated."""
 
-_PROGRAMS = frozenset(
+_DESKTOP_APP_ORIGINS = frozenset(
     f"{scheme}://{name}.localhost" for scheme in ("http", "https") for name in ("tauri", "wails")
 )
-"""What programs made with Tauri and Wails call their own pages on Windows and Android."""
+"""Origins of pages of programs made with Tauri and Wails, on Windows and Android."""
 
 _OWN_SITES = frozenset({"same-origin", "none"})
-"""What a browser says of requests by the page's own origin, and by its user; no page can."""
-
-
-def _value(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str | None:
-    return next((value.decode("latin-1") for name, value in headers if name == wanted), None)
+"""`Sec-Fetch-Site` of requests by a page of the same origin, or by the user; pages can't set it."""
 
 
 def cors_headers(cors: CorsSpec, headers: Headers) -> Headers:
-    """The fields that let the page of this request read its reply; none if it may not."""
+    """The headers that let the page of this request read the response; none if it may not."""
     origin = next((value for name, value in headers if name == b"origin"), None)
     if origin is None:
         return []
     anywhere = "*" in cors.origins
     if not anywhere and origin.decode("latin-1") not in cors.origins:
         return [(b"vary", b"Origin")]
-    fields = [(b"access-control-expose-headers", _EXPOSED)]
+    found = [(b"access-control-expose-headers", _EXPOSED_HEADERS)]
     if anywhere and not cors.credentials:
-        fields.append((b"access-control-allow-origin", b"*"))
+        found.append((b"access-control-allow-origin", b"*"))
     else:
-        fields += [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
+        found += [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
     if cors.credentials:
-        fields.append((b"access-control-allow-credentials", b"true"))
-    return fields
+        found.append((b"access-control-allow-credentials", b"true"))
+    return found
 
 
 _AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{0,5}))?")
@@ -77,86 +72,93 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class AllowedHosts:
-    """The names that a listener answers to: `names`, those of loopback, and its own address."""
+    """The hosts that a listener answers to: `names`, loopback names, and its own address."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        # Nobody is "at" 0.0.0.0; a page that asks for it reaches this machine all the same.
-        self._names = {_plain(name) for name in names} - {"0.0.0.0", "::"}
+        # 0.0.0.0 is no host's address, but a page that uses it reaches this machine.
+        self._names = {_normalized(name) for name in names} - {"0.0.0.0", "::"}
 
     def allows(self, host: str, local_address: object) -> bool:
         """Whether this `Host`, with or without a port, is one of them.
 
-        `own_address` is the one that the connection came to, which no name server has a say in;
-        what is no IP address is none.
+        `local_address` is the one that the client connected to, which no name server controls.
+        It is ignored if it is no IP address.
         """
-        found = _AUTHORITY.fullmatch(host)
-        if found is None:
+        authority = _AUTHORITY.fullmatch(host)
+        if authority is None:
             return False
-        name = _plain(found[1])
+        name = _normalized(authority[1])
         return (
             is_loopback(name)
             or name.endswith(".localhost")
             or name in self._names
-            or name == _address(local_address)
+            or name == _normalized_address(local_address)
         )
 
 
 @dataclass(frozen=True, slots=True)
 class OriginPolicy:
-    """What is asked of requests whose callers show no key."""
+    """Restricts requests whose callers have no key."""
 
     hosts: AllowedHosts
     origins: frozenset[str]
-    """Of pages that may post, besides the listener's own."""
+    """Origins whose pages may post, besides the listener's own."""
 
     @classmethod
     def of(cls, settings: Settings, *, loopback: bool) -> Self | None:
-        """The rules of a listener that is `loopback` or not; None: anybody may ask in any way.
+        """The policy of a listener that is `loopback` or not; None: no restriction.
 
-        Behind trusted proxies `Host` is what they make it, and on other addresses than loopback
-        everybody was let in on purpose. Both are held to `listen.hosts`, where it is set.
+        Trusted proxies set `Host` as they like, and a listener that is not loopback admits
+        everybody on purpose. Both are restricted only if `listen.hosts` is set.
         """
         listen = settings.listen
         if not listen.hosts and (not loopback or listen.trusted_proxies):
             return None
         cors = settings.cors
-        names = (listen.host, *listen.hosts, socket.gethostname(), *_FROM_CONTAINERS)
+        names = (listen.host, *listen.hosts, socket.gethostname(), *_CONTAINER_HOST_NAMES)
         return cls(AllowedHosts(names), frozenset(cors.origins if cors else ()))
 
     def check(self, headers: Headers, local_address: object, *, is_post: bool) -> None:
-        """Raise GatewayError 403 unless the request can't be a foreign page's.
+        """Raise GatewayError 403 if a page of another origin may have sent the request.
 
-        `own_address` is the one that the connection came to.
+        `local_address` is the one that the client connected to.
         """
-        host = _value(headers, b"host") or ""
+        host = _header(headers, b"host") or ""
         if not self.hosts.allows(host, local_address):
             raise errors.host_not_allowed(host)
         if is_post and self._is_foreign(headers, host):
-            raise errors.origin_not_allowed(_value(headers, b"origin") or "another site")
+            raise errors.origin_not_allowed(_header(headers, b"origin") or "another site")
 
     def _is_foreign(self, headers: Headers, host: str) -> bool:
-        site, origin = _value(headers, b"sec-fetch-site"), _value(headers, b"origin")
+        site, origin = _header(headers, b"sec-fetch-site"), _header(headers, b"origin")
         if origin is None:
             return site == "cross-site"
         if site in _OWN_SITES or is_same_origin(origin, host):
             return False
         if not self.origins.isdisjoint((origin, "*")):
             return False
-        # Others than the web's are extensions and programs that their user has installed.
+        # Other schemes belong to extensions and programs that the user has installed.
         origin = origin.lower()
-        return origin.startswith(("http:", "https:", "null")) and origin not in _PROGRAMS
+        return origin.startswith(("http:", "https:", "null")) and origin not in _DESKTOP_APP_ORIGINS
 
 
 def is_same_origin(origin: str, host: str) -> bool:
-    """Whether a page of this origin comes from this host, TLS before us or not."""
+    """Whether a page of this origin comes from this host, whether a proxy adds TLS or not."""
     page, own = _ORIGIN.fullmatch(origin), _AUTHORITY.fullmatch(host)
     if page is None or own is None:
         return False
     port = _PORTS[page[1]]
-    return (_plain(page[2]), int(page[3] or port)) == (_plain(own[1]), int(own[2] or port))
+    return (_normalized(page[2]), int(page[3] or port)) == (
+        _normalized(own[1]),
+        int(own[2] or port),
+    )
 
 
-def _plain(name: str) -> str:
+def _header(headers: Headers, wanted: bytes) -> str | None:
+    return next((value.decode("latin-1") for name, value in headers if name == wanted), None)
+
+
+def _normalized(name: str) -> str:
     """A host in one form: addresses as Python writes them, names in lower case."""
     name = name.strip("[]").lower().removesuffix(".")
     try:
@@ -167,8 +169,8 @@ def _plain(name: str) -> str:
     return str(mapped or address)
 
 
-def _address(text: object) -> str | None:
+def _normalized_address(text: object) -> str | None:
     try:
-        return _plain(str(ipaddress.ip_address(str(text))))
+        return _normalized(str(ipaddress.ip_address(str(text))))
     except ValueError:
         return None

@@ -1,9 +1,10 @@
-"""What a request's head says, read once for all requests of a connection that say the same."""
+"""What the head of a routed request says, parsed once per connection for equal heads."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
 
 from gateway import errors
 from gateway.access.callers import IdentityHeaders, identify_caller, priority_header
@@ -17,38 +18,65 @@ from gateway.request import Caller, Headers
 
 @dataclass(slots=True)
 class RequestContext:
-    """A head, understood."""
+    """A parsed head."""
 
     caller: Caller
     fairness_key: str
-    """Whom the queue is fair to."""
+    """Who shares fairly: the caller, or the end user that a trusted caller names."""
     session: str | None
     priority_header: str | None
     """`X-Priority`."""
     client_timeout: float | None
-    """`X-Request-Timeout`: seconds the client will wait for the whole answer."""
+    """`X-Request-Timeout`: seconds that the client waits for the complete response."""
     plain_client_timeout: float | None
-    """The same for a plain answer, where official clients tell what they will wait."""
+    """The timeout of a plain response, for which official clients send their own."""
     client_has_timer: bool
-    """Whether `plain_patience` is what such a client tells of a timer of its own."""
+    """Whether `plain_client_timeout` is that of an official client's own timer."""
     header_lines: bytes
-    """The lines that are passed on to a node."""
+    """The header lines that nodes get."""
     wants_progress: bool
-    """`X-Gateway-Progress: 1`: the client wants to know how long it will wait."""
+    """`X-Gateway-Progress: 1`: the client wants progress comments in its stream."""
     may_name_nodes: bool
-    """Whether its reply may name nodes."""
+    """Whether the response may name nodes."""
 
 
-@dataclass(slots=True)
 class ContextCache:
     """The last head of a connection: most clients send the same one again and again."""
 
-    headers: Headers = field(default_factory=list)
-    config: object = None
-    """The settings that it was understood by."""
-    context: RequestContext | None = None
-    x_request_id: str | None = None
-    """Its `X-Request-ID`, if it has a sane one."""
+    __slots__ = ("_config", "_context", "_headers", "_x_request_id")
+
+    def __init__(self) -> None:
+        self._headers: Headers = []
+        self._config: object = None
+        """The configuration by which the head was parsed."""
+        self._context: RequestContext | None = None
+        self._x_request_id: str | None = None
+
+    def get(self, headers: Headers, config: object) -> RequestContext | None:
+        """The context of an equal head, if it was parsed by the same configuration."""
+        if self._config is config and self._headers == headers:
+            return self._context
+        return None
+
+    def store(self, headers: Headers, config: object, context: RequestContext) -> None:
+        """Keep this head in place of the last one."""
+        self._headers, self._config, self._context = headers, config, context
+        self._x_request_id = x_request_id_of(headers)
+
+    def x_request_id_for(self, headers: Headers) -> str | None:
+        """`x_request_id_of(headers)`."""
+        return self._x_request_id if headers is self._headers else x_request_id_of(headers)
+
+
+_X_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+def x_request_id_of(headers: Headers) -> str | None:
+    """The client's `X-Request-ID`, if it is a valid one."""
+    for name, value in headers:
+        if name == b"x-request-id":
+            return value.decode() if _X_REQUEST_ID.fullmatch(value) else None
+    return None
 
 
 def parse_context(
@@ -61,7 +89,7 @@ def parse_context(
     loopback: bool,
     locked: bool,
 ) -> RequestContext:
-    """What these fields say. Raises: GatewayError 400, 401."""
+    """The context that these headers describe. Raises: GatewayError 400, 401, 415."""
     listen = settings.listen
     local = is_local(headers, loopback_listener=loopback, trusted_proxies=listen.trusted_proxies)
     caller = identify_caller(
@@ -74,48 +102,49 @@ def parse_context(
         locked=locked,
         local=local,
     )
-    progress = False
+    wants_progress = False
     for name, value in headers:
-        if name == b"content-encoding" and value.strip().lower() not in _PLAIN:
+        if name == b"content-encoding" and value.strip().lower() not in _PLAIN_ENCODINGS:
             raise errors.compressed_body()
         if name == b"x-gateway-progress":
-            progress = value.strip().lower() in _YES
-    party = identity_headers.fairness_key(headers, caller)
-    patience = _patience(headers)
-    of_client = _client_patience(headers)
-    own_timer = of_client is not None and (patience is None or of_client < patience)
+            wants_progress = value.strip().lower() in _TRUE_WORDS
+    fairness_key = identity_headers.fairness_key(headers, caller)
+    timeout = _request_timeout(headers)
+    sdk_timeout = _sdk_timeout(headers)
+    has_timer = sdk_timeout is not None and (timeout is None or sdk_timeout < timeout)
     return RequestContext(
         caller,
-        party,
-        identity_headers.session_key(headers, party),
+        fairness_key,
+        identity_headers.session_key(headers, fairness_key),
         priority_header(headers),
-        patience,
-        of_client if own_timer else patience,
-        own_timer,
+        timeout,
+        sdk_timeout if has_timer else timeout,
+        has_timer,
         headers_for_node(headers, settings.headers.to_nodes),
-        progress,
-        _exposes(listen, local=local),
+        wants_progress,
+        _may_name_nodes(listen, local=local),
     )
 
 
 def may_name_nodes(headers: Headers, settings: Settings, *, loopback: bool) -> bool:
-    """Whether the reply to these fields may name nodes: as the settings say, else locally."""
+    """Whether the response to this head may name nodes: by the settings, else to local callers."""
     listen = settings.listen
     proxies = listen.trusted_proxies
     local = is_local(headers, loopback_listener=loopback, trusted_proxies=proxies)
-    return _exposes(listen, local=local)
+    return _may_name_nodes(listen, local=local)
 
 
-def _exposes(listen: ListenSettings, *, local: bool) -> bool:
+def _may_name_nodes(listen: ListenSettings, *, local: bool) -> bool:
     return local if listen.expose_node is None else listen.expose_node
 
 
-_PLAIN = frozenset({b"", b"identity"})
+_PLAIN_ENCODINGS = frozenset({b"", b"identity"})
 
-_YES = frozenset({b"1", b"true", b"yes", b"on"})
+_TRUE_WORDS = frozenset({b"1", b"true", b"yes", b"on"})
 
 
-def _patience(headers: Headers) -> float | None:
+def _request_timeout(headers: Headers) -> float | None:
+    """`X-Request-Timeout` in seconds."""
     for name, value in headers:
         if name == b"x-request-timeout":
             try:
@@ -132,12 +161,12 @@ def _patience(headers: Headers) -> float | None:
 
 
 _SDK_TIMEOUTS = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout"})
-"""What the official clients of OpenAI and Anthropic tell of themselves, in seconds."""
+"""Headers in which the official clients of OpenAI and Anthropic send their timeouts, in seconds."""
 
 
-def _client_patience(headers: Headers) -> float | None:
-    """The shortest time that an official client names; what is none is none of our business."""
-    found: float | None = None
+def _sdk_timeout(headers: Headers) -> float | None:
+    """The shortest timeout that an official client sends; invalid values are ignored."""
+    shortest: float | None = None
     for name, value in headers:
         if name in _SDK_TIMEOUTS:
             try:
@@ -145,5 +174,5 @@ def _client_patience(headers: Headers) -> float | None:
             except ValueError:
                 continue
             if math.isfinite(seconds) and seconds > 0:
-                found = seconds if found is None else min(found, seconds)
-    return found
+                shortest = seconds if shortest is None else min(shortest, seconds)
+    return shortest

@@ -1,9 +1,8 @@
-"""The heads of replies: what a client learns besides the answer."""
+"""Heads of responses: the gateway's own header lines, errors, and progress comments."""
 
 from __future__ import annotations
 
 import math
-import re
 import secrets
 from functools import lru_cache
 
@@ -28,27 +27,21 @@ EXPOSED_HEADERS = (
     "X-Gateway-Reason",
     "Retry-After",
 )
-"""Fields that a web page of another origin may read."""
+"""Headers that a web page of another origin may read."""
 
-_TAG = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+_TIERS = {"cpu": b"x-gateway-tier: cpu\r\n", "gpu": b"x-gateway-tier: gpu\r\n"}
 
-
-def x_request_id_of(headers: Headers) -> str | None:
-    """The client's own `X-Request-ID`, if it is a sane one."""
-    for name, value in headers:
-        if name == b"x-request-id":
-            return value.decode() if _TAG.fullmatch(value) else None
-    return None
+_LABELS = [priority.label.encode() for priority in Priority]
 
 
 def gateway_header_lines(record: RequestFinished, *, anthropic: bool, name_node: bool) -> bytes:
-    """The lines that every routed reply has, as far as they are known by now."""
-    tag = record.x_request_id.encode()
-    lines = b"x-request-id: " + tag + b"\r\n"
+    """The gateway's header lines of a routed response."""
+    request_id = record.x_request_id.encode()
+    lines = b"x-request-id: " + request_id + b"\r\n"
     if anthropic:
-        lines += b"request-id: " + tag + b"\r\n"
-    fate = _fate if record.queue_seconds or record.attempts != 1 else _usual_fate
-    return lines + fate(
+        lines += b"request-id: " + request_id + b"\r\n"
+    usual = record.attempts == 1 and not record.queue_seconds
+    return lines + (_usual_outcome_lines if usual else _outcome_lines)(
         record.priority,
         record.attempts,
         record.queue_seconds,
@@ -58,7 +51,7 @@ def gateway_header_lines(record: RequestFinished, *, anthropic: bool, name_node:
     )
 
 
-def _fate(
+def _outcome_lines(
     priority: Priority,
     attempts: int,
     queue: float,
@@ -66,7 +59,7 @@ def _fate(
     fallback: str | None,
     node: str | None,
 ) -> bytes:
-    """How it fared, in the lines of a head."""
+    """The header lines that say how the request was served."""
     lines = b"x-gateway-class: %b\r\nx-gateway-attempts: %d\r\nx-gateway-queue-ms: %d\r\n" % (
         _LABELS[priority],
         attempts,
@@ -81,72 +74,67 @@ def _fate(
     return lines
 
 
-_usual_fate = lru_cache(maxsize=4096)(_fate)
-"""Of a request that one node answered at once, as nearly all are."""
+_usual_outcome_lines = lru_cache(maxsize=4096)(_outcome_lines)
+"""Nearly all requests are answered by their first node, without queueing."""
 
 
 def early_gateway_header_lines(record: RequestFinished, *, anthropic: bool) -> bytes:
-    """The lines of a head that goes out while it is open how the request will fare."""
-    tag = record.x_request_id.encode()
-    lines = b"x-request-id: %b\r\nx-gateway-class: %b\r\n" % (tag, _LABELS[record.priority])
-    return lines + b"request-id: %b\r\n" % tag if anthropic else lines
+    """The gateway's header lines of a response that starts before its outcome is known."""
+    request_id, label = record.x_request_id.encode(), _LABELS[record.priority]
+    lines = b"x-request-id: %b\r\nx-gateway-class: %b\r\n" % (request_id, label)
+    return lines + b"request-id: %b\r\n" % request_id if anthropic else lines
 
 
 def encode_headers(headers: Headers) -> bytes:
-    """Header fields as the lines of a head."""
+    """Header fields as header lines."""
     return b"".join(b"%b: %b\r\n" % field for field in headers)
 
 
-_TIERS = {"cpu": b"x-gateway-tier: cpu\r\n", "gpu": b"x-gateway-tier: gpu\r\n"}
-
-_LABELS = [priority.label.encode() for priority in Priority]
-
-
 def error_headers(error: GatewayError) -> Headers:
-    """The fields of an error's head."""
-    found = [
+    """The headers of an error response."""
+    headers = [
         (b"content-type", b"application/json"),
         (b"x-gateway-reason", error.code.encode()),
     ]
     if error.retry_after is not None:
-        found.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
     if not error.retryable and error.status >= 408:
-        found.append((b"x-should-retry", b"false"))
+        headers.append((b"x-should-retry", b"false"))
     if error.status == 401:
-        found.append((b"www-authenticate", b"Bearer"))
+        headers.append((b"www-authenticate", b"Bearer"))
     if error.status == 415:
-        found.append((b"accept-encoding", b"identity"))
+        headers.append((b"accept-encoding", b"identity"))
     if error.allow is not None:
-        found.append((b"allow", error.allow.encode()))
-    return found
+        headers.append((b"allow", error.allow.encode()))
+    return headers
 
 
 def encode_rejection(error: GatewayError, api: Api) -> tuple[bytes, bytes]:
-    """The head's lines and the body of a reply to what never became a request."""
-    tag = f"req_{secrets.token_hex(8)}"
-    body = api.error_body(error, tag)
-    fields = [
+    """Header lines and body of the response to what never became a request."""
+    request_id = f"req_{secrets.token_hex(8)}"
+    body = api.error_body(error, request_id)
+    headers = [
         *error_headers(error),
         (b"content-length", b"%d" % len(body)),
-        (b"x-request-id", tag.encode()),
+        (b"x-request-id", request_id.encode()),
     ]
     if api.sends_request_id:
-        fields.append((b"request-id", tag.encode()))
-    return encode_headers(fields), body
+        headers.append((b"request-id", request_id.encode()))
+    return encode_headers(headers), body
 
 
 def progress_comment(
     queue_position: QueuePosition | None, prefill_status: PrefillStatus | None
 ) -> bytes:
-    """Where a request stands in line, or how far its prompt is read, as a comment of its stream.
+    """An SSE comment with the place in the queue or the progress of the prefill.
 
-    Empty where there is nothing to tell.
+    Empty if neither is known.
     """
     if queue_position is not None:
-        line = b": queued position=%d" % queue_position.position
+        comment = b": queued position=%d" % queue_position.position
         if queue_position.expected_seconds is not None:
-            line += b" expected_start=%.1f" % queue_position.expected_seconds
-        return line + b"\n"
+            comment += b" expected_start=%.1f" % queue_position.expected_seconds
+        return comment + b"\n"
     if prefill_status is None:
         return b""
     if prefill_status.tokens is None:
@@ -158,33 +146,37 @@ def progress_comment(
 
 
 EVENT_STREAM_HEADER_LINES = b"content-type: text/event-stream\r\nx-accel-buffering: no\r\n"
-"""The head of a stream that begins with a heartbeat."""
+"""Of a stream that begins with a heartbeat."""
 
-_CODES = {400: "invalid_request", 413: "request_too_large", 422: "invalid_request"}
+_NODE_ERROR_CODES = {400: "invalid_request", 413: "request_too_large", 422: "invalid_request"}
 
-_OTHER = "node_error"
+_OTHER_NODE_ERROR = "node_error"
 
 
-def node_error(reply: ProxyResponse) -> GatewayError:
-    """The error that a node's reply of 400 or more tells."""
+def node_error(response: ProxyResponse) -> GatewayError:
+    """The error that a node's response of status 400 or more contains."""
     try:
-        message = str(parse_json(reply.content)["error"]["message"])
+        message = str(parse_json(response.content)["error"]["message"])
     except (InvalidJson, KeyError, TypeError):
-        message = f"The node answered with status {reply.status}."
-    return GatewayError(reply.status, _CODES.get(reply.status, _OTHER), message)
+        message = f"The node answered with status {response.status}."
+    return GatewayError(response.status, _node_error_code(response.status), message)
 
 
-def node_error_body(reply: ProxyResponse, api: Api, x_request_id: str) -> bytes:
-    """Its body as it is, unless it is empty or the API has a form that llama.cpp doesn't use."""
-    if reply.content and api.is_own_error(reply.content):
-        return reply.content
-    return api.error_body(node_error(reply), x_request_id)
+def node_error_body(response: ProxyResponse, api: Api, x_request_id: str) -> bytes:
+    """The node's body as it is, unless it is empty or not in the API's error form."""
+    if response.content and api.is_own_error(response.content):
+        return response.content
+    return api.error_body(node_error(response), x_request_id)
 
 
-def node_error_header_lines(reply: ProxyResponse, content: bytes) -> bytes:
-    """The lines of its head for this body."""
-    lines = reply.header_lines
-    if content is not reply.content:
+def node_error_header_lines(response: ProxyResponse, content: bytes) -> bytes:
+    """The header lines of a node's error with this body."""
+    lines = response.header_lines
+    if content is not response.content:
         kept = (line for line in lines.splitlines(True) if not line.startswith(b"content-type:"))
         lines = b"".join(kept) + b"content-type: application/json\r\n"
-    return lines + b"x-gateway-reason: %b\r\n" % _CODES.get(reply.status, _OTHER).encode()
+    return lines + b"x-gateway-reason: %b\r\n" % _node_error_code(response.status).encode()
+
+
+def _node_error_code(status: int) -> str:
+    return _NODE_ERROR_CODES.get(status, _OTHER_NODE_ERROR)

@@ -1,4 +1,4 @@
-"""Everything on the public listener that is not relayed: models, health, and what isn't there."""
+"""The public listener's own paths: models, health, and errors with a suggestion for all others."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from starlette.types import ASGIApp
 from gateway import errors
 from gateway.access.callers import identify_caller
 from gateway.config.listeners import CorsSpec
-from gateway.proxy.inbound import routes as relayed
+from gateway.errors import truncate_echo
+from gateway.fleet.fleet import Fleet
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.scheduling.scheduler import Scheduler
-from gateway.web.asgi import JsonResponse, asgi_app, truncate_echo
+from gateway.web.asgi import HealthEndpoints, JsonResponse, asgi_app
 from gateway.web.handler import ProxyHandler
 from gateway.web.models import VisibleModels, add_anthropic_fields, list_response, props_response
-from gateway.web.readiness import readiness_error
 from gateway.web.request_context import may_name_nodes
 from gateway.web.response_heads import EXPOSED_HEADERS
 
 
-def public_app(handler: ProxyHandler, scheduler: Scheduler) -> ASGIApp:
-    """The public listener's application, for all but the POSTs to routed paths.
+def public_app(handler: ProxyHandler, fleet: Fleet) -> ASGIApp:
+    """The public listener's application, for all but POSTs to routed paths.
 
-    Those go from the protocol straight to `edge.serve`; here they only stand for the other
-    methods to be told wrong.
+    Those go from the protocol straight to `handler.serve`; their routes here only make other
+    methods 405.
     """
-    site = _Site(handler, scheduler, created=int(time.time()))
-    told = [
+    site = _Site(handler, fleet, created=int(time.time()))
+    health = HealthEndpoints(fleet, handler.scheduler, lambda: handler.closing)
+    own = [
         Route(path, endpoint, methods=["GET"])
         for path, endpoint in (
             ("/v1/models", site.models),
@@ -41,17 +41,17 @@ def public_app(handler: ProxyHandler, scheduler: Scheduler) -> ASGIApp:
             ("/v1/models/{id:path}", site.model),
             ("/models/{id:path}", site.model),
             ("/props", site.props),
-            ("/health", site.health),
-            ("/v1/health", site.health),
-            ("/ready", site.ready),
+            ("/health", health.health),
+            ("/v1/health", health.health),
+            ("/ready", health.ready),
         )
     ]
-    routed = [Route(path, _served_by_the_protocol, methods=["POST"]) for path in relayed.ROUTES]
-    return asgi_app([*told, *routed], handler.next_id, suggest=suggest_path)
+    routed = [Route(path, _served_by_protocol, methods=["POST"]) for path in ROUTES]
+    return asgi_app([*own, *routed], handler.next_id, suggest=suggest_path)
 
 
 def with_cors(app: ASGIApp, spec: CorsSpec) -> ASGIApp:
-    """`app` for web pages of other origins as well; stands around everything else."""
+    """`app`, for web pages of other origins too; must be the outermost middleware."""
     return CORSMiddleware(
         app,
         allow_origins=spec.origins,
@@ -63,88 +63,78 @@ def with_cors(app: ASGIApp, spec: CorsSpec) -> ASGIApp:
     )
 
 
-async def _served_by_the_protocol(_: Request) -> Response:
+async def _served_by_protocol(_: Request) -> Response:
     raise AssertionError("POSTs to routed paths do not come here")
 
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """The paths that the gateway answers itself."""
+    """`/v1/models` and `/props`."""
 
-    edge: ProxyHandler
-    scheduler: Scheduler
+    handler: ProxyHandler
+    fleet: Fleet
     created: int
-    """What every model says of its age: seconds since 1970."""
+    """The `created` of every model: seconds since 1970."""
 
     async def models(self, request: Request) -> Response:
-        catalogue = self._catalogue(request)
-        cards = [catalogue.model_object(name, self.created) for name in catalogue.visible_names()]
-        return JsonResponse(list_response(cards, anthropic=_is_anthropic(request)))
+        models = self._visible_models(request)
+        objects = [models.model_object(name, self.created) for name in models.visible_names()]
+        return JsonResponse(list_response(objects, anthropic=_is_anthropic(request)))
 
     async def model(self, request: Request) -> Response:
-        catalogue = self._catalogue(request)
+        models = self._visible_models(request)
         if not request.path_params["id"]:
             raise errors.not_found("/v1/models/", suggest_path("/v1/models/"))
-        name = self._checked(request, catalogue, request.path_params["id"])
-        card = catalogue.model_object(name, self.created)
-        return JsonResponse(add_anthropic_fields(card) if _is_anthropic(request) else card)
+        name = self._check_name(request, models, request.path_params["id"])
+        model = models.model_object(name, self.created)
+        return JsonResponse(add_anthropic_fields(model) if _is_anthropic(request) else model)
 
     async def props(self, request: Request) -> Response:
-        catalogue = self._catalogue(request)
-        name = request.query_params.get("model") or self._default(catalogue)
+        models = self._visible_models(request)
+        name = request.query_params.get("model") or self._default_model(models)
         names = (
-            catalogue.visible_names() if name is None else [self._checked(request, catalogue, name)]
+            models.visible_names() if name is None else [self._check_name(request, models, name)]
         )
-        return JsonResponse(props_response(catalogue.nodes_serving(names)))
+        return JsonResponse(props_response(models.nodes_serving(names)))
 
-    async def health(self, _: Request) -> Response:
-        return JsonResponse({"status": "ok"})
-
-    async def ready(self, _: Request) -> Response:
-        error = readiness_error(self.edge.fleet, self.scheduler, closing=self.edge.closing)
-        if error is not None:
-            raise error
-        return JsonResponse({"status": "ready"})
-
-    def _catalogue(self, request: Request) -> VisibleModels:
-        """The models that this caller may use. Raises: GatewayError (401, 503)."""
-        snapshot, client = self.edge.config, request.client
+    def _visible_models(self, request: Request) -> VisibleModels:
+        """The models that the caller may see. Raises: GatewayError (401, 403, 503)."""
+        config, client = self.handler.config, request.client
         caller = identify_caller(
             request.scope["headers"],
             client.host if client else None,
-            snapshot.key_ring,
-            allow_anonymous=snapshot.settings.allow_anonymous,
-            loopback_listener=snapshot.loopback,
-            trusted_proxies=snapshot.settings.listen.trusted_proxies,
-            locked=snapshot.anonymous_access.locked,
+            config.key_ring,
+            allow_anonymous=config.settings.allow_anonymous,
+            loopback_listener=config.loopback,
+            trusted_proxies=config.settings.listen.trusted_proxies,
+            locked=config.anonymous_access.locked,
         )
-        if snapshot.origin_policy is not None and caller.anonymous:
+        if config.origin_policy is not None and caller.anonymous:
             server = request.scope.get("server")
-            own_address = server[0] if server else None
-            snapshot.origin_policy.check(request.scope["headers"], own_address, is_post=False)
-        if not self.edge.fleet.first_probes_done.is_set():
+            local_address = server[0] if server else None
+            config.origin_policy.check(request.scope["headers"], local_address, is_post=False)
+        if not self.fleet.first_probes_done.is_set():
             raise errors.starting("The nodes are being asked what they serve.")
-        return VisibleModels(self.edge.fleet, snapshot.rules.model_aliases, caller)
+        return VisibleModels(self.fleet, config.rules.model_aliases, caller)
 
-    def _checked(self, request: Request, catalogue: VisibleModels, name: str) -> str:
-        """The name, if it is one of the catalogue. Raises: GatewayError (404, 503)."""
-        if name in catalogue:
+    def _check_name(self, request: Request, models: VisibleModels, name: str) -> str:
+        """The name, if it is visible. Raises: GatewayError (404, 503)."""
+        if name in models:
             return name
-        if catalogue.caller.may_use(name):
-            error = self.edge.fleet.model_index.not_found_error(name)
+        if models.caller.may_use(name):
+            error = self.fleet.model_index.not_found_error(name)
             if error.code == "no_node":
-                raise error.reveal_nodes() if self._exposes(request) else error
-        raise errors.model_not_found(truncate_echo(name), catalogue.visible_names())
+                config = self.handler.config
+                if may_name_nodes(
+                    request.scope["headers"], config.settings, loopback=config.loopback
+                ):
+                    error.reveal_nodes()
+                raise error
+        raise errors.model_not_found(truncate_echo(name), models.visible_names())
 
-    def _exposes(self, request: Request) -> bool:
-        snapshot = self.edge.config
-        return may_name_nodes(
-            request.scope["headers"], snapshot.settings, loopback=snapshot.loopback
-        )
-
-    def _default(self, catalogue: VisibleModels) -> str | None:
-        name = self.edge.config.settings.default_model
-        return name if name is not None and name in catalogue else None
+    def _default_model(self, models: VisibleModels) -> str | None:
+        name = self.handler.config.settings.default_model
+        return name if name is not None and name in models else None
 
 
 def _is_anthropic(request: Request) -> bool:
@@ -152,14 +142,16 @@ def _is_anthropic(request: Request) -> bool:
 
 
 LONGEST_PATH = 1024
-"""Characters of a path that are looked at."""
+"""Most characters of a path that a suggestion considers."""
 
-_OWN = ("/v1/models", "/props", "/health", "/ready")
+_OWN_PATHS = ("/v1/models", "/props", "/health", "/ready")
 
-_SERVED = sorted({route.path for route in ROUTES.values()} | set(_OWN), key=len, reverse=True)
-"""Each path by its full name, longest first, so that the whole of it is found."""
+_SERVED_PATHS = sorted(
+    {route.path for route in ROUTES.values()} | set(_OWN_PATHS), key=len, reverse=True
+)
+"""With `/v1`, the longest first, so that the most specific one matches."""
 
-_OLLAMA = {
+_OLLAMA_PATHS = {
     "chat": "/v1/chat/completions",
     "generate": "/v1/completions",
     "tags": "/v1/models",
@@ -170,7 +162,7 @@ _OLLAMA = {
     "embeddings": "/v1/embeddings",
 }
 
-_SHORT = {
+_MISSPELT_PATHS = {
     "": "/v1/chat/completions",
     "/v1": "/v1/chat/completions",
     "/chat": "/v1/chat/completions",
@@ -187,7 +179,7 @@ _SHORT = {
     "/audio/transcriptions": "/v1/audio/transcriptions",
 }
 
-_ABSENT = {
+_UNSUPPORTED = {
     "images": "images are not made",
     "videos": "videos are not made",
     "audio/speech": "speech is not made",
@@ -213,63 +205,64 @@ _ABSENT = {
     "edits": "the edits API is no more; use /v1/chat/completions",
     "engines": "engines are no more; name the model in the body of /v1/completions",
 }
-"""Parts of OpenAI's API that llama.cpp's servers don't have, without `/v1/`."""
+"""Parts of OpenAI's API that llama.cpp's servers lack, without `/v1/`, and what to use."""
 
-_PRIVATE = frozenset({"/slots", "/metrics", "/v1/slots", "/v1/metrics", "/lora-adapters"})
+_PRIVATE_PATHS = frozenset({"/slots", "/metrics", "/v1/slots", "/v1/metrics", "/lora-adapters"})
 
-_TAILS = frozenset({"/chat/completions", "/completions", "/embeddings", "/rerank", "/models"})
-"""By these a path is known without `/v1` as well."""
+_SUFFIXES = frozenset({"/chat/completions", "/completions", "/embeddings", "/rerank", "/models"})
+"""A path that ends with one of these means it, with or without `/v1`."""
 
-_MAIN = (
+_SERVED_SUMMARY = (
     "Served are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, "
     "/v1/embeddings, /v1/rerank and /v1/models."
 )
 
 _SLASHES = re.compile("/{2,}")
 
-_VERSIONS = re.compile("(?:/v1)+(?=/|$)")
+_REPEATED_V1 = re.compile("(?:/v1)+(?=/|$)")
 
-_AZURE = re.compile("/openai/(?:deployments/[^/]+|v1)(/.+)")
+_AZURE_PATH = re.compile("/openai/(?:deployments/[^/]+|v1)(/.+)")
 
-_GEMINI = re.compile("/v1(?:beta|alpha)/models/")
+_GEMINI_PATH = re.compile("/v1(?:beta|alpha)/models/")
 
 
 def suggest_path(path: str) -> str:
-    """What to use instead of `path`, in a sentence or two."""
+    """What to use instead of `path`, in one or two sentences."""
     path = _SLASHES.sub("/", path[:LONGEST_PATH]).rstrip("/")
-    azure = _AZURE.fullmatch(path)
+    azure = _AZURE_PATH.fullmatch(path)
     if azure is not None:
-        use = _use(_served(azure[1]) or "/v1/chat/completions")
-        return f"Azure's paths are not served. {use} The deployment's name is the 'model'."
-    if path.startswith("/api/") and path.removeprefix("/api/") in _OLLAMA:
-        return f"Ollama's API is not served. {_use(_OLLAMA[path.removeprefix('/api/')])}"
-    if _GEMINI.match(path) is not None:
-        return f"Gemini's API is not served. {_use('/v1/chat/completions')}"
-    if path in _PRIVATE:
+        advice = _advise(_find_served(azure[1]) or "/v1/chat/completions")
+        return f"Azure's paths are not served. {advice} The deployment's name is the 'model'."
+    if path.startswith("/api/") and path.removeprefix("/api/") in _OLLAMA_PATHS:
+        advice = _advise(_OLLAMA_PATHS[path.removeprefix("/api/")])
+        return f"Ollama's API is not served. {advice}"
+    if _GEMINI_PATH.match(path) is not None:
+        return f"Gemini's API is not served. {_advise('/v1/chat/completions')}"
+    if path in _PRIVATE_PATHS:
         return "It would tell of other people's requests; the admin listener has /metrics."
-    path = _VERSIONS.sub("/v1", path, count=1)
-    served = _served(path)
+    path = _REPEATED_V1.sub("/v1", path, count=1)
+    served = _find_served(path)
     if served is not None:
-        return _use(served)
+        return _advise(served)
     rest = path.removeprefix("/v1").removeprefix("/")
-    for name, why in _ABSENT.items():
+    for name, reason in _UNSUPPORTED.items():
         if rest == name or rest.startswith(f"{name}/"):
-            return f"{why[0].upper()}{why[1:]}. {_MAIN}"
-    return _MAIN
+            return f"{reason[0].upper()}{reason[1:]}. {_SERVED_SUMMARY}"
+    return _SERVED_SUMMARY
 
 
-def _served(path: str) -> str | None:
-    """The path that this one is, or ends with, whatever stands before it."""
-    if path in _SHORT:
-        return _SHORT[path]
-    for served in _SERVED:
+def _find_served(path: str) -> str | None:
+    """The served path that `path` means: misspelt, without `/v1`, or behind a prefix."""
+    if path in _MISSPELT_PATHS:
+        return _MISSPELT_PATHS[path]
+    for served in _SERVED_PATHS:
         short = served.removeprefix("/v1")
-        if path in {served, short} or path.endswith((served, *_TAILS.intersection({short}))):
+        if path in {served, short} or path.endswith((served, *_SUFFIXES.intersection({short}))):
             return served
     return None
 
 
-def _use(served: str) -> str:
+def _advise(served: str) -> str:
     route = ROUTES.get(served)
     if route is not None and route.api.clients_add_v1:
         return f"Use {served}: set base_url to http://HOST:PORT (clients of Anthropic add /v1)."

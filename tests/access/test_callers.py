@@ -39,7 +39,7 @@ def caller(
 
 @pytest.mark.parametrize("loopback", [True, False])
 @pytest.mark.parametrize("allow_anonymous", [True, False])
-def test_a_good_key_names_its_holder_on_every_listener(
+def test_a_valid_key_identifies_its_holder_on_every_listener(
     loopback: bool, allow_anonymous: bool
 ) -> None:
     found = caller(WITH_KEY, RING, loopback=loopback, allow_anonymous=allow_anonymous)
@@ -48,7 +48,7 @@ def test_a_good_key_names_its_holder_on_every_listener(
 
 @pytest.mark.parametrize("loopback", [True, False])
 @pytest.mark.parametrize("allow_anonymous", [True, False])
-def test_a_bad_key_is_401_even_where_anonymous_callers_are_let_in(
+def test_an_invalid_key_is_401_though_anonymous_callers_are_admitted(
     loopback: bool, allow_anonymous: bool
 ) -> None:
     with pytest.raises(GatewayError) as caught:
@@ -57,13 +57,13 @@ def test_a_bad_key_is_401_even_where_anonymous_callers_are_let_in(
 
 
 @pytest.mark.parametrize("loopback", [True, False])
-def test_where_there_are_keys_one_is_needed(loopback: bool) -> None:
+def test_if_there_are_keys_one_is_needed(loopback: bool) -> None:
     with pytest.raises(GatewayError) as caught:
         caller([], RING, loopback=loopback)
     assert caught.value.status == 401
 
 
-def test_where_there_are_keys_anonymous_callers_may_be_allowed() -> None:
+def test_if_there_are_keys_anonymous_callers_may_be_allowed() -> None:
     found = caller([], RING, allow_anonymous=True)
     assert found.anonymous
     assert (found.id, found.max_priority) == ("anonymous:192.0.2.7", Priority.NORMAL)
@@ -74,7 +74,7 @@ def test_an_anonymous_caller_of_a_loopback_listener_gets_every_class() -> None:
 
 
 @pytest.mark.parametrize("name", ["forwarded", "x-forwarded-for", "x-real-ip", "via"])
-def test_whoever_comes_through_a_proxy_is_no_local_caller(name: str) -> None:
+def test_a_caller_behind_a_proxy_is_not_local(name: str) -> None:
     found = caller([(name.encode(), b"127.0.0.1")], KeyRing(), loopback=True)
     assert (found.id, found.max_priority) == ("anonymous:192.0.2.7", Priority.NORMAL)
     assert not found.trust_user_headers
@@ -93,7 +93,7 @@ def test_behind_trusted_proxies_nobody_is_local() -> None:
 
 
 @pytest.mark.parametrize("allow_anonymous", [True, False])
-def test_where_the_keys_were_lost_nobody_comes_in(allow_anonymous: bool) -> None:
+def test_if_the_keys_were_lost_nobody_is_admitted(allow_anonymous: bool) -> None:
     for headers in ([], WITH_KEY):
         with pytest.raises(GatewayError) as caught:
             identify_caller(
@@ -107,12 +107,12 @@ def test_where_the_keys_were_lost_nobody_comes_in(allow_anonymous: bool) -> None
         assert caught.value.status == 401
 
 
-def test_where_there_are_no_keys_a_key_that_clients_must_send_means_nothing() -> None:
+def test_without_configured_keys_a_sent_key_is_ignored() -> None:
     assert caller(WRONG_KEY, KeyRing(), loopback=True).anonymous
     assert caller(WRONG_KEY, KeyRing(), allow_anonymous=True).max_priority is Priority.NORMAL
 
 
-def test_a_public_listener_that_lost_its_last_key_lets_nobody_in() -> None:
+def test_a_public_listener_that_lost_its_last_key_admits_nobody() -> None:
     with pytest.raises(GatewayError) as caught:
         caller([], KeyRing())
     assert caught.value.status == 401
@@ -122,7 +122,7 @@ def test_a_public_listener_that_lost_its_last_key_lets_nobody_in() -> None:
     ("peer", "forwarded", "address"),
     [
         ("192.0.2.7", [], "192.0.2.7"),
-        ("192.0.2.7", [b"198.51.100.1"], "192.0.2.7"),  # the peer is no proxy of ours
+        ("192.0.2.7", [b"198.51.100.1"], "192.0.2.7"),  # the peer is not a trusted proxy
         ("10.0.0.1", [], "10.0.0.1"),
         ("10.0.0.1", [b"198.51.100.1"], "198.51.100.1"),
         ("10.0.0.1", [b"203.0.113.9, 198.51.100.1"], "198.51.100.1"),  # the left one is claimed
@@ -155,13 +155,13 @@ def test_without_trusted_proxies_the_peer_is_the_caller() -> None:
     assert client_address(headers, "2001:db8::1", ()) == "2001:db8::1"
 
 
-def test_an_endless_list_of_proxies_is_read_only_so_far() -> None:
+def test_only_the_last_entries_of_a_long_forwarded_list_are_read() -> None:
     value = b"198.51.100.1" + b",10.0.0.2" * MOST_FORWARDED_HOPS
     assert client_address([(b"x-forwarded-for", value)], "10.0.0.1", PROXIES) == "10.0.0.2"
 
 
 @given(st.binary(max_size=200))
-def test_no_forwarded_field_whatever_is_an_error(value: bytes) -> None:
+def test_no_x_forwarded_for_is_an_error(value: bytes) -> None:
     assert client_address([(b"x-forwarded-for", value)], "10.0.0.1", PROXIES)
 
 
@@ -179,7 +179,7 @@ ANYBODY = Caller(id="x", name="x", max_priority=Priority.URGENT)
         (None, None, "flex", Priority.BATCH),
         (None, None, "auto", Priority.NORMAL),
         (None, None, "default", Priority.NORMAL),
-        (None, "vip", None, Priority.NORMAL),  # somebody else's word
+        (None, "vip", None, Priority.NORMAL),  # not one of our classes
         (None, "", "priority", Priority.PREMIUM),
     ],
 )
@@ -209,7 +209,7 @@ def test_an_unknown_class_is_400_and_names_the_known_ones(header: bytes) -> None
         (b"normal", Priority.BATCH, Priority.BATCH),
     ],
 )
-def test_the_caller_s_best_class_caps_without_an_error(
+def test_the_callers_highest_class_is_a_cap_without_an_error(
     asked: bytes, best: Priority, got: Priority
 ) -> None:
     holder = Caller(id="x", name="x", max_priority=best)
@@ -228,7 +228,7 @@ def test_the_caller_s_best_class_caps_without_an_error(
         (None, "batch", None, Priority.BATCH),
     ],
 )
-def test_a_request_that_names_no_class_gets_its_key_s(
+def test_a_request_without_a_class_gets_its_keys_default(
     usual: str | None, best: str | None, asked: bytes | None, got: Priority
 ) -> None:
     ring = KeyRing([Spec(KEY.id, KEY.sha256, class_=usual, max_class=best)])

@@ -17,7 +17,7 @@ CHAT = Caller("chat", "Chat", Priority.NORMAL, trust_user_headers=True)
 TEAM = Caller("team", "Team", Priority.NORMAL)
 
 
-def test_a_trusted_caller_names_its_users() -> None:
+def test_a_trusted_caller_may_name_its_users() -> None:
     anna, ben = [(b"x-openwebui-user-id", b"anna")], [(b"x-openwebui-user-id", b"ben")]
     assert NAMING.fairness_key(anna, CHAT) != NAMING.fairness_key(ben, CHAT)
     assert NAMING.fairness_key(anna, CHAT) == NAMING.fairness_key([(b"a", b"b"), *anna], CHAT)
@@ -25,27 +25,27 @@ def test_a_trusted_caller_names_its_users() -> None:
     assert NAMING.fairness_key([(b"x-openwebui-user-id", b"")], CHAT) == "chat"
 
 
-def test_nobody_else_does() -> None:
+def test_other_callers_may_not_name_users() -> None:
     assert NAMING.fairness_key([(b"x-openwebui-user-id", b"anna")], TEAM) == "team"
 
 
-def test_the_first_of_the_list_goes_first() -> None:
+def test_the_first_header_of_the_list_is_preferred() -> None:
     headers = [(b"x-user-id", b"second"), (b"x-openwebui-user-id", b"first")]
     assert NAMING.fairness_key(headers, CHAT) == "chat/first"
 
 
-def test_a_name_of_any_length_is_kept_short() -> None:
+def test_a_long_name_is_cut() -> None:
     party = NAMING.fairness_key([(b"x-user-id", b"\xff" * 5000)], CHAT)
     assert len(party) == len("chat/") + MOST_IDENTITY_BYTES
 
 
-def test_sessions_of_the_same_name_are_told_apart_by_their_party() -> None:
+def test_sessions_of_the_same_name_differ_by_their_fairness_key() -> None:
     headers = [(b"x-openwebui-chat-id", b"1")]
     assert NAMING.session_key(headers, "team") != NAMING.session_key(headers, "chat/anna")
     assert NAMING.session_key([], "team") is None
 
 
-def test_without_names_in_the_settings_nothing_is_read() -> None:
+def test_without_configured_headers_nothing_is_read() -> None:
     nothing = IdentityHeaders.of([], [])
     headers = [(b"x-openwebui-user-id", b"anna"), (b"x-openwebui-chat-id", b"1")]
     assert (nothing.fairness_key(headers, CHAT), nothing.session_key(headers, "c")) == (
@@ -55,7 +55,7 @@ def test_without_names_in_the_settings_nothing_is_read() -> None:
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-def test_the_settings_say_which_key_is_trusted(trusted: bool) -> None:
+def test_the_settings_decide_which_key_may_name_users(trusted: bool) -> None:
     key = new_key()
     ring = KeyRing([Spec(key.id, key.sha256, trust_user_headers=trusted)])
     found = ring.find(key.text)
@@ -64,7 +64,7 @@ def test_the_settings_say_which_key_is_trusted(trusted: bool) -> None:
 
 
 @pytest.mark.parametrize("loopback", [True, False])
-def test_of_anonymous_callers_those_of_a_loopback_listener_are(loopback: bool) -> None:
+def test_anonymous_callers_of_a_loopback_listener_may_name_users(loopback: bool) -> None:
     found = identify_caller(
         [], "127.0.0.1", KeyRing(), allow_anonymous=True, loopback_listener=loopback
     )
@@ -83,11 +83,11 @@ def test_of_anonymous_callers_those_of_a_loopback_listener_are(loopback: bool) -
         ("not:an:address", "not:an:address"),
     ],
 )
-def test_an_address_is_its_party_and_of_ipv6_the_64(address: str, network: str) -> None:
+def test_a_client_is_its_ipv4_address_or_its_ipv6_64(address: str, network: str) -> None:
     assert client_network(address) == network
 
 
-def test_anonymous_callers_are_told_apart_by_64() -> None:
+def test_anonymous_ipv6_callers_differ_by_their_64() -> None:
     found = {
         identify_caller([], address, KeyRing(), allow_anonymous=True, loopback_listener=False).id
         for address in ("2001:db8::1", "2001:db8::ffff:1", "2001:db8:0:1::1")

@@ -14,7 +14,7 @@ from gateway.access.exposure import (
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost", "LOCALHOST", "::ffff:127.0.0.1"]
 )
-def test_these_are_reached_from_this_machine_alone(host: str) -> None:
+def test_loopback_hosts_are_reached_from_this_machine_alone(host: str) -> None:
     assert is_loopback(host)
 
 
@@ -30,11 +30,11 @@ def test_these_are_reached_from_this_machine_alone(host: str) -> None:
         "127.0.0.1.example.org",
     ],
 )
-def test_these_may_be_reached_from_elsewhere(host: str) -> None:
+def test_other_hosts_may_be_reached_from_elsewhere(host: str) -> None:
     assert not is_loopback(host)
 
 
-def test_a_public_address_needs_a_key_or_the_word_that_it_is_meant() -> None:
+def test_a_public_address_needs_a_key_or_allow_anonymous() -> None:
     refusal = public_listener_problem("0.0.0.0", keys=0, allow_anonymous=False)
     assert refusal is not None
     assert "0.0.0.0" in refusal
@@ -45,7 +45,7 @@ def test_a_public_address_needs_a_key_or_the_word_that_it_is_meant() -> None:
     assert public_listener_problem("127.0.0.1", keys=0, allow_anonymous=False) is None
 
 
-def test_behind_a_proxy_a_key_is_needed_or_the_word_that_none_is_meant() -> None:
+def test_behind_a_proxy_a_key_or_allow_anonymous_is_needed() -> None:
     refusal = proxied_listener_problem(proxies=1, keys=0, allow_anonymous=False)
     assert refusal is not None
     assert "listen.trusted_proxies" in refusal
@@ -76,7 +76,7 @@ def test_the_admin_listener_needs_a_key_anywhere_but_on_loopback() -> None:
         ("127.0.0.1", "127.0.0.1", 0, 0, False),
     ],
 )
-def test_two_listeners_do_not_fit_on_one_address(
+def test_two_listeners_can_not_share_an_address(
     host: str, admin_host: str, port: int, admin_port: int, refused: bool
 ) -> None:
     refusal = port_conflict(host, admin_host, port, admin_port)

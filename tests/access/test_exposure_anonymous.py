@@ -1,4 +1,4 @@
-"""When a caller without a key may come in, and when it is trusted as local."""
+"""When a caller without a key is admitted, and when it is trusted as local."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ DIRECT = [
 
 @pytest.mark.parametrize("name", PROXIED)
 @pytest.mark.parametrize("value", [b"", b"127.0.0.1", b"unknown", b"\xff" * 9000])
-def test_what_a_proxy_adds_is_never_local_whatever_it_says(name: str, value: bytes) -> None:
+def test_a_request_with_a_proxys_header_is_never_local(name: str, value: bytes) -> None:
     headers = [(b"host", b"gateway"), (name.encode(), value)]
     assert is_proxied(headers)
     assert not is_local(headers, loopback_listener=True, trusted_proxies=())
 
 
 @pytest.mark.parametrize("name", DIRECT)
-def test_what_clients_send_by_themselves_is_local(name: str) -> None:
+def test_a_request_with_usual_client_headers_is_local(name: str) -> None:
     assert is_local([(name.encode(), b"1")], loopback_listener=True, trusted_proxies=())
 
 
-def test_nobody_is_local_elsewhere_or_behind_trusted_proxies() -> None:
+def test_no_caller_is_local_elsewhere_or_behind_trusted_proxies() -> None:
     assert not is_local([], loopback_listener=False, trusted_proxies=())
     proxies = (ip_network("10.0.0.0/8"),)
     assert not is_local([], loopback_listener=True, trusted_proxies=proxies)
@@ -63,13 +63,13 @@ def door(*steps: tuple[int, bool], start: AnonymousAccess = INITIAL_ACCESS) -> A
         ([(0, False), (2, False), (0, False)], True),
         ([(1, False), (0, False), (1, False)], False),
         ([(1, True), (0, False)], True),
-        ([(1, True), (0, True)], False),  # they were let in beside the keys
+        ([(1, True), (0, True)], False),  # they were admitted beside the keys
         ([(1, True), (0, True), (0, False)], True),
         ([(1, True), (0, True), (0, False), (0, True)], True),
         ([(0, True), (0, False)], False),
     ],
 )
-def test_losing_the_last_key_closes_the_door_until_a_restart(
+def test_losing_the_last_key_locks_the_gateway_until_a_restart(
     steps: list[tuple[int, bool]], closed: bool
 ) -> None:
     assert door(*steps).locked is closed
@@ -79,7 +79,7 @@ SETTINGS = st.tuples(st.integers(0, 2), st.booleans())
 
 
 @given(st.lists(SETTINGS, min_size=1), st.lists(SETTINGS))
-def test_no_reload_lets_in_whom_the_one_before_kept_out(
+def test_no_reload_admits_callers_that_the_one_before_refused(
     before: list[tuple[int, bool]], later: list[tuple[int, bool]]
 ) -> None:
     shut = door(*before, (1, False))

@@ -1,4 +1,4 @@
-"""Parties share what there is: properties of the policy, over any number of them."""
+"""Properties of fair shares, over any number of callers."""
 
 from __future__ import annotations
 
@@ -13,112 +13,112 @@ PARTIES = [f"p{number}" for number in range(5)]
 moves = st.lists(st.tuples(st.sampled_from(PARTIES), st.booleans()), max_size=200)
 
 
-def ask(holdings: FairShare, caller: str, limit: int, user: str | None = None) -> bool:
-    """One more unit, as the users of the policy go about it where everything can yield."""
-    if holdings.total + 1 > soft_limit(limit):
-        yielding = holdings.victims(caller, 1, soft_limit(limit), user)
+def ask(share: FairShare, caller: str, limit: int, user: str | None = None) -> bool:
+    """Take one more unit, if everything can be evicted."""
+    if share.total + 1 > soft_limit(limit):
+        yielding = share.victims(caller, 1, soft_limit(limit), user)
         if not yielding:
             return False
         chosen = yielding[0]
-        holdings.remove(chosen, 1, holdings.users_by_size(chosen)[0])
-    holdings.add(caller, 1, user)
+        share.remove(chosen, 1, share.users_by_size(chosen)[0])
+    share.add(caller, 1, user)
     return True
 
 
 def filled(limit: int, callers: Sequence[str]) -> FairShare:
-    holdings = FairShare()
+    share = FairShare()
     for caller in callers:
-        ask(holdings, caller, limit)
-    return holdings
+        ask(share, caller, limit)
+    return share
 
 
 @given(moves, st.integers(1, 40))
-def test_no_more_is_held_than_there_is_and_nobody_yields_to_a_larger_one(
+def test_the_limit_holds_and_nobody_is_evicted_for_a_larger_caller(
     wanted: list[tuple[str, bool]], limit: int
 ) -> None:
-    holdings = FairShare()
+    share = FairShare()
     for caller, more in wanted:
         if more:
-            before = dict(holdings.by_caller)
+            before = dict(share.by_caller)
             own = before.get(caller, 0)
-            for other in holdings.victims(caller, 1, soft_limit(limit)):
+            for other in share.victims(caller, 1, soft_limit(limit)):
                 assert before[other] > own + 1
-            ask(holdings, caller, limit)
-        elif holdings.held_by(caller):
-            holdings.remove(caller, 1)
-        assert holdings.total == sum(holdings.by_caller.values()) <= soft_limit(limit)
-        assert all(held > 0 for held in holdings.by_caller.values())
+            ask(share, caller, limit)
+        elif share.held_by(caller):
+            share.remove(caller, 1)
+        assert share.total == sum(share.by_caller.values()) <= soft_limit(limit)
+        assert all(held > 0 for held in share.by_caller.values())
 
 
 @given(st.integers(1, 60), st.integers(1, 5))
-def test_however_they_come_all_who_want_room_end_with_equal_shares(limit: int, count: int) -> None:
+def test_callers_end_with_equal_shares_in_whatever_order_they_come(limit: int, count: int) -> None:
     parties = PARTIES[:count]
-    # One after the other, each as if it were alone, the last one most harmed by that.
-    holdings = filled(limit, [party for party in parties for _ in range(limit)])
-    shares = [holdings.held_by(party) for party in parties]
+    # One after the other; this order is the worst for the last caller.
+    share = filled(limit, [party for party in parties for _ in range(limit)])
+    shares = [share.held_by(party) for party in parties]
     assert sum(shares) == soft_limit(limit)
     assert max(shares) - min(shares) <= 1
 
 
 @given(st.integers(2, 60), st.sampled_from(PARTIES), st.lists(st.sampled_from(PARTIES)))
-def test_one_that_yielded_and_comes_again_pushes_nobody_out(
+def test_an_evicted_caller_that_returns_evicts_nobody(
     limit: int, asker: str, others: list[str]
 ) -> None:
-    holdings = filled(limit, others)
-    before = dict(holdings.by_caller)
-    if not ask(holdings, asker, limit):
+    share = filled(limit, others)
+    before = dict(share.by_caller)
+    if not ask(share, asker, limit):
         return
-    for victim in [name for name, held in before.items() if holdings.held_by(name) < held]:
-        held = holdings.held_by(asker)
-        ask(holdings, victim, limit)
-        assert holdings.held_by(asker) == held
+    for victim in [name for name, held in before.items() if share.held_by(name) < held]:
+        held = share.held_by(asker)
+        ask(share, victim, limit)
+        assert share.held_by(asker) == held
 
 
-def test_a_party_alone_holds_all_but_the_reserve() -> None:
-    holdings = filled(80, ["a"] * 200)
-    assert holdings.held_by("a") == 70
+def test_a_single_caller_may_hold_all_but_the_reserve() -> None:
+    share = filled(80, ["a"] * 200)
+    assert share.held_by("a") == 70
     assert filled(3, ["a"] * 9).held_by("a") == 3, "few units have no reserve"
 
 
-def test_what_others_hold_beyond_a_share_takes_no_room() -> None:
-    holdings = FairShare()
-    holdings.add("a", 900)
-    assert holdings.fits("b", 100, 500)
-    assert not holdings.fits("b", 300, 500)
-    assert not holdings.fits("a", 1, 500)
+def test_holdings_above_the_share_take_no_room() -> None:
+    share = FairShare()
+    share.add("a", 900)
+    assert share.fits("b", 100, 500)
+    assert not share.fits("b", 300, 500)
+    assert not share.fits("a", 1, 500)
 
 
-def test_large_pieces_are_made_room_for_by_those_who_hold_more() -> None:
-    holdings = FairShare()
+def test_larger_holders_are_evicted_for_large_pieces() -> None:
+    share = FairShare()
     for caller, held in (("a", 600), ("b", 300)):
-        holdings.add(caller, held)
-    assert holdings.victims("c", 100, 900) == ["a", "b"]
-    assert holdings.victims("b", 150, 900) == ["a"]
-    assert holdings.victims("b", 200, 900) == [], "more than half"
+        share.add(caller, held)
+    assert share.victims("c", 100, 900) == ["a", "b"]
+    assert share.victims("b", 150, 900) == ["a"]
+    assert share.victims("b", 200, 900) == [], "more than half"
 
 
 @given(st.integers(8, 40), st.integers(2, 6))
 def test_a_caller_with_many_users_has_one_share_and_they_divide_it(limit: int, count: int) -> None:
-    holdings = FairShare()
+    share = FairShare()
     for user in range(count):
         for _ in range(limit):
-            ask(holdings, "web", limit, f"web/{user}")
-    assert holdings.held_by("web") == soft_limit(limit)
-    users = holdings.by_user["web"].values()
+            ask(share, "web", limit, f"web/{user}")
+    assert share.held_by("web") == soft_limit(limit)
+    users = share.by_user["web"].values()
     assert len(users) == min(count, soft_limit(limit))
     assert max(users) - min(users) <= 1
     for _ in range(limit):
-        ask(holdings, "other", limit)
-    assert abs(holdings.held_by("web") - holdings.held_by("other")) <= 1
+        ask(share, "other", limit)
+    assert abs(share.held_by("web") - share.held_by("other")) <= 1
 
 
-def test_a_user_that_is_not_named_is_one_as_well() -> None:
-    holdings = FairShare()
-    holdings.add("web", 5)
-    holdings.add("web", 2, "web/anna")
-    assert holdings.users_by_size("web") == ["web", "web/anna"]
-    assert holdings.victims("web", 1, 7, "web/anna") == ["web"]
-    assert holdings.victims("web", 1, 7) == []
-    holdings.remove("web", 5)
-    holdings.remove("web", 2, "web/anna")
-    assert (holdings.total, holdings.by_caller, holdings.by_user) == (0, {}, {})
+def test_requests_without_a_user_count_as_one_user() -> None:
+    share = FairShare()
+    share.add("web", 5)
+    share.add("web", 2, "web/anna")
+    assert share.users_by_size("web") == ["web", "web/anna"]
+    assert share.victims("web", 1, 7, "web/anna") == ["web"]
+    assert share.victims("web", 1, 7) == []
+    share.remove("web", 5)
+    share.remove("web", 2, "web/anna")
+    assert (share.total, share.by_caller, share.by_user) == (0, {}, {})

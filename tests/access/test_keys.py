@@ -38,7 +38,7 @@ def test_a_key_finds_its_holder() -> None:
     assert not caller.anonymous
 
 
-def test_what_the_settings_keep_is_the_sha256_of_the_secret_alone() -> None:
+def test_the_settings_contain_only_the_sha256_of_the_secret() -> None:
     key = new_key("team-a")
     prefix, key_id, secret = key.text.split("_")
     assert (prefix, key_id) == ("lg", "team-a")
@@ -68,7 +68,7 @@ def test_a_key_that_differs_in_anything_finds_nobody(change: Callable[[str], str
     assert KeyRing([Spec(key.id, key.sha256)]).find(change(key.text)) is None
 
 
-def test_whatever_is_presented_costs_one_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_presented_key_costs_one_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
     real = hashlib.sha256
 
@@ -86,7 +86,7 @@ def test_whatever_is_presented_costs_one_hash(monkeypatch: pytest.MonkeyPatch) -
         assert hashed[0] <= keys.MOST_KEY_CHARACTERS
 
 
-def test_a_secret_with_an_underscore_of_somebody_s_own_making_works() -> None:
+def test_a_secret_may_contain_an_underscore() -> None:
     key = hash_key("lg_mine_some_secret_of_my_own")
     assert key.id == "mine"
     caller = KeyRing([Spec(key.id, key.sha256)]).find(key.text)
@@ -95,12 +95,12 @@ def test_a_secret_with_an_underscore_of_somebody_s_own_making_works() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "secret", "sk-secret", "lg_secret", "lg__secret", "lg_id_"])
-def test_what_is_not_of_the_form_can_t_be_hashed(text: str) -> None:
+def test_a_text_that_is_not_a_key_can_not_be_hashed(text: str) -> None:
     with pytest.raises(ValueError, match="lg_<id>_<secret>"):
         hash_key(text)
 
 
-def test_new_keys_differ_and_are_long_and_plain() -> None:
+def test_new_keys_are_different_long_and_alphanumeric() -> None:
     made = [new_key() for _ in range(200)]
     assert len({key.id for key in made}) == 200
     assert len({key.text for key in made}) == 200
@@ -113,12 +113,12 @@ def test_new_keys_differ_and_are_long_and_plain() -> None:
 
 
 @pytest.mark.parametrize("key_id", ["", "with_underscore"])
-def test_an_id_that_would_split_wrongly_is_refused(key_id: str) -> None:
+def test_an_id_with_an_underscore_is_refused(key_id: str) -> None:
     with pytest.raises(ValueError, match="underscore"):
         new_key(key_id)
 
 
-def test_nobody_is_found_on_an_empty_ring() -> None:
+def test_an_empty_key_ring_finds_nobody() -> None:
     assert not KeyRing()
     assert KeyRing().find(new_key().text) is None
 
@@ -145,7 +145,7 @@ def test_nobody_is_found_on_an_empty_ring() -> None:
         ([], []),
     ],
 )
-def test_keys_are_read_from_three_fields_each_once(
+def test_keys_are_read_from_three_headers_each_once(
     headers: list[tuple[bytes, bytes]], found: list[str]
 ) -> None:
     assert presented_keys(headers) == found
@@ -162,7 +162,7 @@ def sent(*keys: tuple[str, str]) -> list[tuple[bytes, bytes]]:
 
 @pytest.mark.parametrize("good", FIELDS)
 @pytest.mark.parametrize("dummy", ["none", "sk-proj-1234", "lg_team_wrong", "lg_nobody_x"])
-def test_one_good_key_is_enough_wherever_a_dummy_stands(good: str, dummy: str) -> None:
+def test_one_valid_key_is_enough_besides_a_dummy(good: str, dummy: str) -> None:
     others = [(name, dummy + name) for name in FIELDS if name != good]
     for fields in ([(good, TEAM.text), *others], [*others, (good, TEAM.text)]):
         found = caller_from_keys(sent(*fields), RING)
@@ -170,7 +170,7 @@ def test_one_good_key_is_enough_wherever_a_dummy_stands(good: str, dummy: str) -
         assert found.id == "team"
 
 
-def test_the_same_key_in_every_field_is_one_key() -> None:
+def test_the_same_key_in_every_header_is_one_key() -> None:
     found = caller_from_keys(sent(*((name, TEAM.text) for name in FIELDS)), RING)
     assert found is not None
     assert found.id == "team"
@@ -185,20 +185,20 @@ def test_the_same_key_in_every_field_is_one_key() -> None:
         [("authorization", "dummy"), ("x-api-key", OTHER.text), ("api-key", TEAM.text)],
     ],
 )
-def test_good_keys_of_two_callers_are_refused_with_the_remedy(keys: list[tuple[str, str]]) -> None:
+def test_valid_keys_of_two_callers_are_refused_with_the_remedy(keys: list[tuple[str, str]]) -> None:
     with pytest.raises(GatewayError, match=r"different callers.*Send one of them") as caught:
         caller_from_keys(sent(*keys), RING)
     assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
 
 
-def test_without_a_good_key_the_request_is_refused_and_without_any_it_is_nobodys() -> None:
+def test_an_invalid_key_is_refused_and_no_key_is_anonymous() -> None:
     with pytest.raises(GatewayError) as caught:
         caller_from_keys(sent(("authorization", "a"), ("x-api-key", "lg_team_wrong")), RING)
     assert caught.value.status == 401
     assert caller_from_keys([(b"authorization", b"Bearer "), (b"x-api-key", b"")], RING) is None
 
 
-def test_so_many_keys_that_each_costs_a_hash_are_refused_unseen(
+def test_too_many_keys_are_refused_without_hashing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hashed: list[str] = []
@@ -221,6 +221,6 @@ def test_so_many_keys_that_each_costs_a_hash_are_refused_unseen(
 
 
 @given(st.text())
-def test_no_text_whatever_upsets_the_ring(text: str) -> None:
+def test_no_text_breaks_the_key_ring(text: str) -> None:
     key = new_key("team")
     assert KeyRing([Spec(key.id, key.sha256)]).find(text) is None

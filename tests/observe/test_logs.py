@@ -6,174 +6,18 @@ import logging
 import os
 import pty
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import structlog
 
-from gateway.events import (
-    AttemptEnded,
-    EventBus,
-    InventoryChanged,
-    NodeChanged,
-    NodeDrift,
-    SettingsChanged,
-)
-from gateway.observe import logs as sink
+from gateway.events import EventBus
 from gateway.observe.event_log import log_events
-from gateway.observe.logs import MOST_VALUE_CHARACTERS, LogFormat, Logs, set_up_logging
+from gateway.observe.logs import MOST_VALUE_CHARACTERS, LogFormat, set_up_logging
 from tests.observe.test_metrics import finished
+from tests.observe.written import Written
 
 SECRET = "the prompt nobody may see"
-
-
-class Written:
-    """Logging to a file, read back at the end."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.fd = os.open(path, os.O_CREAT | os.O_RDWR)
-        self.logs: Logs | None = None
-        self.bus = EventBus()
-
-    def set_up(self, level: str = "info", form: LogFormat = "auto", *, access: bool = True) -> Logs:
-        self.logs = set_up_logging(level, form, fd=self.fd, environment={})
-        self.lines_of_events = log_events(self.bus, self.logs, access_log=access)
-        return self.logs
-
-    def text(self) -> str:
-        assert self.logs is not None
-        self.logs.close()
-        return self.path.read_text()
-
-    def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.text().splitlines()]
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing waits for the last lines, however long a slow machine takes to write them."""
-    monkeypatch.setattr(sink, "LOG_FLUSH_SECONDS", 30.0)
-
-
-@pytest.fixture
-def written(tmp_path: Path) -> Iterator[Written]:
-    root = logging.getLogger()
-    before = root.level
-    log = Written(tmp_path / "log")
-    yield log
-    if log.logs is not None:
-        log.logs.close()
-    os.close(log.fd)
-    root.setLevel(before)
-    logging.getLogger("gateway").setLevel(logging.NOTSET)
-
-
-def test_a_request_is_one_json_line_with_all_that_is_asked_for(written: Written) -> None:
-    written.set_up()
-    written.bus.publish(
-        finished(
-            x_request_id="req-1",
-            queue_seconds=0.25,
-            ttft=1.5,
-            duration_seconds=4.0,
-            attempts=2,
-            prompt_tokens=10,
-            cached_tokens=4,
-            completion_tokens=7,
-        )
-    )
-    (line,) = written.lines()
-    assert line.pop("timestamp").endswith("Z")
-    assert line == {
-        "level": "info",
-        "event": "request",
-        "id": "req-1",
-        "path": "/v1/chat/completions",
-        "status": 200,
-        "class": "normal",
-        "model": "mistral-7b",
-        "node": "a",
-        "attempts": 2,
-        "queue": 0.25,
-        "ttft": 1.5,
-        "duration": 4.0,
-        "prompt_tokens": 10,
-        "cached_tokens": 4,
-        "completion_tokens": 7,
-        "stream": True,
-        "caller": "team",
-    }
-
-
-def test_a_failed_request_says_why(written: Written) -> None:
-    written.set_up("warning")
-    written.bus.publish(finished(status=503, reason="no_node", node=None, ttft=None))
-    written.bus.publish(finished())
-    (line,) = written.lines()
-    assert (line["level"], line["status"], line["reason"]) == ("warning", 503, "no_node")
-    assert line["node"] is None
-    assert line["ttft"] is None
-
-
-def test_the_access_log_can_be_switched_off_while_it_runs(written: Written) -> None:
-    written.set_up()
-    written.bus.publish(finished(x_request_id="first"))
-    written.lines_of_events.access_log = False
-    written.bus.publish(finished(x_request_id="second"))
-    written.bus.publish(NodeChanged("a", "ready", "down", "connection refused"))
-    assert [line.get("id", line["event"]) for line in written.lines()] == ["first", "node"]
-
-
-def test_a_node_s_change_of_state_has_its_reason(written: Written) -> None:
-    written.set_up()
-    written.bus.publish(NodeChanged("a", "ready", "down", "connection refused 3 times"))
-    written.bus.publish(NodeChanged("a", "down", "ready", "answers again"))
-    down, ready = written.lines()
-    assert (down["level"], down["node"], down["old"], down["new"], down["reason"]) == (
-        "warning",
-        "a",
-        "ready",
-        "down",
-        "connection refused 3 times",
-    )
-    assert ready["level"] == "info"
-
-
-def test_attempts_are_told_when_a_node_failed(written: Written) -> None:
-    written.set_up()
-    written.bus.publish(AttemptEnded("r", "a", "ok", 1.0, 200))
-    written.bus.publish(AttemptEnded("r", "a", "client_closed", 1.0))
-    written.bus.publish(AttemptEnded("r", "b", "reset", 0.5))
-    (line,) = written.lines()
-    assert (line["event"], line["node"], line["outcome"]) == ("attempt", "b", "reset")
-
-
-def test_what_an_operator_waits_for_is_told(written: Written) -> None:
-    written.set_up()
-    written.bus.publish(NodeDrift("a", ("slots: 2 declared, 4 said",)))
-    written.bus.publish(NodeDrift("a", ()))
-    written.bus.publish(InventoryChanged(added=["b"], removed=["c"]))
-    written.bus.publish(InventoryChanged(error="nodes.yaml:3: a\nnodes.yaml:4: b"))
-    written.bus.publish(SettingsChanged())
-    written.bus.publish(SettingsChanged(needs_restart=("listen.port",)))
-    written.bus.publish(SettingsChanged(error="gateway.yaml:1: c"))
-    lines = written.lines()
-    assert [line["level"] for line in lines] == [
-        "warning",
-        "info",
-        "info",
-        "error",
-        "info",
-        "warning",
-        "error",
-    ]
-    assert lines[0]["differences"] == "slots: 2 declared, 4 said"
-    assert lines[2]["added"] == ["b"]
-    assert lines[3]["error"] == "nodes.yaml:3: a; nodes.yaml:4: b"
-    assert lines[5]["needs_restart"] == ["listen.port"]
 
 
 def test_the_level_can_change_while_it_runs(written: Written) -> None:
@@ -186,7 +30,7 @@ def test_the_level_can_change_while_it_runs(written: Written) -> None:
     assert [line["event"] for line in written.lines()] == ["heard", "heard too"]
 
 
-def test_other_libraries_are_heard_from_warnings_on(written: Written) -> None:
+def test_other_libraries_are_logged_from_warning_on(written: Written) -> None:
     written.set_up("debug")
     logging.getLogger("httpx").info("HTTP Request: POST %s", SECRET)
     logging.getLogger("asyncio").debug(SECRET)
@@ -197,7 +41,7 @@ def test_other_libraries_are_heard_from_warnings_on(written: Written) -> None:
     assert (line["level"], line["logger"]) == ("warning", "uvicorn.error")
 
 
-def test_an_exception_is_told_by_type_and_place_without_its_message(written: Written) -> None:
+def test_an_exception_is_logged_by_type_and_place_without_its_message(written: Written) -> None:
     written.set_up()
 
     def parse() -> None:
@@ -221,7 +65,7 @@ def test_an_exception_is_told_by_type_and_place_without_its_message(written: Wri
         assert "in parse" in line["exception"]
 
 
-def test_the_system_s_own_errors_keep_their_words(written: Written) -> None:
+def test_the_message_of_an_os_error_is_logged(written: Written) -> None:
     written.set_up()
     try:
         Path("/nonexistent/x").read_bytes()
@@ -231,7 +75,7 @@ def test_the_system_s_own_errors_keep_their_words(written: Written) -> None:
     assert "FileNotFoundError: No such file or directory" in line["exception"]
 
 
-async def test_a_task_that_nobody_awaited_does_not_quote_what_it_read(written: Written) -> None:
+async def test_an_unawaited_tasks_exception_is_logged_without_its_message(written: Written) -> None:
     written.set_up()
 
     async def work() -> None:
@@ -250,7 +94,7 @@ async def test_a_task_that_nobody_awaited_does_not_quote_what_it_read(written: W
     assert SECRET not in text
 
 
-def test_python_s_warnings_are_lines_too(written: Written) -> None:
+def test_pythons_warnings_are_logged(written: Written) -> None:
     written.set_up()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -278,7 +122,7 @@ def test_no_text_breaks_out_of_its_line(written: Written, form: LogFormat) -> No
     assert "could not be read" in lines[2]
 
 
-def test_a_terminal_gets_words_and_colours_and_a_file_gets_json(tmp_path: Path) -> None:
+def test_a_terminal_gets_coloured_text_and_a_file_gets_json(tmp_path: Path) -> None:
     def shown(environment: dict[str, str]) -> str:
         main, terminal = pty.openpty()
         try:

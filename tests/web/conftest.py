@@ -1,4 +1,4 @@
-"""The public listener is tested on the event loop that it is made for."""
+"""Tests of the edge run on uvloop, as the gateway does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 import uvloop
 
-from tests.web.asking import Public, public
+from tests.web.raw_client import Public, public
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -17,15 +17,15 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
-    """A gateway as it comes; a module that needs another has a fixture of this name."""
+async def shared_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
+    """A gateway with default settings; a module may override this fixture."""
     async with public(tmp_path_factory.mktemp("gate")) as found:
         yield found
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def gate(house: Public) -> AsyncIterator[Public]:
-    """One gateway for all: whatever a test does to it must not be noticed by the next."""
-    house.forget()
-    yield house
-    await house.is_well()
+async def gate(shared_gateway: Public) -> AsyncIterator[Public]:
+    """The shared gateway; no test may leave anything behind that the next one notices."""
+    shared_gateway.forget()
+    yield shared_gateway
+    await shared_gateway.is_well()

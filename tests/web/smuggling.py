@@ -1,8 +1,8 @@
-"""Requests whose end two readers may see in different places, as raw bytes, and what they may get.
+"""Requests, as raw bytes, whose end two parsers may see in different places.
 
 RFC 9112, sections 2 to 7, and RFC 9110, section 7; the forms are those of the known studies of
-request smuggling (CL.TE, TE.CL, TE.TE, TERM.EXT, ...). `SMUGGLED` is what a deceived reader would
-take for a request of its own.
+request smuggling (CL.TE, TE.CL, TE.TE, TERM.EXT, ...). `SMUGGLED` is what a deceived parser would
+take for another request.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 
 from gateway.access.keys import new_key
-from tests.web.asking import CHAT
+from tests.web.raw_client import CHAT
 
 
 def chat(text: str) -> bytes:
@@ -19,7 +19,7 @@ def chat(text: str) -> bytes:
 
 
 def marked(text: str, credentials: str, *lines: str) -> bytes:
-    """A proper request whose id and prompt are its mark."""
+    """A valid request with `mark` as its id and prompt."""
     body = chat(text)
     head = [
         f"POST {CHAT} HTTP/1.1",
@@ -33,7 +33,7 @@ def marked(text: str, credentials: str, *lines: str) -> bytes:
 
 
 ANNA = new_key("anna")
-"""Of the caller who sends the forms."""
+"""The key of the caller that sends the forms."""
 CREDENTIALS = f"Authorization: Bearer {ANNA.text}"
 SMUGGLED = marked("smuggled", CREDENTIALS)
 BODY = chat("first")
@@ -50,20 +50,20 @@ def form(lines: str, body: bytes = b"", *, start: str = POST, more: str = MINE) 
 
 
 def clte(lines: str) -> bytes:
-    """A reader that goes by the chunks takes the rest for a request of its own."""
+    """A parser that goes by the chunks takes the rest for another request."""
     body = b"0\r\n\r\n" + SMUGGLED
     return form(f"Content-Length: {len(body)}\r\n{lines}", body)
 
 
 def tecl(lines: str) -> bytes:
-    """A reader that goes by the length does."""
+    """A parser that goes by the length takes the rest for another request."""
     return form(
         f"Content-Length: 4\r\n{lines}", b"%x\r\n%b\r\n0\r\n\r\n" % (len(SMUGGLED), SMUGGLED)
     )
 
 
 def unclear(length: str) -> bytes:
-    """A reader may understand this length or not."""
+    """A parser may accept this length or not."""
     return form(length, BODY + SMUGGLED)
 
 
@@ -83,7 +83,7 @@ REFUSED: Mapping[str, bytes] = {
     "CL.TE in upper case": clte("TRANSFER-ENCODING: CHUNKED\r\n"),
     "CL.TE behind a tab": clte("Transfer-Encoding:\tchunked\r\n"),
     "CL.TE before a space": clte("Transfer-Encoding: chunked \r\n"),
-    # A coding that is understood by some.
+    # A coding that some parsers accept.
     "TE before a colon": clte("Transfer-Encoding : chunked\r\n"),
     "TE with a tab before the colon": clte("Transfer-Encoding\t: chunked\r\n"),
     "TE in a folded line": clte("X: x\r\n Transfer-Encoding: chunked\r\n"),
@@ -107,7 +107,7 @@ REFUSED: Mapping[str, bytes] = {
     "TE behind a bare LF": clte("X: x\nTransfer-Encoding: chunked\r\n"),
     "TE behind a bare CR": clte("X: x\rTransfer-Encoding: chunked\r\n"),
     "TE of HTTP/1.0": form(TE, CHUNKED + SMUGGLED, start=POST.replace("1.1", "1.0")),
-    # A length that is understood by some.
+    # A length that some parsers accept.
     "CL twice, different": unclear(f"Content-Length: {N}\r\nContent-Length: 0\r\n"),
     "CL twice, the same": unclear(f"Content-Length: {N}\r\n" * 2),
     "CL with a comma": unclear(f"Content-Length: {N}, {N}\r\n"),
@@ -157,7 +157,7 @@ REFUSED: Mapping[str, bytes] = {
     "no target": form("", SMUGGLED, start="POST HTTP/1.1\r\n"),
     "CONNECT": form("", SMUGGLED, start="CONNECT localhost:80 HTTP/1.1\r\n"),
     "a user in the target": form("", SMUGGLED, start=f"POST http://u@localhost{CHAT} HTTP/1.1\r\n"),
-    # Whom it is for.
+    # Host.
     "Host twice": form("Host: evil.example\r\n", SMUGGLED),
     "Host before a colon": form("Host : evil.example\r\n", SMUGGLED),
     "no Host": form("", SMUGGLED, more=MINE.partition("\r\n")[2]),

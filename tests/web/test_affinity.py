@@ -1,4 +1,4 @@
-"""A conversation goes on where it began, as long as that is worth while."""
+"""A conversation stays on its node, as long as that is faster."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Talk:
     def __init__(self, site: Running, subject: str) -> None:
         self._site = site
         self._subject = subject
-        # From the beginning, so that no other conversation leaves anything that this one could use.
+        # At the beginning, so that conversations share no prefix.
         self.messages = [{"role": "system", "content": f"{subject}: {SYSTEM['content']}"}]
 
     async def turn(self, tokens: int = 20) -> tuple[str, int]:
-        """One more turn: the node that took it, and the prompt tokens that it had cached."""
+        """Send one more message; returns the node, and the prompt tokens that it had cached."""
         self.messages.append({"role": "user", "content": f"More about {self._subject}."})
         body = {"messages": self.messages, "max_tokens": tokens}
         reply = await self._site.client.post(CHAT, json=body)
@@ -62,7 +62,9 @@ class Talk:
 
 
 @in_virtual_time
-async def test_every_turn_goes_to_the_node_of_the_first(tmp_path: Path) -> None:
+async def test_every_message_of_a_conversation_goes_to_the_node_of_the_first(
+    tmp_path: Path,
+) -> None:
     async with a_site(tmp_path, a_node(), a_node(), a_node(), a_node()) as site:
         talks = [Talk(site, f"subject {number}") for number in range(8)]
         homes = [node for node, _ in await asyncio.gather(*(talk.turn() for talk in talks))]
@@ -74,8 +76,8 @@ async def test_every_turn_goes_to_the_node_of_the_first(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_a_conversation_that_a_header_names_keeps_its_node(tmp_path: Path) -> None:
-    """Whatever its prompts say: nothing in them tells that they belong together."""
+async def test_a_session_named_by_a_header_keeps_its_node(tmp_path: Path) -> None:
+    """Though nothing in its prompts connects them."""
 
     async def ask(site: Running, name: str, text: str) -> str:
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8}
@@ -96,7 +98,9 @@ async def test_a_conversation_that_a_header_names_keeps_its_node(tmp_path: Path)
 
 @pytest.mark.parametrize("turns", [1, 3])
 @in_virtual_time
-async def test_it_comes_home_though_another_node_is_freer(tmp_path: Path, turns: int) -> None:
+async def test_a_session_returns_to_its_node_though_another_has_more_free_slots(
+    tmp_path: Path, turns: int
+) -> None:
     nodes = [a_node(prefill_tps=500.0), a_node(prefill_tps=500.0)]
     async with a_site(tmp_path, *nodes) as site:
         talk = Talk(site, "bees")
@@ -105,7 +109,7 @@ async def test_it_comes_home_though_another_node_is_freer(tmp_path: Path, turns:
         assert homes == [home] * turns
         there = nodes[int(home.removeprefix("node-"))]
         (other,) = {"node-0", "node-1"} - {home}
-        # Others' work has to go to this node, whose other slot stays free.
+        # Other requests must go to this node, whose other slot stays free.
         site.gateway.fleet.drain(other)
         there.faults.next("hang", after_events=2)
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1200}
@@ -120,7 +124,7 @@ async def test_it_comes_home_though_another_node_is_freer(tmp_path: Path, turns:
 
 
 @in_virtual_time
-async def test_a_line_that_changes_with_each_request_is_overlooked(tmp_path: Path) -> None:
+async def test_a_volatile_line_does_not_hide_a_cached_prompt(tmp_path: Path) -> None:
     async with a_site(tmp_path, a_node(), a_node(), a_node()) as site:
         homes = set()
         for number in range(6):
@@ -134,7 +138,7 @@ async def test_a_line_that_changes_with_each_request_is_overlooked(tmp_path: Pat
 
 
 @in_virtual_time
-async def test_where_the_settings_name_it_it_is_taken_out_and_the_cache_is_of_use(
+async def test_a_stripped_line_does_not_reach_the_node_and_the_cache_is_used(
     tmp_path: Path,
 ) -> None:
     settings = {"prompts": {"strip": ["x-anthropic-billing-header:"]}}
@@ -158,7 +162,7 @@ async def test_where_the_settings_name_it_it_is_taken_out_and_the_cache_is_of_us
 
 
 @in_virtual_time
-async def test_a_node_that_was_restarted_has_forgotten(tmp_path: Path) -> None:
+async def test_a_restarted_node_has_an_empty_cache(tmp_path: Path) -> None:
     nodes = [a_node(), a_node()]
     quick = {"health": {"interval": 0.1, "fall": 1, "slow_start": 0}}
     async with a_site(tmp_path, *nodes, settings=quick) as site:
@@ -177,7 +181,7 @@ async def test_a_node_that_was_restarted_has_forgotten(tmp_path: Path) -> None:
 
 
 def _prompt(site: Running, talk: Talk) -> Any:
-    """The fingerprint of the conversation so far."""
+    """The prompt key of the conversation so far."""
     site.gateway.bus.flush()
     body = json.dumps({"messages": talk.messages}).encode()
     found = build_prompt_key(body, ROUTES[CHAT], "demo", VolatileLines())

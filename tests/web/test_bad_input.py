@@ -1,4 +1,4 @@
-"""What clients send that no node should see: the contract's error, and nothing left behind."""
+"""Invalid input never reaches a node: it gets an error and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from gateway.web import protocol
+from gateway.app import Timings
 from tests.emulator.wire import wired
-from tests.web.asking import CHAT, HELLO, Answer, Public, answer, public, request
+from tests.web.raw_client import CHAT, HELLO, Answer, Public, answer, public, request
 
 SMALL = {
     "limits": {
@@ -23,22 +23,20 @@ SMALL = {
         "buffered_bytes": 1_000_000,
     }
 }
-PATIENT = 60.0
-"""Seconds for which a refused client is read from: a machine that stands still must not cut it."""
+PATIENT = Timings(linger=60.0)
+"""A refused client is still read from though the machine is slow."""
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(protocol, "LINGER_SECONDS", PATIENT)
-        async with public(tmp_path_factory.mktemp("gate"), SMALL) as found:
-            yield found
+async def shared_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
+    async with public(tmp_path_factory.mktemp("gate"), SMALL, timings=PATIENT) as found:
+        yield found
 
 
-def told(found: Answer) -> tuple[int, str | None]:
+def outcome_of(found: Answer) -> tuple[int, str | None]:
     return found.status, found.code
 
 
@@ -103,7 +101,7 @@ async def test_a_body_that_no_node_could_serve_is_400(
         b' \r\n\t{"messages": [], "max_tokens": 2}\n\n',
     ],
 )
-async def test_an_odd_body_is_answered_one_way_or_the_other(gate: Public, body: bytes) -> None:
+async def test_an_unusual_body_is_served_or_refused(gate: Public, body: bytes) -> None:
     found = await gate.ask(request(body))
     assert found.status in {200, 400}
     assert isinstance(json.loads(found.body), dict)
@@ -112,7 +110,7 @@ async def test_an_odd_body_is_answered_one_way_or_the_other(gate: Public, body: 
 @pytest.mark.parametrize(
     ("path", "anthropic"), [(CHAT, False), ("/v1/messages", True), ("/completion", False)]
 )
-async def test_errors_have_the_form_of_the_api_that_was_asked(
+async def test_errors_have_the_form_of_the_path_s_api(
     gate: Public, path: str, anthropic: bool
 ) -> None:
     found = await gate.ask(request(b"{", path=path))
@@ -146,11 +144,11 @@ async def test_errors_have_the_form_of_the_api_that_was_asked(
         ([], {"model": "x" * 100_000}, (404, "model_not_found")),
     ],
 )
-async def test_what_there_is_not_is_told(
+async def test_unknown_models_and_features_are_refused_with_their_status(
     gate: Public, fields: list[str], body: dict[str, object], expected: tuple[int, str]
 ) -> None:
     found = await gate.ask(request({**HELLO, **body}, *fields))
-    assert told(found) == expected
+    assert outcome_of(found) == expected
     assert gate.node.requests == 0
     assert len(found.body) < 2000
 
@@ -175,11 +173,11 @@ async def test_what_there_is_not_is_told(
         ("OPTIONS", "*", (404, "not_found")),
     ],
 )
-async def test_wrong_paths_and_methods_are_told(
+async def test_wrong_paths_and_methods_are_404_and_405(
     gate: Public, method: str, path: str, expected: tuple[int, str]
 ) -> None:
     found = await gate.ask(request(method=method, path=path))
-    assert told(found) == expected
+    assert outcome_of(found) == expected
     assert gate.node.requests == 0
     assert len(found.body) < 1000
     if found.status == 405 and path.startswith("/"):
@@ -189,13 +187,13 @@ async def test_wrong_paths_and_methods_are_told(
 # Sizes.
 
 
-async def test_a_body_declared_too_large_is_413_at_once_though_the_client_goes_on(
+async def test_a_body_declared_too_large_is_413_before_it_is_sent(
     gate: Public,
 ) -> None:
     async with wired(gate.url) as wire:
         await wire.send(request(b"x" * 1000, length=3_000_000))
         found = await answer(wire)
-        assert told(found) == (413, "request_too_large")
+        assert outcome_of(found) == (413, "request_too_large")
         assert found.headers["connection"] == "close"
         for _ in range(20):
             await wire.send(b"x" * 1000)
@@ -204,12 +202,12 @@ async def test_a_body_declared_too_large_is_413_at_once_though_the_client_goes_o
 
 
 @pytest.mark.parametrize("fields", [[], ["Connection: close"]])
-async def test_a_client_that_sends_first_and_reads_then_sees_the_413(
+async def test_a_client_that_sends_everything_before_it_reads_sees_the_413(
     gate: Public, fields: list[str]
 ) -> None:
     async with wired(gate.url) as wire:
         await wire.send(request(b"x" * 3_000_000, *fields))
-        assert told(await answer(wire)) == (413, "request_too_large")
+        assert outcome_of(await answer(wire)) == (413, "request_too_large")
         assert await wire.rest() == b""
 
 
@@ -228,12 +226,12 @@ async def test_an_endless_chunked_body_is_413_in_bounded_memory(gate: Public) ->
     assert (await gate.last()).status == 413
 
 
-async def test_an_endless_chunked_body_shows_its_413_to_a_client_that_looks(gate: Public) -> None:
+async def test_a_client_that_reads_while_it_sends_sees_the_413(gate: Public) -> None:
     chunk = b"8000\r\n" + b"x" * 0x8000 + b"\r\n"
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     async with wired(gate.url) as wire:
         await wire.send(head + chunk * 20)
-        assert told(await answer(wire)) == (413, "request_too_large")
+        assert outcome_of(await answer(wire)) == (413, "request_too_large")
 
 
 @pytest.mark.parametrize("padding", [0, 100_000])
@@ -251,18 +249,18 @@ async def test_a_byte_order_mark_is_skipped(gate: Public, padding: int) -> None:
         {"messages": [{"role": "user", "content": "Model", "name": "Model"}]},
     ],
 )
-async def test_what_is_not_the_models_name_may_be_spelt_so(
+async def test_other_fields_may_have_names_that_resemble_model(
     gate: Public, body: dict[str, Any]
 ) -> None:
     for more in ({}, {"padding": "x" * 100_000}):
         assert (await gate.ask(request({**body, **more}))).status == 200
 
 
-async def test_bodies_that_fill_the_memory_for_them_are_429(tmp_path: Path) -> None:
+async def test_bodies_beyond_the_memory_limit_are_429(tmp_path: Path) -> None:
     settings = {"limits": {"buffered_bytes": 1000, "body_bytes": 100_000}}
     async with public(tmp_path, settings) as gate:
         found = await gate.ask(request({**HELLO, "padding": "x" * 2000}))
-        assert told(found) == (429, "queue_full")
+        assert outcome_of(found) == (429, "queue_full")
         assert int(found.headers["retry-after"]) >= 1
 
 
@@ -280,20 +278,18 @@ async def test_a_head_that_is_too_large_is_431(gate: Public, head: bytes) -> Non
     async with wired(gate.url) as wire:
         await wire.send(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode() + head + b"\r\n")
         found = await answer(wire)
-        assert told(found) == (431, "headers_too_large")
+        assert outcome_of(found) == (431, "headers_too_large")
         assert found.headers["connection"] == "close"
         assert await wire.rest() == b""
 
 
 async def test_a_url_that_is_too_long_is_431(gate: Public) -> None:
     found = await gate.ask(request(path="/" + "x" * 10_000))
-    assert told(found) == (431, "headers_too_large")
+    assert outcome_of(found) == (431, "headers_too_large")
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", CHAT])
-async def test_what_never_became_a_request_is_told_in_the_form_of_its_path(
-    gate: Public, path: str
-) -> None:
+async def test_a_refused_head_gets_the_error_form_of_its_path(gate: Public, path: str) -> None:
     async with wired(gate.url) as wire:
         await wire.send(f"POST {path} HTTP/1.1\r\nX: ".encode() + b"y" * 20_000 + b"\r\n\r\n")
         found = await answer(wire)
@@ -307,7 +303,7 @@ async def test_what_never_became_a_request_is_told_in_the_form_of_its_path(
         assert body["request_id"] == found.headers["request-id"] == found.headers["x-request-id"]
 
 
-async def test_a_body_that_comes_in_pieces_is_put_together(gate: Public) -> None:
+async def test_a_body_that_arrives_in_pieces_is_assembled(gate: Public) -> None:
     data = request({**HELLO, "max_tokens": 3, "padding": "x" * 150_000})
     async with wired(gate.url) as wire:
         for start in range(0, len(data), 20_000):
@@ -340,11 +336,11 @@ async def test_a_body_that_comes_in_pieces_is_put_together(gate: Public) -> None
         b"GET http:// HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 )
-async def test_what_is_not_http_is_400_in_json(gate: Public, data: bytes) -> None:
+async def test_bytes_that_are_not_http_are_400_in_json(gate: Public, data: bytes) -> None:
     async with wired(gate.url) as wire:
         await wire.send(data)
         found = await answer(wire)
-        assert told(found) == (400, "invalid_request")
+        assert outcome_of(found) == (400, "invalid_request")
         assert found.headers["connection"] == "close"
         assert await wire.rest() == b""
 
@@ -375,14 +371,14 @@ SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
         b"X: y\nTransfer-Encoding: chunked\r\n",
     ],
 )
-async def test_a_request_of_unclear_length_is_400_and_ends_its_connection(
+async def test_an_ambiguous_body_length_is_400_and_closes_the_connection(
     gate: Public, fields: bytes
 ) -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode() + fields + b"\r\n"
     async with wired(gate.url) as wire:
         await wire.send(head + b"0\r\n\r\n" + SMUGGLED)
         found = await answer(wire)
-        assert told(found) == (400, "invalid_request")
+        assert outcome_of(found) == (400, "invalid_request")
         assert await wire.rest() == b"", "what stands behind it was taken for a request"
     assert gate.node.requests == 0
 
@@ -390,14 +386,14 @@ async def test_a_request_of_unclear_length_is_400_and_ends_its_connection(
 @pytest.mark.parametrize(
     "body", [b"zz\r\nhello", b"5\r\nhelloworld", b"-1\r\n", b"fffffffffffffffff\r\n", b"5 \n"]
 )
-async def test_broken_chunks_are_400_and_end_the_connection(gate: Public, body: bytes) -> None:
+async def test_broken_chunks_are_400_and_close_the_connection(gate: Public, body: bytes) -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     async with wired(gate.url) as wire:
         await wire.send(head)
         await asyncio.sleep(0.05)
         await wire.send(body + b"\r\n0\r\n\r\n" + SMUGGLED)
         found = await answer(wire)
-        assert told(found) == (400, "invalid_request")
+        assert outcome_of(found) == (400, "invalid_request")
         assert found.headers["connection"] == "close"
         assert found.headers["x-request-id"]
         assert await wire.rest() == b""
@@ -406,7 +402,7 @@ async def test_broken_chunks_are_400_and_end_the_connection(gate: Public, body: 
     assert (record.status, record.reason) == (400, "invalid_request")
 
 
-async def test_chunked_requests_with_extensions_and_trailers_are_understood(gate: Public) -> None:
+async def test_chunk_extensions_and_trailers_are_accepted(gate: Public) -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     data = json.dumps({**HELLO, "max_tokens": 1}).encode()
     chunks = b"".join(b"1;x=y\r\n%c\r\n" % byte for byte in data)
@@ -418,7 +414,7 @@ async def test_chunked_requests_with_extensions_and_trailers_are_understood(gate
 
 
 @pytest.mark.parametrize("where", ["trailers", "one trailer", "extensions"])
-async def test_bytes_around_a_chunked_body_are_bounded(gate: Public, where: str) -> None:
+async def test_chunk_extensions_and_trailers_are_limited(gate: Public, where: str) -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n"
     begin, more = {
         "trailers": (b"{}\r\n0\r\n", b"X-Name: value\r\n" * 100),
@@ -428,14 +424,14 @@ async def test_bytes_around_a_chunked_body_are_bounded(gate: Public, where: str)
     async with wired(gate.url) as wire:
         await wire.send(head.encode() + begin)
         await wire.send(more * 100)
-        assert told(await answer(wire)) == (431, "headers_too_large")
+        assert outcome_of(await answer(wire)) == (431, "headers_too_large")
         with suppress(ConnectionError):
             assert await wire.rest() == b""
     assert gate.node.requests == 0
 
 
-async def test_trailers_say_nothing(gate: Public) -> None:
-    """Neither of their own request, nor of one that repeats its head."""
+async def test_trailers_are_ignored(gate: Public) -> None:
+    """Neither in their own request, nor in one that repeats its head."""
     data = json.dumps({**HELLO, "max_tokens": 1}).encode()
     said = b"X-Priority: batch\r\nX-Request-ID: theirs\r\nConnection: close\r\nX-Own: 1\r\n"
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -451,7 +447,7 @@ async def test_trailers_say_nothing(gate: Public) -> None:
             assert "x-own" not in gate.node.seen[-1].headers
 
 
-async def test_pipelined_requests_are_answered_in_their_order(gate: Public) -> None:
+async def test_pipelined_requests_are_answered_in_order(gate: Public) -> None:
     numbers = [3, 1, 2]
     data = b"".join(request({**HELLO, "max_tokens": number}) for number in numbers)
     async with wired(gate.url) as wire:
@@ -469,11 +465,11 @@ async def test_a_request_before_a_broken_one_is_answered_before_the_connection_e
     async with wired(gate.url) as wire:
         await wire.send(request({**HELLO, "max_tokens": 1}) + b"garbage\r\n\r\n")
         assert (await answer(wire)).status == 200
-        assert told(await answer(wire)) == (400, "invalid_request")
+        assert outcome_of(await answer(wire)) == (400, "invalid_request")
         assert await wire.rest() == b""
 
 
-async def test_an_old_client_gets_an_answer_without_chunks(gate: Public) -> None:
+async def test_an_http_1_0_client_gets_no_chunks(gate: Public) -> None:
     for stream in (False, True):
         data = request({**HELLO, "max_tokens": 3, "stream": stream}).replace(b"1.1", b"1.0", 1)
         async with wired(gate.url) as wire:
@@ -495,14 +491,14 @@ async def test_an_old_client_gets_an_answer_without_chunks(gate: Public) -> None
         "/v1/chat/%63ompletions",
     ],
 )
-async def test_other_ways_to_write_a_path_are_understood(gate: Public, path: str) -> None:
+async def test_a_path_may_have_a_query_escapes_or_a_host(gate: Public, path: str) -> None:
     found = await gate.ask(request({**HELLO, "max_tokens": 1}, path=path))
     assert found.status == 200
     assert gate.node.seen[-1].path == CHAT
     assert gate.node.seen[-1].query == ""
 
 
-async def test_a_client_that_waits_to_be_told_to_go_on_is_told(gate: Public) -> None:
+async def test_a_client_that_expects_100_continue_gets_it(gate: Public) -> None:
     data = request({**HELLO, "max_tokens": 1}, "Expect: 100-continue")
     head, _, body = data.partition(b"\r\n\r\n")
     async with wired(gate.url) as wire:
@@ -513,16 +509,16 @@ async def test_a_client_that_waits_to_be_told_to_go_on_is_told(gate: Public) -> 
     assert "expect" not in gate.node.seen[-1].headers
 
 
-async def test_a_client_that_waits_is_not_told_to_send_what_is_too_large(gate: Public) -> None:
+async def test_a_body_declared_too_large_gets_no_100_continue(gate: Public) -> None:
     async with wired(gate.url) as wire:
         await wire.send(request(b"", "Expect: 100-continue", length=3_000_000))
         found = await answer(wire)
-        assert told(found) == (413, "request_too_large")
+        assert outcome_of(found) == (413, "request_too_large")
         assert found.headers["connection"] == "close"
 
 
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])
-async def test_a_wish_for_another_protocol_is_passed_over(gate: Public, protocol: str) -> None:
+async def test_an_upgrade_request_is_served_as_plain_http(gate: Public, protocol: str) -> None:
     fields = ["Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}", "HTTP2-Settings: AAM"]
     data = request({**HELLO, "max_tokens": 1, "padding": "x" * 100_000}, *fields)
     async with wired(gate.url) as wire:
@@ -539,7 +535,7 @@ async def test_a_wish_for_another_protocol_is_passed_over(gate: Public, protocol
 
 @pytest.mark.parametrize("protocol", ["h2c", "websocket"])
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_wishes_for_another_protocol_in_one_packet_are_answered_once_each(
+async def test_pipelined_upgrade_requests_are_each_answered_once(
     gate: Public, protocol: str, chunked: bool
 ) -> None:
     def wishing(tokens: int) -> bytes:
@@ -571,13 +567,12 @@ async def test_connections_beyond_the_limit_are_429(tmp_path: Path) -> None:
                 assert (await answer(wire)).status == 200
             async with wired(gate.url) as four:
                 found = await answer(four)
-                assert told(found) == (429, "queue_full")
+                assert outcome_of(found) == (429, "queue_full")
                 assert int(found.headers["retry-after"]) >= 1
                 assert await four.rest() == b""
             await one.send(request({**HELLO, "max_tokens": 1}))
             assert (await answer(one)).status == 200
-        connections = gate.running.gateway.public_listener._server.server_state.connections  # type: ignore[union-attr]
-        await gate.node.until(lambda: not connections)
+        await gate.all_disconnected()
 
 
 async def test_a_storm_of_nonsense_leaves_nothing_behind(gate: Public) -> None:
@@ -593,5 +588,4 @@ async def test_a_storm_of_nonsense_leaves_nothing_behind(gate: Public) -> None:
                 await wire.some()
 
     await asyncio.gather(*(one(number) for number in range(120)))
-    connections = gate.running.gateway.public_listener._server.server_state.connections  # type: ignore[union-attr]
-    await gate.node.until(lambda: not connections)
+    await gate.all_disconnected()

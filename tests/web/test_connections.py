@@ -1,4 +1,4 @@
-"""Connections are shared between addresses, and whoever watches the gateway always gets in."""
+"""Connections are shared between addresses, and health checks are always answered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gateway.web.connections import MOST_HEALTH_ONLY, ConnectionAdmission, Conne
 from tests.emulator.wire import Wire
 from tests.gateways import until
 from tests.virtual import in_virtual_time
-from tests.web.asking import HELLO, Public, answer, public, request
+from tests.web.raw_client import HELLO, Public, answer, public, request
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: g\r\n\r\n"
 PROXIES = (ip_network("10.0.0.0/8"),)
@@ -36,30 +36,30 @@ class One:
 
 
 def entered(
-    seats: ConnectionLimiter, address: str | None, count: int, *, idle: bool = True
+    limiter: ConnectionLimiter, address: str | None, count: int, *, idle: bool = True
 ) -> list[One]:
-    """Those of so many that got a seat."""
+    """Of so many new connections, those that were admitted."""
     found = [One(idle, float(number)) for number in range(count)]
-    return [one for one in found if seats.admit(one, address) is ConnectionAdmission.ADMITTED]
+    return [one for one in found if limiter.admit(one, address) is ConnectionAdmission.ADMITTED]
 
 
-def test_an_address_alone_has_all_but_a_reserve() -> None:
-    seats = ConnectionLimiter(80)
-    held = entered(seats, "192.0.2.1", 500)
+def test_a_single_address_may_have_all_connections_but_a_reserve() -> None:
+    limiter = ConnectionLimiter(80)
+    held = entered(limiter, "192.0.2.1", 500)
     assert len(held) == 70
     assert not any(one.closed for one in held)
 
 
-def test_the_largest_holders_longest_idle_connection_is_closed_for_another() -> None:
-    seats = ConnectionLimiter(80)
-    first = entered(seats, "192.0.2.1", 70)
+def test_the_longest_idle_connection_of_the_largest_holder_is_evicted() -> None:
+    limiter = ConnectionLimiter(80)
+    first = entered(limiter, "192.0.2.1", 70)
     first[0].idle = False
-    assert len(entered(seats, "192.0.2.2", 3)) == 3
+    assert len(entered(limiter, "192.0.2.2", 3)) == 3
     assert [one.closed for one in first[:5]] == [False, True, True, True, False]
 
 
-def test_any_number_of_addresses_come_to_equal_shares_and_stay_there() -> None:
-    seats = ConnectionLimiter(80)
+def test_addresses_reach_equal_shares_and_keep_them() -> None:
+    limiter = ConnectionLimiter(80)
     addresses = [f"192.0.2.{number}" for number in range(7)]
     held: dict[str, list[One]] = {address: [] for address in addresses}
 
@@ -67,84 +67,84 @@ def test_any_number_of_addresses_come_to_equal_shares_and_stay_there() -> None:
         return [sum(not one.closed for one in held[address]) for address in addresses]
 
     for address in addresses:
-        held[address] += entered(seats, address, 100)
+        held[address] += entered(limiter, address, 100)
     assert shares() == [10] * 7
     before = [one for ones in held.values() for one in ones if not one.closed]
-    assert all(not entered(seats, address, 5) for address in addresses)
+    assert all(not entered(limiter, address, 5) for address in addresses)
     assert not any(one.closed for one in before), "nobody comes in by pushing out an equal"
 
 
-def test_where_nothing_is_idle_the_reserve_is_for_others() -> None:
-    seats = ConnectionLimiter(80)
-    assert len(entered(seats, "192.0.2.1", 71, idle=False)) == 70
-    assert len(entered(seats, "192.0.2.2", 11, idle=False)) == 10
-    assert seats.admit(One(), "192.0.2.3") is ConnectionAdmission.HEALTH_ONLY
+def test_without_idle_connections_others_get_the_reserve() -> None:
+    limiter = ConnectionLimiter(80)
+    assert len(entered(limiter, "192.0.2.1", 71, idle=False)) == 70
+    assert len(entered(limiter, "192.0.2.2", 11, idle=False)) == 10
+    assert limiter.admit(One(), "192.0.2.3") is ConnectionAdmission.HEALTH_ONLY
 
 
-def test_where_nothing_is_idle_the_newest_body_that_is_still_coming_goes() -> None:
-    seats = ConnectionLimiter(80)
-    held = entered(seats, "192.0.2.1", 70, idle=False)
+def test_without_idle_connections_the_newest_unfinished_body_is_evicted() -> None:
+    limiter = ConnectionLimiter(80)
+    held = entered(limiter, "192.0.2.1", 70, idle=False)
     for one in held[10:]:
         one.reading_body = True
-    assert len(entered(seats, "192.0.2.2", 13, idle=False)) == 13, "of them 10 from the reserve"
+    assert len(entered(limiter, "192.0.2.2", 13, idle=False)) == 13, "of them 10 from the reserve"
     assert sum(one.closed for one in held) == 3
     assert not any(one.closed for one in held[:10])
 
 
 def test_an_idle_connection_is_found_among_many_in_bounded_work() -> None:
-    seats = ConnectionLimiter(4000)
-    busy = entered(seats, "192.0.2.1", 3500, idle=False)
+    limiter = ConnectionLimiter(4000)
+    busy = entered(limiter, "192.0.2.1", 3500, idle=False)
     busy[3000].idle = True
     tries = 0
     while not busy[3000].closed:
-        assert seats.admit(One(idle=False), "192.0.2.2") is ConnectionAdmission.ADMITTED
+        assert limiter.admit(One(idle=False), "192.0.2.2") is ConnectionAdmission.ADMITTED
         tries += 1
     assert tries <= 3500 / 64 + 1
 
 
-def test_addresses_of_one_ipv6_subscriber_are_one_party() -> None:
-    seats = ConnectionLimiter(80)
-    held = [one for n in range(100) for one in entered(seats, f"2001:db8::{n:x}", 1)]
+def test_addresses_of_one_ipv6_subscriber_count_together() -> None:
+    limiter = ConnectionLimiter(80)
+    held = [one for n in range(100) for one in entered(limiter, f"2001:db8::{n:x}", 1)]
     assert len(held) == 70
-    assert len(entered(seats, "2001:db8:0:1::1", 35)) == 35
+    assert len(entered(limiter, "2001:db8:0:1::1", 35)) == 35
     assert sum(one.closed for one in held) == 35
 
 
-def test_who_leaves_makes_room_and_leaving_twice_is_no_harm() -> None:
-    seats = ConnectionLimiter(8)
-    held = entered(seats, "192.0.2.1", 9)
+def test_a_removed_connection_makes_room_and_may_be_removed_twice() -> None:
+    limiter = ConnectionLimiter(8)
+    held = entered(limiter, "192.0.2.1", 9)
     assert len(held) == 7
     for one in held:
-        seats.remove(one)
-        seats.remove(one)
-    assert len(entered(seats, "192.0.2.1", 9)) == 7
+        limiter.remove(one)
+        limiter.remove(one)
+    assert len(entered(limiter, "192.0.2.1", 9)) == 7
 
 
-def test_a_proxy_is_not_bounded_as_an_address() -> None:
-    seats = ConnectionLimiter(80, PROXIES)
-    assert len(entered(seats, "10.0.0.1", 200, idle=False)) == 80
+def test_a_trusted_proxy_is_not_limited_like_an_address() -> None:
+    limiter = ConnectionLimiter(80, PROXIES)
+    assert len(entered(limiter, "10.0.0.1", 200, idle=False)) == 80
     assert ConnectionLimiter(80).admit(One(), "10.0.0.1") is ConnectionAdmission.ADMITTED
     for address in ("::ffff:10.0.0.1", "10.255.0.1"):
-        assert seats.is_trusted_proxy(address)
+        assert limiter.is_trusted_proxy(address)
     for other in ("192.0.2.1", "2001:db8::1", None, "local"):
-        assert not seats.is_trusted_proxy(other)
+        assert not limiter.is_trusted_proxy(other)
 
 
-def test_a_proxys_idle_connections_are_not_closed_for_a_crowd() -> None:
-    seats = ConnectionLimiter(80, PROXIES)
-    pool = entered(seats, "10.0.0.1", 30)
-    crowd = entered(seats, "192.0.2.1", 500)
+def test_a_proxys_idle_connections_survive_a_crowd() -> None:
+    limiter = ConnectionLimiter(80, PROXIES)
+    pool = entered(limiter, "10.0.0.1", 30)
+    crowd = entered(limiter, "192.0.2.1", 500)
     assert len(crowd) + sum(not one.closed for one in pool) == 70
     assert sum(one.closed for one in pool) == 0
-    # Somebody small gets in beside both.
-    assert len(entered(seats, "192.0.2.2", 2)) == 2
+    # A small client is admitted beside both.
+    assert len(entered(limiter, "192.0.2.2", 2)) == 2
     assert sum(one.closed for one in pool) == 0
 
 
-def test_a_crowd_yields_to_a_proxy_and_a_proxys_pool_to_itself() -> None:
-    seats = ConnectionLimiter(80, PROXIES)
-    crowd = entered(seats, "192.0.2.1", 500)
-    pool = entered(seats, "10.0.0.1", 20)
+def test_a_crowd_is_evicted_for_a_proxy_and_its_idle_connections_for_its_own() -> None:
+    limiter = ConnectionLimiter(80, PROXIES)
+    crowd = entered(limiter, "192.0.2.1", 500)
+    pool = entered(limiter, "10.0.0.1", 20)
     assert len(pool) == 20
     assert sum(one.closed for one in crowd) == 20
     alone = ConnectionLimiter(80, PROXIES)
@@ -154,21 +154,21 @@ def test_a_crowd_yields_to_a_proxy_and_a_proxys_pool_to_itself() -> None:
     assert sum(one.closed for one in pool) == 5
 
 
-def test_beyond_the_limit_the_newest_are_taken_for_a_moment() -> None:
-    seats = ConnectionLimiter(1)
-    seats.admit(One(), "192.0.2.1")
+def test_beyond_the_limit_new_connections_may_ask_for_health() -> None:
+    limiter = ConnectionLimiter(1)
+    limiter.admit(One(), "192.0.2.1")
     extras = [One() for _ in range(3 * MOST_HEALTH_ONLY)]
     watcher = One()
     for number, one in enumerate(extras):
-        assert seats.admit(one, "192.0.2.1") is ConnectionAdmission.HEALTH_ONLY
+        assert limiter.admit(one, "192.0.2.1") is ConnectionAdmission.HEALTH_ONLY
         if number == MOST_HEALTH_ONLY:
-            assert seats.admit(watcher, "192.0.2.9") is ConnectionAdmission.HEALTH_ONLY
+            assert limiter.admit(watcher, "192.0.2.9") is ConnectionAdmission.HEALTH_ONLY
     assert sum(not one.closed for one in extras) == MOST_HEALTH_ONLY - 1
     assert not extras[-1].closed
     assert not watcher.closed, "the crowd makes room among its own"
     for one in extras:
         one.idle = False
-    assert seats.admit(One(), "192.0.2.1") is ConnectionAdmission.REJECTED
+    assert limiter.admit(One(), "192.0.2.1") is ConnectionAdmission.REJECTED
 
 
 @asynccontextmanager
@@ -186,7 +186,7 @@ async def wired_from(gate: Public, address: str) -> AsyncIterator[Wire]:
 
 
 async def used(stack: AsyncExitStack, gate: Public, address: str, *fields: str) -> Wire:
-    """A connection that has had a reply and is kept."""
+    """A connection that is idle after one response."""
     wire = await stack.enter_async_context(wired_from(gate, address))
     await wire.send(request({**HELLO, "max_tokens": 1}, *fields))
     assert (await answer(wire)).status == 200
@@ -204,7 +204,7 @@ async def closed(wire: Wire) -> bool:
 
 @pytest.mark.parametrize("limit", [1, 3, 20])
 @in_virtual_time
-async def test_who_watches_is_answered_on_both_listeners_whoever_holds_them(
+async def test_health_is_answered_on_both_listeners_however_many_connections_there_are(
     tmp_path: Path, limit: int
 ) -> None:
     settings = {"limits": {"connections": limit}}
@@ -227,7 +227,7 @@ async def test_who_watches_is_answered_on_both_listeners_whoever_holds_them(
 
 
 @in_virtual_time
-async def test_beyond_the_limit_all_else_is_429_at_once_and_silence_after_a_second(
+async def test_beyond_the_limit_other_requests_are_429_and_silent_clients_are_closed(
     tmp_path: Path,
 ) -> None:
     async with public(tmp_path, {"limits": {"connections": 2}}) as gate, AsyncExitStack() as all_:
@@ -249,12 +249,12 @@ async def test_beyond_the_limit_all_else_is_429_at_once_and_silence_after_a_seco
 
 
 @in_virtual_time
-async def test_idle_sockets_of_one_address_make_room_for_another(tmp_path: Path) -> None:
+async def test_idle_connections_of_one_address_are_evicted_for_another(tmp_path: Path) -> None:
     async with public(tmp_path, {"limits": {"connections": 20}}) as gate, AsyncExitStack() as all_:
         crowd = [await used(all_, gate, "127.0.0.1") for _ in range(18)]
         others = [await used(all_, gate, "127.0.0.2") for _ in range(9)]
         assert [await closed(wire) for wire in crowd] == [True] * 9 + [False] * 9
-        # Who has as many gets no more, and takes nothing from anybody.
+        # A client with as many gets no more, and evicts nobody.
         async with wired_from(gate, "127.0.0.2") as wire:
             await wire.send(request())
             assert (await answer(wire)).status == 429
@@ -264,14 +264,14 @@ async def test_idle_sockets_of_one_address_make_room_for_another(tmp_path: Path)
 
 
 @in_virtual_time
-async def test_what_runs_is_not_closed_for_another(tmp_path: Path) -> None:
+async def test_a_connection_with_a_running_request_is_not_evicted(tmp_path: Path) -> None:
     async with public(tmp_path, {"limits": {"connections": 16}}) as gate, AsyncExitStack() as all_:
-        buffered = gate.running.gateway.handler.body_memory
+        body_memory = gate.running.gateway.handler.body_memory
         data = request({**HELLO, "max_tokens": 1})
         slow = [await all_.enter_async_context(wired_from(gate, "127.0.0.1")) for _ in range(14)]
         for number, wire in enumerate(slow, 1):
             await wire.send(data[:-number])
-            await until(lambda n=number: buffered.allocation_count == n)
+            await until(lambda n=number: body_memory.allocation_count == n)
         await used(all_, gate, "127.0.0.2")
         for number, wire in enumerate(slow, 1):
             await wire.send(data[-number:])
@@ -279,22 +279,22 @@ async def test_what_runs_is_not_closed_for_another(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_bodies_that_never_end_make_room_for_another_address(tmp_path: Path) -> None:
+async def test_unfinished_bodies_are_evicted_for_another_address(tmp_path: Path) -> None:
     async with public(tmp_path, {"limits": {"connections": 16}}) as gate, AsyncExitStack() as all_:
-        buffered = gate.running.gateway.handler.body_memory
+        body_memory = gate.running.gateway.handler.body_memory
         slow = [await all_.enter_async_context(wired_from(gate, "127.0.0.1")) for _ in range(14)]
         for number, wire in enumerate(slow, 1):
             await wire.send(request(b"{", length=500))
-            await until(lambda n=number: buffered.allocation_count == n)
+            await until(lambda n=number: body_memory.allocation_count == n)
         for _ in range(7):
             await used(all_, gate, "127.0.0.2")
-        told = [await wire.some(0.05) for wire in slow[9:]]
-        assert all(b"HTTP/1.1 429" in data and b"retry-after" in data for data in told)
-        assert buffered.allocation_count == 9
+        result = [await wire.some(0.05) for wire in slow[9:]]
+        assert all(b"HTTP/1.1 429" in data and b"retry-after" in data for data in result)
+        assert body_memory.allocation_count == 9
 
 
 @in_virtual_time
-async def test_behind_a_proxy_the_address_that_it_forwards_is_bounded(tmp_path: Path) -> None:
+async def test_behind_a_proxy_the_forwarded_address_is_limited(tmp_path: Path) -> None:
     settings = {
         "listen": {"trusted_proxies": ["127.0.0.1"]},
         "limits": {"connections": 16},
@@ -307,15 +307,15 @@ async def test_behind_a_proxy_the_address_that_it_forwards_is_bounded(tmp_path: 
             await wire.send(request(b"{", f"X-Forwarded-For: {client}", length=500))
             return wire
 
-        buffered = gate.running.gateway.handler.body_memory
+        body_memory = gate.running.gateway.handler.body_memory
         for number in range(14):
             await begun("192.0.2.1")
-            await until(lambda n=number + 1: buffered.allocation_count == n)
+            await until(lambda n=number + 1: body_memory.allocation_count == n)
         refused = await begun("192.0.2.1")
         found = await answer(refused)
         assert (found.status, found.code) == (429, "queue_full")
         await refused.leave()
-        # Another that comes by the same proxy is served.
+        # Another client behind the same proxy is served.
         wire = await used(all_, gate, "127.0.0.1", "X-Forwarded-For: 192.0.2.2")
         await wire.send(request({**HELLO, "max_tokens": 1}, "X-Forwarded-For: 192.0.2.3"))
         assert (await answer(wire)).status == 200

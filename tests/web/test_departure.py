@@ -1,4 +1,4 @@
-"""Clients that leave, and clients that do not keep up."""
+"""Clients that disconnect, and clients that read slowly."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.emulator import EmulatedNode
 from tests.emulator.wire import Wire, wired
 from tests.gateways import until
 from tests.virtual import in_virtual_time
-from tests.web.asking import HELLO, Public, answer, public, request
+from tests.web.raw_client import HELLO, Public, answer, public, request
 
 QUICK = {"health": {"interval": 0.2}, "heartbeat": "off"}
 STREAM = {**HELLO, "stream": True}
 LONG = 30_000
-"""Tokens whose events, with what `timings_per_token` adds, no socket's buffers hold."""
+"""Tokens whose events, with `timings_per_token`, exceed the buffers of any socket."""
 
 
 def the_node(gate: Public) -> Node:
@@ -30,7 +30,7 @@ def the_node(gate: Public) -> Node:
 
 
 async def left(gate: Public) -> None:
-    """The client is told of as one that left, and nobody is blamed for it."""
+    """The record says that the client disconnected, and no node is blamed."""
     record = await gate.last()
     assert (record.status, record.reason) == (499, "client_closed")
     await until(lambda: len(gate.running.gateway.registry) == 0)
@@ -54,7 +54,7 @@ def reset(wire: Wire) -> None:
 
 
 @in_virtual_time
-async def test_who_leaves_the_queue_takes_no_slot(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_the_queue_takes_no_slot(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK, EmulatedNode(slots=1)) as gate:
         gate.node.faults.next("hang", after_events=1)
         async with asking(gate, request(STREAM)):
@@ -63,15 +63,15 @@ async def test_who_leaves_the_queue_takes_no_slot(tmp_path: Path) -> None:
                 scheduler = gate.running.gateway.scheduler
                 await until(lambda: len(scheduler.queue_positions()) == 1)
             await until(lambda: scheduler.queue_positions() == [])
-            await until(lambda: len(gate.told()) == 1)
-            assert (gate.told()[0].status, gate.told()[0].attempts) == (499, 0)
+            await until(lambda: len(gate.records()) == 1)
+            assert (gate.records()[0].status, gate.records()[0].attempts) == (499, 0)
             assert gate.node.requests == 1
             assert len(gate.running.gateway.registry) == 1
 
 
 @pytest.mark.parametrize(("size", "stream"), [(10, True), (100_000, False)])
 @in_virtual_time
-async def test_who_leaves_before_the_nodes_head_leaves_no_connection(
+async def test_a_client_that_leaves_before_the_nodes_head_leaves_no_connection(
     tmp_path: Path, size: int, stream: bool
 ) -> None:
     async with public(tmp_path, QUICK) as gate:
@@ -87,7 +87,7 @@ async def test_who_leaves_before_the_nodes_head_leaves_no_connection(
 
 
 @in_virtual_time
-async def test_who_leaves_in_prefill_frees_the_slot_when_the_prompt_has_been_read(
+async def test_a_client_that_leaves_in_prefill_frees_the_slot_after_the_prefill(
     tmp_path: Path,
 ) -> None:
     node = EmulatedNode(slots=1, prefill_tps=200)
@@ -104,7 +104,7 @@ async def test_who_leaves_in_prefill_frees_the_slot_when_the_prompt_has_been_rea
 
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
 @in_virtual_time
-async def test_who_leaves_in_decode_frees_the_slot(tmp_path: Path, how: str) -> None:
+async def test_a_client_that_leaves_in_decode_frees_the_slot(tmp_path: Path, how: str) -> None:
     node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=2000)
     async with public(tmp_path, QUICK, node) as gate:
         async with asking(gate, request(STREAM)) as wire:
@@ -124,7 +124,7 @@ async def test_who_leaves_in_decode_frees_the_slot(tmp_path: Path, how: str) -> 
 
 
 @in_virtual_time
-async def test_a_plain_request_that_is_left_frees_its_slot_at_once(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_a_plain_request_frees_the_slot_at_once(tmp_path: Path) -> None:
     node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=2000)
     async with public(tmp_path, QUICK, node) as gate:
         async with asking(gate, request()):
@@ -136,7 +136,7 @@ async def test_a_plain_request_that_is_left_frees_its_slot_at_once(tmp_path: Pat
 
 
 @in_virtual_time
-async def test_what_can_only_be_answered_plainly_holds_its_slot_until_the_node_is_done(
+async def test_a_request_that_cannot_stream_holds_its_slot_until_the_node_is_done(
     tmp_path: Path,
 ) -> None:
     node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=40)
@@ -152,19 +152,19 @@ async def test_what_can_only_be_answered_plainly_holds_its_slot_until_the_node_i
 
 
 @in_virtual_time
-async def test_who_leaves_within_its_body_reaches_no_node(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_within_its_body_reaches_no_node(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK) as gate:
         async with asking(gate, request(b'{"messages"', length=5000)):
             await until(lambda: gate.running.gateway.handler.body_memory.total_bytes > 0)
-        await until(lambda: len(gate.told()) == 1)
-        record = gate.told()[0]
+        await until(lambda: len(gate.records()) == 1)
+        record = gate.records()[0]
         assert (record.status, record.attempts) == (499, 0)
         assert gate.running.gateway.handler.body_memory.total_bytes == 0
         assert gate.node.requests == 0
 
 
 @in_virtual_time
-async def test_who_pipelines_and_leaves_is_noticed(tmp_path: Path) -> None:
+async def test_a_pipelining_client_that_leaves_is_noticed(tmp_path: Path) -> None:
     node = EmulatedNode(slots=2, decode_tps=50, answer_tokens=2000)
     async with public(tmp_path, QUICK, node) as gate:
         async with asking(gate, request(STREAM) + request(STREAM)) as wire:
@@ -178,7 +178,7 @@ async def test_who_pipelines_and_leaves_is_noticed(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_many_who_leave_at_any_moment_leave_nothing_behind(tmp_path: Path) -> None:
+async def test_many_clients_that_leave_at_random_leave_nothing_behind(tmp_path: Path) -> None:
     node = EmulatedNode(slots=4, prefill_tps=2000, decode_tps=500, answer_tokens=100)
     async with public(tmp_path, QUICK, node) as gate:
 
@@ -188,8 +188,8 @@ async def test_many_who_leave_at_any_moment_leave_nothing_behind(tmp_path: Path)
                 await asyncio.sleep(number % 10 * 0.02)
 
         await asyncio.gather(*(one(number) for number in range(60)))
-        await until(lambda: len(gate.told()) == 60)
-        assert {record.status for record in gate.told()} <= {200, 499}
+        await until(lambda: len(gate.records()) == 60)
+        assert {record.status for record in gate.records()} <= {200, 499}
         await until(lambda: the_node(gate).leased == 0)
         assert gate.node.peak_busy <= 4
         assert the_node(gate).failures == 0
@@ -197,7 +197,7 @@ async def test_many_who_leave_at_any_moment_leave_nothing_behind(tmp_path: Path)
 
 @pytest.mark.timeout(300)
 @in_virtual_time
-async def test_a_reader_that_lags_stops_its_node_and_nobody_else(tmp_path: Path) -> None:
+async def test_a_slow_reader_stops_its_node_and_no_other_client(tmp_path: Path) -> None:
     node = EmulatedNode(slots=2, context=1_000_000, answer_tokens=LONG)
     settings = {**QUICK, "timeouts": {"silence": 0.5}}
     async with public(tmp_path, settings, node) as gate:
@@ -232,7 +232,7 @@ async def test_a_reader_that_lags_stops_its_node_and_nobody_else(tmp_path: Path)
 
 
 @in_virtual_time
-async def test_a_reader_that_lags_and_leaves_is_noticed(tmp_path: Path) -> None:
+async def test_a_slow_reader_that_leaves_is_noticed(tmp_path: Path) -> None:
     node = EmulatedNode(slots=1, context=1_000_000, answer_tokens=LONG)
     async with public(tmp_path, QUICK, node) as gate:
         async with asking(gate, request({**STREAM, "timings_per_token": True})) as slow:
@@ -255,9 +255,9 @@ async def test_a_large_body_goes_to_the_node_whole(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_nobody_is_told_of_a_client_that_left_between_requests(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_between_requests_is_not_logged(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK) as gate:
         async with asking(gate, request({**HELLO, "max_tokens": 1})) as wire:
             assert (await answer(wire)).status == 200
         await asyncio.sleep(0.05)
-        assert [record.status for record in gate.told()] == [200]
+        assert [record.status for record in gate.records()] == [200]

@@ -1,4 +1,4 @@
-"""Signs of life on streams that have nothing to say yet."""
+"""Heartbeats on streams without content."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.emulator import EmulatedNode
 from tests.emulator.wire import Wire, unchunk, wired
 from tests.gateways import running_gateway, until
 from tests.virtual import in_virtual_time
-from tests.web.asking import CHAT, HELLO, Public, answer, public, request
+from tests.web.raw_client import CHAT, HELLO, Public, answer, public, request
 
 BEATING = {"heartbeat": 0.1, "health": {"interval": 0.2}, "retries": {"backoff": 0.01}}
 BODIES: dict[str, dict[str, Any]] = {
@@ -49,7 +49,7 @@ async def body_of(wire: Wire) -> bytes:
 
 @pytest.mark.parametrize("path", BODIES)
 @in_virtual_time
-async def test_a_stream_that_waits_gives_signs_of_life(tmp_path: Path, path: str) -> None:
+async def test_a_queued_stream_gets_heartbeats(tmp_path: Path, path: str) -> None:
     async with public(tmp_path, BEATING) as gate:
         beat = PING if path == "/v1/messages" else b":\n"
         gate.node.faults.next("hang", after_events=0)
@@ -64,7 +64,7 @@ async def test_a_stream_that_waits_gives_signs_of_life(tmp_path: Path, path: str
                 path == "/v1/messages"
             )
             assert b"x-gateway-class: normal" in head
-            # Other nodes may be tried yet, and so nothing is said of them.
+            # Other nodes may yet be tried, so none is named.
             for unknown in (b"attempts", b"queue-ms", b"node", b"tier"):
                 assert b"x-gateway-" + unknown not in head
             for _ in range(3):
@@ -84,7 +84,7 @@ async def test_a_stream_that_waits_gives_signs_of_life(tmp_path: Path, path: str
 
 @pytest.mark.parametrize("path", BODIES)
 @in_virtual_time
-async def test_a_stream_that_falls_silent_gets_them_too(tmp_path: Path, path: str) -> None:
+async def test_a_silent_stream_gets_heartbeats(tmp_path: Path, path: str) -> None:
     async with public(tmp_path, BEATING) as gate:
         beat = PING if path == "/v1/messages" else b":\n"
         gate.node.faults.next("hang", after_events=5)
@@ -96,13 +96,13 @@ async def test_a_stream_that_falls_silent_gets_them_too(tmp_path: Path, path: st
             for _ in range(2):
                 assert await chunk(wire) == beat
             gate.node.faults.release()
-            # None behind an event that has followed too soon, and none behind the end.
+            # None soon after an event, and none after the end.
             rest = await body_of(wire)
         assert b"\n" + beat not in rest.removeprefix(beat)
 
 
 @in_virtual_time
-async def test_plain_requests_get_none(tmp_path: Path) -> None:
+async def test_plain_requests_get_no_heartbeats(tmp_path: Path) -> None:
     async with public(tmp_path, BEATING) as gate:
         gate.node.faults.next("hang", seconds=0.4)
         found = await gate.chat(max_tokens=1)
@@ -111,10 +111,10 @@ async def test_plain_requests_get_none(tmp_path: Path) -> None:
 
 
 async def failing(gate: Public, path: str, kind: str, **fault: Any) -> bytes:
-    """The body of a stream whose node fails after the first signs of life."""
+    """The body of a stream whose node fails after the first heartbeat."""
     async with wired(gate.url) as wire:
         gate.node.faults.next("hang", after_events=0)
-        # The second slot is taken too, so that the request waits in the gateway.
+        # The second slot is taken too, so that the request is queued.
         gate.node.faults.next("hang", after_events=0)
         async with wired(gate.url) as one, wired(gate.url) as two:
             for other in (one, two):
@@ -128,7 +128,7 @@ async def failing(gate: Public, path: str, kind: str, **fault: Any) -> bytes:
 
 @pytest.mark.parametrize("path", BODIES)
 @in_virtual_time
-async def test_a_nodes_own_400_is_an_event_then_and_keeps_its_code_in_the_record(
+async def test_after_a_heartbeat_a_nodes_400_is_an_event_and_keeps_its_status_in_the_record(
     tmp_path: Path, path: str
 ) -> None:
     async with public(tmp_path, BEATING) as gate:
@@ -137,14 +137,14 @@ async def test_a_nodes_own_400_is_an_event_then_and_keeps_its_code_in_the_record
         rest = body
         while rest.startswith(beat):
             rest = rest.removeprefix(beat)
-        told(path, rest, "Bad request", "invalid_request_error")
+        outcome_of(path, rest, "Bad request", "invalid_request_error")
         record = await gate.last()
         assert record.status == 400
 
 
 @pytest.mark.parametrize("path", BODIES)
 @in_virtual_time
-async def test_a_502_is_an_event_then_and_keeps_its_code_in_the_record(
+async def test_after_a_heartbeat_a_502_is_an_event_and_keeps_its_status_in_the_record(
     tmp_path: Path, path: str
 ) -> None:
     async with public(tmp_path, BEATING) as gate:
@@ -153,13 +153,13 @@ async def test_a_502_is_an_event_then_and_keeps_its_code_in_the_record(
         rest = body
         while rest.startswith(beat):
             rest = rest.removeprefix(beat)
-        told(path, rest, "No node serves")
+        outcome_of(path, rest, "No node serves")
         record = await gate.last()
         assert (record.status, record.reason) == (502, "node_failed")
 
 
-def told(path: str, data: bytes, message: str, kind: str = "api_error") -> None:
-    """One error event in the form of the API, and nothing behind it."""
+def outcome_of(path: str, data: bytes, message: str, kind: str = "api_error") -> None:
+    """One error event in the form of the API, and nothing after it."""
     assert data.endswith(b"\n\n")
     assert data.count(b"\n\n") == 1
     named = path in {"/v1/messages", "/v1/responses"}
@@ -177,7 +177,7 @@ def told(path: str, data: bytes, message: str, kind: str = "api_error") -> None:
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 @in_virtual_time
-async def test_a_wait_that_was_too_long_is_an_event_then(tmp_path: Path, path: str) -> None:
+async def test_after_a_heartbeat_a_queue_timeout_is_an_event(tmp_path: Path, path: str) -> None:
     settings = {**BEATING, "queue": {"max_wait": 0.3}}
     async with public(tmp_path, settings, EmulatedNode(slots=1)) as other:
         other.node.faults.next("hang", after_events=0)
@@ -189,12 +189,12 @@ async def test_a_wait_that_was_too_long_is_an_event_then(tmp_path: Path, path: s
             body = await body_of(wire)
             while body.startswith(PING):
                 body = body.removeprefix(PING)
-            told(path, body.lstrip(b":\n"), "No slot came free", "overloaded_error")
-            assert [(one.status, one.reason) for one in other.told()] == [(503, "queue_timeout")]
+            outcome_of(path, body.lstrip(b":\n"), "No slot came free", "overloaded_error")
+            assert [(one.status, one.reason) for one in other.records()] == [(503, "queue_timeout")]
 
 
 @in_virtual_time
-async def test_a_failure_before_the_first_sign_of_life_has_its_own_status(tmp_path: Path) -> None:
+async def test_a_failure_before_the_first_heartbeat_has_its_own_status(tmp_path: Path) -> None:
     async with public(tmp_path, BEATING) as gate:
         gate.node.faults.next("status", status=400)
         found = await gate.ask(stream())
@@ -203,17 +203,17 @@ async def test_a_failure_before_the_first_sign_of_life_has_its_own_status(tmp_pa
 
 
 @in_virtual_time
-async def test_an_answer_that_is_no_stream_is_an_error_once_one_was_promised(
+async def test_after_a_heartbeat_a_response_that_is_not_a_stream_is_an_error(
     tmp_path: Path,
 ) -> None:
     async with public(tmp_path, BEATING) as gate:
         body = await failing(gate, CHAT, "status", status=200, body='{"choices": []}')
-        told(CHAT, body.lstrip(b":\n"), "did not stream")
+        outcome_of(CHAT, body.lstrip(b":\n"), "did not stream")
         assert (await gate.last()).status == 502
 
 
 @in_virtual_time
-async def test_signs_of_life_can_be_switched_off(tmp_path: Path) -> None:
+async def test_heartbeats_can_be_switched_off(tmp_path: Path) -> None:
     async with public(tmp_path, {"heartbeat": "off"}) as other:
         other.node.faults.next("hang", after_events=0)
         async with wired(other.url) as wire:
@@ -226,7 +226,7 @@ async def test_signs_of_life_can_be_switched_off(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_the_nodes_own_comments_are_brought_to_one_form(tmp_path: Path) -> None:
+async def test_the_nodes_own_comments_become_heartbeats(tmp_path: Path) -> None:
     async with public(tmp_path, BEATING) as gate:
         gate.node.faults.next("comments")
         found = await gate.ask(stream(max_tokens=3))
@@ -236,7 +236,7 @@ async def test_the_nodes_own_comments_are_brought_to_one_form(tmp_path: Path) ->
 
 
 @in_virtual_time
-async def test_the_nodes_own_comments_are_left_out_where_signs_of_life_are_off(
+async def test_without_heartbeats_the_nodes_own_comments_are_dropped(
     tmp_path: Path,
 ) -> None:
     async with public(tmp_path, {"heartbeat": "off"}) as other:
@@ -247,7 +247,7 @@ async def test_the_nodes_own_comments_are_left_out_where_signs_of_life_are_off(
 
 
 @in_virtual_time
-async def test_who_leaves_after_signs_of_life_is_noticed(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_after_a_heartbeat_is_noticed(tmp_path: Path) -> None:
     async with public(tmp_path, BEATING) as gate:
         gate.node.faults.next("hang", after_events=0)
         async with wired(gate.url) as wire:
@@ -259,7 +259,7 @@ async def test_who_leaves_after_signs_of_life_is_noticed(tmp_path: Path) -> None
 
 
 @in_virtual_time
-async def test_signs_of_life_go_on_while_another_node_is_tried(tmp_path: Path) -> None:
+async def test_heartbeats_continue_while_another_node_is_tried(tmp_path: Path) -> None:
     async with (
         EmulatedNode() as one,
         EmulatedNode() as two,

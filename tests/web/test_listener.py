@@ -15,7 +15,7 @@ from gateway.web.listener import Listener, bind_socket
 from gateway.web.protocol import protocol_class
 from tests.emulator.wire import Wire
 from tests.virtual import in_virtual_time, now
-from tests.web.asking import HELLO, answer, public, request
+from tests.web.raw_client import HELLO, answer, public, request
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def trusting(authority: trustme.CA) -> ssl.SSLContext:
 
 
 @in_virtual_time
-async def test_the_public_listener_may_speak_tls(
+async def test_the_public_listener_can_use_tls(
     tmp_path: Path, authority: trustme.CA, tls: dict[str, str]
 ) -> None:
     settings = {"listen": {"tls": tls}, "limits": {"header_timeout": 0.5, "body_bytes": 1_000_000}}
@@ -62,12 +62,11 @@ async def test_the_public_listener_may_speak_tls(
             await wire.send(data)
             assert (await answer(wire)).status == status
             await wire.leave()
-        connections = gate.running.gateway.public_listener._server.server_state.connections  # type: ignore[union-attr]
-        await gate.node.until(lambda: not connections)
+        await gate.all_disconnected()
 
 
 @in_virtual_time
-async def test_plain_http_on_a_tls_port_is_closed_and_harms_nobody(
+async def test_plain_http_on_a_tls_port_is_closed(
     tmp_path: Path, authority: trustme.CA, tls: dict[str, str]
 ) -> None:
     async with public(tmp_path, {"listen": {"tls": tls}}, well=False) as gate:
@@ -88,19 +87,19 @@ async def test_a_port_that_is_taken_is_told() -> None:
             bind_socket("127.0.0.1", sock.getsockname()[1])
 
 
-async def test_of_two_that_were_bound_at_the_same_time_the_later_is_told() -> None:
+async def test_of_two_sockets_bound_at_once_the_later_can_not_listen() -> None:
     protocol = protocol_class(LimitSettings())
     first = Listener(_nothing, bind_socket("127.0.0.1", 0), protocol=protocol, keep_alive=0.5)
     sock = bind_socket("127.0.0.1", first.port)
     second = Listener(_nothing, sock, protocol=protocol, keep_alive=0.5)
-    told = rf"127\.0\.0\.1:{first.port} can't be listened on: .*--admin-port"
-    with pytest.raises(StartError, match=told):
+    result = rf"127\.0\.0\.1:{first.port} can't be listened on: .*--admin-port"
+    with pytest.raises(StartError, match=result):
         open_listeners(first, second)
     await first.close()
     await second.close()
 
 
-async def test_every_address_is_of_both_families() -> None:
+async def test_an_empty_address_accepts_ipv4_and_ipv6() -> None:
     with bind_socket("::", 0) as sock:
         sock.listen()
         for host in ("127.0.0.1", "::1"):
@@ -113,7 +112,7 @@ async def test_every_address_is_of_both_families() -> None:
 @pytest.mark.parametrize(
     ("host", "url"), [("127.0.0.1", "http://127.0.0.1:"), ("::1", "http://[::1]:")]
 )
-async def test_a_listener_tells_its_url(host: str, url: str) -> None:
+async def test_a_listener_knows_its_url(host: str, url: str) -> None:
     listener = Listener(
         _nothing, bind_socket(host, 0), protocol=protocol_class(LimitSettings()), keep_alive=0.5
     )

@@ -1,7 +1,7 @@
-"""What a connection leaves behind when it ends: nothing that only the collector would find.
+"""A closed connection leaves nothing that only the garbage collector would free.
 
-The collector looks at objects that lived for seconds once in millions of allocations, so what
-waits for it adds up: with 3,000 requests in line it was 60 MB.
+The collector examines objects that lived for seconds once in millions of allocations, so garbage
+adds up: with 3,000 queued requests it was 60 MB.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.emulator import EmulatedNode
 from tests.emulator.wire import wired
 from tests.gateways import until
 from tests.virtual import in_virtual_time
-from tests.web.asking import HELLO, Public, answer, public, request
+from tests.web.raw_client import HELLO, Public, answer, public, request
 
 KINDS = (
     BoundedProtocol,
@@ -46,7 +46,7 @@ Left = Callable[[], Counter[str]]
 
 @pytest.fixture
 def left() -> Iterator[Left]:
-    """What there is more of than before the test; the collector stands still meanwhile."""
+    """Objects that are more than before the test; the garbage collector is off meanwhile."""
 
     def there() -> Counter[str]:
         kinds = Counter(map(type, gc.get_objects()))
@@ -54,7 +54,7 @@ def left() -> Iterator[Left]:
 
     gc.collect()
     gc.disable()
-    before = there()  # other tests may hold on to some
+    before = there()  # Other tests may hold some.
     yield lambda: there() - before
     gc.enable()
 
@@ -120,10 +120,10 @@ async def test_of_a_connection_that_served_many(tmp_path: Path, left: Left) -> N
 
 
 def fleeting(gate: Public, left: Left) -> Callable[[], bool]:
-    """Whether no more is there than before, once all has been told of the requests."""
+    """Whether no objects are left once the records of the requests are published."""
 
     def gone() -> bool:
-        gate.told().clear()
+        gate.records().clear()
         return not (gate.running.gateway.registry or left())
 
     return gone

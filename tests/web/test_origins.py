@@ -8,7 +8,7 @@ from gateway.config.listeners import CorsSpec
 from gateway.web.origins import cors_headers
 from gateway.web.response_heads import EXPOSED_HEADERS
 from tests.virtual import in_virtual_time
-from tests.web.asking import CHAT, HELLO, public, request
+from tests.web.raw_client import CHAT, HELLO, public, request
 
 PAGE = "https://chat.example"
 ALLOW = b"access-control-allow-origin"
@@ -18,18 +18,18 @@ def fields(cors: CorsSpec, *origins: str) -> dict[bytes, bytes]:
     return dict(cors_headers(cors, [(b"origin", origin.encode()) for origin in origins]))
 
 
-def test_a_request_that_no_page_made_gets_no_fields() -> None:
+def test_a_request_without_origin_gets_no_cors_headers() -> None:
     assert fields(CorsSpec(origins=("*",))) == {}
 
 
-def test_a_page_may_read_where_all_may() -> None:
+def test_any_page_may_read_if_all_origins_are_allowed() -> None:
     found = fields(CorsSpec(origins=("*",)), PAGE)
     assert found[ALLOW] == b"*"
     assert found[b"access-control-expose-headers"].decode().split(", ") == list(EXPOSED_HEADERS)
     assert b"access-control-allow-credentials" not in found
 
 
-def test_a_named_page_may_read_and_caches_are_told() -> None:
+def test_an_allowed_page_may_read_and_caches_vary_by_origin() -> None:
     found = fields(CorsSpec(origins=(PAGE, "https://other.example")), PAGE)
     assert (found[ALLOW], found[b"vary"]) == (PAGE.encode(), b"Origin")
 
@@ -37,18 +37,18 @@ def test_a_named_page_may_read_and_caches_are_told() -> None:
 @pytest.mark.parametrize(
     "origin", ["https://evil.example", PAGE + ".evil.example", "null", "*", ""]
 )
-def test_another_page_may_not(origin: str) -> None:
+def test_a_page_of_another_origin_may_not_read(origin: str) -> None:
     assert fields(CorsSpec(origins=(PAGE,)), origin) == {b"vary": b"Origin"}
 
 
-def test_credentials_are_allowed_to_named_pages_alone() -> None:
+def test_credentials_are_allowed_for_named_origins_only() -> None:
     cors = CorsSpec(origins=(PAGE,), credentials=True)
     assert fields(cors, PAGE)[b"access-control-allow-credentials"] == b"true"
     assert b"access-control-allow-credentials" not in fields(cors, "https://evil.example")
 
 
 @in_virtual_time
-async def test_every_kind_of_reply_may_be_read_by_a_named_page(tmp_path: Path) -> None:
+async def test_an_allowed_page_may_read_every_kind_of_response(tmp_path: Path) -> None:
     settings = {"cors": {"origins": [PAGE]}, "heartbeat": 0.1}
     async with public(tmp_path, settings) as gate:
         origin = f"Origin: {PAGE}"
@@ -73,7 +73,7 @@ async def test_every_kind_of_reply_may_be_read_by_a_named_page(tmp_path: Path) -
 
 
 @in_virtual_time
-async def test_a_browser_that_asks_first_is_told_what_it_may(tmp_path: Path) -> None:
+async def test_a_preflight_request_is_answered(tmp_path: Path) -> None:
     async with public(tmp_path, {"cors": {"origins": [PAGE]}}) as gate:
         found = await gate.ask(
             request(

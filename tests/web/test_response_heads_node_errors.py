@@ -1,4 +1,4 @@
-"""An error that a node has said, as each API's clients get it."""
+"""A node's error, in the form that each API's clients get."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANTHROPICS = '{"type":"error","error":{"type":"invalid_request_error","message":
 
 @pytest.mark.parametrize("path", [path for path in GENERATION_PATHS if path != "/v1/messages"])
 @in_virtual_time
-async def test_it_passes_as_it_is(tmp_path: Path, path: str) -> None:
+async def test_a_nodes_error_passes_unchanged(tmp_path: Path, path: str) -> None:
     async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         node.faults.next("status", status=400, body=SAID)
         reply = await proxy.ask(path)
@@ -31,7 +31,9 @@ async def test_it_passes_as_it_is(tmp_path: Path, path: str) -> None:
      (500, "node_error")],
 )  # fmt: skip
 @in_virtual_time
-async def test_the_head_has_the_contracts_word(tmp_path: Path, status: int, word: str) -> None:
+async def test_the_head_of_a_nodes_error_has_the_reason(
+    tmp_path: Path, status: int, word: str
+) -> None:
     async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         node.faults.next("status", status=status, body=SAID)
         reply = await proxy.ask()
@@ -48,7 +50,7 @@ async def test_the_head_has_the_contracts_word(tmp_path: Path, status: int, word
     ],
 )
 @in_virtual_time
-async def test_anthropics_clients_get_it_in_their_form(
+async def test_anthropics_clients_get_a_nodes_error_in_their_form(
     tmp_path: Path, path: str, stream: bool, status: int, kind: str
 ) -> None:
     async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
@@ -64,7 +66,7 @@ async def test_anthropics_clients_get_it_in_their_form(
 
 
 @in_virtual_time
-async def test_what_is_in_their_form_passes_as_it_is(tmp_path: Path) -> None:
+async def test_an_error_in_anthropics_form_passes_unchanged(tmp_path: Path) -> None:
     async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         node.faults.next("status", status=400, body=ANTHROPICS)
         reply = await proxy.ask("/v1/messages")
@@ -73,7 +75,7 @@ async def test_what_is_in_their_form_passes_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in GENERATION_PATHS if path != "/v1/messages"])
 @in_virtual_time
-async def test_an_error_without_words_gets_some(tmp_path: Path, path: str) -> None:
+async def test_an_empty_error_gets_a_message(tmp_path: Path, path: str) -> None:
     async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         node.faults.next("status", status=413, body="", path=path)
         reply = await proxy.ask(path)
@@ -83,7 +85,9 @@ async def test_an_error_without_words_gets_some(tmp_path: Path, path: str) -> No
 
 @pytest.mark.parametrize("body", ["<html>no</html>", "", '{"error":7}'])
 @in_virtual_time
-async def test_what_is_no_json_is_told_by_its_status(tmp_path: Path, body: str) -> None:
+async def test_an_error_that_is_not_json_is_described_by_its_status(
+    tmp_path: Path, body: str
+) -> None:
     async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         node.faults.next("status", status=400, body=body)
         reply = await proxy.ask("/v1/messages")

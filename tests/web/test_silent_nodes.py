@@ -1,4 +1,4 @@
-"""A node that is down, or has never said what it serves, is no wrong model."""
+"""Requests for models of nodes that are down or never reported their models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway.fleet.node import NodeState
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.virtual import in_virtual_time, now
-from tests.web.build import CHAT
+from tests.web.bare_gateway import CHAT
 
 DEAD = "http://127.0.0.1:9"
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -27,19 +27,19 @@ async def down(running: Running, name: str) -> None:
     await until(lambda: nodes[name].state is NodeState.DOWN)
 
 
-def told(answer: httpx.Response) -> tuple[int, str]:
+def outcome_of(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.headers["x-gateway-reason"]
 
 
 @in_virtual_time
 @pytest.mark.parametrize("asks", [{"model": "mistral-7b"}, {}])
-async def test_while_a_node_has_never_said_what_it_serves_a_name_is_not_wrong(
+async def test_while_a_node_never_reported_its_models_an_unknown_name_is_503(
     asks: dict[str, Any], tmp_path: Path
 ) -> None:
     async with running_gateway(tmp_path, [{"name": "a", "url": DEAD}], wait_ready=False) as running:
         await down(running, "a")
         answer = await asked(running, **asks)
-        assert told(answer) == (503, "no_node")
+        assert outcome_of(answer) == (503, "no_node")
         assert int(answer.headers["retry-after"]) > 0
         message = answer.json()["error"]["message"]
         assert f"'a' is down (no connection to {DEAD}" in message
@@ -47,7 +47,7 @@ async def test_while_a_node_has_never_said_what_it_serves_a_name_is_not_wrong(
 
 
 @in_virtual_time
-async def test_where_nodes_are_not_named_to_clients_only_their_states_are_told(
+async def test_an_error_names_only_states_to_clients_that_may_not_see_nodes(
     tmp_path: Path,
 ) -> None:
     nodes = [{"name": "epyc-a", "url": DEAD}, {"name": "epyc-b", "url": DEAD, "model": "declared"}]
@@ -66,7 +66,7 @@ async def test_where_nodes_are_not_named_to_clients_only_their_states_are_told(
 
 
 @in_virtual_time
-async def test_a_node_that_serves_nothing_makes_no_name_uncertain(tmp_path: Path) -> None:
+async def test_a_node_that_serves_nothing_does_not_make_a_name_503(tmp_path: Path) -> None:
     async with EmulatedNode() as server:
         nodes: list[dict[str, object]] = [
             {"name": "a", "url": server.url},
@@ -74,7 +74,7 @@ async def test_a_node_that_serves_nothing_makes_no_name_uncertain(tmp_path: Path
             {"name": "spare", "url": DEAD, "standby": True},
         ]
         async with running_gateway(tmp_path, nodes) as running:
-            assert told(await asked(running, model="nobody")) == (404, "model_not_found")
+            assert outcome_of(await asked(running, model="nobody")) == (404, "model_not_found")
 
 
 @in_virtual_time
@@ -88,16 +88,16 @@ async def test_a_down_node_is_known_by_its_models_after_a_restart(tmp_path: Path
             await down(running, "a")
             models = (await running.client.get("/v1/models")).json()["data"]
             assert [model["id"] for model in models] == ["mistral-7b"]
-            assert told(await asked(running, model="nobody")) == (404, "model_not_found")
+            assert outcome_of(await asked(running, model="nobody")) == (404, "model_not_found")
             began = now()
-            assert told(await asked(running, model="mistral-7b")) == (503, "no_node")
+            assert outcome_of(await asked(running, model="mistral-7b")) == (503, "no_node")
             assert 30 <= now() - began < 32
             await server.revive()
             assert (await asked(running, model="mistral-7b")).status_code == 200
 
 
 @in_virtual_time
-async def test_a_node_at_another_address_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
+async def test_a_node_at_another_address_does_not_inherit_models(tmp_path: Path) -> None:
     async with (
         EmulatedNode(model="mistral-7b") as server,
         running_gateway(tmp_path, [{"name": "a", "url": server.url}]),
@@ -106,12 +106,12 @@ async def test_a_node_at_another_address_is_not_taken_for_the_old_one(tmp_path: 
     moved = [{"name": "a", "url": DEAD}]
     async with running_gateway(tmp_path, moved, wait_ready=False) as running:
         await down(running, "a")
-        assert told(await asked(running, model="mistral-7b")) == (503, "no_node")
+        assert outcome_of(await asked(running, model="mistral-7b")) == (503, "no_node")
         assert (await running.client.get("/v1/models")).json()["data"] == []
 
 
 @in_virtual_time
-async def test_what_a_server_says_anew_takes_the_place_of_what_was_remembered(
+async def test_a_new_report_replaces_the_remembered_models(
     tmp_path: Path,
 ) -> None:
     async with EmulatedNode(model="old", slots=7) as server:
@@ -122,4 +122,4 @@ async def test_what_a_server_says_anew_takes_the_place_of_what_was_remembered(
         async with running_gateway(tmp_path, nodes) as running:
             facts = running.gateway.fleet.nodes["a"].properties
             assert (facts.models, facts.slots, facts.remembered) == (("new",), 7, False)
-            assert told(await asked(running, model="old")) == (404, "model_not_found")
+            assert outcome_of(await asked(running, model="old")) == (404, "model_not_found")

@@ -12,14 +12,15 @@ from openai import AsyncOpenAI, NotFoundError
 
 from gateway.access.keys import ApiKey, new_key
 from gateway.config.listeners import CorsSpec
+from gateway.errors import LONGEST_ECHO
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.web.asgi import LONGEST_ECHO, asgi_app
+from gateway.web.asgi import asgi_app
 from gateway.web.response_heads import EXPOSED_HEADERS
 from gateway.web.site import with_cors
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
 from tests.gateways import running_gateway
-from tests.web.build import House, a_house, client, error_of
+from tests.web.bare_gateway import BareGateway, bare_gateway, client, error_of
 
 DEAD = "http://127.0.0.1:9"
 
@@ -36,8 +37,8 @@ def bearer(key: ApiKey) -> dict[str, str]:
     return {"authorization": f"Bearer {key.text}"}
 
 
-async def ids(house: House, **headers: str) -> list[str]:
-    response = await house.public.get("/v1/models", headers=headers)
+async def ids(gateway: BareGateway, **headers: str) -> list[str]:
+    response = await gateway.public.get("/v1/models", headers=headers)
     assert response.status_code == 200
     return [card["id"] for card in response.json()["data"]]
 
@@ -46,12 +47,12 @@ async def ids(house: House, **headers: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/models"])
-async def test_models_are_what_the_inventory_declares_and_what_nodes_say(path: str) -> None:
+async def test_models_are_those_declared_and_those_reported(path: str) -> None:
     async with (
         EmulatedNode(model="said") as node,
-        a_house(a_spec("a", node.url), a_spec("b", DEAD, model="declared")) as house,
+        bare_gateway(a_spec("a", node.url), a_spec("b", DEAD, model="declared")) as gateway,
     ):
-        response = await house.public.get(path)
+        response = await gateway.public.get(path)
     answer = response.json()
     assert answer["object"] == "list"
     assert [card["id"] for card in answer["data"]] == ["said", "declared"]
@@ -66,24 +67,24 @@ async def test_models_are_what_the_inventory_declares_and_what_nodes_say(path: s
     assert "meta" not in declared, "nobody has said"
 
 
-async def test_a_model_is_still_there_when_its_node_is_down() -> None:
-    async with EmulatedNode(model="said") as node, a_house(a_spec("a", node.url)) as house:
+async def test_a_model_is_listed_while_its_node_is_down() -> None:
+    async with EmulatedNode(model="said") as node, bare_gateway(a_spec("a", node.url)) as gateway:
         await node.kill()
-        await house.until(lambda: house["a"].state.value == "down")
-        assert await ids(house) == ["said"]
+        await gateway.until(lambda: gateway["a"].state.value == "down")
+        assert await ids(gateway) == ["said"]
 
 
-async def test_the_context_of_a_model_is_that_of_its_roomiest_node() -> None:
+async def test_the_context_of_a_model_is_the_largest_of_its_nodes() -> None:
     async with (
         EmulatedNode(context=2048) as small,
         EmulatedNode(context=8192, context_train=32768) as large,
-        a_house(a_spec("a", small.url), a_spec("b", large.url)) as house,
+        bare_gateway(a_spec("a", small.url), a_spec("b", large.url)) as gateway,
     ):
-        card = (await house.public.get("/v1/models/demo")).json()
+        card = (await gateway.public.get("/v1/models/demo")).json()
     assert card["meta"] == {"n_ctx": 8192, "n_ctx_train": 32768}
 
 
-async def test_an_alias_is_a_model_if_it_stands_for_one_that_some_node_serves() -> None:
+async def test_an_alias_is_listed_if_a_node_serves_its_model() -> None:
     models = {
         "gpt-4o-mini": {"use": "demo"},
         "helper": {"use": ["nowhere", "gpt-4o-mini"]},
@@ -93,30 +94,30 @@ async def test_an_alias_is_a_model_if_it_stands_for_one_that_some_node_serves() 
     }
     async with (
         EmulatedNode() as node,
-        a_house(a_spec("a", node.url), settings={"models": models}) as house,
+        bare_gateway(a_spec("a", node.url), settings={"models": models}) as gateway,
     ):
-        assert await ids(house) == ["demo", "gpt-4o-mini", "helper"]
-        card = (await house.public.get("/v1/models/helper")).json()
-        lost = await house.public.get("/v1/models/lost")
+        assert await ids(gateway) == ["demo", "gpt-4o-mini", "helper"]
+        card = (await gateway.public.get("/v1/models/helper")).json()
+        lost = await gateway.public.get("/v1/models/lost")
     assert (card["id"], card["meta"]) == ("helper", {"n_ctx": 4096, "n_ctx_train": 8192})
     assert lost.status_code == 404
 
 
 @pytest.mark.parametrize("path", ["org%2Fmodel", "org/model"])
-async def test_an_id_may_hold_a_slash_encoded_or_not(path: str) -> None:
+async def test_an_id_may_contain_a_slash_encoded_or_not(path: str) -> None:
     async with (
         EmulatedNode() as node,
-        a_house(a_spec("a", node.url, model={"org/model": "demo"})) as house,
+        bare_gateway(a_spec("a", node.url, model={"org/model": "demo"})) as gateway,
     ):
         for prefix in ("/v1/models/", "/models/"):
-            response = await house.public.get(prefix + path)
+            response = await gateway.public.get(prefix + path)
             assert response.json()["id"] == "org/model"
 
 
-async def test_an_unknown_model_is_404_and_the_known_ones_are_named() -> None:
-    async with EmulatedNode() as node, a_house(a_spec("a", node.url)) as house:
-        response = await house.public.get("/v1/models/nobody-has-it")
-        long = await house.public.get("/v1/models/" + "x" * 5000)
+async def test_an_unknown_model_is_404_with_the_known_ones() -> None:
+    async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
+        response = await gateway.public.get("/v1/models/nobody-has-it")
+        long = await gateway.public.get("/v1/models/" + "x" * 5000)
     error = error_of(response)
     assert (response.status_code, error["code"]) == (404, "model_not_found")
     assert "'demo'" in error["message"]
@@ -126,11 +127,14 @@ async def test_an_unknown_model_is_404_and_the_known_ones_are_named() -> None:
 async def test_a_key_sees_only_the_models_it_may_use() -> None:
     made, settings = keys(all=None, some=["alias"], none=[])
     settings["models"] = {"alias": {"use": "demo"}}
-    async with EmulatedNode() as node, a_house(a_spec("a", node.url), settings=settings) as house:
-        assert await ids(house, **bearer(made["all"])) == ["demo", "alias"]
-        assert await ids(house, **{"x-api-key": made["some"].text}) == ["alias"]
-        assert await ids(house, **bearer(made["none"])) == []
-        hidden = await house.public.get("/v1/models/demo", headers=bearer(made["some"]))
+    async with (
+        EmulatedNode() as node,
+        bare_gateway(a_spec("a", node.url), settings=settings) as gateway,
+    ):
+        assert await ids(gateway, **bearer(made["all"])) == ["demo", "alias"]
+        assert await ids(gateway, **{"x-api-key": made["some"].text}) == ["alias"]
+        assert await ids(gateway, **bearer(made["none"])) == []
+        hidden = await gateway.public.get("/v1/models/demo", headers=bearer(made["some"]))
     error = error_of(hidden)
     assert (hidden.status_code, error["code"]) == (404, "model_not_found")
     assert "Known here: 'alias'." in error["message"]
@@ -138,38 +142,41 @@ async def test_a_key_sees_only_the_models_it_may_use() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/demo", "/props"])
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer lg_all_wrong"}])
-async def test_without_a_good_key_nothing_is_told(path: str, headers: dict[str, str]) -> None:
+async def test_without_a_valid_key_nothing_is_revealed(path: str, headers: dict[str, str]) -> None:
     _, settings = keys(all=None)
-    async with EmulatedNode() as node, a_house(a_spec("a", node.url), settings=settings) as house:
-        response = await house.public.get(path, headers=headers)
+    async with (
+        EmulatedNode() as node,
+        bare_gateway(a_spec("a", node.url), settings=settings) as gateway,
+    ):
+        response = await gateway.public.get(path, headers=headers)
     assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key")
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/declared", "/props"])
-async def test_until_the_first_probes_are_done_it_is_503(path: str) -> None:
+async def test_models_are_503_until_the_first_probes_are_done(path: str) -> None:
     async with EmulatedNode() as node:
         node.faults.set("hang", path="/health")
-        async with a_house(
+        async with bare_gateway(
             a_spec("a", node.url, model="declared"), probed=False, timeout=5.0
-        ) as house:
-            response = await house.public.get(path)
+        ) as gateway:
+            response = await gateway.public.get(path)
             assert (response.status_code, error_of(response)["code"]) == (503, "starting")
             assert int(response.headers["retry-after"]) > 0
             node.faults.clear()
-            await asyncio.wait_for(house.fleet.first_probes_done.wait(), 30)
-            assert (await house.public.get(path)).status_code == 200
+            await asyncio.wait_for(gateway.fleet.first_probes_done.wait(), 30)
+            assert (await gateway.public.get(path)).status_code == 200
 
 
-async def test_while_a_node_might_yet_serve_a_model_it_is_503_and_not_404() -> None:
+async def test_while_a_node_may_yet_serve_a_model_it_is_503() -> None:
     async with EmulatedNode() as node:
         node.loading = True
-        async with a_house(a_spec("a", node.url)) as house:
-            response = await house.public.get("/v1/models/demo")
+        async with bare_gateway(a_spec("a", node.url)) as gateway:
+            response = await gateway.public.get("/v1/models/demo")
             assert (response.status_code, error_of(response)["code"]) == (503, "no_node")
             assert "'a' is loading" in error_of(response)["message"]
             node.loading = False
-            await house.until(lambda: house.fleet.model_index.serves("demo"))
-            assert (await house.public.get("/v1/models/demo")).status_code == 200
+            await gateway.until(lambda: gateway.fleet.model_index.serves("demo"))
+            assert (await gateway.public.get("/v1/models/demo")).status_code == 200
 
 
 async def test_official_clients_read_the_models(tmp_path: Path) -> None:
@@ -194,11 +201,11 @@ async def test_official_clients_read_the_models(tmp_path: Path) -> None:
     assert one.created_at.tzinfo is not None
 
 
-async def test_no_model_at_all_is_an_empty_list_in_both_forms() -> None:
-    async with a_house() as house:
-        plain = (await house.public.get("/v1/models")).json()
+async def test_without_models_the_list_is_empty_in_both_forms() -> None:
+    async with bare_gateway() as gateway:
+        plain = (await gateway.public.get("/v1/models")).json()
         header = {"anthropic-version": "2023-06-01"}
-        both = (await house.public.get("/v1/models", headers=header)).json()
+        both = (await gateway.public.get("/v1/models", headers=header)).json()
     assert plain == {"object": "list", "data": []}
     assert both == {**plain, "has_more": False, "first_id": None, "last_id": None}
 
@@ -206,15 +213,17 @@ async def test_no_model_at_all_is_an_empty_list_in_both_forms() -> None:
 # Properties.
 
 
-async def test_props_tell_sizes_and_neither_path_nor_template() -> None:
+async def test_props_contain_sizes_but_no_path_and_no_template() -> None:
     async with (
         EmulatedNode(context=2048, slots=2) as small,
         EmulatedNode(context=8192, slots=3, model="other") as large,
-        a_house(a_spec("a", small.url), a_spec("b", large.url, endpoints=["vision"])) as house,
+        bare_gateway(
+            a_spec("a", small.url), a_spec("b", large.url, endpoints=["vision"])
+        ) as gateway,
     ):
-        every = (await house.public.get("/props")).json()
-        one = (await house.public.get("/props?model=demo")).json()
-        unknown = await house.public.get("/props?model=nobody-has-it")
+        every = (await gateway.public.get("/props")).json()
+        one = (await gateway.public.get("/props?model=demo")).json()
+        unknown = await gateway.public.get("/props?model=nobody-has-it")
     assert every == {
         "default_generation_settings": {"n_ctx": 8192},
         "total_slots": 5,
@@ -228,17 +237,17 @@ async def test_props_tell_sizes_and_neither_path_nor_template() -> None:
     assert (unknown.status_code, error_of(unknown)["code"]) == (404, "model_not_found")
 
 
-async def test_props_are_those_of_the_default_model_where_there_is_one() -> None:
+async def test_props_describe_the_default_model_if_there_is_one() -> None:
     async with (
         EmulatedNode(context=2048) as small,
         EmulatedNode(context=8192, model="other") as large,
-        a_house(
+        bare_gateway(
             a_spec("a", small.url),
             a_spec("b", large.url),
             settings={"default_model": "demo"},
-        ) as house,
+        ) as gateway,
     ):
-        props = (await house.public.get("/props")).json()
+        props = (await gateway.public.get("/props")).json()
     assert props["default_generation_settings"] == {"n_ctx": 2048}
 
 
@@ -248,57 +257,59 @@ async def test_props_are_those_of_the_default_model_where_there_is_one() -> None
 @pytest.mark.parametrize("path", ["/health", "/v1/health"])
 async def test_health_is_ok_while_the_process_lives(path: str) -> None:
     _, settings = keys(all=None)
-    async with a_house(a_spec("a", DEAD), settings=settings) as house:
-        response = await house.public.get(path)
+    async with bare_gateway(a_spec("a", DEAD), settings=settings) as gateway:
+        response = await gateway.public.get(path)
     assert (response.status_code, response.json()) == (200, {"status": "ok"})
 
 
-async def unready(house: House) -> str:
-    response = await house.public.get("/ready")
+async def unready(gateway: BareGateway) -> str:
+    response = await gateway.public.get("/ready")
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) > 0
     return str(error_of(response)["code"])
 
 
-async def test_it_is_ready_while_a_node_is_and_needs_no_key_to_say_so() -> None:
+async def test_ready_is_200_while_a_node_is_ready_and_needs_no_key() -> None:
     _, settings = keys(all=None)
     async with (
         EmulatedNode() as node,
-        a_house(a_spec("a", node.url), a_spec("b", DEAD), settings=settings) as house,
+        bare_gateway(a_spec("a", node.url), a_spec("b", DEAD), settings=settings) as gateway,
     ):
-        assert (await house.public.get("/ready")).status_code == 200
+        assert (await gateway.public.get("/ready")).status_code == 200
         await node.kill()
-        await house.until(lambda: house["a"].state.value == "down")
-        assert await unready(house) == "no_node"
+        await gateway.until(lambda: gateway["a"].state.value == "down")
+        assert await unready(gateway) == "no_node"
 
 
-async def test_it_is_not_ready_before_the_first_probe() -> None:
+async def test_ready_is_503_before_the_first_probe() -> None:
     async with EmulatedNode() as node:
         node.faults.set("hang", path="/health")
-        async with a_house(a_spec("a", node.url), probed=False, timeout=5.0) as house:
-            assert await unready(house) == "starting"
+        async with bare_gateway(a_spec("a", node.url), probed=False, timeout=5.0) as gateway:
+            assert await unready(gateway) == "starting"
 
 
-async def test_it_is_not_ready_while_it_shuts_down() -> None:
-    async with EmulatedNode() as node, a_house(a_spec("a", node.url)) as house:
-        house.edge.closing = True
-        assert await unready(house) == "shutting_down"
-        assert (await house.public.get("/health")).status_code == 200
+async def test_ready_is_503_during_shutdown() -> None:
+    async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
+        gateway.handler.begin_shutdown()
+        assert await unready(gateway) == "shutting_down"
+        assert (await gateway.public.get("/health")).status_code == 200
 
 
 @pytest.mark.parametrize(("places", "ready"), [(1, True), (0, False)])
-async def test_a_full_fleet_is_ready_while_work_can_be_queued(places: int, ready: bool) -> None:
+async def test_a_full_fleet_is_ready_while_requests_can_be_queued(places: int, ready: bool) -> None:
     async with (
         EmulatedNode(slots=1, decode_tps=5) as node,
-        a_house(a_spec("a", node.url), settings={"queue": {"max": places}}, serving=True) as house,
+        bare_gateway(
+            a_spec("a", node.url), settings={"queue": {"max": places}}, serving=True
+        ) as gateway,
     ):
-        assert (await house.public.get("/ready")).status_code == 200
-        running = asyncio.create_task(house.chat())
-        await house.until(lambda: node.busy == 1)
+        assert (await gateway.public.get("/ready")).status_code == 200
+        running = asyncio.create_task(gateway.chat())
+        await gateway.until(lambda: node.busy == 1)
         if ready:
-            assert (await house.public.get("/ready")).status_code == 200
+            assert (await gateway.public.get("/ready")).status_code == 200
         else:
-            assert await unready(house) == "queue_full"
+            assert await unready(gateway) == "queue_full"
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
@@ -306,11 +317,11 @@ async def test_a_full_fleet_is_ready_while_work_can_be_queued(places: int, ready
 # What is not there.
 
 
-async def test_a_routed_path_takes_posts_alone() -> None:
-    async with a_house() as house:
+async def test_a_routed_path_accepts_post_alone() -> None:
+    async with bare_gateway() as gateway:
         for path in sorted(ROUTES):
             for method in ("GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS"):
-                response = await house.public.request(method, path)
+                response = await gateway.public.request(method, path)
                 assert (response.status_code, response.headers["allow"]) == (405, "POST"), path
                 assert response.headers["x-gateway-reason"] == "method_not_allowed"
 
@@ -318,11 +329,11 @@ async def test_a_routed_path_takes_posts_alone() -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/models", "/v1/models/demo", "/models", "/props", "/health", "/ready"]
 )
-async def test_what_is_told_can_be_asked_by_get_and_head(path: str) -> None:
-    async with EmulatedNode() as node, a_house(a_spec("a", node.url)) as house:
-        assert (await house.public.head(path)).status_code == 200
+async def test_own_paths_accept_get_and_head(path: str) -> None:
+    async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
+        assert (await gateway.public.head(path)).status_code == 200
         for method in ("POST", "PUT", "DELETE", "OPTIONS"):
-            response = await house.public.request(method, path)
+            response = await gateway.public.request(method, path)
             assert (response.status_code, response.headers["allow"]) == (405, "GET, HEAD")
             assert error_of(response)["code"] == "method_not_allowed"
 
@@ -331,11 +342,11 @@ async def test_what_is_told_can_be_asked_by_get_and_head(path: str) -> None:
     "path",
     ["/", "/slots", "/metrics", "/v1", "/admin/nodes", "/v1/models/../../slots", "/health/"],
 )
-async def test_nothing_else_is_there(path: str) -> None:
-    async with EmulatedNode() as node, a_house(a_spec("a", node.url)) as house:
+async def test_every_other_path_is_404(path: str) -> None:
+    async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
         before = node.requests
         for method in ("GET", "POST"):
-            response = await house.public.request(method, path)
+            response = await gateway.public.request(method, path)
             assert (response.status_code, error_of(response)["code"]) == (404, "not_found")
         assert node.requests == before
 
@@ -348,11 +359,11 @@ async def test_nothing_else_is_there(path: str) -> None:
         ("POST", "/v1/messages/batches", 404, "not_found_error"),
     ],
 )
-async def test_below_messages_errors_have_anthropics_form(
+async def test_errors_below_messages_have_anthropics_form(
     method: str, path: str, status: int, kind: str
 ) -> None:
-    async with a_house() as house:
-        response = await house.public.request(method, path, headers={"x-request-id": "mine"})
+    async with bare_gateway() as gateway:
+        response = await gateway.public.request(method, path, headers={"x-request-id": "mine"})
     answer = response.json()
     assert (response.status_code, answer["type"], answer["error"]["type"]) == (
         status,
@@ -364,26 +375,26 @@ async def test_below_messages_errors_have_anthropics_form(
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/nothing", "/v1/completions"])
-async def test_every_reply_has_the_clients_id_or_one_of_its_own(path: str) -> None:
-    async with a_house() as house:
-        own = await house.public.get(path, headers={"x-request-id": "trace-1"})
-        first = await house.public.get(path, headers={"x-request-id": "not sane"})
-        second = await house.public.get(path)
+async def test_every_response_has_the_clients_id_or_a_new_one(path: str) -> None:
+    async with bare_gateway() as gateway:
+        own = await gateway.public.get(path, headers={"x-request-id": "trace-1"})
+        first = await gateway.public.get(path, headers={"x-request-id": "not sane"})
+        second = await gateway.public.get(path)
     assert own.headers["x-request-id"] == "trace-1"
     assert first.headers["x-request-id"] != second.headers["x-request-id"]
     assert first.headers["x-request-id"].startswith("req_")
 
 
-async def test_a_post_to_a_routed_path_is_relayed() -> None:
-    async with EmulatedNode() as node, a_house(a_spec("a", node.url), serving=True) as house:
-        response = await house.chat()
+async def test_a_post_to_a_routed_path_is_forwarded() -> None:
+    async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url), serving=True) as gateway:
+        response = await gateway.chat()
         assert response.status_code == 200
         assert response.json()["choices"]
         assert node.requests == 1
         assert len(response.headers.get_list("x-request-id")) == 1
 
 
-async def test_a_failure_of_our_own_is_told_in_the_same_form_and_raised_on() -> None:
+async def test_an_internal_error_has_the_same_form_and_is_raised_again() -> None:
     from starlette.routing import Route
 
     async def fails(_: object) -> None:
@@ -407,24 +418,26 @@ PAGE = "https://chat.example.org"
 FOREIGN = "https://evil.example"
 
 
-async def reply(house: House, spec: CorsSpec, method: str, **headers: str) -> httpx.Response:
-    async with client(with_cors(house.site, spec)) as asking:
+async def reply(
+    gateway: BareGateway, spec: CorsSpec, method: str, **headers: str
+) -> httpx.Response:
+    async with client(with_cors(gateway.site, spec)) as asking:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return await asking.request(method, "/v1/models", headers=named)
 
 
-async def test_a_page_of_a_named_origin_may_ask_and_read_our_headers() -> None:
+async def test_a_page_of_an_allowed_origin_may_read_our_headers() -> None:
     spec = CorsSpec(origins=(PAGE,), max_age=60)
-    async with a_house() as house:
+    async with bare_gateway() as gateway:
         preflight = await reply(
-            house,
+            gateway,
             spec,
             "OPTIONS",
             origin=PAGE,
             access_control_request_method="POST",
             access_control_request_headers="authorization,x-priority",
         )
-        answer = await reply(house, spec, "GET", origin=PAGE)
+        answer = await reply(gateway, spec, "GET", origin=PAGE)
     assert preflight.status_code == 200
     assert preflight.headers["access-control-allow-origin"] == PAGE
     assert preflight.headers["access-control-allow-headers"] == "authorization,x-priority"
@@ -437,19 +450,19 @@ async def test_a_page_of_a_named_origin_may_ask_and_read_our_headers() -> None:
 
 async def test_a_page_of_another_origin_may_not() -> None:
     spec = CorsSpec(origins=(PAGE,))
-    async with a_house() as house:
+    async with bare_gateway() as gateway:
         preflight = await reply(
-            house, spec, "OPTIONS", origin=FOREIGN, access_control_request_method="POST"
+            gateway, spec, "OPTIONS", origin=FOREIGN, access_control_request_method="POST"
         )
-        answer = await reply(house, spec, "GET", origin=FOREIGN)
+        answer = await reply(gateway, spec, "GET", origin=FOREIGN)
     assert preflight.status_code == 400
     assert "access-control-allow-origin" not in preflight.headers
     assert "access-control-allow-origin" not in answer.headers
 
 
-async def test_every_page_may_where_the_settings_say_so() -> None:
-    async with a_house() as house:
-        answer = await reply(house, CorsSpec(origins=("*",)), "GET", origin=FOREIGN)
-        error = await reply(house, CorsSpec(origins=("*",)), "DELETE", origin=FOREIGN)
+async def test_every_page_may_read_if_the_settings_say_so() -> None:
+    async with bare_gateway() as gateway:
+        answer = await reply(gateway, CorsSpec(origins=("*",)), "GET", origin=FOREIGN)
+        error = await reply(gateway, CorsSpec(origins=("*",)), "DELETE", origin=FOREIGN)
     assert answer.headers["access-control-allow-origin"] == "*"
     assert (error.status_code, error.headers["access-control-allow-origin"]) == (405, "*")

@@ -1,4 +1,4 @@
-"""Clients of all kinds at once, good and bad: when they are gone, nothing is held for them."""
+"""Valid and invalid clients at once: when they are gone, nothing is held for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.emulator import EmulatedNode
 from tests.emulator.wire import wired
 from tests.gateways import until
 from tests.virtual import in_virtual_time
-from tests.web.asking import HELLO, Public, public, request
+from tests.web.raw_client import HELLO, Public, public, request
 
 KEYS = [new_key(), new_key()]
 SETTINGS: dict[str, Any] = {
@@ -56,7 +56,7 @@ FAULTS: list[dict[str, Any]] = [
 
 
 async def client(gate: Public, draw: random.Random) -> None:
-    """Ask something, in some way, and stay or leave."""
+    """Send a random request in a random way, and stay or disconnect."""
     path, body = draw.choice(WORK)
     body = {"max_tokens": draw.choice([1, 20]), **body, "stream": draw.random() < 0.5}
     fields = [f"X-Priority: {draw.choice(CLASSES)}"] if draw.random() < 0.3 else []
@@ -90,12 +90,13 @@ async def client(gate: Public, draw: random.Random) -> None:
 
 
 def held(gate: Public) -> dict[str, object]:
-    """All that is counted for clients, and is not nothing."""
+    """All counts of clients that are not zero."""
     gateway = gate.running.gateway
     edge, scheduler = gateway.handler, gateway.scheduler
     tickets = scheduler._tickets
-    protocol: Any = gateway.public_listener._protocol  # type: ignore[union-attr]
-    seats, backlog = protocol.connection_limiter, protocol.pipeline_queue
+    assert gateway.public_listener is not None
+    protocol = gateway.public_listener.protocol
+    limiter, pipeline_queue = protocol.connection_limiter, protocol.pipeline_queue
     rows = scheduler.dispatcher.placement_state.by_name.values()
     counts: dict[str, object] = {
         "bodies": edge.body_memory.total_bytes,
@@ -107,13 +108,13 @@ def held(gate: Public) -> dict[str, object]:
         "in line": scheduler.dispatcher.waiting,
         "slotless": sum(row.slotless_running + len(row.slotless_by_caller) for row in rows),
         "leased": sum(node.leased for node in gateway.fleet.nodes.values()),
-        "seats": len(seats._seats) + len(seats._extras) + seats._forwarded,
-        "backlog": backlog.held_bytes,
+        "connections": len(limiter),
+        "pipeline": pipeline_queue.waiting_bytes,
     }
     for name, holdings in (
         ("holders of bodies", edge.body_memory.fair_share),
         ("holders of places", tickets.fair_share),
-        ("holders of connections", seats._holdings),
+        ("holders of connections", limiter.fair_share),
     ):
         counts[name] = 0 if holdings == FairShare() else holdings
     return {name: count for name, count in counts.items() if count}
@@ -121,7 +122,7 @@ def held(gate: Public) -> dict[str, object]:
 
 @pytest.mark.parametrize("seed", range(4))
 @in_virtual_time
-async def test_nothing_is_held_when_all_have_gone(tmp_path: Path, seed: int) -> None:
+async def test_nothing_is_held_when_all_clients_have_gone(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     node = EmulatedNode(slots=2, decode_tps=40, infill=True)
     async with public(tmp_path, SETTINGS, node, well=False) as gate:

@@ -1,4 +1,4 @@
-"""The admin listener's application: its paths, and who may ask them."""
+"""The admin listener's application: its paths, behind the guard."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from gateway.scheduling.scheduler import Scheduler
 from gateway.web.admin.configuration import ConfigEndpoints
 from gateway.web.admin.control import GatewayControl
 from gateway.web.admin.guard import AdminGuard
-from gateway.web.admin.metrics_source import Totals
 from gateway.web.admin.nodes import DrainDeadlines, NodeEndpoints
 from gateway.web.admin.requests import RequestEndpoints
 from gateway.web.admin.status import StatusEndpoints
-from gateway.web.asgi import asgi_app
+from gateway.web.asgi import HealthEndpoints, asgi_app
 
 INDEX_PAGE = """\
 llama-gateway, admin listener
@@ -50,22 +49,22 @@ def admin_app(
     scheduler: Scheduler,
     registry: InFlightRegistry,
     metrics: Metrics,
-    totals: Totals,
     drain_deadlines: DrainDeadlines,
     gateway: GatewayControl,
     host: str,
     key: str | None = None,
     extra_hosts: Iterable[str] = (),
 ) -> ASGIApp:
-    """The application for an admin listener that stands on `host`.
+    """The application of an admin listener on `host`.
 
-    The caller owns `deadlines` and closes it. Without `key` nobody needs one: whether that may be
-    is for `gateway.access.exposure.admin_refusal` to say before the listener opens.
+    The caller owns `drain_deadlines` and closes it. Without `key` nobody needs one; whether that
+    is safe, `gateway.access.exposure.admin_listener_problem` decides before the listener opens.
     """
     nodes = NodeEndpoints(fleet, drain_deadlines)
     requests = RequestEndpoints(registry, scheduler)
     configuration = ConfigEndpoints(gateway)
-    status = StatusEndpoints(fleet, scheduler, registry, gateway, totals)
+    health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing)
+    status = StatusEndpoints(fleet, scheduler, registry, gateway, metrics, health)
 
     async def index(_: Request) -> Response:
         return PlainTextResponse(INDEX_PAGE)
@@ -78,8 +77,8 @@ def admin_app(
         for method, path, endpoint in (
             ("GET", "/", index),
             ("GET", "/metrics", scrape),
-            ("GET", "/health", status.health),
-            ("GET", "/ready", status.ready),
+            ("GET", "/health", health.health),
+            ("GET", "/ready", health.ready),
             ("GET", "/admin/status", status.status),
             ("GET", "/admin/nodes", nodes.list),
             ("GET", "/admin/nodes/{name}", nodes.show),

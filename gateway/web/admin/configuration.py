@@ -1,4 +1,4 @@
-"""`/admin/config` and `/admin/reload`: the settings in force, and reading the files again."""
+"""`/admin/config` and `/admin/reload`: show the settings in force, and reload both files."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from gateway.web.admin.control import GatewayControl
 from gateway.web.asgi import JsonResponse
 
 MOST_LISTED_PROBLEMS = 50
-"""Problems that are told one by one."""
+"""Most problems that a response lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigEndpoints:
-    """The endpoints."""
+    """The endpoints of the configuration."""
 
     gateway: GatewayControl
 
     async def show(self, _: Request) -> Response:
-        """The settings in force, secrets masked."""
+        """The settings in force, with secrets masked."""
         return JsonResponse(masked_settings(self.gateway.settings))
 
     async def reload(self, _: Request) -> Response:
-        """Read both files again: what has changed, or every problem of the one that is invalid."""
+        """Reload both files: what has changed, or every problem of the one that is invalid."""
         before = self.gateway.settings
         try:
-            done = await self.gateway.reload()
+            result = await self.gateway.reload()
         except ConfigError as error:
             return _invalid(str(error.problems[0]), error.problems)
         except OSError as error:
             return _invalid(single_line(str(error)), ())
-        nodes = done.inventory
+        nodes = result.inventory
         return JsonResponse(
             {
                 "nodes": {
@@ -49,7 +49,7 @@ class ConfigEndpoints:
                 },
                 "settings": {
                     "changed": changed_keys(before, self.gateway.settings),
-                    "needs_restart": done.settings.needs_restart,
+                    "needs_restart": result.settings.needs_restart,
                 },
             }
         )
@@ -67,7 +67,7 @@ def _invalid(first: str, problems: Sequence[Problem]) -> Response:
     error = GatewayError(
         422, "invalid_configuration", f"A file is invalid and has changed nothing: {first}{more}"
     )
-    listed = [
+    listed_problems = [
         {
             "file": str(problem.file),
             "line": problem.line or None,
@@ -77,6 +77,6 @@ def _invalid(first: str, problems: Sequence[Problem]) -> Response:
         }
         for problem in problems[:MOST_LISTED_PROBLEMS]
     ]
-    body = msgspec.json.encode({"error": openai_error(error), "problems": listed})
+    body = msgspec.json.encode({"error": openai_error(error), "problems": listed_problems})
     headers = {"x-gateway-reason": error.code}
     return Response(body, error.status, headers, media_type="application/json")

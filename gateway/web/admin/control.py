@@ -1,4 +1,4 @@
-"""What the admin listener needs of the process that it stands in."""
+"""The interface of the running gateway that the admin listener uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway.events import InventoryChanged, SettingsChanged
 
 @dataclass(frozen=True, slots=True)
 class ReloadResult:
-    """What came of reading both files again."""
+    """The changes of a successful reload."""
 
     inventory: InventoryChanged
     settings: SettingsChanged
@@ -31,31 +31,31 @@ class GatewayControl(Protocol):
 
     @property
     def started_at(self) -> float:
-        """When the process began to serve, by `clock`."""
+        """When the gateway started, by `clock`."""
 
     @property
     def version(self) -> str:
-        """The gateway's own."""
+        """The gateway's version."""
 
     @property
     def inventory_error(self) -> str | None:
-        """What is wrong with the inventory on disk, while an older one is in force."""
+        """The problems of the inventory on disk, while an older one is in force."""
 
     @property
     def settings_error(self) -> str | None:
-        """What is wrong with the settings on disk, while older ones are in force."""
+        """The problems of the settings on disk, while older ones are in force."""
 
     @property
     def keys_lost(self) -> str | None:
-        """Why the public listener lets nobody in though it listens; None: it does."""
+        """Why the public listener refuses every request; None: it does not."""
 
     @property
     def closing(self) -> bool:
-        """Whether it is shutting down."""
+        """Whether the gateway is shutting down."""
 
     async def reload(self) -> ReloadResult:
-        """Read the inventory and the settings again and put them in force.
+        """Reload the inventory and the settings.
 
-        Raises: ConfigError, or OSError where a TLS file can't be used; the file that is to blame
-        has changed nothing then.
+        Raises: ConfigError, or OSError if a TLS file can't be used; then the file with the problem
+        has changed nothing.
         """

@@ -1,4 +1,4 @@
-"""Who may ask the admin listener: a key's holder, by the listener's name, from no other page."""
+"""Protects the admin listener: by its key, by `Host`, and against pages of other origins."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.errors import GatewayError
-from gateway.web.asgi import error_response, truncate_echo
+from gateway.errors import GatewayError, truncate_echo
+from gateway.web.asgi import error_response
 from gateway.web.origins import AllowedHosts, is_same_origin
 
 KEYLESS_PATHS = frozenset({"/health", "/ready"})
-"""Paths that need no key: balancers and supervisors ask them, and they tell nothing."""
+"""Paths that need no key: load balancers and supervisors use them, and they reveal nothing."""
 
 
 class AdminGuard:
-    """Lets the right requests through to `app` and refuses the others.
+    """Passes permitted requests to `app` and refuses all others.
 
-    `names` are hosts that the listener may be asked by, besides loopback ones and the address
-    that a connection came to. With `key`, every path but `OPEN` needs it.
+    `names` are permitted hosts, besides loopback names and the address that the client connected
+    to. With `key`, every path but `KEYLESS_PATHS` needs it.
     """
 
     def __init__(self, app: ASGIApp, *, key: str | None, names: Iterable[str]) -> None:
@@ -30,7 +30,7 @@ class AdminGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            error = self._objection(scope)
+            error = self._check(scope)
             if error is not None:
                 response = error_response(error, scope)
                 if error.status == 401:
@@ -39,7 +39,7 @@ class AdminGuard:
                 return
         await self._app(scope, receive, send)
 
-    def _objection(self, scope: Scope) -> GatewayError | None:
+    def _check(self, scope: Scope) -> GatewayError | None:
         hosts = _values(scope, b"host")
         host = hosts[0] if len(hosts) == 1 else ""
         server = scope.get("server")
@@ -47,7 +47,7 @@ class AdminGuard:
             return GatewayError(
                 403,
                 "host_not_allowed",
-                f"The admin listener is not asked by the host '{truncate_echo(host)}': ask by its "
+                f"The admin listener does not answer to the host '{truncate_echo(host)}': use its "
                 "address, or add the name to admin.hosts in the settings.",
             )
         for origin in _values(scope, b"origin"):
@@ -57,18 +57,18 @@ class AdminGuard:
                     "origin_not_allowed",
                     f"Pages of '{truncate_echo(origin)}' may not use the admin listener.",
                 )
-        if self._key is None or scope["path"] in KEYLESS_PATHS or self._unlocks(scope):
+        if self._key is None or scope["path"] in KEYLESS_PATHS or self._has_key(scope):
             return None
         return GatewayError(
             401,
             "invalid_api_key",
-            "No valid admin key was sent. Send the one of admin.key_file as "
+            "No valid admin key was sent. Send the key of admin.key_file as "
             "'Authorization: Bearer ...'.",
         )
 
-    def _unlocks(self, scope: Scope) -> bool:
-        fields = _values(scope, b"authorization")
-        scheme, _, key = (fields[0] if len(fields) == 1 else "").strip().partition(" ")
+    def _has_key(self, scope: Scope) -> bool:
+        values = _values(scope, b"authorization")
+        scheme, _, key = (values[0] if len(values) == 1 else "").strip().partition(" ")
         same = hmac.compare_digest(_digest(key.strip().encode("latin-1")), self._key or b"")
         return same and scheme.lower() == "bearer"
 

@@ -1,4 +1,4 @@
-"""`/admin/requests`: what waits and runs, never its text, and how to end one."""
+"""`/admin/requests`: list requests in flight, without their text, and cancel one."""
 
 from __future__ import annotations
 
@@ -8,53 +8,57 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, truncate_echo
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.waiters import QueuePosition
-from gateway.web.asgi import JsonResponse, truncate_echo
+from gateway.web.asgi import JsonResponse
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEndpoints:
-    """The endpoints."""
+    """The endpoints of requests in flight."""
 
     registry: InFlightRegistry
     scheduler: Scheduler
 
     async def list(self, _: Request) -> Response:
-        """All of them, oldest first."""
-        queued = {waiting.request.id: waiting for waiting in self.scheduler.queue_positions()}
+        """All requests, queued and running, the oldest first."""
+        queued = {place.request.id: place for place in self.scheduler.queue_positions()}
         now = self.scheduler.clock()
-        shown = [request_json(live, queued.get(live.request.id), now) for live in self.registry]
-        return JsonResponse({"requests": shown})
+        requests = [
+            request_json(in_flight, queued.get(in_flight.request.id), now)
+            for in_flight in self.registry
+        ]
+        return JsonResponse({"requests": requests})
 
     async def cancel(self, request: Request) -> Response:
-        """End one, by its own id or by its `X-Request-ID` if no other has the same."""
+        """Cancel a request by its id, or by its `X-Request-ID` if no other request has the same."""
         name = request.path_params["id"]
-        live = self.registry.find(name)
-        if live is None:
+        in_flight = self.registry.find(name)
+        if in_flight is None:
             raise GatewayError(
                 404,
                 "request_not_found",
                 f"No request '{truncate_echo(name)}' waits or runs, or several have this "
-                f"X-Request-ID. "
-                "GET /admin/requests lists them.",
+                "X-Request-ID. GET /admin/requests lists them.",
                 param="id",
             )
-        if not self.scheduler.refuse(live.request.id, cancelled_by_operator()):
-            live.cancel(cancelled_by_operator())
-        return JsonResponse(
-            {"id": live.request.id, "request_id": live.request.x_request_id, "cancelled": True}
-        )
+        request_id, x_request_id = in_flight.request.id, in_flight.request.x_request_id
+        if not self.scheduler.refuse(request_id, cancelled_by_operator()):
+            in_flight.cancel(cancelled_by_operator())
+        return JsonResponse({"id": request_id, "request_id": x_request_id, "cancelled": True})
 
 
 def request_json(
-    live: InFlightRequest, waiting: QueuePosition | None, now: float
+    in_flight: InFlightRequest, place: QueuePosition | None, now: float
 ) -> dict[str, Any]:
-    """One request as the admin API shows it. Seconds, tokens."""
-    request, record = live.request, live.record
-    queued = record.queue_seconds + (0.0 if waiting is None else waiting.waited_seconds)
+    """A request as the admin API shows it; `place` in the queue is None if it runs.
+
+    Times are in seconds, sizes in tokens.
+    """
+    request, record = in_flight.request, in_flight.record
+    queued = record.queue_seconds + (0.0 if place is None else place.waited_seconds)
     return {
         "id": request.id,
         "request_id": request.x_request_id,
@@ -62,9 +66,9 @@ def request_json(
         "class": request.priority.label,
         "model": request.model,
         "caller": request.caller.id,
-        "state": "running" if waiting is None else "waiting",
-        "position": None if waiting is None else waiting.position,
-        "expected_start": None if waiting is None else _rounded(waiting.expected_seconds),
+        "state": "running" if place is None else "waiting",
+        "position": None if place is None else place.position,
+        "expected_start": None if place is None else _rounded(place.expected_seconds),
         "node": record.node,
         "attempts": record.attempts,
         "slots": request.slots,
@@ -80,7 +84,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def cancelled_by_operator() -> GatewayError:
-    """503: not to be repeated, whoever sent it should not send it again by itself."""
+    """503: an operator has cancelled the request; clients should not retry by themselves."""
     return GatewayError(
         503,
         "cancelled",

@@ -1,8 +1,9 @@
-"""`/admin/status`: the gateway on one page."""
+"""`/admin/status`, and the state of the gateway that `/metrics` reports at each scrape."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -10,52 +11,41 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.errors import GatewayError
 from gateway.fleet.fleet import Fleet
+from gateway.observe.metrics import Metrics, MetricsSnapshot, NodeSample
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.request import Priority
 from gateway.scheduling.scheduler import Scheduler
 from gateway.web.admin.control import GatewayControl
-from gateway.web.admin.metrics_source import Totals
-from gateway.web.asgi import JsonResponse
-from gateway.web.readiness import readiness_error
+from gateway.web.asgi import HealthEndpoints, JsonResponse
 
 MOST_LISTED_WAITING = 100
-"""Waiting requests that are listed; `queue` counts them all."""
+"""Most queued requests that are listed; `queue` counts them all."""
+
+CLIENT_CLOSED_STATUS = 499
 
 
 @dataclass(frozen=True, slots=True)
 class StatusEndpoints:
-    """The endpoints."""
+    """The endpoint of the gateway's status."""
 
     fleet: Fleet
     scheduler: Scheduler
     registry: InFlightRegistry
     gateway: GatewayControl
-    totals: Totals
-
-    async def health(self, _: Request) -> Response:
-        """While the process lives."""
-        return JsonResponse({"status": "ok"})
-
-    async def ready(self, _: Request) -> Response:
-        """While work may be sent here."""
-        error = self._unreadiness()
-        if error is not None:
-            raise error
-        return JsonResponse({"status": "ready"})
+    metrics: Metrics
+    health: HealthEndpoints
 
     async def status(self, _: Request) -> Response:
-        """Everything at a glance."""
-        control, nodes = self.gateway, self.fleet.nodes.values()
-        scheduler = self.scheduler
+        """The gateway on one page."""
+        gateway, scheduler, nodes = self.gateway, self.scheduler, self.fleet.nodes.values()
         has_gpu = scheduler.fleet_sync.has_gpu_tier
-        depths, error = scheduler.depths(), self._unreadiness()
-        uptime = control.clock() - control.started_at
+        depths, error = scheduler.depths(), self.health.readiness_error()
+        uptime = gateway.clock() - gateway.started_at
         started = datetime.now(UTC) - timedelta(seconds=uptime)
         return JsonResponse(
             {
-                "version": control.version,
+                "version": gateway.version,
                 "started_at": started.isoformat(timespec="seconds").replace("+00:00", "Z"),
                 "uptime": round(uptime, 3),
                 "ready": error is None,
@@ -63,32 +53,81 @@ class StatusEndpoints:
                 "in_flight": len(self.registry),
                 "queue": {priority.label: depths[priority] for priority in Priority},
                 "waiting": self._waiting(),
-                "hybrid": scheduler.tier_policy.view(control.clock()) if has_gpu else None,
-                "totals": self.totals.as_json(),
+                "hybrid": scheduler.tier_policy.view(gateway.clock()) if has_gpu else None,
+                "totals": totals_json(self.metrics),
                 "nodes": dict(Counter(node.state.value for node in nodes)),
                 "slots_total": sum(node.slots_total for node in nodes),
                 "slots_busy": sum(node.slots_busy for node in nodes),
-                "inventory_error": control.inventory_error,
-                "settings_error": control.settings_error,
-                "keys_lost": control.keys_lost,
+                "inventory_error": gateway.inventory_error,
+                "settings_error": gateway.settings_error,
+                "keys_lost": gateway.keys_lost,
             }
         )
 
     def _waiting(self) -> list[dict[str, Any]]:
         return [
             {
-                "position": waiting.position,
-                "seconds": round(waiting.waited_seconds, 3),
-                "class": waiting.request.priority.label,
-                "model": waiting.request.model,
-                "expected_start": _rounded(waiting.expected_seconds),
+                "position": place.position,
+                "seconds": round(place.waited_seconds, 3),
+                "class": place.request.priority.label,
+                "model": place.request.model,
+                "expected_start": (
+                    None if place.expected_seconds is None else round(place.expected_seconds, 3)
+                ),
             }
-            for waiting in self.scheduler.queue_positions(MOST_LISTED_WAITING)
+            for place in self.scheduler.queue_positions(MOST_LISTED_WAITING)
         ]
 
-    def _unreadiness(self) -> GatewayError | None:
-        return readiness_error(self.fleet, self.scheduler, closing=self.gateway.closing)
+
+def totals_json(metrics: Metrics) -> dict[str, Any]:
+    """Counts of all requests that have ended. A client that disconnected is not a failure."""
+    statuses: Counter[int] = Counter()
+    prompt = completion = 0
+    for status, counts in metrics.counts_by_status():
+        statuses[status] += counts.requests
+        prompt += counts.prompt
+        completion += counts.completion
+    failures = {
+        str(status): count
+        for status, count in sorted(statuses.items())
+        if status >= 400 and status != CLIENT_CLOSED_STATUS
+    }
+    return {
+        "requests": statuses.total(),
+        "failures": sum(failures.values()),
+        "failures_by_code": failures,
+        "clients_left": statuses[CLIENT_CLOSED_STATUS],
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+    }
 
 
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 3)
+@dataclass(frozen=True, slots=True)
+class MetricsSource:
+    """Reads the state of the gateway for `Metrics`, at each scrape."""
+
+    fleet: Fleet
+    scheduler: Scheduler
+    registry: InFlightRegistry
+    inventory_error: Callable[[], str | None]
+    retries_left: Callable[[], int]
+
+    def __call__(self) -> MetricsSnapshot:
+        """The state now."""
+        return MetricsSnapshot(
+            nodes=[
+                NodeSample(
+                    name=node.name,
+                    state=node.state.value,
+                    slots_total=node.slots_total,
+                    slots_busy=node.slots_busy,
+                    decode_tps=node.speed.decode_tps,
+                    prefill_tps=node.speed.prefill_tps,
+                )
+                for node in self.fleet.nodes.values()
+            ],
+            queue=self.scheduler.depths(),
+            in_flight=len(self.registry),
+            inventory_error=self.inventory_error() is not None,
+            retry_budget=self.retries_left(),
+        )

@@ -14,7 +14,7 @@ from gateway.tools.simulate.knowledge import LearntKnowledge
 from gateway.tools.simulate.server import SimulatedMachine
 from gateway.tools.simulate.simulation import simulate
 from gateway.tools.simulate.traffic import Traffic, generate
-from tests.counting import instructions
+from tests.calls import count_calls
 from tests.tools.simulate.build import job, machine, trace
 
 FLEET = [SimulatedMachine(f"fast{i}", 2, 600.0, 40.0) for i in range(4)] + [
@@ -128,8 +128,6 @@ def test_a_request_is_little_more_work_among_ten_times_the_nodes() -> None:
         fleet += [SimulatedMachine(f"slow{i}", 2, 240.0, 16.0) for i in range(3 * nodes // 10)]
         traffic = Traffic(requests=400, rate=0.16 * nodes, answer=172.0, tenants=120)
         trace = generate(traffic, 1)
-        return (
-            instructions(lambda: simulate(trace, fleet, build_front("least_finish", fleet))) / 400
-        )
+        return count_calls(lambda: simulate(trace, fleet, build_front("least_finish", fleet))) / 400
 
     assert work(1000) < 1.5 * work(100)

@@ -6,33 +6,32 @@ from pathlib import Path
 import httpx
 
 from gateway.access.keys import new_key
-from gateway.app import Gateway
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, running_gateway
 from tests.virtual import in_virtual_time
-from tests.web.build import a_house, error_of
+from tests.web.bare_gateway import bare_gateway, error_of
 
 
 @in_virtual_time
-async def test_the_settings_in_force_are_told_with_secrets_masked() -> None:
+async def test_the_settings_in_force_are_shown_with_secrets_masked() -> None:
     key = new_key("team")
     settings = {
         "keys": [{"id": key.id, "sha256": key.sha256}],
         "queue": {"max": 7},
         "cors": {"origins": ["https://chat.example.org"]},
     }
-    async with a_house(settings=settings) as house:
-        response = await house.admin.get("/admin/config")
-    told = response.json()
-    assert told["queue"]["max"] == 7
-    assert told["keys"][0]["id"] == "team"
-    assert told["listen"]["port"] == 8000
+    async with bare_gateway(settings=settings) as gateway:
+        response = await gateway.admin.get("/admin/config")
+    result = response.json()
+    assert result["queue"]["max"] == 7
+    assert result["keys"][0]["id"] == "team"
+    assert result["listen"]["port"] == 8000
     assert key.sha256 not in response.text
 
 
-async def unwatched(gateway: Gateway) -> None:
-    """Let nobody but the admin API read the files again."""
-    watching = [task for task in gateway._tasks if task.get_name() == "watch the files"]
+async def unwatched() -> None:
+    """Let nothing but the admin API reload the files."""
+    watching = [task for task in asyncio.all_tasks() if task.get_name() == "watch the files"]
     assert watching
     for task in watching:
         task.cancel()
@@ -40,14 +39,14 @@ async def unwatched(gateway: Gateway) -> None:
 
 
 @in_virtual_time
-async def test_a_reload_tells_what_has_changed_and_what_needs_a_restart(tmp_path: Path) -> None:
+async def test_a_reload_reports_changes_and_what_needs_a_restart(tmp_path: Path) -> None:
     async with (
         EmulatedNode() as one,
         EmulatedNode() as two,
         running_gateway(tmp_path, [one.url, "http://127.0.0.1:9"]) as running,
         httpx.AsyncClient(base_url=running.admin_url, trust_env=False, verify=NO_TLS) as admin,
     ):
-        await unwatched(running.gateway)
+        await unwatched()
         running.write_nodes(
             [{"name": "node-0", "url": one.url, "slots": 2}, {"name": "fresh", "url": two.url}]
         )
@@ -81,7 +80,7 @@ async def test_an_invalid_file_is_422_with_every_problem_and_changes_nothing(
         running_gateway(tmp_path, [one.url]) as running,
         httpx.AsyncClient(base_url=running.admin_url, trust_env=False, verify=NO_TLS) as admin,
     ):
-        await unwatched(running.gateway)
+        await unwatched()
         running.write_nodes(
             [{"name": "x", "url": one.url, "slotz": 2}, {"name": "y", "url": "ftp://z"}]
         )

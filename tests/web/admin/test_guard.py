@@ -35,7 +35,7 @@ async def ask(
     method: str = "GET",
     headers: Sequence[tuple[str, str]] = (),
 ) -> httpx.Response:
-    """Through the guard; without `host` among the headers a loopback one is sent."""
+    """A request through the guard; `Host` is a loopback one unless the headers have one."""
     guard = AdminGuard(PlainTextResponse("inside"), key=key, names=names)
 
     async def app(scope: Scope, receive: object, send: object) -> None:
@@ -65,19 +65,19 @@ def refused(response: httpx.Response, status: int, code: str) -> bool:
     "host",
     ["127.0.0.1:8001", "127.0.0.1", "localhost:8001", "LocalHost", "[::1]:8001", "127.1.2.3"],
 )
-async def test_a_loopback_host_is_good_whatever_the_port(host: str) -> None:
+async def test_loopback_hosts_are_allowed_with_any_port(host: str) -> None:
     assert passed(await ask(headers=[("host", host)]))
 
 
 @pytest.mark.parametrize(
     "host", ["10.0.0.5:8001", "Gateway.Example:1", "gateway.example.", "[2001:DB8:0::1]:8001"]
 )
-async def test_the_listeners_own_names_are_good(host: str) -> None:
+async def test_the_listeners_own_names_are_allowed(host: str) -> None:
     names = ("10.0.0.5", "gateway.example", "2001:db8::1")
     assert passed(await ask(names=names, headers=[("host", host)]))
 
 
-async def test_the_address_a_connection_came_to_is_good() -> None:
+async def test_the_address_that_was_connected_to_is_allowed() -> None:
     asked = [("host", "10.0.0.5:8001")]
     assert passed(await ask(names=("0.0.0.0",), server=("10.0.0.5", 8001), headers=asked))
     assert passed(await ask(names=("::",), server=("::ffff:10.0.0.5", 8001), headers=asked))
@@ -91,7 +91,7 @@ async def test_any_other_host_is_refused(host: str) -> None:
         assert refused(response, 403, "host_not_allowed"), path
 
 
-async def test_a_name_that_the_server_field_repeats_is_not_believed() -> None:
+async def test_a_host_is_not_allowed_because_the_scope_repeats_it() -> None:
     response = await ask(server=("evil.example", 80), headers=[("host", "evil.example")])
     assert refused(response, 403, "host_not_allowed")
 
@@ -115,7 +115,7 @@ async def test_two_hosts_are_refused() -> None:
         ("gateway.example", "http://gateway.example:80"),
     ],
 )
-async def test_a_page_of_the_listener_itself_may_ask(host: str, origin: str) -> None:
+async def test_a_page_of_the_listener_itself_is_allowed(host: str, origin: str) -> None:
     response = await ask(
         names=("gateway.example",), method="POST", headers=[("host", host), ("origin", origin)]
     )
@@ -138,13 +138,13 @@ async def test_a_page_of_the_listener_itself_may_ask(host: str, origin: str) -> 
         "\xe9://x",
     ],
 )
-async def test_a_page_of_another_origin_may_not_even_read(origin: str) -> None:
+async def test_a_page_of_another_origin_is_refused(origin: str) -> None:
     for method in ("GET", "POST", "DELETE"):
         response = await ask(method=method, headers=[("origin", origin)])
         assert refused(response, 403, "origin_not_allowed"), method
 
 
-async def test_one_foreign_origin_among_two_is_enough() -> None:
+async def test_one_foreign_origin_of_two_is_refused() -> None:
     both = [("origin", "http://127.0.0.1:8001"), ("origin", "https://evil.example")]
     assert refused(await ask(headers=both), 403, "origin_not_allowed")
 
@@ -153,14 +153,14 @@ async def test_one_foreign_origin_among_two_is_enough() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
-async def test_the_key_opens(scheme: str) -> None:
+async def test_the_right_key_is_accepted(scheme: str) -> None:
     assert passed(await ask(key=KEY, headers=[("authorization", f"{scheme} {KEY}")]))
 
 
 @pytest.mark.parametrize(
     "value", [None, "", KEY, f"Basic {KEY}", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", "Bearer"]
 )
-async def test_without_the_key_nothing_is_told(value: str | None) -> None:
+async def test_without_the_key_nothing_is_revealed(value: str | None) -> None:
     headers = [] if value is None else [("authorization", value)]
     for path in ("/metrics", "/admin/status", "/", "/nothing", "/ready/"):
         response = await ask(path, key=KEY, headers=headers)
@@ -186,5 +186,5 @@ async def test_the_key_does_not_make_up_for_a_foreign_host_or_origin() -> None:
     )
 
 
-async def test_without_a_key_set_none_is_asked_for() -> None:
+async def test_without_a_configured_key_none_is_needed() -> None:
     assert passed(await ask(headers=[("authorization", "Bearer whatever")]))

@@ -11,39 +11,41 @@ import pytest
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
 from tests.virtual import in_virtual_time
-from tests.web.build import House, a_house, error_of
+from tests.web.bare_gateway import BareGateway, bare_gateway, error_of
 
 SECRET = "the launch code is 7391"
 
 
 @asynccontextmanager
-async def a_slow_house(**settings: Any) -> AsyncIterator[tuple[House, EmulatedNode]]:
+async def slow_gateway(**settings: Any) -> AsyncIterator[tuple[BareGateway, EmulatedNode]]:
     """One node with one slot, busy for minutes with each request."""
     async with (
         EmulatedNode(slots=1, decode_tps=10, answer_tokens=2000) as node,
-        a_house(a_spec("a", node.url), settings=settings, serving=True) as house,
+        bare_gateway(a_spec("a", node.url), settings=settings, serving=True) as gateway,
     ):
-        yield house, node
+        yield gateway, node
 
 
-async def listed(house: House) -> list[dict[str, Any]]:
-    requests: list[dict[str, Any]] = (await house.admin.get("/admin/requests")).json()["requests"]
+async def listed(gateway: BareGateway) -> list[dict[str, Any]]:
+    requests: list[dict[str, Any]] = (await gateway.admin.get("/admin/requests")).json()["requests"]
     return requests
 
 
-async def cancel(house: House, name: str) -> httpx.Response:
-    return await house.admin.delete(f"/admin/requests/{name}")
+async def cancel(gateway: BareGateway, name: str) -> httpx.Response:
+    return await gateway.admin.delete(f"/admin/requests/{name}")
 
 
-async def start(house: House, node: EmulatedNode, **body: Any) -> asyncio.Task[httpx.Response]:
-    """A request that has come as far as it can: to a slot, or into the queue."""
-    before = len(house.registry)
+async def start(
+    gateway: BareGateway, node: EmulatedNode, **body: Any
+) -> asyncio.Task[httpx.Response]:
+    """A request that has got a slot, or a place in the queue."""
+    before = len(gateway.registry)
     waits = node.busy > 0
-    queued = len(house.scheduler.queue_positions())
-    task = asyncio.create_task(house.chat(SECRET, **body))
-    await house.until(lambda: len(house.registry) == before + 1)
-    await house.until(
-        lambda: len(house.scheduler.queue_positions()) == queued + 1 if waits else node.busy == 1
+    queued = len(gateway.scheduler.queue_positions())
+    task = asyncio.create_task(gateway.chat(SECRET, **body))
+    await gateway.until(lambda: len(gateway.registry) == before + 1)
+    await gateway.until(
+        lambda: len(gateway.scheduler.queue_positions()) == queued + 1 if waits else node.busy == 1
     )
     return task
 
@@ -55,20 +57,24 @@ async def end(*tasks: asyncio.Task[httpx.Response]) -> None:
 
 
 @in_virtual_time
-async def test_what_runs_and_what_waits_is_told_without_its_text() -> None:
-    async with a_slow_house(models={"alias": {"use": "demo"}}) as (house, node):
-        first = await start(house, node, stream=True, headers={"x-request-id": "one"})
+async def test_running_and_queued_requests_are_listed_without_their_text() -> None:
+    async with slow_gateway(models={"alias": {"use": "demo"}}) as (gateway, node):
+        first = await start(gateway, node, stream=True, headers={"x-request-id": "one"})
         second = await start(
-            house, node, model="alias", n=1, headers={"x-request-id": "two", "x-priority": "batch"}
+            gateway,
+            node,
+            model="alias",
+            n=1,
+            headers={"x-request-id": "two", "x-priority": "batch"},
         )
-        text = (await house.admin.get("/admin/requests")).text
-        running, waiting = await listed(house)
+        text = (await gateway.admin.get("/admin/requests")).text
+        running, waiting = await listed(gateway)
         await end(first, second)
-        await house.until(lambda: len(house.registry) == 0)
-        assert await listed(house) == []
+        await gateway.until(lambda: len(gateway.registry) == 0)
+        assert await listed(gateway) == []
     assert SECRET not in text
-    told = {key: running[key] for key in ("request_id", "state", "position", "node", "attempts")}
-    assert told == {
+    result = {key: running[key] for key in ("request_id", "state", "position", "node", "attempts")}
+    assert result == {
         "request_id": "one",
         "state": "running",
         "position": None,
@@ -87,15 +93,15 @@ async def test_what_runs_and_what_waits_is_told_without_its_text() -> None:
 
 @in_virtual_time
 async def test_a_waiting_request_can_be_cancelled() -> None:
-    async with a_slow_house() as (house, node):
-        first = await start(house, node)
-        second = await start(house, node)
-        name = (await listed(house))[1]["id"]
-        answer = await cancel(house, name)
+    async with slow_gateway() as (gateway, node):
+        first = await start(gateway, node)
+        second = await start(gateway, node)
+        name = (await listed(gateway))[1]["id"]
+        answer = await cancel(gateway, name)
         refused = await asyncio.wait_for(second, 30)
         assert not first.done()
-        assert house.scheduler.queue_positions() == []
-        assert [one["id"] for one in await listed(house)] != [name]
+        assert gateway.scheduler.queue_positions() == []
+        assert [one["id"] for one in await listed(gateway)] != [name]
         await end(first)
     assert answer.json()["id"] == name
     assert answer.json()["cancelled"] is True
@@ -106,12 +112,12 @@ async def test_a_waiting_request_can_be_cancelled() -> None:
 
 @in_virtual_time
 async def test_a_running_request_can_be_cancelled() -> None:
-    async with a_slow_house() as (house, node):
-        task = await start(house, node)
-        assert (await cancel(house, (await listed(house))[0]["id"])).status_code == 200
+    async with slow_gateway() as (gateway, node):
+        task = await start(gateway, node)
+        assert (await cancel(gateway, (await listed(gateway))[0]["id"])).status_code == 200
         refused = await asyncio.wait_for(task, 30)
-        assert house["a"].failures == 0, "no fault of the node's"
-        event = house.ended[-1]
+        assert gateway["a"].failures == 0, "no fault of the node's"
+        event = gateway.ended[-1]
     assert (refused.status_code, error_of(refused)["code"]) == (503, "cancelled")
     assert "operator" in error_of(refused)["message"]
     assert (event.status, event.reason) == (503, "cancelled")
@@ -119,13 +125,13 @@ async def test_a_running_request_can_be_cancelled() -> None:
 
 @in_virtual_time
 async def test_a_stream_that_is_cancelled_ends_with_its_error_event_and_frees_its_slot() -> None:
-    async with a_slow_house() as (house, node):
-        task = await start(house, node, stream=True)
-        await house.until(lambda: any(lease.last_content_at for lease in house["a"].leases))
-        await cancel(house, (await listed(house))[0]["id"])
+    async with slow_gateway() as (gateway, node):
+        task = await start(gateway, node, stream=True)
+        await gateway.until(lambda: any(lease.last_content_at for lease in gateway["a"].leases))
+        await cancel(gateway, (await listed(gateway))[0]["id"])
         response = await asyncio.wait_for(task, 30)
-        await house.until(lambda: node.busy == 0)
-        await house.until(lambda: house["a"].leased == 0)
+        await gateway.until(lambda: node.busy == 0)
+        await gateway.until(lambda: gateway["a"].leased == 0)
     assert response.status_code == 200
     assert '"code":"cancelled"' in response.text.strip().split("\n\n")[-1]
     assert "[DONE]" not in response.text
@@ -134,39 +140,39 @@ async def test_a_stream_that_is_cancelled_ends_with_its_error_event_and_frees_it
 @pytest.mark.parametrize("tag", ["mine", "a/b:c"])
 @in_virtual_time
 async def test_a_request_is_found_by_its_x_request_id_too(tag: str) -> None:
-    async with a_slow_house() as (house, node):
-        task = await start(house, node, headers={"x-request-id": tag})
-        answer = await cancel(house, tag)
+    async with slow_gateway() as (gateway, node):
+        task = await start(gateway, node, headers={"x-request-id": tag})
+        answer = await cancel(gateway, tag)
         assert (answer.status_code, answer.json()["request_id"]) == (200, tag)
         assert (await asyncio.wait_for(task, 30)).status_code == 503
 
 
 @in_virtual_time
-async def test_an_x_request_id_that_two_have_ends_neither() -> None:
-    async with a_slow_house() as (house, node):
-        first = await start(house, node, headers={"x-request-id": "same"})
-        second = await start(house, node, headers={"x-request-id": "same"})
-        answer = await cancel(house, "same")
+async def test_an_x_request_id_of_two_requests_cancels_neither() -> None:
+    async with slow_gateway() as (gateway, node):
+        first = await start(gateway, node, headers={"x-request-id": "same"})
+        second = await start(gateway, node, headers={"x-request-id": "same"})
+        answer = await cancel(gateway, "same")
         assert (answer.status_code, error_of(answer)["code"]) == (404, "request_not_found")
-        assert len(await listed(house)) == 2
+        assert len(await listed(gateway)) == 2
         await end(first, second)
 
 
 @in_virtual_time
-async def test_an_unknown_request_is_404_and_nothing_but_delete_is_for_one() -> None:
-    async with a_house() as house:
-        answer = await cancel(house, "nobody")
+async def test_an_unknown_request_is_404_and_other_methods_are_405() -> None:
+    async with bare_gateway() as gateway:
+        answer = await cancel(gateway, "nobody")
         assert (answer.status_code, error_of(answer)["code"]) == (404, "request_not_found")
-        other = await house.admin.get("/admin/requests/nobody")
+        other = await gateway.admin.get("/admin/requests/nobody")
         assert (other.status_code, other.headers["allow"]) == (405, "DELETE")
 
 
 @in_virtual_time
-async def test_what_is_cancelled_twice_is_cancelled() -> None:
-    async with a_slow_house() as (house, node):
-        task = await start(house, node)
-        name = (await listed(house))[0]["id"]
-        answers = await asyncio.gather(cancel(house, name), cancel(house, name))
+async def test_cancelling_twice_is_no_error() -> None:
+    async with slow_gateway() as (gateway, node):
+        task = await start(gateway, node)
+        name = (await listed(gateway))[0]["id"]
+        answers = await asyncio.gather(cancel(gateway, name), cancel(gateway, name))
         assert answers[0].status_code == 200
         assert {answer.status_code for answer in answers} <= {200, 404}
         assert (await asyncio.wait_for(task, 30)).status_code == 503

@@ -12,32 +12,32 @@ from gateway.web.admin.status import MOST_LISTED_WAITING
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
 from tests.virtual import in_virtual_time
-from tests.web.build import House, a_house, error_of
+from tests.web.bare_gateway import BareGateway, bare_gateway, error_of
 
 DEAD = "http://127.0.0.1:9"
 
 
 @in_virtual_time
-async def test_status_tells_the_gateway_on_one_page() -> None:
+async def test_status_shows_the_gateway_on_one_page() -> None:
     async with (
         EmulatedNode(slots=2) as node,
-        a_house(
+        bare_gateway(
             *(
                 a_spec("a", node.url),
                 a_spec("b", DEAD, model="demo"),
                 a_spec("c", DEAD, model="demo"),
             ),
             serving=True,
-        ) as house,
+        ) as gateway,
     ):
-        assert (await house.chat()).status_code == 200
-        assert (await house.chat(model="nobody-has-it")).status_code == 404
+        assert (await gateway.chat()).status_code == 200
+        assert (await gateway.chat(model="nobody-has-it")).status_code == 404
         await asyncio.sleep(3.0)
-        status = (await house.admin.get("/admin/status")).json()
-        house.inventory_error = "nodes.yaml:3: nodes[0].slots: must be a number"
-        house.settings_error = "gateway.yaml:1: models: must be a mapping"
-        house.edge.closing = True
-        later = (await house.admin.get("/admin/status")).json()
+        status = (await gateway.admin.get("/admin/status")).json()
+        gateway.inventory_error = "nodes.yaml:3: nodes[0].slots: must be a number"
+        gateway.settings_error = "gateway.yaml:1: models: must be a mapping"
+        gateway.handler.begin_shutdown()
+        later = (await gateway.admin.get("/admin/status")).json()
     assert status["version"] == "1.2.3"
     assert 3.0 <= status["uptime"] < 4.0
     started = datetime.fromisoformat(status["started_at"])
@@ -58,37 +58,37 @@ async def test_status_tells_the_gateway_on_one_page() -> None:
     assert later["settings_error"] == "gateway.yaml:1: models: must be a mapping"
 
 
-async def waits(house: House, count: int) -> None:
-    await house.until(lambda: len(house.scheduler.queue_positions()) == count)
+async def waits(gateway: BareGateway, count: int) -> None:
+    await gateway.until(lambda: len(gateway.scheduler.queue_positions()) == count)
 
 
 @in_virtual_time
-async def test_status_tells_what_waits_in_its_order_up_to_a_bound() -> None:
+async def test_status_lists_queued_requests_in_order_up_to_a_limit() -> None:
     async with (
         EmulatedNode(slots=1, decode_tps=10, answer_tokens=2000) as node,
-        a_house(a_spec("a", node.url), serving=True) as house,
+        bare_gateway(a_spec("a", node.url), serving=True) as gateway,
     ):
-        tasks = [asyncio.create_task(house.chat())]
-        await house.until(lambda: node.busy == 1)
+        tasks = [asyncio.create_task(gateway.chat())]
+        await gateway.until(lambda: node.busy == 1)
         for wanted in ("batch", "urgent"):
             queued = len(tasks)
             tasks.append(
-                asyncio.create_task(house.chat("a secret", headers={"x-priority": wanted}))
+                asyncio.create_task(gateway.chat("a secret", headers={"x-priority": wanted}))
             )
-            await waits(house, queued)
-        await house.until(
-            lambda: all(one.waited_seconds > 0.001 for one in house.scheduler.queue_positions())
+            await waits(gateway, queued)
+        await gateway.until(
+            lambda: all(one.waited_seconds > 0.001 for one in gateway.scheduler.queue_positions())
         )
-        response = await house.admin.get("/admin/status")
+        response = await gateway.admin.get("/admin/status")
         few = response.json()
-        tasks += [asyncio.create_task(house.chat()) for _ in range(MOST_LISTED_WAITING)]
-        await waits(house, MOST_LISTED_WAITING + 2)
-        many = (await house.admin.get("/admin/status")).json()
+        tasks += [asyncio.create_task(gateway.chat()) for _ in range(MOST_LISTED_WAITING)]
+        await waits(gateway, MOST_LISTED_WAITING + 2)
+        many = (await gateway.admin.get("/admin/status")).json()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await house.until(lambda: len(house.registry) == 0)
-        left = (await house.admin.get("/admin/status")).json()
+        await gateway.until(lambda: len(gateway.registry) == 0)
+        left = (await gateway.admin.get("/admin/status")).json()
     assert few["queue"] == {"urgent": 1, "premium": 0, "normal": 0, "batch": 1}
     assert sorted(one["class"] for one in few["waiting"]) == ["batch", "urgent"]
     assert [one["position"] for one in few["waiting"]] == [1, 2]
@@ -106,14 +106,14 @@ async def test_status_tells_what_waits_in_its_order_up_to_a_bound() -> None:
 
 
 @in_virtual_time
-async def test_metrics_are_what_prometheus_reads() -> None:
+async def test_metrics_are_served_as_prometheus_text() -> None:
     async with (
         EmulatedNode(slots=2) as node,
-        a_house(a_spec("a", node.url), a_spec("b", DEAD), serving=True) as house,
+        bare_gateway(a_spec("a", node.url), a_spec("b", DEAD), serving=True) as gateway,
     ):
-        assert (await house.chat()).status_code == 200
-        house.inventory_error = "something"
-        response = await house.admin.get("/metrics")
+        assert (await gateway.chat()).status_code == 200
+        gateway.inventory_error = "something"
+        response = await gateway.admin.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     values = {
         (sample.name.removeprefix("llama_gateway_"), tuple(sorted(sample.labels.values()))): (
@@ -136,29 +136,32 @@ async def test_metrics_are_what_prometheus_reads() -> None:
 
 @in_virtual_time
 async def test_health_and_readiness_are_those_of_the_public_listener() -> None:
-    async with EmulatedNode() as node, a_house(a_spec("a", node.url), admin_key="k") as house:
-        assert (await house.admin.get("/health")).json() == {"status": "ok"}
-        assert (await house.admin.get("/ready")).status_code == 200
-        house.edge.closing = True
-        response = await house.admin.get("/ready")
+    async with (
+        EmulatedNode() as node,
+        bare_gateway(a_spec("a", node.url), admin_key="k") as gateway,
+    ):
+        assert (await gateway.admin.get("/health")).json() == {"status": "ok"}
+        assert (await gateway.admin.get("/ready")).status_code == 200
+        gateway.handler.begin_shutdown()
+        response = await gateway.admin.get("/ready")
     assert (response.status_code, error_of(response)["code"]) == (503, "shutting_down")
 
 
 @in_virtual_time
-async def test_the_key_that_is_set_is_asked_for_and_opens() -> None:
-    async with a_house(admin_key="a-key") as house:
+async def test_the_configured_key_is_needed_and_accepted() -> None:
+    async with bare_gateway(admin_key="a-key") as gateway:
         for path in ("/", "/metrics", "/admin/status", "/admin/nodes", "/admin/config"):
-            closed = await house.admin.get(path)
-            opened = await house.admin.get(path, headers={"authorization": "Bearer a-key"})
+            closed = await gateway.admin.get(path)
+            opened = await gateway.admin.get(path, headers={"authorization": "Bearer a-key"})
             assert (closed.status_code, opened.status_code) == (401, 200)
 
 
 @in_virtual_time
-async def test_the_names_of_the_settings_are_good_and_others_are_not() -> None:
-    async with a_house(admin_hosts=("gateway.example",)) as house:
-        good = await house.admin.get("/health", headers={"host": "gateway.example:8001"})
-        bad = await house.admin.get("/health", headers={"host": "evil.example"})
-        page = await house.admin.post("/admin/reload", headers={"origin": "https://evil.example"})
+async def test_hosts_of_the_settings_are_allowed_and_others_are_not() -> None:
+    async with bare_gateway(admin_hosts=("gateway.example",)) as gateway:
+        good = await gateway.admin.get("/health", headers={"host": "gateway.example:8001"})
+        bad = await gateway.admin.get("/health", headers={"host": "evil.example"})
+        page = await gateway.admin.post("/admin/reload", headers={"origin": "https://evil.example"})
     assert (good.status_code, bad.status_code, page.status_code) == (200, 403, 403)
     assert error_of(bad)["code"] == "host_not_allowed"
     assert error_of(page)["code"] == "origin_not_allowed"
@@ -166,13 +169,13 @@ async def test_the_names_of_the_settings_are_good_and_others_are_not() -> None:
 
 
 @in_virtual_time
-async def test_the_index_names_every_path_and_none_besides() -> None:
+async def test_the_index_lists_exactly_the_served_paths() -> None:
     paths = re.findall(r"^(GET|POST|DELETE) +(\S+)", INDEX_PAGE, re.MULTILINE)
-    async with a_house(a_spec("a", DEAD)) as house:
-        assert (await house.admin.get("/")).text == INDEX_PAGE
+    async with bare_gateway(a_spec("a", DEAD)) as gateway:
+        assert (await gateway.admin.get("/")).text == INDEX_PAGE
         for method, path in paths:
             asked = path.replace("{name}", "a").replace("{id}", "unknown")
-            wrong = await house.admin.request("PATCH", asked)
+            wrong = await gateway.admin.request("PATCH", asked)
             assert wrong.status_code == 405, asked
             assert method in wrong.headers["allow"]
     assert len(paths) == 13
@@ -180,7 +183,7 @@ async def test_the_index_names_every_path_and_none_besides() -> None:
 
 @pytest.mark.parametrize("path", ["/admin", "/admin/", "/slots", "/v1/models", "/admin/nodes/"])
 @in_virtual_time
-async def test_nothing_else_is_there(path: str) -> None:
-    async with a_house() as house:
-        response = await house.admin.get(path)
+async def test_every_other_path_is_404(path: str) -> None:
+    async with bare_gateway() as gateway:
+        response = await gateway.admin.get(path)
     assert (response.status_code, error_of(response)["code"]) == (404, "not_found")

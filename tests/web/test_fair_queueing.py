@@ -1,4 +1,4 @@
-"""Whose turn it is: classes, fair shares, reserves and deadlines, over emulated nodes."""
+"""Classes, fair shares, reserves and deadlines of the queue, over emulated nodes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORDS = [f"word{number}" for number in range(12)]
 
 @dataclass
 class Site:
-    """A gateway and a client that may have any number of connections."""
+    """A gateway, and a client with any number of connections."""
 
     running: Running
     nodes: list[EmulatedNode]
@@ -41,7 +41,7 @@ class Site:
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def body(self, tokens: int, words: int = 4, **more: Any) -> dict[str, Any]:
-        """A question that no other request has asked."""
+        """A prompt that no other request has sent."""
         text = " ".join(WORDS[i % len(WORDS)] for i in range(words))
         message = {"role": "user", "content": f"{next(self.numbers)} {text}"}
         return {"messages": [message], "max_tokens": tokens, **more}
@@ -105,7 +105,7 @@ async def ended(tasks: list[asyncio.Task[Any]]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @in_virtual_time
-async def test_urgent_requests_hardly_notice_a_fleet_that_is_overloaded(tmp_path: Path) -> None:
+async def test_urgent_requests_hardly_wait_on_an_overloaded_fleet(tmp_path: Path) -> None:
     rng = random.Random(3)
     nodes = [EmulatedNode(slots=2, prefill_tps=600.0, decode_tps=150.0) for _ in range(2)]
     releases: list[float] = []
@@ -116,7 +116,7 @@ async def test_urgent_requests_hardly_notice_a_fleet_that_is_overloaded(tmp_path
 
     async with a_site(tmp_path, *nodes) as site:
         idle = [await site.first_content(2, 60, x_priority="urgent") for _ in range(9)]
-        # A request takes 0.22 s or so on one of four slots: 18 a second are served, 27 come.
+        # A request takes 0.22 s or so on one of four slots: 18 a second are served, 27 arrive.
         tasks: list[asyncio.Task[Any]] = []
         urgent: list[asyncio.Task[float]] = []
         began = now()
@@ -161,7 +161,7 @@ async def test_batch_waits_for_all_others_and_leaves_its_reserve(tmp_path: Path)
 
 
 async def shares(site: Site, parties: dict[str, tuple[int, dict[str, str]]]) -> Counter[str]:
-    """Tokens that each party was served when the last of them has 120 answers.
+    """Tokens that each fairness key was served when the last of them has 120 responses.
 
     Each keeps so many requests under way; lengths are of one distribution. Answers count once all
     of them have requests in line: before, whoever has connected first is served alone.
@@ -204,7 +204,7 @@ async def shares(site: Site, parties: dict[str, tuple[int, dict[str, str]]]) -> 
 
 
 def fast() -> EmulatedNode:
-    # Not so fast that a busy machine is slower at asking: then nobody would be backlogged.
+    # Slow enough that a busy machine can send faster: else nothing would be queued.
     return EmulatedNode(slots=2, decode_tps=150.0, close_after_stream=False)
 
 
@@ -215,7 +215,7 @@ def key_of(key: ApiKey, **more: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @in_virtual_time
-async def test_two_callers_get_the_same_though_one_sends_ten_times_as_much(
+async def test_two_callers_get_equal_shares_though_one_sends_ten_times_as_much(
     tmp_path: Path,
 ) -> None:
     keys = [new_key(), new_key()]
@@ -227,7 +227,7 @@ async def test_two_callers_get_the_same_though_one_sends_ten_times_as_much(
 
 
 @in_virtual_time
-async def test_people_behind_a_trusted_key_have_turns_of_their_own(tmp_path: Path) -> None:
+async def test_users_of_a_trusted_key_get_equal_shares(tmp_path: Path) -> None:
     key = new_key()
     settings = {"keys": [key_of(key, trust_user_headers=True)]}
     async with a_site(tmp_path, EmulatedNode(slots=1, decode_tps=20), settings=settings) as site:
@@ -245,7 +245,7 @@ async def test_people_behind_a_trusted_key_have_turns_of_their_own(tmp_path: Pat
 
 
 @in_virtual_time
-async def test_who_is_not_trusted_gets_no_more_by_naming_users(tmp_path: Path) -> None:
+async def test_an_untrusted_key_gains_nothing_by_naming_users(tmp_path: Path) -> None:
     keys = [new_key(), new_key()]
     settings = {"keys": [key_of(key) for key in keys]}
     async with a_site(tmp_path, EmulatedNode(slots=1, decode_tps=20), settings=settings) as site:
@@ -270,7 +270,7 @@ async def test_who_is_not_trusted_gets_no_more_by_naming_users(tmp_path: Path) -
 
 
 @in_virtual_time
-async def test_a_deadline_that_can_not_be_met_is_refused_at_once(tmp_path: Path) -> None:
+async def test_a_request_that_can_not_meet_its_deadline_is_refused_at_once(tmp_path: Path) -> None:
     async with a_site(tmp_path, EmulatedNode(slots=1, decode_tps=50)) as site:
         for _ in range(4):
             assert (await site.ask(30)).status_code == 200
@@ -288,7 +288,7 @@ async def test_a_deadline_that_can_not_be_met_is_refused_at_once(tmp_path: Path)
 
 
 @in_virtual_time
-async def test_a_class_is_let_in_by_its_share_of_the_queue(tmp_path: Path) -> None:
+async def test_a_class_is_admitted_by_its_share_of_the_queue(tmp_path: Path) -> None:
     settings = {"queue": {"max": 4}}
     async with a_site(tmp_path, EmulatedNode(slots=1, decode_tps=20), settings=settings) as site:
         tasks = [asyncio.create_task(site.ask(400))]
@@ -308,7 +308,7 @@ async def test_a_class_is_let_in_by_its_share_of_the_queue(tmp_path: Path) -> No
 # Reload.
 
 
-async def test_all_of_it_changes_live_for_those_who_wait_too(tmp_path: Path) -> None:
+async def test_a_reload_applies_to_queued_requests_too(tmp_path: Path) -> None:
     key = new_key()
     async with a_site(tmp_path, EmulatedNode(slots=4, decode_tps=20, answer_tokens=3000)) as site:
         scheduler = site.running.gateway.scheduler
@@ -337,7 +337,7 @@ async def test_all_of_it_changes_live_for_those_who_wait_too(tmp_path: Path) -> 
         await until(lambda: site.running.gateway.settings_error is not None)
         assert "least_finish" in str(site.running.gateway.settings_error)
         assert scheduler.dispatcher.rules.policy == "round_robin"
-        # Without the reserve those who wait go on.
+        # Without the reserve the queued requests run.
         site.running.write_settings({**CALM, "policy": "prefix_hash"})
         await until(lambda: (site.waiting, site.nodes[0].busy) == (2, 4))
         await ended(tasks)

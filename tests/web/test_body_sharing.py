@@ -1,4 +1,4 @@
-"""One key's crowd beside another key: bodies, places in the queue, and paths without slots."""
+"""Many requests of one key beside another key: bodies, the queue, and paths without slots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.emulator import EmulatedNode
 from tests.emulator.wire import Wire, wired
 from tests.gateways import until
 from tests.virtual import in_virtual_time
-from tests.web.asking import HELLO, Answer, Public, answer, public, request
+from tests.web.raw_client import HELLO, Answer, Public, answer, public, request
 
 A, B, WEB = new_key(), new_key(), new_key()
 KEYS = [
@@ -35,17 +35,17 @@ def key(one: Any) -> str:
 async def shared(
     folder: Path, node: EmulatedNode | None = None, **settings: Any
 ) -> AsyncIterator[Public]:
-    """A gateway with keys; in the end nobody holds anything."""
+    """A gateway with keys; at the end no body is counted."""
     async with public(folder, {"keys": KEYS, **settings}, node, well=False) as gate:
         yield gate
-        buffered = gate.running.gateway.handler.body_memory
+        body_memory = gate.running.gateway.handler.body_memory
         await until(lambda: not gate.running.gateway.registry)
-        await until(lambda: buffered.fair_share == FairShare())
-        assert (buffered.total_bytes, buffered.allocation_count) == (0, 0)
+        await until(lambda: body_memory.fair_share == FairShare())
+        assert (body_memory.total_bytes, body_memory.allocation_count) == (0, 0)
 
 
 async def begun(stack: AsyncExitStack, gate: Public, size: int, *fields: str) -> Wire:
-    """A body of which so many bytes have come, and no more do."""
+    """A body that stops after so many bytes."""
     wire = await stack.enter_async_context(wired(gate.url))
     holdings = gate.running.gateway.handler.body_memory.fair_share
     before = dict(holdings.by_caller)
@@ -55,7 +55,7 @@ async def begun(stack: AsyncExitStack, gate: Public, size: int, *fields: str) ->
 
 
 async def refused(wire: Wire) -> bool:
-    """Whether it has been told 429; it may be told nothing yet."""
+    """Whether it got 429; it may have got nothing yet."""
     try:
         data = await wire.some(0.05)
     except TimeoutError:
@@ -67,7 +67,7 @@ async def refused(wire: Wire) -> bool:
 
 
 @in_virtual_time
-async def test_bodies_that_a_key_holds_make_room_for_anothers(tmp_path: Path) -> None:
+async def test_bodies_of_one_key_are_evicted_for_another(tmp_path: Path) -> None:
     limits = {"buffered_bytes": 80_000, "body_bytes": 100_000}
     async with shared(tmp_path, limits=limits) as gate, AsyncExitStack() as stack:
         held = [await begun(stack, gate, 10_000, key(A)) for _ in range(7)]
@@ -77,12 +77,12 @@ async def test_bodies_that_a_key_holds_make_room_for_anothers(tmp_path: Path) ->
                 assert (await answer(wire)).status == 429, "a key alone leaves a reserve"
         found = await gate.ask(request({**HELLO, "max_tokens": 1, "x": "x" * 25_000}, key(B)))
         assert found.status == 200
-        # The newest of the other have gone for it, and no more than was needed.
+        # The newest bodies of the other key were evicted, and no more than needed.
         assert [await refused(wire) for wire in held] == [False] * 4 + [True] * 3
 
 
 @in_virtual_time
-async def test_a_key_gets_no_more_memory_than_another_by_pushing(tmp_path: Path) -> None:
+async def test_a_key_gains_no_memory_by_sending_more(tmp_path: Path) -> None:
     limits = {"buffered_bytes": 80_000, "body_bytes": 100_000}
     async with shared(tmp_path, limits=limits) as gate, AsyncExitStack() as stack:
         first = [await begun(stack, gate, 5_000, key(A)) for _ in range(14)]
@@ -95,7 +95,7 @@ async def test_a_key_gets_no_more_memory_than_another_by_pushing(tmp_path: Path)
 
 
 @in_virtual_time
-async def test_a_body_that_waits_for_a_slot_goes_for_anothers(tmp_path: Path) -> None:
+async def test_the_body_of_a_queued_request_is_evicted_for_another_key(tmp_path: Path) -> None:
     limits = {"buffered_bytes": 80_000, "body_bytes": 100_000}
     node = EmulatedNode(slots=1, decode_tps=5)
     async with shared(tmp_path, node, limits=limits) as gate:
@@ -104,21 +104,23 @@ async def test_a_body_that_waits_for_a_slot_goes_for_anothers(tmp_path: Path) ->
         await until(lambda: len(gate.running.gateway.scheduler.queue_positions()) == 4)
         found = asyncio.create_task(gate.ask(request({**body, "x": "x" * 20_000}, key(B))))
         await until(lambda: any(task.done() for task in theirs))
-        told = [task.result().status for task in theirs if task.done()]
-        assert told == [429]
+        response_of = [task.result().status for task in theirs if task.done()]
+        assert response_of == [429]
         assert (await found).status == 200
         assert Counter([(await task).status for task in theirs]) == {200: 4, 429: 1}
 
 
 @in_virtual_time
-async def test_so_does_one_of_several_prompts_until_the_first_has_begun(tmp_path: Path) -> None:
+async def test_a_request_of_several_prompts_is_evicted_until_its_first_has_started(
+    tmp_path: Path,
+) -> None:
     limits = {"buffered_bytes": 80_000, "body_bytes": 100_000}
     node = EmulatedNode(slots=1, decode_tps=20)
     async with shared(tmp_path, node, limits=limits) as gate:
         body = {"prompt": ["a", "b"], "max_tokens": 20, "x": "x" * 12_000}
         data = request(body, key(A), path="/v1/completions")
         theirs = [asyncio.create_task(gate.ask(data)) for _ in range(5)]
-        # The second prompt of the first waits, and the first prompts of the others.
+        # The second prompt of the first request is queued, and the first prompts of the others.
         await until(lambda: len(gate.running.gateway.scheduler.queue_positions()) == 5)
         other = {**HELLO, "max_tokens": 20, "x": "x" * 20_000}
         found = asyncio.create_task(gate.ask(request(other, key(B))))
@@ -130,8 +132,8 @@ async def test_so_does_one_of_several_prompts_until_the_first_has_begun(tmp_path
 
 
 @in_virtual_time
-async def test_an_only_body_may_use_the_reserve(tmp_path: Path) -> None:
-    # It counts twice while it is prepared.
+async def test_a_callers_only_body_may_use_the_reserve(tmp_path: Path) -> None:
+    # A body counts twice while it is prepared.
     limits = {"buffered_bytes": 200_000, "body_bytes": 100_000}
     async with shared(tmp_path, limits=limits) as gate:
         found = await gate.ask(request({**HELLO, "max_tokens": 1, "x": "x" * 95_000}, key(A)))
@@ -139,7 +141,7 @@ async def test_an_only_body_may_use_the_reserve(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_three_hundred_of_one_key_do_not_refuse_another(tmp_path: Path) -> None:
+async def test_three_hundred_requests_of_one_key_do_not_exclude_another(tmp_path: Path) -> None:
     node = EmulatedNode(slots=1, decode_tps=50)
     async with shared(tmp_path, node, queue={"max": 24}) as gate:
         body = {**HELLO, "max_tokens": 3}
@@ -153,7 +155,7 @@ async def test_three_hundred_of_one_key_do_not_refuse_another(tmp_path: Path) ->
 
 
 @in_virtual_time
-async def test_naming_users_gives_a_key_no_more_places(tmp_path: Path) -> None:
+async def test_naming_users_gives_a_key_no_more_places_in_the_queue(tmp_path: Path) -> None:
     node = EmulatedNode(slots=1, decode_tps=50)
     async with shared(tmp_path, node, queue={"max": 24}) as gate:
         body = {**HELLO, "max_tokens": 3}
@@ -172,7 +174,9 @@ async def test_naming_users_gives_a_key_no_more_places(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/apply-template", "/tokenize", "/v1/messages/count_tokens"])
 @in_virtual_time
-async def test_paths_without_slots_reach_a_node_few_at_a_time(tmp_path: Path, path: str) -> None:
+async def test_requests_without_a_slot_reach_a_node_few_at_a_time(
+    tmp_path: Path, path: str
+) -> None:
     node = EmulatedNode(slots=2)
     async with shared(tmp_path, node, queue={"slotless": 4}) as gate:
         node.faults.set("hang", path=path)
@@ -191,7 +195,7 @@ async def test_paths_without_slots_reach_a_node_few_at_a_time(tmp_path: Path, pa
         others = [asked(B) for _ in range(3)]
         await until(lambda: len(scheduler.queue_positions()) == 15)
         assert row.slotless_by_caller == {A.id: 2, B.id: 2}
-        # Neither slots nor the queue of those who wait for one are taken.
+        # They take neither slots nor places in the queue for slots.
         found = await gate.ask(request({**HELLO, "max_tokens": 1}, key(B)))
         assert found.status == 200
         node.faults.clear()
@@ -202,14 +206,16 @@ async def test_paths_without_slots_reach_a_node_few_at_a_time(tmp_path: Path, pa
 
 
 @in_virtual_time
-async def test_what_waits_without_a_slot_goes_in_turn_and_within_its_time(tmp_path: Path) -> None:
+async def test_requests_without_a_slot_queue_in_order_and_within_their_deadline(
+    tmp_path: Path,
+) -> None:
     node = EmulatedNode(slots=1)
     async with shared(tmp_path, node, queue={"slotless": 1}) as gate:
         body = {"content": "x"}
-        told = await asyncio.gather(
+        response_of = await asyncio.gather(
             *(gate.ask(request(body, key(A), path="/tokenize")) for _ in range(20))
         )
-        assert {one.status for one in told} == {200}
+        assert {one.status for one in response_of} == {200}
         node.faults.set("hang", path="/tokenize")
         held = asyncio.create_task(gate.ask(request(body, key(A), path="/tokenize")))
         scheduler = gate.running.gateway.scheduler

@@ -1,4 +1,4 @@
-"""No request hides in another: through the gateway alone, and behind nginx, for two callers."""
+"""No request can hide in another, through the gateway alone and behind nginx, for two callers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.bench.targets import find
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.emulator.wire import Wire, wired
 from tests.gateways import until
-from tests.web.asking import CHAT, Public, answer, public
+from tests.web.raw_client import CHAT, Public, answer, public
 from tests.web.smuggling import (
     ANNA,
     CREDENTIALS,
@@ -47,43 +47,45 @@ def proper(text: str, key: ApiKey) -> bytes:
 
 
 def prompts(gate: Public) -> list[str]:
-    """Of the requests that reached the node."""
+    """Marks of the requests that reached the node."""
     return [json.loads(seen.body)["messages"][0]["content"] for seen in gate.node.seen]
 
 
 def check_callers(gate: Public) -> None:
-    """Whose request is whose, by its mark."""
+    """The caller of each request, by its mark."""
     for seen in gate.node.seen:
         assert seen.path == CHAT
         assert not {"authorization", "x-api-key", "transfer-encoding"} & set(seen.headers)
-    for record in gate.told():
+    for record in gate.records():
         callers = {BEN.id} if record.x_request_id.startswith("ben") else {ANNA.id, "unknown"}
         assert record.caller in callers, record
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
+async def shared_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
     node = EmulatedNode(slots=8)
     async with public(tmp_path_factory.mktemp("gate"), SETTINGS, node, well=False) as found:
         yield found
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def gate(house: Public) -> Public:
-    house.forget()
-    return house
+async def gate(shared_gateway: Public) -> Public:
+    shared_gateway.forget()
+    return shared_gateway
 
 
 @pytest.mark.parametrize("cut", ["whole", "cut"])
 @pytest.mark.parametrize("name", NAMES)
-async def test_through_the_gateway(gate: Public, name: str, cut: str) -> None:
+async def test_the_gateway_and_the_node_agree_on_request_boundaries(
+    gate: Public, name: str, cut: str
+) -> None:
     data = FORMS[name] + proper("ben-behind", BEN)
     async with wired(gate.url) as wire:
         if cut == "whole":
             await wire.send(data)
         else:
             for start in range(0, len(data), 97):
-                with suppress(ConnectionError, RuntimeError):  # uvloop's word for it
+                with suppress(ConnectionError, RuntimeError):  # uvloop's exception
                     await wire.send(data[start : start + 97])
                 await asyncio.sleep(0)
         if name.startswith("Expect") and cut == "cut":
@@ -161,7 +163,7 @@ http {{
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["on", "off"])
 async def edge(
-    request: pytest.FixtureRequest, house: Public, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, shared_gateway: Public, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Path]:
     """The socket of an nginx that keeps connections to the gateway, and buffers bodies or not."""
     binary = find("nginx")
@@ -170,7 +172,7 @@ async def edge(
     folder = tmp_path_factory.mktemp("nginx")
     socket = folder / "socket"
     config = CONFIG.format(
-        gateway=house.url.removeprefix("http://"), socket=socket, buffering=request.param
+        gateway=shared_gateway.url.removeprefix("http://"), socket=socket, buffering=request.param
     )
     user = "user root;" if os.geteuid() == 0 else ""
     (folder / "nginx.conf").write_text(user + config)
@@ -186,7 +188,7 @@ async def edge(
 
 
 def _is_listening(path: Path) -> bool:
-    """Whether it can be connected to: nginx binds first, and listens a moment later."""
+    """Whether nginx accepts connections: it binds first, and listens a moment later."""
     with unix_socket.socket(unix_socket.AF_UNIX) as trial:
         return trial.connect_ex(str(path)) == 0
 
@@ -202,8 +204,10 @@ async def connected(socket: Path) -> AsyncIterator[Wire]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_behind_nginx(gate: Public, edge: Path, name: str) -> None:
-    """Its connections to the gateway carry requests of both callers, one after the other."""
+async def test_nginx_and_the_gateway_agree_on_request_boundaries(
+    gate: Public, edge: Path, name: str
+) -> None:
+    """nginx's connections to the gateway carry requests of both callers, one after the other."""
     form = FORMS[name]
 
     async def anna() -> bytes:
@@ -219,8 +223,8 @@ async def test_behind_nginx(gate: Public, edge: Path, name: str) -> None:
                 await wire.send(proper(f"{text}-{number}", BEN))
                 found = await answer(wire)
                 assert (found.status, found.headers["x-request-id"]) == (200, f"{text}-{number}")
-                told = json.loads(found.body)["choices"][0]["message"]["content"]
-                assert told == expected_chat_text(
+                result = json.loads(found.body)["choices"][0]["message"]["content"]
+                assert result == expected_chat_text(
                     json.loads(chat(f"{text}-{number}"))["messages"], 1
                 )
 

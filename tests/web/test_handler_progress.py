@@ -1,4 +1,4 @@
-"""A client that asks is told how long it will wait, without being shown a stream that isn't one."""
+"""Progress comments for clients that ask, in streams that stay valid SSE."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from gateway.app import Timings
 from tests.emulator import EmulatedNode
 from tests.emulator.wire import unchunk, wired
 from tests.gateways import until
 from tests.virtual import in_virtual_time
-from tests.web.asking import CHAT, HELLO, public, request
+from tests.web.raw_client import CHAT, HELLO, public, request
 
 LINE = re.compile(rb": queued position=(\d+) expected_start=(\d+\.\d)\n")
 OFF: dict[str, Any] = {"heartbeat": "off", "health": {"interval": 0.5}}
@@ -27,14 +28,14 @@ def slow() -> EmulatedNode:
 
 
 def events_of(data: bytes) -> list[bytes]:
-    """What an SSE parser makes of it: comments are nothing, wherever they stand."""
+    """The events that an SSE parser finds: it ignores comments."""
     lines = [line for line in data.split(b"\n") if not line.startswith(b":")]
     return [event for event in b"\n".join(lines).split(b"\n\n") if event.strip()]
 
 
 @pytest.mark.parametrize("path", PATHS)
 @in_virtual_time
-async def test_who_waits_is_told_its_place(tmp_path: Path, path: str) -> None:
+async def test_a_queued_client_learns_its_place_in_the_queue(tmp_path: Path, path: str) -> None:
     async with public(tmp_path, OFF, slow()) as gate:
         first = asyncio.create_task(gate.chat(max_tokens=30))
         await until(lambda: gate.node.busy == 1)
@@ -48,15 +49,15 @@ async def test_who_waits_is_told_its_place(tmp_path: Path, path: str) -> None:
             data = b""
             while not data.endswith(b"0\r\n\r\n"):
                 data += await wire.until(b"\r\n")
-        told = unchunk(data)
-        found = LINE.findall(told)
+        result = unchunk(data)
+        found = LINE.findall(result)
         assert found
         assert all(position == b"1" for position, _ in found)
         assert float(found[-1][1]) < 60.0
         # A comment and a blank line would break a Go client.
-        assert b"\n\n" not in told[: told.rindex(b": queued")].replace(PING, b"")
-        assert (b"event: ping" in told) == (path == "/v1/messages")
-        for event in events_of(told):
+        assert b"\n\n" not in result[: result.rindex(b": queued")].replace(PING, b"")
+        assert (b"event: ping" in result) == (path == "/v1/messages")
+        for event in events_of(result):
             payload = event.rsplit(b"data: ", 1)[1]
             assert payload == b"[DONE]" or json.loads(payload)
         assert (await first).status == 200
@@ -66,7 +67,7 @@ PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
 @in_virtual_time
-async def test_nobody_else_is(tmp_path: Path) -> None:
+async def test_a_client_that_does_not_ask_gets_no_progress(tmp_path: Path) -> None:
     async with public(tmp_path, {**OFF, "heartbeat": 0.3}, slow()) as gate:
         first = asyncio.create_task(gate.chat(max_tokens=25))
         await until(lambda: gate.node.busy == 1)
@@ -91,17 +92,12 @@ TELLING = [path for path in LONGS if path != "/v1/messages"]
 ENDS = {"/v1/responses": "max_output_tokens", "/completion": "n_predict", "/infill": "n_predict"}
 
 
-OFTEN = 0.1
-"""Seconds between two comments here, so that a prompt need not take long."""
-
-
-@pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.web.handler.PROGRESS_SECONDS", OFTEN)
+OFTEN = Timings(progress=0.1)
+"""Frequent comments, so that a prompt need not take long."""
 
 
 def reading(**more: Any) -> EmulatedNode:
-    """Reads a long prompt in 0.8 s, and tells some eight times how far it is."""
+    """A node that reads a long prompt in 0.8 s and reports progress some eight times."""
     return EmulatedNode(prefill_tps=750.0, batch=80, infill=True, **more)
 
 
@@ -110,28 +106,27 @@ def a_long(path: str, **more: Any) -> dict[str, Any]:
 
 
 def without_marks(body: bytes) -> bytes:
-    """A stream without what differs from one answer to the next."""
+    """A stream without the fields that differ between responses."""
     body = re.sub(rb'"(id|item_id)":"[^"]*"', b"", body)
     body = re.sub(rb'"(created|created_at|id_slot)":\d+', b"", body)
     return re.sub(rb'"timings":{[^}]*}', b"", body)
 
 
-@pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("path", TELLING)
 @in_virtual_time
-async def test_who_is_read_is_told_how_much_of_it(tmp_path: Path, path: str) -> None:
-    async with public(tmp_path, OFF, reading()) as gate:
+async def test_progress_of_the_prefill_is_reported(tmp_path: Path, path: str) -> None:
+    async with public(tmp_path, OFF, reading(), timings=OFTEN) as gate:
         plain, found = await asyncio.gather(
             gate.ask(request(a_long(path), "X-Session-Id: one", path=path)),
             gate.ask(request(a_long(path), "X-Session-Id: two", ASKING, path=path)),
         )
-        told = [tuple(map(int, one)) for one in READ.findall(found.body)]
-        assert told
-        assert told == sorted(told)
-        for percent, processed, total in told:
+        result = [tuple(map(int, one)) for one in READ.findall(found.body)]
+        assert result
+        assert result == sorted(result)
+        for percent, processed, total in result:
             assert percent == 100 * processed // total < 100
         assert b"\n\n" not in found.body[: found.body.rindex(b": prefill")]
-        # Nothing else is another than for those who did not ask.
+        # Nothing else differs from a stream without progress.
         assert b"prompt_progress" not in found.body
         events = events_of(without_marks(found.body))
         assert events == events_of(without_marks(plain.body))
@@ -139,10 +134,9 @@ async def test_who_is_read_is_told_how_much_of_it(tmp_path: Path, path: str) -> 
         assert asked == [a_long(path), {**a_long(path), "return_progress": True}]
 
 
-@pytest.mark.usefixtures("often")
 @in_virtual_time
-async def test_who_asked_the_node_itself_gets_its_events(tmp_path: Path) -> None:
-    async with public(tmp_path, OFF, reading()) as gate:
+async def test_a_client_that_asks_the_node_for_progress_gets_its_events(tmp_path: Path) -> None:
+    async with public(tmp_path, OFF, reading(), timings=OFTEN) as gate:
         found = await gate.ask(request(a_long(CHAT, return_progress=True), ASKING))
         assert READ.search(found.body)
         assert found.body.count(b"prompt_progress") > 4
@@ -151,17 +145,16 @@ async def test_who_asked_the_node_itself_gets_its_events(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("path", LONGS)
 @in_virtual_time
-async def test_progress_that_is_not_asked_for_edits_nothing(tmp_path: Path, path: str) -> None:
+async def test_without_progress_the_body_is_not_edited(tmp_path: Path, path: str) -> None:
     async with public(tmp_path, OFF, EmulatedNode(infill=True)) as gate:
         await gate.ask(request(a_long(path), path=path))
         await gate.ask(request({**a_long(path), "stream": False}, ASKING, path=path))
         assert not any(b"progress" in one.body for one in gate.node.seen)
 
 
-@pytest.mark.usefixtures("often")
 @in_virtual_time
-async def test_it_goes_together_with_what_else_is_taken_out(tmp_path: Path) -> None:
-    async with public(tmp_path, {**OFF, "resume": "exact"}, reading()) as gate:
+async def test_progress_events_are_removed_together_with_other_additions(tmp_path: Path) -> None:
+    async with public(tmp_path, {**OFF, "resume": "exact"}, reading(), timings=OFTEN) as gate:
         plain = await gate.ask(request(a_long(CHAT)))
         found = await gate.ask(request(a_long(CHAT), ASKING))
         assert READ.search(found.body)
@@ -171,18 +164,17 @@ async def test_it_goes_together_with_what_else_is_taken_out(tmp_path: Path) -> N
         assert (asked["logprobs"], asked["return_progress"]) == (True, True)
 
 
-@pytest.mark.usefixtures("often")
 @in_virtual_time
-async def test_where_a_node_does_not_tell_it_is_reckoned_once_its_speed_is_known(
+async def test_without_the_nodes_events_progress_is_estimated_from_its_speed(
     tmp_path: Path,
 ) -> None:
     path = "/v1/messages"
-    async with public(tmp_path, OFF, reading()) as gate:
+    async with public(tmp_path, OFF, reading(), timings=OFTEN) as gate:
         strange = await gate.ask(request(a_long(path), ASKING, path=path))
         assert b"event: ping" in strange.body
         assert b"prefill" not in strange.body, "nobody knows how fast it is"
         await gate.ask(request(a_long(CHAT)))
-        gate.told()
+        gate.records()
         body = a_long(path, messages=[{"role": "user", "content": "another " * 600}])
         known = await gate.ask(request(body, ASKING, path=path))
         percents = [int(percent) for percent in RECKONED.findall(known.body)]
@@ -192,10 +184,9 @@ async def test_where_a_node_does_not_tell_it_is_reckoned_once_its_speed_is_known
         assert gate.node.seen[-1].body == json.dumps(body).encode()
 
 
-@pytest.mark.usefixtures("often")
 @in_virtual_time
-async def test_a_node_that_never_heard_of_progress_is_not_spoilt(tmp_path: Path) -> None:
-    async with public(tmp_path, OFF, reading(progress=False)) as gate:
+async def test_a_node_without_progress_events_serves_as_usual(tmp_path: Path) -> None:
+    async with public(tmp_path, OFF, reading(progress=False), timings=OFTEN) as gate:
         found = await gate.ask(request(a_long(CHAT), ASKING))
         assert json.loads(gate.node.seen[-1].body)["return_progress"] is True
         assert found.status == 200
@@ -204,19 +195,19 @@ async def test_a_node_that_never_heard_of_progress_is_not_spoilt(tmp_path: Path)
 
 
 @in_virtual_time
-async def test_events_of_progress_count_as_no_tokens(tmp_path: Path) -> None:
+async def test_progress_events_count_as_no_tokens(tmp_path: Path) -> None:
     async with public(tmp_path, OFF, reading(decode_tps=20.0)) as gate:
         async with wired(gate.url) as wire:
             await wire.send(request(a_long(CHAT, max_tokens=3000), ASKING))
             await wire.until(b'"content"')
         ended = await gate.last()
         assert ended.status == 499
-        # One more stands in front of them, as the role does in every chat.
+        # One more comes first, as the role does in every chat.
         assert ended.completion_tokens <= gate.node.engine.tokens + 1
 
 
 @in_virtual_time
-async def test_a_plain_answer_is_as_ever(tmp_path: Path) -> None:
+async def test_a_plain_response_has_no_progress(tmp_path: Path) -> None:
     async with public(tmp_path, OFF, slow()) as gate:
         found = await asyncio.gather(*(gate.chat(ASKING, max_tokens=9) for _ in range(2)))
         assert [one.status for one in found] == [200, 200]

@@ -1,4 +1,4 @@
-"""A client that may say anything, and a gateway that must be well afterwards."""
+"""A client that may send any bytes, and a gateway that must work afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 
 @dataclass(slots=True)
 class Answer:
-    """One reply, as it came."""
+    """A response, as it was received."""
 
     status: int
     headers: dict[str, str]
@@ -31,7 +31,7 @@ class Answer:
 
     @property
     def code(self) -> str | None:
-        """The contract's word for what went wrong, told in the head as in the body."""
+        """The error code, which head and body must agree on."""
         value = json.loads(self.body)
         if "error" in value and "code" in value["error"]:
             assert value["error"]["code"] == self.headers["x-gateway-reason"]
@@ -39,16 +39,16 @@ class Answer:
 
 
 async def answer(wire: Wire) -> Answer:
-    """The next reply of a connection."""
+    """Read the next response of a connection."""
     head = (await wire.head()).decode("latin-1")
     line, *rest = head.strip().split("\r\n")
     status = HTTPStatus(int(line.split()[1]))
     assert line == f"HTTP/1.1 {status.value} {status.phrase}"
     raw = [(name.lower(), value.strip()) for name, _, value in (x.partition(":") for x in rest)]
     headers = dict(raw)
-    assert len(headers) == len(raw), f"a field twice: {raw}"
+    assert len(headers) == len(raw), f"a header twice: {raw}"
     preflight = "access-control-allow-methods" in headers
-    assert preflight or headers["x-request-id"], "every reply has an id"
+    assert preflight or headers["x-request-id"], "every response has an id"
     if headers.get("transfer-encoding") == "chunked":
         data = b""
         while not data.endswith(b"0\r\n\r\n"):
@@ -78,7 +78,7 @@ def request(
 
 @dataclass(slots=True)
 class Public:
-    """A gateway over one node, and what it has told of requests."""
+    """A gateway over one node, and its records of finished requests."""
 
     running: Running
     node: EmulatedNode
@@ -89,7 +89,7 @@ class Public:
         return self.running.url
 
     async def ask(self, data: bytes) -> Answer:
-        """One request on a connection of its own."""
+        """Send one request on a new connection."""
         async with wired(self.url) as wire:
             await wire.send(data)
             return await answer(wire)
@@ -98,25 +98,31 @@ class Public:
         return await self.ask(request({**HELLO, **body}, *fields))
 
     async def last(self) -> RequestFinished:
-        """What became of the request that ended last, once none runs."""
+        """The record of the last finished request, once none runs."""
         await until(lambda: not self.running.gateway.registry)
-        await until(lambda: bool(self.told()))
+        await until(lambda: bool(self.records()))
         return self.ended[-1]
 
-    def told(self) -> list[RequestFinished]:
-        """All that has been told of requests until now."""
+    def records(self) -> list[RequestFinished]:
+        """The records of all finished requests."""
         self.running.gateway.bus.flush()
         return self.ended
 
     def forget(self) -> None:
-        """Count from here."""
-        self.told()
+        """Drop all records, and reset the node."""
+        self.records()
         self.node.requests = 0
         self.node.seen.clear()
         self.ended.clear()
 
+    async def all_disconnected(self) -> None:
+        """Wait until no client is connected."""
+        listener = self.running.gateway.public_listener
+        assert listener is not None
+        await until(lambda: not listener.connections)
+
     async def is_well(self) -> None:
-        """Nothing is left of what was asked, and a good request is answered."""
+        """Check that nothing is left of earlier requests, and that a valid one is served."""
         self.node.faults.clear()
         gateway = self.running.gateway
         await until(lambda: len(gateway.registry) == 0)
@@ -139,7 +145,7 @@ async def public(
     well: bool = True,
     **options: Any,
 ) -> AsyncIterator[Public]:
-    """A gateway over an emulated node; in the end it is `well`, without an error of its own."""
+    """A gateway over an emulated node; at the end it must work, and have logged no error."""
     before = asyncio.all_tasks()
     async with node or EmulatedNode() as one:
         async with running_gateway(folder, [one.url], settings, **options) as running:

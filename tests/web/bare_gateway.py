@@ -1,4 +1,4 @@
-"""Both listeners over emulated nodes, without files and signals."""
+"""The applications of both listeners over emulated nodes, without files and signals."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.scheduler import Scheduler
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.control import ReloadResult
-from gateway.web.admin.metrics_source import MetricsSource, Totals
 from gateway.web.admin.nodes import DrainDeadlines
+from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import HandlerConfig, ProxyHandler
 from gateway.web.listener import Listener, bind_socket
 from gateway.web.protocol import protocol_class
@@ -38,20 +38,20 @@ from tests.virtual import now
 ADMIN = "http://127.0.0.1:8001"
 CHAT = "/v1/chat/completions"
 PROBE_LIMIT = 30.0
-"""Seconds: a node that shares a slow machine with its gateway is not down."""
+"""Seconds; generous, as a slow machine must not make a node look down."""
 
 
 @dataclass
-class House:
-    """A gateway without files; `gateway.web.admin.control.Control` as well."""
+class BareGateway:
+    """A gateway without files; fills `gateway.web.admin.control.GatewayControl`."""
 
     settings: Settings
     running: Running
     bus: EventBus
     scheduler: Scheduler
     registry: InFlightRegistry
-    edge: ProxyHandler
-    deadlines: DrainDeadlines
+    handler: ProxyHandler
+    drain_deadlines: DrainDeadlines
     site: ASGIApp
     public: httpx.AsyncClient
     admin: httpx.AsyncClient
@@ -69,13 +69,13 @@ class House:
 
     @property
     def closing(self) -> bool:
-        return self.edge.closing
+        return self.handler.closing
 
     def __getitem__(self, name: str) -> Node:
         return self.fleet.nodes[name]
 
     async def reload(self) -> ReloadResult:
-        raise AssertionError("a house has no files")
+        raise AssertionError("a bare gateway has no files")
 
     async def until(self, condition: Callable[[], bool], limit: float = 30.0) -> None:
         await self.running.until(condition, limit)
@@ -87,7 +87,7 @@ class House:
 
 
 @asynccontextmanager
-async def a_house(
+async def bare_gateway(
     *specs: NodeSpec,
     settings: dict[str, Any] | None = None,
     serving: bool = False,
@@ -96,40 +96,47 @@ async def a_house(
     admin_key: str | None = None,
     admin_hosts: tuple[str, ...] = (),
     **fleet: Any,
-) -> AsyncIterator[House]:
-    """`fleet` is for `tests.fleet.build.a_fleet`; only a house that is `serving` relays."""
+) -> AsyncIterator[BareGateway]:
+    """`fleet` is for `tests.fleet.build.a_fleet`; only if it is `serving` does it forward."""
     chosen, bus, clock = Settings(**settings or {}), EventBus(), now
     async with a_fleet(*specs, **{"timeout": PROBE_LIMIT, **fleet}) as running:
         scheduler = Scheduler(running.fleet, chosen, clock, random.Random(7))
         registry = InFlightRegistry()
-        relay = Forwarder(
-            ProxyContext(scheduler, running.fleet, chosen, bus, TimeoutMonitor(clock), clock)
+        context = ProxyContext(scheduler, running.fleet, chosen, bus, TimeoutMonitor(clock), clock)
+        forwarder = Forwarder(context)
+        handler = ProxyHandler(
+            HandlerConfig.of(chosen, loopback=loopback),
+            forwarder=forwarder,
+            scheduler=scheduler,
+            model_index=running.fleet.model_index,
+            registry=registry,
+            bus=bus,
+            clock=clock,
+            time_slicer=context.time_slicer,
         )
-        snapshot = HandlerConfig.of(chosen, loopback=loopback)
-        edge = ProxyHandler(snapshot, relay, running.fleet, registry, bus, clock)
-        deadlines = DrainDeadlines(registry)
-        site = public_app(edge, scheduler)
-        house = House(
+        drain_deadlines = DrainDeadlines(registry)
+        site = public_app(handler, running.fleet)
+        gateway = BareGateway(
             settings=chosen,
             running=running,
             bus=bus,
             scheduler=scheduler,
             registry=registry,
-            edge=edge,
-            deadlines=deadlines,
+            handler=handler,
+            drain_deadlines=drain_deadlines,
             site=site,
             public=client(site),
-            admin=client(None, ADMIN),  # the application needs the house first
+            admin=client(None, ADMIN),  # The admin application needs this object.
         )
-        bus.subscribe(RequestFinished, house.ended.append)
+        bus.subscribe(RequestFinished, gateway.ended.append)
         metrics = Metrics(
             bus,
             MetricsSource(
                 running.fleet,
                 scheduler,
                 registry,
-                lambda: house.inventory_error,
-                relay.context.retries_left,
+                lambda: gateway.inventory_error,
+                context.retries_left,
             ),
         )
         app = admin_app(
@@ -137,33 +144,32 @@ async def a_house(
             scheduler=scheduler,
             registry=registry,
             metrics=metrics,
-            totals=Totals(metrics),
-            drain_deadlines=deadlines,
-            gateway=house,
+            drain_deadlines=drain_deadlines,
+            gateway=gateway,
             host=admin_host,
             key=admin_key,
             extra_hosts=admin_hosts,
         )
-        house.admin = client(app, ADMIN)
+        gateway.admin = client(app, ADMIN)
         async with AsyncExitStack() as stack:
             if serving:
-                house.public = await stack.enter_async_context(served(site, edge))
+                gateway.public = await stack.enter_async_context(served(site, handler))
             else:
-                await stack.enter_async_context(house.public)
-            await stack.enter_async_context(house.admin)
+                await stack.enter_async_context(gateway.public)
+            await stack.enter_async_context(gateway.admin)
             stack.callback(scheduler.close)
-            stack.callback(deadlines.close)
-            yield house
+            stack.callback(drain_deadlines.close)
+            yield gateway
 
 
 @asynccontextmanager
-async def served(site: ASGIApp, edge: ProxyHandler) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the public listener as it stands in a gateway, on a real socket."""
-    listen, limits = edge.config.settings.listen, edge.config.settings.limits
+async def served(site: ASGIApp, handler: ProxyHandler) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the public listener, on a real socket."""
+    listen, limits = handler.config.settings.listen, handler.config.settings.limits
     listener = Listener(
         site,
         bind_socket("127.0.0.1", 0),
-        protocol=protocol_class(limits, edge.serve),
+        protocol=protocol_class(limits, handler.serve),
         keep_alive=listen.keep_alive,
     )
     listener.open()
@@ -174,10 +180,10 @@ async def served(site: ASGIApp, edge: ProxyHandler) -> AsyncIterator[httpx.Async
             trust_env=False,
             verify=NO_TLS,
             limits=httpx.Limits(max_connections=None),
-        ) as asking:
-            yield asking
+        ) as http_client:
+            yield http_client
     finally:
-        # What a test has left running is cut off.
+        # Requests that a test has left running are cut off.
         with suppress(TimeoutError):
             await asyncio.wait_for(listener.close(), 1.0)
 
@@ -187,7 +193,7 @@ def client(app: Any, url: str = ADMIN) -> httpx.AsyncClient:
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """OpenAI's error object, whose reason the head repeats."""
+    """OpenAI's error object; its code must equal `X-Gateway-Reason`."""
     error: dict[str, Any] = response.json()["error"]
     assert set(error) >= {"message", "type", "param", "code"}
     assert response.headers["x-gateway-reason"] == error["code"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.errors import LONGEST_ECHO
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.web.asgi import LONGEST_ECHO
 from gateway.web.site import suggest_path
-from tests.web.build import a_house, error_of
+from tests.web.bare_gateway import bare_gateway, error_of
 
 CHAT = "/v1/chat/completions"
 
@@ -46,13 +46,13 @@ CHAT = "/v1/chat/completions"
         ("/v1/messages/count_tokens/", "/v1/messages/count_tokens"),
     ],
 )
-def test_a_path_that_means_another_names_it(path: str, use: str) -> None:
+def test_the_suggestion_names_the_path_that_was_meant(path: str, use: str) -> None:
     assert f"Use {use}" in suggest_path(path)
     assert "http://HOST:PORT" in suggest_path(path)
 
 
 @pytest.mark.parametrize("path", sorted(ROUTES))
-def test_every_path_is_known_by_its_own_name_however_it_is_spelt(path: str) -> None:
+def test_every_served_path_is_suggested_however_it_is_spelt(path: str) -> None:
     use = ROUTES[path].path
     for spelt in (f"{path}/", f"/{path}", f"//{path}//"):
         assert f"Use {use}:" in suggest_path(spelt) or f"Use {use} at" in suggest_path(spelt)
@@ -76,7 +76,7 @@ def test_every_path_is_known_by_its_own_name_however_it_is_spelt(path: str) -> N
         ("/anything", "Served are"),
     ],
 )
-def test_what_there_is_not_is_said_with_what_there_is(path: str, why: str) -> None:
+def test_unsupported_apis_are_named_with_the_supported_ones(path: str, why: str) -> None:
     assert why in suggest_path(path)
     assert path == "/slots" or CHAT in suggest_path(path)
 
@@ -84,7 +84,7 @@ def test_what_there_is_not_is_said_with_what_there_is(path: str, why: str) -> No
 @pytest.mark.parametrize(
     "path", ["/" * 100_000, "/v1" * 50_000, "/openai/deployments/" + "a/" * 50_000]
 )
-def test_nothing_of_a_path_is_repeated(path: str) -> None:
+def test_the_suggestion_repeats_nothing_of_the_path(path: str) -> None:
     assert len(suggest_path(path)) < 400
 
 
@@ -99,33 +99,33 @@ def test_nothing_of_a_path_is_repeated(path: str) -> None:
         ("GET", "/"),
     ],
 )
-async def test_the_404_says_so(method: str, path: str) -> None:
-    async with a_house() as house:
-        response = await house.public.request(method, path, json={})
+async def test_a_404_contains_the_suggestion(method: str, path: str) -> None:
+    async with bare_gateway() as gateway:
+        response = await gateway.public.request(method, path, json={})
     assert (response.status_code, response.headers["x-gateway-reason"]) == (404, "not_found")
     assert suggest_path(path.partition("?")[0]) in error_of(response)["message"]
     assert len(error_of(response)["message"]) < LONGEST_ECHO + 600
 
 
 @pytest.mark.parametrize("path", ["/v1/v1/messages", "/v1/messages/", "//v1/messages", "/messages"])
-async def test_what_looks_like_anthropics_is_answered_in_its_form(path: str) -> None:
-    async with a_house() as house:
-        response = await house.public.post(path, json={})
+async def test_paths_that_look_like_anthropics_get_its_error_form(path: str) -> None:
+    async with bare_gateway() as gateway:
+        response = await gateway.public.post(path, json={})
     assert response.status_code == 404
     assert response.json()["type"] == "error"
     assert response.json()["error"]["type"] == "not_found_error"
     assert "Use /v1/messages" in response.json()["error"]["message"]
 
 
-async def test_ollamas_clients_read_a_text() -> None:
-    async with a_house() as house:
-        response = await house.public.get("/api/tags")
+async def test_ollamas_clients_get_the_error_as_a_text() -> None:
+    async with bare_gateway() as gateway:
+        response = await gateway.public.get("/api/tags")
     assert response.status_code == 404
     assert "Use /v1/models" in response.json()["error"]
 
 
 async def test_a_served_path_is_405_for_other_methods() -> None:
-    async with a_house() as house:
+    async with bare_gateway() as gateway:
         for path in ROUTES:
-            response = await house.public.get(path)
+            response = await gateway.public.get(path)
             assert (response.status_code, response.headers["allow"]) == (405, "POST")

@@ -1,4 +1,4 @@
-"""What header fields cross the gateway, which way, and which are its own."""
+"""Which headers the gateway forwards in each direction, and which it adds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway.access.keys import new_key
 from tests.emulator import EmulatedNode
 from tests.emulator.wire import wired
 from tests.gateways import running_gateway, until
-from tests.web.asking import HELLO, Answer, Public, answer, public, request
+from tests.web.raw_client import HELLO, Answer, Public, answer, public, request
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SHORT = {**HELLO, "max_tokens": 2}
@@ -21,7 +21,7 @@ SHORT = {**HELLO, "max_tokens": 2}
 # To the node.
 
 
-async def test_what_a_client_says_goes_on_to_the_node(gate: Public) -> None:
+async def test_client_headers_reach_the_node(gate: Public) -> None:
     await gate.ask(request(SHORT, "Content-Type: application/json", "User-Agent: me"))
     seen = gate.node.seen[-1].headers
     assert seen["content-type"] == "application/json"
@@ -53,15 +53,13 @@ async def test_what_a_client_says_goes_on_to_the_node(gate: Public) -> None:
         "X-Forwarded-For: 192.0.2.1",
     ],
 )
-async def test_what_is_meant_for_the_gateway_alone_never_reaches_a_node(
-    gate: Public, field: str
-) -> None:
+async def test_headers_meant_for_the_gateway_never_reach_a_node(gate: Public, field: str) -> None:
     found = await gate.ask(request(SHORT, field))
     assert found.status == 200
     assert field.partition(":")[0].lower() not in gate.node.seen[-1].headers
 
 
-async def test_fields_that_the_connection_field_names_stay_here(gate: Public) -> None:
+async def test_headers_named_by_connection_are_not_forwarded(gate: Public) -> None:
     fields = [
         "Connection: Accept, anthropic-beta ,keep-alive",
         "Accept: 1",
@@ -74,12 +72,12 @@ async def test_fields_that_the_connection_field_names_stay_here(gate: Public) ->
     assert seen["traceparent"] == "3"
 
 
-async def test_fields_of_our_own_can_not_be_named_away(gate: Public) -> None:
+async def test_connection_can_not_remove_the_gateways_own_headers(gate: Public) -> None:
     await gate.ask(request(SHORT, "Connection: host, content-length, via, accept-encoding"))
     assert {"host", "content-length", "via", "accept-encoding"} <= set(gate.node.seen[-1].headers)
 
 
-async def test_the_node_is_asked_plainly_under_its_own_name(gate: Public) -> None:
+async def test_the_node_gets_its_own_host_and_no_content_coding(gate: Public) -> None:
     await gate.ask(request(SHORT, "Accept-Encoding: gzip, br", "Via: 1.0 proxy"))
     seen = gate.node.seen[-1].headers
     assert seen["accept-encoding"] == "identity"
@@ -87,7 +85,7 @@ async def test_the_node_is_asked_plainly_under_its_own_name(gate: Public) -> Non
     assert seen["host"] == gate.node.url.removeprefix("http://")
 
 
-async def test_the_nodes_own_key_takes_the_place_of_the_clients(
+async def test_the_nodes_own_key_replaces_the_clients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NODE_KEY", "node-secret")
@@ -115,8 +113,8 @@ async def test_the_nodes_own_key_takes_the_place_of_the_clients(
 # To the client.
 
 
-async def told(gate: Public, **fields: str) -> Answer:
-    """The reply to a request that the node answered with these fields."""
+async def outcome_of(gate: Public, **fields: str) -> Answer:
+    """The response to a request that the node answered with these headers."""
     body = json.dumps({"choices": []})
     gate.node.faults.next("status", status=200, body=body, headers=fields)
     found = await gate.ask(request(SHORT))
@@ -125,8 +123,8 @@ async def told(gate: Public, **fields: str) -> Answer:
     return found
 
 
-async def test_what_a_node_says_goes_on_to_the_client(gate: Public) -> None:
-    found = await told(gate, **{"Retry-After": "1", "Openai-Processing-Ms": "7"})
+async def test_node_headers_reach_the_client(gate: Public) -> None:
+    found = await outcome_of(gate, **{"Retry-After": "1", "Openai-Processing-Ms": "7"})
     assert found.headers["retry-after"] == "1"
     assert found.headers["openai-processing-ms"] == "7"
     assert found.headers["content-type"].startswith("application/json")
@@ -153,19 +151,19 @@ async def test_what_a_node_says_goes_on_to_the_client(gate: Public) -> None:
         "Location",
     ],
 )
-async def test_what_is_not_a_nodes_to_say_stays_here(gate: Public, field: str) -> None:
-    found = await told(gate, **{field: "theirs"})
+async def test_other_headers_of_a_node_do_not_reach_the_client(gate: Public, field: str) -> None:
+    found = await outcome_of(gate, **{field: "theirs"})
     assert found.headers.get(field.lower()) is None
 
 
-async def test_fields_that_the_nodes_connection_field_names_stay_here(gate: Public) -> None:
-    found = await told(gate, **{"Connection": "openai-a", "OpenAI-A": "1", "OpenAI-B": "2"})
+async def test_headers_named_by_the_nodes_connection_are_not_forwarded(gate: Public) -> None:
+    found = await outcome_of(gate, **{"Connection": "openai-a", "OpenAI-A": "1", "OpenAI-B": "2"})
     assert "openai-a" not in found.headers
     assert "connection" not in found.headers
     assert found.headers["openai-b"] == "2"
 
 
-async def test_a_reload_lets_further_fields_pass_on_kept_connections_too(tmp_path: Path) -> None:
+async def test_a_reload_permits_more_headers_on_open_connections_too(tmp_path: Path) -> None:
     async with public(tmp_path) as gate:
         reply = {"X-Region": "eu"}
         asked = request(SHORT, "X-Team: a")
@@ -187,15 +185,13 @@ async def test_a_reload_lets_further_fields_pass_on_kept_connections_too(tmp_pat
 
 
 @pytest.mark.parametrize("value", ["a\x01b", "a\x00b", "a\x7fb", "x" * 100_000])
-async def test_a_nodes_field_that_is_no_field_never_reaches_a_client(
-    gate: Public, value: str
-) -> None:
+async def test_an_invalid_header_of_a_node_never_reaches_a_client(gate: Public, value: str) -> None:
     gate.node.faults.next("status", status=200, body="{}", headers={"OpenAI-X": value})
     found = await gate.ask(request(SHORT))
     assert value not in found.headers.get("openai-x", "")
 
 
-async def test_the_requests_id_is_the_clients_own_if_it_is_sane(gate: Public) -> None:
+async def test_a_valid_x_request_id_of_the_client_is_used(gate: Public) -> None:
     found = await gate.ask(request(SHORT, "X-Request-ID: my-1.2:3/4"))
     assert found.headers["x-request-id"] == "my-1.2:3/4"
     assert gate.node.seen[-1].headers["x-request-id"] == "my-1.2:3/4"
@@ -203,13 +199,13 @@ async def test_the_requests_id_is_the_clients_own_if_it_is_sane(gate: Public) ->
 
 
 @pytest.mark.parametrize("insane", ["", "a b", "x" * 200, "<script>", "a\tb", '"', "\xe9"])
-async def test_an_id_that_is_not_sane_is_replaced(gate: Public, insane: str) -> None:
+async def test_an_invalid_x_request_id_is_replaced(gate: Public, insane: str) -> None:
     found = await gate.ask(request(SHORT, f"X-Request-ID: {insane}"))
     assert found.headers["x-request-id"].startswith("req_")
     assert gate.node.seen[-1].headers["x-request-id"] == found.headers["x-request-id"]
 
 
-async def test_an_id_that_two_clients_send_is_no_identity_inside(gate: Public) -> None:
+async def test_two_requests_may_have_the_same_x_request_id(gate: Public) -> None:
     gate.node.faults.next("hang", 2)
     asking = [asyncio.create_task(gate.ask(request(SHORT, "X-Request-ID: same"))) for _ in range(2)]
     await gate.node.until(lambda: gate.node.requests == 2)
@@ -220,22 +216,20 @@ async def test_an_id_that_two_clients_send_is_no_identity_inside(gate: Public) -
         assert reply.headers["x-request-id"] == "same"
 
 
-async def test_every_reply_has_an_id_of_its_own(gate: Public) -> None:
+async def test_every_response_has_a_unique_id(gate: Public) -> None:
     found = [await gate.ask(request(body)) for body in (SHORT, SHORT, b"{")]
     found.append(await gate.ask(request(path="/nowhere")))
     assert len({reply.headers["x-request-id"] for reply in found}) == 4
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-async def test_anthropics_clients_find_the_id_where_they_look_for_it(
-    gate: Public, path: str
-) -> None:
+async def test_anthropics_clients_get_the_id_as_request_id(gate: Public, path: str) -> None:
     found = await gate.ask(request(SHORT, path=path))
     assert found.status == 200
     assert found.headers["request-id"] == found.headers["x-request-id"]
 
 
-async def test_a_reply_tells_how_it_came_about(gate: Public) -> None:
+async def test_a_response_says_how_it_was_served(gate: Public) -> None:
     found = await gate.ask(request(SHORT, "X-Priority: batch"))
     assert found.headers["x-gateway-class"] == "batch"
     assert found.headers["x-gateway-attempts"] == "1"
@@ -244,7 +238,7 @@ async def test_a_reply_tells_how_it_came_about(gate: Public) -> None:
 
 
 @pytest.mark.parametrize(("expose", "shown"), [(False, None), (True, "node-0"), (None, "node-0")])
-async def test_the_nodes_name_is_told_where_the_settings_say_so(
+async def test_the_node_is_named_if_the_settings_say_so(
     tmp_path: Path, expose: bool | None, shown: str | None
 ) -> None:
     listen = {} if expose is None else {"expose_node": expose}
@@ -252,7 +246,7 @@ async def test_the_nodes_name_is_told_where_the_settings_say_so(
         assert (await other.chat(max_tokens=1)).headers.get("x-gateway-node") == shown
 
 
-async def test_the_nodes_name_is_not_told_to_the_world(tmp_path: Path) -> None:
+async def test_the_node_is_not_named_on_a_public_address(tmp_path: Path) -> None:
     async with public(tmp_path, host="0.0.0.0", allow_anonymous=True) as other:
         url = other.url.replace("0.0.0.0", "127.0.0.1")
         reply = await other.running.client.post(f"{url}/v1/chat/completions", json=SHORT)
@@ -261,7 +255,7 @@ async def test_the_nodes_name_is_not_told_to_the_world(tmp_path: Path) -> None:
         object.__setattr__(other.running, "url", url)
 
 
-async def test_streams_are_not_to_be_buffered_by_proxies(gate: Public) -> None:
+async def test_streams_tell_proxies_not_to_buffer(gate: Public) -> None:
     stream = await gate.ask(request({**SHORT, "stream": True}))
     assert stream.headers["x-accel-buffering"] == "no"
     assert stream.headers["content-type"] == "text/event-stream"
@@ -269,7 +263,7 @@ async def test_streams_are_not_to_be_buffered_by_proxies(gate: Public) -> None:
     assert "x-accel-buffering" not in plain.headers
 
 
-async def test_a_stream_that_told_its_length_is_sent_without(gate: Public) -> None:
+async def test_a_streams_content_length_is_dropped(gate: Public) -> None:
     gate.node.faults.next("wrong_length", delta=5000)
     found = await gate.ask(request({**SHORT, "stream": True}))
     assert "content-length" not in found.headers
@@ -277,7 +271,7 @@ async def test_a_stream_that_told_its_length_is_sent_without(gate: Public) -> No
     assert b"data: " in found.body
 
 
-async def test_an_error_too_long_to_be_kept_is_told_with_its_true_length(gate: Public) -> None:
+async def test_an_error_too_long_to_be_buffered_keeps_its_true_length(gate: Public) -> None:
     gate.node.faults.next("status", status=400, body=json.dumps({"error": "x" * 2_000_000}))
     found = await gate.ask(request(SHORT))
     assert found.status == 400

@@ -1,4 +1,4 @@
-"""A web page in a browser of this machine is no local caller: names, origins, forms."""
+"""Web pages in a browser of this machine are not trusted as local callers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gateway.access.keys import new_key
 from gateway.config.settings import Settings
 from gateway.web.origins import OriginPolicy
 from tests.emulator.wire import wired
-from tests.web.asking import CHAT, HELLO, Answer, Public, answer, public, request
+from tests.web.raw_client import CHAT, HELLO, Answer, Public, answer, public, request
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SHORT = {**HELLO, "max_tokens": 1}
@@ -22,7 +22,7 @@ KEY = new_key("someone")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
+async def shared_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Public]:
     settings = {
         "listen": {"hosts": ["chat.internal", "192.0.2.7"]},
         "cors": {"origins": ["https://chat.example"]},
@@ -38,7 +38,7 @@ def asking(host: str, *fields: str, path: str = CHAT, method: str = "POST") -> b
     )
 
 
-def told(found: Answer) -> tuple[int, str | None]:
+def outcome_of(found: Answer) -> tuple[int, str | None]:
     return found.status, found.headers.get("x-gateway-reason")
 
 
@@ -62,12 +62,12 @@ def told(found: Answer) -> tuple[int, str | None]:
     ],
 )
 @pytest.mark.parametrize("absolute", [False, True])
-async def test_the_listeners_names_are_answered_to(gate: Public, host: str, absolute: bool) -> None:
+async def test_the_listeners_own_hosts_are_allowed(gate: Public, host: str, absolute: bool) -> None:
     data = asking("evil.example", path=f"http://{host}{CHAT}") if absolute else asking(host)
     assert (await gate.ask(data)).status == 200
 
 
-async def test_a_port_may_be_left_empty(gate: Public) -> None:
+async def test_the_port_of_a_host_may_be_empty(gate: Public) -> None:
     assert (await gate.ask(asking("localhost:"))).status == 200
 
 
@@ -90,7 +90,7 @@ async def test_a_port_may_be_left_empty(gate: Public) -> None:
     ],
 )
 @pytest.mark.parametrize("form", ["host", "absolute", "models"])
-async def test_a_name_that_resolves_to_this_machine_is_not_its_own(
+async def test_a_foreign_name_that_resolves_to_this_machine_is_refused(
     gate: Public, host: str, form: str
 ) -> None:
     data = {
@@ -104,7 +104,7 @@ async def test_a_name_that_resolves_to_this_machine_is_not_its_own(
         for _ in range(2):
             await wire.send(data)
             found = await answer(wire)
-            assert told(found) == (403, "host_not_allowed")
+            assert outcome_of(found) == (403, "host_not_allowed")
             assert b"listen.hosts" in found.body
         await wire.send(asking("localhost"))
         assert (await answer(wire)).status == 200
@@ -129,19 +129,19 @@ async def test_a_name_that_resolves_to_this_machine_is_not_its_own(
     ],
 )
 @pytest.mark.parametrize("start", [f"POST {CHAT}", f"POST http://localhost{CHAT}", "GET /health"])
-async def test_a_request_that_names_no_host_or_several_is_400(
+async def test_a_request_without_host_or_with_several_is_400(
     gate: Public, lines: str, start: str
 ) -> None:
     data = f"{start} HTTP/1.1\r\n{lines}Content-Length: 2\r\n\r\n{{}}"
     async with wired(gate.url) as wire:
         await wire.send(data.encode("latin-1"))
         found = await answer(wire)
-        assert told(found) == (400, "invalid_request")
+        assert outcome_of(found) == (400, "invalid_request")
         assert "ost" in found.body.decode()
         assert await wire.rest() == b""
 
 
-async def test_an_old_client_need_not_name_a_host(gate: Public) -> None:
+async def test_an_http_1_0_client_needs_no_host(gate: Public) -> None:
     assert (await gate.ask(b"GET /health HTTP/1.0\r\n\r\n")).status == 200
 
 
@@ -150,7 +150,7 @@ async def test_an_old_client_need_not_name_a_host(gate: Public) -> None:
 )
 async def test_a_target_without_a_host_is_400(gate: Public, target: str) -> None:
     found = await gate.ask(asking("localhost", path=f"{target}{CHAT}"))
-    assert told(found) == (400, "invalid_request")
+    assert outcome_of(found) == (400, "invalid_request")
 
 
 @pytest.mark.parametrize(
@@ -176,17 +176,17 @@ async def test_a_target_without_a_host_is_400(gate: Public, target: str) -> None
         (["Origin: http://evil.localhost"], False),
     ],
 )
-async def test_a_page_of_another_origin_does_not_post(
+async def test_a_page_of_another_origin_may_not_post(
     gate: Public, fields: list[str], allowed: bool
 ) -> None:
     found = await gate.ask(asking("localhost", *fields))
-    assert told(found) == ((200, None) if allowed else (403, "origin_not_allowed"))
+    assert outcome_of(found) == ((200, None) if allowed else (403, "origin_not_allowed"))
     assert gate.node.requests == allowed
     if not allowed:
         assert b"cors.origins" in found.body
 
 
-async def test_who_shows_a_key_asks_by_any_name(tmp_path: Path) -> None:
+async def test_a_caller_with_a_key_may_use_any_host(tmp_path: Path) -> None:
     settings = {"keys": [{"id": KEY.id, "sha256": KEY.sha256}], "allow_anonymous": True}
     async with public(tmp_path, settings) as gate:
         fields = ["Origin: http://evil.example", f"Authorization: Bearer {KEY.text}"]
@@ -204,12 +204,14 @@ async def test_who_shows_a_key_asks_by_any_name(tmp_path: Path) -> None:
         ({"listen": {"hosts": ["gw"], "trusted_proxies": ["10.0.0.0/8"]}}, False, True),
     ],
 )
-async def test_where_names_count(settings: dict[str, Any], loopback: bool, asked: bool) -> None:
+async def test_hosts_are_checked_on_loopback_or_if_the_settings_list_them(
+    settings: dict[str, Any], loopback: bool, asked: bool
+) -> None:
     rules = OriginPolicy.of(Settings(**settings), loopback=loopback)
     assert (rules is not None) is asked
 
 
-async def test_a_listener_answers_to_the_address_that_was_asked() -> None:
+async def test_a_listener_allows_the_address_that_was_connected_to() -> None:
     rules = OriginPolicy.of(Settings(listen={"hosts": ["gw"]}), loopback=False)  # type: ignore[arg-type]
     assert rules is not None
     rules.check([(b"host", b"10.1.2.3:8000")], "10.1.2.3", is_post=True)

@@ -1,4 +1,4 @@
-"""The alias `*`: what takes every model name that is not known otherwise."""
+"""The alias `*`, which takes every unknown model name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gateway.fleet.node import NodeState
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.virtual import in_virtual_time
-from tests.web.build import CHAT
+from tests.web.bare_gateway import CHAT
 
 DEAD = "http://127.0.0.1:9"
 PROMPT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
@@ -40,7 +40,7 @@ async def node() -> AsyncIterator[EmulatedNode]:
 
 
 @pytest.mark.parametrize("name", ["gpt-4o", "*", "a/b:c", "DEMO", "x" * 10_000, "\u00e9\n"])
-async def test_a_name_that_is_not_known_is_served_by_what_it_uses(
+async def test_an_unknown_name_is_served_by_the_catch_all(
     name: str, node: EmulatedNode, tmp_path: Path
 ) -> None:
     async with running_gateway(tmp_path, [node.url], TO_DEMO) as running:
@@ -49,21 +49,19 @@ async def test_a_name_that_is_not_known_is_served_by_what_it_uses(
         assert answer.headers["x-gateway-node"] == "node-0"
 
 
-async def test_the_names_of_nodes_and_of_the_settings_are_left_alone(
-    node: EmulatedNode, tmp_path: Path
-) -> None:
+async def test_the_catch_all_leaves_known_names_alone(node: EmulatedNode, tmp_path: Path) -> None:
     declared = {"name": "other", "url": DEAD, "model": "declared"}
     settings = TO_DEMO | {"retries": {"wait_for_node": 0}}
     async with running_gateway(tmp_path, [node.url, declared], settings) as running:
         assert (await asked(running, "demo")).status_code == 200
-        # Down, but known: nothing else is served in its place.
+        # Down, but known: the catch-all does not replace it.
         assert outcome(await asked(running, "declared")) == (503, "no_node")
-        # An alias for what nobody serves.
+        # An alias for a model that nobody serves.
         assert outcome(await asked(running, "alias")) == (404, "model_not_found")
 
 
 @in_virtual_time
-async def test_what_a_node_served_before_it_went_down_is_known(tmp_path: Path) -> None:
+async def test_a_model_of_a_down_node_is_known(tmp_path: Path) -> None:
     settings = TO_DEMO | {"retries": {"wait_for_node": 0}}
     async with (
         EmulatedNode() as demo,
@@ -79,7 +77,7 @@ async def test_what_a_node_served_before_it_went_down_is_known(tmp_path: Path) -
 
 
 @in_virtual_time
-async def test_a_node_that_never_answered_does_not_hold_unknown_names_up(tmp_path: Path) -> None:
+async def test_a_node_that_never_answered_does_not_block_unknown_names(tmp_path: Path) -> None:
     async with (
         EmulatedNode() as demo,
         running_gateway(tmp_path, [demo.url, DEAD], TO_DEMO) as running,
@@ -90,7 +88,7 @@ async def test_a_node_that_never_answered_does_not_hold_unknown_names_up(tmp_pat
 
 
 @in_virtual_time
-async def test_while_a_node_is_about_to_say_what_it_serves_nothing_takes_its_name(
+async def test_the_catch_all_waits_for_a_starting_node_to_report_its_models(
     tmp_path: Path,
 ) -> None:
     async with EmulatedNode() as demo, EmulatedNode(model="phi") as phi:
@@ -106,7 +104,7 @@ async def test_while_a_node_is_about_to_say_what_it_serves_nothing_takes_its_nam
             assert (await asked(running, "gpt-4o")).headers["x-gateway-node"] == "node-0"
 
 
-async def test_its_rules_and_those_of_what_it_uses_are_applied(
+async def test_the_rules_of_the_catch_all_and_its_target_apply(
     node: EmulatedNode, tmp_path: Path
 ) -> None:
     models = {
@@ -137,7 +135,7 @@ async def test_a_key_needs_the_name_or_the_star(node: EmulatedNode, tmp_path: Pa
         for name, key in made.items():
             listed = await running.client.get("/v1/models", headers={"x-api-key": key.text})
             names = {card["id"] for card in listed.json()["data"]}
-            # Of what the star takes, only the key can say a name.
+            # Of the names that the catch-all takes, only those of the key are listed.
             assert names == served[name] & {"demo", *(allowed[name] or ())}
             for model in ("demo", "gpt-4o", "o3"):
                 good = (200, None) if model in served[name] else (403, "model_not_allowed")
@@ -162,7 +160,9 @@ async def test_models_are_listed_without_the_star_and_found_by_any_name(
         assert sizes[0] == sizes[1]
 
 
-async def test_clients_names_do_not_become_labels(node: EmulatedNode, tmp_path: Path) -> None:
+async def test_names_invented_by_clients_do_not_become_labels(
+    node: EmulatedNode, tmp_path: Path
+) -> None:
     async with running_gateway(tmp_path, [node.url], TO_DEMO) as running:
         for number in range(5):
             assert (await asked(running, f"made-up-{number}")).status_code == 200
@@ -175,7 +175,7 @@ async def test_clients_names_do_not_become_labels(node: EmulatedNode, tmp_path: 
         )
 
 
-async def test_without_a_catch_all_a_name_that_is_not_known_is_404(
+async def test_without_a_catch_all_an_unknown_name_is_404(
     node: EmulatedNode, tmp_path: Path
 ) -> None:
     async with running_gateway(tmp_path, [node.url], {}) as running:

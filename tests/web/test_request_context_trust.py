@@ -1,4 +1,4 @@
-"""Whom a listener on loopback trusts as local, and what classes that gives."""
+"""Which callers a loopback listener trusts as local, and the classes that they may use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from gateway.access.keys import new_key
 from gateway.proxy.inbound.routes import ROUTES
 from tests.emulator.wire import wired
-from tests.web.asking import HELLO, Public, answer, public, request
+from tests.web.raw_client import HELLO, Public, answer, public, request
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SHORT = {**HELLO, "max_tokens": 1}
@@ -29,7 +29,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "prompt": {"prompt": "Hello", "max_tokens": 1, "n_predict": 1},
     "input": {"input": "Hello", "max_output_tokens": 16},
 }
-"""What the paths want, by the field that holds the prompt; others take any of them."""
+"""Required fields, by the field of the prompt; other paths accept any of them."""
 GENERATING = [
     "/v1/chat/completions", "/chat/completions", "/v1/completions", "/completions",
     "/completion", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize",
@@ -46,9 +46,7 @@ def has_come(gate: Public, requests: int) -> bool:
 
 
 @pytest.mark.parametrize("field", PROXIED)
-async def test_what_came_through_a_proxy_is_not_local_though_its_peer_is(
-    gate: Public, field: str
-) -> None:
+async def test_a_proxied_request_is_not_local_though_its_peer_is(gate: Public, field: str) -> None:
     found = await gate.chat(field, "X-Priority: urgent", "X-User-Id: anna", max_tokens=1)
     assert found.status == 200
     assert found.headers["x-gateway-class"] == "normal"
@@ -56,7 +54,7 @@ async def test_what_came_through_a_proxy_is_not_local_though_its_peer_is(
     assert (await gate.last()).caller == "anonymous:127.0.0.1"
 
 
-async def test_a_direct_caller_is_local_and_each_head_of_a_connection_is_judged_by_itself(
+async def test_each_head_of_a_connection_is_judged_by_itself(
     gate: Public,
 ) -> None:
     direct = request(SHORT, "X-Priority: urgent")
@@ -70,7 +68,7 @@ async def test_a_direct_caller_is_local_and_each_head_of_a_connection_is_judged_
                 assert ("x-gateway-node" in found.headers) == (seen == "urgent")
 
 
-async def test_only_local_callers_name_their_users(gate: Public) -> None:
+async def test_only_local_callers_may_name_users(gate: Public) -> None:
     edge = gate.running.gateway.handler
     parties = []
     for number, fields in enumerate(([], ["X-Forwarded-For: 127.0.0.1"]), 1):
@@ -84,7 +82,7 @@ async def test_only_local_callers_name_their_users(gate: Public) -> None:
     assert parties == ["anonymous:127.0.0.1/anna", "anonymous:127.0.0.1"]
 
 
-async def test_with_trusted_proxies_nobody_is_local(tmp_path: Path) -> None:
+async def test_with_trusted_proxies_no_caller_is_local(tmp_path: Path) -> None:
     settings = {"listen": {"trusted_proxies": ["192.0.2.0/24"]}, "allow_anonymous": True}
     async with public(tmp_path, settings) as gate:
         found = await gate.chat("X-Priority: urgent", max_tokens=1)
@@ -92,7 +90,7 @@ async def test_with_trusted_proxies_nobody_is_local(tmp_path: Path) -> None:
         assert "x-gateway-node" not in found.headers
 
 
-async def test_a_key_s_classes_hold_through_a_proxy(tmp_path: Path) -> None:
+async def test_a_keys_classes_hold_through_a_proxy(tmp_path: Path) -> None:
     key = new_key("team")
     spec = {"id": key.id, "sha256": key.sha256, "max_class": "premium"}
     async with public(tmp_path, {"keys": [spec]}, well=False) as gate:
@@ -104,7 +102,7 @@ async def test_a_key_s_classes_hold_through_a_proxy(tmp_path: Path) -> None:
         assert "x-gateway-node" not in proxied.headers
 
 
-# Of the class in the body.
+# The class in the body.
 
 
 @pytest.mark.parametrize("path", GENERATING)

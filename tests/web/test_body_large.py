@@ -1,4 +1,4 @@
-"""A real gateway process: what others wait, and what it costs, while one client sends megabytes."""
+"""What other clients wait, and memory, while one client sends megabytes to a gateway process."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Process:
 
     @property
     def peak(self) -> int:
-        """Most memory that it has had, in bytes."""
+        """The process's peak memory in bytes."""
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
         raise AssertionError
 
     def forget_peak(self) -> int:
-        """Let it begin anew; the memory that it has."""
+        """Reset the peak; returns the current memory."""
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
         return int(psutil.Process(self.pid).memory_info().rss)
 
@@ -85,7 +85,7 @@ connection = http.client.HTTPConnection(host, timeout=120)
 connection.request("POST", path, open(body, "rb").read())
 print(connection.getresponse().status)
 """
-"""Run in a process of its own, so that only the gateway's waiting is measured."""
+"""Runs in its own process, so that only the gateway's delay is measured."""
 
 
 def of(item: bytes) -> bytes:
@@ -106,7 +106,7 @@ SHAPES = {
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-async def test_others_wait_no_longer_than_beside_a_plain_text(tmp_path: Path) -> None:
+async def test_other_clients_wait_no_longer_than_beside_a_plain_text(tmp_path: Path) -> None:
     async with EmulatedNode() as node, process(tmp_path, node.url) as gateway:
         plain, _ = await _measured(tmp_path, gateway, chat(b'"' + b"a" * SIZE + b'"'))
         for shape, body in SHAPES.items():
@@ -116,7 +116,7 @@ async def test_others_wait_no_longer_than_beside_a_plain_text(tmp_path: Path) ->
 
 
 async def _measured(folder: Path, gateway: Process, body: bytes) -> tuple[float, int]:
-    """The longest that another client waits meanwhile, and the memory that it costs."""
+    """The longest wait of another client meanwhile, and the memory that is used."""
     before = gateway.forget_peak()
     loop = asyncio.get_running_loop()
     worst = 0.0

@@ -1,4 +1,4 @@
-"""Who a request is served as, and what it says, never depends on how its bytes were cut."""
+"""A request's caller and content never depend on how its bytes were split."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from uvicorn.server import ServerState
 
 from gateway.access.keys import new_key
 from gateway.config.listeners import LimitSettings
-from gateway.web import protocol
 from gateway.web.protocol import BoundedProtocol, protocol_class
 from tests.virtual import VirtualLoop
-from tests.web.build import House, a_house
+from tests.web.bare_gateway import BareGateway, bare_gateway
 
 KEYS = [new_key("anna"), new_key("ben")]
 CREDENTIALS = {
@@ -34,7 +33,7 @@ PATH = "/v1/chat/completions"
 
 
 class Transport(asyncio.Transport):
-    """A client's end that hands over what a test says, and keeps what comes back."""
+    """A transport that records what the protocol writes."""
 
     def __init__(self) -> None:
         super().__init__({"peername": ("127.0.0.1", 5), "sockname": ("127.0.0.1", 8000)})
@@ -68,7 +67,7 @@ class Transport(asyncio.Transport):
 
 @dataclass
 class Served:
-    """What became of some requests: each caller, and each reply's status and message."""
+    """The callers of some requests, and status and message of each response."""
 
     callers: list[str | None]
     replies: list[tuple[int, str]] = field(default_factory=list)
@@ -79,16 +78,16 @@ class Bench:
     """A public listener without sockets."""
 
     loop: asyncio.AbstractEventLoop
-    house: House
+    gateway: BareGateway
     kind: type[BoundedProtocol]
 
     def served(self, pieces: list[bytes]) -> Served:
         return self.loop.run_until_complete(self._served(pieces))
 
     async def _served(self, pieces: list[bytes]) -> Served:
-        self.house.bus.flush()
-        self.house.ended.clear()
-        config = uvicorn.Config(self.house.site, http=self.kind, ws="none", log_config=None)
+        self.gateway.bus.flush()
+        self.gateway.ended.clear()
+        config = uvicorn.Config(self.gateway.site, http=self.kind, ws="none", log_config=None)
         connection = self.kind(config, ServerState(), {}, self.loop)
         transport = Transport()
         connection.connection_made(transport)
@@ -98,13 +97,13 @@ class Bench:
             if piece:
                 connection.data_received(piece)
             else:
-                await asyncio.sleep(0.01)  # of virtual time: all that can be done is done
+                await asyncio.sleep(0.01)  # Of virtual time: all pending work is done.
         await asyncio.sleep(1.0)
-        assert transport.closed or not connection._held, "it waits for nothing"
+        assert transport.closed or not connection.backlog, "bytes wait though no request runs"
         connection.connection_lost(None)
-        self.house.bus.flush()
-        # Refused before it is known who asks: no caller.
-        found = Served([record.caller for record in self.house.ended])
+        self.gateway.bus.flush()
+        # Requests that were refused before they were identified have no caller.
+        found = Served([record.caller for record in self.gateway.ended])
         rest = transport.sent
         while rest:
             head, _, rest = rest.partition(b"\r\n\r\n")
@@ -121,9 +120,11 @@ def bench() -> Iterator[Bench]:
     asyncio.set_event_loop(loop)
     keys = [{"id": key.id, "sha256": key.sha256} for key in KEYS]
     try:
-        house = loop.run_until_complete(stack.enter_async_context(a_house(settings={"keys": keys})))
-        kind = protocol_class(LimitSettings(header_bytes=4096), house.edge.serve)
-        yield Bench(loop, house, kind)
+        gateway = loop.run_until_complete(
+            stack.enter_async_context(bare_gateway(settings={"keys": keys}))
+        )
+        kind = protocol_class(LimitSettings(header_bytes=4096), gateway.handler.serve)
+        yield Bench(loop, gateway, kind)
     finally:
         loop.run_until_complete(stack.aclose())
         loop.close()
@@ -158,7 +159,9 @@ requests = st.builds(
 
 
 @given(data=st.data(), several=st.lists(requests, min_size=1, max_size=5))
-def test_cuts_change_nothing(bench: Bench, data: st.DataObject, several: list[bytes]) -> None:
+def test_splitting_the_bytes_changes_nothing(
+    bench: Bench, data: st.DataObject, several: list[bytes]
+) -> None:
     alone = [bench.served([one]) for one in several]
     whole = b"".join(several)
     cuts = sorted(data.draw(st.sets(st.integers(1, len(whole) - 1), max_size=8)))
@@ -177,19 +180,19 @@ def test_cuts_change_nothing(bench: Bench, data: st.DataObject, several: list[by
     count = len(found.replies)
     assert found.replies == [reply for one in alone for reply in one.replies][:count]
     assert found.callers == [caller for one in alone for caller in one.callers][:count]
-    # Who is refused before all of the body has come has the connection closed.
+    # A client that is refused before its body is complete is disconnected.
     assert count == len(several) or found.replies[-1][0] == 401
 
 
 @pytest.mark.parametrize("cut", [1, 30])
-def test_half_a_head_stands_for_nobody(bench: Bench, cut: int) -> None:
+def test_half_a_head_is_never_taken_for_a_known_one(bench: Bench, cut: int) -> None:
     whole = asking("anna", "a", "length first")
     found = bench.served([whole[:cut], whole[cut:], b"", whole[cut:]])
     assert found.callers[0] == KEYS[0].id
     assert KEYS[0].id not in found.callers[1:]
 
 
-def test_a_request_that_was_the_end_of_another_is_not_its_callers(bench: Bench) -> None:
+def test_bytes_behind_a_request_are_not_served_as_its_caller(bench: Bench) -> None:
     spy = asking("nobody", "a", "plain")
     first = f"POST {PATH} HTTP/1.1\r\n{CREDENTIALS['anna']}X-Rest: ".encode()
     found = bench.served([first, spy, b"", spy])
@@ -197,17 +200,17 @@ def test_a_request_that_was_the_end_of_another_is_not_its_callers(bench: Bench) 
     assert [status for status, _ in found.replies] == [404, 401]
 
 
-def test_a_repeated_head_is_known_though_cut_requests_came_between(bench: Bench) -> None:
+def test_a_known_head_is_recognised_after_split_requests(bench: Bench) -> None:
     whole = asking("anna", "a", "plain")
     found = bench.served([whole, b"", whole[:50], whole[50:], b"", whole, b"", whole])
     assert found.callers == [KEYS[0].id] * 4
 
 
-def test_a_pipeline_holds_one_request_and_bytes(bench: Bench) -> None:
-    """However many requests a packet has, one is begun; those behind it cost their bytes."""
+def test_of_a_pipeline_one_request_runs_and_the_rest_stays_bytes(bench: Bench) -> None:
+    """However many requests a packet has, one runs, and the rest waits as bytes."""
 
     async def ask() -> tuple[int, int]:
-        config = uvicorn.Config(bench.house.site, http=bench.kind, ws="none", log_config=None)
+        config = uvicorn.Config(bench.gateway.site, http=bench.kind, ws="none", log_config=None)
         connection = bench.kind(config, ServerState(), {}, bench.loop)
         transport = Transport()
         connection.connection_made(transport)
@@ -215,10 +218,10 @@ def test_a_pipeline_holds_one_request_and_bytes(bench: Bench) -> None:
         connection.data_received(data)
         begun = len(connection.tasks)
         assert not transport.reads(), "more is read though much waits"
-        while connection._held:
+        while connection.backlog:
             await asyncio.sleep(0)
             assert len(connection.tasks) <= 1
-            assert len(connection._held) <= len(data)
+            assert len(connection.backlog) <= len(data)
         await asyncio.sleep(0.01)
         assert transport.reads()
         connection.connection_lost(None)
@@ -227,9 +230,9 @@ def test_a_pipeline_holds_one_request_and_bytes(bench: Bench) -> None:
     assert bench.loop.run_until_complete(ask()) == (1, 2500)
 
 
-def test_who_takes_no_replies_is_not_served_on(bench: Bench) -> None:
+def test_a_client_that_reads_no_responses_gets_no_more(bench: Bench) -> None:
     async def ask() -> None:
-        config = uvicorn.Config(bench.house.site, http=bench.kind, ws="none", log_config=None)
+        config = uvicorn.Config(bench.gateway.site, http=bench.kind, ws="none", log_config=None)
         connection = bench.kind(config, ServerState(), {}, bench.loop)
         transport = Transport()
         connection.connection_made(transport)
@@ -244,7 +247,7 @@ def test_who_takes_no_replies_is_not_served_on(bench: Bench) -> None:
         await asyncio.sleep(0.01)
         assert transport.sent.count(b"HTTP/1.1 ") == answered
         assert not transport.reads()
-        held = len(connection._held) // len(whole)
+        held = len(connection.backlog) // len(whole)
         connection.resume_writing()
         await asyncio.sleep(1.0)
         assert transport.sent.count(b"HTTP/1.1 ") == answered + held
@@ -254,31 +257,32 @@ def test_who_takes_no_replies_is_not_served_on(bench: Bench) -> None:
     bench.loop.run_until_complete(ask())
 
 
-def test_where_too_much_waits_who_takes_no_replies_is_cut(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+def test_clients_that_read_no_responses_are_aborted_if_too_many_bytes_wait(
+    bench: Bench,
 ) -> None:
-    """They are cut, and who takes replies is served; what waits is counted to the byte."""
-    monkeypatch.setattr(protocol, "LISTENER_PIPELINE_BYTES", 300_000)
+    """Others are served, and waiting bytes are counted exactly."""
+    handler = bench.gateway.handler
+    kind = protocol_class(LimitSettings(), handler.serve, pipeline_bytes=300_000)
     whole = asking("anna", "a", "plain")
     requests = 100_000 // len(whole)
 
     async def ask() -> None:
-        config = uvicorn.Config(bench.house.site, http=bench.kind, ws="none", log_config=None)
+        config = uvicorn.Config(bench.gateway.site, http=kind, ws="none", log_config=None)
         connections, transports = [], [Transport() for _ in range(5)]
         for transport in transports:
-            connection = bench.kind(config, ServerState(), {}, bench.loop)
+            connection = kind(config, ServerState(), {}, bench.loop)
             connection.connection_made(transport)
             connection.data_received(whole * requests)
             if transport is not transports[-1]:
                 connection.pause_writing()
             connections.append(connection)
         assert [transport.closed for transport in transports] == [False] * 3 + [True, False]
-        held = sum(len(connection._held) for connection in connections)
-        assert bench.kind.pipeline_queue.held_bytes == held
+        held = sum(len(connection.backlog) for connection in connections)
+        assert kind.pipeline_queue.waiting_bytes == held
         await asyncio.sleep(1.0)
         assert transports[-1].sent.count(b"HTTP/1.1 ") == requests
         for connection in connections:
             connection.connection_lost(None)
-        assert bench.kind.pipeline_queue.held_bytes == 0
+        assert kind.pipeline_queue.waiting_bytes == 0
 
     bench.loop.run_until_complete(ask())

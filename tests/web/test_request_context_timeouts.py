@@ -1,4 +1,4 @@
-"""How long a plain answer may take, and what its client may get meanwhile."""
+"""Timeouts of plain responses, and what clients get meanwhile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.emulator import EmulatedNode
 from tests.emulator.wire import wired
 from tests.gateways import until
 from tests.virtual import in_virtual_time, now
-from tests.web.asking import CHAT, HELLO, answer, public, request
+from tests.web.raw_client import CHAT, HELLO, answer, public, request
 
 PADDED: dict[str, Any] = {
     "heartbeat": 0.1,
@@ -28,10 +28,10 @@ PLAIN: dict[str, Any] = {"health": {"interval": 0.2}}
 @pytest.mark.parametrize("late", [0.0, 2.0])
 @pytest.mark.parametrize("slow", ["to answer", "to connect", "to come free"])
 @in_virtual_time
-async def test_a_plain_request_lasts_as_long_as_its_client_says(
+async def test_a_plain_request_has_the_deadline_of_the_sdks_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str, late: float
 ) -> None:
-    """An official client has a timer of its own, which is to end the request before we do."""
+    """An official client's own timer ends the request before the gateway does."""
     field = "X-Stainless-Read-Timeout" if late else "X-Request-Timeout"
     node = EmulatedNode(decode_tps=20, answer_tokens=400, slots=1)
     async with public(tmp_path, PLAIN, node) as gate:
@@ -69,7 +69,7 @@ async def slowly(timeout: float) -> Any:
 
 
 @in_virtual_time
-async def test_what_the_client_says_first_is_what_it_is_told_by(tmp_path: Path) -> None:
+async def test_the_shorter_of_both_timeouts_decides_about_the_error(tmp_path: Path) -> None:
     async with public(tmp_path, PLAIN, EmulatedNode(decode_tps=20, answer_tokens=400)) as gate:
         began = now()
         found = await gate.chat("X-Request-Timeout: 0.3", "X-Stainless-Timeout: 0.4")
@@ -82,7 +82,7 @@ async def test_what_the_client_says_first_is_what_it_is_told_by(tmp_path: Path) 
 
 
 @in_virtual_time
-async def test_a_client_that_gives_up_in_time_is_not_waited_for(tmp_path: Path) -> None:
+async def test_a_client_that_times_out_by_itself_gets_no_error(tmp_path: Path) -> None:
     async with public(tmp_path, PLAIN, EmulatedNode(decode_tps=20, answer_tokens=400)) as gate:
         began = now()
         async with wired(gate.url) as wire:
@@ -95,16 +95,16 @@ async def test_a_client_that_gives_up_in_time_is_not_waited_for(tmp_path: Path) 
         gate.node.engine.decode_tps = 1e9
 
 
-@pytest.mark.parametrize("told", ["soon", "0", "nan"])
+@pytest.mark.parametrize("timeout", ["soon", "0", "nan"])
 @in_virtual_time
-async def test_what_is_no_time_bounds_nothing(tmp_path: Path, told: str) -> None:
+async def test_an_invalid_sdk_timeout_is_ignored(tmp_path: Path, timeout: str) -> None:
     async with public(tmp_path, PLAIN) as gate:
-        found = await gate.chat(f"X-Stainless-Read-Timeout: {told}", max_tokens=2)
+        found = await gate.chat(f"X-Stainless-Read-Timeout: {timeout}", max_tokens=2)
         assert found.status == 200
 
 
 @in_virtual_time
-async def test_a_stream_is_not_bound_by_what_its_client_waits_for_a_byte(tmp_path: Path) -> None:
+async def test_the_sdks_timeout_does_not_apply_to_streams(tmp_path: Path) -> None:
     async with public(tmp_path, PLAIN, EmulatedNode(decode_tps=20, answer_tokens=12)) as gate:
         found = await gate.chat("X-Stainless-Read-Timeout: 0.2", stream=True)
         assert found.status == 200
@@ -112,7 +112,7 @@ async def test_a_stream_is_not_bound_by_what_its_client_waits_for_a_byte(tmp_pat
 
 
 @in_virtual_time
-async def test_white_space_goes_ahead_of_the_answer(tmp_path: Path) -> None:
+async def test_white_space_is_sent_before_a_plain_response(tmp_path: Path) -> None:
     node = EmulatedNode(decode_tps=20, answer_tokens=10)
     async with public(tmp_path, PADDED, node) as gate:
         found = await gate.chat("X-Stainless-Read-Timeout: 0.2")
@@ -127,7 +127,7 @@ async def test_white_space_goes_ahead_of_the_answer(tmp_path: Path) -> None:
 
 
 @in_virtual_time
-async def test_an_error_behind_white_space_is_told_in_the_body(tmp_path: Path) -> None:
+async def test_an_error_after_white_space_is_in_the_body(tmp_path: Path) -> None:
     async with public(tmp_path, PADDED | {"timeouts": {"silence": 0.4}}) as gate:
         gate.node.faults.set("hang", after_events=1)
         async with wired(gate.url) as wire:
@@ -141,7 +141,7 @@ async def test_an_error_behind_white_space_is_told_in_the_body(tmp_path: Path) -
 
 
 @in_virtual_time
-async def test_a_nodes_own_error_behind_white_space_is_told_as_it_is(tmp_path: Path) -> None:
+async def test_a_nodes_error_after_white_space_is_unchanged(tmp_path: Path) -> None:
     async with public(tmp_path, PADDED) as gate:
         gate.node.faults.next("hang", seconds=0.3)
         found = await gate.chat(messages="none")

@@ -1,15 +1,15 @@
-"""Streams that move, in virtual time: a machine that stands still makes no difference."""
+"""Active streams, in virtual time: the machine's speed makes no difference."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tests.virtual import in_virtual_time, now
-from tests.web.asking import HELLO, public, request
+from tests.web.raw_client import HELLO, public, request
 
 
 @in_virtual_time
-async def test_a_stream_that_moves_gets_no_signs_of_life(tmp_path: Path) -> None:
+async def test_an_active_stream_gets_no_heartbeats(tmp_path: Path) -> None:
     settings = {"heartbeat": 1.0, "health": {"interval": 0.2}}
     async with public(tmp_path, settings) as gate:
         # Two seconds and more, with some 50 ms from one event to the next.

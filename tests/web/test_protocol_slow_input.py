@@ -11,12 +11,12 @@ import pytest
 
 from tests.emulator.wire import Wire, wired
 from tests.virtual import in_virtual_time
-from tests.web.asking import CHAT, HELLO, Answer, answer, public, request
+from tests.web.raw_client import CHAT, HELLO, Answer, answer, public, request
 
 IMPATIENT = {"limits": {"header_timeout": 0.3, "body_timeout": 0.3}}
 
 
-def told(found: Answer) -> tuple[int, str | None]:
+def outcome_of(found: Answer) -> tuple[int, str | None]:
     return found.status, found.code
 
 
@@ -26,12 +26,12 @@ async def test_half_a_head_and_then_silence_is_408(tmp_path: Path, start: bytes)
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
         await wire.send(start)
         found = await answer(wire)
-        assert told(found) == (408, "request_timeout")
+        assert outcome_of(found) == (408, "request_timeout")
         assert await wire.rest() == b""
 
 
 @in_virtual_time
-async def test_a_connection_that_says_nothing_is_closed(tmp_path: Path) -> None:
+async def test_a_silent_connection_is_closed(tmp_path: Path) -> None:
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
         assert await wire.rest() == b""
 
@@ -40,7 +40,7 @@ async def test_a_connection_that_says_nothing_is_closed(tmp_path: Path) -> None:
 async def test_a_head_a_byte_at_a_time_is_408(tmp_path: Path) -> None:
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
         trickling = asyncio.create_task(_trickle(wire, request() * 100))
-        assert told(await answer(wire)) == (408, "request_timeout")
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
         trickling.cancel()
         await asyncio.gather(trickling, return_exceptions=True)
 
@@ -51,7 +51,7 @@ async def test_half_a_head_on_a_used_connection_is_408(tmp_path: Path) -> None:
         await wire.send(request({**HELLO, "max_tokens": 1}))
         assert (await answer(wire)).status == 200
         await wire.send(b"POST /v1")
-        assert told(await answer(wire)) == (408, "request_timeout")
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
 
 
 @in_virtual_time
@@ -60,7 +60,7 @@ async def test_line_ends_between_requests_do_not_keep_a_connection(tmp_path: Pat
         await wire.send(request({**HELLO, "max_tokens": 1}))
         assert (await answer(wire)).status == 200
         await wire.send(b"\r\n")
-        assert told(await answer(wire)) == (408, "request_timeout")
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
 
 
 @in_virtual_time
@@ -68,7 +68,7 @@ async def test_half_a_body_and_then_silence_is_408(tmp_path: Path) -> None:
     async with public(tmp_path, IMPATIENT) as gate:
         async with wired(gate.url) as wire:
             await wire.send(request(b'{"messages": ', length=5000))
-            assert told(await answer(wire)) == (408, "request_timeout")
+            assert outcome_of(await answer(wire)) == (408, "request_timeout")
         assert (await gate.last()).status == 408
 
 
@@ -78,30 +78,30 @@ async def test_half_a_chunked_body_and_then_silence_is_408(tmp_path: Path, part:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
         await wire.send(f"{head}{part}".encode())
-        assert told(await answer(wire)) == (408, "request_timeout")
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
         assert await wire.rest() == b""
 
 
 @in_virtual_time
-async def test_a_client_that_is_told_to_go_on_and_does_not_is_408(tmp_path: Path) -> None:
+async def test_silence_after_100_continue_is_408(tmp_path: Path) -> None:
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
         await wire.send(request(b"", "Expect: 100-continue", length=100))
         assert await wire.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
-        assert told(await answer(wire)) == (408, "request_timeout")
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
 
 
 @in_virtual_time
-async def test_half_a_request_behind_a_whole_one_has_its_own_time(tmp_path: Path) -> None:
+async def test_half_a_request_behind_a_complete_one_has_its_own_timeout(tmp_path: Path) -> None:
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
         gate.node.faults.next("hang", seconds=1.0)
         await wire.send(request({**HELLO, "max_tokens": 1}) + request()[:60])
         assert (await answer(wire)).status == 200
-        assert told(await answer(wire)) == (408, "request_timeout")
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
 
 
 @in_virtual_time
-async def test_a_line_end_behind_a_body_does_not_end_a_connection(tmp_path: Path) -> None:
-    """Old clients send one that the length does not count."""
+async def test_a_line_end_behind_a_body_does_not_close_the_connection(tmp_path: Path) -> None:
+    """Old clients send one that `Content-Length` does not include."""
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
         await wire.send(request({**HELLO, "max_tokens": 1}) + b"\r\n")
         assert (await answer(wire)).status == 200
@@ -115,7 +115,7 @@ async def test_a_body_a_byte_at_a_time_is_408(tmp_path: Path) -> None:
     async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
         await wire.send(request(b"{", length=5000))
         trickling = asyncio.create_task(_trickle(wire, b" " * 4000))
-        assert told(await answer(wire)) == (408, "request_timeout")
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
         trickling.cancel()
         await asyncio.gather(trickling, return_exceptions=True)
 
@@ -127,7 +127,7 @@ async def _trickle(wire: Wire, data: bytes) -> None:
 
 
 @in_virtual_time
-async def test_requests_that_are_spoilt_are_answered_or_ended(tmp_path: Path) -> None:
+async def test_corrupted_requests_are_answered_or_closed(tmp_path: Path) -> None:
     async with public(tmp_path, IMPATIENT) as gate:
         rng = random.Random(20)
         whole = [
@@ -155,10 +155,9 @@ async def test_requests_that_are_spoilt_are_answered_or_ended(tmp_path: Path) ->
                 await asyncio.sleep(0)
                 with suppress(ConnectionError):
                     await wire.send(bytes(data[middle:]))
-                    told = await wire.some()
-                    assert not told or told.startswith(b"HTTP/1.1 ")
+                    outcome_of = await wire.some()
+                    assert not outcome_of or outcome_of.startswith(b"HTTP/1.1 ")
 
         for start in range(0, 200, 50):
             await asyncio.gather(*(one(number) for number in range(start, start + 50)))
-        connections = gate.running.gateway.public_listener._server.server_state.connections  # type: ignore[union-attr]
-        await gate.node.until(lambda: not connections)
+        await gate.all_disconnected()

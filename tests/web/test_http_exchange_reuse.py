@@ -1,4 +1,4 @@
-"""Connections to a node as the relay uses them: again and again, and unnoticed when they break."""
+"""Connections to a node are reused, and a stale one goes unnoticed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from tests.emulator.wire import wired
 from tests.gateways import running_gateway, until
 from tests.transport.raw import Peer
 from tests.virtual import in_virtual_time
-from tests.web.asking import CHAT, HELLO, answer, public, request
+from tests.web.raw_client import CHAT, HELLO, answer, public, request
 
 CALM = {"health": {"interval": 60, "discover_interval": 60}, "heartbeat": "off"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_requests_one_after_the_other_open_no_further_connection(
-    tmp_path: Path, stream: bool
-) -> None:
+async def test_sequential_requests_reuse_one_connection(tmp_path: Path, stream: bool) -> None:
     async with public(tmp_path, CALM, EmulatedNode(close_after_stream=False)) as gate:
         await gate.chat(max_tokens=1)
         before = gate.node.connections_opened
@@ -32,7 +30,7 @@ async def test_requests_one_after_the_other_open_no_further_connection(
 
 
 @in_virtual_time
-async def test_a_node_that_closes_after_each_stream_is_asked_anew(tmp_path: Path) -> None:
+async def test_a_node_that_closes_after_each_stream_gets_new_connections(tmp_path: Path) -> None:
     async with public(tmp_path, CALM) as gate:
         for _ in range(20):
             found = await gate.chat(max_tokens=1, stream=True)
@@ -42,7 +40,7 @@ async def test_a_node_that_closes_after_each_stream_is_asked_anew(tmp_path: Path
 
 
 @in_virtual_time
-async def test_the_limit_of_requests_on_one_connection_is_not_noticed(tmp_path: Path) -> None:
+async def test_a_nodes_limit_of_requests_per_connection_is_not_noticed(tmp_path: Path) -> None:
     async with public(
         tmp_path, CALM, EmulatedNode(keepalive_requests=10, close_after_stream=False)
     ) as gate:
@@ -55,9 +53,7 @@ async def test_the_limit_of_requests_on_one_connection_is_not_noticed(tmp_path: 
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_virtual_time
-async def test_connections_that_break_in_the_instant_of_their_reuse_are_no_attempts(
-    tmp_path: Path, stream: bool
-) -> None:
+async def test_a_stale_connection_is_no_attempt(tmp_path: Path, stream: bool) -> None:
     node = EmulatedNode(slots=4, close_after_stream=False)
     async with public(tmp_path, CALM, node) as gate:
         pool = gate.running.gateway.fleet.nodes["node-0"].upstream.pool
@@ -73,7 +69,7 @@ async def test_connections_that_break_in_the_instant_of_their_reuse_are_no_attem
 
 
 @in_virtual_time
-async def test_an_answer_is_the_same_however_it_is_framed(tmp_path: Path) -> None:
+async def test_a_response_is_the_same_however_it_is_framed(tmp_path: Path) -> None:
     async with public(tmp_path, CALM) as gate:
         plain = json.loads((await gate.chat(max_tokens=5)).body)
         for fault in ("chunk_extensions", "interim", "slow_head", "trickle"):
@@ -89,7 +85,7 @@ async def test_a_path_prefix_of_the_node_is_kept(tmp_path: Path) -> None:
     heard: list[bytes] = []
 
     async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """What a reverse proxy does with a prefix: takes it off."""
+        """A reverse proxy that removes a prefix."""
         peer = Peer(reader, writer)
         upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", node.port)
 
@@ -140,7 +136,7 @@ def heard(node: EmulatedNode) -> list[str]:
 
 
 @in_virtual_time
-async def test_requests_that_repeat_a_head_have_each_their_own_body(tmp_path: Path) -> None:
+async def test_requests_with_a_repeated_head_have_their_own_bodies(tmp_path: Path) -> None:
     texts = ["a", "bb", "c" * 200, "a", "d" * 5000, "e"]
     async with public(tmp_path, CALM) as gate, wired(gate.url) as wire:
         for text in texts:
@@ -150,7 +146,7 @@ async def test_requests_that_repeat_a_head_have_each_their_own_body(tmp_path: Pa
 
 
 @in_virtual_time
-async def test_a_head_that_was_repeated_may_come_in_pieces_or_in_company(tmp_path: Path) -> None:
+async def test_a_repeated_head_may_arrive_in_pieces_or_with_others(tmp_path: Path) -> None:
     async with public(tmp_path, CALM) as gate, wired(gate.url) as wire:
         for _ in range(3):
             await wire.send(asking_for("first"))
@@ -173,7 +169,7 @@ async def test_a_head_that_was_repeated_may_come_in_pieces_or_in_company(tmp_pat
 
 
 @in_virtual_time
-async def test_what_differs_from_a_repeated_head_is_read_for_what_it_is(tmp_path: Path) -> None:
+async def test_a_head_that_differs_from_the_last_is_parsed(tmp_path: Path) -> None:
     data = asking_for("hello")
     async with public(tmp_path, CALM) as gate:
         for changed, expected in (
@@ -203,7 +199,7 @@ async def test_a_small_request_is_served_without_a_task(tmp_path: Path) -> None:
         listener = gate.running.gateway.public_listener
         assert listener is not None
         small = request({"input": "hello"}, path="/v1/embeddings")
-        await wire.send(small)  # so that a connection to the node is there
+        await wire.send(small)  # This opens a connection to the node.
         assert (await answer(wire)).status == 200
         gate.node.faults.next("hang")
         await wire.send(small)

@@ -1,4 +1,4 @@
-"""Many small bodies of very many objects at once: they take turns, so that others have theirs."""
+"""Many small bodies with very many objects are parsed in turns, so that others are served."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from gateway.proxy.inbound.prepare import prepare
 from tests.emulator import EmulatedNode
 from tests.virtual import in_virtual_time
-from tests.web.asking import HELLO, public, request
+from tests.web.raw_client import HELLO, public, request
 
 SHAPES = [
     {"messages": [{}] * 1500},
@@ -24,7 +24,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("body", SHAPES, ids=["messages", "parts", "tools", "links"])
 @in_virtual_time
-async def test_one_is_prepared_in_each_round_of_the_loop(
+async def test_one_slow_body_is_prepared_per_round_of_the_event_loop(
     tmp_path: Path, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds: Counter[int] = Counter()
