@@ -1,4 +1,12 @@
-"""One request that arrives or waits, as the numbers that placing goes by."""
+"""The placement state: every node's slots and speeds, the requests on them and those that wait.
+
+`PlacementState` is a table with one row, a `NodeSlots`, for each node. A `QueuedRequest` names
+rows by their index; a `CandidateSet` holds the rows that serve one thing; a `Placement` is a
+request on a row. Times are monotonic seconds, speeds tokens per second.
+
+Everybody reads. `PlacementState` changes rows, through the row's own methods, so that the sets and
+counters that it keeps about them never fall behind. A row moves the expected ends of its work.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +14,50 @@ import math
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 from weakref import WeakSet
 
 from gateway.config.queue import DEFAULT_SLOTLESS
 from gateway.request import Priority
 
 MOST_TOKENS_PER_REQUEST = 1e7
-"""Tokens of a prompt or an answer; more than that is a mistake, and is bounded."""
+"""Tokens of a prompt or an answer; more is a mistake and is clamped."""
 
 DEFAULT_COMPLETION_TOKENS = 256.0
-"""Tokens expected of an answer that nobody knows anything about."""
+"""Expected tokens of an answer about which nothing is known."""
 
-Requirements = tuple[tuple["TierSets", ...], int, bool]
-"""Groups, slots and whether it leaves the reserve alone: what the rows with room depend on."""
+NEGLIGIBLE_COMPLETION = 1.0
+"""Completion tokens of a request that decodes nothing, such as embeddings, or next to nothing."""
+
+LEAST_UNCACHED_TOKENS = 1.0
+"""Prompt tokens that a server reads however much is cached: the last one always."""
 
 NO_ROWS: Mapping[int, float] = {}
-"""Of no row; never written to."""
+"""Figures by row index, for no row; never written to."""
+
+WARM_ROWS_PER_REQUEST = 6
+"""Rows with most of a request's prompt cached that the request remembers."""
+
+OVERRUN_SHARE = 0.5
+"""A placement past its expected end is expected to take this share of its time so far once more."""
 
 SLOWEST_TPS, FASTEST_TPS = 1e-3, 1e7
-"""Tokens/s outside of which a speed is a mistake; it is bounded."""
+"""Tokens/s outside of which a speed is a mistake; it is clamped."""
 
 MOST_PENALTY_SECONDS = 1e6
-"""Seconds; longer ones are bounded."""
+"""Longer penalties are clamped."""
 
 MOST_SLOTS = 1 << 16
 
 UNMEASURED_PREFILL_TPS = 100.0
-"""Prompt tokens/s of a node that nobody has told about."""
+"""Prompt tokens/s of a node whose speed was never set."""
 
 UNMEASURED_TOKEN_SECONDS = 0.1
-"""Seconds a token of such a node."""
+"""Seconds per output token of such a node."""
 
 
 def clamp(value: float, least: float, most: float, default: float) -> float:
-    """`value` within its bounds; `otherwise` for what is no number."""
+    """`value` within its bounds; `default` for NaN."""
     if least <= value <= most:
         return value
     if math.isnan(value):
@@ -48,60 +65,71 @@ def clamp(value: float, least: float, most: float, default: float) -> float:
     return least if value < least else most
 
 
+class Requirements(NamedTuple):
+    """What decides which rows have room for a request: equal requirements, equal rows."""
+
+    groups: tuple[TierSets, ...] = ()
+    slots: int = 0
+    keeps_batch_reserve: bool = False
+
+
+NO_REQUIREMENTS = Requirements()
+
+
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A request for slots on one node. Nonsense in its numbers is bounded.
+    """A request for slots on one node, in numbers. Out-of-range numbers are clamped.
 
-    `groups` holds the pools for each name that the request stands for: a later name is only for
-    when no node of an earlier one is alive.
+    `groups` has the candidate sets of each model name that the request stands for; a later name
+    counts only when no node of an earlier one is alive.
     """
 
     id: str
     groups: tuple[TierSets, ...]
     priority: Priority
     fairness_key: str
-    """Who it is fair to."""
+    """The caller or user whose share it counts against."""
     received_at: float
-    """When it came to the gateway; monotonic seconds."""
+    """When it reached the gateway."""
     slots: int = 1
     prompt_tokens: float = 0.0
     """Expected prompt tokens."""
     completion_tokens: float = DEFAULT_COMPLETION_TOKENS
     """Expected tokens of the answer."""
     cached: Mapping[int, float] = field(default_factory=lambda: NO_ROWS)
-    """Tokens of its prompt that a row is believed to have cached, by the row's index."""
+    """Prompt tokens that a row is believed to have cached, by row index."""
     pending: Mapping[int, float] = field(default_factory=lambda: NO_ROWS)
-    """Tokens of it that a row will have cached when what runs there has ended, by index."""
+    """Prompt tokens that a row will have cached once what runs there has ended, by row index."""
     excluded: Collection[int] = ()
     """Indexes of rows that can't serve it: never used."""
     failed: Collection[int] = ()
-    """Indexes of rows that have failed it: used only when no other is alive."""
+    """Indexes of rows that have failed it: used only while no other is alive."""
     penalties: Mapping[int, float] = field(default_factory=lambda: NO_ROWS)
-    """Seconds by which a row looks slower to this request, by index; negative: better."""
+    """Seconds by which a row looks slower to this request, by row index; negative: faster."""
     prompt_key: object = None
-    """What its prompt is looked up by again; for `Dispatcher.recall` alone."""
+    """Its prompt's key in the prompt cache's index, for whoever refreshes `cached`."""
     affinity_hash: int = 0
-    """Hash of what it shares with its like, for `prefix_hash`."""
+    """Hash of the prompt's shared beginning, for the policy `prefix_hash`."""
     deadline: float | None = None
-    """When the answer is of no use any more."""
+    """When its client stops waiting for the answer."""
     slotless_caller: str = ""
-    """Of one that takes no slot: its caller with all users that it names."""
-    # Kept by the line and the dispatcher.
+    """The caller, all its users together, of a request that takes no slot."""
+    # Set while it waits, by the wait queue and the dispatcher.
     work_tokens: tuple[float, float] = (0.0, 0.0)
-    """Tokens that are likely to be read and to be written for it."""
+    """Prompt tokens to be read and output tokens to be decoded for it, as expected."""
     arrival_key: tuple[float, int] = (0.0, 0)
-    """The key of the order of age."""
+    """Sorts requests by age."""
     account: FairnessAccount | None = None
-    """Its caller's, while it is in line."""
-    requirements: Requirements = ((), 0, False)
+    """Its caller's account while it waits; None: it does not wait."""
+    requirements: Requirements = NO_REQUIREMENTS
     warmest_rows: tuple[int, ...] = ()
-    """Indexes of the rows that have most of it cached."""
+    """Indexes of the rows that have most of its prompt cached."""
     cache_checked_at: float = 0.0
-    """When what is cached of it was last looked up."""
+    """When `cached` was last looked up."""
     deferred_to: NodeSlots | None = None
-    """The busy node that it is held back for."""
+    """The busy node that it waits for while others may pass it."""
     deferred_until: float = 0.0
-    """When that was predicted to have a slot, with a margin; 0: never held back."""
+    """When that node was predicted to have a slot, with a margin; 0: never deferred."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.prompt_tokens <= MOST_TOKENS_PER_REQUEST:
@@ -115,31 +143,141 @@ class QueuedRequest:
 
     @property
     def keeps_batch_reserve(self) -> bool:
-        """Whether it leaves the reserve of each node free."""
+        """Whether it must leave each node's batch reserve free."""
         return self.priority is Priority.BATCH
+
+    def set_cached(
+        self, prompt_tokens: float, cached: Mapping[int, float], pending: Mapping[int, float]
+    ) -> None:
+        """Take in what a lookup in the prompt cache's index has found."""
+        self.prompt_tokens, self.cached, self.pending = prompt_tokens, cached, pending
+
+    def find_warmest_rows(self) -> None:
+        """Set `warmest_rows`: those that have most of its prompt cached, or will have."""
+        cached = self.cached
+        if self.pending:
+            cached = {**self.pending, **cached}
+            for index, tokens in self.pending.items():
+                cached[index] = max(cached[index], tokens)
+        if len(cached) <= WARM_ROWS_PER_REQUEST:
+            self.warmest_rows = tuple(cached)
+        else:
+            ranked = sorted(cached, key=cached.__getitem__, reverse=True)
+            self.warmest_rows = tuple(ranked[:WARM_ROWS_PER_REQUEST])
+
+    def enter(self, account: FairnessAccount, number: int) -> None:
+        """It waits now, as the arrival of that number."""
+        self.account = account
+        self.arrival_key = (self.received_at, number)
+        self.requirements = Requirements(self.groups, self.slots, self.keeps_batch_reserve)
+
+    def leave(self) -> None:
+        """It does not wait any more."""
+        self.account = None
+
+    def looked_up(self, now: float) -> None:
+        """`cached` is as of now."""
+        self.cache_checked_at = now
+
+    def expect_work(self, prompt_tokens: float, completion_tokens: float) -> None:
+        """Set `work_tokens`."""
+        self.work_tokens = prompt_tokens, completion_tokens
+
+    def defer_to(self, row: NodeSlots, until: float) -> None:
+        """Let it wait for this row. `until` holds from the first time on."""
+        row.deferred.append(self)
+        self.deferred_to = row
+        if not self.deferred_until:
+            self.deferred_until = until
+
+    def undefer(self) -> None:
+        """Let it wait for no row in particular."""
+        if self.deferred_to is not None:
+            self.deferred_to.deferred.remove(self)
+            self.deferred_to = None
 
 
 @dataclass(slots=True, eq=False)
 class FairnessAccount:
-    """What one caller of a class was served, and what it has in line."""
+    """The work that one caller of a class was served, and its waiting requests."""
 
     fairness_key: str
     serial: int
     counter: float = 0.0
-    """Prompt tokens' worth of work."""
+    """Work, in prompt tokens."""
     running: int = 0
     fifos: dict[Requirements, list[QueuedRequest]] = field(default_factory=dict)
-    """Its waiting requests by shape, the oldest first."""
+    """Its waiting requests by their requirements, oldest first."""
+
+    def raise_to(self, least: float) -> None:
+        """Lift the counter to `least` if it is below."""
+        if self.counter < least:  # noqa: PLR1730 - a call costs four times as much
+            self.counter = least
+
+    def started(self, charge: float) -> None:
+        """One of its requests runs now, at the price of `charge`."""
+        self.running += 1
+        self.counter += charge
+
+    def settled(self, correction: float) -> None:
+        """One has ended; its price differs from the charge by `correction`."""
+        self.running -= 1
+        self.counter += correction
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """A request that has slots on a row, until it is released."""
+
+    queued: QueuedRequest
+    row: NodeSlots
+    group: int
+    """The model name it is served under: an index of `queued.groups`."""
+    placed_at: float
+    prefill_ends: float
+    """When its prompt is expected to have been read."""
+    ends: float
+    """When it is expected to end."""
+    uncached: float = 0.0
+    """Prompt tokens that the node has to read."""
+    account: FairnessAccount | None = None
+    """The account that pays for it; None once it is settled."""
+    charge: float = 0.0
+    """What the account has been charged so far."""
+    token_weight: float = 1.0
+    """Price of an output token when it was placed: it is settled at the same price."""
+    released: bool = False
+
+    def charge_to(self, account: FairnessAccount, charge: float, token_weight: float) -> None:
+        """Let `account` pay for it."""
+        self.account, self.charge, self.token_weight = account, charge, token_weight
+
+    def take_account(self) -> FairnessAccount | None:
+        """The account that pays for it, the first time; then None."""
+        account, self.account = self.account, None
+        return account
+
+    def release(self) -> bool:
+        """Mark it as released; False: it was already."""
+        if self.released:
+            return False
+        self.released = True
+        return True
+
+    def seconds_left(self, now: float) -> float:
+        """Seconds until it ends, as expected now: the longer it is late, the longer it takes."""
+        left = self.ends - now
+        overrun = (now - self.placed_at) * OVERRUN_SHARE
+        return left if left > 0.0 else overrun
 
 
 @dataclass(slots=True, eq=False)
 class NodeSlots:
-    """One node as placing sees it. Written through the board's setters only.
+    """One row: a node's slots, speeds and work. Only `PlacementState` calls what changes it.
 
-    `total`, `capacity` (what work may use now), `foreign` (others' load), `ours`, `busy` (both)
-    and `free` are slots. `prefill` is prompt tokens/s; a token takes `token_base` seconds alone
-    and `token_step` more for each neighbour. `reading_until`: prompts that are queued there are
-    read by then. `doubt`: seconds that the node is made to look slower; negative: faster.
+    Slots: `total`; `capacity`, that requests may use now; `foreign`, busy with others' work;
+    `ours`, busy with placements; `busy`, both; `free`. An output token takes `token_base` seconds
+    alone and `token_step` more for each neighbour.
     """
 
     index: int
@@ -159,54 +297,215 @@ class NodeSlots:
     token_base: float = UNMEASURED_TOKEN_SECONDS
     token_step: float = 0.0
     penalty: float = 0.0
+    """Seconds by which it is made to look slower; negative: faster."""
     prefill_until: float = 0.0
+    """When the prompts that are queued there are expected to have been read."""
     ends_sum: float = 0.0
-    """Sum of the predicted ends of what runs."""
+    """Sum of the expected ends of what runs."""
     running: list[Placement] = field(default_factory=list)
     deferred: list[QueuedRequest] = field(default_factory=list)
-    """Waiting requests that are held back for this node, in the order of their turns."""
+    """Waiting requests that are deferred to it, in the order in which they were."""
     reserved_for: QueuedRequest | None = None
-    """The wide request that the free slots are kept for."""
+    """The wide request that its free slots are reserved for."""
     reserved_from_all: bool = False
-    """Whether they are kept from classes above it too."""
+    """Whether they are reserved from higher classes too."""
     batch_reserve: int = 0
-    """Slots that must stay free where a request leaves the reserve alone."""
+    """Slots that `batch` must leave free."""
     last_placement: int = 0
     """The number of the last placement here."""
     per_prompt_token: float = 0.0
-    """Seconds that one prompt token costs: its own reading and the writers it holds up."""
+    """Cost of one more prompt token, seconds: its prefill and the decoding that it holds up."""
     per_output_token: float = 0.0
-    """Seconds of one more sequence's token."""
+    """Seconds of an output token of one more sequence."""
     decoding: int = 0
-    """How many of those that run have an answer to write."""
+    """How many of `running` have an answer to decode."""
     decode_slowdown: float = 0.0
-    """Share of their remaining time by which a newcomer slows down those who write."""
+    """Share of their remaining time by which one more sequence slows them down."""
     slotless_running: int = 0
-    """Requests that run here without a slot, and ..."""
+    """Requests without a slot that run here."""
     slotless_by_caller: dict[str, int] = field(default_factory=dict)
-    """... how many of them are of each caller."""
-    dirty: bool = False
-    """Changed since numpy's columns were last brought up to date."""
+    """How many of them each caller has."""
+
+    # The node's own figures.
+
+    def set_tier(self, *, gpu: bool) -> None:
+        """As `PlacementState.set_tier`."""
+        self.gpu = gpu
+
+    def set_slots(
+        self, total: float, capacity: float, foreign: float, *, alive: bool | None
+    ) -> None:
+        """As `PlacementState.set_slots`."""
+        self.total = int(clamp(total, 0, MOST_SLOTS, 0))
+        self.capacity = int(clamp(capacity, 0, MOST_SLOTS, 0))
+        self.foreign = int(clamp(foreign, 0, MOST_SLOTS, 0))
+        self.alive = self.capacity > 0 if alive is None else alive
+
+    def set_speed(self, prefill_tps: float, token_base: float, token_step: float) -> bool:
+        """As `PlacementState.set_speed`; whether it is twice as fast as before, or half."""
+        before = self.prefill_tps, self.token_base
+        self.prefill_tps = clamp(prefill_tps, SLOWEST_TPS, FASTEST_TPS, UNMEASURED_PREFILL_TPS)
+        self.token_base = clamp(
+            token_base, 1 / FASTEST_TPS, 1 / SLOWEST_TPS, UNMEASURED_TOKEN_SECONDS
+        )
+        self.token_step = clamp(token_step, 0.0, 1 / SLOWEST_TPS, 0.0)
+        after = self.prefill_tps, self.token_base
+        return any(not 0.5 <= new / old <= 2.0 for new, old in zip(after, before, strict=True))
+
+    def set_penalty(self, seconds: float) -> None:
+        """As `PlacementState.set_penalty`."""
+        self.penalty = clamp(seconds, -MOST_PENALTY_SECONDS, MOST_PENALTY_SECONDS, 0.0)
+
+    def set_batch_reserve(self, share: float) -> None:
+        """Share of its slots that `batch` leaves free."""
+        self.batch_reserve = int(share * self.total)
+
+    def reserve(self, queued: QueuedRequest | None, *, from_all_classes: bool = False) -> None:
+        """Reserve its free slots for a wide request; None: for nobody any more."""
+        self.reserved_for, self.reserved_from_all = queued, from_all_classes
+
+    def recompute(self) -> None:
+        """Derive `busy`, `free` and the cost coefficients from slots, speeds and work."""
+        self.busy = busy = self.ours + self.foreign
+        free = self.capacity - busy
+        self.free = free if free > 0 else 0  # noqa: FURB136 - a call costs four times as much
+        step = self.token_step
+        self.per_output_token = per_token = self.token_base + step * busy
+        self.per_prompt_token = (1 + busy) / self.prefill_tps
+        # Requests without a slot may decode where no slot is busy.
+        self.decode_slowdown = step / (per_token - step) if self.decoding and step and busy else 0.0
+
+    # Its work.
+
+    def start(self, queued: QueuedRequest, group: int, now: float, number: int) -> Placement:
+        """Start a request: its prefill holds up what decodes, its decoding slows that down.
+
+        Where nothing decodes, prompts are read one after the other and no other end moves.
+        """
+        uncached = queued.prompt_tokens
+        if queued.cached:
+            uncached = max(LEAST_UNCACHED_TOKENS, uncached - queued.cached.get(self.index, 0.0))
+        prefill = uncached / self.prefill_tps
+        running = self.running
+        decodes = queued.completion_tokens > NEGLIGIBLE_COMPLETION
+        if not (decodes or self.decoding):
+            start = max(now, self.prefill_until)
+        elif running:
+            start = max(now, self.prefill_until)
+            slowdown = self.decode_slowdown
+            total = 0.0
+            for other in running:
+                left = other.ends - now
+                other.ends += prefill + (left * slowdown if left > 0.0 else 0.0)
+                total += other.ends
+            self.ends_sum = total
+        else:
+            start, self.ends_sum = now, 0.0
+        self.prefill_until = prefill_ends = start + prefill
+        ends = prefill_ends + queued.completion_tokens * self.per_output_token
+        placement = Placement(queued, self, group, now, prefill_ends, ends, uncached)
+        running.append(placement)
+        self.decoding += decodes
+        self.ends_sum += ends
+        self.last_placement = number
+        if queued.slots:
+            self.ours += queued.slots
+        else:
+            caller = queued.slotless_caller
+            self.slotless_running += 1
+            self.slotless_by_caller[caller] = self.slotless_by_caller.get(caller, 0) + 1
+        return placement
+
+    def prefill_done(self, placement: Placement, now: float) -> None:
+        """The prompt of `placement` has been read at `now`."""
+        shift = now - placement.prefill_ends
+        placement.prefill_ends = now
+        placement.ends += shift
+        self.ends_sum += shift
+        self.prefill_until = max([one.prefill_ends for one in self.running])
+
+    def end(self, placement: Placement, now: float) -> None:
+        """`placement` has ended: what it held up or slowed down goes faster."""
+        running = self.running
+        running.remove(placement)
+        queued = placement.queued
+        if queued.slots:
+            self.ours -= queued.slots
+        else:
+            self._slotless_ended(queued.slotless_caller)
+        decodes = queued.completion_tokens > NEGLIGIBLE_COMPLETION
+        self.decoding -= decodes
+        if not running:
+            self.ends_sum = self.prefill_until = 0.0
+            return
+        if not (decodes or self.decoding):
+            self.ends_sum -= placement.ends
+            self.prefill_until = running[-1].prefill_ends
+            return
+        gain = self.token_step / self.per_output_token
+        prefill_ends = placement.prefill_ends
+        unread = prefill_ends - now
+        total, latest = 0.0, -math.inf
+        for other in running:
+            ends = other.ends
+            if unread > 0.0 and other.prefill_ends < prefill_ends:
+                ends -= unread
+            if gain and ends > now:
+                ends -= (ends - now) * gain
+            other.ends = ends
+            total += ends
+            if other.prefill_ends > latest:  # noqa: PLR1730 - a call costs four times as much
+                latest = other.prefill_ends
+        self.ends_sum, self.prefill_until = total, latest
+
+    def _slotless_ended(self, caller: str) -> None:
+        self.slotless_running -= 1
+        self.slotless_by_caller[caller] -= 1
+        if not self.slotless_by_caller[caller]:
+            del self.slotless_by_caller[caller]
+
+    def seconds_until_free(self, slots: int, now: float) -> float | None:
+        """Seconds until `slots` more than now are free; None: they never will be."""
+        if slots <= 0:
+            return 0.0
+        running = self.running
+        if slots == 1:
+            return min([one.seconds_left(now) for one in running if one.queued.slots], default=None)
+        for wait, count in sorted([(one.seconds_left(now), one.queued.slots) for one in running]):
+            slots -= count
+            if slots <= 0:
+                return wait
+        return None
+
+
+@dataclass(slots=True)
+class AvailableRows:
+    """Rows with room for a request."""
+
+    rows: list[NodeSlots]
+    """At least one."""
+    candidate_set: CandidateSet
+    group: int
+    """The group of the request that the candidate set belongs to."""
+    unfiltered: bool = True
+    """Whether these are all rows of the candidate set that have the slots."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class CandidateSet:
-    """The rows that can serve one thing, for example one model's chat requests.
+    """The rows that serve one thing, for example one model's chat requests.
 
-    Changed in place (`set`), so that what waits sees a node that was added or lost.
+    Changed in place (`replace_rows`), so that waiting requests see nodes come and go.
     """
 
     rows: tuple[NodeSlots, ...] = ()
     row_indexes: frozenset[int] = frozenset()
-    """Their indexes."""
     queued_tokens: tuple[list[float], list[float]] = field(
         default_factory=lambda: ([0.0] * 4, [0.0] * 4)
     )
-    """Tokens that are to be read and to be written for what waits for it, by class."""
-    excluded_mask: Any = None
-    """numpy's view of the rows that are not in it, made when needed."""
-    available: Any = None
-    """The room for one slot here (`room.py`), as it was found with `opened`."""
+    """Prompt tokens to be read and output tokens to be decoded for what waits for it, by class."""
+    available: AvailableRows | None = None
+    """Its rows with room for one slot when `free_rows_version` was `available_version`."""
     available_version: int = -1
     _slots: tuple[int, int, int] = (-1, 0, 0)
 
@@ -214,69 +513,73 @@ class CandidateSet:
         self.replace_rows(self.rows)
 
     def slots(self, placement_state: PlacementState) -> int:
-        """Slots of the rows that are alive."""
-        return self._counted(placement_state)[1]
+        """Slots of its rows that are alive."""
+        return self._count_slots(placement_state)[1]
 
     def unreserved_slots(self, placement_state: PlacementState) -> int:
-        """Those of them that are for what leaves the reserve alone: at least one of each row."""
-        return self._counted(placement_state)[2]
+        """Those of them that `batch` may use: at least one of each row."""
+        return self._count_slots(placement_state)[2]
 
-    def _counted(self, board: PlacementState) -> tuple[int, int, int]:
-        if self._slots[0] != board.slots_version:
+    def _count_slots(self, state: PlacementState) -> tuple[int, int, int]:
+        if self._slots[0] != state.slots_version:
             alive = [row for row in self.rows if row.alive]
             self._slots = (
-                board.slots_version,
+                state.slots_version,
                 sum([row.total for row in alive]),
                 sum([max(min(1, row.total), row.total - row.batch_reserve) for row in alive]),
             )
         return self._slots
 
+    def set_available(self, rows: list[NodeSlots], version: int) -> None:
+        """Remember its rows with room for one slot, as of that `free_rows_version`."""
+        self.available = AvailableRows(rows, self, 0) if rows else None
+        self.available_version = version
+
     def replace_rows(self, rows: Iterable[NodeSlots]) -> None:
         """These rows and no others, in this order."""
         self.rows = tuple(rows)
         self.row_indexes = frozenset(row.index for row in self.rows)
-        self.excluded_mask = None
         self.available_version = -1
         self._slots = (-1, 0, 0)
 
 
 TierSets = tuple[CandidateSet, ...]
-"""Pools that serve the same model, the preferred first: the next is for when one has no room."""
+"""Candidate sets that serve the same model, best first: each is for when those before are full."""
 
 
 @dataclass(slots=True, eq=False)
 class PlacementState:
-    """All rows. Times are monotonic seconds, speeds tokens per second."""
+    """All rows, and what is kept about all of them together."""
 
     batch_reserve: float = 0.0
-    """Share of each node's slots that `batch` leaves free (`set_reserve`)."""
+    """Share of each node's slots that `batch` leaves free."""
     slotless_limit: int = DEFAULT_SLOTLESS
-    """Requests that need no slot that one node gets at once."""
+    """Requests without a slot that one node runs at once."""
     rows: list[NodeSlots] = field(default_factory=list)
     """By index; a removed row stays until its index is used again."""
     by_name: dict[str, NodeSlots] = field(default_factory=dict)
     free_rows: dict[int, NodeSlots] = field(default_factory=dict)
     """Rows with a free slot, by index."""
     free_rows_version: int = 0
-    """Changes whenever another row comes to be among them, or one leaves."""
+    """Changes whenever a row enters or leaves `free_rows`."""
     placement_count: int = 0
     """Placements so far."""
     speed_changes: int = 0
-    """Rows that read or write twice as fast as they did, or half, since somebody took note."""
+    """Rows that became twice as fast, or half, since `clear_speed_changes`."""
     slots_freed: bool = False
-    """Whether slots have come free since those who wait were last looked at."""
+    """Whether slots have come free since `clear_slots_freed`."""
     reserved_rows: list[NodeSlots] = field(default_factory=list)
-    """Rows whose free slots are kept for a wide request."""
+    """Rows whose free slots are reserved for a wide request."""
     last_release: float = 0.0
-    """When the last of our slots came free, anywhere."""
+    """When a placement last ended, anywhere."""
     slots_version: int = 0
     """Changes with the number of slots of any row."""
-    dirty_rows: list[NodeSlots] = field(default_factory=list)
-    """Rows that have changed since numpy's columns were last brought up to date."""
+    _changed: set[int] = field(default_factory=set)
+    """Indexes of rows that have changed since `take_changed_rows`."""
     _unused: list[int] = field(default_factory=list)
-    _pools: WeakSet[CandidateSet] = field(default_factory=WeakSet)
+    _candidate_sets: WeakSet[CandidateSet] = field(default_factory=WeakSet)
 
-    # Rows and pools.
+    # Rows and candidate sets.
 
     def add(
         self,
@@ -288,65 +591,51 @@ class PlacementState:
         token_step: float = 0.0,
         gpu: bool = False,
     ) -> NodeSlots:
-        """A row for a node that takes work on all its slots; the row of that name if there is."""
+        """A row for a node that takes work on all its slots; the row of that name if it exists."""
         row = self.by_name.get(name)
         if row is None:
             index = self._unused.pop() if self._unused else len(self.rows)
             row = self.by_name[name] = NodeSlots(index, name, zlib.crc32(name.encode()))
             self.rows[index : index + 1] = [row]
-        row.gpu = gpu
+        row.set_tier(gpu=gpu)
         self.set_speed(row, prefill_tps, token_base, token_step)
         self.set_slots(row, total, total, 0)
         return row
 
     def remove(self, row: NodeSlots) -> None:
-        """Nothing goes there any more: it leaves every pool. What runs there may still end."""
+        """Take a row out of every candidate set. What runs there may still end."""
         if self.by_name.get(row.name) is not row:
             return
         del self.by_name[row.name]
         self.set_slots(row, 0, 0, 0)
-        for pool in list(self._pools):
-            if row.index in pool.row_indexes:
-                pool.replace_rows(other for other in pool.rows if other is not row)
+        for candidates in list(self._candidate_sets):
+            if row.index in candidates.row_indexes:
+                candidates.replace_rows(other for other in candidates.rows if other is not row)
         self._unused.append(row.index)
 
     def candidate_set(self, rows: Iterable[NodeSlots] = ()) -> CandidateSet:
-        """A pool that loses its rows as they are removed."""
-        pool = CandidateSet(tuple(rows))
-        self._pools.add(pool)
-        return pool
+        """A new candidate set, which loses its rows as they are removed."""
+        candidates = CandidateSet(tuple(rows))
+        self._candidate_sets.add(candidates)
+        return candidates
 
     @property
     def node_count(self) -> int:
         """How many nodes there are."""
         return len(self.by_name)
 
-    # Requests without a slot.
+    def take_changed_rows(self) -> list[NodeSlots]:
+        """The rows that have changed since the last call."""
+        rows = self.rows
+        changed = [rows[index] for index in self._changed]
+        self._changed.clear()
+        return changed
 
-    def has_slotless_room(self, row: NodeSlots, caller: str) -> bool:
-        """Whether `row` may take one more request of this caller that needs no slot.
+    # Slots and speeds of the nodes.
 
-        One caller has half of the places at most, so that there is one for the next.
-        """
-        most = self.slotless_limit
-        return (
-            row.slotless_running < most and row.slotless_by_caller.get(caller, 0) < (most + 1) // 2
-        )
-
-    def slotless_started(self, row: NodeSlots, caller: str) -> None:
-        """Such a request runs there now."""
-        row.slotless_running += 1
-        row.slotless_by_caller[caller] = row.slotless_by_caller.get(caller, 0) + 1
-
-    def slotless_ended(self, row: NodeSlots, caller: str) -> None:
-        """It has ended."""
-        row.slotless_running -= 1
-        row.slotless_by_caller[caller] -= 1
-        if not row.slotless_by_caller[caller]:
-            del row.slotless_by_caller[caller]
-        self.slots_freed = True
-
-    # What the board is told.
+    def set_tier(self, row: NodeSlots, *, gpu: bool) -> None:
+        """Whether the node is of tier `gpu`."""
+        row.set_tier(gpu=gpu)
 
     def set_slots(
         self,
@@ -357,92 +646,98 @@ class PlacementState:
         *,
         alive: bool | None = None,
     ) -> None:
-        """`total` slots, of which work may use `capacity` now, and others keep `foreign` busy.
+        """`total` slots, of which requests may use `capacity` now; others' work fills `foreign`.
 
-        `alive`: worth waiting for, though it may take nothing now; left away: if it takes work.
+        `alive`: worth waiting for, though it may take nothing now; None: if it takes work.
         """
-        row.total = int(clamp(total, 0, MOST_SLOTS, 0))
-        row.capacity = int(clamp(capacity, 0, MOST_SLOTS, 0))
-        row.foreign = int(clamp(foreign, 0, MOST_SLOTS, 0))
-        row.alive = row.capacity > 0 if alive is None else alive
+        row.set_slots(total, capacity, foreign, alive=alive)
         self.slots_version += 1
-        row.batch_reserve = int(self.batch_reserve * row.total)
-        self.recompute(row)
+        row.set_batch_reserve(self.batch_reserve)
+        self._recompute(row)
 
     def set_speed(
         self, row: NodeSlots, prefill_tps: float, token_base: float, token_step: float
     ) -> None:
-        """Tokens read per second, seconds a token alone, seconds more for each neighbour."""
-        before = row.prefill_tps, row.token_base
-        row.prefill_tps = clamp(prefill_tps, SLOWEST_TPS, FASTEST_TPS, UNMEASURED_PREFILL_TPS)
-        row.token_base = clamp(
-            token_base, 1 / FASTEST_TPS, 1 / SLOWEST_TPS, UNMEASURED_TOKEN_SECONDS
-        )
-        row.token_step = clamp(token_step, 0.0, 1 / SLOWEST_TPS, 0.0)
-        after = row.prefill_tps, row.token_base
-        if any(not 0.5 <= new / old <= 2.0 for new, old in zip(after, before, strict=True)):
-            self.speed_changes += 1
-        self.recompute(row)
+        """Prompt tokens/s, seconds per output token alone, seconds more for each neighbour."""
+        self.speed_changes += row.set_speed(prefill_tps, token_base, token_step)
+        self._recompute(row)
+
+    def clear_speed_changes(self) -> None:
+        """Count `speed_changes` from 0 again."""
+        self.speed_changes = 0
 
     def set_penalty(self, row: NodeSlots, seconds: float) -> None:
-        """Seconds that a doubtful node is made to look slower; negative: faster."""
-        row.penalty = clamp(seconds, -MOST_PENALTY_SECONDS, MOST_PENALTY_SECONDS, 0.0)
-        self.recompute(row)
+        """Seconds by which a node is made to look slower; negative: faster."""
+        row.set_penalty(seconds)
+        self._recompute(row)
 
-    def set_batch_reserve(self, share: float) -> None:
-        """Share (0..1) of each node's slots that `batch` leaves free."""
-        self.batch_reserve = clamp(share, 0.0, 1.0, 0.0)
+    def set_limits(self, batch_reserve: float, slotless_limit: int) -> None:
+        """Set `batch_reserve` (0..1) and `slotless_limit`."""
+        self.slotless_limit = slotless_limit
+        self.batch_reserve = clamp(batch_reserve, 0.0, 1.0, 0.0)
         self.slots_version += 1
         for row in self.rows:
-            row.batch_reserve = int(self.batch_reserve * row.total)
+            row.set_batch_reserve(self.batch_reserve)
+            self._changed.add(row.index)
 
-    def recompute(self, row: NodeSlots) -> None:
-        """Bring what follows from the row's slots and speeds up to date."""
-        row.busy = busy = row.ours + row.foreign
-        free = row.capacity - busy
-        if free > 0:
-            if free > row.free:
-                self.slots_freed = True
-                if not row.free:
-                    self.free_rows[row.index] = row
-                    self.free_rows_version += 1
-            row.free = free
-        elif row.free:
-            row.free = 0
+    # Requests on them.
+
+    def start(self, queued: QueuedRequest, row: NodeSlots, group: int, now: float) -> Placement:
+        """Place a request on a row."""
+        self.placement_count = number = self.placement_count + 1
+        placement = row.start(queued, group, now, number)
+        self._recompute(row)
+        return placement
+
+    def prefill_done(self, placement: Placement, now: float) -> None:
+        """The prompt of `placement` has been read."""
+        row = placement.row
+        row.prefill_done(placement, now)
+        self._changed.add(row.index)
+
+    def end(self, placement: Placement, now: float) -> None:
+        """`placement` has ended: its slots are free."""
+        row = placement.row
+        row.end(placement, now)
+        if not placement.queued.slots:
+            self.slots_freed = True
+        self.last_release = now
+        self._recompute(row)
+
+    def clear_slots_freed(self) -> None:
+        """The waiting requests have been offered every free slot."""
+        self.slots_freed = False
+
+    def has_slotless_room(self, row: NodeSlots, caller: str) -> bool:
+        """Whether `row` may run one more of this caller's requests without a slot.
+
+        One caller gets half of the places at most, so that the next one finds room.
+        """
+        most = self.slotless_limit
+        return (
+            row.slotless_running < most and row.slotless_by_caller.get(caller, 0) < (most + 1) // 2
+        )
+
+    def reserve(self, row: NodeSlots, queued: QueuedRequest, *, from_all_classes: bool) -> None:
+        """Reserve the row's free slots for a wide request."""
+        row.reserve(queued, from_all_classes=from_all_classes)
+        self.reserved_rows.append(row)
+
+    def unreserve(self, row: NodeSlots) -> None:
+        """End the reservation of `row`."""
+        row.reserve(None)
+        self.reserved_rows.remove(row)
+
+    def _recompute(self, row: NodeSlots) -> None:
+        before = row.free
+        row.recompute()
+        free = row.free
+        if free > before:
+            self.slots_freed = True
+            if not before:
+                self.free_rows[row.index] = row
+                self.free_rows_version += 1
+        elif before and not free:
             self.free_rows_version += 1
             self.free_rows.pop(row.index, None)
-        step = row.token_step
-        row.per_output_token = per_token = row.token_base + step * busy
-        row.per_prompt_token = (1 + busy) / row.prefill_tps
-        # What needs no slot may write where nobody is busy.
-        row.decode_slowdown = step / (per_token - step) if row.decoding and step and busy else 0.0
-        if not row.dirty:
-            self.mark_dirty(row)
-
-    def mark_dirty(self, row: NodeSlots) -> None:
-        """What numpy's columns have of `row` is out of date."""
-        if not row.dirty:
-            row.dirty = True
-            self.dirty_rows.append(row)
-
-
-@dataclass(slots=True, eq=False)
-class Placement:
-    """A request that has slots on a node, until `Dispatcher.finished`. Monotonic seconds."""
-
-    queued: QueuedRequest
-    row: NodeSlots
-    candidate_set: CandidateSet
-    group: int
-    """Which of the request's names it is served under: an index of `ask.groups`."""
-    placed_at: float
-    prefill_ends: float
-    """When its prompt is expected to have been read."""
-    ends: float
-    """When it is expected to end."""
-    account: FairnessAccount | None = None
-    charge: float = 0.0
-    """What its caller has been charged."""
-    token_weight: float = 1.0
-    """What a written token counted then: it must count the same when it is settled."""
-    released: bool = False
+        self._changed.add(row.index)

@@ -15,8 +15,9 @@ from gateway.scheduling.autoscaling_policy import (
     StandbyNode,
     WaitingDemand,
 )
-from gateway.scheduling.dispatcher import Dispatcher, DispatchRules, Placement
-from gateway.scheduling.placement_state import PlacementState, QueuedRequest
+from gateway.scheduling.dispatcher import Dispatcher
+from gateway.scheduling.matching import DispatchRules
+from gateway.scheduling.placement_state import Placement, PlacementState, QueuedRequest
 from gateway.tools.simulate.knowledge import ExactKnowledge, ExpectedRequest, Knowledge
 from gateway.tools.simulate.server import SimulatedMachine, SimulatedPromptCache
 from gateway.tools.simulate.simulation import SimulatedFleet
@@ -50,7 +51,7 @@ class GatewayFront:
             self.board.add(machine.name, total=machine.slots)
         self.knowledge.start(machines, self.board)
         self._fleet: SimulatedFleet | None = None
-        self.dispatcher.refresh_cached = self._recall
+        self.dispatcher.set_cache_refresh(self._recall)
         self._groups = ((self.board.candidate_set(self.board.rows),),)
 
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
@@ -103,7 +104,7 @@ class GatewayFront:
         job = self._fleet.jobs[int(ask.id)]
         known: ExpectedRequest = job.front_data
         self.knowledge.refresh_cached(job, known, self._fleet)
-        ask.cached, ask.pending = known.cached, known.pending
+        ask.set_cached(ask.prompt_tokens, known.cached, known.pending)
 
     def _match(self, fleet: SimulatedFleet) -> None:
         for placement in self.dispatcher.match(fleet.now):
@@ -118,7 +119,7 @@ class GatewayFront:
         self.knowledge.placed(job, known, fleet.now)
 
     def _set_alarm(self, now: float) -> None:
-        wake = self.dispatcher.wake_at(now)
+        wake = self.dispatcher.wake_at()
         self.alarm = math.inf if wake is None else max(wake, now + LEAST_ALARM_DELAY)
 
 
