@@ -268,7 +268,7 @@ class Autoscaler:
             await self._stop(node, lifecycle.reason.partition(":")[0])
 
     async def _stop(self, node: Node, why: str) -> None:
-        """Run the stop hook; a failed one is run again, and the node counts as running till then."""
+        """Run the stop hook; after a failure again and again, and the node counts as running."""
         assert node.spec.stop is not None
         lifecycle, settings = node.lifecycle, self.settings.elastic
         if lifecycle.phase is not LifecyclePhase.STOPPING:

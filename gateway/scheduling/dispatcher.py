@@ -20,11 +20,11 @@ from gateway.config.queue import DEFAULT_PATIENCE
 from gateway.config.settings import Settings
 from gateway.request import Priority
 from gateway.scheduling.cost import row_cost
+from gateway.scheduling.fairness import VirtualTokenCounters
 from gateway.scheduling.forecast import WaitForecast
 from gateway.scheduling.matching import DispatchRules, Match, Matcher, SlotHolds
 from gateway.scheduling.placement_state import (
     MOST_TOKENS_PER_REQUEST,
-    AvailableRows,
     FairnessAccount,
     NodeSlots,
     Placement,
@@ -43,6 +43,7 @@ class Dispatcher:
         self, placement_state: PlacementState, rules: DispatchRules, rng: random.Random
     ) -> None:
         self.placement_state = placement_state
+        self._rng = rng
         self._wait_queue, self._slotless_queue = WaitQueue(), WaitQueue()
         self._holds = SlotHolds(placement_state)
         self._matcher = Matcher(placement_state, self._wait_queue, self._holds, rng)
@@ -55,6 +56,7 @@ class Dispatcher:
     def set_rules(self, rules: DispatchRules) -> None:
         """Go by these from now on. Raises KeyError for a policy that does not exist."""
         self._policy = POLICIES[rules.policy](self.placement_state)
+        self._choose = self._policy.choose
         self.rules = rules
         self._matcher.set_rules(rules, self._policy)
         self._slotless_matcher.set_rules(rules, self._policy)
@@ -130,7 +132,7 @@ class Dispatcher:
 
     def released(self, placement: Placement, now: float) -> None:
         """The slots of `placement` are free again. Then call `match`."""
-        if placement.release():
+        if not placement.released:
             self.placement_state.end(placement, now)
 
     def settled(
@@ -204,14 +206,16 @@ class Dispatcher:
         available = available_rows(self.placement_state, queued)
         if available is None:
             return None
-        row = self._matcher.choose_row(available, queued, now)
+        rows = available.rows
+        row = rows[0] if len(rows) == 1 else self._choose(available, queued, now, self._rng)
         if (queued.cached or queued.pending) and self._policy.by_cost:
             queued.find_warmest_rows()
             cost = row_cost(row, queued, now)
             if self._holds.defer(queued, available.candidate_set, cost, now):
                 return None
-        account = queue.levels[queued.priority].counters.account(queued.fairness_key)
-        return self._start(queued, account, row, available, now)
+        counters = queue.levels[queued.priority].counters
+        account = counters.account(queued.fairness_key)
+        return self._start(queued, counters, account, row, available.group, now)
 
     def _enqueue(self, queued: QueuedRequest, now: float) -> None:
         if not self.waiting:
@@ -228,32 +232,34 @@ class Dispatcher:
         """Place a request that waits."""
         queued, account = match.queued, match.queued.account
         assert account is not None
-        self._queue_of(queued).remove(queued)
+        queue = self._queue_of(queued)
+        queue.remove(queued)
         self._holds.drop(queued)
-        return self._start(queued, account, match.row, match.available, now)
+        counters = queue.levels[queued.priority].counters
+        return self._start(queued, counters, account, match.row, match.available.group, now)
 
     def _start(
         self,
         queued: QueuedRequest,
+        counters: VirtualTokenCounters,
         account: FairnessAccount,
         row: NodeSlots,
-        available: AvailableRows,
+        group: int,
         now: float,
     ) -> Placement:
-        placement = self.placement_state.start(queued, row, available.group, now)
+        placement = self.placement_state.start(queued, row, group, now)
         weight = self._forecast.token_weight
         charge = placement.uncached + queued.completion_tokens * weight
         placement.charge_to(account, charge, weight)
-        queue = self._wait_queue if queued.slots else self._slotless_queue
-        queue.levels[queued.priority].counters.started(account, charge)
+        counters.started(account, charge)
         return placement
 
     def _settle(self, placement: Placement, used: float) -> None:
         account = placement.take_account()
         if account is not None:
             queued = placement.queued
-            counters = self._queue_of(queued).levels[queued.priority].counters
-            counters.settled(account, used - placement.charge)
+            queue = self._wait_queue if queued.slots else self._slotless_queue
+            queue.levels[queued.priority].counters.settled(account, used - placement.charge)
 
     def _queue_of(self, queued: QueuedRequest) -> WaitQueue:
         return self._wait_queue if queued.slots else self._slotless_queue

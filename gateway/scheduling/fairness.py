@@ -49,7 +49,9 @@ class VirtualTokenCounters:
             self._serial += 1
             account = self.accounts[fairness_key] = FairnessAccount(fairness_key, self._serial)
         if not account.fifos:
-            account.raise_to(self.by_counter[0][0] if self.by_counter else self.start_counter)
+            least = self.by_counter[0][0] if self.by_counter else self.start_counter
+            if account.counter < least:
+                account.raise_to(least)
         return account
 
     def add_waiting(self, account: FairnessAccount) -> None:

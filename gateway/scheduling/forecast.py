@@ -42,7 +42,9 @@ class WaitForecast:
     @property
     def token_weight(self) -> float:
         """Price of an output token in prompt tokens, by the fleet's measured speeds."""
-        self._refresh_if_due()
+        state = self.placement_state
+        if state.placement_count >= self._refresh_at or state.speed_changes:
+            self._refresh_if_due()
         return self._token_weight
 
     def predicted_wait(self, queued: QueuedRequest, now: float) -> float:

@@ -114,13 +114,6 @@ class Matcher:
         """Look up the `cached` of waiting requests with this."""
         self._refresh_cached = refresh
 
-    def choose_row(self, available: AvailableRows, queued: QueuedRequest, now: float) -> NodeSlots:
-        """The row that the policy chooses."""
-        rows = available.rows
-        if len(rows) == 1:
-            return rows[0]
-        return self._policy.choose(available, queued, now, self._rng)
-
     def next_match(self, now: float) -> Match | None:
         """The request that goes next, of those that can be placed now; None: there is none."""
         self._holds.clear()
@@ -257,7 +250,7 @@ class Matcher:
             queued.looked_up(now)
             self._refresh_cached(queued)
             self._wait_queue.cached_changed(queued)
-        row = self.choose_row(available, queued, now)
+        row = self._choose_row(available, queued, now)
         cost = row_cost(row, queued, now)
         ratio = (now - queued.received_at + cost) / cost
         matches.append(Match(queued, available, row, cost, ratio))
@@ -273,12 +266,18 @@ class Matcher:
                         return None
                     rows = None if queued.deferred_to else available.rows_for(queued)
                     if rows is not None:
-                        row = self.choose_row(rows, queued, now)
+                        row = self._choose_row(rows, queued, now)
                         cost = row_cost(row, queued, now)
                         if not self._holds.defer(queued, rows.candidate_set, cost, now):
                             return Match(queued, rows, row, cost)
                         most -= 1
         return None
+
+    def _choose_row(self, available: AvailableRows, queued: QueuedRequest, now: float) -> NodeSlots:
+        rows = available.rows
+        if len(rows) == 1:
+            return rows[0]
+        return self._policy.choose(available, queued, now, self._rng)
 
 
 DEFERRALS_PER_SLOT = 1

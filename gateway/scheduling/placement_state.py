@@ -210,9 +210,8 @@ class FairnessAccount:
     """Its waiting requests by their requirements, oldest first."""
 
     def raise_to(self, least: float) -> None:
-        """Lift the counter to `least` if it is below."""
-        if self.counter < least:  # noqa: PLR1730 - a call costs four times as much
-            self.counter = least
+        """Lift the counter to `least`, which is above it."""
+        self.counter = least
 
     def started(self, charge: float) -> None:
         """One of its requests runs now, at the price of `charge`."""
@@ -247,6 +246,7 @@ class Placement:
     token_weight: float = 1.0
     """Price of an output token when it was placed: it is settled at the same price."""
     released: bool = False
+    """Whether its slots are free again."""
 
     def charge_to(self, account: FairnessAccount, charge: float, token_weight: float) -> None:
         """Let `account` pay for it."""
@@ -256,13 +256,6 @@ class Placement:
         """The account that pays for it, the first time; then None."""
         account, self.account = self.account, None
         return account
-
-    def release(self) -> bool:
-        """Mark it as released; False: it was already."""
-        if self.released:
-            return False
-        self.released = True
-        return True
 
     def seconds_left(self, now: float) -> float:
         """Seconds until it ends, as expected now: the longer it is late, the longer it takes."""
@@ -428,6 +421,7 @@ class NodeSlots:
         """`placement` has ended: what it held up or slowed down goes faster."""
         running = self.running
         running.remove(placement)
+        placement.released = True
         queued = placement.queued
         if queued.slots:
             self.ours -= queued.slots
@@ -740,4 +734,5 @@ class PlacementState:
         elif before and not free:
             self.free_rows_version += 1
             self.free_rows.pop(row.index, None)
-        self._changed.add(row.index)
+        if row.index not in self._changed:
+            self._changed.add(row.index)
