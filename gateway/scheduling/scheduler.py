@@ -58,6 +58,7 @@ class Scheduler:
     rng: random.Random
     completion_rate: CompletionRate = field(default_factory=CompletionRate)
     prompt_cache: FleetPromptCache = field(default_factory=FleetPromptCache)
+    waiters: Waiters = field(default_factory=Waiters)
     closing: bool = False
     learn_pending: Callable[[], None] = field(default=lambda: None)
     """Learns at once from all answers that have ended."""
@@ -68,7 +69,6 @@ class Scheduler:
     tier_policy: TierPolicy = field(init=False)
     tier_router: TierRouter = field(init=False)
     _granter: LeaseGranter = field(init=False)
-    _waiters: Waiters = field(default_factory=Waiters)
     _check_all_at: float = 0.0
     """When every waiting request is checked; until then only those that fall due."""
     _positions: dict[str, QueuePosition] | None = None
@@ -146,7 +146,7 @@ class Scheduler:
         now = self.clock()
         candidates = self._granter.find_candidates(request, now)
         queued = self.demand_model.build(request, candidates)
-        room = queue_room(request, self._waiters, self.admission)
+        room = queue_room(request, self.waiters, self.admission)
         try:
             expires_at = self._admit(request, queued, candidates, room.counted_waiting, now)
         except errors.GatewayError:
@@ -166,7 +166,7 @@ class Scheduler:
                 self._granter.release_unused(granted.result()[0], request)
             raise
         finally:
-            if waiter.queued in self._waiters:
+            if waiter.queued in self.waiters:
                 self._remove(waiter)
                 self._match_soon()
 
@@ -207,7 +207,7 @@ class Scheduler:
             for position, (queued, wait) in enumerate(
                 islice(self.dispatcher.predicted_waits(now), most), 1
             )
-            if (waiter := self._waiters.get(queued)) is not None
+            if (waiter := self.waiters.get(queued)) is not None
         ]
 
     def queue_position(self, request: Request) -> QueuePosition | None:
@@ -222,7 +222,7 @@ class Scheduler:
 
     def has_room(self) -> bool:
         """Whether one more request could be taken: at once, or into the queue."""
-        waiters = self._waiters
+        waiters = self.waiters
         if self.closing:
             return False
         # In a full queue a new caller gets a place of one that has several.
@@ -243,7 +243,7 @@ class Scheduler:
 
     def refuse(self, request_id: str, error: errors.GatewayError) -> bool:
         """End the wait of one request with this error; whether it was waiting."""
-        waiter = self._waiters.by_request_id(request_id)
+        waiter = self.waiters.by_request_id(request_id)
         if waiter is None:
             return False
         self._refuse(waiter, error)
@@ -252,7 +252,7 @@ class Scheduler:
 
     def shed(self, request_id: str, error: errors.GatewayError) -> bool:
         """The same, if the request may be shed (`Waiter.can_shed`); whether it was."""
-        waiter = self._waiters.by_request_id(request_id)
+        waiter = self.waiters.by_request_id(request_id)
         if waiter is None or not waiter.can_shed:
             return False
         self._refuse(waiter, error)
@@ -261,7 +261,7 @@ class Scheduler:
 
     def refuse_all(self, error: Callable[[], errors.GatewayError]) -> None:
         """End every wait, each with an error of its own."""
-        for waiter in list(self._waiters):
+        for waiter in list(self.waiters):
             self._refuse(waiter, error())
 
     def close(self) -> None:
@@ -297,7 +297,7 @@ class Scheduler:
         """For a request that makes room for another's: its caller has most places."""
         return errors.queue_full(
             "Others need a place in the queue, and this client has most of them. Try again later.",
-            self.completion_rate.retry_after(len(self._waiters), now),
+            self.completion_rate.retry_after(len(self.waiters), now),
         )
 
     def _refuse(self, waiter: Waiter, error: errors.GatewayError) -> None:
@@ -307,7 +307,7 @@ class Scheduler:
 
     def _remove(self, waiter: Waiter) -> None:
         """Take it out of the queue and cancel what it has reserved."""
-        self._waiters.pop(waiter.queued)
+        self.waiters.pop(waiter.queued)
         self.dispatcher.withdraw(waiter.queued)
         self.tier_router.cancel_reservation(waiter.candidates)
 
@@ -319,8 +319,8 @@ class Scheduler:
         """A lease now; None: the request would have to wait."""
         dispatcher = self.dispatcher
         for _ in range(MOST_STALE_PLACEMENTS):
-            if self._waiters and dispatcher.placement_state.slots_freed:
-                self._match()  # Waiting requests go first.
+            if self.waiters and dispatcher.placement_state.slots_freed:
+                self.match()  # Waiting requests go first.
             placement = dispatcher.place(queued, now)
             if placement is None:
                 return None
@@ -335,9 +335,9 @@ class Scheduler:
         for _ in range(MOST_STALE_PLACEMENTS):
             placement = self.dispatcher.place_or_queue(waiter.queued, now)
             if placement is None:
-                if not self._waiters:
+                if not self.waiters:
                     self._check_all_at = now + TICK
-                self._waiters.add(waiter)
+                self.waiters.add(waiter)
                 return
             granted = self._granter.grant(placement, waiter.request, waiter.candidates, now)
             if granted is not None:
@@ -353,20 +353,20 @@ class Scheduler:
 
     def _match_soon(self) -> None:
         """Called for each slot that comes free."""
-        if self._waiters and self._match_handle is None:
-            self._match_handle = asyncio.get_running_loop().call_soon(self._match)
+        if self.waiters and self._match_handle is None:
+            self._match_handle = asyncio.get_running_loop().call_soon(self.match)
 
-    def _match(self) -> None:
+    def match(self) -> None:
         """Give free slots to waiting requests."""
         if self._match_handle is not None:
             self._match_handle.cancel()
             self._match_handle = None
-        if self.demand_model.learning_pending and self._waiters:
+        if self.demand_model.learning_pending and self.waiters:
             self.learn_pending()  # What has just ended is what the free slot has cached.
         now = self.clock()
         if self._rows_version != self.fleet_sync.rows_version:
             self._rows_version = self.fleet_sync.rows_version
-            for waiter in list(self._waiters):
+            for waiter in list(self.waiters):
                 self._update_candidates(waiter, now, requeue=True)
         for _ in range(MOST_STALE_PLACEMENTS):
             misses = 0
@@ -378,7 +378,7 @@ class Scheduler:
 
     def _grant(self, placement: Placement, now: float) -> bool:
         """Give a placement to its waiter; False: it was not used, and others may go."""
-        waiter = self._waiters.pop(placement.queued)
+        waiter = self.waiters.pop(placement.queued)
         if waiter is None or waiter.granted.done():
             self.dispatcher.cancelled(placement, now)
             return False
@@ -394,46 +394,47 @@ class Scheduler:
 
     def _set_timer(self) -> None:
         """Check waiting requests within a tick, or sooner if something falls due."""
-        if not self._waiters:
+        if not self.waiters:
             return
         now = self.clock()
         wake = self.dispatcher.wake_at() or math.inf
-        due = min(self._check_all_at, self._waiters.next_due(), wake)
+        due = min(self._check_all_at, self.waiters.next_due(), wake)
         loop = asyncio.get_running_loop()
         when = loop.time() + max(LEAST_TIMER_SECONDS, due - now)
         if self._timer is not None:
             if self._timer.when() <= when:
                 return
             self._timer.cancel()
-        self._timer = loop.call_at(when, self._tick)
+        self._timer = loop.call_at(when, self.check_due)
 
-    def _tick(self) -> None:
+    def check_due(self) -> None:
+        """Check those whose time has come, or all when `TICK` has passed; then match."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         now = self.clock()
-        checked = self._waiters.pop_due(now)
+        checked = self.waiters.pop_due(now)
         if now >= self._check_all_at:
             self._check_all_at = now + TICK
             self._positions = None
             self.fleet_sync.sync()
-            checked = list(self._waiters)
+            checked = list(self.waiters)
         for waiter in checked:
             if not waiter.granted.done():
                 self._check(waiter, now)
-        self._match()
+        self.match()
 
     def check_all(self) -> None:
         """Check every waiting request now, as the timer does every `TICK`."""
         self._check_all_at = 0.0
-        self._tick()
+        self.check_due()
 
     def _check(self, waiter: Waiter, now: float) -> None:
         """Update its candidates, and end a wait that is too long or has become hopeless."""
         self._update_candidates(waiter, now)
         if waiter.granted.done():
             return
-        retry_after = self.completion_rate.retry_after(len(self._waiters), now)
+        retry_after = self.completion_rate.retry_after(len(self.waiters), now)
         error = waiter.expiry_error(self.settings, retry_after, now)
         if error is not None:
             self._refuse(waiter, error)
@@ -447,7 +448,7 @@ class Scheduler:
             return
         if candidates.same_targets(waiter.candidates) and not requeue:
             self.tier_router.cancel_reservation(waiter.candidates)
-            self._waiters.set_candidates(waiter, candidates)
+            self.waiters.set_candidates(waiter, candidates)
         else:
             self._remove(waiter)
             self._rebuild(waiter, candidates)

@@ -25,10 +25,7 @@ def code(found: GatewayError | None) -> str | None:
 
 def test_lower_classes_are_refused_first_as_the_line_fills() -> None:
     admission = an_admission(queue={"max": 100})
-    last = {
-        priority: max(n for n in range(200) if admission.has_room(n, priority)) + 1
-        for priority in Priority
-    }
+    last = {priority: admission.limits(priority).most_waiting for priority in Priority}
     assert list(last.values()) == [100, 100, 90, 50]
 
 
@@ -76,9 +73,9 @@ def test_where_nobody_knows_the_wait_it_does_not_count() -> None:
 
 def test_a_reload_changes_the_bounds() -> None:
     admission = an_admission(queue={"max": 3})
-    assert not admission.has_room(3, URGENT)
+    assert admission.limits(URGENT).most_waiting <= 3
     admission.configure(Settings.model_validate({"queue": {"max": 4}}))
-    assert admission.has_room(3, URGENT)
+    assert admission.limits(URGENT).most_waiting > 3
 
 
 def test_a_deadline_bounds_the_wait_and_is_refused_at_once_where_it_can_not_be_met() -> None:

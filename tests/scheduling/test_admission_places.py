@@ -14,7 +14,7 @@ from gateway.errors import GatewayError
 from gateway.fleet.node import Node
 from gateway.request import Caller, Priority, Request
 from gateway.scheduling.scheduler import Scheduler
-from tests.scheduling.build import a_request, a_scheduler, asked, node, settled
+from tests.scheduling.build import a_request, a_scheduler, node, settle, start_lease
 from tests.virtual import VirtualLoop
 
 BEST = Priority.URGENT
@@ -38,7 +38,7 @@ class Crowd:
 
     async def ask(self, request: Request) -> str:
         """What has become of it at once: `waits`, or a code."""
-        task = await asked(self.scheduler, request)
+        task = await start_lease(self.scheduler, request)
         self.tasks[request.id] = request, task
         return self.fate(request)
 
@@ -59,7 +59,7 @@ class Crowd:
         return Counter(one.caller.id for one in found)
 
     async def __aenter__(self) -> Self:
-        self.running = await asked(self.scheduler, of("runs"))
+        self.running = await start_lease(self.scheduler, of("runs"))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -187,10 +187,10 @@ async def test_what_is_gone_is_not_counted_any_more() -> None:
             await crowd.ask(of("a", "anna"))
         for _, task in list(crowd.tasks.values()):
             task.cancel()
-        await settled()
-        holdings = crowd.scheduler._tickets.fair_share
+        await settle()
+        holdings = crowd.scheduler.waiters.fair_share
         assert (holdings.total, holdings.by_caller, holdings.by_user) == (0, {}, {})
-        assert crowd.scheduler._tickets._of == {}
+        assert crowd.scheduler.waiters.newest_sheddable("a", "a/anna") is None
 
 
 arrivals = st.lists(

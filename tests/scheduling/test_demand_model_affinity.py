@@ -7,9 +7,10 @@ import pytest
 from gateway.fleet.node import Node
 from gateway.fleet.prompt_tree import PromptKey
 from gateway.request import Request
-from gateway.scheduling import demand_model
+from gateway.scheduling.demand_model import SessionAffinity
 from gateway.scheduling.scheduler import Scheduler
 from tests.scheduling.build import a_request, a_scheduler, node
+from tests.scheduling.queue_simulation import QueueSimulation
 
 
 def turn(scheduler: Scheduler, request: Request) -> str:
@@ -80,12 +81,11 @@ def test_a_home_that_takes_no_work_is_none(nodes: list[Node]) -> None:
     assert turn(scheduler, said("s", 2)) != home
 
 
-def test_the_quietest_conversation_is_forgotten_first(
-    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demand_model, "MOST_SESSIONS", 3)
-    scheduler = a_scheduler(*nodes)
-    for number, session in enumerate(("a", "b", "c", "a", "d")):
-        turn(scheduler, said(session, number))
-    known = scheduler.demand_model.session_affinity
-    assert [session for session, _ in known._rows] == ["c", "a", "d"]
+def test_the_session_that_was_quiet_longest_is_forgotten_first() -> None:
+    sim = QueueSimulation((1,))
+    affinity = SessionAffinity(most_sessions=3)
+    for session in ("a", "b", "c", "a", "d"):
+        affinity.placed(session, "demo", sim.rows[0])
+    queued = sim.request()
+    known = [one for one in "abcd" if affinity.penalties(one, "demo", queued, sim.state)]
+    assert known == ["a", "c", "d"]

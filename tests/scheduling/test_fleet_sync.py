@@ -9,10 +9,11 @@ import pytest
 
 from gateway.fleet.node import Node, NodeState
 from gateway.fleet.prompt_tree import PromptKey
+from gateway.scheduling.candidates import CandidateFinder
 from gateway.scheduling.placement_state import NodeSlots
 from gateway.scheduling.scheduler import Scheduler
 from tests.fleet.build import take
-from tests.scheduling.build import a_request, a_scheduler, node, settled
+from tests.scheduling.build import a_request, a_scheduler, node, settle
 
 
 def row_of(scheduler: Scheduler, name: str = "a") -> NodeSlots:
@@ -200,9 +201,9 @@ async def test_a_node_that_is_new_serves_who_waits_already(
     scheduler, nodes = three
     leases = [(await scheduler.lease(a_request()))[0] for _ in nodes]
     waiting = asyncio.create_task(scheduler.lease(a_request()))
-    await settled()
+    await settle()
     put(scheduler, *nodes, node("d", slots=1))
-    await settled()
+    await settle()
     assert waiting.result()[0].node.name == "d"
     for lease in [*leases, waiting.result()[0]]:
         lease.release()
@@ -254,7 +255,9 @@ def test_a_tier_that_is_changed_moves_the_node(three: tuple[Scheduler, list[Node
     scheduler.capacity_changed()
     assert (before, scheduler.fleet_sync.has_gpu_tier) == (False, True)
     assert [row.name for row in scheduler.dispatcher.placement_state.rows if row.gpu] == ["b"]
-    (pools,) = scheduler._taking.candidate_finder.find(a_request()).groups
+    (pools,) = (
+        CandidateFinder(scheduler.fleet.model_index, scheduler.fleet_sync).find(a_request()).groups
+    )
     assert [[row.name for row in pool.rows] for pool in pools] == [["b"], ["a", "c"]]
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from gateway.scheduling.placement_state import DEFAULT_COMPLETION_TOKENS, MOST_TOKENS_PER_REQUEST
-from tests.scheduling.rows import Desk
+from tests.scheduling.queue_simulation import QueueSimulation
 
 
 @pytest.mark.parametrize(
@@ -18,13 +18,15 @@ from tests.scheduling.rows import Desk
     ],
 )
 def test_absurd_lengths_of_an_answer_are_bounded(given: float, kept: float) -> None:
-    assert Desk().ask(completion_tokens=given).completion_tokens == kept
+    assert QueueSimulation().request(completion_tokens=given).completion_tokens == kept
 
 
 @pytest.mark.parametrize("given", [-1.0, math.nan])
 def test_a_prompt_that_is_no_number_counts_as_none(given: float) -> None:
-    assert Desk().ask(prompt_tokens=given).prompt_tokens == 0.0
+    assert QueueSimulation().request(prompt_tokens=given).prompt_tokens == 0.0
 
 
 def test_a_prompt_of_endless_tokens_is_bounded() -> None:
-    assert Desk().ask(prompt_tokens=math.inf).prompt_tokens == MOST_TOKENS_PER_REQUEST
+    assert (
+        QueueSimulation().request(prompt_tokens=math.inf).prompt_tokens == MOST_TOKENS_PER_REQUEST
+    )

@@ -17,7 +17,7 @@ from gateway.request import Priority, Request
 from gateway.scheduling.scheduler import Scheduler
 from tests.counting import instructions
 from tests.fleet.build import Clock, take
-from tests.scheduling.build import a_request, a_scheduler, asked, look, node, settled
+from tests.scheduling.build import a_request, a_scheduler, node, settle, start_lease
 from tests.virtual import VirtualLoop, in_virtual_time, now
 
 
@@ -39,14 +39,14 @@ async def test_a_free_slot_is_given_at_once() -> None:
 async def test_who_waits_goes_in_the_order_of_arrival() -> None:
     one = node(slots=1)
     scheduler = a_scheduler(one)
-    first = await asked(scheduler, a_request())
-    others = [await asked(scheduler, a_request()) for _ in range(5)]
+    first = await start_lease(scheduler, a_request())
+    others = [await start_lease(scheduler, a_request()) for _ in range(5)]
     assert [place.position for place in scheduler.queue_positions()] == [1, 2, 3, 4, 5]
     running = first
     for following in others:
         assert not following.done()
         running.result()[0].release()
-        await settled()
+        await settle()
         assert following.done()
         running = following
     scheduler.close()
@@ -56,11 +56,11 @@ async def test_a_retry_keeps_the_place_that_its_arrival_gave_it() -> None:
     one = node(slots=1)
     scheduler = a_scheduler(one)
     early = a_request()
-    running = await asked(scheduler, a_request())
-    late = await asked(scheduler, a_request())
-    retry = await asked(scheduler, early)
+    running = await start_lease(scheduler, a_request())
+    late = await start_lease(scheduler, a_request())
+    retry = await start_lease(scheduler, early)
     running.result()[0].release()
-    await settled()
+    await settle()
     assert retry.done()
     assert not late.done()
     scheduler.close()
@@ -71,47 +71,47 @@ async def test_a_retry_keeps_the_place_that_its_arrival_gave_it() -> None:
 async def test_no_one_waits_for_a_model_that_is_free() -> None:
     busy, idle = node("a", slots=1), node("b", slots=1, models=("other",))
     scheduler = a_scheduler(busy, idle, queue={"max": 1})
-    await asked(scheduler, a_request())
-    waiting = await asked(scheduler, a_request())
+    await start_lease(scheduler, a_request())
+    waiting = await start_lease(scheduler, a_request())
     lease, _ = await scheduler.lease(a_request("other"))
     assert lease.node is idle
     assert not waiting.done()
     waiting.cancel()
-    await settled()
+    await settle()
 
 
 async def test_a_newcomer_does_not_pass_one_that_waits() -> None:
     one = node(slots=1)
     scheduler = a_scheduler(one)
-    running = await asked(scheduler, a_request())
-    waiting = await asked(scheduler, a_request())
+    running = await start_lease(scheduler, a_request())
+    waiting = await start_lease(scheduler, a_request())
     running.result()[0].release()
     # Its slot is free, and nobody has been told yet.
     newcomer = asyncio.create_task(scheduler.lease(a_request()))
-    await settled()
+    await settle()
     assert waiting.done()
     assert not newcomer.done()
     newcomer.cancel()
-    await settled()
+    await settle()
 
 
 async def test_a_wide_request_is_not_starved_by_narrow_ones() -> None:
     one = node(slots=2)
     scheduler = a_scheduler(one)
-    running = [await asked(scheduler, a_request()) for _ in range(2)]
-    wide = await asked(scheduler, a_request(slots=2))
-    narrow = [await asked(scheduler, a_request()) for _ in range(4)]
+    running = [await start_lease(scheduler, a_request()) for _ in range(2)]
+    wide = await start_lease(scheduler, a_request(slots=2))
+    narrow = [await start_lease(scheduler, a_request()) for _ in range(4)]
     running[0].result()[0].release()
-    await settled()
+    await settle()
     assert not wide.done()
     assert not any(task.done() for task in narrow), "its slot was taken away"
-    late = await asked(scheduler, a_request())
+    late = await start_lease(scheduler, a_request())
     assert not late.done()
     running[1].result()[0].release()
-    await settled()
+    await settle()
     assert wide.done()
     wide.result()[0].release()
-    await settled()
+    await settle()
     assert [task.done() for task in narrow] == [True, True, False, False]
     scheduler.close()
     await asyncio.gather(late, *narrow, return_exceptions=True)
@@ -120,15 +120,15 @@ async def test_a_wide_request_is_not_starved_by_narrow_ones() -> None:
 async def test_when_a_wide_request_leaves_what_was_kept_for_it_is_free() -> None:
     one = node(slots=2)
     scheduler = a_scheduler(one)
-    running = [await asked(scheduler, a_request()) for _ in range(2)]
+    running = [await start_lease(scheduler, a_request()) for _ in range(2)]
     request = a_request(slots=2)
-    wide = await asked(scheduler, request)
-    narrow = await asked(scheduler, a_request())
+    wide = await start_lease(scheduler, request)
+    narrow = await start_lease(scheduler, a_request())
     running[0].result()[0].release()
-    await settled()
+    await settle()
     assert not narrow.done()
     assert scheduler.refuse(request.id, errors.node_failed("cancelled"))
-    await settled()
+    await settle()
     assert refusal(wide).code == "node_failed"
     assert narrow.done()
 
@@ -136,13 +136,13 @@ async def test_when_a_wide_request_leaves_what_was_kept_for_it_is_free() -> None
 async def test_what_needs_no_slot_passes_all_that_wait() -> None:
     one = node(slots=1)
     scheduler = a_scheduler(one)
-    await asked(scheduler, a_request())
-    wide = await asked(scheduler, a_request())
+    await start_lease(scheduler, a_request())
+    wide = await start_lease(scheduler, a_request())
     lease, _ = await scheduler.lease(a_request(slots=0))
     assert (lease.slots, one.leased) == (0, 1)
     lease.release()
     wide.cancel()
-    await settled()
+    await settle()
 
 
 async def test_more_slots_than_any_node_has_is_the_clients_mistake() -> None:
@@ -193,11 +193,11 @@ async def test_a_list_of_models_means_the_first_that_can_serve() -> None:
     lease, model = await scheduler.lease(a_request("helper", "gone", "x", "y"))
     assert (lease.node, model) == (first, "x")
     # A busy one is waited for, one that is out is not.
-    waiting = await asked(scheduler, a_request("helper", "x", "y"))
+    waiting = await start_lease(scheduler, a_request("helper", "x", "y"))
     assert not waiting.done()
     first.state = NodeState.DOWN
     scheduler.capacity_changed()
-    await settled()
+    await settle()
     assert waiting.result()[1] == "y"
 
 
@@ -205,7 +205,7 @@ async def test_the_queue_has_an_end_and_advises_by_the_measured_rate() -> None:
     clock = Clock()
     one = node(clock=clock, slots=1)
     scheduler = a_scheduler(one, queue={"max": 2})
-    tasks = [await asked(scheduler, a_request()) for _ in range(3)]
+    tasks = [await start_lease(scheduler, a_request()) for _ in range(3)]
     assert scheduler.has_room(), "another caller gets one of the two places"
     with pytest.raises(GatewayError) as raised:
         await scheduler.lease(a_request())
@@ -226,10 +226,10 @@ async def test_what_was_let_in_is_not_turned_away_by_a_full_queue() -> None:
     scheduler = a_scheduler(failing, busy, queue={"max": 0})
     early = a_request(failed_nodes={"a"})
     held = take(busy)
-    task = await asked(scheduler, early)
+    task = await start_lease(scheduler, early)
     assert not task.done()
     held.release()
-    await settled()
+    await settle()
     assert task.result()[0].node is busy
 
 
@@ -242,8 +242,8 @@ async def test_a_retry_that_goes_first_has_nobody_ahead() -> None:
         clock.passes(5.0)
     early = a_request(deadline=clock() + 12.0)
     await scheduler.lease(a_request())
-    tasks = [await asked(scheduler, a_request()) for _ in range(5)]
-    retry = await asked(scheduler, early)
+    tasks = [await start_lease(scheduler, a_request()) for _ in range(5)]
+    retry = await start_lease(scheduler, early)
     assert not retry.done()
     scheduler.close()
     await asyncio.gather(retry, *tasks, return_exceptions=True)
@@ -267,8 +267,8 @@ async def test_a_wait_ends_in_time() -> None:
     )
     await scheduler.lease(a_request())
     began = now()
-    normal = await asked(scheduler, a_request())
-    batch = await asked(scheduler, a_request(priority=Priority.BATCH))
+    normal = await start_lease(scheduler, a_request())
+    batch = await start_lease(scheduler, a_request(priority=Priority.BATCH))
     with pytest.raises(GatewayError) as raised:
         await batch
     assert now() - began == pytest.approx(0.05)
@@ -300,12 +300,12 @@ async def test_a_deadline_that_can_not_be_met_is_told_at_once() -> None:
         scheduler.completed(scheduler.clock())
         clock.passes(5.0)
     await scheduler.lease(a_request())
-    waiting = await asked(scheduler, a_request())
+    waiting = await start_lease(scheduler, a_request())
     with pytest.raises(GatewayError) as raised:
         await scheduler.lease(a_request(deadline=clock() + 6.0))
     assert (raised.value.status, raised.value.code) == (503, "queue_timeout")
     assert not raised.value.retryable
-    patient = await asked(scheduler, a_request(deadline=clock() + 60.0))
+    patient = await start_lease(scheduler, a_request(deadline=clock() + 60.0))
     assert not patient.done()
     scheduler.close()
     await asyncio.gather(waiting, patient, return_exceptions=True)
@@ -315,11 +315,11 @@ async def test_a_deadline_that_can_not_be_met_is_told_at_once() -> None:
 async def test_when_every_node_is_out_the_first_to_come_back_is_waited_for() -> None:
     one = node(state=NodeState.DOWN)
     scheduler = a_scheduler(one, clock=now)
-    task = await asked(scheduler, a_request())
+    task = await start_lease(scheduler, a_request())
     assert not task.done()
     one.state = NodeState.READY
     scheduler.capacity_changed()
-    await settled()
+    await settle()
     assert task.done()
     scheduler.close()
 
@@ -331,10 +331,10 @@ async def test_while_a_trial_is_out_the_node_is_worth_the_ordinary_wait() -> Non
     scheduler = a_scheduler(one, clock=now, retries={"wait_for_node": 0.05})
     waiting = asyncio.create_task(scheduler.lease(a_request()))
     await asyncio.sleep(0)
-    (ticket,) = scheduler._tickets
-    setattr(ticket, "nodes_down_since", now() - 1.0)  # noqa: B010 - mypy would not forget it
-    look(scheduler)
-    assert ticket.nodes_down_since is None
+    (waiter,) = scheduler.waiters
+    setattr(waiter, "nodes_down_since", now() - 1.0)  # noqa: B010 - mypy would not forget it
+    scheduler.check_all()
+    assert waiter.nodes_down_since is None
     one.circuit.trial = None
     with pytest.raises(GatewayError) as raised:
         await waiting
@@ -354,16 +354,16 @@ async def test_a_node_that_is_mute_is_worth_the_ordinary_wait() -> None:
     one = node(state=NodeState.MUTE)
     clock = Clock()
     scheduler = a_scheduler(one, clock=clock, retries={"wait_for_node": 1.0})
-    task = await asked(scheduler, a_request())
+    task = await start_lease(scheduler, a_request())
     clock.passes(100.0)
-    look(scheduler)
-    await settled()
+    scheduler.check_all()
+    await settle()
     assert not task.done()
     one.state = NodeState.DOWN
-    look(scheduler)
+    scheduler.check_all()
     clock.passes(1.0)
-    look(scheduler)
-    await settled()
+    scheduler.check_all()
+    await settle()
     assert refusal(task).code == "no_node"
 
 
@@ -372,14 +372,14 @@ async def test_a_node_that_leaves_while_it_is_waited_for_is_not_used(state: Node
     busy, other = node("a", slots=1), node("b", slots=1)
     scheduler = a_scheduler(busy, other)
     leases = [await scheduler.lease(a_request()) for _ in range(2)]
-    task = await asked(scheduler, a_request())
+    task = await start_lease(scheduler, a_request())
     by_node = {lease.node.name: lease for lease, _ in leases}
     busy.state = state
     by_node["a"].release()
-    await settled()
+    await settle()
     assert not task.done()
     by_node["b"].release()
-    await settled()
+    await settle()
     assert task.result()[0].node is other
 
 
@@ -387,12 +387,12 @@ async def test_when_the_last_node_is_removed_who_waits_is_told() -> None:
     one, other = node("a", slots=1), node("b", models=("other",))
     scheduler = a_scheduler(one, other)
     await scheduler.lease(a_request())
-    task = await asked(scheduler, a_request())
+    task = await start_lease(scheduler, a_request())
     del scheduler.fleet.nodes["a"]
     one.removed = True
     scheduler.fleet.model_index.set_nodes([other])
-    look(scheduler)
-    await settled()
+    scheduler.check_all()
+    await settle()
     assert refusal(task).code == "model_not_found"
 
 
@@ -400,10 +400,10 @@ async def test_after_a_failure_the_other_node_is_waited_for() -> None:
     failing, busy = node("a", slots=1), node("b", slots=1)
     scheduler = a_scheduler(failing, busy)
     held = take(busy)
-    task = await asked(scheduler, a_request(failed_nodes={"a"}))
+    task = await start_lease(scheduler, a_request(failed_nodes={"a"}))
     assert not task.done()
     held.release()
-    await settled()
+    await settle()
     assert task.result()[0].node is busy
 
 
@@ -435,28 +435,28 @@ async def test_others_work_on_a_node_is_waited_for() -> None:
     one = node(slots=1)
     one.occupancy.foreign = 1
     scheduler = a_scheduler(one)
-    task = await asked(scheduler, a_request())
+    task = await start_lease(scheduler, a_request())
     assert not task.done()
     one.occupancy.foreign = 0
     scheduler.fleet.refresh_state(one)
-    await settled()
+    await settle()
     assert task.done()
 
 
 async def test_who_leaves_the_queue_leaves_no_trace() -> None:
     one = node(slots=1)
     scheduler = a_scheduler(one)
-    running = await asked(scheduler, a_request())
-    waiting = [await asked(scheduler, a_request()) for _ in range(3)]
+    running = await start_lease(scheduler, a_request())
+    waiting = [await start_lease(scheduler, a_request()) for _ in range(3)]
     waiting[1].cancel()
-    await settled()
+    await settle()
     assert len(scheduler.queue_positions()) == 2
     # Granted, and gone in the same instant: the slot must not be lost.
     running.result()[0].release()
-    scheduler._match()
+    scheduler.match()
     assert one.leased == 1
     waiting[0].cancel()
-    await settled()
+    await settle()
     assert waiting[0].cancelled()
     assert waiting[2].done()
     assert one.leased == 1
@@ -468,29 +468,29 @@ async def test_at_the_end_nothing_waits_and_nothing_is_taken() -> None:
     one = node(slots=1)
     scheduler = a_scheduler(one)
     await scheduler.lease(a_request())
-    waiting = await asked(scheduler, a_request())
+    waiting = await start_lease(scheduler, a_request())
     scheduler.closing = True
     for slots in (0, 1):
         with pytest.raises(GatewayError) as raised:
             await scheduler.lease(a_request(slots=slots))
         assert raised.value.code == "shutting_down"
     scheduler.close()
-    await settled()
+    await settle()
     assert refusal(waiting).code == "shutting_down"
-    assert scheduler._ticking is None
-    assert scheduler._matching is None
+    assert scheduler._timer is None
+    assert scheduler._match_handle is None
 
 
 async def test_a_full_queue_is_matched_with_little_work() -> None:
     nodes = [node(f"n{i}", slots=2) for i in range(50)]
     scheduler = a_scheduler(*nodes)
     leases = [(await scheduler.lease(a_request()))[0] for _ in range(100)]
-    tasks = [await asked(scheduler, a_request(prompt_tokens=i)) for i in range(256)]
+    tasks = [await start_lease(scheduler, a_request(prompt_tokens=i)) for i in range(256)]
 
     def free_all() -> None:
         for lease in leases:
             lease.release()
-            scheduler._match()
+            scheduler.match()
 
     each = instructions(free_all) / len(leases)
     assert sum(task.done() for task in tasks) <= 100
@@ -573,14 +573,14 @@ async def run(script: list[tuple[str, int, Any]]) -> None:
         elif what == "foreign":
             nodes[number].occupancy.foreign = how
             world.scheduler.capacity_changed()
-        await settled()
+        await settle()
         world.collect()
         world.check()
     for one in nodes:
         one.state, one.occupancy.foreign = NodeState.READY, 0
     world.scheduler.capacity_changed()
     for _ in range(200):
-        await settled()
+        await settle()
         world.collect()
         if not world.tasks and not any(lease.held for lease in world.leases):
             break
@@ -608,7 +608,7 @@ async def test_a_prompt_that_was_read_sooner_than_predicted_brings_the_end_forwa
     long = a_request(prompt_tokens=100_000, stream=True)
     long.expected_tokens = (100_000.0, 10.0)
     lease, _ = await scheduler.lease(long)
-    waiting = await asked(scheduler, a_request())
+    waiting = await start_lease(scheduler, a_request())
     before = scheduler.queue_positions()[0].expected_seconds
     assert before is not None
     clock.now += 1.0
@@ -655,7 +655,7 @@ async def asked_in_a_burst(scheduler: Scheduler, count: int) -> list[asyncio.Tas
         if number % 2:
             request.deadline = scheduler.clock() + 90.0
         tasks.append(asyncio.create_task(scheduler.lease(request)))
-    await settled()
+    await settle()
     return tasks
 
 

@@ -18,7 +18,7 @@ from gateway.scheduling.demand_model import ReportedTokens
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.waiters import Waiter
 from tests.fleet.build import Clock
-from tests.scheduling.build import a_request, a_scheduler, look, node, settled
+from tests.scheduling.build import a_request, a_scheduler, node, settle
 from tests.virtual import VirtualLoop
 
 SLOTS = {"a": 1, "b": 2, "c": 4}
@@ -48,9 +48,9 @@ class World:
     async def settle(self) -> None:
         """Until all has gone as far as it can; a timer may fire in between."""
         for _ in range(5):
-            await settled()
+            await settle()
             self.collect()
-            if len(self.tasks) == len(self.scheduler._tickets):
+            if len(self.tasks) == len(self.scheduler.waiters):
                 break
 
     def collect(self) -> None:
@@ -116,7 +116,7 @@ class World:
         else:
             one.occupancy.foreign = self.rng.randint(0, 3)
         self.scheduler.fleet_sync.node_changed(one)
-        self.scheduler.fleet._tell_capacity()
+        self.scheduler.match()
 
     def inventory(self, number: int) -> None:
         """A node leaves, or returns."""
@@ -145,7 +145,7 @@ class World:
 
     def time_passes(self, number: int) -> None:
         self.clock.passes(number / 4)
-        look(self.scheduler)
+        self.scheduler.check_all()
 
     # What always holds.
 
@@ -155,15 +155,15 @@ class World:
             assert one.leased == sum(lease.slots for _, lease in self.running if lease.node is one)
             assert one.leased <= one.slots_total
             assert board.by_name[name].free == one.free_slots(now), name
-        tickets = self.scheduler._tickets
-        assert {ticket.request.id for ticket in tickets} == set(self.tasks)
+        waiters = self.scheduler.waiters
+        assert {waiter.request.id for waiter in waiters} == set(self.tasks)
         assert self.scheduler.dispatcher.waiting == len(self.tasks)
-        for ticket in tickets:
-            assert self.may_wait(ticket, now), f"{ticket.request} could go"
+        for waiter in waiters:
+            assert self.may_wait(waiter, now), f"{waiter.request} could go"
 
-    def may_wait(self, ticket: Waiter, now: float) -> bool:
+    def may_wait(self, waiter: Waiter, now: float) -> bool:
         """Whether no slot idles that it could use, or it is held back for a better one."""
-        ask, board = ticket.queued, self.scheduler.dispatcher.placement_state
+        ask, board = waiter.queued, self.scheduler.dispatcher.placement_state
         if ask.deferred_until > now:
             return True
         for name, one in self.scheduler.fleet.nodes.items():
@@ -206,7 +206,7 @@ async def run(events: list[tuple[str, int]], seed: int) -> None:
         while world.running:
             world.finish(3)
         clock.passes(0.3)
-        look(scheduler)
+        scheduler.check_all()
     assert not world.tasks
     assert [one.leased for one in nodes.values()] == [0, 0, 0]
     for row in scheduler.dispatcher.placement_state.by_name.values():

@@ -162,11 +162,9 @@ def test_nothing_spills_while_a_cpu_node_is_free() -> None:
 
 def test_batch_spills_only_when_told() -> None:
     assert route(spilling(), Priority.BATCH, FREE, BUSY).tiers == ("cpu",)
-    told = spilling(classes=["batch"])
-    assert route(told, Priority.BATCH, FREE, BUSY).tiers == ("gpu",)
-    assert route(told, Priority.NORMAL, FREE, BUSY).tiers == ("cpu",)
-    assert told.may_spill(Priority.BATCH)
-    assert not told.may_spill(Priority.NORMAL)
+    batch_only = spilling(classes=["batch"])
+    assert route(batch_only, Priority.BATCH, FREE, BUSY).tiers == ("gpu",)
+    assert route(batch_only, Priority.NORMAL, FREE, BUSY).tiers == ("cpu",)
 
 
 def test_spill_over_keeps_its_share_of_the_requests() -> None:
@@ -201,7 +199,6 @@ def test_what_was_spent_survives_a_reload_that_switches_spill_over_off_and_on() 
     spent = route(rules, Priority.NORMAL, FREE, BUSY)
     assert spent.reservation is not None
     rules.configure(HybridSettings())
-    assert not rules.may_spill(Priority.NORMAL)
     assert route(rules, Priority.NORMAL, FREE, BUSY).tiers == ("cpu",)
     spent.reservation.settle(1.0, happened=True, now=10.0)
     rules.configure(on)

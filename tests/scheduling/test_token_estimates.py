@@ -157,8 +157,15 @@ def test_memory_is_bounded_and_who_is_active_stays() -> None:
     for number in range(1000):
         answered(estimates, 50)
         estimates.learn(f"m{number}", f"c{number}", 1000, 500, 9, None)
-    assert len(estimates._models) == 10
-    assert len(estimates._callers) == 100
+
+    def known(model: str, caller: str) -> bool:
+        expected = estimates.expected_tokens(model, caller, 1000, None)
+        return expected != estimates.expected_tokens("never seen", "never seen", 1000, None)
+
+    # "m" is the tenth model, and its caller one of the hundred.
+    assert [number for number in range(1000) if known(f"m{number}", "")] == [*range(991, 1000)]
+    callers = [number for number in range(991) if known(f"m{number}", f"c{number}")]
+    assert callers == [*range(901, 991)]
     assert answer_of(estimates) == pytest.approx(50, rel=0.1)
 
 

@@ -93,7 +93,7 @@ def held(gate: Public) -> dict[str, object]:
     """All that is counted for clients, and is not nothing."""
     gateway = gate.running.gateway
     edge, scheduler = gateway.handler, gateway.scheduler
-    tickets = scheduler._tickets
+    tickets = scheduler.waiters
     protocol: Any = gateway.public_listener._protocol  # type: ignore[union-attr]
     seats, backlog = protocol.connection_limiter, protocol.pipeline_queue
     rows = scheduler.dispatcher.placement_state.by_name.values()
@@ -103,7 +103,7 @@ def held(gate: Public) -> dict[str, object]:
         "requests": len(gateway.registry),
         "editors": len(edge.latest_edits),
         "tickets": len(tickets),
-        "lanes": len(tickets._of),
+        "lanes": len(tickets._by_user),
         "in line": scheduler.dispatcher.waiting,
         "slotless": sum(row.slotless_running + len(row.slotless_by_caller) for row in rows),
         "leased": sum(node.leased for node in gateway.fleet.nodes.values()),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.scheduling.dispatcher import DispatchRules
+from gateway.scheduling.matching import DispatchRules
 from gateway.tools.simulate.fronts import GatewayFront
 from gateway.tools.simulate.knowledge import (
     ExactKnowledge,
