@@ -1,4 +1,4 @@
-"""Which nodes can serve a request at all."""
+"""Which nodes can serve a request, however busy they are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def find_candidates(request: Request, *nodes: Node) -> NodeCandidates:
     return CandidateFinder(scheduler.fleet.model_index, scheduler.fleet_sync).find(request)
 
 
-def test_a_context_that_is_too_small_is_left_out_while_another_fits() -> None:
+def test_a_node_with_too_small_a_context_is_excluded_while_another_fits() -> None:
     small, large, silent = node("a", context=512), node("b", context=4096), node("c")
     request = a_request(prompt_tokens=1000)
     assert [fits_context(one, request) for one in (small, large, silent)] == [False, True, True]
@@ -29,7 +29,7 @@ def test_a_context_that_is_too_small_is_left_out_while_another_fits() -> None:
     assert find_candidates(request, small, large, silent).excluded == {0}
 
 
-def test_after_a_failure_its_node_is_avoided_and_its_hosts_others_doubted() -> None:
+def test_after_a_failure_the_node_is_avoided_and_its_hosts_others_penalised() -> None:
     one, same, other = node("a", host="x"), node("b", host="x"), node("c", host="y")
     found = find_candidates(a_request(failed_nodes={"a"}), one, same, other)
     assert found.failed == {0}
@@ -37,17 +37,17 @@ def test_after_a_failure_its_node_is_avoided_and_its_hosts_others_doubted() -> N
     assert found.excluded == frozenset()
 
 
-def test_a_node_that_refused_it_is_closed() -> None:
+def test_a_node_that_refused_the_request_is_excluded() -> None:
     found = find_candidates(a_request(excluded_nodes={"b"}), node("a"), node("b"))
     assert found.excluded == {1}
 
 
-def test_tiers_are_pools_of_their_own_the_gpu_first() -> None:
+def test_tiers_are_candidate_sets_of_their_own_the_gpu_first() -> None:
     (group,) = find_candidates(a_request(), node("a"), node("b", tier="gpu")).groups
     assert [[row.name for row in pool.rows] for pool in group] == [["b"], ["a"]]
 
 
-def test_each_name_is_a_group() -> None:
+def test_each_model_name_is_a_group() -> None:
     found = find_candidates(
         a_request("helper", "x", "y"), node("a", models=("y",)), node("b", models=("x",))
     )
@@ -64,11 +64,11 @@ def test_each_name_is_a_group() -> None:
         (NodeState.DRAINING, False),
     ],
 )
-def test_a_node_that_is_out_is_not_alive(state: NodeState, alive: bool) -> None:
+def test_a_node_that_is_down_is_not_alive(state: NodeState, alive: bool) -> None:
     assert find_candidates(a_request(), node(state=state)).any_alive() is alive
 
 
-def test_pictures_need_a_node_that_sees() -> None:
+def test_images_need_a_node_that_reads_them() -> None:
     blind = node()
     blind.properties.vision = False
     with pytest.raises(GatewayError) as raised:

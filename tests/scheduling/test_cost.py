@@ -8,7 +8,7 @@ from gateway.scheduling.cost import CostColumns, row_cost, row_cost_after, row_c
 from tests.scheduling.queue_simulation import QueueSimulation
 
 
-def test_on_an_idle_node_it_is_the_time_to_read_and_to_write() -> None:
+def test_on_an_idle_node_the_cost_is_prefill_and_decoding() -> None:
     sim = QueueSimulation((2,))
     sim.state.set_speed(sim.rows[0], 100.0, 0.1, 0.05)
     assert row_cost(
@@ -16,13 +16,13 @@ def test_on_an_idle_node_it_is_the_time_to_read_and_to_write() -> None:
     ) == pytest.approx(5.0)
 
 
-def test_what_is_cached_is_not_read_but_for_one_token() -> None:
+def test_cached_tokens_are_not_read_except_one() -> None:
     sim = QueueSimulation((2,))
     queued = sim.request(prompt_tokens=200, completion_tokens=10, cached={0: 200.0})
     assert row_cost(sim.rows[0], queued, 0.0) == pytest.approx(0.01 + 1.0)
 
 
-def test_a_neighbour_adds_what_it_holds_up_and_what_it_is_held_up() -> None:
+def test_a_neighbour_adds_its_own_delay_and_the_one_it_causes() -> None:
     sim = QueueSimulation((2,))
     row = sim.rows[0]
     sim.state.set_speed(row, 100.0, 0.1, 0.05)
@@ -37,7 +37,7 @@ def test_a_neighbour_adds_what_it_holds_up_and_what_it_is_held_up() -> None:
     )
 
 
-def test_prompts_that_are_only_read_wait_for_each_other_and_slow_nobody_down() -> None:
+def test_prefill_only_requests_wait_for_each_other_and_slow_no_decoding() -> None:
     sim = QueueSimulation((4,))
     row = sim.rows[0]
     sim.state.set_speed(row, 100.0, 0.1, 0.05)
@@ -65,14 +65,14 @@ def test_prompts_that_are_only_read_wait_for_each_other_and_slow_nobody_down() -
     )
 
 
-def test_doubts_about_a_node_and_of_a_request_add_up() -> None:
+def test_penalties_of_a_node_and_of_a_request_add_up() -> None:
     sim = QueueSimulation((2, 2))
     sim.state.set_penalty(sim.rows[0], 3.0)
     plain = row_cost(sim.rows[1], sim.request(), 0.0)
     assert row_cost(sim.rows[0], sim.request(penalties={0: 4.0}), 0.0) == pytest.approx(plain + 7.0)
 
 
-def test_later_it_counts_the_wait_and_what_will_be_cached_by_then() -> None:
+def test_the_later_cost_counts_the_wait_and_the_pending_tokens() -> None:
     sim = QueueSimulation((1,))
     sim.fill()
     queued = sim.request(
@@ -82,7 +82,7 @@ def test_later_it_counts_the_wait_and_what_will_be_cached_by_then() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_numpy_and_the_loop_choose_alike(seed: int) -> None:
+def test_numpy_and_the_loop_choose_rows_of_the_same_cost(seed: int) -> None:
     rng = random.Random(seed)
     sim = QueueSimulation((2,) * 90)
     for row in sim.rows:

@@ -10,7 +10,7 @@ from gateway.scheduling.matching import MOST_DECLINES, DispatchRules
 from tests.scheduling.queue_simulation import QueueSimulation
 
 
-def test_what_finds_a_free_slot_goes_at_once_and_the_next_waits() -> None:
+def test_a_request_takes_a_free_slot_and_the_next_waits() -> None:
     sim = QueueSimulation((1,))
     _, first = sim.arrive()
     second, placement = sim.arrive()
@@ -21,14 +21,14 @@ def test_what_finds_a_free_slot_goes_at_once_and_the_next_waits() -> None:
     assert next_one.queued is second
 
 
-def test_place_never_puts_in_line() -> None:
+def test_place_never_queues() -> None:
     sim = QueueSimulation((1,))
     sim.fill()
     assert sim.dispatcher.place(sim.request(), 0.0) is None
     assert sim.dispatcher.waiting == 0
 
 
-def test_who_waits_goes_before_who_comes_when_a_slot_is_free_but_not_given_out() -> None:
+def test_waiting_requests_go_before_arrivals_when_a_slot_is_free() -> None:
     sim = QueueSimulation((1,))
     (running,) = sim.fill()
     waits, _ = sim.arrive()
@@ -40,7 +40,7 @@ def test_who_waits_goes_before_who_comes_when_a_slot_is_free_but_not_given_out()
     assert sim.waiting() == [late]
 
 
-def test_a_slot_freed_while_nobody_waited_holds_nobody_up() -> None:
+def test_a_slot_freed_while_nobody_waited_delays_no_arrival() -> None:
     sim = QueueSimulation((1, 1))
     other = ((sim.state.candidate_set([sim.state.add("other", total=1)]),),)
     sim.arrive(groups=other)
@@ -50,7 +50,7 @@ def test_a_slot_freed_while_nobody_waited_holds_nobody_up() -> None:
     assert sim.arrive(1.0)[1] is not None
 
 
-def test_a_better_class_goes_first() -> None:
+def test_a_higher_class_goes_first() -> None:
     sim = QueueSimulation((1,))
     (running,) = sim.fill()
     for priority in (Priority.BATCH, Priority.NORMAL, Priority.URGENT, Priority.PREMIUM):
@@ -62,7 +62,7 @@ def test_a_better_class_goes_first() -> None:
     assert order == sorted(Priority)
 
 
-def test_of_one_caller_the_one_that_fits_the_free_node_goes() -> None:
+def test_of_one_caller_the_request_that_fits_the_free_node_goes() -> None:
     sim = QueueSimulation((1,))
     (running,) = sim.fill()
     sim.arrive(prompt_tokens=5000.0)
@@ -70,7 +70,7 @@ def test_of_one_caller_the_one_that_fits_the_free_node_goes() -> None:
     assert sim.finish(running, 1.0)[0].queued is warm
 
 
-def test_a_fall_back_is_only_for_when_no_node_of_the_first_name_is_alive() -> None:
+def test_a_later_model_name_counts_only_when_no_node_of_the_first_is_alive() -> None:
     sim = QueueSimulation((1, 1))
     first, second = (sim.state.candidate_set([row]) for row in sim.rows)
     groups = ((first,), (second,))
@@ -91,7 +91,7 @@ def test_a_tier_without_room_is_passed_over() -> None:
     assert [placement and placement.row for placement in rows] == sim.rows
 
 
-def test_batch_leaves_the_reserve_alone() -> None:
+def test_batch_leaves_the_reserve_free() -> None:
     sim = QueueSimulation((4,), DispatchRules(batch_reserve=0.5))
     placed = [sim.arrive(priority=Priority.BATCH)[1] for _ in range(4)]
     assert [placement is not None for placement in placed] == [True, True, False, False]
@@ -110,7 +110,7 @@ def test_a_node_that_failed_it_is_avoided_while_another_is_alive() -> None:
     assert [one.queued for one in sim.match(1.0)] == [waits]
 
 
-def test_a_closed_node_is_never_used() -> None:
+def test_an_excluded_node_is_never_used() -> None:
     sim = QueueSimulation((2,))
     queued, placement = sim.arrive(excluded={0})
     assert placement is None
@@ -118,7 +118,7 @@ def test_a_closed_node_is_never_used() -> None:
     assert sim.dispatcher.withdraw(queued)
 
 
-def test_those_who_find_no_node_hold_nobody_up() -> None:
+def test_requests_without_a_node_hold_up_no_other() -> None:
     sim = QueueSimulation((1, 1))
     running = sim.fill()
     for _ in range(50):
@@ -127,13 +127,13 @@ def test_those_who_find_no_node_hold_nobody_up() -> None:
     assert sim.finish(running[0], 1.0)[0].queued is able
 
 
-def test_what_needs_no_slot_goes_to_a_full_node() -> None:
+def test_a_slotless_request_goes_to_a_full_node() -> None:
     sim = QueueSimulation((1,))
     sim.fill()
     assert sim.arrive(slots=0)[1] is not None
 
 
-def test_a_node_gets_few_at_once_that_need_no_slot_and_of_one_caller_half() -> None:
+def test_slotless_requests_are_limited_for_each_node_and_caller() -> None:
     sim = QueueSimulation((1, 1), DispatchRules(slotless_limit=3))
     owners = ["a"] * 9 + ["b"] * 9
     placed = [sim.arrive(slots=0, slotless_caller=owner, fairness_key=owner)[1] for owner in owners]
@@ -151,7 +151,7 @@ def test_a_node_gets_few_at_once_that_need_no_slot_and_of_one_caller_half() -> N
     assert [(row.slotless_running, row.slotless_by_caller) for row in sim.rows] == [(0, {})] * 2
 
 
-def test_neither_slots_nor_what_needs_none_wait_for_the_other() -> None:
+def test_slotless_and_other_requests_do_not_wait_for_each_other() -> None:
     sim = QueueSimulation((1,), DispatchRules(slotless_limit=1))
     full, none = sim.fill()[0], sim.arrive(slots=0)[1]
     assert none is not None
@@ -169,7 +169,7 @@ def test_neither_slots_nor_what_needs_none_wait_for_the_other() -> None:
     }
 
 
-def test_what_needs_no_slot_leaves_the_estimates_of_those_who_wait_for_one_alone() -> None:
+def test_slotless_requests_do_not_change_the_predicted_waits_of_others() -> None:
     sim = QueueSimulation((1,), DispatchRules(slotless_limit=1))
     sim.fill()
     sim.arrive(slots=0)
@@ -192,7 +192,7 @@ def test_a_wide_request_is_not_starved_by_narrow_ones() -> None:
     assert [one.queued for one in sim.finish(running[1], 3.0)] == [wide]
 
 
-def test_a_node_that_is_kept_for_a_wide_request_is_open_to_the_classes_above() -> None:
+def test_a_node_reserved_for_a_wide_request_is_open_to_higher_classes() -> None:
     sim = QueueSimulation((2,))
     running = sim.fill()
     sim.arrive(1.0, slots=2)
@@ -201,7 +201,7 @@ def test_a_node_that_is_kept_for_a_wide_request_is_open_to_the_classes_above() -
     assert sim.arrive(2.0, priority=Priority.URGENT)[1] is not None
 
 
-def test_a_warm_request_waits_for_its_node_if_it_ends_sooner_there() -> None:
+def test_a_warm_request_is_deferred_if_it_ends_sooner_on_its_node() -> None:
     sim = QueueSimulation((1, 1))
     (_, first) = sim.arrive(excluded={1}, prompt_tokens=100.0, completion_tokens=10.0)
     assert first is not None
@@ -223,7 +223,7 @@ def test_a_warm_request_goes_elsewhere_if_that_is_sooner() -> None:
     assert placement.row is sim.rows[1]
 
 
-def test_no_more_wait_for_a_node_than_it_has_slots() -> None:
+def test_no_more_requests_are_deferred_to_a_node_than_it_has_slots() -> None:
     sim = QueueSimulation((2, 4))
     for _ in range(2):
         sim.arrive(excluded={1}, prompt_tokens=10.0, completion_tokens=10.0)
@@ -231,7 +231,7 @@ def test_no_more_wait_for_a_node_than_it_has_slots() -> None:
     assert [placement is None for placement in rows] == [True, True, False, False]
 
 
-def test_a_hold_ends_when_its_time_has_passed() -> None:
+def test_a_deferral_ends_in_time() -> None:
     sim = QueueSimulation((1, 1))
     sim.arrive(excluded={1}, prompt_tokens=100.0, completion_tokens=10.0)
     warm, _ = sim.arrive(prompt_tokens=5000.0, cached={0: 4900.0})
@@ -242,7 +242,7 @@ def test_a_hold_ends_when_its_time_has_passed() -> None:
     assert (placement.queued, placement.row) == (warm, sim.rows[1])
 
 
-def test_a_slot_that_many_declined_is_taken_all_the_same() -> None:
+def test_a_slot_that_many_declined_is_given_out() -> None:
     sim = QueueSimulation((1, 20))
     last = next(one for one in sim.fill() if one.row is sim.rows[1])
     for _ in range(3 * MOST_DECLINES):
@@ -250,7 +250,7 @@ def test_a_slot_that_many_declined_is_taken_all_the_same() -> None:
     assert len(sim.finish(last, 0.5)) == 1
 
 
-def test_a_waiting_request_is_looked_up_again_when_slots_have_come_free() -> None:
+def test_a_waiting_requests_cache_is_looked_up_again_when_slots_have_come_free() -> None:
     sim = QueueSimulation((1, 1))
     first, second = sim.fill()
     queued, _ = sim.arrive(prompt_tokens=5000.0)
@@ -281,7 +281,7 @@ def test_a_cancelled_placement_costs_its_caller_nothing() -> None:
     assert (sim.rows[0].ours, account.running) == (0, 0)
 
 
-def test_the_first_token_moves_what_is_expected() -> None:
+def test_the_first_token_moves_the_expected_end() -> None:
     sim = QueueSimulation((1,))
     _, placement = sim.arrive(prompt_tokens=100.0, completion_tokens=10.0)
     assert placement is not None
@@ -290,7 +290,7 @@ def test_the_first_token_moves_what_is_expected() -> None:
     assert placement.ends == pytest.approx(4.0)
 
 
-def test_places_and_expected_starts_tell_of_turns() -> None:
+def test_positions_and_predicted_waits_follow_the_callers_turns() -> None:
     sim = QueueSimulation((1,))
     sim.fill()
     requests = [sim.arrive(fairness_key="greedy")[0] for _ in range(5)]
@@ -306,7 +306,7 @@ def test_places_and_expected_starts_tell_of_turns() -> None:
     assert waits == sorted(waits) == [wait for _, wait in places]
 
 
-def test_a_newcomer_does_not_wait_for_all_that_another_caller_has_in_line() -> None:
+def test_a_new_caller_does_not_wait_for_all_requests_of_another() -> None:
     sim = QueueSimulation((1,))
     sim.fill()
     for _ in range(50):
@@ -320,7 +320,7 @@ def test_a_newcomer_does_not_wait_for_all_that_another_caller_has_in_line() -> N
     assert ahead(sim.request(fairness_key="greedy", priority=Priority.URGENT)) == 0
 
 
-def test_what_has_been_measured_counts_at_once_for_all_that_waits() -> None:
+def test_a_measured_speed_changes_all_predicted_waits_at_once() -> None:
     sim = QueueSimulation((2, 2))
     for row in sim.rows:
         sim.state.set_speed(row, 100.0, 0.1, 0.0)
@@ -335,7 +335,7 @@ def test_what_has_been_measured_counts_at_once_for_all_that_waits() -> None:
     assert measured - running == pytest.approx((guessed - running) / 10)
 
 
-def test_batch_is_told_of_the_wait_that_the_reserve_makes() -> None:
+def test_the_predicted_wait_of_batch_includes_the_reserve() -> None:
     sim = QueueSimulation((4,), DispatchRules(batch_reserve=0.5))
     for row in sim.rows:
         sim.state.set_speed(row, 1000.0, 0.1, 0.0)
@@ -350,7 +350,7 @@ def test_batch_is_told_of_the_wait_that_the_reserve_makes() -> None:
     assert batch == pytest.approx(urgent)
 
 
-def test_no_start_is_expected_while_every_node_is_out() -> None:
+def test_the_predicted_wait_is_infinite_while_every_node_is_down() -> None:
     sim = QueueSimulation((1,))
     sim.fill()
     queued, _ = sim.arrive()
@@ -358,12 +358,12 @@ def test_no_start_is_expected_while_every_node_is_out() -> None:
     assert sim.dispatcher.predicted_wait(queued, 0.0) == math.inf
 
 
-def test_there_is_no_wait_where_there_is_room() -> None:
+def test_the_predicted_wait_is_zero_where_there_is_room() -> None:
     sim = QueueSimulation((1,))
     assert sim.dispatcher.predicted_wait(sim.request(), 0.0) == 0.0
 
 
-def test_what_was_used_as_expected_changes_no_count_though_tokens_are_weighed_anew() -> None:
+def test_usage_as_predicted_changes_no_counter_though_the_token_weight_has_changed() -> None:
     sim = QueueSimulation((1,))
     _, placement = sim.arrive(fairness_key="one", prompt_tokens=10.0, completion_tokens=20.0)
     assert placement is not None

@@ -1,4 +1,4 @@
-"""Whatever happens, in whatever order: the counts are right and no slot idles without a reason."""
+"""Under any order of events the counts are right and no slot idles without a reason."""
 
 from __future__ import annotations
 
@@ -60,10 +60,8 @@ events = st.one_of(
 plays = st.lists(st.tuples(st.floats(0, 20), events), max_size=60)
 
 
-def play(
-    happened: list[tuple[float, dict[str, Any]]], rules: DispatchRules
-) -> list[tuple[str, str]]:
-    """Plays the events, looking at everything after each of them; who was placed where."""
+def play(played: list[tuple[float, dict[str, Any]]], rules: DispatchRules) -> list[tuple[str, str]]:
+    """Play the events, with a check after each; returns which request was placed on which row."""
     sim = QueueSimulation((3, 2, 2, 1), rules, speeds=(600.0, 250.0, 250.0, 100.0))
     withdrawn: set[QueuedRequest] = set()
     arrived: list[QueuedRequest] = []
@@ -76,7 +74,7 @@ def play(
             assert one.row.index not in one.queued.excluded
             order.append((str(arrived.index(one.queued)), one.row.name))
 
-    for gap, event in happened:
+    for gap, event in played:
         now += gap
         match event["what"]:
             case "arrive":
@@ -161,7 +159,7 @@ def test_the_same_seed_places_alike(happened: list[tuple[float, dict[str, Any]]]
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.floats(0.2, 5.0))
-def test_everything_that_came_is_served_in_the_end(seed: int, lengths: float) -> None:
+def test_every_arrival_is_served_in_the_end(seed: int, lengths: float) -> None:
     rng = random.Random(seed)
     sim = QueueSimulation((2, 2, 1), seed=seed, speeds=(600.0, 250.0, 100.0))
     arrivals = []

@@ -11,7 +11,7 @@ from tests.scheduling.queue_simulation import QueueSimulation
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ten_times_the_requests_get_nobody_more_tokens(seed: int) -> None:
+def test_ten_times_the_requests_get_a_caller_no_more_tokens(seed: int) -> None:
     rng = random.Random(seed)
     sim = QueueSimulation((2, 2, 2), speeds=(300.0, 200.0, 100.0), seed=seed)
     requests: list[tuple[float, QueuedRequest]] = []
@@ -43,7 +43,7 @@ def test_ten_times_the_requests_get_nobody_more_tokens(seed: int) -> None:
     assert served["greedy"] == pytest.approx(served["modest"], rel=0.1)
 
 
-def test_the_estimate_is_replaced_by_what_it_took() -> None:
+def test_the_charge_is_replaced_by_the_real_usage() -> None:
     sim = QueueSimulation((1,))
     _, lucky = sim.arrive(fairness_key="lucky", prompt_tokens=1e6, completion_tokens=1e5)
     assert lucky is not None
@@ -57,7 +57,7 @@ def test_the_estimate_is_replaced_by_what_it_took() -> None:
     assert sim.match(1.0)[0].queued is other
 
 
-def test_who_comes_back_from_idle_has_saved_nothing_up() -> None:
+def test_a_caller_that_was_idle_has_saved_up_no_credit() -> None:
     counters = VirtualTokenCounters()
     busy = counters.account("busy")
     busy.counter = 1000.0
@@ -65,14 +65,14 @@ def test_who_comes_back_from_idle_has_saved_nothing_up() -> None:
     assert counters.account("new").counter == 1000.0
 
 
-def test_who_was_served_more_keeps_that_when_it_comes_back() -> None:
+def test_a_caller_that_was_served_more_keeps_its_counter() -> None:
     counters = VirtualTokenCounters()
     counters.account("busy").counter = 1000.0
     counters.start_counter = 10.0
     assert counters.account("busy").counter == 1000.0
 
 
-def test_the_accounts_of_endless_callers_are_forgotten_but_for_those_at_work() -> None:
+def test_idle_accounts_are_dropped_but_no_running_ones() -> None:
     counters = VirtualTokenCounters()
     kept = counters.account("kept")
     counters.started(kept, 5.0)

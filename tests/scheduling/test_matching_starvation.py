@@ -7,7 +7,7 @@ from gateway.scheduling.matching import DispatchRules, StarvationGuard
 from tests.scheduling.queue_simulation import QueueSimulation
 
 
-def test_one_turn_in_ten_is_the_overdues() -> None:
+def test_one_placement_in_ten_is_for_overdue_requests() -> None:
     guard = StarvationGuard(0.1)
     given = []
     for _ in range(30):
@@ -16,7 +16,7 @@ def test_one_turn_in_ten_is_the_overdues() -> None:
     assert given == ([False] * 9 + [True]) * 3
 
 
-def test_a_share_of_nothing_is_never_due() -> None:
+def test_with_a_share_of_zero_overdue_requests_get_no_preference() -> None:
     guard = StarvationGuard(0.0)
     for _ in range(100):
         guard.placed(to_overdue=False)

@@ -8,21 +8,21 @@ from gateway.scheduling.placement_state import MOST_PENALTY_SECONDS, PlacementSt
 from tests.scheduling.queue_simulation import QueueSimulation
 
 
-def test_a_name_that_comes_again_keeps_its_row() -> None:
+def test_a_name_that_is_added_again_keeps_its_row() -> None:
     board = PlacementState()
     row = board.add("a", total=2)
     assert board.add("a", total=3) is row
     assert row.total == row.free == 3
 
 
-def test_slots_of_others_and_ours_are_not_free() -> None:
+def test_foreign_and_own_slots_are_not_free() -> None:
     sim = QueueSimulation((4,))
     sim.arrive()
     sim.state.set_slots(sim.rows[0], 4, 4, 2)
     assert (sim.rows[0].busy, sim.rows[0].free) == (3, 1)
 
 
-def test_a_node_that_takes_less_than_it_has_is_free_for_less() -> None:
+def test_capacity_limits_the_free_slots() -> None:
     sim = QueueSimulation((4,))
     sim.state.set_slots(sim.rows[0], 4, 1, 0)
     assert sim.rows[0].free == 1
@@ -31,7 +31,7 @@ def test_a_node_that_takes_less_than_it_has_is_free_for_less() -> None:
     assert not sim.state.free_rows
 
 
-def test_a_removed_row_leaves_its_pools_and_its_index_is_used_again() -> None:
+def test_a_removed_row_leaves_its_candidate_sets_and_its_index_is_reused() -> None:
     sim = QueueSimulation((1, 1))
     first, second = sim.rows
     running = sim.fill()
@@ -46,7 +46,7 @@ def test_a_removed_row_leaves_its_pools_and_its_index_is_used_again() -> None:
     assert new.free == 1
 
 
-def test_what_writes_without_a_slot_slows_nobody_down() -> None:
+def test_a_slotless_request_that_decodes_slows_nothing_down() -> None:
     sim = QueueSimulation((2,))
     sim.arrive(slots=0, completion_tokens=5.0)
     [row] = sim.rows
@@ -63,7 +63,7 @@ def test_removing_a_row_twice_does_nothing() -> None:
 
 
 @pytest.mark.parametrize("nonsense", [math.nan, math.inf, -math.inf, 0.0, -5.0, 1e300])
-def test_nonsense_in_speeds_and_slots_is_bounded(nonsense: float) -> None:
+def test_absurd_speeds_and_slots_are_clamped(nonsense: float) -> None:
     sim = QueueSimulation((2, 2))
     row = sim.rows[0]
     sim.state.set_speed(row, nonsense, nonsense, nonsense)

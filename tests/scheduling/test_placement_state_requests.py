@@ -17,16 +17,16 @@ from tests.scheduling.queue_simulation import QueueSimulation
         (math.nan, DEFAULT_COMPLETION_TOKENS),
     ],
 )
-def test_absurd_lengths_of_an_answer_are_bounded(given: float, kept: float) -> None:
+def test_absurd_completion_tokens_are_clamped(given: float, kept: float) -> None:
     assert QueueSimulation().request(completion_tokens=given).completion_tokens == kept
 
 
 @pytest.mark.parametrize("given", [-1.0, math.nan])
-def test_a_prompt_that_is_no_number_counts_as_none(given: float) -> None:
+def test_an_invalid_prompt_size_counts_as_zero(given: float) -> None:
     assert QueueSimulation().request(prompt_tokens=given).prompt_tokens == 0.0
 
 
-def test_a_prompt_of_endless_tokens_is_bounded() -> None:
+def test_an_infinite_prompt_is_clamped() -> None:
     assert (
         QueueSimulation().request(prompt_tokens=math.inf).prompt_tokens == MOST_TOKENS_PER_REQUEST
     )

@@ -48,7 +48,7 @@ def test_round_robin_takes_every_node_in_turn() -> None:
     assert order == ["node-0", "node-1", "node-2"] * 2
 
 
-def test_prefix_hash_sends_like_to_like_and_on_to_the_next_when_full() -> None:
+def test_prefix_hash_sends_equal_prefixes_to_one_node_and_on_when_it_is_full() -> None:
     sim = QueueSimulation((2, 2, 2, 2), DispatchRules(policy="prefix_hash"))
     names = chosen(sim, 4, affinity_hash=12345)
     assert sorted(names.values()) == [2, 2]
@@ -58,7 +58,7 @@ def test_prefix_hash_sends_like_to_like_and_on_to_the_next_when_full() -> None:
     assert again == names
 
 
-def test_prefix_hash_spreads_what_differs() -> None:
+def test_prefix_hash_spreads_different_prefixes() -> None:
     sim = QueueSimulation((1,) * 8)
     rng = random.Random(1)
     policy = POLICIES["prefix_hash"](sim.state)

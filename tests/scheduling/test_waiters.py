@@ -1,4 +1,4 @@
-"""Many that wait cost no more, each, than few."""
+"""Waiting requests fall due in time, and many of them cost no more, each, than few."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ def a_waiter(until: float, open_at: float = math.inf) -> Waiter:
     request = a_request()
     candidates = NodeCandidates((), ((),), fallback_at=open_at)
     ask = QueuedRequest(
-        request.id, candidates.groups, request.priority, "party", 0.0, 1, 9.0, 9.0, {}, {}
+        request.id, candidates.groups, request.priority, "caller", 0.0, 1, 9.0, 9.0, {}, {}
     )
     return Waiter(request, candidates, ask, 0.0, until, asyncio.Future())
 
 
-async def test_each_falls_due_once_at_the_sooner_of_its_limits() -> None:
+async def test_each_waiter_falls_due_once_at_the_sooner_of_its_limits() -> None:
     rng, waiters = random.Random(1), Waiters()
-    kept = []
+    staying = []
     for number in range(500):
         waiter = a_waiter(rng.uniform(0, 100), rng.choice([math.inf, rng.uniform(0, 100)]))
         waiters.add(waiter)
         if number % 3:
-            kept.append(waiter)
+            staying.append(waiter)
         else:
             assert waiters.pop(waiter.queued) is waiter
             assert waiters.pop(waiter.queued) is None
-    for waiter in kept[::5]:
+    for waiter in staying[::5]:
         waiters.set_candidates(waiter, NodeCandidates((), ((),), fallback_at=rng.uniform(0, 100)))
     for until in range(0, 101, 5):
-        falls = {
+        expected = {
             one
-            for one in kept
+            for one in staying
             if until - 5 < min(one.expires_at, one.candidates.fallback_at) <= until
         }
         found = waiters.pop_due(until)
-        assert set(found) == falls
-        assert len(found) == len(falls)
+        assert set(found) == expected
+        assert len(found) == len(expected)
         assert all(waiter.queued in waiters for waiter in found)
     assert waiters.next_due() == math.inf
-    assert list(waiters) == kept
+    assert list(waiters) == staying
 
 
-async def test_who_has_left_is_not_kept_until_its_limit_would_have_come() -> None:
+async def test_the_timers_of_waiters_that_have_left_are_dropped() -> None:
     waiters = Waiters()
     here = a_waiter(1e9)
     waiters.add(here)
@@ -65,12 +65,12 @@ async def test_who_has_left_is_not_kept_until_its_limit_would_have_come() -> Non
     assert waiters.pop_due(1e9) == [here]
 
 
-def a_talk(number: int, clock: Clock, deadline: float | None = None) -> Request:
-    """One of five callers' long prompts, each of its own."""
+def long_prompt_request(number: int, clock: Clock, deadline: float | None = None) -> Request:
+    """A request with a long prompt of its own, of one of five callers."""
     blocks = tuple(hash((number, place)) for place in range(20))
     return a_request(
         received_at=clock(),
-        fairness_key=f"party {number % 5}",
+        fairness_key=f"caller {number % 5}",
         prompt_key=PromptKey(blocks, 2500.0, size=10_000),
         text_bytes=10_000,
         deadline=deadline,
@@ -78,32 +78,34 @@ def a_talk(number: int, clock: Clock, deadline: float | None = None) -> Request:
 
 
 async def costs(waiting: int) -> dict[str, int]:
-    """Instructions for one that comes, for one that goes, and for one whose time is over."""
+    """Instructions of an arrival, of a release, and of a wait that expires."""
     clock = Clock()
     scheduler = a_scheduler(node(slots=4), clock=clock, queue={"max": 10_000, "max_wait": 9999})
-    running = [(await scheduler.lease(a_talk(-n, clock)))[0] for n in range(4)]
+    running = [(await scheduler.lease(long_prompt_request(-n, clock)))[0] for n in range(4)]
     tasks = []
     for number in range(waiting):
         deadline = clock() + 0.1 if number == waiting // 2 else clock() + 1000.0 + number
-        tasks.append(asyncio.create_task(scheduler.lease(a_talk(number, clock, deadline))))
+        tasks.append(
+            asyncio.create_task(scheduler.lease(long_prompt_request(number, clock, deadline)))
+        )
     await settle()
     assert scheduler.dispatcher.waiting == waiting
-    coming = scheduler.wait_for_lease(a_talk(waiting, clock))
+    arrival = scheduler.wait_for_lease(long_prompt_request(waiting, clock))
 
-    def comes() -> None:
-        coming.send(None)
+    def arrives() -> None:
+        arrival.send(None)
         scheduler.match()
 
-    def goes() -> None:
+    def leaves() -> None:
         running[0].release()
         scheduler.match()
 
-    found = {"comes": instructions(comes), "goes": instructions(goes)}
+    found = {"comes": instructions(arrives), "goes": instructions(leaves)}
     assert scheduler.dispatcher.waiting == waiting
     clock.passes(0.2)
     found["is over"] = instructions(scheduler.check_due)
     assert scheduler.dispatcher.waiting == waiting - 1
-    coming.close()
+    arrival.close()
     for task in tasks:
         task.cancel()
     await settle()
@@ -112,13 +114,13 @@ async def costs(waiting: int) -> dict[str, int]:
     return found
 
 
-async def test_ten_times_as_many_that_wait_cost_no_more_for_each() -> None:
+async def test_ten_times_as_many_waiters_cost_no_more_for_each() -> None:
     few, many = await costs(200), await costs(2000)
     for what, count in few.items():
         assert many[what] < 1.25 * count + 200, (what, few, many)
 
 
-async def test_deadlines_are_kept_between_two_looks() -> None:
+async def test_deadlines_are_kept_between_two_ticks() -> None:
     clock = Clock()
     scheduler = a_scheduler(node(slots=1), clock=clock)
     await scheduler.lease(a_request(received_at=clock()))
