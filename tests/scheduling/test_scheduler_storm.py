@@ -216,9 +216,7 @@ async def run(events: list[tuple[str, int]], seed: int) -> None:
 
 
 @given(script, st.integers(0, 1 << 16))
-def test_no_request_waits_in_vain_and_nothing_leaks(
-    events: list[tuple[str, int]], seed: int
-) -> None:
-    # In virtual time the scheduler's own timers do not fire while no test waits for them.
+def test_nobody_waits_in_vain_and_nothing_leaks(events: list[tuple[str, int]], seed: int) -> None:
+    # In virtual time, where the scheduler's own timers don't ring while nothing waits for them.
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(run(events, seed))
