@@ -95,7 +95,7 @@ def test_what_was_learnt_is_near_the_truth() -> None:
     learnt = LearntKnowledge()
     stood = GatewayFront(FLEET, knowledge=learnt)
     simulate(generate(Traffic(requests=1000, rate=1.0), 2), FLEET, stood)
-    for node, row in zip(FLEET, stood.board.rows, strict=True):
+    for node, row in zip(FLEET, stood.state.rows, strict=True):
         assert row.token_base == pytest.approx(node.token_base, rel=0.3)
         assert row.prefill_tps == pytest.approx(node.prefill_tps, rel=0.4)
 
