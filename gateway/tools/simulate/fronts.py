@@ -115,7 +115,7 @@ class GatewayFront:
     def _send(self, placement: Placement, fleet: SimulatedFleet) -> None:
         job = fleet.jobs[int(placement.queued.id)]
         expected = self._expected[job.id]
-        expected.placement = placement
+        expected.place(placement)
         fleet.send(job, placement.row.index)
         self.knowledge.placed(job, expected, fleet.now)
 

@@ -114,9 +114,8 @@ class ExactKnowledge:
         prompt = job.prompt
         cached: dict[int, float] = {}
         pending: dict[int, float] = {}
-        for node in self._nodes_by_text.get(prompt.stream, set()) | self._nodes_by_text.get(
-            -prompt.prefix, set()
-        ):
+        nodes = self._nodes_by_text
+        for node in nodes.get(prompt.stream, set()) | nodes.get(-prompt.prefix, set()):
             server = fleet.servers[node]
             # A busy slot's old prompt is being overwritten.
             idle = [
@@ -161,6 +160,8 @@ MOST_STREAMS = 30_000
 
 SIMULATED_MODEL = "model"
 
+_Numbers = tuple[int, ...]
+
 
 class _NodeStub:
     """As much of a node as `compare_speeds` reads."""
@@ -177,7 +178,7 @@ class _NodeStub:
 
 
 class _Measured:
-    """The occupancy of a request's node while it runs, and its prompt key."""
+    """A running request: its prompt key, and its node's occupancy since the last event."""
 
     __slots__ = ("mean_prefills", "prefill_seconds", "prompt_key", "slot_seconds")
 
@@ -186,6 +187,17 @@ class _Measured:
         self.slot_seconds = 0.0
         self.prefill_seconds = 0.0
         self.mean_prefills = 1.0
+
+    def note(self, occupancy: SlotOccupancy) -> None:
+        """Measure from now on."""
+        self.slot_seconds = occupancy.slot_seconds
+        self.prefill_seconds = occupancy.prefill_seconds
+
+    def prefill_done(self, occupancy: SlotOccupancy, seconds: float) -> None:
+        """Its prompt was read in `seconds`; measure its decoding from now on."""
+        prefills = occupancy.prefill_seconds - self.prefill_seconds
+        self.mean_prefills = prefills / seconds if seconds else 1.0
+        self.note(occupancy)
 
 
 class LearntKnowledge:
@@ -203,9 +215,7 @@ class LearntKnowledge:
         self._measured: dict[int, _Measured] = {}
         """By the id of each job that has arrived and not ended."""
         # By conversation: its blocks, and where each of them ends.
-        self._blocks_by_stream: OrderedDict[int, tuple[tuple[int, ...], tuple[int, ...]]] = (
-            OrderedDict()
-        )
+        self._blocks_by_stream: OrderedDict[int, tuple[_Numbers, _Numbers]] = OrderedDict()
 
     def start(self, machines: Sequence[SimulatedMachine], placement_state: PlacementState) -> None:
         """Every node has the default speed."""
@@ -244,8 +254,7 @@ class LearntKnowledge:
         self.prompt_cache.request_placed(job.node, measured.prompt_key)
         occupancy = self._occupancies[job.node]
         occupancy.take(1, now, prefilling=True)
-        measured.slot_seconds = occupancy.slot_seconds
-        measured.prefill_seconds = occupancy.prefill_seconds
+        measured.note(occupancy)
 
     def prefill_done(self, job: Job, expected: ExpectedRequest, now: float) -> None:
         """Its prompt has been read."""
@@ -253,11 +262,7 @@ class LearntKnowledge:
         occupancy = self._occupancies[job.node]
         occupancy.prefill_done(now)
         read = now - job.sent
-        measured.mean_prefills = (
-            (occupancy.prefill_seconds - measured.prefill_seconds) / read if read else 1.0
-        )
-        measured.slot_seconds = occupancy.slot_seconds
-        measured.prefill_seconds = occupancy.prefill_seconds
+        measured.prefill_done(occupancy, read)
 
     def ended(self, job: Job, expected: ExpectedRequest, now: float) -> None:
         """Learn from its figures."""

@@ -57,7 +57,7 @@ class SimulatedServer:
         self.next_end = -1.0
         """When the current steps end; -1: it is idle."""
         self.end_version = 0
-        """Counts the changes of `next_end`, so that events for an older one are known to be void."""
+        """Counts the changes of `next_end`, so that events for an older one can be dropped."""
         self.busy_seconds = 0.0
         """Seconds in which it computed."""
         self._token_base = machine.token_base
@@ -315,7 +315,7 @@ class SimulatedPromptCache:
         self.slot_used_at[slot] = now
 
     def _save(self, prompt: TracePrompt) -> None:
-        """Save a prompt to host memory unless it is there; it replaces those that it begins with."""
+        """Save a prompt to host memory unless it is there; it replaces its own beginnings."""
         tokens = prompt.tokens
         if not 0 < tokens <= self._limit:
             return

@@ -15,7 +15,7 @@ MARKS = ("<!-- bench-scheduling: begin -->", "<!-- bench-scheduling: end -->")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How the figures came about."""
+    """The command, plan and machine of a run."""
 
     command: str
     machine: dict[str, str]
@@ -27,7 +27,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run leaves behind."""
+    """The output of a run."""
 
     tables: str
     page: str
@@ -37,7 +37,7 @@ class Outcome:
 
 
 def outcome(results: Results, setting: Setting) -> Outcome:
-    """All that is told of a run."""
+    """The output of a run with verdicts."""
     told = tables(results)
     failed = any(played.problems for played in results.played)
     return Outcome(told, page(told, setting), as_json(results, setting), MARKS, failed)
@@ -51,7 +51,7 @@ def brief(
     facts: dict[str, str],
     marks: tuple[str, str],
 ) -> Outcome:
-    """The same of a run that has no verdicts: tables, how they came about, and every request."""
+    """The output of a run without verdicts: tables, setting and every request."""
     text = _page(command, facts | {"seeds": str(seeds)}, tables)
     as_json = json.dumps(
         {"command": command, "machine": facts, "played": [asdict(one) for one in played]}
@@ -114,7 +114,7 @@ def _cell(results: Results, front: str, load: str, figure: Figure) -> str:
 
 
 def _bounds(results: Results, load: str) -> str:
-    """How far from what no scheduler can beat."""
+    """Mean completion divided by the bounds that no scheduler can beat."""
     rows = []
     mean = FIGURES[0]
     for front in results.fronts():
@@ -166,7 +166,7 @@ def _page(command: str, facts: Mapping[str, str], tables: str) -> str:
 
 
 def as_json(results: Results, setting: Setting) -> str:
-    """Every request, the figures and the verdicts, with how they came about."""
+    """Every request, the figures, the verdicts and the setting."""
     figures = [
         {"front": front, "load": load}
         | {figure.name: results.value(front, load, figure) for figure in FIGURES}

@@ -1,4 +1,4 @@
-"""The running gateway in virtual time: what it believes of the nodes when it places a request."""
+"""The running gateway in virtual time: what it believes cached when it places a request."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.virtual import VirtualLoop, now
 SEED = "2"
 SHAPE = Shape(sessions=16)
 NEAR = 100.0
-"""Tokens by which a belief may be off: less than the shortest turn is worth."""
+"""Tokens by which a belief may be wrong: less than the shortest turn has."""
 
 
 @dataclass(slots=True)
 class Belief:
-    """Tokens of a prompt that a node was believed to have cached, and what it had."""
+    """Prompt tokens that a node was believed to have cached, and those that it had."""
 
     believed: float
     found: float

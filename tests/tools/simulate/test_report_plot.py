@@ -18,7 +18,7 @@ def reports() -> list[PolicyReport]:
     return compare(generate(Traffic(requests=200, rate=0.2), 1), machines, ["nginx", "haproxy"])
 
 
-def test_a_picture_is_drawn(reports: list[PolicyReport], tmp_path: Path) -> None:
+def test_a_plot_is_drawn(reports: list[PolicyReport], tmp_path: Path) -> None:
     path = tmp_path / "plot.png"
     plot_reports(path, reports, "200 requests")
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -28,7 +28,7 @@ def test_a_picture_is_drawn(reports: list[PolicyReport], tmp_path: Path) -> None
     assert "<svg" in text
 
 
-def test_a_missing_package_is_told_with_the_remedy(
+def test_a_missing_package_is_an_error_with_the_remedy(
     reports: list[PolicyReport], tmp_path: Path
 ) -> None:
     with (
