@@ -16,7 +16,7 @@ from gateway.scheduling.fleet_sync import (
     NodesByModel,
     ServiceKey,
 )
-from gateway.scheduling.placement_state import NO_ROWS
+from gateway.scheduling.node_slots import NO_ROWS
 
 SAME_HOST_PENALTY = 1e5
 """Seconds by which the other nodes of a host look slower to a request that failed on one: so many

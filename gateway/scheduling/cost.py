@@ -31,13 +31,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
-from gateway.scheduling.placement_state import (
+from gateway.scheduling.node_slots import (
     LEAST_UNCACHED_TOKENS,
     CandidateSet,
     NodeSlots,
-    PlacementState,
     QueuedRequest,
 )
+from gateway.scheduling.placement_state import PlacementState
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,14 +15,14 @@ from gateway.fleet.prompt_cache import FleetPromptCache, PromptKey
 from gateway.request import Request
 from gateway.scheduling.dispatcher import Dispatcher
 from gateway.scheduling.fleet_sync import NodeCandidates, placement_of
-from gateway.scheduling.placement_state import (
+from gateway.scheduling.node_slots import (
     NEGLIGIBLE_COMPLETION,
     NO_ROWS,
     NodeSlots,
     Placement,
-    PlacementState,
     QueuedRequest,
 )
+from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.token_estimates import TokenEstimates
 
 LONG_PROMPT_BYTES = 1024

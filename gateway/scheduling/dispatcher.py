@@ -23,15 +23,15 @@ from gateway.scheduling.cost import row_cost
 from gateway.scheduling.fairness import VirtualTokenCounters
 from gateway.scheduling.forecast import WaitForecast
 from gateway.scheduling.matching import DispatchRules, Match, Matcher, SlotHolds
-from gateway.scheduling.placement_state import (
+from gateway.scheduling.node_slots import (
     MOST_TOKENS_PER_REQUEST,
     FairnessAccount,
     NodeSlots,
     Placement,
-    PlacementState,
     QueuedRequest,
     clamp,
 )
+from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.selection import POLICIES, available_rows
 from gateway.scheduling.wait_queue import WaitQueue
 

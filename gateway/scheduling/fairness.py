@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-from gateway.scheduling.placement_state import FairnessAccount
+from gateway.scheduling.node_slots import FairnessAccount
 
 LEAST_TOKEN_WEIGHT, MOST_TOKEN_WEIGHT = 1.0, 32.0
 """Bounds of an output token's price, in prompt tokens."""

@@ -11,16 +11,16 @@ from gateway.fleet.model_index import CapableNodes
 from gateway.fleet.node import Lease, Node, NodeState
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.request import Endpoint
-from gateway.scheduling.placement_state import (
+from gateway.scheduling.node_slots import (
     NEGLIGIBLE_COMPLETION,
     NO_ROWS,
     CandidateSet,
     NodeSlots,
     Placement,
-    PlacementState,
     QueuedRequest,
     TierSets,
 )
+from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.tier_policy import TierRoute
 
 ALIVE_STATES = frozenset({NodeState.READY, NodeState.DEGRADED, NodeState.MUTE})
@@ -303,4 +303,5 @@ class FleetSync:
 
     def slots(self, queued: QueuedRequest) -> int:
         """Slots of the nodes of the request's first group."""
-        return sum(candidates.slots(self.placement_state) for candidates in queued.groups[0])
+        version = self.placement_state.slots_version
+        return sum(candidates.slots(version) for candidates in queued.groups[0])

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gateway.scheduling.fairness import LEAST_TOKEN_WEIGHT, MOST_TOKEN_WEIGHT
-from gateway.scheduling.placement_state import (
+from gateway.scheduling.node_slots import (
     LEAST_UNCACHED_TOKENS,
     CandidateSet,
     NodeSlots,
-    PlacementState,
     QueuedRequest,
 )
+from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.wait_queue import WaitQueue, by_age
 
 LEAST_REFRESH_PLACEMENTS, MOST_REFRESH_PLACEMENTS = 8, 256
@@ -116,7 +116,7 @@ class WaitForecast:
         """Where it will probably go: the first candidate set with a node that is alive."""
         for tiers in queued.groups:
             for candidates in tiers:
-                if candidates.slots(self.placement_state):
+                if candidates.slots(self.placement_state.slots_version):
                     return candidates
         return queued.groups[0][0]
 
@@ -145,7 +145,7 @@ class WaitForecast:
         `first`: seconds until the next slot comes free. Infinity: no node is alive.
         """
         count = candidates.unreserved_slots if queued.keeps_batch_reserve else candidates.slots
-        slots = count(self.placement_state)
+        slots = count(self.placement_state.slots_version)
         if not slots:
             return math.inf
         self._refresh_if_due()

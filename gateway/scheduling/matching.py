@@ -22,14 +22,14 @@ from gateway.config.queue import DEFAULT_PATIENCE, DEFAULT_SLOTLESS
 from gateway.request import Priority
 from gateway.scheduling.cost import row_cost, row_cost_after
 from gateway.scheduling.fairness import COUNTER_SLACK
-from gateway.scheduling.placement_state import (
+from gateway.scheduling.node_slots import (
     AvailableRows,
     CandidateSet,
     FairnessAccount,
     NodeSlots,
-    PlacementState,
     QueuedRequest,
 )
+from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.selection import AvailabilityCache, SelectionPolicy
 from gateway.scheduling.wait_queue import PriorityLevel, WaitQueue
 

@@ -25,7 +25,8 @@ from gateway.scheduling.candidates import CandidateFinder
 from gateway.scheduling.demand_model import DemandModel, has_long_prompt
 from gateway.scheduling.dispatcher import Dispatcher, dispatch_rules
 from gateway.scheduling.fleet_sync import ALIVE_STATES, FleetSync, NodeCandidates, placement_of
-from gateway.scheduling.placement_state import Placement, PlacementState, QueuedRequest
+from gateway.scheduling.node_slots import Placement, QueuedRequest
+from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.tier_policy import TierPolicy
 from gateway.scheduling.tier_router import TierRouter
 from gateway.scheduling.waiters import QueuePosition, Waiter, Waiters

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from gateway.scheduling.cost import LOOP_ROWS, CostColumns, row_costs
-from gateway.scheduling.placement_state import (
+from gateway.scheduling.node_slots import (
     AvailableRows,
     CandidateSet,
     NodeSlots,
-    PlacementState,
     QueuedRequest,
     Requirements,
 )
+from gateway.scheduling.placement_state import PlacementState
 
 
 class SelectionPolicy(Protocol):

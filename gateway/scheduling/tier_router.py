@@ -11,7 +11,7 @@ from gateway.request import Request
 from gateway.scheduling.budget import most_cost
 from gateway.scheduling.dispatcher import Dispatcher
 from gateway.scheduling.fleet_sync import FleetSync, ModelGroups, NodeCandidates
-from gateway.scheduling.placement_state import CandidateSet, NodeSlots, QueuedRequest
+from gateway.scheduling.node_slots import CandidateSet, NodeSlots, QueuedRequest
 from gateway.scheduling.selection import available_rows
 from gateway.scheduling.tier_policy import Tier, TierPolicy, TierStatus
 

@@ -16,7 +16,7 @@ from operator import attrgetter
 
 from gateway.request import Priority
 from gateway.scheduling.fairness import VirtualTokenCounters
-from gateway.scheduling.placement_state import FairnessAccount, QueuedRequest, Requirements
+from gateway.scheduling.node_slots import FairnessAccount, QueuedRequest, Requirements
 
 Fifos = dict[Requirements, list[QueuedRequest]]
 

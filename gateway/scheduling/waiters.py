@@ -17,7 +17,7 @@ from gateway.config.settings import Settings
 from gateway.fleet.node import Lease
 from gateway.request import Request
 from gateway.scheduling.fleet_sync import NodeCandidates, NodesByModel
-from gateway.scheduling.placement_state import QueuedRequest
+from gateway.scheduling.node_slots import QueuedRequest
 
 MOST_STALE_TIMERS = 64
 """Due times of requests that have left, beside two for each that waits, before they are dropped."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.request import Priority
 from gateway.scheduling.matching import DispatchRules
-from gateway.scheduling.placement_state import Placement, QueuedRequest
+from gateway.scheduling.node_slots import Placement, QueuedRequest
 from gateway.scheduling.selection import POLICIES
 from tests.scheduling.queue_simulation import QueueSimulation
 

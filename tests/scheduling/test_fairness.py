@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from gateway.scheduling.fairness import MOST_ACCOUNTS, VirtualTokenCounters
-from gateway.scheduling.placement_state import QueuedRequest
+from gateway.scheduling.node_slots import QueuedRequest
 from tests.scheduling.queue_simulation import QueueSimulation
 
 

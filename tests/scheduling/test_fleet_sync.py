@@ -10,7 +10,7 @@ import pytest
 from gateway.fleet.node import Node, NodeState
 from gateway.fleet.prompt_tree import PromptKey
 from gateway.scheduling.candidates import CandidateFinder
-from gateway.scheduling.placement_state import NodeSlots
+from gateway.scheduling.node_slots import NodeSlots
 from gateway.scheduling.scheduler import Scheduler
 from tests.fleet.build import take
 from tests.scheduling.build import a_request, a_scheduler, node, settle

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from gateway.scheduling.placement_state import MOST_PENALTY_SECONDS, PlacementState
+from gateway.scheduling.node_slots import MOST_PENALTY_SECONDS
+from gateway.scheduling.placement_state import PlacementState
 from tests.scheduling.queue_simulation import QueueSimulation
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.scheduling.matching import DispatchRules
-from gateway.scheduling.placement_state import AvailableRows
+from gateway.scheduling.node_slots import AvailableRows
 from gateway.scheduling.selection import POLICIES
 from tests.scheduling.queue_simulation import QueueSimulation
 

@@ -9,7 +9,7 @@ import random
 from gateway.fleet.prompt_tree import PromptKey
 from gateway.request import Request
 from gateway.scheduling.fleet_sync import NodeCandidates
-from gateway.scheduling.placement_state import QueuedRequest
+from gateway.scheduling.node_slots import QueuedRequest
 from gateway.scheduling.waiters import MOST_STALE_TIMERS, Waiter, Waiters
 from tests.counting import instructions
 from tests.fleet.build import Clock

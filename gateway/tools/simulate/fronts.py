@@ -17,7 +17,8 @@ from gateway.scheduling.autoscaling_policy import (
 )
 from gateway.scheduling.dispatcher import Dispatcher
 from gateway.scheduling.matching import DispatchRules
-from gateway.scheduling.placement_state import Placement, PlacementState, QueuedRequest
+from gateway.scheduling.node_slots import Placement, QueuedRequest
+from gateway.scheduling.placement_state import PlacementState
 from gateway.tools.simulate.knowledge import ExactKnowledge, ExpectedRequest, Knowledge
 from gateway.tools.simulate.server import SimulatedMachine
 from gateway.tools.simulate.simulation import SimulatedFleet

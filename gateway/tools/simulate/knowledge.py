@@ -11,7 +11,8 @@ from gateway.fleet.node import Node
 from gateway.fleet.prompt_cache import FleetPromptCache, PromptKey
 from gateway.fleet.slot_occupancy import SlotOccupancy
 from gateway.fleet.speed import ObservedTiming, Speed, compare_speeds
-from gateway.scheduling.placement_state import Placement, PlacementState
+from gateway.scheduling.node_slots import Placement
+from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.token_estimates import TokenEstimates
 from gateway.tools.simulate.server import SimulatedMachine
 from gateway.tools.simulate.simulation import SimulatedFleet
