@@ -123,7 +123,7 @@ class Admission:
         if predicted > limits.max_wait:
             self._refuse(key)
             return errors.queue_timeout(
-                f"A slot is expected in {predicted:.0f} s, and nobody of the class "
+                f"A slot is expected in {predicted:.0f} s, and no request of the class "
                 f"'{priority.label}' waits longer than {limits.max_wait:.0f} s.",
                 predicted - limits.reopen_below,
             )

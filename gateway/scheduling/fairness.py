@@ -1,7 +1,7 @@
 """Fairness between the callers of one class: virtual token counters.
 
 Each caller has a counter of the work it was served; the lowest counter goes first. A caller that
-was idle starts at the lowest counter of those that wait, so that nobody saves up credit (Sheng et
+was idle starts at the lowest counter of those that wait, so no caller saves up credit (Sheng et
 al., "Fairness in Serving Large Language Models", OSDI 2024). Among callers within a small slack of
 the lowest counter, the one whose request fits the free node goes (Cao et al., "Locality-aware Fair
 Scheduling in LLM Serving", 2025); the slack bounds what that costs the others.

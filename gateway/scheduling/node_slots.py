@@ -348,7 +348,7 @@ class NodeSlots:
         self.batch_reserve = int(share * self.total)
 
     def reserve(self, queued: QueuedRequest | None, *, from_all_classes: bool = False) -> None:
-        """Reserve its free slots for a wide request; None: for nobody any more."""
+        """Reserve its free slots for a wide request; None: end the reservation."""
         self.reserved_for, self.reserved_from_all = queued, from_all_classes
 
     def recompute(self) -> None:

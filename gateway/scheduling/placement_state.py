@@ -1,8 +1,8 @@
 """The placement state: a table of all nodes, a `NodeSlots` row for each, with what runs on them.
 
-Everybody reads rows. `PlacementState` alone changes them, through the row's own methods, so that
-the sets and counters that it keeps about them never fall behind. A row moves the expected ends of
-the placements on it.
+Every module may read rows. `PlacementState` alone changes them, through the row's own methods, so
+that the sets and counters that it keeps about them never fall behind. A row moves the expected ends
+of the placements on it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The scheduler: gives requests leases on nodes' slots, at once or after a wait.
 
-No node gets more requests than it has slots; the rest wait here. The dispatcher decides who goes
+No node gets more requests than it has slots; the rest wait here. The dispatcher decides which goes
 where and in which order; the scheduler adds the clock and the timers, the limits on waiting, and
 the leases.
 """

@@ -10,9 +10,9 @@ from tests.scheduling.queue_simulation import QueueSimulation
 
 
 def test_a_name_that_is_added_again_keeps_its_row() -> None:
-    board = PlacementState()
-    row = board.add("a", total=2)
-    assert board.add("a", total=3) is row
+    state = PlacementState()
+    row = state.add("a", total=2)
+    assert state.add("a", total=3) is row
     assert row.total == row.free == 3
 
 
@@ -56,11 +56,11 @@ def test_a_slotless_request_that_decodes_slows_nothing_down() -> None:
 
 
 def test_removing_a_row_twice_does_nothing() -> None:
-    board = PlacementState()
-    row = board.add("a")
-    board.remove(row)
-    board.remove(row)
-    assert board.add("b").index != board.add("c").index
+    state = PlacementState()
+    row = state.add("a")
+    state.remove(row)
+    state.remove(row)
+    assert state.add("b").index != state.add("c").index
 
 
 @pytest.mark.parametrize("nonsense", [math.nan, math.inf, -math.inf, 0.0, -5.0, 1e300])

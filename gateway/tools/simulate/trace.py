@@ -17,7 +17,7 @@ from gateway.request import Priority
 
 
 class TracePrompt(NamedTuple):
-    """The text of a prompt, as far as a prefix cache can tell.
+    """The text of a prompt, as far as prefix caches matter.
 
     `stream` names the text; two prompts of one stream have all tokens of the shorter in common: a
     conversation is a stream, and each turn reads a little more of it. The first `prefix_tokens` are

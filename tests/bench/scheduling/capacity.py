@@ -117,9 +117,11 @@ def _blind(trace: Trace, nodes: int) -> Least:
         read += trace.shape.system_tokens * nodes * (1 - miss**turns)
     for session in trace.sessions:
         for k, turn in enumerate(session.turns):
-            said = [t.question_tokens + t.answer_tokens + 2 * MARKUP for t in session.turns[:k]]
+            turn_tokens = [
+                t.question_tokens + t.answer_tokens + 2 * MARKUP for t in session.turns[:k]
+            ]
             # Turn i must be read again unless it or a later one was on the same node.
-            read += sum(tokens * miss ** (k - i) for i, tokens in enumerate(said))
+            read += sum(tokens * miss ** (k - i) for i, tokens in enumerate(turn_tokens))
             read += turn.question_tokens
             write += turn.answer_tokens
     return Least(read, write)

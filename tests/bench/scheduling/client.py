@@ -61,8 +61,8 @@ class _Exchange(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         status = self.parser.get_status_code()
-        said = bytes(self.body[:300]).decode(errors="replace")
-        self._end("" if status == 200 else f"status {status}: {said}")
+        reply = bytes(self.body[:300]).decode(errors="replace")
+        self._end("" if status == 200 else f"status {status}: {reply}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(f"connection lost after {len(self.body)} bytes: {exc}")

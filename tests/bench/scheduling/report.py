@@ -38,9 +38,9 @@ class Outcome:
 
 def outcome(results: Results, setting: Setting) -> Outcome:
     """The output of a run with verdicts."""
-    told = tables(results)
+    text = tables(results)
     failed = any(played.problems for played in results.played)
-    return Outcome(told, page(told, setting), as_json(results, setting), MARKS, failed)
+    return Outcome(text, page(text, setting), as_json(results, setting), MARKS, failed)
 
 
 def brief(
@@ -109,8 +109,8 @@ def _cell(results: Results, front: str, load: str, figure: Figure) -> str:
         for peer in PEERS
         if peer != front and peer in results.fronts()
     ]
-    told = ", ".join(f"{ratio:.2f}" for ratio in ratios if ratio is not None)
-    return f"{shown} ({told})" if told else shown
+    text = ", ".join(f"{ratio:.2f}" for ratio in ratios if ratio is not None)
+    return f"{shown} ({text})" if text else shown
 
 
 def _bounds(results: Results, load: str) -> str:
@@ -161,8 +161,8 @@ def page(report: str, setting: Setting) -> str:
 
 
 def _page(command: str, facts: Mapping[str, str], tables: str) -> str:
-    told = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    return f"```console\n$ {command}\n```\n\n{told}\n\n{tables}"
+    text = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    return f"```console\n$ {command}\n```\n\n{text}\n\n{tables}"
 
 
 def as_json(results: Results, setting: Setting) -> str:

@@ -54,15 +54,15 @@ def test_nodes_have_cached_what_they_are_believed_to_have(
         self: DemandModel,
         lease: Lease,
         request: Request,
-        told: ReportedTokens | None,
+        reported: ReportedTokens | None,
         seen: float,
         **keys: bool,
     ) -> None:
-        assert told is not None
+        assert reported is not None
         placement = lease.placement
         believed = placement.queued.cached.get(placement.row.index, 0.0)
-        beliefs.append(Belief(believed, told.cached_tokens))
-        learn(self, lease, request, told, seen, **keys)
+        beliefs.append(Belief(believed, reported.cached_tokens))
+        learn(self, lease, request, reported, seen, **keys)
 
     monkeypatch.setattr(DemandModel, "learn", noting)
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:

@@ -50,10 +50,10 @@ class Scale:
     async def cost(self, prompt: int, output: int, together: int = 1) -> float:
         """CPU seconds of `together` requests at once."""
         begun = self.spent()
-        asked = (
+        requests = (
             ask(self.client, self.url, words(self.rng, prompt), output) for _ in range(together)
         )
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requests)
         return self.spent() - begun
 
     async def measure(self) -> tuple[float, float, float]:
