@@ -60,6 +60,41 @@ class Lifecycle:
         self.failures += 1
         self.retry_at = now + wait
 
+    def start(self, reason: str, now: float) -> None:
+        """Its start hook is run now."""
+        self.started_at = now
+        self.enter(LifecyclePhase.STARTING, reason, now)
+
+    def runs(self, now: float) -> None:
+        """Probes show that it runs."""
+        if self.phase is LifecyclePhase.STARTING:
+            self.startup_seconds = now - self.since
+        self.clear_failures()
+        self.enter(LifecyclePhase.ON, "it runs", now)
+
+    def clear_failures(self) -> None:
+        """Count failures from 0 again."""
+        self.failures = 0
+
+    def note_down(self, now: float, *, down: bool) -> None:
+        """Keep `down_since`, by the probes of a node that should run."""
+        if not down:
+            self.down_since = None
+        elif self.down_since is None:
+            self.down_since = now
+
+    def stop(self, now: float) -> None:
+        """Its stop hook has ended well."""
+        self.stopped_at = now
+
+    def explain(self, reason: str) -> None:
+        """Give another reason for the same phase."""
+        self.reason = reason
+
+    def limit(self, *, at_max_running: bool) -> None:
+        """Whether it may not be started, since as many run as may."""
+        self.at_max_running = at_max_running
+
     def ready_in(self, now: float, cooldown: float) -> float:
         """Seconds until it can be expected to work, if it is started as soon as it may be."""
         expected = ASSUMED_STARTUP if self.startup_seconds is None else self.startup_seconds

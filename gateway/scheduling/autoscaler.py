@@ -1,4 +1,4 @@
-"""The owner of the standby nodes: looks at the load, and runs the hooks that the policy orders."""
+"""The autoscaler: looks at the load, and starts and stops standby nodes as the policy decides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from gateway import errors
 from gateway.config.autoscaling import ElasticSettings, Hook
@@ -25,8 +24,8 @@ from gateway.scheduling.autoscaling_policy import (
     StandbyNode,
     WaitingDemand,
 )
-from gateway.scheduling.candidates import CandidateFinder, NodesByModel
-from gateway.scheduling.fleet_sync import is_alive
+from gateway.scheduling.candidates import CandidateFinder
+from gateway.scheduling.fleet_sync import NodesByModel, is_alive
 from gateway.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ OFF_REASON = "standby: it does not run"
 
 
 def autoscaling_rules(settings: ElasticSettings) -> AutoscalingRules:
-    """The policy's part of the settings."""
+    """The policy's part of the settings `elastic`."""
     return AutoscalingRules(
         settings.start_above,
         settings.start_after,
@@ -51,7 +50,7 @@ def autoscaling_rules(settings: ElasticSettings) -> AutoscalingRules:
 
 @dataclass(slots=True, eq=False)
 class Autoscaler:
-    """Starts and stops the standby nodes of a fleet. `run` owns every task and ends them."""
+    """Starts and stops the standby nodes of a fleet by their hooks. `run` owns every task."""
 
     fleet: Fleet
     scheduler: Scheduler
@@ -59,111 +58,104 @@ class Autoscaler:
     bus: EventBus
     clock: Callable[[], float]
     policy: AutoscalingPolicy = field(default_factory=AutoscalingPolicy)
-    _work: dict[Node, asyncio.Task[None]] = field(default_factory=dict)
-    """The hook that runs for a node, or the look before it."""
-    _eligible: CandidateFinder = field(init=False)
-    _released: bool = False
+    _tasks: dict[Node, asyncio.Task[None]] = field(default_factory=dict)
+    """By node: the task of its hook, with the probe before it."""
+    _candidate_finder: CandidateFinder = field(init=False)
+    _handed_over: bool = False
 
     def __post_init__(self) -> None:
-        self._eligible = CandidateFinder(self.fleet.model_index, self.scheduler.fleet_sync)
+        self._candidate_finder = CandidateFinder(self.fleet.model_index, self.scheduler.fleet_sync)
 
     def configure(self, settings: Settings) -> None:
         """Go by these settings from now on."""
         self.settings = settings
 
     async def run(self) -> None:
-        """Until it is cancelled. The nodes stay as they are; a hook that runs is ended."""
+        """Run until cancelled. Then hooks that run are cancelled; the nodes stay as they are."""
         try:
             while True:
-                self._look()
+                self._check_load()
                 await asyncio.sleep(TICK)
         finally:
-            for task in self._work.values():
+            for task in self._tasks.values():
                 task.cancel()
-            await asyncio.gather(*self._work.values(), return_exceptions=True)
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def hand_over(self) -> None:
-        """Order nothing any more: a successor looks after the nodes now."""
-        self._released = True
+        """Start and stop nothing any more: the successor process does now."""
+        self._handed_over = True
 
-    # One look.
-
-    def _look(self) -> None:
+    def _check_load(self) -> None:
         nodes = [node for node in self.fleet.nodes.values() if node.spec.enabled]
         standby = [node for node in nodes if node.spec.autoscaled]
-        if not standby or self._released:
+        if not standby or self._handed_over:
             return
         now = self.clock()
         for node in standby:
-            self._follow(node, now)
-        units = self._units(nodes, standby)
+            self._follow_probes(node, now)
         rules = autoscaling_rules(self.settings.elastic)
-        actions = self.policy.decide(units, self._demands(), rules, now)
-        for action in actions:
-            self._obey(self.fleet.nodes[action.name], action, now)
+        for action in self.policy.decide(
+            self._standby_nodes(nodes, standby), self._demands(), rules, now
+        ):
+            self._carry_out(self.fleet.nodes[action.name], action, now)
         running = sum(node.lifecycle.phase is not LifecyclePhase.OFF for node in standby)
         for node in standby:
-            node.lifecycle.at_max_running = rules.max is not None and running >= rules.max
+            node.lifecycle.limit(at_max_running=rules.max is not None and running >= rules.max)
 
-    def _follow(self, node: Node, now: float) -> None:
-        """Take in what the probes have found, and what is due after a failure."""
-        power, probing = node.lifecycle, node.probe_history
-        if node in self._work:
+    def _follow_probes(self, node: Node, now: float) -> None:
+        """Move to the phase that the probes show; run the stop hook anew when it is due."""
+        lifecycle, probing = node.lifecycle, node.probe_history
+        if node in self._tasks:
             return
-        if power.phase is LifecyclePhase.STOPPING:
-            if now >= power.retry_at:
-                self._begin(node, self._stop(node, power.reason))
-        elif probing.up and power.phase in {
+        if lifecycle.phase is LifecyclePhase.STOPPING:
+            if now >= lifecycle.retry_at:
+                self._start_task(node, self._stop(node, lifecycle.reason))
+        elif probing.up and lifecycle.phase in {
             LifecyclePhase.UNKNOWN,
             LifecyclePhase.OFF,
             LifecyclePhase.STARTING,
         }:
-            if power.phase is LifecyclePhase.STARTING:
-                power.startup_seconds = now - power.since
-            power.failures = 0
-            power.enter(LifecyclePhase.ON, "it runs", now)
+            lifecycle.runs(now)
             self.fleet.lifecycle_changed(node)
-        elif power.phase is LifecyclePhase.UNKNOWN and probing.loading:
-            power.enter(LifecyclePhase.STARTING, "found loading its model", now)
-        elif power.phase is LifecyclePhase.UNKNOWN and probing.down:
-            self._off(node, OFF_REASON, now)
-        elif power.phase is LifecyclePhase.STARTING:
-            self._expect(node, power.since, "it took no work", now)
-        elif power.phase is LifecyclePhase.ON:
-            if not probing.down:
-                power.down_since = None
-            elif power.down_since is None:
-                power.down_since = now
-            elif not node.leases:
-                self._expect(node, power.down_since, "it was down", now)
+        elif lifecycle.phase is LifecyclePhase.UNKNOWN and probing.loading:
+            lifecycle.enter(LifecyclePhase.STARTING, "found loading its model", now)
+        elif lifecycle.phase is LifecyclePhase.UNKNOWN and probing.down:
+            self._enter_off(node, OFF_REASON, now)
+        elif lifecycle.phase is LifecyclePhase.STARTING:
+            self._check_timeout(node, lifecycle.since, "it took no work", now)
+        elif lifecycle.phase is LifecyclePhase.ON:
+            since = lifecycle.down_since
+            lifecycle.note_down(now, down=probing.down)
+            if probing.down and since is not None and not node.leases:
+                self._check_timeout(node, since, "it was down", now)
 
-    def _expect(self, node: Node, since: float, what: str, now: float) -> None:
-        """Give a node up that does not come, or does not come back."""
+    def _check_timeout(self, node: Node, since: float, reason: str, now: float) -> None:
+        """Stop a node that has not worked since `since` for longer than `elastic.ready_timeout`."""
         settings = self.settings.elastic
         if now - since >= settings.ready_timeout and not node.draining:
             node.lifecycle.record_failure(now, settings.backoff, settings.backoff_max)
-            self._begin(node, self._stop(node, f"{what} for {settings.ready_timeout:g} s"))
+            self._start_task(node, self._stop(node, f"{reason} for {settings.ready_timeout:g} s"))
 
-    def _obey(self, node: Node, action: ScalingAction, now: float) -> None:
-        power = node.lifecycle
+    def _carry_out(self, node: Node, action: ScalingAction, now: float) -> None:
+        lifecycle = node.lifecycle
         if action.verb == "start":
-            power.started_at = now
-            power.enter(LifecyclePhase.STARTING, f"being started: {action.reason}", now)
+            lifecycle.start(f"being started: {action.reason}", now)
             self.fleet.lifecycle_changed(node, reset_probes=True)
-            self._begin(node, self._start(node))
+            self._start_task(node, self._start(node))
         elif action.verb == "retire":
-            why = f"{action.reason}: it ends what it runs and is stopped then"
-            power.enter(LifecyclePhase.RETIRING, why, now)
+            reason = f"{action.reason}: it ends what it runs and is stopped then"
+            lifecycle.enter(LifecyclePhase.RETIRING, reason, now)
             self.fleet.lifecycle_changed(node)
         elif action.verb == "keep":
-            power.enter(LifecyclePhase.ON, action.reason, now)
+            lifecycle.enter(LifecyclePhase.ON, action.reason, now)
             self.fleet.lifecycle_changed(node)
-        elif not (node in self._work or node.leases or node.draining):
-            self._begin(node, self._stop_idle(node))
+        elif not (node in self._tasks or node.leases or node.draining):
+            self._start_task(node, self._stop_idle(node))
 
-    # What the policy looks at.
+    # The policy's view.
 
-    def _units(self, nodes: Iterable[Node], standby: Iterable[Node]) -> list[StandbyNode]:
+    def _standby_nodes(self, nodes: Iterable[Node], standby: Iterable[Node]) -> list[StandbyNode]:
+        """The `standby` nodes, each with what all other `nodes` have for its models."""
         slots: dict[str, float] = {}
         busy: dict[str, float] = {}
         now = self.clock()
@@ -172,33 +164,33 @@ class Autoscaler:
                 for model in node.public_models:
                     slots[model] = slots.get(model, 0) + capacity
                     busy[model] = busy.get(model, 0) + node.slots_busy
-        units = []
+        found = []
         for node in standby:
-            power, own = node.lifecycle, node.capacity(now)
+            lifecycle, own = node.lifecycle, node.capacity(now)
             mine = node.slots_busy if own else 0
             others = min(
                 ((slots.get(m, 0) - own, busy.get(m, 0) - mine) for m in node.public_models),
                 key=lambda pair: pair[0] - pair[1],
                 default=(0, 0),
             )
-            units.append(
+            found.append(
                 StandbyNode(
                     node.name,
-                    power.phase,
+                    lifecycle.phase,
                     node.slots_total,
                     max(node.slots_busy, len(node.leases)),
                     others,
-                    power.started_at,
-                    power.stopped_at,
-                    power.retry_at,
-                    node.draining or node in self._work,
+                    lifecycle.started_at,
+                    lifecycle.stopped_at,
+                    lifecycle.retry_at,
+                    node.draining or node in self._tasks,
                     node.spec.cost_per_hour,
                 )
             )
-        return units
+        return found
 
     def _demands(self) -> list[WaitingDemand]:
-        """What waits, by the standby nodes that could serve it."""
+        """Waiting requests, by the standby nodes that could serve them."""
         found: dict[object, tuple[NodesByModel, frozenset[str]]] = {}
         demands: dict[frozenset[str], WaitingDemand] = {}
         for waiting in self.scheduler.queue_positions():
@@ -213,11 +205,13 @@ class Autoscaler:
                 *(request.failed_nodes or request.excluded_nodes),
             )
             if key not in found:
-                found[key] = self._able(request)
-            able, names = found[key]
+                found[key] = self._nodes_for(request)
+            by_model, names = found[key]
             if not names:
                 continue
-            alive = sum(node.slots_total for _, nodes in able for node in nodes if is_alive(node))
+            alive = sum(
+                node.slots_total for _, nodes in by_model for node in nodes if is_alive(node)
+            )
             counts = request.priority.label in self.settings.elastic.classes
             wait = max(waiting.waited_seconds, waiting.expected_seconds or 0.0) if counts else 0.0
             known = demands.get(names)
@@ -225,32 +219,32 @@ class Autoscaler:
                 demands[names] = WaitingDemand(names, wait, alive)
         return list(demands.values())
 
-    def _able(self, request: Request) -> tuple[NodesByModel, frozenset[str]]:
-        """Which nodes could serve it, and which of them are standby nodes that it may use."""
+    def _nodes_for(self, request: Request) -> tuple[NodesByModel, frozenset[str]]:
+        """The nodes that could serve it, and the names of the standby nodes that it may use."""
         try:
-            able = self._eligible.nodes_by_model(request)
+            by_model = self._candidate_finder.nodes_by_model(request)
         except errors.GatewayError:
             return (), frozenset()
-        nodes = [node for _, found in able for node in found]
+        nodes = [node for _, found in by_model for node in found]
         hybrid, label = self.settings.hybrid, request.priority.label
         gpu = label in hybrid.gpu_first or (
             hybrid.spill is not None and label in hybrid.spill.classes
         )
         gpu = gpu or all(node.spec.tier == "gpu" for node in nodes)
-        return able, frozenset(
+        return by_model, frozenset(
             node.name for node in nodes if node.spec.autoscaled and (gpu or node.spec.tier != "gpu")
         )
 
     # Hooks.
 
-    def _begin(self, node: Node, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work, name=f"hook of {node.name}")
-        self._work[node] = task
-        task.add_done_callback(lambda done: self._ended(node, done))
+    def _start_task(self, node: Node, hook: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(hook, name=f"hook of {node.name}")
+        self._tasks[node] = task
+        task.add_done_callback(lambda done: self._task_ended(node, done))
 
-    def _ended(self, node: Node, task: asyncio.Task[None]) -> None:
-        if self._work.get(node) is task:
-            del self._work[node]
+    def _task_ended(self, node: Node, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(node) is task:
+            del self._tasks[node]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("A standby node could not be started or stopped", exc_info=error)
 
@@ -258,54 +252,52 @@ class Autoscaler:
         assert node.spec.start is not None
         why = await self._run(node, "start", node.spec.start)
         if why is None:
-            node.lifecycle.reason = "started"
+            node.lifecycle.explain("started")
             self.fleet.lifecycle_changed(node)
             return
         settings = self.settings.elastic
         node.lifecycle.record_failure(self.clock(), settings.backoff, settings.backoff_max)
-        # It may run all the same, and cost money.
+        # The node may run all the same, and cost money.
         await self._stop(node, f"its start hook failed: {why}")
 
     async def _stop_idle(self, node: Node) -> None:
-        """Stop it, unless it turns out to be busy: with others' work, which only it can tell."""
+        """Stop it, unless a probe shows that it is busy with others' work."""
         if node.reports_slots and not node.probe_history.down:
             busy = await probe_slots(node)
             if busy or (busy is None and node.reports_slots):
                 return
-        power = node.lifecycle
-        if power.phase is LifecyclePhase.RETIRING and not node.leases and not node.draining:
-            power.failures = 0
-            await self._stop(node, power.reason.partition(":")[0])
+        lifecycle = node.lifecycle
+        if lifecycle.phase is LifecyclePhase.RETIRING and not node.leases and not node.draining:
+            lifecycle.clear_failures()
+            await self._stop(node, lifecycle.reason.partition(":")[0])
 
     async def _stop(self, node: Node, why: str) -> None:
-        """Run the stop hook; what has failed is tried again, and counts as running till then."""
+        """Run the stop hook; after a failure again and again, and the node counts as running."""
         assert node.spec.stop is not None
-        power, settings = node.lifecycle, self.settings.elastic
-        again = power.phase is LifecyclePhase.STOPPING
-        if not again:
-            power.enter(LifecyclePhase.STOPPING, f"{why}: being stopped", self.clock())
+        lifecycle, settings = node.lifecycle, self.settings.elastic
+        if lifecycle.phase is not LifecyclePhase.STOPPING:
+            lifecycle.enter(LifecyclePhase.STOPPING, f"{why}: being stopped", self.clock())
             self.fleet.lifecycle_changed(node)
         failed = await self._run(node, "stop", node.spec.stop)
         now = self.clock()
         if failed is None:
-            power.stopped_at = now
-            told = f"{OFF_REASON}: {why.removesuffix(': being stopped')}"
-            if power.retry_at > now:
-                told += f"; not started again for {power.retry_at - now:.0f} s"
-            self._off(node, told, now)
+            lifecycle.stop(now)
+            reason = f"{OFF_REASON}: {why.removesuffix(': being stopped')}"
+            if lifecycle.retry_at > now:
+                reason += f"; not started again for {lifecycle.retry_at - now:.0f} s"
+            self._enter_off(node, reason, now)
             return
-        power.record_failure(now, settings.backoff, settings.backoff_max)
-        power.reason = (
-            f"its stop hook failed: {failed}; it is tried again in {power.retry_at - now:.0f} s"
-        )
+        lifecycle.record_failure(now, settings.backoff, settings.backoff_max)
+        retry_in = lifecycle.retry_at - now
+        lifecycle.explain(f"its stop hook failed: {failed}; it is tried again in {retry_in:.0f} s")
         self.fleet.lifecycle_changed(node)
 
-    def _off(self, node: Node, why: str, now: float) -> None:
-        node.lifecycle.enter(LifecyclePhase.OFF, why, now)
+    def _enter_off(self, node: Node, reason: str, now: float) -> None:
+        node.lifecycle.enter(LifecyclePhase.OFF, reason, now)
         self.fleet.lifecycle_changed(node, reset_probes=True)
 
     async def _run(self, node: Node, name: str, hook: Hook) -> str | None:
-        """Run a hook and tell of it; why it failed, None: it did not."""
+        """Run a hook and publish its result; why it failed, or None."""
         limit = self.settings.elastic.hook_timeout
         result = await run_hook(hook, node.spec, limit, self.clock)
         self.bus.publish(

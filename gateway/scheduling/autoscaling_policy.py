@@ -1,9 +1,10 @@
 """Which standby nodes to start and to stop: a pure policy, for the gateway and the simulator.
 
-Started: one that serves a model which nothing else serves now; one more when the predicted wait,
-with what is being started counted as if it worked already, has stayed above a limit; and up to the
-minimum. Stopped: what has idled long enough, and what the others could have done as well all that
-time, one after the other. It ends what it runs first, and goes on if it is needed again meanwhile.
+It starts a node that serves a model which no other node serves now; one more when the predicted
+wait, with the nodes that are starting counted as if they worked, has stayed above a limit; and
+nodes up to the minimum. It stops a node that has been idle long enough, and one whose work the
+others could have done all that time, one after the other. A node ends what it runs before it is
+stopped, and stays if it is needed again meanwhile.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from typing import Literal, NamedTuple
 from gateway.fleet.lifecycle import LifecyclePhase
 
 MOST_UTILISATION = 0.75
-"""How much of the other nodes' slots work may fill for a node to count as not needed."""
+"""Share of the other nodes' slots that all work may fill for a node to count as not needed."""
 
 SERVING_PHASES = frozenset({LifecyclePhase.UNKNOWN, LifecyclePhase.STARTING, LifecyclePhase.ON})
+
+ScalingVerb = Literal["start", "retire", "keep", "stop"]
 
 
 @dataclass(frozen=True, slots=True)
 class AutoscalingRules:
-    """`elastic` of the settings, as far as it is the policy's. Seconds, nodes."""
+    """The policy's part of the settings `elastic`. Seconds, nodes."""
 
     start_above: float = 10.0
     start_after: float = 5.0
@@ -35,7 +38,7 @@ class AutoscalingRules:
 
 @dataclass(frozen=True, slots=True)
 class StandbyNode:
-    """One standby node at this moment. Times are monotonic seconds."""
+    """One standby node as it is now. Times are monotonic seconds."""
 
     name: str
     phase: LifecyclePhase
@@ -66,20 +69,22 @@ class WaitingDemand:
 
 
 class ScalingAction(NamedTuple):
-    """What to do with one node. `why` is for an operator."""
+    """What to do with one node; `reason` is for an operator."""
 
-    verb: Literal["start", "retire", "keep", "stop"]
+    verb: ScalingVerb
     name: str
     reason: str
 
 
 @dataclass(slots=True)
 class AutoscalingPolicy:
-    """Decides at each look; remembers since when what has held."""
+    """Decides at each look at the load; remembers since when conditions have held."""
 
-    _above: dict[frozenset[str], float] = field(default_factory=dict)
-    _idle: dict[str, float] = field(default_factory=dict)
-    _spare: dict[str, float] = field(default_factory=dict)
+    _above_since: dict[frozenset[str], float] = field(default_factory=dict)
+    """Since when the predicted wait for these nodes has been above the limit."""
+    _idle_since: dict[str, float] = field(default_factory=dict)
+    _spare_since: dict[str, float] = field(default_factory=dict)
+    """Since when the others could do a node's work."""
 
     def decide(
         self,
@@ -88,143 +93,142 @@ class AutoscalingPolicy:
         rules: AutoscalingRules,
         now: float,
     ) -> list[ScalingAction]:
-        """What to do now. A unit with work is never told to stop."""
+        """What to do now. A node with work is never stopped."""
         look = _Look(nodes, rules, now)
-        pressed = self._press(look, demands)
-        while look.serving < rules.min and look.more(None, "fewer run than `elastic.min`"):
+        needed = self._start_for_demand(look, demands)
+        while look.serving < rules.min and look.start_one(None, "fewer run than `elastic.min`"):
             pass
-        self._watch(nodes, now)
-        self._retire(look, pressed)
-        for unit in nodes:
-            if look.phases[unit.name] is LifecyclePhase.RETIRING is unit.phase and not unit.busy:
-                look.act("stop", unit, "it runs nothing any more", LifecyclePhase.STOPPING)
+        self._note_idle(nodes, now)
+        self._retire_unneeded(look, needed)
+        for node in nodes:
+            if look.phases[node.name] is LifecyclePhase.RETIRING is node.phase and not node.busy:
+                look.act("stop", node, "it runs nothing any more", LifecyclePhase.STOPPING)
         return look.actions
 
-    def _press(self, look: _Look, demands: Iterable[WaitingDemand]) -> set[str]:
-        """Start what waits for it; the units that must not be retired now."""
+    def _start_for_demand(self, look: _Look, demands: Iterable[WaitingDemand]) -> set[str]:
+        """Start nodes that requests wait for; the names of those that must not be retired now."""
         now, rules = look.now, look.rules
-        above: dict[frozenset[str], float] = {}
-        pressed: set[str] = set()
+        above_since: dict[frozenset[str], float] = {}
+        needed: set[str] = set()
         for demand in demands:
-            coming = look.coming(demand.names)
+            starting = look.starting_slots(demand.names)
             if not demand.slots:
-                pressed |= demand.names
-                if not coming:
-                    look.more(demand.names, "nothing else serves what waits for it")
+                needed |= demand.names
+                if not starting:
+                    look.start_one(demand.names, "nothing else serves what waits for it")
                 continue
-            wait = demand.wait * demand.slots / (demand.slots + coming)
+            wait = demand.wait * demand.slots / (demand.slots + starting)
             if wait <= rules.start_above:
                 continue
-            pressed |= demand.names
-            since = above[demand.names] = self._above.get(demand.names, now)
-            why = f"the predicted wait was above {rules.start_above:g} s for {now - since:.0f} s"
-            if now - since >= rules.start_after and look.more(demand.names, why):
-                above[demand.names] = now
-        self._above = above
-        return pressed
+            needed |= demand.names
+            since = above_since[demand.names] = self._above_since.get(demand.names, now)
+            reason = f"the predicted wait was above {rules.start_above:g} s for {now - since:.0f} s"
+            if now - since >= rules.start_after and look.start_one(demand.names, reason):
+                above_since[demand.names] = now
+        self._above_since = above_since
+        return needed
 
-    def _watch(self, units: Iterable[StandbyNode], now: float) -> None:
-        """Note since when units have idled, or have not been needed."""
-        idle: dict[str, float] = {}
-        spare: dict[str, float] = {}
-        for unit in units:
-            if unit.phase is not LifecyclePhase.ON:
+    def _note_idle(self, nodes: Iterable[StandbyNode], now: float) -> None:
+        """Note since when nodes have been idle, or not needed."""
+        idle_since: dict[str, float] = {}
+        spare_since: dict[str, float] = {}
+        for node in nodes:
+            if node.phase is not LifecyclePhase.ON:
                 continue
-            slots, busy = unit.other_slots
-            if not unit.busy:
-                idle[unit.name] = self._idle.get(unit.name, now)
-            if slots and unit.busy + busy <= MOST_UTILISATION * slots:
-                spare[unit.name] = self._spare.get(unit.name, now)
-        self._idle, self._spare = idle, spare
+            slots, busy = node.other_slots
+            if not node.busy:
+                idle_since[node.name] = self._idle_since.get(node.name, now)
+            if slots and node.busy + busy <= MOST_UTILISATION * slots:
+                spare_since[node.name] = self._spare_since.get(node.name, now)
+        self._idle_since, self._spare_since = idle_since, spare_since
 
-    def _retire(self, look: _Look, pressed: set[str]) -> None:
+    def _retire_unneeded(self, look: _Look, needed: set[str]) -> None:
+        """Retire nodes, the dearest first: too many, long idle, or one that is not needed."""
         rules, now = look.rules, look.now
         if now - look.last_start < rules.cooldown:
             return
-        leaving = any(phase is LifecyclePhase.RETIRING for phase in look.phases.values())
-        for unit in sorted(look.units, key=_worth, reverse=True):
+        retiring = any(phase is LifecyclePhase.RETIRING for phase in look.phases.values())
+        for node in sorted(look.nodes, key=_cost_per_slot, reverse=True):
+            name = node.name
             if (
-                look.phases[unit.name] is not LifecyclePhase.ON
-                or unit.drained
+                look.phases[name] is not LifecyclePhase.ON
+                or node.drained
                 or look.serving <= rules.min
             ):
                 continue
             if rules.max is not None and look.serving > rules.max:
-                look.act("retire", unit, "more run than `elastic.max`", LifecyclePhase.RETIRING)
-            elif unit.name in pressed:
+                look.act("retire", node, "more run than `elastic.max`", LifecyclePhase.RETIRING)
+            elif name in needed:
                 continue
-            elif now - self._idle.get(unit.name, now) >= rules.stop_after:
-                why = f"it has idled for {now - self._idle[unit.name]:.0f} s"
-                look.act("retire", unit, why, LifecyclePhase.RETIRING)
-            elif not leaving and now - self._spare.get(unit.name, now) >= rules.stop_after:
-                why = f"the others could do its work for {now - self._spare[unit.name]:.0f} s"
-                look.act("retire", unit, why, LifecyclePhase.RETIRING)
-                leaving = True
-                # The others were judged with this one beside them.
-                self._spare.clear()
+            elif now - self._idle_since.get(name, now) >= rules.stop_after:
+                reason = f"it has idled for {now - self._idle_since[name]:.0f} s"
+                look.act("retire", node, reason, LifecyclePhase.RETIRING)
+            elif not retiring and now - self._spare_since.get(name, now) >= rules.stop_after:
+                reason = f"the others could do its work for {now - self._spare_since[name]:.0f} s"
+                look.act("retire", node, reason, LifecyclePhase.RETIRING)
+                retiring = True
+                # That the others are not needed was found with this one beside them.
+                self._spare_since.clear()
 
 
 class _Look:
-    """One look at the units, and what has been decided in it so far."""
+    """One look at the nodes, and what has been decided in it so far."""
 
-    def __init__(self, units: Sequence[StandbyNode], rules: AutoscalingRules, now: float) -> None:
-        self.units = units
+    def __init__(self, nodes: Sequence[StandbyNode], rules: AutoscalingRules, now: float) -> None:
+        self.nodes = nodes
         self.rules = rules
         self.now = now
         self.actions: list[ScalingAction] = []
-        self.phases = {unit.name: unit.phase for unit in units}
-        self.last_start = max((unit.started_at for unit in units), default=-math.inf)
+        self.phases = {node.name: node.phase for node in nodes}
+        """The phases after these actions."""
+        self.last_start = max((node.started_at for node in nodes), default=-math.inf)
 
     @property
     def serving(self) -> int:
+        """Nodes that work or soon will."""
         return sum(phase in SERVING_PHASES for phase in self.phases.values())
 
-    def coming(self, names: frozenset[str]) -> int:
-        """Slots of these that will work soon."""
-        soon = (LifecyclePhase.STARTING, LifecyclePhase.UNKNOWN)
+    def starting_slots(self, names: frozenset[str]) -> int:
+        """Slots of these nodes that will work soon."""
+        starting = (LifecyclePhase.STARTING, LifecyclePhase.UNKNOWN)
         return sum(
-            unit.slots
-            for unit in self.units
-            if unit.name in names and self.phases[unit.name] in soon
+            node.slots
+            for node in self.nodes
+            if node.name in names and self.phases[node.name] in starting
         )
 
-    def more(self, names: frozenset[str] | None, why: str) -> bool:
-        """Let one more of these work, by keeping or starting it; whether there was one."""
+    def start_one(self, names: frozenset[str] | None, reason: str) -> bool:
+        """Keep or start one of these nodes, None: of all; whether there was one."""
         now, most = self.now, self.rules.max
         best: StandbyNode | None = None
         running = sum(phase is not LifecyclePhase.OFF for phase in self.phases.values())
-        for unit in self.units:
-            if (names is not None and unit.name not in names) or unit.drained:
+        for node in self.nodes:
+            if (names is not None and node.name not in names) or node.drained:
                 continue
-            phase = self.phases[unit.name]
+            phase = self.phases[node.name]
             if phase is LifecyclePhase.RETIRING and (most is None or self.serving < most):
-                self.act("keep", unit, "it is needed again", LifecyclePhase.ON)
+                self.act("keep", node, "it is needed again", LifecyclePhase.ON)
                 return True
-            ready = now >= unit.retry_at and now - unit.stopped_at >= self.rules.cooldown
+            may_start = now >= node.retry_at and now - node.stopped_at >= self.rules.cooldown
             if (
                 phase is not LifecyclePhase.OFF
-                or not ready
+                or not may_start
                 or (most is not None and running >= most)
             ):
                 continue
-            if best is None or _worth(unit) < _worth(best):
-                best = unit
+            if best is None or _cost_per_slot(node) < _cost_per_slot(best):
+                best = node
         if best is None:
             return False
-        self.act("start", best, why, LifecyclePhase.STARTING)
+        self.act("start", best, reason, LifecyclePhase.STARTING)
         self.last_start = now
         return True
 
-    def act(
-        self,
-        verb: Literal["start", "retire", "keep", "stop"],
-        unit: StandbyNode,
-        why: str,
-        phase: LifecyclePhase,
-    ) -> None:
-        self.actions.append(ScalingAction(verb, unit.name, why))
-        self.phases[unit.name] = phase
+    def act(self, verb: ScalingVerb, node: StandbyNode, reason: str, phase: LifecyclePhase) -> None:
+        """Decide on an action, after which the node is in this phase."""
+        self.actions.append(ScalingAction(verb, node.name, reason))
+        self.phases[node.name] = phase
 
 
-def _worth(unit: StandbyNode) -> float:
-    return unit.cost / unit.slots
+def _cost_per_slot(node: StandbyNode) -> float:
+    return node.cost / node.slots

@@ -1,23 +1,23 @@
-"""The expected finish: what a request costs if it goes to one node, in seconds.
+"""The expected finish: what placing a request on one node costs, in seconds.
 
     T = W + R + u/p + c·(b + s·k)  +  (u/p)·k + d·Σr  +  D
 
-- W  until a slot is free there: 0 where one is
-- R  until the prompts that are queued there have been read: a server reads one after the other
-- u  prompt tokens that its cache does not hold; p  prompt tokens it reads a second
-- c  tokens of the answer; b  seconds a token takes alone; s  seconds more for each neighbour:
-     decoding waits for memory, so a batch shares the reading of the weights
-- k  neighbours that run there. (u/p)·k is what the newcomer's reading holds them up: a server that
-     reads a prompt writes nothing
-- Σr seconds that the neighbours still have to run; d = s / (b + s·(k-1)) is the share by which one
-     more sequence slows them down; nothing where nobody writes
-- D  seconds for doubt: one that has failed lately; negative for one that needs a request on trial,
-     and for the one that its conversation went to last
+- W  seconds until a slot is free there; 0 where one is
+- R  seconds until the prompts queued there have been read: a server reads one after the other
+- u  prompt tokens that its cache does not hold; p: prompt tokens that it reads per second
+- c  output tokens; b: seconds of one alone; s: seconds more for each neighbour (decoding waits for
+     memory, so a batch shares the reading of the weights)
+- k  neighbours that run there; (u/p)·k is how long the new prefill holds them up: a server that
+     reads a prompt decodes nothing
+- Σr seconds that the neighbours still have to run; d = s / (b + s·(k-1)): the share by which one
+     more sequence slows them down; 0 where none decodes
+- D  penalty in seconds: of a node that failed lately; negative for one that needs a request on
+     trial, and for the one that served the request's session last
 
-The first four terms are the newcomer's own time, the next two its price to those who run there, so
-the least T is what all of them together lose least by.
+The first four terms are the request's own time, the next two what it costs its neighbours: with the
+least T all of them together lose least.
 
-Sources: llama.cpp's server as measured (a slot that wrote stood still for 14 s while its neighbour
+Sources: llama.cpp's server as measured (a decoding slot stood still for 14 s while its neighbour
 read 3,000 tokens; 1,400 tokens took 10.3 s cold and 0.06 s from the cache). The marginal cost of a
 placement, instead of its own time alone: Harchol-Balter, "Performance Modeling and Design of
 Computer Systems", 2013, on least work left and size-based assignment. Uncached prefill against
@@ -28,21 +28,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakKeyDictionary
 
-from gateway.scheduling.placement_state import (
+from gateway.scheduling.node_slots import (
+    LEAST_UNCACHED_TOKENS,
     CandidateSet,
     NodeSlots,
-    PlacementState,
     QueuedRequest,
 )
+from gateway.scheduling.placement_state import PlacementState
 
-Numbers = TypeVar("Numbers", bound=Any)
-"""A float, or an array of them: one for each row."""
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-LEAST_UNCACHED_TOKENS = 1.0
-"""Tokens that are read whatever is cached: a server always reads the last one."""
+    Floats = NDArray[np.float64]
+
+Numbers = TypeVar("Numbers", float, "Floats")
+"""A float, or an array with one for each row."""
 
 
 def expected_cost(
@@ -54,205 +58,204 @@ def expected_cost(
     decode_slowdown: Numbers,
     remaining: Numbers,
 ) -> Numbers:
-    """T by a row's coefficients, for floats as for numpy arrays.
+    """T from a row's coefficients, for floats as for numpy arrays.
 
-    `per_prompt` = (1 + k)/p, `per_token` = b + s·k, `before` = W + R + D, `drag` = d, `left` = Σr.
+    `per_prompt_token` = (1 + k)/p, `per_output_token` = b + s·k, `delay` = W + R + D,
+    `decode_slowdown` = d, `remaining` = Σr.
     """
-    total: Numbers = (
+    return (
         delay
         + uncached * per_prompt_token
         + completion * per_output_token
         + decode_slowdown * remaining
     )
-    return total
 
 
 def row_cost(row: NodeSlots, queued: QueuedRequest, now: float) -> float:
-    """T of `ask` on `row`, where it has room now."""
-    before = row.penalty
+    """T of a request on a row that has room for it now."""
+    delay = row.penalty
     if row.prefill_until > now:
-        before += row.prefill_until - now
+        delay += row.prefill_until - now
     index = row.index
     if queued.penalties:
-        before += queued.penalties.get(index, 0.0)
+        delay += queued.penalties.get(index, 0.0)
     uncached = queued.prompt_tokens
     if queued.cached:
         uncached = max(LEAST_UNCACHED_TOKENS, uncached - queued.cached.get(index, 0.0))
-    left = 0.0
+    remaining = 0.0
     if row.decode_slowdown:
-        left = row.ends_sum - now * len(row.running)
-        if left < 0.0:  # noqa: PLR1730 - a call costs four times as much
-            left = 0.0
+        remaining = row.ends_sum - now * len(row.running)
+        if remaining < 0.0:  # noqa: PLR1730 - a call costs four times as much
+            remaining = 0.0
     return expected_cost(
         uncached,
         queued.completion_tokens,
         row.per_prompt_token,
         row.per_output_token,
-        before,
+        delay,
         row.decode_slowdown,
-        left,
+        remaining,
     )
 
 
 def row_costs(rows: Sequence[NodeSlots], queued: QueuedRequest, now: float) -> list[float]:
-    """`seconds` of each row, in one go where nothing is known of one row alone."""
+    """`row_cost` of each row; in one loop if the request has no cache and no penalty anywhere."""
     if queued.cached or queued.penalties:
         return [row_cost(row, queued, now) for row in rows]
     prompt, completion = queued.prompt_tokens, queued.completion_tokens
-    found = []
+    costs = []
     for row in rows:
-        before = row.penalty
+        delay = row.penalty
         if row.prefill_until > now:
-            before += row.prefill_until - now
-        left, drag = 0.0, row.decode_slowdown
-        if drag:
-            left = row.ends_sum - now * len(row.running)
-            if left < 0.0:  # noqa: PLR1730 - as above
-                left = 0.0
-        # `cost`, spelt out: calls would be most of it.
-        found.append(
-            before + prompt * row.per_prompt_token + completion * row.per_output_token + drag * left
+            delay += row.prefill_until - now
+        remaining, slowdown = 0.0, row.decode_slowdown
+        if slowdown:
+            remaining = row.ends_sum - now * len(row.running)
+            if remaining < 0.0:  # noqa: PLR1730 - as above
+                remaining = 0.0
+        # `expected_cost`, inlined: the calls would be most of the time.
+        costs.append(
+            delay
+            + prompt * row.per_prompt_token
+            + completion * row.per_output_token
+            + slowdown * remaining
         )
-    return found
+    return costs
 
 
 def row_cost_after(row: NodeSlots, queued: QueuedRequest, wait: float) -> float:
-    """T of `ask` on `row` if it gets the slots there that come free after `wait` seconds.
+    """T of a request on a row whose slots come free after `wait` seconds.
 
-    The one that makes room has gone by then, and its neighbours are taken to go on.
+    The placement that makes room has ended by then; its neighbours are taken to go on.
     """
     index = row.index
     cached = max(queued.cached.get(index, 0.0), queued.pending.get(index, 0.0))
     uncached = max(LEAST_UNCACHED_TOKENS, queued.prompt_tokens - cached)
     neighbours = max(0, row.busy - queued.slots)
-    doubt = queued.penalties.get(index, 0.0)
+    penalty = queued.penalties.get(index, 0.0)
     return expected_cost(
         uncached,
         queued.completion_tokens,
         (1 + neighbours) / row.prefill_tps,
         row.token_base + row.token_step * neighbours,
-        # That its conversation was there last is no reason to wait.
-        wait + row.penalty + max(0.0, doubt),
+        # A bonus, as of the node that served its session last, is no reason to wait.
+        wait + row.penalty + max(0.0, penalty),
         0.0,
         0.0,
     )
 
 
 LOOP_ROWS = 64
-"""Rows up to which a loop is as fast."""
+"""Rows up to which the loop of `row_costs` is as fast as numpy."""
 
 _FIELDS = 9
 
 
 class CostColumns:
-    """What the formula needs of all rows, brought up to date before it is used."""
+    """The cost coefficients of all rows as numpy arrays, brought up to date before each use.
+
+    numpy is imported here, when the first large fleet needs it: the import takes 0.1 s.
+    """
 
     def __init__(self, placement_state: PlacementState) -> None:
-        self._board = placement_state
-        self._numpy: ModuleType | None = None
-        self._missing = False
-        self._table: Any = None
-        """With columns to spare, and ..."""
-        self._used: Any = None
-        """... those of the board's rows."""
-
-    @property
-    def available(self) -> bool:
-        """Whether numpy is there."""
-        if self._numpy is None and not self._missing:
-            try:
-                import numpy as np
-            except ImportError:
-                self._missing = True
-            else:
-                self._numpy = np
-        return self._numpy is not None
+        self._state = placement_state
+        self._table: Floats | None = None
+        """A line for each coefficient, a column for each row, and columns to spare."""
+        self._excluded: WeakKeyDictionary[
+            CandidateSet, tuple[frozenset[int], NDArray[np.bool_]]
+        ] = WeakKeyDictionary()
+        """For candidate sets: their indexes, and a mask of the rows that are not among them."""
 
     def least_finish(
         self, candidate_set: CandidateSet, queued: QueuedRequest, now: float, rng: random.Random
     ) -> NodeSlots | None:
-        """The row of `pool` with room where `ask` is expected to finish first; ties at random.
+        """The row of the least T among those with room; ties at random; None: none has room.
 
-        As `policies.least_finish`, for requests that no row is closed to.
+        For requests that are excluded from no row.
         """
-        np = self._numpy
-        assert np is not None
-        self._renew(np)
-        free, per_prompt, per_token, drag, ends, running, reading, doubt, spare = self._used
-        rows = self._board.rows
-        zero = np.maximum
-        total = expected_cost(
+        import numpy as np
+
+        columns = self._columns()
+        free, per_prompt, per_output, slowdown, ends, running, prefill, penalty, reserve = columns
+        rows = self._state.rows
+        costs = expected_cost(
             max(LEAST_UNCACHED_TOKENS, queued.prompt_tokens)
             if queued.cached
             else queued.prompt_tokens,
             queued.completion_tokens,
             per_prompt,
-            per_token,
-            doubt + zero(reading - now, 0.0),
-            drag,
-            zero(ends - now * running, 0.0),
+            per_output,
+            penalty + np.maximum(prefill - now, 0.0),
+            slowdown,
+            np.maximum(ends - now * running, 0.0),
         )
         if queued.cached:
-            self._credit(np, total, queued)
+            self._subtract_cached(costs, per_prompt, queued)
         for index, seconds in queued.penalties.items():
-            total[index] += seconds
+            costs[index] += seconds
         room = free >= queued.slots
-        if queued.requirements[2]:
-            room &= (free - queued.slots >= spare) | (running == 0)
-        total[~room] = np.inf
-        if len(candidate_set.rows) < self._board.node_count:
-            total[self._outside(np, candidate_set)] = np.inf
-        best = int(total.argmin())
-        least = total[best]
+        if queued.requirements.keeps_batch_reserve:
+            room &= (free - queued.slots >= reserve) | (running == 0)
+        costs[~room] = np.inf
+        if len(candidate_set.rows) < self._state.node_count:
+            costs[self._excluded_mask(candidate_set, len(rows))] = np.inf
+        best = int(costs.argmin())
+        least = costs[best]
         if least == np.inf:
             return None
-        ties = np.flatnonzero(total == least)
+        ties = np.flatnonzero(costs == least)
         return rows[int(ties[int(rng.random() * len(ties))]) if len(ties) > 1 else best]
 
-    def _credit(self, np: Any, total: Any, ask: QueuedRequest) -> None:
-        """Take off what reading would cost of the tokens that are cached."""
-        per_prompt = self._used[1]
-        most = max(0.0, ask.prompt_tokens - LEAST_UNCACHED_TOKENS)
-        count = len(ask.cached)
+    def _subtract_cached(self, costs: Floats, per_prompt: Floats, queued: QueuedRequest) -> None:
+        """Take off what prefilling the cached tokens would cost."""
+        import numpy as np
+
+        most = max(0.0, queued.prompt_tokens - LEAST_UNCACHED_TOKENS)
+        count = len(queued.cached)
         if count <= LOOP_ROWS // 4:
-            for index, tokens in ask.cached.items():
-                total[index] -= (min(most, tokens)) * per_prompt[index]
-        else:
-            indexes = np.fromiter(ask.cached.keys(), np.intp, count)
-            tokens = np.minimum(np.fromiter(ask.cached.values(), np.float64, count), most)
-            known = indexes < len(total)
-            indexes, tokens = indexes[known], tokens[known]
-            total[indexes] -= tokens * per_prompt[indexes]
-
-    def _outside(self, np: Any, pool: CandidateSet) -> Any:
-        size = self._used.shape[1]
-        if pool.excluded_mask is None or len(pool.excluded_mask) != size:
-            pool.excluded_mask = np.ones(size, np.bool_)
-            pool.excluded_mask[list(pool.row_indexes)] = False
-        return pool.excluded_mask
-
-    def _renew(self, np: Any) -> None:
-        board = self._board
-        rows = board.rows
-        if self._table is None or self._table.shape[1] < len(rows):
-            self._table = np.zeros((_FIELDS, 2 * len(rows)))
-            self._used = None
-            dirty = rows
-        else:
-            dirty = board.dirty_rows
-        if self._used is None or self._used.shape[1] != len(rows):
-            self._used = self._table[:, : len(rows)]
-        if not dirty:
+            for index, tokens in queued.cached.items():
+                costs[index] -= (min(most, tokens)) * per_prompt[index]
             return
-        values = [
-            (
-                row.free, row.per_prompt_token, row.per_output_token, row.decode_slowdown,
-                row.ends_sum,
-                len(row.running), row.prefill_until, row.penalty, row.batch_reserve,
-            )
-            for row in dirty
-        ]  # fmt: skip
-        self._table[:, [row.index for row in dirty]] = np.array(values).T
-        for row in dirty:
-            row.dirty = False
-        board.dirty_rows.clear()
+        indexes = np.fromiter(queued.cached.keys(), np.intp, count)
+        cached = np.minimum(np.fromiter(queued.cached.values(), np.float64, count), most)
+        known = indexes < len(costs)
+        indexes, cached = indexes[known], cached[known]
+        costs[indexes] -= cached * per_prompt[indexes]
+
+    def _excluded_mask(self, candidate_set: CandidateSet, size: int) -> NDArray[np.bool_]:
+        import numpy as np
+
+        indexes, mask = self._excluded.get(candidate_set, (None, None))
+        if mask is None or indexes is not candidate_set.row_indexes or len(mask) != size:
+            mask = np.ones(size, np.bool_)
+            mask[list(candidate_set.row_indexes)] = False
+            self._excluded[candidate_set] = candidate_set.row_indexes, mask
+        return mask
+
+    def _columns(self) -> Floats:
+        """The table's columns that belong to rows, as of now."""
+        import numpy as np
+
+        rows = self._state.rows
+        changed = self._state.take_changed_rows()
+        table = self._table
+        if table is None or table.shape[1] < len(rows):
+            table = self._table = np.zeros((_FIELDS, 2 * len(rows)))
+            changed = rows
+        if changed:
+            values = [
+                (
+                    row.free,
+                    row.per_prompt_token,
+                    row.per_output_token,
+                    row.decode_slowdown,
+                    row.ends_sum,
+                    len(row.running),
+                    row.prefill_until,
+                    row.penalty,
+                    row.batch_reserve,
+                )
+                for row in changed
+            ]
+            table[:, [row.index for row in changed]] = np.array(values).T
+        return table[:, : len(rows)]

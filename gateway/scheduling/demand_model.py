@@ -1,4 +1,8 @@
-"""What is expected of a request: its size, its answer's, and which nodes know its beginning."""
+"""The demand model: what a request will take, learnt from what earlier ones took.
+
+It predicts tokens (`token_estimates.py`), which nodes have the prompt's beginning cached
+(`fleet.prompt_cache`), and which node served the session last (`SessionAffinity`).
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,32 @@ from gateway.fleet.node import Lease
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.fleet.prompt_tree import PromptKey
 from gateway.request import Request
-from gateway.scheduling.candidates import NodeCandidates
 from gateway.scheduling.dispatcher import Dispatcher
-from gateway.scheduling.forecast import NEGLIGIBLE_COMPLETION
-from gateway.scheduling.placement_state import (
+from gateway.scheduling.fleet_sync import NodeCandidates, placement_of
+from gateway.scheduling.node_slots import (
+    NEGLIGIBLE_COMPLETION,
     NO_ROWS,
     NodeSlots,
     Placement,
-    PlacementState,
     QueuedRequest,
 )
+from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.token_estimates import TokenEstimates
 
 LONG_PROMPT_BYTES = 1024
-"""Bytes of a prompt from which on it matters that others find what it has left in a cache."""
+"""Size of a prompt from which on it pays to know at once what earlier ones left in the caches."""
+
+MOST_SESSIONS = 65_536
+"""Sessions that are remembered; the one that was quiet longest is forgotten first."""
+
+AFFINITY_BONUS = 1 / 3
+"""Head start of the node that served the session last, as a share of the request's time alone:
+another node must be one and a half times as fast, a difference that measured speeds can show."""
 
 
 @dataclass(slots=True)
 class ReportedTokens:
-    """Tokens of an answer, as its node told them; of a prompt `cached` is a part."""
+    """Token counts of an answer, as its node reported them; `cached_tokens` are of the prompt."""
 
     prompt_tokens: float
     cached_tokens: float
@@ -36,75 +47,57 @@ class ReportedTokens:
 
 
 def has_long_prompt(request: Request) -> bool:
-    """Whether it matters what nodes have cached of its prompt."""
+    """Whether it pays to know at once which nodes have its prompt cached."""
     return request.prompt_key is not None and request.prompt_key.size >= LONG_PROMPT_BYTES
-
-
-def _slots(request: Request, plan: NodeCandidates) -> int:
-    """Slots that it takes: an endpoint that finds its limit by trying may have fewer just now."""
-    most = max(node.slots_total for _, nodes in plan.by_model for node in nodes)
-    return min(request.slots, most)
-
-
-def _is_there(board: PlacementState, placement: Placement) -> bool:
-    """Whether its row is still that of a node: another may have taken its index."""
-    return board.by_name.get(placement.row.name) is placement.row
-
-
-MOST_SESSIONS = 65_536
-"""The one that was quiet longest is forgotten first."""
-
-AFFINITY_BONUS = 1 / 3
-"""Share of what a request takes alone by which another node must be quicker to get it: one and a
-half times as quick, as far as measured speeds can be told apart."""
 
 
 @dataclass(slots=True, eq=False)
 class SessionAffinity:
-    """The node of each conversation's last request, one for each model it speaks to."""
+    """The node of each session's last request, for each model that it uses."""
 
+    most_sessions: int = MOST_SESSIONS
     _rows: OrderedDict[tuple[str, str], NodeSlots] = field(default_factory=OrderedDict)
 
     def placed(self, session: str, model: str, row: NodeSlots) -> None:
-        """A request of it goes there."""
+        """A request of the session goes to this row."""
         key = session, model
         self._rows[key] = row
         self._rows.move_to_end(key)
-        if len(self._rows) > MOST_SESSIONS:
+        if len(self._rows) > self.most_sessions:
             self._rows.popitem(last=False)
 
     def penalties(
         self, session: str, model: str, queued: QueuedRequest, placement_state: PlacementState
     ) -> Mapping[int, float]:
-        """The doubts of `ask`, and a trust in its conversation's node."""
+        """The request's penalties, with a bonus for its session's node."""
         row = self._rows.get((session, model))
         if row is None or placement_state.by_name.get(row.name) is not row:
             return queued.penalties
         alone = queued.prompt_tokens / row.prefill_tps + queued.completion_tokens * row.token_base
-        doubt = queued.penalties.get(row.index, 0.0)
-        return {**queued.penalties, row.index: doubt - AFFINITY_BONUS * alone}
+        penalty = queued.penalties.get(row.index, 0.0)
+        return {**queued.penalties, row.index: penalty - AFFINITY_BONUS * alone}
 
 
 @dataclass(slots=True, eq=False)
 class DemandModel:
-    """Makes requests into numbers, and learns from what they came to."""
+    """Turns requests into numbers, and learns from their results."""
 
     dispatcher: Dispatcher
     prompt_cache: FleetPromptCache
     token_estimates: TokenEstimates = field(default_factory=TokenEstimates)
     session_affinity: SessionAffinity = field(default_factory=SessionAffinity)
     learning_pending: bool = False
-    """Whether long prompts have ended of which nothing was learnt yet: the next may go on with one,
-    and what a node remembers depends on the order in which requests end and begin there."""
+    """Whether long prompts have ended of which nothing was learnt yet: the next request may
+    continue one, and a node's cache depends on the order in which requests start and end there."""
 
     def __post_init__(self) -> None:
-        self.dispatcher.refresh_cached = self.refresh_cached
+        self.dispatcher.set_cache_refresh(self.refresh_cached)
 
     def build(self, request: Request, candidates: NodeCandidates) -> QueuedRequest:
-        """The request in numbers, as they stand now."""
-        sizes = request.expected_tokens
-        if sizes is None:
-            sizes = request.expected_tokens = self.token_estimates.expected_tokens(
+        """The request in numbers, as predicted now."""
+        expected = request.expected_tokens
+        if expected is None:
+            expected = request.expected_tokens = self.token_estimates.expected_tokens(
                 request.model,
                 request.fairness_key,
                 request.text_bytes,
@@ -112,72 +105,68 @@ class DemandModel:
                 request.exact_tokens,
                 request.media_tokens,
             )
-        tokens, completion = sizes
-        # By place, since it is made for each request.
-        ask = QueuedRequest(
+        prompt_tokens, completion_tokens = expected
+        # By position, since it is made for each request: keywords cost more.
+        queued = QueuedRequest(
             request.id,
             candidates.groups,
             request.priority,
             request.fairness_key,
             request.received_at,
             request.slots if request.slots < 2 else _slots(request, candidates),
-            tokens,
-            completion if request.generates else NEGLIGIBLE_COMPLETION,
+            prompt_tokens,
+            completion_tokens if request.generates else NEGLIGIBLE_COMPLETION,
             NO_ROWS,
             NO_ROWS,
             candidates.excluded,
             candidates.failed,
             candidates.penalties,
         )
-        ask.deadline = request.deadline
+        queued.deadline = request.deadline
         if not request.slots:
-            ask.slotless_caller = request.caller.id
+            queued.slotless_caller = request.caller.id
         if request.session is not None and request.generates:
-            ask.penalties = self.session_affinity.penalties(
-                request.session, request.model, ask, self.dispatcher.placement_state
+            queued.penalties = self.session_affinity.penalties(
+                request.session, request.model, queued, self.dispatcher.placement_state
             )
-        prompt = request.prompt_key
-        if prompt is not None:
-            prompt.tokens = tokens
-            ask.prompt_key = prompt
-            self.refresh_cached(ask)
-            if prompt.blocks:
-                ask.affinity_hash = prompt.blocks[0]
-        return ask
+        prompt_key = request.prompt_key
+        if prompt_key is not None:
+            prompt_key.tokens = prompt_tokens
+            queued.prompt_key = prompt_key
+            self.refresh_cached(queued)
+            if prompt_key.blocks:
+                queued.affinity_hash = prompt_key.blocks[0]
+        return queued
 
     def refresh_cached(self, queued: QueuedRequest) -> None:
-        """Look up what the nodes know of its prompt by now."""
-        prompt = queued.prompt_key
-        if isinstance(prompt, PromptKey):
-            found = self.prompt_cache.lookup(prompt)
-            queued.prompt_tokens, queued.cached, queued.pending = (
-                found.tokens,
-                found.cached,
-                found.pending,
-            )
+        """Look up what the nodes have cached of its prompt by now."""
+        prompt_key = queued.prompt_key
+        if isinstance(prompt_key, PromptKey):
+            found = self.prompt_cache.lookup(prompt_key)
+            queued.set_cached(found.tokens, found.cached, found.pending)
 
-    def placed(self, lease: Lease, request: Request) -> None:
-        """It starts under this lease."""
-        row = lease.placement.row
+    def placed(self, placement: Placement, request: Request) -> None:
+        """The request starts there."""
+        row = placement.row
         if request.prompt_key is not None:
             self.prompt_cache.request_placed(row.index, request.prompt_key)
         if request.session is not None and request.generates:
             self.session_affinity.placed(request.session, request.model, row)
 
-    def answer_ended(self, request: Request) -> None:
-        """Its answer is over; what it teaches comes a little later (`learn`)."""
-        if has_long_prompt(request):
-            self.learning_pending = True
-
     def abandoned(self, lease: Lease, request: Request, *, refund: bool) -> None:
-        """It ended there without an answer; `cost_nothing`: nor is its caller to pay for it."""
-        placement: Placement | None = lease.placement
+        """The request ended there without an answer; `refund`: its caller does not pay for it."""
+        placement = placement_of(lease)
         if placement is None:
             return
         if refund:
             self.dispatcher.settled(placement, 0.0, 0.0, 0.0)
-        if request.prompt_key is not None and _is_there(self.dispatcher.placement_state, placement):
+        if request.prompt_key is not None and self._row_is_current(placement):
             self.prompt_cache.request_dropped(placement.row.index, request.prompt_key)
+
+    def answer_ended(self, request: Request) -> None:
+        """Its answer has ended; `learn` follows a little later."""
+        if has_long_prompt(request):
+            self.learning_pending = True
 
     def learn(
         self,
@@ -189,38 +178,37 @@ class DemandModel:
         complete: bool,
         learn_sizes: bool = True,
     ) -> None:
-        """An answer came to this; `told` None: its node said nothing, but `seen` tokens went out.
+        """Learn from an answer that has ended.
 
-        `whole`: it ended by itself. `sizes`: whether later ones are to be guessed by it.
+        `reported` is None if its node reported nothing; `sent_tokens` went to the client.
+        `complete`: it ended by itself. `learn_sizes`: correct the token estimates by it.
         """
-        self.learning_pending = False  # whoever learns learns of all that has ended
-        placement: Placement | None = lease.placement
+        self.learning_pending = False  # The caller learns of all answers that have ended.
+        placement = placement_of(lease)
         if placement is None:
             return
-        ask, completion = placement.queued, sent_tokens
+        queued, completion = placement.queued, sent_tokens
         if reported is not None:
             completion = reported.completion_tokens
             self.dispatcher.settled(
                 placement, reported.prompt_tokens, reported.cached_tokens, completion
             )
         elif sent_tokens:
-            cached = ask.cached.get(placement.row.index, 0.0)
-            self.dispatcher.settled(placement, ask.prompt_tokens, cached, sent_tokens)
+            cached = queued.cached.get(placement.row.index, 0.0)
+            self.dispatcher.settled(placement, queued.prompt_tokens, cached, sent_tokens)
         if learn_sizes and (request.generates or reported is not None):
             self.token_estimates.learn(
                 request.model,
                 request.fairness_key,
                 request.text_bytes,
                 0.0 if reported is None else reported.prompt_tokens,
-                completion / max(1, ask.slots),
+                completion / max(1, queued.slots),
                 request.max_tokens,
                 request.exact_tokens,
                 request.media_tokens,
                 complete=complete,
             )
-        if request.prompt_key is None:
-            return
-        if not _is_there(self.dispatcher.placement_state, placement):
+        if request.prompt_key is None or not self._row_is_current(placement):
             return
         if reported is None:
             self.prompt_cache.request_dropped(placement.row.index, request.prompt_key)
@@ -232,3 +220,17 @@ class DemandModel:
                 reported.cached_tokens,
                 reported.completion_tokens,
             )
+
+    def _row_is_current(self, placement: Placement) -> bool:
+        """Whether its row is still that of a node: another row may have its index by now."""
+        row = placement.row
+        return self.dispatcher.placement_state.by_name.get(row.name) is row
+
+
+def _slots(request: Request, candidates: NodeCandidates) -> int:
+    """Slots that it takes: at most those that any of its nodes has.
+
+    A node that has to learn its endpoint's limit may have fewer just now than the request asks for.
+    """
+    most = max(node.slots_total for _, nodes in candidates.by_model for node in nodes)
+    return min(request.slots, most)

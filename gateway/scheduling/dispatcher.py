@@ -1,13 +1,13 @@
-"""Who goes where, and when: the core that the gateway and the simulator both run.
+"""The dispatcher: places requests on nodes, or queues them. The gateway and the simulator run it.
 
-Nothing here waits, sleeps or looks at a clock: time comes in with each call.
+It is a pure core: nothing here waits, sleeps or reads a clock; time comes in with each call.
 
-A slot never idles while a request that may use it waits, but for three reasons: a request is held
-back for a node that has its prompt in its cache and is predicted to finish it sooner, though the
-wait; a wide request keeps a node's slots until there are enough of them; `batch` leaves a reserve.
+A slot stays idle while a request that may use it waits for three reasons only: the request is
+deferred to a busy node that has its prompt cached and is predicted to finish it sooner; a wide
+request reserves a node's slots until there are enough of them; `batch` leaves its reserve free.
 
-Requests that need no slot stand in a line of their own, in the same order: neither waits for what
-the other waits for.
+Requests without a slot have a wait queue of their own, in the same order: neither queue waits for
+the other.
 """
 
 from __future__ import annotations
@@ -19,111 +19,104 @@ from collections.abc import Callable, Iterator
 from gateway.config.queue import DEFAULT_PATIENCE
 from gateway.config.settings import Settings
 from gateway.request import Priority
-from gateway.scheduling import forecast
-from gateway.scheduling.cost import LEAST_UNCACHED_TOKENS, row_cost
+from gateway.scheduling.cost import row_cost
+from gateway.scheduling.fairness import VirtualTokenCounters
 from gateway.scheduling.forecast import WaitForecast
 from gateway.scheduling.matching import DispatchRules, Match, Matcher, SlotHolds
-from gateway.scheduling.placement_state import (
+from gateway.scheduling.node_slots import (
     MOST_TOKENS_PER_REQUEST,
     FairnessAccount,
     NodeSlots,
     Placement,
-    PlacementState,
     QueuedRequest,
     clamp,
 )
-from gateway.scheduling.selection import AvailableRows, available_rows
-from gateway.scheduling.wait_queue import WaitQueue, warmest_rows
-
-__all__ = ["DispatchRules", "Dispatcher", "Placement"]
+from gateway.scheduling.placement_state import PlacementState
+from gateway.scheduling.selection import POLICIES, available_rows
+from gateway.scheduling.wait_queue import WaitQueue
 
 
 class Dispatcher:
-    """Places requests on the rows of a board, and keeps those in line that find no room."""
+    """Places requests on the rows of a placement state; those that find no room wait."""
 
     def __init__(
         self, placement_state: PlacementState, rules: DispatchRules, rng: random.Random
     ) -> None:
         self.placement_state = placement_state
-        self._line, self._slotless = WaitQueue(), WaitQueue()
+        self._rng = rng
+        self._wait_queue, self._slotless_queue = WaitQueue(), WaitQueue()
         self._holds = SlotHolds(placement_state)
-        self._matcher = Matcher(placement_state, self._line, self._holds, rules, rng)
-        self._slotless_matcher = Matcher(placement_state, self._slotless, self._holds, rules, rng)
-        self._outlook, self._slotless_outlook = (
-            WaitForecast(placement_state, self._line),
-            WaitForecast(placement_state, self._slotless),
-        )
-        self._waking = math.inf
+        self._matcher = Matcher(placement_state, self._wait_queue, self._holds, rng)
+        self._slotless_matcher = Matcher(placement_state, self._slotless_queue, self._holds, rng)
+        self._forecast = WaitForecast(placement_state, self._wait_queue)
+        self._slotless_forecast = WaitForecast(placement_state, self._slotless_queue)
+        self._wake_at = math.inf
         self.set_rules(rules)
 
     def set_rules(self, rules: DispatchRules) -> None:
         """Go by these from now on. Raises KeyError for a policy that does not exist."""
-        self._matcher.set_rules(rules)
-        self._slotless_matcher.set_rules(rules)
+        self._policy = POLICIES[rules.policy](self.placement_state)
+        self._choose = self._policy.choose
         self.rules = rules
-        self.placement_state.slotless_limit = rules.slotless_limit
-        self.placement_state.set_batch_reserve(rules.batch_reserve)
+        self._matcher.set_rules(rules, self._policy)
+        self._slotless_matcher.set_rules(rules, self._policy)
+        self.placement_state.set_limits(rules.batch_reserve, rules.slotless_limit)
 
-    @property
-    def evaluations(self) -> int:
-        """Requests that were compared so far, to see that it stays bounded."""
-        return self._matcher.evaluations + self._slotless_matcher.evaluations
+    def set_cache_refresh(self, refresh: Callable[[QueuedRequest], None]) -> None:
+        """Call `refresh` to look up anew what is `cached` and `pending` of a waiting request."""
+        self._matcher.set_cache_refresh(refresh)
 
-    @property
-    def refresh_cached(self) -> Callable[[QueuedRequest], None] | None:
-        """Looks up again what is `cached` and `coming` of a request that waits, and sets both."""
-        return self._matcher.refresh_cached
-
-    @refresh_cached.setter
-    def refresh_cached(self, recall: Callable[[QueuedRequest], None] | None) -> None:
-        self._matcher.refresh_cached = recall
-
-    # What happens.
+    # Placing.
 
     def place_or_queue(self, queued: QueuedRequest, now: float) -> Placement | None:
-        """Place `ask` at once, or put it in line: None."""
-        placement = self._placed(queued, now)
+        """Place a request at once, or queue it: None."""
+        placement = self._place(queued, now)
         if placement is None:
-            self._enter(queued, now)
+            self._enqueue(queued, now)
         return placement
 
     def place(self, queued: QueuedRequest, now: float) -> Placement | None:
-        """Place `ask` at once; None where it would have to wait, and it does not."""
-        placement = self._placed(queued, now)
+        """Place a request at once; None: it would have to wait, and is not queued."""
+        placement = self._place(queued, now)
         if placement is None:
             self._holds.drop(queued)
         return placement
 
     def match(self, now: float) -> list[Placement]:
-        """Give free slots to those who wait; to be called when capacity has changed."""
+        """Give free slots to waiting requests; to be called when capacity has changed."""
         placements: list[Placement] = []
-        self.placement_state.slots_freed = False
+        self.placement_state.clear_slots_freed()
         self._holds.clear()
         while (
-            self._slotless.count and (found := self._slotless_matcher.next_match(now)) is not None
+            self._slotless_queue.count
+            and (match := self._slotless_matcher.next_match(now)) is not None
         ):
-            placements.append(self._take_next(found, now))
-        while self._line.count and self.placement_state.free_rows:
-            found = self._matcher.next_match(now)
-            if found is None:
+            placements.append(self._start_match(match, now))
+        while self._wait_queue.count and self.placement_state.free_rows:
+            match = self._matcher.next_match(now)
+            if match is None:
                 break
-            placements.append(self._take_next(found, now))
-        self._waking = min([ask.deferred_until for ask in self._holds.deferred], default=math.inf)
+            placements.append(self._start_match(match, now))
+        deferred = self._holds.deferred
+        self._wake_at = min([queued.deferred_until for queued in deferred], default=math.inf)
         return placements
 
+    def wake_at(self) -> float | None:
+        """When `match` is to be called though nothing has changed; None: no need to."""
+        return self._wake_at if self._wake_at < math.inf else None
+
     def withdraw(self, queued: QueuedRequest) -> bool:
-        """Take `ask` out of the line; whether it was in it. Then call `match`."""
+        """Take a request out of the queue; whether it was in it. Then call `match`."""
         self._holds.drop(queued)
         if queued.account is None:
             return False
-        self._line_of(queued).remove(queued)
+        self._queue_of(queued).remove(queued)
         return True
 
     def prefill_done(self, placement: Placement, now: float) -> None:
-        """The first token came: the prompt has been read. Sharpens what is to be expected."""
+        """The first token came: the prompt has been read. Sharpens the predictions."""
         if not placement.released:
-            forecast.prefill_done(placement, now)
-            self.placement_state.mark_dirty(placement.row)
+            self.placement_state.prefill_done(placement, now)
 
     def finished(
         self,
@@ -140,15 +133,7 @@ class Dispatcher:
     def released(self, placement: Placement, now: float) -> None:
         """The slots of `placement` are free again. Then call `match`."""
         if not placement.released:
-            placement.released = True
-            row = placement.row
-            forecast.end_placement(placement, now)
-            if placement.queued.slots:
-                row.ours -= placement.queued.slots
-            else:
-                self.placement_state.slotless_ended(row, placement.queued.slotless_caller)
-            self.placement_state.last_release = now
-            self.placement_state.recompute(row)
+            self.placement_state.end(placement, now)
 
     def settled(
         self,
@@ -157,159 +142,142 @@ class Dispatcher:
         cached_tokens: float,
         completion_tokens: float,
     ) -> None:
-        """It took so many tokens: its caller is charged for these instead of the estimate."""
+        """Charge its caller for the tokens that it took instead of those expected."""
         used = clamp(prompt_tokens - cached_tokens, 0.0, MOST_TOKENS_PER_REQUEST, 0.0)
         if completion_tokens:
             used += (
                 clamp(completion_tokens, 0.0, MOST_TOKENS_PER_REQUEST, 0.0) * placement.token_weight
             )
-        self._correct(placement, used)
+        self._settle(placement, used)
 
     def cancelled(self, placement: Placement, now: float) -> None:
-        """It was never sent: as if it had not been placed."""
+        """The placement was never used: it costs its caller nothing."""
         self.released(placement, now)
-        self._correct(placement, 0.0)
+        self._settle(placement, 0.0)
 
-    def _correct(self, placement: Placement, used: float) -> None:
-        account = placement.account
-        if account is not None:
-            placement.account = None
-            ask = placement.queued
-            line = self._line if ask.slots else self._slotless
-            shares = line.levels[ask.priority].counters
-            shares.settled(account, used - placement.charge)
-
-    # What is to be expected.
+    # Predictions and counts.
 
     @property
     def waiting(self) -> int:
-        """How many are in line."""
-        return self._line.count + self._slotless.count
-
-    def queued_requests(self) -> list[QueuedRequest]:
-        """What waits, by class and age; what needs no slot at the end."""
-        return [*self._line, *self._slotless]
+        """How many requests wait."""
+        return self._wait_queue.count + self._slotless_queue.count
 
     def depths(self) -> dict[Priority, int]:
-        """How many of each class wait."""
-        ranks = zip(Priority, self._line.levels, self._slotless.levels, strict=True)
-        return {priority: rank.count + other.count for priority, rank, other in ranks}
+        """How many requests of each class wait."""
+        levels = zip(Priority, self._wait_queue.levels, self._slotless_queue.levels, strict=True)
+        return {priority: level.count + slotless.count for priority, level, slotless in levels}
 
     def count_ahead(self, queued: QueuedRequest) -> int:
-        """About how many go before `ask`, which waits or comes now."""
-        return (self._outlook if queued.slots else self._slotless_outlook).count_ahead(queued)
-
-    def predicted_waits(self, now: float) -> Iterator[tuple[QueuedRequest, float]]:
-        """What waits in about the order in which it will go, and seconds until it has its slots.
-
-        One pass over all of it; the line must not change meanwhile. How long what needs no slot
-        will wait is not known: infinity.
-        """
-        yield from self._outlook.predicted_waits(now)
-        for ask in self._slotless_outlook.likely_order():
-            yield ask, math.inf
-
-    def expected_start(self, queued: QueuedRequest, now: float) -> float:
-        """When `ask`, which waits, is expected to get its slots; monotonic seconds."""
-        return now + self._outlook.predicted_wait(queued, now)
+        """About how many go before a request, which waits or arrives now."""
+        forecast = self._forecast if queued.slots else self._slotless_forecast
+        return forecast.count_ahead(queued)
 
     def predicted_wait(self, queued: QueuedRequest, now: float) -> float:
-        """Seconds that `ask` would wait if it came now."""
-        return (
-            0.0
-            if available_rows(self.placement_state, queued)
-            else self._outlook.predicted_wait(queued, now)
-        )
+        """Seconds that a request would wait if it arrived now."""
+        if available_rows(self.placement_state, queued):
+            return 0.0
+        return self._forecast.predicted_wait(queued, now)
 
-    def wake_at(self, now: float) -> float | None:
-        """When `match` is to be called though nothing has changed; None: no need to."""
-        return self._waking if self._waking < math.inf else None
+    def predicted_waits(self, now: float) -> Iterator[tuple[QueuedRequest, float]]:
+        """Waiting requests in about the order in which they will go, and how long each will wait.
 
-    # Inside: what arrives.
-
-    def _placed(self, ask: QueuedRequest, now: float) -> Placement | None:
-        """Place `ask` unless it has to wait, or does better to.
-
-        Where slots have come free that `match` has not given out yet, those who wait go first.
+        Seconds; infinity for requests without a slot, of which it is not known. One pass, during
+        which the queue must not change.
         """
-        line = self._line if ask.slots else self._slotless
-        if line.count and self.placement_state.slots_freed:
+        yield from self._forecast.predicted_waits(now)
+        for queued in self._slotless_forecast.likely_order():
+            yield queued, math.inf
+
+    @property
+    def evaluations(self) -> int:
+        """Waiting requests that were compared so far: a bounded number for each placement."""
+        return self._matcher.evaluations + self._slotless_matcher.evaluations
+
+    # Inside.
+
+    def _place(self, queued: QueuedRequest, now: float) -> Placement | None:
+        """Place a request unless it has to wait, or would rather wait.
+
+        Where slots have come free that `match` has not given out yet, waiting requests go first.
+        """
+        queue = self._wait_queue if queued.slots else self._slotless_queue
+        if queue.count and self.placement_state.slots_freed:
             return None
-        room = available_rows(self.placement_state, ask)
-        if room is None:
+        available = available_rows(self.placement_state, queued)
+        if available is None:
             return None
-        row = self._matcher.choose_row(room, ask, now)
-        if (ask.cached or ask.pending) and self._matcher.by_cost:
-            ask.warmest_rows = warmest_rows(ask)
-            if self._holds.defer(ask, room.candidate_set, row_cost(row, ask, now), now):
+        rows = available.rows
+        row = rows[0] if len(rows) == 1 else self._choose(available, queued, now, self._rng)
+        if (queued.cached or queued.pending) and self._policy.by_cost:
+            queued.find_warmest_rows()
+            cost = row_cost(row, queued, now)
+            if self._holds.defer(queued, available.candidate_set, cost, now):
                 return None
-        account = line.levels[ask.priority].counters.account(ask.fairness_key)
-        return self._take(ask, account, row, room, now)
+        counters = queue.levels[queued.priority].counters
+        account = counters.account(queued.fairness_key)
+        return self._start(queued, counters, account, row, available.group, now)
 
-    def _enter(self, ask: QueuedRequest, now: float) -> None:
+    def _enqueue(self, queued: QueuedRequest, now: float) -> None:
         if not self.waiting:
-            self.placement_state.slots_freed = False  # It has just looked at all there is.
-        ask.cache_checked_at = now
-        if ask.slots:
-            ask.work_tokens = self._outlook.work_tokens(ask)
-        line = self._line_of(ask)
-        line.add(ask, line.levels[ask.priority].counters.account(ask.fairness_key))
-        if ask.deferred_to is not None:
-            self._waking = min(self._waking, ask.deferred_until)
+            self.placement_state.clear_slots_freed()  # `_place` has just looked at every free slot.
+        queued.looked_up(now)
+        if queued.slots:
+            queued.expect_work(*self._forecast.work_tokens(queued))
+        queue = self._queue_of(queued)
+        queue.add(queued, queue.levels[queued.priority].counters.account(queued.fairness_key))
+        if queued.deferred_to is not None:
+            self._wake_at = min(self._wake_at, queued.deferred_until)
 
-    def _take(
+    def _start_match(self, match: Match, now: float) -> Placement:
+        """Place a request that waits."""
+        queued, account = match.queued, match.queued.account
+        assert account is not None
+        queue = self._queue_of(queued)
+        queue.remove(queued)
+        self._holds.drop(queued)
+        counters = queue.levels[queued.priority].counters
+        return self._start(queued, counters, account, match.row, match.available.group, now)
+
+    def _start(
         self,
-        ask: QueuedRequest,
+        queued: QueuedRequest,
+        counters: VirtualTokenCounters,
         account: FairnessAccount,
         row: NodeSlots,
-        room: AvailableRows,
+        group: int,
         now: float,
     ) -> Placement:
-        board = self.placement_state
-        placement = forecast.start_placement(ask, row, room.candidate_set, room.group, now)
-        line = self._line
-        if ask.slots:
-            row.ours += ask.slots
-        else:
-            line = self._slotless
-            board.slotless_started(row, ask.slotless_caller)
-        board.placement_count = row.last_placement = board.placement_count + 1
-        board.recompute(row)
-        placement.account = account
-        charge = ask.prompt_tokens
-        if ask.cached:
-            charge = max(LEAST_UNCACHED_TOKENS, charge - ask.cached.get(row.index, 0.0))
-        placement.token_weight = weight = self._outlook.token_weight
-        charge += ask.completion_tokens * weight
-        placement.charge = charge
-        line.levels[ask.priority].counters.started(account, charge)
+        placement = self.placement_state.start(queued, row, group, now)
+        weight = self._forecast.token_weight
+        charge = placement.uncached + queued.completion_tokens * weight
+        placement.charge_to(account, charge, weight)
+        counters.started(account, charge)
         return placement
 
-    def _take_next(self, found: Match, now: float) -> Placement:
-        """Place what waits and is next."""
-        ask, account = found.queued, found.queued.account
-        assert account is not None
-        self._line_of(ask).remove(ask)
-        self._holds.drop(ask)
-        return self._take(ask, account, found.row, found.available, now)
+    def _settle(self, placement: Placement, used: float) -> None:
+        account = placement.take_account()
+        if account is not None:
+            queued = placement.queued
+            queue = self._wait_queue if queued.slots else self._slotless_queue
+            queue.levels[queued.priority].counters.settled(account, used - placement.charge)
 
-    def _line_of(self, ask: QueuedRequest) -> WaitQueue:
-        return self._line if ask.slots else self._slotless
+    def _queue_of(self, queued: QueuedRequest) -> WaitQueue:
+        return self._wait_queue if queued.slots else self._slotless_queue
 
 
 def dispatch_rules(settings: Settings) -> DispatchRules:
-    """What the settings say to the dispatcher."""
-    rules = settings.classes
-    patience = {}
+    """The dispatcher's part of the settings."""
+    classes = settings.classes
+    overdue_after = {}
     for priority in Priority:
-        rule = rules.get(priority.label)  # type: ignore[call-overload]
+        rule = classes.get(priority.label)  # type: ignore[call-overload]
         own = None if rule is None else rule.patience
-        patience[priority] = DEFAULT_PATIENCE[priority.label] if own is None else own
-    batch = rules.get("batch")
+        overdue_after[priority] = DEFAULT_PATIENCE[priority.label] if own is None else own
+    batch = classes.get("batch")
     reserve = None if batch is None else batch.reserve_slots
     return DispatchRules(
         settings.policy,
-        patience,
+        overdue_after,
         batch_reserve=reserve or 0.0,
         slotless_limit=settings.queue.slotless,
     )

@@ -1,10 +1,10 @@
-"""Fairness between callers of one class: virtual token counters.
+"""Fairness between the callers of one class: virtual token counters.
 
-Each caller has a counter of the work it was served; who has the least goes first. A caller that
-comes back from idle starts at the lowest counter of those who wait, so that nobody saves up turns
-(Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). Among callers within a small
-slack of the least the one that suits the free node goes (Cao et al., "Locality-aware Fair
-Scheduling in LLM Serving", 2025): the slack bounds what that costs the others.
+Each caller has a counter of the work it was served; the lowest counter goes first. A caller that
+was idle starts at the lowest counter of those that wait, so no caller saves up credit (Sheng et
+al., "Fairness in Serving Large Language Models", OSDI 2024). Among callers within a small slack of
+the lowest counter, the one whose request fits the free node goes (Cao et al., "Locality-aware Fair
+Scheduling in LLM Serving", 2025); the slack bounds what that costs the others.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-from gateway.scheduling.placement_state import FairnessAccount
+from gateway.scheduling.node_slots import FairnessAccount
 
 LEAST_TOKEN_WEIGHT, MOST_TOKEN_WEIGHT = 1.0, 32.0
-"""What a written token may cost, in prompt tokens."""
+"""Bounds of an output token's price, in prompt tokens."""
 
 COUNTER_SLACK = 2.0
-"""Mean charges of one request by which a caller may be ahead of the least and still go."""
+"""By how many mean charges of a request a caller may be above the lowest counter and still go."""
 
 MOST_ACCOUNTS = 4096
-"""Accounts of idle callers that are kept."""
-
+"""Accounts; when there are more, those of idle callers are dropped."""
 
 CounterKey = tuple[float, int, FairnessAccount]
+"""Sorts accounts: counter, serial number, the account."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,65 +33,57 @@ class VirtualTokenCounters:
 
     accounts: dict[str, FairnessAccount] = field(default_factory=dict)
     by_counter: list[CounterKey] = field(default_factory=list)
-    """Those with something in line, the least served first."""
+    """Accounts with waiting requests, the least served first."""
     start_counter: float = 0.0
-    """Where a caller starts while nobody waits: where the last one stood that was served."""
+    """Where a caller starts while nobody waits: at the counter of the one served last."""
     mean_charge: float = 1.0
     """The mean charge of a request."""
-    _numbers: int = 0
+    _serial: int = 0
 
     def account(self, fairness_key: str) -> FairnessAccount:
-        """The account of a caller, who has just sent a request."""
+        """The account of a caller, which has just sent a request."""
         account = self.accounts.get(fairness_key)
         if account is None:
             if len(self.accounts) >= MOST_ACCOUNTS:
-                self._forget()
-            self._numbers += 1
-            account = self.accounts[fairness_key] = FairnessAccount(fairness_key, self._numbers)
+                self._drop_idle()
+            self._serial += 1
+            account = self.accounts[fairness_key] = FairnessAccount(fairness_key, self._serial)
         if not account.fifos:
             least = self.by_counter[0][0] if self.by_counter else self.start_counter
-            if account.counter < least:  # noqa: PLR1730 - a call costs four times as much
-                account.counter = least
+            if account.counter < least:
+                account.raise_to(least)
         return account
 
     def add_waiting(self, account: FairnessAccount) -> None:
-        """It has something in line now."""
+        """The account has waiting requests now."""
         insort(self.by_counter, (account.counter, account.serial, account))
 
     def remove_waiting(self, account: FairnessAccount) -> None:
-        """It has nothing in line any more."""
+        """The account has no waiting requests any more."""
         del self.by_counter[bisect_left(self.by_counter, (account.counter, account.serial))]
 
     def started(self, account: FairnessAccount, charge: float) -> None:
-        """Count work that was begun for it."""
+        """Charge the account for a request that has started."""
         self.start_counter = self.by_counter[0][0] if self.by_counter else account.counter
         self.mean_charge += (charge - self.mean_charge) / 32
-        account.running += 1
         if account.fifos:
-            self._move(account, charge)
+            self.remove_waiting(account)
+            account.started(charge)
+            self.add_waiting(account)
         else:
-            account.counter += charge
+            account.started(charge)
 
     def settled(self, account: FairnessAccount, correction: float) -> None:
-        """The work has ended, and was more than counted by `correction`, or less."""
-        account.running -= 1
+        """A request has ended; its real price differs from its charge by `correction`."""
         if account.fifos:
-            self._move(account, correction)
+            self.remove_waiting(account)
+            account.settled(correction)
+            self.add_waiting(account)
         else:
-            account.counter += correction
+            account.settled(correction)
 
-    @property
-    def counter_limit(self) -> float:
-        """The highest counter with which a caller may go now."""
-        return self.by_counter[0][0] + COUNTER_SLACK * self.mean_charge if self.by_counter else 0.0
-
-    def _move(self, account: FairnessAccount, by: float) -> None:
-        self.remove_waiting(account)
-        account.counter += by
-        self.add_waiting(account)
-
-    def _forget(self) -> None:
-        """Drop idle callers that would start at the level anyway; else half of the idle ones."""
+    def _drop_idle(self) -> None:
+        """Drop the lower half of the idle accounts: they would start anew at the same counter."""
         idle = [one for one in self.accounts.values() if not one.fifos and not one.running]
         idle.sort(key=lambda account: account.counter)
         for account in idle[: max(len(idle) // 2, 1)]:

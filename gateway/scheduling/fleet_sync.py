@@ -1,70 +1,155 @@
-"""The fleet as the board sees it: a row for each node, a pool for each thing that nodes serve."""
+"""The fleet in the placement state: a row for each node, candidate sets for what nodes serve."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.model_index import CapableNodes
-from gateway.fleet.node import Node, NodeState
+from gateway.fleet.node import Lease, Node, NodeState
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.request import Endpoint
-from gateway.scheduling.forecast import NEGLIGIBLE_COMPLETION
-from gateway.scheduling.placement_state import (
+from gateway.scheduling.node_slots import (
+    NEGLIGIBLE_COMPLETION,
+    NO_ROWS,
     CandidateSet,
     NodeSlots,
-    PlacementState,
+    Placement,
     QueuedRequest,
+    TierSets,
 )
+from gateway.scheduling.placement_state import PlacementState
+from gateway.scheduling.tier_policy import TierRoute
 
 ALIVE_STATES = frozenset({NodeState.READY, NodeState.DEGRADED, NodeState.MUTE})
 """States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds."""
 
 FAILURE_PENALTY = 5.0
-"""Seconds that each failure in a row makes a node look slower: one that fails fast is always free,
-and would get everybody's next attempt until its circuit opens."""
+"""Seconds by which a node looks slower for each failure in a row: one that fails fast is always
+free, and would get every next attempt until its circuit opens."""
 
 TRIAL_BONUS = 5.0
 """Seconds by which a node looks faster once its ejection's time is over and it needs one request on
 trial: else it would get none while others are idle, and be missing when they are not. A request
-that would end later there by more than this goes elsewhere."""
+that would end there later by more than this goes elsewhere."""
 
 MOST_SERVICES = 10_000
 
-ModelGroups = tuple[tuple[CandidateSet, ...], ...]
+ModelGroups = tuple[TierSets, ...]
+"""For each model name of a request: its candidate sets, by tier."""
+
+NodesByModel = Sequence[tuple[str, Sequence[Node]]]
+"""For each model name of a request that some node serves: the nodes."""
 
 ServiceKey = tuple[str, Endpoint, bool, bool]
 """Public model name, endpoint, whether it must read images, whether it must be llama.cpp's."""
 
 
 def is_alive(node: Node) -> bool:
-    """Whether it is worth the ordinary wait; a trial that is out may be the end of its ejection."""
+    """Whether it is worth the ordinary wait; one on trial is, since its ejection may end so."""
     return node.state in ALIVE_STATES or node.circuit.trial is not None
+
+
+def placement_of(lease: Lease) -> Placement | None:
+    """The placement that a lease was given for; None: its row is no longer its node's."""
+    placement = lease.placement
+    assert placement is None or isinstance(placement, Placement)
+    return placement
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCandidates:
+    """Where a request may go; rows by their indexes."""
+
+    by_model: NodesByModel
+    groups: ModelGroups
+    excluded: Collection[int] = ()
+    """Rows that can't serve it."""
+    failed: Collection[int] = ()
+    """Rows that have failed it."""
+    penalties: Mapping[int, float] = field(default_factory=lambda: NO_ROWS)
+    """Seconds by which a row looks slower to it; negative: faster."""
+    tier_route: TierRoute | None = None
+    """The choice between tiers, where it could go to either (`TierRouter.narrow`)."""
+    fallback_at: float = math.inf
+    """When the other tiers of the route open too; infinity: they are open, or never will be."""
+
+    def same_targets(self, other: NodeCandidates) -> bool:
+        """Whether a request that waits for the `other` may stay in the queue as it is."""
+        return (
+            self.groups == other.groups
+            and self.excluded == other.excluded
+            and self.failed == other.failed
+        )
+
+    def any_alive(self) -> bool:
+        """Whether one of its nodes, in the tiers open to it, is worth the ordinary wait."""
+        return any(
+            row.alive and row.index not in self.excluded
+            for tiers in self.groups
+            for candidates in tiers
+            for row in candidates.rows
+        )
 
 
 @dataclass(slots=True)
 class Service:
-    """The nodes that serve one thing, as pools of rows."""
+    """The nodes that serve one thing, as candidate sets."""
 
-    capable_nodes: CapableNodes | None
-    """What the catalogue offered when the pools were filled."""
     cpu: CandidateSet
     gpu: CandidateSet
-    groups: ModelGroups
+    capable_nodes: CapableNodes | None = None
+    """The model index's nodes, when the candidate sets were filled; None: fill them anew."""
+    groups: ModelGroups = ()
     """Where a request for it may go while no rule says otherwise."""
     version: int = -1
-    """The catalogue's version then."""
-    candidates: Any = None
-    """The plan of such a request, once one has come (`eligible.py`)."""
+    """The model index's version when they were last checked."""
+    _candidates: NodeCandidates | None = None
+
+    @property
+    def candidates(self) -> NodeCandidates:
+        """The candidates of a request that every node of the service can take."""
+        nodes, found = self.capable_nodes, self._candidates
+        assert nodes is not None
+        if found is None or found.by_model is not nodes.by_model:
+            found = self._candidates = NodeCandidates(nodes.by_model, self.groups)
+        return found
+
+    def invalidate(self) -> None:
+        """The rows are others now."""
+        self.capable_nodes, self.version = None, -1
+
+    def update(
+        self,
+        capable_nodes: CapableNodes,
+        rows_of: Callable[[Iterable[Node]], tuple[NodeSlots, ...]],
+        version: int,
+    ) -> None:
+        """These are its nodes, as of that version of the model index."""
+        if self.capable_nodes is not capable_nodes:
+            self.capable_nodes = capable_nodes
+            self._fill(rows_of(capable_nodes.nodes))
+        self.version = version
+
+    def _fill(self, rows: tuple[NodeSlots, ...]) -> None:
+        gpu = tuple(row for row in rows if row.gpu)
+        cpu = tuple(row for row in rows if not row.gpu) if gpu else rows
+        for candidates, members in ((self.gpu, gpu), (self.cpu, cpu)):
+            if candidates.rows != members:
+                candidates.replace_rows(members)
+        tiers = tuple(candidates for candidates in (self.gpu, self.cpu) if candidates.rows)
+        if not self.groups or self.groups[0] != tiers:
+            self.groups = (tiers,)
+            self._candidates = None
 
 
 @dataclass(slots=True, eq=False)
 class FleetSync:
-    """Keeps a board in line with a fleet; the fleet calls `changed`.
+    """Keeps a placement state in step with a fleet, which calls `node_changed`.
 
-    What the board does not know of, leases that nobody placed, it sees as others' work.
+    Leases without a placement count as others' work (`foreign`).
     """
 
     fleet: Fleet
@@ -74,47 +159,48 @@ class FleetSync:
     has_gpu_tier: bool = False
     """Whether the inventory has nodes of tier `gpu`."""
     rows_version: int = 0
-    """Goes up when there are other rows than before: an index may mean another node."""
+    """Changes with the set of rows: then an index may stand for another node."""
     _rows: dict[Node, NodeSlots] = field(default_factory=dict)
     _nodes: dict[int, Node] = field(default_factory=dict)
+    """By row index."""
     _services: dict[ServiceKey, Service] = field(default_factory=dict)
-    _speeds: dict[NodeSlots, int] = field(default_factory=dict)
-    """Version of the speed that a row has."""
-    _sizes: dict[NodeSlots, tuple[int, frozenset[str]]] = field(default_factory=dict)
-    """Slots and models that the memory of a row was made for."""
+    _speed_versions: dict[NodeSlots, int] = field(default_factory=dict)
+    """The version of the node's speed that a row has."""
+    _cached_models: dict[NodeSlots, tuple[int, frozenset[str]]] = field(default_factory=dict)
+    """The slots and models for which a row's prompt cache is indexed."""
 
-    # What the fleet tells.
+    # Called by the fleet.
 
     def node_changed(self, node: Node | None) -> None:
-        """Something of this node has changed; None: of any, or which nodes there are."""
+        """Something about this node has changed; None: about any, or which nodes there are."""
         if node is None:
             self.sync()
         elif (row := self._rows.get(node)) is not None:
             self._refresh(node, row, self.clock())
 
     def sync(self) -> None:
-        """Bring every row up to date, and which there are."""
+        """Bring the set of rows and every row up to date."""
         nodes, rows = self.fleet.nodes.values(), self._rows
-        others = len(nodes) != len(rows) or any(
+        rows_changed = len(nodes) != len(rows) or any(
             node not in rows or rows[node].gpu is not (node.spec.tier == "gpu") for node in nodes
         )
-        if others:
-            self._replace(set(nodes))
+        if rows_changed:
+            self._replace_rows(set(nodes))
         now = self.clock()
         for node, row in rows.items():
             self._refresh(node, row, now)
-        if others:
+        if rows_changed:
             for key in self._services:
                 self.service(key)
 
-    def _replace(self, nodes: set[Node]) -> None:
+    def _replace_rows(self, nodes: set[Node]) -> None:
         """Add and remove rows. What runs on a removed one still ends there."""
         self.rows_version += 1
         for node in [node for node in self._rows if node not in nodes]:
             row = self._rows.pop(node)
             del self._nodes[row.index]
-            self._speeds.pop(row, None)
-            self._sizes.pop(row, None)
+            self._speed_versions.pop(row, None)
+            self._cached_models.pop(row, None)
             self.prompt_cache.forget_node(row.index)
             self.placement_state.remove(row)
         for node in self.fleet.nodes.values():
@@ -122,21 +208,21 @@ class FleetSync:
             if node not in self._rows:
                 row = self._rows[node] = self.placement_state.add(node.name, gpu=gpu)
                 self._nodes[row.index] = node
-            self._rows[node].gpu = gpu
+            self.placement_state.set_tier(self._rows[node], gpu=gpu)
         self.has_gpu_tier = any(node.spec.tier == "gpu" for node in nodes)
         for service in self._services.values():
-            service.capable_nodes, service.version = None, -1
+            service.invalidate()
 
     def _refresh(self, node: Node, row: NodeSlots, now: float) -> None:
-        """Tell the board what holds now."""
+        """Bring one row up to date."""
         total = node.slots_total
         foreign = node.foreign + node.leased - row.ours
         capacity = node.capacity(now)
-        doubt = FAILURE_PENALTY * node.circuit.failures
+        penalty = FAILURE_PENALTY * node.circuit.failures
         if capacity and node.state is NodeState.EJECTED:
             # One request on trial, beside whatever still runs.
             capacity = row.ours + foreign + 1 if row.ours + foreign < total else 0
-            doubt = -TRIAL_BONUS
+            penalty = -TRIAL_BONUS
         alive = is_alive(node)
         if (
             capacity != row.capacity
@@ -146,90 +232,76 @@ class FleetSync:
         ):
             self.placement_state.set_slots(row, total, capacity, foreign, alive=alive)
         speed = node.speed
-        if self._speeds.get(row) != speed.version:
-            self._speeds[row] = speed.version
+        if self._speed_versions.get(row) != speed.version:
+            self._speed_versions[row] = speed.version
             self.placement_state.set_speed(
                 row, speed.expected_prefill_tps, speed.token_base, speed.token_step
             )
-        if doubt != row.penalty:
-            self.placement_state.set_penalty(row, doubt)
-        self._note_memory(node, row, total)
+        if penalty != row.penalty:
+            self.placement_state.set_penalty(row, penalty)
+        self._sync_prompt_cache(node, row, total)
 
-    def _note_memory(self, node: Node, row: NodeSlots, total: int) -> None:
-        """What a node remembers goes with its server, and with its model."""
+    def _sync_prompt_cache(self, node: Node, row: NodeSlots, total: int) -> None:
+        """Forget a node's cached prompts when its server goes or serves other models."""
         if node.spec.kind != "llama.cpp":
             return
         gone = node.probe_history.down or node.probe_history.loading or not node.in_service
-        kept = None if gone else (total, node.indexed_models)
-        known = self._sizes.get(row)
-        if known == kept:
+        current = None if gone else (total, node.indexed_models)
+        indexed = self._cached_models.get(row)
+        if indexed == current:
             return
-        if known is not None and (kept is None or known[1] != kept[1]):
+        if indexed is not None and (current is None or indexed[1] != current[1]):
             self.prompt_cache.forget_node(row.index)
-        if kept is None:
-            del self._sizes[row]
+        if current is None:
+            del self._cached_models[row]
         else:
-            self._sizes[row] = kept
+            self._cached_models[row] = current
             self.prompt_cache.resize(row.index, total)
 
-    # What the scheduler asks.
+    # Asked by the scheduler.
 
     def node(self, row: NodeSlots) -> Node:
-        """The node of a row on the board. Raises KeyError."""
+        """The node of a row. Raises KeyError."""
         return self._nodes[row.index]
 
-    def is_measured(self, queued: QueuedRequest) -> bool:
-        """Whether one of the nodes that could serve it first has shown how fast it is.
+    def rows(self, nodes: Iterable[Node]) -> tuple[NodeSlots, ...]:
+        """The rows of these nodes, as far as they are in the inventory."""
+        rows = (self._rows.get(node) for node in nodes)
+        return tuple(row for row in rows if row is not None)
 
-        In both, reading and writing, where it does, and with all its slots: the first answers of a
-        burst are its shortest.
+    def service(self, key: ServiceKey) -> Service:
+        """The candidate sets of the nodes that serve this, up to date."""
+        model_index = self.fleet.model_index
+        service = self._services.get(key)
+        if service is not None and service.version == model_index.version:
+            return service
+        model, endpoint, vision, native = key
+        capable = model_index.capable_nodes(model, endpoint, vision=vision, native=native)
+        if service is None:
+            if len(self._services) >= MOST_SERVICES:
+                self._services.clear()
+            state = self.placement_state
+            service = self._services[key] = Service(state.candidate_set(), state.candidate_set())
+        service.update(capable, self.rows, model_index.version)
+        return service
+
+    def is_measured(self, queued: QueuedRequest) -> bool:
+        """Whether a node of the request's first group has shown how fast it is.
+
+        In prefill and, if the request decodes, in decoding, with a sample for each of its slots:
+        the first answers of a burst are its shortest.
         """
-        writes = queued.completion_tokens > NEGLIGIBLE_COMPLETION
-        for pool in queued.groups[0]:
-            for row in pool.rows:
+        decodes = queued.completion_tokens > NEGLIGIBLE_COMPLETION
+        for candidates in queued.groups[0]:
+            for row in candidates.rows:
                 node = self._nodes.get(row.index)
                 if node is not None and node.speed.samples >= max(1, row.total):
                     speed = node.speed
-                    if speed.prefill_tps is not None and (not writes or speed.decode_tps):
+                    if speed.prefill_tps is not None and (not decodes or speed.decode_tps):
                         return True
         return False
 
     def slots(self, queued: QueuedRequest) -> int:
-        """Slots of the nodes that could serve it first."""
-        return sum(pool.slots(self.placement_state) for pool in queued.groups[0])
-
-    def rows(self, nodes: Iterable[Node]) -> tuple[NodeSlots, ...]:
-        """The rows of these nodes, as far as they are in the inventory."""
-        found = (self._rows.get(node) for node in nodes)
-        return tuple(row for row in found if row is not None)
-
-    def service(self, key: ServiceKey) -> Service:
-        """The pools of the nodes that the catalogue has for this, brought up to date."""
-        catalogue = self.fleet.model_index
-        service = self._services.get(key)
-        if service is not None and service.version == catalogue.version:
-            return service
-        model, endpoint, vision, native = key
-        offering = catalogue.capable_nodes(model, endpoint, vision=vision, native=native)
-        if service is None:
-            if len(self._services) >= MOST_SERVICES:
-                self._services.clear()
-            service = self._services[key] = Service(
-                None, self.placement_state.candidate_set(), self.placement_state.candidate_set(), ()
-            )
-        if service.capable_nodes is not offering:
-            service.capable_nodes = offering
-            self._fill(service, self.rows(offering.nodes))
-        service.version = catalogue.version
-        return service
-
-    def _fill(self, service: Service, rows: tuple[NodeSlots, ...]) -> None:
-        gpu = tuple(row for row in rows if row.gpu)
-        cpu = tuple(row for row in rows if not row.gpu) if gpu else rows
-        for pool, chosen in ((service.gpu, gpu), (service.cpu, cpu)):
-            if pool.rows != chosen:
-                pool.replace_rows(chosen)
-        pools = tuple(pool for pool in (service.gpu, service.cpu) if pool.rows)
-        if not service.groups or service.groups[0] != pools:
-            service.groups = (pools,)
-            service.candidates = None
+        """Slots of the nodes of the request's first group."""
+        version = self.placement_state.slots_version
+        return sum(candidates.slots(version) for candidates in queued.groups[0])

@@ -1,8 +1,8 @@
-"""Leases for requests: at once while a slot is free, else in turn, within limits.
+"""The scheduler: gives requests leases on nodes' slots, at once or after a wait.
 
-No node gets more requests than it has slots: the rest wait here. Who goes where, and in which
-order, is for the dispatcher to say; this gives its answers their time, their limits and their
-leases.
+No node gets more requests than it has slots; the rest wait here. The dispatcher decides which goes
+where and in which order; the scheduler adds the clock and the timers, the limits on waiting, and
+the leases.
 """
 
 from __future__ import annotations
@@ -21,127 +21,32 @@ from gateway.fleet.node import Lease, Node
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.request import Priority, Request
 from gateway.scheduling.admission import Admission, CompletionRate, combine_waits, queue_room
-from gateway.scheduling.candidates import CandidateFinder, NodeCandidates
+from gateway.scheduling.candidates import CandidateFinder
 from gateway.scheduling.demand_model import DemandModel, has_long_prompt
 from gateway.scheduling.dispatcher import Dispatcher, dispatch_rules
-from gateway.scheduling.fleet_sync import ALIVE_STATES, FleetSync
-from gateway.scheduling.placement_state import Placement, PlacementState, QueuedRequest
+from gateway.scheduling.fleet_sync import ALIVE_STATES, FleetSync, NodeCandidates, placement_of
+from gateway.scheduling.node_slots import Placement, QueuedRequest
+from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.tier_policy import TierPolicy
 from gateway.scheduling.tier_router import TierRouter
-from gateway.scheduling.waiters import QueuePosition, Waiter, Waiters, expiry_error
+from gateway.scheduling.waiters import QueuePosition, Waiter, Waiters
 
 TICK = 0.5
-"""Seconds between two looks at all that waits, and at the board against the fleet."""
+"""Seconds between two looks at every waiting request, and at the whole fleet."""
 
 LEAST_TIMER_SECONDS = 0.001
-"""Seconds; no timer is set to less."""
+"""No timer is set to less."""
 
 MOST_STALE_PLACEMENTS = 4
-"""Times that the board may be wrong about the nodes while one request is placed: it is brought up
-to date each time, so that once is a lot."""
+"""Placements that a request may lose because its node does not take it after all. Each time the
+placement state is brought up to date, so one is a lot."""
 
 PESSIMISTIC_PREFILL_TPS = 25.0
-"""Prompt tokens/s to expect of a node that has not shown its speed: slow on purpose, since it
-bounds a wait (one busy thread read 140 tokens/s of a 768 wide model when measured)."""
+"""Prompt tokens/s assumed of a node that has not shown its speed: slow on purpose, since it bounds
+a wait (one busy thread read 140 tokens/s of a 768 wide model when measured)."""
 
 GrantedLease = tuple[Lease, str]
-"""A lease, and the public model name that it was given for."""
-
-
-@dataclass(slots=True, eq=False)
-class LeaseGranter:
-    """Makes plans for requests, and leases of what the dispatcher has placed."""
-
-    dispatcher: Dispatcher
-    fleet_sync: FleetSync
-    candidate_finder: CandidateFinder
-    demand_model: DemandModel
-    tier_router: TierRouter
-    clock: Callable[[], float]
-
-    def find_candidates(
-        self, request: Request, now: float, waiting: QueuedRequest | None = None
-    ) -> NodeCandidates:
-        """Where it may go now; `waiting` is what stands in line for it. Raises: GatewayError.
-
-        A plan that comes to nothing is to be given to `Tiers.dropped`.
-        """
-        plan = self.candidate_finder.find(request)
-        if self.fleet_sync.has_gpu_tier:
-            ask = waiting or self.demand_model.build(request, plan)
-            plan = self.tier_router.narrow(request, plan, ask, now, waiting=waiting)
-        return plan
-
-    def check_deadline(
-        self, request: Request, queued: QueuedRequest, candidates: NodeCandidates, now: float
-    ) -> None:
-        """Whether its client may live to see an answer. Raises: GatewayError, if it can't.
-
-        What is known of the prompt is an estimate: half of the reading that it predicts counts.
-        """
-        assert request.deadline is not None
-        if not self.fleet_sync.is_measured(queued):
-            return
-        least = min(
-            (
-                (queued.prompt_tokens - queued.cached.get(row.index, 0.0)) / row.prefill_tps
-                for pools in candidates.groups
-                for pool in pools
-                for row in pool.rows
-                if row.alive and row.index not in candidates.excluded
-            ),
-            default=0.0,
-        )
-        left = request.deadline - now
-        if least / 2 > left:
-            raise errors.queue_timeout(
-                f"Reading this prompt takes about {least:.0f} s, and this client waits for "
-                f"{max(0.0, left):.1f} s more.",
-                max(1.0, least / 2 - left),
-            )
-
-    def grant(
-        self, placement: Placement, request: Request, candidates: NodeCandidates, now: float
-    ) -> GrantedLease | None:
-        """The lease that a placement stands for.
-
-        None: the node does not take it after all, and the board has been told.
-        """
-        node = self.fleet_sync.node(placement.row)
-        slots = placement.queued.slots
-        if node.free_slots(now) < slots if slots else not node.capacity(now):
-            self.dispatcher.cancelled(placement, now)
-            self.fleet_sync.sync()
-            return None
-        lease = _taken(node, request, placement, now)
-        lease.placement = placement
-        lease.on_first_content = self._read
-        lease.on_release = self._ended
-        if lease.trial:
-            self.fleet_sync.node_changed(node)
-        if request.prompt_key is not None or request.session is not None:
-            self.demand_model.placed(lease, request)
-        if candidates.tier_route is not None:
-            self.tier_router.lease_granted(candidates, placement.row, lease)
-        return lease, candidates.by_model[placement.group][0]
-
-    def release_unused(self, lease: Lease, request: Request) -> None:
-        """Nobody is there any more to use this lease."""
-        self.demand_model.abandoned(lease, request, refund=True)
-        if lease.reservation is not None:
-            lease.reservation.settle(0.0, happened=False, now=self.clock())
-        lease.release()
-
-    def _read(self, lease: Lease) -> None:
-        """What was predicted from its prompt's length is known now."""
-        self.dispatcher.prefill_done(lease.placement, self.clock())
-
-    def _ended(self, lease: Lease) -> None:
-        """Its slots are free; where its row is no longer the node's, the fleet has to tell."""
-        placement: Placement = lease.placement
-        self.dispatcher.released(placement, self.clock())
-        if self.dispatcher.placement_state.by_name.get(placement.row.name) is not placement.row:
-            lease.placement = None
+"""A lease, and the public model name for which it was given."""
 
 
 @dataclass(slots=True, eq=False)
@@ -154,6 +59,7 @@ class Scheduler:
     rng: random.Random
     completion_rate: CompletionRate = field(default_factory=CompletionRate)
     prompt_cache: FleetPromptCache = field(default_factory=FleetPromptCache)
+    waiters: Waiters = field(default_factory=Waiters)
     closing: bool = False
     learn_pending: Callable[[], None] = field(default=lambda: None)
     """Learns at once from all answers that have ended."""
@@ -163,28 +69,27 @@ class Scheduler:
     demand_model: DemandModel = field(init=False)
     tier_policy: TierPolicy = field(init=False)
     tier_router: TierRouter = field(init=False)
-    _taking: LeaseGranter = field(init=False)
-    _tickets: Waiters = field(default_factory=Waiters)
-    _look_by: float = 0.0
-    """When all that waits is looked at; until then, only what has fallen due."""
-    _places: dict[str, QueuePosition] | None = None
-    """Where everything stands in line, since somebody has asked after the last look at it."""
-    _version: int = 0
-    """Of the mirror, when what waits was last planned for."""
-    _matching: asyncio.Handle | None = None
-    _ticking: asyncio.TimerHandle | None = None
+    _granter: LeaseGranter = field(init=False)
+    _check_all_at: float = 0.0
+    """When every waiting request is checked; until then only those that fall due."""
+    _positions: dict[str, QueuePosition] | None = None
+    """Queue positions by request id, if somebody has asked for one since that check."""
+    _rows_version: int = 0
+    """That of `fleet_sync` for which the waiting requests' candidates were found."""
+    _match_handle: asyncio.Handle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
-        board = PlacementState()
-        self.dispatcher = Dispatcher(board, dispatch_rules(self.settings), self.rng)
-        self.fleet_sync = FleetSync(self.fleet, board, self.prompt_cache, self.clock)
+        state = PlacementState()
+        self.dispatcher = Dispatcher(state, dispatch_rules(self.settings), self.rng)
+        self.fleet_sync = FleetSync(self.fleet, state, self.prompt_cache, self.clock)
         self.admission = Admission(self.settings)
         self.demand_model = DemandModel(self.dispatcher, self.prompt_cache)
         self.tier_policy = TierPolicy(self.settings.hybrid)
         self.tier_router = TierRouter(
             self.tier_policy, self.fleet_sync, self.dispatcher, self.settings
         )
-        self._taking = LeaseGranter(
+        self._granter = LeaseGranter(
             self.dispatcher,
             self.fleet_sync,
             CandidateFinder(self.fleet.model_index, self.fleet_sync),
@@ -204,16 +109,18 @@ class Scheduler:
         self.tier_router.configure(settings)
         self.capacity_changed()
 
-    async def lease(self, request: Request) -> GrantedLease:
-        """A lease for `request`, and the public model name that it was given for.
+    # Leases.
 
-        Waits while all nodes that could serve it are busy or out. Raises: GatewayError, when it
-        can't be served, there is no place to wait, or it has waited too long.
+    async def lease(self, request: Request) -> GrantedLease:
+        """A lease for `request`, and the public model name for which it was given.
+
+        Waits while all nodes that could serve it are busy or down. Raises: GatewayError, when it
+        can't be served, the queue has no room, or it has waited too long.
         """
         return self.lease_now(request) or await self.wait_for_lease(request)
 
     def lease_now(self, request: Request) -> GrantedLease | None:
-        """The same without waiting: None where it would have to."""
+        """The same without waiting: None if the request would have to."""
         if self.closing:
             raise errors.shutting_down()
         if self.demand_model.learning_pending and has_long_prompt(request):
@@ -221,60 +128,94 @@ class Scheduler:
         now = self.clock()
         if self.fleet_sync.has_gpu_tier and request.slots and not request.failed_nodes:
             self.tier_policy.arrived(request.priority, now)
-        plan = self._taking.find_candidates(request, now)
-        ask = self.demand_model.build(request, plan)
+        candidates = self._granter.find_candidates(request, now)
+        queued = self.demand_model.build(request, candidates)
         if request.deadline is not None:
-            self._taking.check_deadline(request, ask, plan, now)
-        granted = self._placed(ask, request, plan, now)
+            self._granter.check_deadline(request, queued, candidates, now)
+        granted = self._place(queued, request, candidates, now)
         if granted is None:
-            self.tier_router.cancel_reservation(plan)
+            self.tier_router.cancel_reservation(candidates)
         return granted
 
+    async def wait_for_lease(self, request: Request) -> GrantedLease:
+        """Queue until a slot is granted; call after `lease_now` returned None.
+
+        Raises: GatewayError, as `lease`.
+        """
+        if self.closing:
+            raise errors.shutting_down()
+        now = self.clock()
+        candidates = self._granter.find_candidates(request, now)
+        queued = self.demand_model.build(request, candidates)
+        room = queue_room(request, self.waiters, self.admission)
+        try:
+            expires_at = self._admit(request, queued, candidates, room.counted_waiting, now)
+        except errors.GatewayError:
+            self.tier_router.cancel_reservation(candidates)
+            raise
+        if room.displaced is not None and not request.failed_nodes:
+            self._refuse(room.displaced, self._displaced_error(now))
+        granted: asyncio.Future[GrantedLease] = asyncio.get_running_loop().create_future()
+        down_since = None if candidates.any_alive() else now
+        waiter = Waiter(request, candidates, queued, now, expires_at, granted, down_since)
+        self._enqueue(waiter)
+        self._match_soon()
+        try:
+            return await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                self._granter.release_unused(granted.result()[0], request)
+            raise
+        finally:
+            if waiter.queued in self.waiters:
+                self._remove(waiter)
+                self._match_soon()
+
     def has_other_node(self, request: Request, node: Node) -> bool:
-        """Whether another node than `node` is in that could take `request`."""
+        """Whether a node other than `node` is alive that could take `request`."""
         return any(
             other is not node
             and other.name not in request.failed_nodes
             and other.state in ALIVE_STATES
-            for _, nodes in self._taking.candidate_finder.nodes_by_model(request)
+            for _, nodes in self._granter.candidate_finder.nodes_by_model(request)
             for other in nodes
         )
-
-    def unsupported_error(self, request: Request) -> errors.GatewayError | None:
-        """The error of a request that no node supports (501); None: some node may."""
-        return self._taking.candidate_finder.unsupported_error(request)
 
     def has_larger_context(self, request: Request) -> bool:
         """Whether a node has the context that `request` is now known to need."""
         return any(
             node.context is not None and node.context >= request.min_context
-            for _, nodes in self._taking.candidate_finder.nodes_by_model(request)
+            for _, nodes in self._granter.candidate_finder.nodes_by_model(request)
             for node in nodes
         )
 
-    # What is to be seen of it.
+    def unsupported_error(self, request: Request) -> errors.GatewayError | None:
+        """The error of a request that no node supports (501); None: some node may."""
+        return self._granter.candidate_finder.unsupported_error(request)
+
+    # The queue, as others see it.
 
     def queue_positions(self, most: int | None = None) -> list[QueuePosition]:
-        """The first `most` of what waits, in its order, with what is expected of it."""
+        """The first `most` waiting requests, in the order in which they are likely to go."""
         now = self.clock()
         return [
             QueuePosition(
-                ticket.request,
+                waiter.request,
                 position,
-                now - ticket.queued_at,
+                now - waiter.queued_at,
                 wait if math.isfinite(wait) else None,
             )
-            for position, (ask, wait) in enumerate(
+            for position, (queued, wait) in enumerate(
                 islice(self.dispatcher.predicted_waits(now), most), 1
             )
-            if (ticket := self._tickets.get(ask)) is not None
+            if (waiter := self.waiters.get(queued)) is not None
         ]
 
     def queue_position(self, request: Request) -> QueuePosition | None:
-        """Where a request stands in line, as of the last look; None: it does not wait."""
-        if self._places is None:
-            self._places = {one.request.id: one for one in self.queue_positions()}
-        return self._places.get(request.id)
+        """Where a request stands in the queue, up to `TICK` ago; None: it does not wait."""
+        if self._positions is None:
+            self._positions = {one.request.id: one for one in self.queue_positions()}
+        return self._positions.get(request.id)
 
     def depths(self) -> dict[Priority, int]:
         """How many requests of each class wait."""
@@ -282,18 +223,18 @@ class Scheduler:
 
     def has_room(self) -> bool:
         """Whether one more request could be taken: at once, or into the queue."""
-        tickets = self._tickets
+        waiters = self.waiters
         if self.closing:
             return False
-        # Where one caller has several places, a newcomer gets one of them.
-        return len(tickets) < self.settings.queue.max or tickets.fair_share.fits(
-            "", 1, len(tickets)
+        # In a full queue a new caller gets a place of one that has several.
+        return len(waiters) < self.settings.queue.max or waiters.fair_share.fits(
+            "", 1, len(waiters)
         )
 
-    # What it is told.
+    # Events.
 
     def capacity_changed(self) -> None:
-        """Look at all nodes again, and soon at who can go."""
+        """Bring all nodes up to date, and give out free slots soon."""
         self.fleet_sync.sync()
         self._match_soon()
 
@@ -302,241 +243,321 @@ class Scheduler:
         self.completion_rate.completed(now)
 
     def refuse(self, request_id: str, error: errors.GatewayError) -> bool:
-        """End the wait of one request, by its own id; whether it was waiting."""
-        ticket = self._tickets.by_request_id(request_id)
-        if ticket is None:
+        """End the wait of one request with this error; whether it was waiting."""
+        waiter = self.waiters.by_request_id(request_id)
+        if waiter is None:
             return False
-        self._refuse(ticket, error)
-        self._match_soon()  # for those it may have held up
+        self._refuse(waiter, error)
+        self._match_soon()  # For those that it may have held up.
         return True
 
     def shed(self, request_id: str, error: errors.GatewayError) -> bool:
-        """End the wait of a request if it may be turned away; whether there was one."""
-        ticket = self._tickets.by_request_id(request_id)
-        if ticket is None or not ticket.can_shed:
+        """The same, if the request may be shed (`Waiter.can_shed`); whether it was."""
+        waiter = self.waiters.by_request_id(request_id)
+        if waiter is None or not waiter.can_shed:
             return False
-        self._refuse(ticket, error)
+        self._refuse(waiter, error)
         self._match_soon()
         return True
 
     def refuse_all(self, error: Callable[[], errors.GatewayError]) -> None:
-        """End everything that waits with an error of its own."""
-        for ticket in list(self._tickets):
-            self._refuse(ticket, error())
+        """End every wait, each with an error of its own."""
+        for waiter in list(self.waiters):
+            self._refuse(waiter, error())
 
     def close(self) -> None:
-        """Stop the timers; nothing may wait any more."""
+        """End every wait and stop the timers."""
         self.refuse_all(errors.shutting_down)
-        for handle in (self._matching, self._ticking):
+        for handle in (self._match_handle, self._timer):
             if handle is not None:
                 handle.cancel()
-        self._matching = self._ticking = None
+        self._match_handle = self._timer = None
 
-    # Taking slots.
+    # Admission to the queue.
 
-    def _placed(
-        self, ask: QueuedRequest, request: Request, plan: NodeCandidates, now: float
-    ) -> GrantedLease | None:
-        """A lease for it now; None: it would have to wait."""
-        dispatcher = self.dispatcher
-        for _ in range(MOST_STALE_PLACEMENTS):
-            if self._tickets and dispatcher.placement_state.slots_freed:
-                # Who came before goes first, if there is anything for them.
-                self._match()
-            placement = dispatcher.place(ask, now)
-            if placement is None:
-                return None
-            granted = self._taking.grant(placement, request, plan, now)
-            if granted is not None:
-                return granted
-        return None
-
-    # Waiting.
-
-    async def wait_for_lease(self, request: Request) -> GrantedLease:
-        """A lease in its turn, where `lease_now` had none. Raises: GatewayError, as `lease`."""
-        if self.closing:
-            raise errors.shutting_down()
-        now = self.clock()
-        plan = self._taking.find_candidates(request, now)
-        ask = self.demand_model.build(request, plan)
-        place = queue_room(request, self._tickets, self.admission)
-        try:
-            until = self._admitted(request, ask, plan, place.counted_waiting, now)
-        except errors.GatewayError:
-            self.tier_router.cancel_reservation(plan)
-            raise
-        if place.displaced is not None and not request.failed_nodes:
-            self._refuse(place.displaced, self._crowded(now))
-        ticket = Waiter(request, plan, ask, now, until, asyncio.get_running_loop().create_future())
-        if not plan.any_alive():
-            ticket.nodes_down_since = now
-        self._enter(ticket)
-        self._match_soon()
-        try:
-            return await ticket.granted
-        except asyncio.CancelledError:
-            future = ticket.granted
-            if future.done() and not future.cancelled() and future.exception() is None:
-                self._taking.release_unused(future.result()[0], request)
-            raise
-        finally:
-            if ticket.queued in self._tickets:
-                self._remove(ticket)
-                self._match_soon()
-
-    def _remove(self, ticket: Waiter) -> None:
-        """Take it out of the line, with what it has reserved."""
-        self._tickets.pop(ticket.queued)
-        self.dispatcher.withdraw(ticket.queued)
-        self.tier_router.cancel_reservation(ticket.candidates)
-
-    def _admitted(
-        self, request: Request, ask: QueuedRequest, plan: NodeCandidates, waiting: int, now: float
+    def _admit(
+        self,
+        request: Request,
+        queued: QueuedRequest,
+        candidates: NodeCandidates,
+        waiting: int,
+        now: float,
     ) -> float:
-        """Until when it may wait beside so many. Raises: GatewayError."""
+        """Until when the request may wait beside `waiting` others. Raises: GatewayError."""
         predicted = None
-        if request.slots and plan.any_alive():
-            measured = self.fleet_sync.is_measured(ask)
-            by_work = self.dispatcher.predicted_wait(ask, now) if measured else None
-            ahead, slots = self.dispatcher.count_ahead(ask), self.fleet_sync.slots(ask)
+        if request.slots and candidates.any_alive():
+            measured = self.fleet_sync.is_measured(queued)
+            by_work = self.dispatcher.predicted_wait(queued, now) if measured else None
+            ahead, slots = self.dispatcher.count_ahead(queued), self.fleet_sync.slots(queued)
             predicted = combine_waits(self.completion_rate, slots, ahead, by_work, now)
         return self.admission.admit(
             request, waiting, predicted, self.completion_rate.retry_after(1, now), now
         )
 
-    def _crowded(self, now: float) -> errors.GatewayError:
-        """For one that goes for another's request: it is its party that waits most."""
+    def _displaced_error(self, now: float) -> errors.GatewayError:
+        """For a request that makes room for another's: its caller has most places."""
         return errors.queue_full(
             "Others need a place in the queue, and this client has most of them. Try again later.",
-            self.completion_rate.retry_after(len(self._tickets), now),
+            self.completion_rate.retry_after(len(self.waiters), now),
         )
 
-    def _refuse(self, ticket: Waiter, error: errors.GatewayError) -> None:
-        self._remove(ticket)
-        if not ticket.granted.done():
-            ticket.granted.set_exception(error)
+    def _refuse(self, waiter: Waiter, error: errors.GatewayError) -> None:
+        self._remove(waiter)
+        if not waiter.granted.done():
+            waiter.granted.set_exception(error)
 
-    def _arm(self) -> None:
-        """Look at what waits within a tick, or sooner where something falls due."""
-        if not self._tickets:
-            return
-        now = self.clock()
-        wake = self.dispatcher.wake_at(now) or math.inf
-        due = min(self._look_by, self._tickets.next_due(), wake)
-        loop = asyncio.get_running_loop()
-        when = loop.time() + max(LEAST_TIMER_SECONDS, due - now)
-        if self._ticking is not None:
-            if self._ticking.when() <= when:
-                return
-            self._ticking.cancel()
-        self._ticking = loop.call_at(when, self._tick)
+    def _remove(self, waiter: Waiter) -> None:
+        """Take it out of the queue and cancel what it has reserved."""
+        self.waiters.pop(waiter.queued)
+        self.dispatcher.withdraw(waiter.queued)
+        self.tier_router.cancel_reservation(waiter.candidates)
 
-    def _tick(self) -> None:
-        if self._ticking is not None:
-            self._ticking.cancel()
-            self._ticking = None
-        now = self.clock()
-        looked = self._tickets.pop_due(now)
-        if now >= self._look_by:
-            self._look_by = now + TICK
-            self._places = None
-            self.fleet_sync.sync()
-            looked = list(self._tickets)
-        for ticket in looked:
-            if not ticket.granted.done():
-                self._look_at(ticket, now)
-        self._match()
+    # Granting.
 
-    def _plan_anew(self, ticket: Waiter, now: float, *, renew: bool = False) -> None:
-        """See where it may go by now; `renew`: what stands in line for it is of no use any more."""
-        try:
-            plan = self._taking.find_candidates(ticket.request, now, ticket.queued)
-        except errors.GatewayError as error:
-            self._refuse(ticket, error)
-            return
-        if plan.same_targets(ticket.candidates) and not renew:
-            self.tier_router.cancel_reservation(ticket.candidates)
-            self._tickets.set_candidates(ticket, plan)
-        else:
-            self._renew(ticket, plan)
+    def _place(
+        self, queued: QueuedRequest, request: Request, candidates: NodeCandidates, now: float
+    ) -> GrantedLease | None:
+        """A lease now; None: the request would have to wait."""
+        dispatcher = self.dispatcher
+        for _ in range(MOST_STALE_PLACEMENTS):
+            if self.waiters and dispatcher.placement_state.slots_freed:
+                self.match()  # Waiting requests go first.
+            placement = dispatcher.place(queued, now)
+            if placement is None:
+                return None
+            granted = self._granter.grant(placement, request, candidates, now)
+            if granted is not None:
+                return granted
+        return None
 
-    def _look_at(self, ticket: Waiter, now: float) -> None:
-        """End a wait that has lasted long enough, or that has become hopeless."""
-        self._plan_anew(ticket, now)
-        if ticket.granted.done():
-            return
-        retry_after = self.completion_rate.retry_after(len(self._tickets), now)
-        error = expiry_error(ticket, self.settings, retry_after, now)
-        if error is not None:
-            self._refuse(ticket, error)
-
-    def _enter(self, ticket: Waiter) -> None:
-        """Put it in line, or let it go at once."""
+    def _enqueue(self, waiter: Waiter) -> None:
+        """Queue it, or grant its lease at once."""
         now = self.clock()
         for _ in range(MOST_STALE_PLACEMENTS):
-            placement = self.dispatcher.place_or_queue(ticket.queued, now)
+            placement = self.dispatcher.place_or_queue(waiter.queued, now)
             if placement is None:
-                if not self._tickets:
-                    self._look_by = now + TICK
-                self._tickets.add(ticket)
+                if not self.waiters:
+                    self._check_all_at = now + TICK
+                self.waiters.add(waiter)
                 return
-            granted = self._taking.grant(placement, ticket.request, ticket.candidates, now)
+            granted = self._granter.grant(placement, waiter.request, waiter.candidates, now)
             if granted is not None:
-                ticket.granted.set_result(granted)
+                waiter.granted.set_result(granted)
                 return
-            ticket.queued = self.demand_model.build(ticket.request, ticket.candidates)
-        self.tier_router.cancel_reservation(ticket.candidates)
-        ticket.granted.set_exception(errors.no_node("No node takes this request.", 1.0))
+            self._rebuild(waiter, waiter.candidates)
+        self.tier_router.cancel_reservation(waiter.candidates)
+        waiter.granted.set_exception(errors.no_node("No node takes this request.", 1.0))
 
-    def _renew(self, ticket: Waiter, plan: NodeCandidates) -> None:
-        """Put it in line anew: other nodes can serve it than before."""
-        self._remove(ticket)
-        ticket.candidates, ticket.queued = plan, self.demand_model.build(ticket.request, plan)
-        self._enter(ticket)
+    def _rebuild(self, waiter: Waiter, candidates: NodeCandidates) -> None:
+        """Give a waiter that is not in the queue these candidates."""
+        waiter.requeue_as(candidates, self.demand_model.build(waiter.request, candidates))
 
     def _match_soon(self) -> None:
         """Called for each slot that comes free."""
-        if self._tickets and self._matching is None:
-            self._matching = asyncio.get_running_loop().call_soon(self._match)
+        if self.waiters and self._match_handle is None:
+            self._match_handle = asyncio.get_running_loop().call_soon(self.match)
 
-    def _match(self) -> None:
-        """Give free slots to those who wait."""
-        if self._matching is not None:
-            self._matching.cancel()
-            self._matching = None
-        if self.demand_model.learning_pending and self._tickets:
-            self.learn_pending()  # What has just ended is what the free slot has in its cache.
+    def match(self) -> None:
+        """Give free slots to waiting requests."""
+        if self._match_handle is not None:
+            self._match_handle.cancel()
+            self._match_handle = None
+        if self.demand_model.learning_pending and self.waiters:
+            self.learn_pending()  # What has just ended is what the free slot has cached.
         now = self.clock()
-        if self._version != self.fleet_sync.rows_version:
-            self._version = self.fleet_sync.rows_version
-            for ticket in list(self._tickets):
-                self._plan_anew(ticket, now, renew=True)
+        if self._rows_version != self.fleet_sync.rows_version:
+            self._rows_version = self.fleet_sync.rows_version
+            for waiter in list(self.waiters):
+                self._update_candidates(waiter, now, requeue=True)
         for _ in range(MOST_STALE_PLACEMENTS):
             misses = 0
             for placement in self.dispatcher.match(now):
                 misses += not self._grant(placement, now)
             if not misses:
                 break
-        self._arm()
+        self._set_timer()
 
     def _grant(self, placement: Placement, now: float) -> bool:
-        """Give a placement to who waits for it; False: it was of no use, and others may go."""
-        ticket = self._tickets.pop(placement.queued)
-        if ticket is None or ticket.granted.done():
+        """Give a placement to its waiter; False: it was not used, and others may go."""
+        waiter = self.waiters.pop(placement.queued)
+        if waiter is None or waiter.granted.done():
             self.dispatcher.cancelled(placement, now)
             return False
-        granted = self._taking.grant(placement, ticket.request, ticket.candidates, now)
+        granted = self._granter.grant(placement, waiter.request, waiter.candidates, now)
         if granted is None:
-            ticket.queued = self.demand_model.build(ticket.request, ticket.candidates)
-            self._enter(ticket)
+            self._rebuild(waiter, waiter.candidates)
+            self._enqueue(waiter)
             return False
-        ticket.granted.set_result(granted)
+        waiter.granted.set_result(granted)
         return True
 
+    # Checking what waits.
 
-def _taken(node: Node, request: Request, placement: Placement, now: float) -> Lease:
-    """The lease, with what it should take: it bounds how long the node may be silent."""
+    def _set_timer(self) -> None:
+        """Check waiting requests within a tick, or sooner if something falls due."""
+        if not self.waiters:
+            return
+        now = self.clock()
+        wake = self.dispatcher.wake_at() or math.inf
+        due = min(self._check_all_at, self.waiters.next_due(), wake)
+        loop = asyncio.get_running_loop()
+        when = loop.time() + max(LEAST_TIMER_SECONDS, due - now)
+        if self._timer is not None:
+            if self._timer.when() <= when:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(when, self.check_due)
+
+    def check_due(self) -> None:
+        """Check those whose time has come, or all when `TICK` has passed; then match."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now = self.clock()
+        checked = self.waiters.pop_due(now)
+        if now >= self._check_all_at:
+            self._check_all_at = now + TICK
+            self._positions = None
+            self.fleet_sync.sync()
+            checked = list(self.waiters)
+        for waiter in checked:
+            if not waiter.granted.done():
+                self._check(waiter, now)
+        self.match()
+
+    def check_all(self) -> None:
+        """Check every waiting request now, as the timer does every `TICK`."""
+        self._check_all_at = 0.0
+        self.check_due()
+
+    def _check(self, waiter: Waiter, now: float) -> None:
+        """Update its candidates, and end a wait that is too long or has become hopeless."""
+        self._update_candidates(waiter, now)
+        if waiter.granted.done():
+            return
+        retry_after = self.completion_rate.retry_after(len(self.waiters), now)
+        error = waiter.expiry_error(self.settings, retry_after, now)
+        if error is not None:
+            self._refuse(waiter, error)
+
+    def _update_candidates(self, waiter: Waiter, now: float, *, requeue: bool = False) -> None:
+        """Find its candidates anew; `requeue`: in any case, since row indexes have changed."""
+        try:
+            candidates = self._granter.find_candidates(waiter.request, now, waiter.queued)
+        except errors.GatewayError as error:
+            self._refuse(waiter, error)
+            return
+        if candidates.same_targets(waiter.candidates) and not requeue:
+            self.tier_router.cancel_reservation(waiter.candidates)
+            self.waiters.set_candidates(waiter, candidates)
+        else:
+            self._remove(waiter)
+            self._rebuild(waiter, candidates)
+            self._enqueue(waiter)
+
+
+@dataclass(slots=True, eq=False)
+class LeaseGranter:
+    """Finds requests' candidates, and turns the dispatcher's placements into leases."""
+
+    dispatcher: Dispatcher
+    fleet_sync: FleetSync
+    candidate_finder: CandidateFinder
+    demand_model: DemandModel
+    tier_router: TierRouter
+    clock: Callable[[], float]
+
+    def find_candidates(
+        self, request: Request, now: float, waiting: QueuedRequest | None = None
+    ) -> NodeCandidates:
+        """Where the request may go now. Raises: GatewayError.
+
+        `waiting`: its entry in the queue, if it waits. Candidates that are not used must be given
+        to `TierRouter.cancel_reservation`.
+        """
+        candidates = self.candidate_finder.find(request)
+        if self.fleet_sync.has_gpu_tier:
+            queued = waiting or self.demand_model.build(request, candidates)
+            candidates = self.tier_router.narrow(request, candidates, queued, now, waiting=waiting)
+        return candidates
+
+    def check_deadline(
+        self, request: Request, queued: QueuedRequest, candidates: NodeCandidates, now: float
+    ) -> None:
+        """Raises: GatewayError, if the prompt can't be read before the client stops waiting.
+
+        The prompt's size is an estimate: half of the predicted prefill counts.
+        """
+        assert request.deadline is not None
+        if not self.fleet_sync.is_measured(queued):
+            return
+        prefill = min(
+            (
+                (queued.prompt_tokens - queued.cached.get(row.index, 0.0)) / row.prefill_tps
+                for tiers in candidates.groups
+                for candidate_set in tiers
+                for row in candidate_set.rows
+                if row.alive and row.index not in candidates.excluded
+            ),
+            default=0.0,
+        )
+        left = request.deadline - now
+        if prefill / 2 > left:
+            raise errors.queue_timeout(
+                f"Reading this prompt takes about {prefill:.0f} s, and this client waits for "
+                f"{max(0.0, left):.1f} s more.",
+                max(1.0, prefill / 2 - left),
+            )
+
+    def grant(
+        self, placement: Placement, request: Request, candidates: NodeCandidates, now: float
+    ) -> GrantedLease | None:
+        """The lease for a placement; None: the node does not take it after all.
+
+        Then the placement is cancelled and the placement state up to date.
+        """
+        node = self.fleet_sync.node(placement.row)
+        slots = placement.queued.slots
+        if node.free_slots(now) < slots if slots else not node.capacity(now):
+            self.dispatcher.cancelled(placement, now)
+            self.fleet_sync.sync()
+            return None
+        lease = _take_lease(node, request, placement, now)
+        lease.placement = placement
+        lease.on_first_content = self._prefill_done
+        lease.on_release = self._released
+        if lease.trial:
+            self.fleet_sync.node_changed(node)
+        if request.prompt_key is not None or request.session is not None:
+            self.demand_model.placed(placement, request)
+        if candidates.tier_route is not None:
+            self.tier_router.lease_granted(candidates, placement.row, lease)
+        return lease, candidates.by_model[placement.group][0]
+
+    def release_unused(self, lease: Lease, request: Request) -> None:
+        """Release a lease whose request was cancelled before it could be sent."""
+        self.demand_model.abandoned(lease, request, refund=True)
+        if lease.reservation is not None:
+            lease.reservation.settle(0.0, happened=False, now=self.clock())
+        lease.release()
+
+    def _prefill_done(self, lease: Lease) -> None:
+        """The first content came: replace the predicted prefill by the real one."""
+        placement = placement_of(lease)
+        assert placement is not None
+        self.dispatcher.prefill_done(placement, self.clock())
+
+    def _released(self, lease: Lease) -> None:
+        """The slots are free. Where the row is no longer the node's, the fleet counts them."""
+        placement = placement_of(lease)
+        assert placement is not None
+        self.dispatcher.released(placement, self.clock())
+        if self.dispatcher.placement_state.by_name.get(placement.row.name) is not placement.row:
+            lease.placement = None
+
+
+def _take_lease(node: Node, request: Request, placement: Placement, now: float) -> Lease:
+    """A lease with the predicted prefill and total, which bound how long the node may be silent."""
     speed = node.speed
     tokens = max(request.prompt_tokens, placement.queued.prompt_tokens)
     prefill = tokens / (speed.prefill_tps or PESSIMISTIC_PREFILL_TPS)

@@ -1,84 +1,126 @@
-"""How one of several rows with room is chosen: pure functions, selectable by name.
+"""Which rows have room for a request, and the policies that choose one of them.
 
-`least_finish` is the gateway's own; the others are there to compare with.
+`LeastFinish` is the gateway's own policy; the others exist for comparison.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
-from gateway.scheduling.cost import row_costs
-from gateway.scheduling.placement_state import (
+from gateway.scheduling.cost import LOOP_ROWS, CostColumns, row_costs
+from gateway.scheduling.node_slots import (
+    AvailableRows,
     CandidateSet,
     NodeSlots,
-    PlacementState,
     QueuedRequest,
     Requirements,
 )
-
-SelectionPolicy = Callable[
-    [Sequence[NodeSlots], QueuedRequest, float, random.Random], NodeSlots | None
-]
-"""`(rows with room, ask, now, rng)`: one of the rows, or None where there is none."""
+from gateway.scheduling.placement_state import PlacementState
 
 
-def least_finish(
-    rows: Sequence[NodeSlots], queued: QueuedRequest, now: float, rng: random.Random
-) -> NodeSlots | None:
-    """Where the request, and what it holds up, is expected to end first; ties at random."""
-    if not rows:
-        return None
-    costs = row_costs(rows, queued, now)
-    least = min(costs)
-    if costs.count(least) == 1:
-        return rows[costs.index(least)]
-    ties = [row for row, cost in zip(rows, costs, strict=True) if cost == least]
-    return ties[int(rng.random() * len(ties))]
+class SelectionPolicy(Protocol):
+    """Chooses one of the rows that have room for a request."""
+
+    @property
+    def by_cost(self) -> bool:
+        """Whether it goes by the expected cost (`cost.py`).
+
+        Then waiting requests are compared with each other for a free slot, and one that arrives
+        may be deferred to a busy node that has its prompt cached.
+        """
+
+    def choose(
+        self, available: AvailableRows, queued: QueuedRequest, now: float, rng: random.Random
+    ) -> NodeSlots:
+        """One of the rows."""
 
 
-def least_loaded(
-    rows: Sequence[NodeSlots], queued: QueuedRequest, _now: float, rng: random.Random
-) -> NodeSlots | None:
-    """Slots in use, the newcomer's included, against slots owned; ties at random."""
-    best: NodeSlots | None = None
-    least = 0.0
-    ties = 1
-    for row in rows:
-        load = (row.busy + queued.slots) / max(1, row.total)
-        if best is None or load < least:
-            best, least, ties = row, load, 1
-        elif load == least:
-            ties += 1
-            if rng.random() * ties < 1.0:
-                best = row
-    return best
+class LeastFinish:
+    """Where the request and the requests that it holds up end first; ties at random."""
+
+    by_cost = True
+
+    def __init__(self, placement_state: PlacementState) -> None:
+        self._columns = CostColumns(placement_state)
+
+    def choose(
+        self, available: AvailableRows, queued: QueuedRequest, now: float, rng: random.Random
+    ) -> NodeSlots:
+        """The row of the least expected cost."""
+        rows = available.rows
+        if len(rows) >= LOOP_ROWS and available.unfiltered:
+            row = self._columns.least_finish(available.candidate_set, queued, now, rng)
+            assert row is not None
+            return row
+        costs = row_costs(rows, queued, now)
+        least = min(costs)
+        if costs.count(least) == 1:
+            return rows[costs.index(least)]
+        ties = [row for row, cost in zip(rows, costs, strict=True) if cost == least]
+        return ties[int(rng.random() * len(ties))]
 
 
-def round_robin(
-    rows: Sequence[NodeSlots], _ask: QueuedRequest, _now: float, _rng: random.Random
-) -> NodeSlots | None:
-    """The one that was used the longest ago."""
-    return min(rows, key=lambda row: (row.last_placement, row.index), default=None)
+class LeastLoaded:
+    """The least share of slots in use, the new request's included; ties at random."""
+
+    by_cost = False
+
+    def choose(
+        self, available: AvailableRows, queued: QueuedRequest, _now: float, rng: random.Random
+    ) -> NodeSlots:
+        """The row that is least loaded."""
+        best = available.rows[0]
+        least = _load(best, queued)
+        ties = 1
+        for row in available.rows[1:]:
+            load = _load(row, queued)
+            if load < least:
+                best, least, ties = row, load, 1
+            elif load == least:
+                ties += 1
+                if rng.random() * ties < 1.0:
+                    best = row
+        return best
 
 
-def prefix_hash(
-    rows: Sequence[NodeSlots], queued: QueuedRequest, _now: float, _rng: random.Random
-) -> NodeSlots | None:
-    """The highest by rendezvous hashing of what the request shares with its like.
+def _load(row: NodeSlots, queued: QueuedRequest) -> float:
+    return (row.busy + queued.slots) / max(1, row.total)
 
-    A full node passes it on to the next of the same order, as consistent hashing with bounded
-    loads does (Mirrokni et al. 2018).
+
+class RoundRobin:
+    """The row that was used the longest ago."""
+
+    by_cost = False
+
+    def choose(
+        self, available: AvailableRows, _queued: QueuedRequest, _now: float, _rng: random.Random
+    ) -> NodeSlots:
+        """The next row in turn."""
+        return min(available.rows, key=lambda row: (row.last_placement, row.index))
+
+
+class PrefixHash:
+    """The highest row by rendezvous hashing of the prompt's shared beginning.
+
+    A full node leaves the request to the next in the same order, as consistent hashing with
+    bounded loads does (Mirrokni et al. 2018).
     """
-    return max(
-        rows,
-        key=lambda row: _mix64(
-            queued.affinity_hash ^ row.name_hash * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-        ),
-        default=None,
-    )
+
+    by_cost = False
+
+    def choose(
+        self, available: AvailableRows, queued: QueuedRequest, _now: float, _rng: random.Random
+    ) -> NodeSlots:
+        """The row that the prompt's beginning belongs to, of those with room."""
+        return max(
+            available.rows,
+            key=lambda row: _mix64(
+                queued.affinity_hash ^ row.name_hash * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+            ),
+        )
 
 
 def _mix64(value: int) -> int:
@@ -88,31 +130,19 @@ def _mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-POLICIES: Final[dict[str, SelectionPolicy]] = {
-    "least_finish": least_finish,
-    "least_loaded": least_loaded,
-    "round_robin": round_robin,
-    "prefix_hash": prefix_hash,
+POLICIES: Final[dict[str, Callable[[PlacementState], SelectionPolicy]]] = {
+    "least_finish": LeastFinish,
+    "least_loaded": lambda _: LeastLoaded(),
+    "round_robin": lambda _: RoundRobin(),
+    "prefix_hash": lambda _: PrefixHash(),
 }
-
-
-@dataclass(slots=True)
-class AvailableRows:
-    """Rows with room for a request."""
-
-    rows: list[NodeSlots]
-    """At least one."""
-    candidate_set: CandidateSet
-    group: int
-    """The group of the request that the pool is from."""
-    unfiltered: bool = True
-    """Whether these are all rows of the pool that have the slots."""
+"""Makes the policy of each name, for one placement state."""
 
 
 def available_rows(placement_state: PlacementState, queued: QueuedRequest) -> AvailableRows | None:
-    """The rows that can take `ask` now, or None.
+    """The rows that have room for a request now; None: no row has.
 
-    A tier is passed over when it has no room, a group only when none of its rows is alive.
+    A tier is passed over when it is full, a group only when none of its rows is alive.
     """
     if queued.slots == 1 and not (
         queued.excluded
@@ -120,97 +150,97 @@ def available_rows(placement_state: PlacementState, queued: QueuedRequest) -> Av
         or placement_state.reserved_rows
         or placement_state.batch_reserve
     ):
-        # Nearly always: what is found for one holds for the next, until a row opens or closes.
-        pool = queued.groups[0][0]
-        if pool.available_version != placement_state.free_rows_version:
-            rows = _with_room(placement_state, pool, queued)
-            pool.available, pool.available_version = (
-                AvailableRows(rows, pool, 0) if rows else None,
-                placement_state.free_rows_version,
-            )
-        if pool.available is not None:
-            usual: AvailableRows = pool.available
-            return usual
-    avoided: Collection[int] = queued.failed if queued.failed and _another_lives(queued) else ()
+        # Nearly always: the rows found for one request hold until a row fills or frees a slot.
+        candidates = queued.groups[0][0]
+        version = placement_state.free_rows_version
+        if candidates.available_version != version:
+            candidates.set_available(_rows_with_room(placement_state, candidates, queued), version)
+        if candidates.available is not None:
+            return candidates.available
+    avoided: Collection[int] = queued.failed if queued.failed and _another_is_alive(queued) else ()
     for group, tiers in enumerate(queued.groups):
-        for pool in tiers:
-            rows = _with_room(placement_state, pool, queued)
+        for candidates in tiers:
+            rows = _rows_with_room(placement_state, candidates, queued)
             count = len(rows)
             if rows and (queued.excluded or avoided):
                 rows = [
                     r for r in rows if r.index not in queued.excluded and r.index not in avoided
                 ]
             if rows and placement_state.reserved_rows and queued.slots:
-                rows = [r for r in rows if _may_use(r, queued)]
+                rows = [r for r in rows if _is_open_to(r, queued)]
             if rows:
                 return AvailableRows(
-                    rows, pool, group, unfiltered=len(rows) == count and queued.slots > 0
+                    rows, candidates, group, unfiltered=len(rows) == count and queued.slots > 0
                 )
         if any(
             row.alive and row.index not in queued.excluded and row.index not in avoided
-            for pool in tiers
-            for row in pool.rows
+            for candidates in tiers
+            for row in candidates.rows
         ):
             break
     return None
 
 
-def _with_room(board: PlacementState, pool: CandidateSet, ask: QueuedRequest) -> list[NodeSlots]:
-    slots = ask.slots
+def _rows_with_room(
+    state: PlacementState, candidates: CandidateSet, queued: QueuedRequest
+) -> list[NodeSlots]:
+    slots = queued.slots
     if not slots:
-        owner = ask.slotless_caller
-        return [row for row in pool.rows if row.capacity and board.has_slotless_room(row, owner)]
-    if len(board.free_rows) < len(pool.rows):
-        members = pool.row_indexes
-        if slots == 1 and len(members) == board.node_count:
-            rows = list(board.free_rows.values())  # A copy is a fiftieth of looking at each.
+        caller = queued.slotless_caller
+        return [r for r in candidates.rows if r.capacity and state.has_slotless_room(r, caller)]
+    if len(state.free_rows) < len(candidates.rows):
+        members = candidates.row_indexes
+        if slots == 1 and len(members) == state.node_count:
+            rows = list(state.free_rows.values())  # A copy costs a fiftieth of testing each row.
         else:
             rows = [
                 row
-                for index, row in board.free_rows.items()
+                for index, row in state.free_rows.items()
                 if index in members and row.free >= slots
             ]
     else:
-        rows = [row for row in pool.rows if row.free >= slots]
-    if board.batch_reserve and ask.keeps_batch_reserve:
-        # A node that is idle is no use to anybody: there even a wide one fits, or one beside a
-        # reserve of all slots.
+        rows = [row for row in candidates.rows if row.free >= slots]
+    if state.batch_reserve and queued.keeps_batch_reserve:
+        # An idle node is of use to nobody, so it takes a batch request of any width, also where the
+        # reserve is all of its slots.
         rows = [row for row in rows if row.free - slots >= row.batch_reserve or not row.busy]
     return rows
 
 
-def _another_lives(ask: QueuedRequest) -> bool:
+def _another_is_alive(queued: QueuedRequest) -> bool:
     return any(
-        row.alive and row.index not in ask.failed and row.index not in ask.excluded
-        for tiers in ask.groups
-        for pool in tiers
-        for row in pool.rows
+        row.alive and row.index not in queued.failed and row.index not in queued.excluded
+        for tiers in queued.groups
+        for candidates in tiers
+        for row in candidates.rows
     )
 
 
-def _may_use(row: NodeSlots, ask: QueuedRequest) -> bool:
-    kept = row.reserved_for
+def _is_open_to(row: NodeSlots, queued: QueuedRequest) -> bool:
+    wide = row.reserved_for
     return (
-        kept is None or kept is ask or (kept.priority > ask.priority and not row.reserved_from_all)
+        wide is None
+        or wide is queued
+        or (wide.priority > queued.priority and not row.reserved_from_all)
     )
 
 
 @dataclass(slots=True)
 class AvailabilityCache:
-    """The rooms of one look at what waits, found once for each shape."""
+    """`available_rows` for waiting requests, found once for each kind of requirements."""
 
     placement_state: PlacementState
     _found: dict[Requirements, AvailableRows | None] = field(default_factory=dict)
 
     def rows_for(self, queued: QueuedRequest) -> AvailableRows | None:
-        """The room for `ask`, which waits."""
+        """The rows with room for a waiting request; None: no row has."""
         if queued.excluded or queued.failed or not queued.slots:
             return available_rows(self.placement_state, queued)
         if queued.requirements in self._found:
             return self._found[queued.requirements]
-        room = self._found[queued.requirements] = available_rows(self.placement_state, queued)
-        return room
+        rows = self._found[queued.requirements] = available_rows(self.placement_state, queued)
+        return rows
 
     def clear(self) -> None:
-        """Rows have been closed since."""
+        """Forget all: rows have been reserved since."""
         self._found.clear()

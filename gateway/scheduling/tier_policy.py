@@ -1,11 +1,11 @@
-"""CPU and GPU nodes in one fleet: which tier a request goes to, and why. Pure rules.
+"""Which tier, GPU or CPU nodes, a request goes to, and why. Pure rules.
 
-| class | nodes of its own tier | |
+| class | its own tier | the other tier |
 | --- | --- | --- |
-| `gpu_first` (urgent, premium) | GPU | CPU while the GPU nodes are out or full |
-| all others | CPU | GPU to spill over, within the budget |
+| `gpu_first` (urgent, premium) | GPU | CPU, while the GPU nodes are down or full |
+| all others | CPU | GPU, to spill over, within the budget |
 
-A model that only one tier serves is served there for everybody: that is neither a fall-back nor
+A model that one tier alone serves is served there for every class: that is neither a fallback nor
 spill-over, and no budget counts it.
 """
 
@@ -24,23 +24,23 @@ Tier = Literal["gpu", "cpu"]
 FallbackReason = Literal[
     "gpu_full", "gpu_down", "gpu_limited", "gpu_failed", "cpu_wait", "cpu_down"
 ]
-"""Why a request is not where its class belongs, as `X-Gateway-Fallback` says it."""
+"""Why a request is not in its class's own tier; the values of `X-Gateway-Fallback`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """The nodes of one tier that could ever serve one request, as they stand at this moment."""
+    """The nodes of one tier that could ever serve one request, as they are now."""
 
     alive: bool
-    """One of them is in, and has not failed this request."""
+    """One of them is up and has not failed this request."""
     has_room: bool
-    """One of those has the slots that it takes."""
+    """One of those has the slots that the request takes."""
     wait_seconds: float = math.inf
-    """Predicted seconds until one has; infinity: no idea."""
+    """Predicted seconds until one has; infinity: unknown."""
     service_seconds: float = 0.0
-    """Predicted seconds of the answer, from then on, on the best of them."""
+    """Predicted seconds from then to the end of the answer, on the best of them."""
     paused: bool = False
-    """Those that are in take nothing for a while because the endpoint asked for it (429)."""
+    """Those that are up take nothing for a while because the endpoint asked for it (429)."""
     failed: bool = False
     """One of them has failed this request."""
 
@@ -50,23 +50,23 @@ class TierRoute:
     """Where one request may go."""
 
     class_tier: Tier
-    """The tier that its class belongs to."""
+    """Its class's own tier."""
     tiers: tuple[Tier, ...]
-    """The open ones in order of preference: each is for when those before it have no room now."""
+    """The open tiers in order of preference: each is for when those before it are full."""
     fallback_delay: float = 0.0
     """Seconds for which only the first is open."""
     reason: FallbackReason | None = None
-    """Why it may end elsewhere than at home."""
+    """Why it may go to the other tier."""
     reservation: SpillReservation | None = None
-    """What it reserved to spill over: for its lease, or to be cancelled."""
+    """The share of the budget that it reserved to spill over; its lease settles it."""
 
     def fallback(self, tier: Tier) -> FallbackReason | None:
-        """What to tell of a request that was placed on `tier`; None where it is at home."""
+        """Why a request that was placed on `tier` is there; None: it is its own tier."""
         return None if tier == self.class_tier else self.reason
 
 
 _GPU = TierRoute("gpu", ("gpu", "cpu"), reason="gpu_full")
-"""Should the room be gone when it is placed, that is why."""
+"""The reason holds if the GPU has filled up by the time the request is placed."""
 
 _GPU_ALONE = TierRoute("gpu", ("gpu",))
 
@@ -74,9 +74,10 @@ _CPU_ALONE = TierRoute("cpu", ("cpu",))
 
 
 def route_gpu_first(gpu: TierStatus, cpu: TierStatus, most_wait: float) -> TierRoute:
-    """The GPU while it has room; the CPU otherwise, or both where both are full.
+    """The GPU while it has room; else the CPU, or whichever has room first.
 
-    A full GPU is waited for, up to `wait` seconds, where that is predicted to finish sooner.
+    If waiting for a full GPU is predicted to finish sooner, the request waits for it alone, up to
+    `most_wait` seconds.
     """
     if gpu.has_room:
         return _GPU
@@ -84,12 +85,12 @@ def route_gpu_first(gpu: TierStatus, cpu: TierStatus, most_wait: float) -> TierR
         return TierRoute("gpu", ("gpu", "cpu"), reason="gpu_failed" if gpu.failed else "gpu_down")
     reason: FallbackReason = "gpu_limited" if gpu.paused else "gpu_full"
     sooner = gpu.wait_seconds + gpu.service_seconds < cpu.wait_seconds + cpu.service_seconds
-    hold = most_wait if sooner and gpu.wait_seconds <= most_wait and not gpu.paused else 0.0
-    return TierRoute("gpu", ("gpu", "cpu"), hold, reason)
+    delay = most_wait if sooner and gpu.wait_seconds <= most_wait and not gpu.paused else 0.0
+    return TierRoute("gpu", ("gpu", "cpu"), delay, reason)
 
 
 def spill_reason(gpu: TierStatus, cpu: TierStatus, least_wait: float) -> FallbackReason | None:
-    """Why a request of the CPU's should go to the GPU now; None: it should not."""
+    """Why a request of the CPU tier should go to the GPU now; None: it should not."""
     if cpu.has_room or not gpu.has_room:
         return None
     if not cpu.alive:
@@ -98,10 +99,9 @@ def spill_reason(gpu: TierStatus, cpu: TierStatus, least_wait: float) -> Fallbac
 
 
 class TierPolicy:
-    """The rules in force and the budget; one for the process.
+    """The rules in force and the budget; one for each process.
 
-    `configure` takes in changed settings: what was spent stays counted, also while spill-over is
-    switched off.
+    Over `configure` what was spent stays counted, even while spill-over is switched off.
     """
 
     def __init__(self, settings: HybridSettings) -> None:
@@ -111,9 +111,9 @@ class TierPolicy:
     def configure(self, settings: HybridSettings) -> None:
         """Put these settings in force."""
         self._settings = settings
-        self._first = _priorities(settings.gpu_first)
+        self._gpu_first = _priorities(settings.gpu_first)
         spill = settings.spill
-        self._spilling = frozenset[Priority]() if spill is None else _priorities(spill.classes)
+        self._may_spill = frozenset[Priority]() if spill is None else _priorities(spill.classes)
         if spill is None:
             return
         if self._budget is None:
@@ -121,13 +121,9 @@ class TierPolicy:
         else:
             self._budget.configure(spill)
 
-    def may_spill(self, priority: Priority) -> bool:
-        """Whether requests of this class may spill over at all."""
-        return priority in self._spilling
-
     def arrived(self, priority: Priority, now: float) -> None:
-        """A request of this class has come: to be told once for each, retries left out."""
-        if priority in self._spilling and self._budget is not None:
+        """A request of this class has arrived; to be called once for each, not for retries."""
+        if priority in self._may_spill and self._budget is not None:
             self._budget.arrived(now)
 
     def route(
@@ -138,18 +134,18 @@ class TierPolicy:
         now: float,
         most_cost: float = math.inf,
     ) -> TierRoute:
-        """Where a request may go. None for a tier: no node of it serves what is asked for.
+        """Where a request may go. None for a tier: no node of it can serve the request.
 
-        `most` is what it can cost on a GPU node at most; a route that spills has reserved it.
+        `most_cost`: the most that it can cost on a GPU node; a route that spills has reserved it.
         """
         if cpu is None:
             return _GPU_ALONE
         if gpu is None:
             return _CPU_ALONE
-        if priority in self._first:
+        if priority in self._gpu_first:
             return route_gpu_first(gpu, cpu, self._settings.wait)
         spill, budget = self._settings.spill, self._budget
-        if spill is None or budget is None or priority not in self._spilling:
+        if spill is None or budget is None or priority not in self._may_spill:
             return _CPU_ALONE
         reason = spill_reason(gpu, cpu, spill.after)
         reservation = None if reason is None else budget.reserve(now, most_cost)
@@ -158,7 +154,7 @@ class TierPolicy:
         return TierRoute("cpu", ("gpu",), reason=reason, reservation=reservation)
 
     def view(self, now: float) -> dict[str, object]:
-        """The rules and the state of the budget, as the admin API shows them."""
+        """The rules and the budget's state, for the admin API."""
         spill, budget = self._settings.spill, self._budget
         shown: dict[str, object] = {"gpu_first": list(self._settings.gpu_first), "spill": None}
         if spill is not None and budget is not None:
@@ -178,6 +174,6 @@ class TierPolicy:
         return shown
 
 
-def _priorities(words: tuple[str, ...]) -> frozenset[Priority]:
-    found = {Priority.parse(word) for word in words}
-    return frozenset(priority for priority in found if priority is not None)
+def _priorities(labels: tuple[str, ...]) -> frozenset[Priority]:
+    parsed = {Priority.parse(label) for label in labels}
+    return frozenset(priority for priority in parsed if priority is not None)

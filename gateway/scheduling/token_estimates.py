@@ -1,17 +1,16 @@
-"""What a request will cost: tokens of its prompt without a tokenizer, and of its answer.
+"""Token estimates: the size of a prompt, without a tokenizer, and of its answer.
 
-**Prompts.** A model has so many tokens for a byte of text; a caller's texts (another language,
-code) differ from others', so that the caller's own ratio stands above the model's as far as there
-is evidence for it. Sums of tokens and of bytes decay, so that long prompts count for more.
-The tokens of images and audio are guessed by their size (`proxy/inbound/media.py`); a factor for
-each model corrects it.
+**Prompts.** Each model has a ratio of tokens to bytes of text. A caller's texts (another language,
+code) differ from others', so the caller's own ratio replaces the model's as evidence for it grows.
+Sums of tokens and of bytes decay, so that long prompts count for more. The tokens of images and
+audio are guessed by their size (`proxy/inbound/media.py`) and corrected by a factor for each model.
 
-**Answers.** Lengths scatter about as an exponential distribution does, and `max_tokens` cuts some
-off: those tell only that the answer would have been at least so long. The mean of such a
-distribution is all tokens over the number of answers that ended by themselves (its maximum
-likelihood under censoring; Lawless, Statistical Models and Methods for Lifetime Data, 4.1). A
-caller whose answers all run to their limit gets an estimate at the limit, and one who leaves early
-teaches no short lengths. The caller's own mean stands above the model's, and that above a constant.
+**Answers.** Lengths are distributed about exponentially, and `max_tokens` cuts some answers off:
+of those only a lower bound of the length is known. The maximum likelihood estimate of the mean
+under such censoring is all tokens divided by the number of answers that ended by themselves
+(Lawless, Statistical Models and Methods for Lifetime Data, 4.1). So a caller whose answers all run
+into their limit gets an estimate at the limit, and one that disconnects early teaches no short
+lengths. The caller's own mean has the model's as its prior, and that a constant.
 """
 
 from __future__ import annotations
@@ -22,42 +21,44 @@ from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 TOKENS_PER_BYTE = 0.25
-"""English text has about 4 bytes a token in the tokenizers of today's open models."""
+"""English text has about 4 bytes per token in the tokenizers of today's open models."""
 
 LEAST_TOKENS_PER_BYTE, MOST_TOKENS_PER_BYTE = 1 / 64, 2.0
-"""Tokens of a byte outside of which `usage` is taken for wrong (bounded)."""
+"""Tokens per byte outside of which a reported `usage` is taken for wrong, and clamped."""
 
 PRIOR_BYTES = 1000.0
-"""Bytes of text that the first guess of a model, or the model's ratio for a caller, is worth."""
+"""Weight of the prior (a constant for a model, the model's ratio for a caller), in bytes of text.
+"""
 
 TEXT_HALF_LIFE = 100_000.0
 """Bytes of text after which earlier ones count half."""
 
 OUTLIER_RATIO = 3.0
-"""A prompt counts as at most so many times more or fewer tokens than expected."""
+"""A prompt counts as at most this many times more or fewer tokens than expected."""
 
 MOST_MEDIA_STEP = 4.0
+"""One prompt moves the media factor's target by at most this ratio."""
 
 MOST_MEDIA_FACTOR, LEAST_MEDIA_FACTOR = 16.0, 1 / 16
-"""Bounds of the factor for pictures."""
+"""Bounds of the media factor."""
 
 DEFAULT_ANSWER_TOKENS = 256.0
-"""Tokens of an answer that nothing is known about."""
+"""Tokens of an answer about which nothing is known."""
 
 PRIOR_ANSWERS = 1.0
-"""Answers that the mean of the level below is worth at first; less with each that ends."""
+"""Weight of the prior mean at first, in answers; less with each answer that ends."""
 
 ANSWERS_HALF_LIFE = 24.0
 """Answers after which earlier ones count half."""
 
 OUTLIER_ANSWER_MEANS = 8.0
-"""One answer counts as at most so many means."""
+"""One answer counts as at most this many means."""
 
 MOST_TOKENS = float(1 << 20)
-"""Of a prompt or an answer; more is a mistake and is bounded."""
+"""Tokens of a prompt or an answer; more is a mistake and is clamped."""
 
 MOST_TEXT_BYTES = 1e9
-"""Bytes of a prompt; more teach nothing more."""
+"""Bytes of a prompt; further ones teach nothing."""
 
 
 @dataclass(slots=True)
@@ -66,52 +67,60 @@ class TokenStats:
 
     prompt_tokens: float = 0.0
     prompt_bytes: float = 0.0
-    """Bytes that those tokens were."""
+    """Bytes of the text of those prompt tokens."""
     answer_tokens: float = 0.0
-    """Tokens of answers."""
     finished_answers: float = 0.0
-    """How many of them ended by themselves."""
+    """How many answers ended by themselves."""
     media_factor: float = 1.0
-    """Tokens of pictures over what was guessed."""
+    """Real tokens of images and audio, divided by those guessed."""
 
     def tokens_per_byte(self, prior_ratio: float) -> float:
-        """Tokens of a byte, where `below` is what to think without evidence."""
+        """Tokens per byte of text; `prior_ratio` without evidence."""
         return (self.prompt_tokens + PRIOR_BYTES * prior_ratio) / (self.prompt_bytes + PRIOR_BYTES)
 
     def mean_answer(self, prior_mean: float) -> float:
-        """Tokens of an answer that nothing cuts off."""
+        """Mean tokens of an answer that nothing cuts off; `prior_mean` without evidence."""
         prior = PRIOR_ANSWERS / (1 + self.finished_answers)
         mean = (self.answer_tokens + prior * prior_mean) / (self.finished_answers + prior)
         return min(mean, MOST_TOKENS)
 
     def add_prompt(self, size: float, tokens: float) -> None:
-        """A prompt of so many bytes was so many tokens."""
-        kept = 0.5 ** (min(size, TEXT_HALF_LIFE) / TEXT_HALF_LIFE)
-        self.prompt_tokens = self.prompt_tokens * kept + tokens
-        self.prompt_bytes = self.prompt_bytes * kept + size
+        """A prompt of `size` bytes was `tokens` tokens."""
+        decayed = 0.5 ** (min(size, TEXT_HALF_LIFE) / TEXT_HALF_LIFE)
+        self.prompt_tokens = self.prompt_tokens * decayed + tokens
+        self.prompt_bytes = self.prompt_bytes * decayed + size
 
     def add_answer(self, tokens: float, finished: bool, prior_mean: float) -> None:  # noqa: FBT001
-        """An answer had so many tokens, and `ended` by itself or was cut off there."""
-        self.answer_tokens = self.answer_tokens * _KEPT + min(
+        """An answer had `tokens` tokens; `finished`: it ended by itself, else it was cut off."""
+        self.answer_tokens = self.answer_tokens * _ANSWER_DECAY + min(
             tokens, OUTLIER_ANSWER_MEANS * self.mean_answer(prior_mean)
         )
-        self.finished_answers = self.finished_answers * _KEPT + finished
+        self.finished_answers = self.finished_answers * _ANSWER_DECAY + finished
+
+    def correct_media(self, tokens: float, guessed: float) -> None:
+        """Images and audio were `tokens` tokens where `guessed` were expected at a factor of 1."""
+        factor = min(
+            max(tokens / guessed, self.media_factor / MOST_MEDIA_STEP),
+            self.media_factor * MOST_MEDIA_STEP,
+        )
+        factor = min(max(factor, LEAST_MEDIA_FACTOR), MOST_MEDIA_FACTOR)
+        self.media_factor += (factor - self.media_factor) / 4
 
 
-K = TypeVar("K")
+Key = TypeVar("Key")
 
-_KEPT: Final = 0.5 ** (1 / ANSWERS_HALF_LIFE)
+_ANSWER_DECAY: Final = 0.5 ** (1 / ANSWERS_HALF_LIFE)
 
-_NOTHING: Final = TokenStats()
+_NO_STATS: Final = TokenStats()
 
 
 @dataclass(slots=True, eq=False)
 class TokenEstimates:
-    """Both estimates, corrected by every answer. Who was not heard of for long is forgotten."""
+    """Both estimates, corrected by every answer. The least recently used are forgotten."""
 
     most_models: int = 1024
     most_callers: int = 16_384
-    """Pairs of caller and model."""
+    """Most pairs of caller and model."""
     _models: OrderedDict[str, TokenStats] = field(default_factory=OrderedDict)
     _callers: OrderedDict[tuple[str, str], TokenStats] = field(default_factory=OrderedDict)
 
@@ -126,12 +135,13 @@ class TokenEstimates:
     ) -> tuple[float, float]:
         """Expected tokens of the prompt, and of each answer.
 
-        `text` is bytes, `ids` tokens that are known, `media` tokens guessed of pictures and sound.
-        Absurd figures are bounded; a `max_tokens` that is no number counts as none.
+        `exact_tokens`: known ones, given as ids; `media_tokens`: guessed of images and audio.
+        Absurd figures are clamped; a `max_tokens` of NaN counts as none.
         """
-        common = self._models.get(model, _NOTHING)
-        own = self._callers.get((caller, model), _NOTHING)
-        # `own.ratio(common.ratio(TOKENS_PER_BYTE))`, spelt out: it is for each request.
+        common = self._models.get(model, _NO_STATS)
+        own = self._callers.get((caller, model), _NO_STATS)
+        # `own.tokens_per_byte(common.tokens_per_byte(TOKENS_PER_BYTE))`, inlined: the calls would
+        # be most of the time.
         ratio = (common.prompt_tokens + PRIOR_BYTES * TOKENS_PER_BYTE) / (
             common.prompt_bytes + PRIOR_BYTES
         )
@@ -140,13 +150,13 @@ class TokenEstimates:
         if media_tokens:
             prompt += media_tokens * common.media_factor
         if not 0.0 <= prompt <= MOST_TOKENS:
-            prompt = _tokens(prompt)
+            prompt = _clamp_tokens(prompt)
         if max_tokens is not None and max_tokens <= 0:
             return prompt, 0.0
         mean = own.mean_answer(common.mean_answer(DEFAULT_ANSWER_TOKENS))
         if max_tokens is None or not max_tokens < MOST_TOKENS:
             return prompt, mean
-        # About what the limit leaves: at most the limit, at most the mean, less where they meet.
+        # A smooth minimum: at most the limit, at most the mean, less where both are close.
         return prompt, mean * max_tokens / math.hypot(mean, max_tokens)
 
     def learn(
@@ -162,13 +172,13 @@ class TokenEstimates:
         *,
         complete: bool = True,
     ) -> None:
-        """Take in what an answer came to; tokens of 0 are unknown.
+        """Learn from an answer; tokens of 0 are unknown.
 
-        `completion_tokens` is of each answer. Not `whole`: it was cut short by its client or by a
-        failure, which says nothing of how long it would have been.
+        `completion_tokens` is of each answer. Not `complete`: its client or a failure cut it short,
+        so its length says only that it would have been at least as long.
         """
-        common = _recent(self._models, model, self.most_models)
-        own = _recent(self._callers, (caller, model), self.most_callers)
+        common = _most_recent(self._models, model, self.most_models)
+        own = _most_recent(self._callers, (caller, model), self.most_callers)
         usual = common.tokens_per_byte(TOKENS_PER_BYTE)
         if (
             0 < prompt_tokens < math.inf
@@ -178,7 +188,7 @@ class TokenEstimates:
             left = min(prompt_tokens, MOST_TOKENS) - exact_tokens
             expected = text_bytes * own.tokens_per_byte(usual)
             if media_tokens > 0:
-                _learn_media(common, left - expected, media_tokens)
+                common.correct_media(left - expected, media_tokens)
             elif text_bytes > 0 and left > 0:
                 tokens = min(max(left, expected / OUTLIER_RATIO), expected * OUTLIER_RATIO)
                 tokens = min(
@@ -195,27 +205,17 @@ class TokenEstimates:
             common.add_answer(completion_tokens, ended, DEFAULT_ANSWER_TOKENS)
 
 
-def _learn_media(common: TokenStats, tokens: float, guessed: float) -> None:
-    """Correct the factor for pictures by what is left when the text's tokens are taken off."""
-    factor = min(
-        max(tokens / guessed, common.media_factor / MOST_MEDIA_STEP),
-        common.media_factor * MOST_MEDIA_STEP,
-    )
-    factor = min(max(factor, LEAST_MEDIA_FACTOR), MOST_MEDIA_FACTOR)
-    common.media_factor += (factor - common.media_factor) / 4
-
-
-def _tokens(value: float) -> float:
+def _clamp_tokens(value: float) -> float:
     return min(value, MOST_TOKENS) if value > 0 else 0.0
 
 
-def _recent(kept: OrderedDict[K, TokenStats], key: K, most: int) -> TokenStats:
-    """What is kept under `key`, now the most recent; the one not heard of for longest goes."""
-    found = kept.get(key)
-    if found is None:
-        if len(kept) >= most:
-            kept.popitem(last=False)
-        found = kept[key] = TokenStats()
+def _most_recent(entries: OrderedDict[Key, TokenStats], key: Key, most: int) -> TokenStats:
+    """The entry of `key`, now the most recent; a new one drops the least recent beyond `most`."""
+    stats = entries.get(key)
+    if stats is None:
+        if len(entries) >= most:
+            entries.popitem(last=False)
+        stats = entries[key] = TokenStats()
     else:
-        kept.move_to_end(key)
-    return found
+        entries.move_to_end(key)
+    return stats

@@ -1,8 +1,9 @@
-"""What waits, kept so that the next candidates are found without looking at all of it.
+"""The wait queue: requests sorted so that the next ones are found without looking at all.
 
-A class is a `Rank`. In it a request stands twice in the order of age: in its caller's lane, which
-fairness goes by, and in the lane of its shape, which ageing goes by. Requests of one shape can go
-to the same nodes, so where one shape finds no room, the whole lane is passed over.
+Each class has a `PriorityLevel`. In it a request stands in two FIFOs, sorted by age: that of its
+caller's account, which fairness goes by, and that of its requirements, which the guard against
+starvation goes by. Requests with equal requirements can go to the same nodes, so where one finds no
+room, its whole FIFO is passed over.
 """
 
 from __future__ import annotations
@@ -15,21 +16,36 @@ from operator import attrgetter
 
 from gateway.request import Priority
 from gateway.scheduling.fairness import VirtualTokenCounters
-from gateway.scheduling.placement_state import FairnessAccount, QueuedRequest, Requirements
+from gateway.scheduling.node_slots import FairnessAccount, QueuedRequest, Requirements
 
-WARM_ROWS_PER_REQUEST = 6
-"""Nodes for which a waiting request is remembered as warm."""
+Fifos = dict[Requirements, list[QueuedRequest]]
 
-_age = attrgetter("arrival_key")
+by_age = attrgetter("arrival_key")
 
 
 @dataclass(slots=True, eq=False)
 class PriorityLevel:
-    """What waits of one class."""
+    """The waiting requests of one class."""
 
     counters: VirtualTokenCounters = field(default_factory=VirtualTokenCounters)
-    fifos: dict[Requirements, list[QueuedRequest]] = field(default_factory=dict)
+    fifos: Fifos = field(default_factory=dict)
     count: int = 0
+
+    def add(self, queued: QueuedRequest, account: FairnessAccount) -> None:
+        """Put a request into both FIFOs."""
+        if not account.fifos:
+            self.counters.add_waiting(account)
+        _insert(account.fifos, queued)
+        _insert(self.fifos, queued)
+        self.count += 1
+
+    def remove(self, queued: QueuedRequest, account: FairnessAccount) -> None:
+        """Take it out of both."""
+        _drop(account.fifos, queued)
+        _drop(self.fifos, queued)
+        if not account.fifos:
+            self.counters.remove_waiting(account)
+        self.count -= 1
 
 
 @dataclass(slots=True, eq=False)
@@ -41,109 +57,80 @@ class WaitQueue:
     )
     count: int = 0
     wide_count: int = 0
-    """How many of them need several."""
+    """How many need several slots."""
     _arrivals: int = 0
     _warm: dict[int, dict[QueuedRequest, None]] = field(default_factory=dict)
+    """By row index: the requests that have that row among their warmest."""
 
-    def add(self, entry: QueuedRequest, account: FairnessAccount) -> None:
-        """Put `ask`, whose account it is, in line."""
-        rank = self.levels[entry.priority]
+    def add(self, queued: QueuedRequest, account: FairnessAccount) -> None:
+        """Let a request wait, on its caller's account."""
         self._arrivals += 1
-        entry.arrival_key = (entry.received_at, self._arrivals)
-        entry.account = account
-        shape = entry.requirements = requirements_of(entry)
-        if not account.fifos:
-            rank.counters.add_waiting(account)
-        _insert(account.fifos, shape, entry)
-        _insert(rank.fifos, shape, entry)
-        rank.count += 1
+        queued.enter(account, self._arrivals)
+        self.levels[queued.priority].add(queued, account)
         self.count += 1
-        self.wide_count += entry.slots > 1
-        if entry.slots:
-            for queued, tokens in zip(
-                entry.groups[0][0].queued_tokens, entry.work_tokens, strict=True
+        self.wide_count += queued.slots > 1
+        if queued.slots:
+            for sums, tokens in zip(
+                queued.groups[0][0].queued_tokens, queued.work_tokens, strict=True
             ):
-                queued[entry.priority] += tokens
-        self._note(entry)
+                sums[queued.priority] += tokens
+        self._add_warm(queued)
 
-    def remove(self, entry: QueuedRequest) -> None:
-        """Take `ask`, which is in line, out of it."""
-        rank, account = self.levels[entry.priority], entry.account
+    def remove(self, queued: QueuedRequest) -> None:
+        """Take out a request that waits."""
+        level, account = self.levels[queued.priority], queued.account
         assert account is not None
-        _drop(account.fifos, entry)
-        _drop(rank.fifos, entry)
-        if not account.fifos:
-            rank.counters.remove_waiting(account)
-        entry.account = None
-        rank.count -= 1
+        level.remove(queued, account)
+        queued.leave()
         self.count -= 1
-        self.wide_count -= entry.slots > 1
-        if entry.slots:
-            for queued, tokens in zip(
-                entry.groups[0][0].queued_tokens, entry.work_tokens, strict=True
+        self.wide_count -= queued.slots > 1
+        if queued.slots:
+            for sums, tokens in zip(
+                queued.groups[0][0].queued_tokens, queued.work_tokens, strict=True
             ):
-                left = queued[entry.priority] - tokens
-                queued[entry.priority] = max(0.0, left) if rank.count else 0.0
-        self._forget(entry)
+                left = sums[queued.priority] - tokens
+                sums[queued.priority] = max(0.0, left) if level.count else 0.0
+        self._remove_warm(queued)
 
     def cached_changed(self, queued: QueuedRequest) -> None:
-        """What is cached of `ask`, which is in line, has been looked up again."""
-        self._forget(queued)
-        self._note(queued)
+        """The `cached` of a waiting request has been looked up anew."""
+        self._remove_warm(queued)
+        self._add_warm(queued)
 
-    def _note(self, ask: QueuedRequest) -> None:
-        ask.warmest_rows = warmest_rows(ask)
-        for index in ask.warmest_rows:
-            self._warm.setdefault(index, {})[ask] = None
+    def _add_warm(self, queued: QueuedRequest) -> None:
+        queued.find_warmest_rows()
+        for index in queued.warmest_rows:
+            self._warm.setdefault(index, {})[queued] = None
 
-    def _forget(self, ask: QueuedRequest) -> None:
-        for index in ask.warmest_rows:
+    def _remove_warm(self, queued: QueuedRequest) -> None:
+        for index in queued.warmest_rows:
             warm = self._warm[index]
-            del warm[ask]
+            del warm[queued]
             if not warm:
                 del self._warm[index]
 
     def warm_for_row(self, index: int) -> dict[QueuedRequest, None]:
-        """What waits and is warmest at the row of that index, in the order of arrival."""
+        """Requests that have the row of that index among their warmest, in the order of arrival."""
         return self._warm.get(index, {})
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        """All of it, by class and age."""
-        for rank in self.levels:
-            yield from heapq.merge(*rank.fifos.values(), key=_age)
+        """All of them, by class and age."""
+        for level in self.levels:
+            yield from heapq.merge(*level.fifos.values(), key=by_age)
 
 
-def requirements_of(queued: QueuedRequest) -> Requirements:
-    """What the rows that have room for it depend on."""
-    return queued.groups, queued.slots, queued.keeps_batch_reserve
-
-
-def warmest_rows(queued: QueuedRequest) -> tuple[int, ...]:
-    """The indexes of the rows that have most of its prompt cached, or will have."""
-    cached = queued.cached
-    if queued.pending:
-        coming, cached = queued.pending, {**queued.pending, **cached}
-        for index, tokens in coming.items():
-            cached[index] = max(cached[index], tokens)
-    if len(cached) <= WARM_ROWS_PER_REQUEST:
-        return tuple(cached)
-    return tuple(sorted(cached, key=cached.__getitem__, reverse=True)[:WARM_ROWS_PER_REQUEST])
-
-
-def _insert(
-    lanes: dict[Requirements, list[QueuedRequest]], shape: Requirements, ask: QueuedRequest
-) -> None:
-    lane = lanes.get(shape)
-    if lane is None:
-        lanes[shape] = [ask]
-    elif lane[-1].arrival_key <= ask.arrival_key:
-        lane.append(ask)
+def _insert(fifos: Fifos, queued: QueuedRequest) -> None:
+    fifo = fifos.get(queued.requirements)
+    if fifo is None:
+        fifos[queued.requirements] = [queued]
+    elif fifo[-1].arrival_key <= queued.arrival_key:
+        fifo.append(queued)
     else:
-        insort(lane, ask, key=_age)
+        insort(fifo, queued, key=by_age)
 
 
-def _drop(lanes: dict[Requirements, list[QueuedRequest]], ask: QueuedRequest) -> None:
-    lane = lanes[ask.requirements]
-    del lane[0 if lane[0] is ask else bisect_left(lane, ask.arrival_key, key=_age)]
-    if not lane:
-        del lanes[ask.requirements]
+def _drop(fifos: Fifos, queued: QueuedRequest) -> None:
+    fifo = fifos[queued.requirements]
+    del fifo[0 if fifo[0] is queued else bisect_left(fifo, queued.arrival_key, key=by_age)]
+    if not fifo:
+        del fifos[queued.requirements]

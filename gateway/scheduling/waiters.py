@@ -1,4 +1,4 @@
-"""A place in the queue."""
+"""The requests that wait: by caller, for shedding, and by the time at which each falls due."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from gateway.access.fair_share import FairShare
 from gateway.config.settings import Settings
 from gateway.fleet.node import Lease
 from gateway.request import Request
-from gateway.scheduling.candidates import NodeCandidates, NodesByModel
-from gateway.scheduling.placement_state import QueuedRequest
+from gateway.scheduling.fleet_sync import NodeCandidates, NodesByModel
+from gateway.scheduling.node_slots import QueuedRequest
+
+MOST_STALE_TIMERS = 64
+"""Due times of requests that have left, beside two for each that waits, before they are dropped."""
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request that waits, and what the dispatcher has of it in line."""
+    """A request that waits, its entry in the wait queue, and the future of its lease."""
 
     request: Request
     candidates: NodeCandidates
@@ -32,21 +35,75 @@ class Waiter:
     """When it has waited long enough; monotonic seconds."""
     granted: asyncio.Future[tuple[Lease, str]]
     nodes_down_since: float | None = None
-    """Since when every node that could serve it has been out."""
+    """Since when every node that could serve it has been down."""
     shed_key: tuple[int, float, int] = (0, 0.0, 0)
-    """Its order among its party's: by class, then by age."""
+    """Sorts its user's requests by class, then by age."""
     timer_id: int = -1
-    """Its place among the times that `Tickets` keeps."""
+    """Its entry among the due times of `Waiters`."""
 
     @property
     def can_shed(self) -> bool:
-        """Whether it can be turned away.
+        """Whether it can be refused to make room for another.
 
-        What has been at a node once can't, nor what is part of a request that has: its reply may
-        have begun.
+        Not once it, or the request that it is a part of, has been at a node: its response may have
+        begun.
         """
         request = self.request
         return not (request.failed_nodes or request.admitted or self.granted.done())
+
+    @property
+    def due_at(self) -> float:
+        """When it is to be checked: its wait expires, or another tier opens for it."""
+        return min(self.expires_at, self.candidates.fallback_at)
+
+    def set_candidates(self, candidates: NodeCandidates) -> None:
+        """Replace its candidates; it keeps its place in the queue."""
+        self.candidates = candidates
+
+    def requeue_as(self, candidates: NodeCandidates, queued: QueuedRequest) -> None:
+        """Replace its candidates and its entry in the queue, which it has left."""
+        self.candidates, self.queued = candidates, queued
+
+    def set_shed_key(self, serial: int) -> None:
+        """Set `shed_key`, the first time that it waits."""
+        if not self.shed_key[2]:
+            self.shed_key = (int(self.request.priority), self.queued_at, serial)
+
+    def set_timer(self, timer_id: int) -> None:
+        """Its due time has this entry."""
+        self.timer_id = timer_id
+
+    def expiry_error(
+        self, settings: Settings, retry_after: float, now: float
+    ) -> errors.GatewayError | None:
+        """Why it may not wait any longer; None: it may. `retry_after`: seconds to advise.
+
+        While all its nodes are down it waits `retries.wait_for_node`; but if a standby node is
+        starting, it waits as for any slot.
+        """
+        starting_in = None
+        if self.candidates.any_alive():
+            self.nodes_down_since = None
+        else:
+            starting_in = standby_ready_in(self.candidates.by_model, settings.elastic.cooldown, now)
+            if starting_in is not None:
+                self.nodes_down_since = None
+            elif self.nodes_down_since is None:
+                self.nodes_down_since = now
+        down_since = self.nodes_down_since
+        if down_since is not None and now - down_since >= settings.retries.wait_for_node:
+            names = ", ".join(repr(name) for name in self.request.model_names)
+            return errors.no_node(f"Every node for {names} is out.", retry_after)
+        if now < self.expires_at:
+            return None
+        waited = now - self.queued_at
+        if starting_in is not None:
+            return errors.starting(
+                f"The node for it is still being started after {waited:.0f} s; "
+                f"it is expected in {starting_in:.0f} s.",
+                starting_in,
+            )
+        return errors.queue_timeout(f"No slot came free in {waited:.0f} s.", retry_after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,134 +114,129 @@ class QueuePosition:
     position: int
     waited_seconds: float
     expected_seconds: float | None = None
-    """Seconds until it is expected to start; None: nobody knows."""
+    """Seconds until it is expected to start; None: unknown."""
 
-
-MOST_STALE_TIMERS = 64
-"""Times of tickets that have left, beside as many as wait, that are kept until they are sorted
-out."""
 
 _shed_key = attrgetter("shed_key")
 
 
 @dataclass(slots=True, eq=False)
 class Waiters:
-    """Tickets by what stands in line for them, by party, and by when they reach their limits."""
+    """All waiting requests."""
 
     fair_share: FairShare = field(default_factory=FairShare)
-    """How many wait of each party."""
-    _of: dict[tuple[str, str], list[Waiter]] = field(default_factory=dict)
-    """By caller and user: those of the best class first, of a class the oldest."""
+    """How many places each caller and user holds."""
+    _by_queued: dict[QueuedRequest, Waiter] = field(default_factory=dict)
+    _by_user: dict[tuple[str, str], list[Waiter]] = field(default_factory=dict)
+    """By caller and user: the highest class first, within a class the oldest."""
     _serials: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-
-    _by_ask: dict[QueuedRequest, Waiter] = field(default_factory=dict)
-    _by_number: dict[int, Waiter] = field(default_factory=dict)
-    """Those whose time is still to come."""
-    _times: list[tuple[float, int]] = field(default_factory=list)
-    """A heap; some are of tickets that have left."""
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _by_timer: dict[int, Waiter] = field(default_factory=dict)
+    """Those that have not fallen due."""
+    _timers: list[tuple[float, int]] = field(default_factory=list)
+    """A heap of due times; some belong to requests that have left."""
+    _timer_ids: Iterator[int] = field(default_factory=itertools.count)
 
     def __len__(self) -> int:
-        return len(self._by_ask)
+        return len(self._by_queued)
 
     def __iter__(self) -> Iterator[Waiter]:
-        return iter(self._by_ask.values())
+        return iter(self._by_queued.values())
 
-    def __contains__(self, ask: QueuedRequest) -> bool:
-        return ask in self._by_ask
+    def __contains__(self, queued: QueuedRequest) -> bool:
+        return queued in self._by_queued
 
     def get(self, queued: QueuedRequest) -> Waiter | None:
-        """The ticket for which `ask` stands in line."""
-        return self._by_ask.get(queued)
+        """The waiter of this entry in the wait queue."""
+        return self._by_queued.get(queued)
 
     def by_request_id(self, request_id: str) -> Waiter | None:
-        """The ticket of one request."""
+        """The waiter of one request."""
         return next((one for one in self if one.request.id == request_id), None)
 
     def add(self, waiter: Waiter) -> None:
         """It waits from now on."""
-        self._by_ask[waiter.queued] = waiter
-        self._put(waiter)
-        request = waiter.request
-        if not waiter.shed_key[2]:
-            waiter.shed_key = (int(request.priority), waiter.queued_at, next(self._serials))
-        whose = caller_and_user(request)
-        self.fair_share.add(whose[0], 1, whose[1])
-        lane = self._of.setdefault(whose, [])
-        insort(lane, waiter, key=_shed_key)
+        self._by_queued[waiter.queued] = waiter
+        self._add_timer(waiter)
+        waiter.set_shed_key(next(self._serials))
+        user = caller_and_user(waiter.request)
+        self.fair_share.add(user[0], 1, user[1])
+        insort(self._by_user.setdefault(user, []), waiter, key=_shed_key)
 
     def pop(self, queued: QueuedRequest) -> Waiter | None:
-        """The same as `get`; it does not wait any more."""
-        ticket = self._by_ask.pop(queued, None)
-        if ticket is not None:
-            self._drop(ticket)
-            whose = caller_and_user(ticket.request)
-            self.fair_share.remove(whose[0], 1, whose[1])
-            lane = self._of[whose]
-            del lane[bisect_left(lane, ticket.shed_key, key=_shed_key)]
-            if not lane:
-                del self._of[whose]
-        return ticket
+        """Take out the waiter of this entry; it does not wait any more."""
+        waiter = self._by_queued.pop(queued, None)
+        if waiter is not None:
+            self._remove_timer(waiter)
+            user = caller_and_user(waiter.request)
+            self.fair_share.remove(user[0], 1, user[1])
+            waiting = self._by_user[user]
+            del waiting[bisect_left(waiting, waiter.shed_key, key=_shed_key)]
+            if not waiting:
+                del self._by_user[user]
+        return waiter
 
     def newest_sheddable(self, caller: str, user: str) -> Waiter | None:
-        """The newest of a user that can be turned away, of its lowest class.
+        """A user's newest request that can be shed, of its lowest class.
 
-        One whose client has been told to wait by a heartbeat is the last choice, since its error
-        comes in a reply of status 200.
+        One whose response has begun with heartbeats is the last choice, since its error comes in a
+        response of status 200.
         """
-        told: Waiter | None = None
-        for ticket in reversed(self._of.get((caller, user), ())):
-            if not ticket.can_shed:
+        begun: Waiter | None = None
+        for waiter in reversed(self._by_user.get((caller, user), ())):
+            if not waiter.can_shed:
                 continue
-            if not ticket.request.response_started:
-                return ticket
-            told = told or ticket
-        return told
+            if not waiter.request.response_started:
+                return waiter
+            begun = begun or waiter
+        return begun
 
     def set_candidates(self, waiter: Waiter, candidates: NodeCandidates) -> None:
-        """Give one that waits another plan."""
+        """Replace the candidates of one that waits."""
         moved = candidates.fallback_at != waiter.candidates.fallback_at
-        waiter.candidates = candidates
+        waiter.set_candidates(candidates)
         if moved:
-            self._drop(waiter)
-            self._put(waiter)
+            self._remove_timer(waiter)
+            self._add_timer(waiter)
 
     def next_due(self) -> float:
         """When the next one falls due; infinity: none will."""
-        times = self._times
-        while times and times[0][1] not in self._by_number:
-            heapq.heappop(times)
-        return times[0][0] if times else math.inf
+        timers = self._timers
+        while timers and timers[0][1] not in self._by_timer:
+            heapq.heappop(timers)
+        return timers[0][0] if timers else math.inf
 
     def pop_due(self, now: float) -> list[Waiter]:
         """Those that have fallen due since the last call. They wait until they are taken out."""
-        found = []
+        due = []
         while self.next_due() <= now:
-            found.append(self._by_number.pop(heapq.heappop(self._times)[1]))
-        return found
+            due.append(self._by_timer.pop(heapq.heappop(self._timers)[1]))
+        return due
 
-    def _put(self, ticket: Waiter) -> None:
-        ticket.timer_id = next(self._numbers)
-        self._by_number[ticket.timer_id] = ticket
-        heapq.heappush(
-            self._times, (min(ticket.expires_at, ticket.candidates.fallback_at), ticket.timer_id)
-        )
+    @property
+    def timer_count(self) -> int:
+        """Due times that are held, those of requests that have left included."""
+        return len(self._timers)
 
-    def _drop(self, ticket: Waiter) -> None:
-        self._by_number.pop(ticket.timer_id, None)
-        if len(self._times) > MOST_STALE_TIMERS + 2 * len(self._by_number):
-            self._times = [one for one in self._times if one[1] in self._by_number]
-            heapq.heapify(self._times)
+    def _add_timer(self, waiter: Waiter) -> None:
+        waiter.set_timer(next(self._timer_ids))
+        self._by_timer[waiter.timer_id] = waiter
+        heapq.heappush(self._timers, (waiter.due_at, waiter.timer_id))
+
+    def _remove_timer(self, waiter: Waiter) -> None:
+        self._by_timer.pop(waiter.timer_id, None)
+        if len(self._timers) > MOST_STALE_TIMERS + 2 * len(self._by_timer):
+            self._timers = [one for one in self._timers if one[1] in self._by_timer]
+            heapq.heapify(self._timers)
 
 
 def caller_and_user(request: Request) -> tuple[str, str]:
-    """The caller of a request, and the user that it names: else itself."""
+    """The caller of a request, and the user that it names: else the caller itself."""
     caller = request.caller.id
     return caller, request.fairness_key or caller
 
 
 def standby_ready_in(nodes_by_model: NodesByModel, cooldown: float, now: float) -> float | None:
-    """Seconds until a standby node among these is expected to work; None: none is coming."""
+    """Seconds until a standby node among these is expected to work; None: none will."""
     return min(
         (
             node.lifecycle.ready_in(now, cooldown)
@@ -194,36 +246,3 @@ def standby_ready_in(nodes_by_model: NodesByModel, cooldown: float, now: float) 
         ),
         default=None,
     )
-
-
-def expiry_error(
-    waiter: Waiter, settings: Settings, retry_after: float, now: float
-) -> errors.GatewayError | None:
-    """Why a request may not wait any longer; None: it may. `retry_after`: seconds for a place.
-
-    While all its nodes are out it waits `retries.wait_for_node`; but for a standby node that is
-    coming it waits as for any slot.
-    """
-    coming = None
-    if waiter.candidates.any_alive():
-        waiter.nodes_down_since = None
-    else:
-        coming = standby_ready_in(waiter.candidates.by_model, settings.elastic.cooldown, now)
-        if coming is not None:
-            waiter.nodes_down_since = None
-        elif waiter.nodes_down_since is None:
-            waiter.nodes_down_since = now
-    out = waiter.nodes_down_since
-    if out is not None and now - out >= settings.retries.wait_for_node:
-        names = ", ".join(repr(name) for name in waiter.request.model_names)
-        return errors.no_node(f"Every node for {names} is out.", retry_after)
-    if now < waiter.expires_at:
-        return None
-    waited = now - waiter.queued_at
-    if coming is not None:
-        return errors.starting(
-            f"The node for it is still being started after {waited:.0f} s; "
-            f"it is expected in {coming:.0f} s.",
-            coming,
-        )
-    return errors.queue_timeout(f"No slot came free in {waited:.0f} s.", retry_after)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -24,7 +24,13 @@ from gateway.proxy.inbound import multipart
 from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES, Body
 from gateway.proxy.inbound.model_names import ModelAliases
 from gateway.proxy.inbound.parsed_body import parse_body
-from gateway.proxy.inbound.prepare import IncomingRequest, RequestRules, prepare, prepare_large, prepare_multipart
+from gateway.proxy.inbound.prepare import (
+    IncomingRequest,
+    RequestRules,
+    prepare,
+    prepare_large,
+    prepare_multipart,
+)
 from gateway.proxy.inbound.prompt_key import VolatileLines
 from gateway.proxy.inbound.routes import Route, is_infill
 from gateway.proxy.prefill_progress import PrefillProgress

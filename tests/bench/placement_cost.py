@@ -15,8 +15,10 @@ import time
 from dataclasses import dataclass, field
 
 from gateway.request import Priority
-from gateway.scheduling.dispatcher import Dispatcher, DispatchRules, Placement
-from gateway.scheduling.placement_state import PlacementState, QueuedRequest, TierSets
+from gateway.scheduling.dispatcher import Dispatcher
+from gateway.scheduling.matching import DispatchRules
+from gateway.scheduling.node_slots import Placement, QueuedRequest, TierSets
+from gateway.scheduling.placement_state import PlacementState
 
 SYSTEM_TOKENS = 1500.0
 WARM_NODES = 20

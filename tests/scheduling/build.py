@@ -1,4 +1,4 @@
-"""A scheduler over nodes that nobody probes, and requests for it."""
+"""Schedulers over nodes that are not probed, and requests for them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def a_scheduler(
     seed: int = 7,
     **settings: Any,
 ) -> Scheduler:
-    """A scheduler over these nodes; by default with their clock, which stands still."""
+    """A scheduler over these nodes; its clock is theirs by default, and stands still."""
     chosen = clock or (nodes[0].clock if nodes else lambda: 0.0)
     fleet = Fleet(
         connect=lambda _: no_upstream(),
@@ -78,20 +78,14 @@ def a_scheduler(
     return Scheduler(fleet, Settings(**settings), chosen, random.Random(seed))
 
 
-async def settled() -> None:
-    """Until what was started has gone as far as it can by itself."""
+async def settle() -> None:
+    """Let tasks go as far as they can without the clock."""
     for _ in range(8):
         await asyncio.sleep(0)
 
 
-async def asked(scheduler: Scheduler, request: Request) -> asyncio.Task[tuple[Lease, str]]:
-    """A request that has been granted or waits."""
+async def start_lease(scheduler: Scheduler, request: Request) -> asyncio.Task[tuple[Lease, str]]:
+    """The task of a request's lease, which has been granted or waits."""
     task = asyncio.create_task(scheduler.lease(request))
-    await settled()
+    await settle()
     return task
-
-
-def look(scheduler: Scheduler) -> None:
-    """Have it look at all that waits, as it does every half second."""
-    scheduler._look_by = 0.0
-    scheduler._tick()

@@ -1,4 +1,4 @@
-"""Who may wait, by count and by predicted wait."""
+"""Which requests are admitted to the queue, by count and by predicted wait."""
 
 from __future__ import annotations
 
@@ -23,38 +23,35 @@ def code(found: GatewayError | None) -> str | None:
     return None if found is None else found.code
 
 
-def test_lower_classes_are_refused_first_as_the_line_fills() -> None:
+def test_lower_classes_are_refused_first_as_the_queue_fills() -> None:
     admission = an_admission(queue={"max": 100})
-    last = {
-        priority: max(n for n in range(200) if admission.has_room(n, priority)) + 1
-        for priority in Priority
-    }
+    last = {priority: admission.limits(priority).most_waiting for priority in Priority}
     assert list(last.values()) == [100, 100, 90, 50]
 
 
 @pytest.mark.parametrize(("most", "counts"), [(0, [0] * 4), (1, [1] * 4), (3, [3, 3, 3, 2])])
-def test_a_short_line_has_room_for_all_classes(most: int, counts: list[int]) -> None:
+def test_a_short_queue_has_room_for_all_classes(most: int, counts: list[int]) -> None:
     settings = Settings.model_validate({"queue": {"max": most}})
     assert [class_limits(settings, priority).most_waiting for priority in Priority] == counts
 
 
-def test_a_full_line_advises_when_a_place_comes_free() -> None:
+def test_a_full_queue_advises_when_a_place_comes_free() -> None:
     found = an_admission(queue={"max": 3}).refusal(NORMAL, 3, 0.0, 7.0)
     assert found is not None
     assert (found.status, found.code, found.retry_after) == (429, "queue_full", 7.0)
 
 
-def test_who_would_wait_longer_than_its_class_does_is_told_at_once() -> None:
+def test_a_predicted_wait_beyond_the_classes_limit_is_refused_at_once() -> None:
     admission = an_admission(queue={"max_wait": 100}, classes={"batch": {"max_wait": 1000}})
     found = admission.refusal(NORMAL, 1, 101.0, 5.0)
     assert found is not None
     assert (found.status, found.code, found.retryable) == (503, "queue_timeout", False)
-    # When the wait has fallen to where the class is let in again: 0.8 x 0.9 x 100 s.
+    # When the wait has fallen to where the class is admitted again: 0.8 x 0.9 x 100 s.
     assert found.retry_after == pytest.approx(101.0 - 72.0)
     assert admission.refusal(BATCH, 1, 101.0, 5.0) is None
 
 
-def test_a_class_that_was_refused_for_the_wait_stays_out_until_it_has_fallen() -> None:
+def test_a_class_refused_for_the_wait_stays_refused_until_the_wait_has_fallen() -> None:
     admission = an_admission(queue={"max_wait": 100, "reopen": 0.5})
     assert admission.refusal(NORMAL, 5, 89.0, 5.0) is None
     refused = admission.refusal(NORMAL, 5, 91.0, 5.0)
@@ -67,21 +64,21 @@ def test_a_class_that_was_refused_for_the_wait_stays_out_until_it_has_fallen() -
     assert admission.refusal(NORMAL, 5, 60.0, 5.0) is None
 
 
-def test_where_nobody_knows_the_wait_it_does_not_count() -> None:
+def test_an_unknown_wait_does_not_count() -> None:
     admission = an_admission(queue={"max_wait": 100})
     assert code(admission.refusal(NORMAL, 5, 95.0, 5.0)) == "queue_full"
     assert admission.refusal(NORMAL, 5, None, 5.0) is None
     assert admission.refusal(NORMAL, 5, 80.0, 5.0) is None
 
 
-def test_a_reload_changes_the_bounds() -> None:
+def test_a_reload_changes_the_limits() -> None:
     admission = an_admission(queue={"max": 3})
-    assert not admission.has_room(3, URGENT)
+    assert admission.limits(URGENT).most_waiting <= 3
     admission.configure(Settings.model_validate({"queue": {"max": 4}}))
-    assert admission.has_room(3, URGENT)
+    assert admission.limits(URGENT).most_waiting > 3
 
 
-def test_a_deadline_bounds_the_wait_and_is_refused_at_once_where_it_can_not_be_met() -> None:
+def test_a_deadline_bounds_the_wait_and_is_refused_at_once_if_it_cannot_be_met() -> None:
     admission = an_admission(queue={"max_wait": 100})
     request = a_request(deadline=1010.0)
     assert admission.admit(request, 1, 9.0, 5.0, 1000.0) == 1010.0
@@ -90,23 +87,23 @@ def test_a_deadline_bounds_the_wait_and_is_refused_at_once_where_it_can_not_be_m
         admission.admit(request, 1, 11.0, 5.0, 1000.0)
     assert (raised.value.status, raised.value.code) == (503, "queue_timeout")
     assert raised.value.retry_after == 1.0
-    # One that has passed already: a prediction of nothing is too much.
+    # A deadline in the past: a predicted wait of 0 is too long.
     with pytest.raises(GatewayError):
         admission.admit(a_request(deadline=999.0), 1, 0.0, 5.0, 1000.0)
 
 
-def test_what_was_let_in_once_is_not_turned_away_but_for_its_deadline() -> None:
+def test_an_admitted_request_is_refused_only_for_its_deadline() -> None:
     admission = an_admission(queue={"max": 1})
     assert admission.admit(a_request(failed_nodes={"a"}), 9, None, 5.0, 0.0) > 0
     with pytest.raises(GatewayError):
         admission.admit(a_request(failed_nodes={"a"}, deadline=5.0), 9, 6.0, 5.0, 0.0)
 
 
-def test_of_two_predictions_the_lower_is_believed() -> None:
+def test_the_lower_of_two_predictions_counts() -> None:
     rate = CompletionRate()
     for moment in range(11):
         rate.completed(float(moment))
-    # Eleven in ten seconds: four more take less than four.
+    # Eleven in ten seconds: four more take less than 4 s.
     assert combine_waits(rate, 1, 3, None, 10.0) == pytest.approx(4 / 1.1)
     assert combine_waits(rate, 1, 3, 2.0, 10.0) == 2.0
     assert combine_waits(rate, 1, 3, 9.0, 10.0) == pytest.approx(4 / 1.1)
@@ -114,6 +111,6 @@ def test_of_two_predictions_the_lower_is_believed() -> None:
     assert combine_waits(CompletionRate(), 1, 3, None, 10.0) is None
 
 
-def test_with_nobody_ahead_half_of_one_answers_length_is_believed() -> None:
+def test_with_nobody_ahead_half_of_one_answers_length_counts() -> None:
     assert combine_waits(CompletionRate(), 1, 0, 8.0, 0.0) == 4.0
     assert combine_waits(CompletionRate(), 1, 0, None, 0.0) is None

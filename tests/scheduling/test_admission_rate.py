@@ -1,4 +1,4 @@
-"""How fast work gets done, and what is advised by it."""
+"""The completion rate, and the `Retry-After` that follows from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gateway.scheduling.admission import (
 )
 
 
-def test_nothing_is_known_at_first() -> None:
+def test_no_rate_is_known_at_first() -> None:
     rate = CompletionRate()
     assert rate.per_second(10.0) is None
     assert rate.seconds_until(3, 10.0) is None
@@ -22,7 +22,7 @@ def test_nothing_is_known_at_first() -> None:
     assert rate.per_second(10.0) is None
 
 
-def test_a_rate_is_completions_by_the_time_they_took() -> None:
+def test_the_rate_is_completions_per_second() -> None:
     rate = CompletionRate()
     for second in range(10):
         rate.completed(float(second))
@@ -31,7 +31,7 @@ def test_a_rate_is_completions_by_the_time_they_took() -> None:
     assert rate.retry_after(5, 10.0) == 5.0
 
 
-def test_the_past_is_forgotten() -> None:
+def test_completions_before_the_window_are_forgotten() -> None:
     rate = CompletionRate()
     for second in range(10):
         rate.completed(float(second))
@@ -39,7 +39,7 @@ def test_the_past_is_forgotten() -> None:
 
 
 @given(st.lists(st.floats(0, 1e6), max_size=50), st.integers(0, 10_000), st.floats(0, 1e3))
-def test_the_advice_is_whole_seconds_within_bounds(
+def test_retry_after_is_whole_seconds_within_bounds(
     ends: list[float], ahead: int, later: float
 ) -> None:
     rate = CompletionRate()

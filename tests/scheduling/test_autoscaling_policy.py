@@ -31,7 +31,7 @@ def waits(seconds: float, slots: int = 4) -> WaitingDemand:
     return WaitingDemand(ALL, seconds, slots)
 
 
-def done(actions: list[ScalingAction]) -> list[tuple[str, str]]:
+def verbs(actions: list[ScalingAction]) -> list[tuple[str, str]]:
     return [(action.verb, action.name) for action in actions]
 
 
@@ -39,42 +39,44 @@ def test_a_wait_above_the_limit_starts_a_node_only_when_it_lasts() -> None:
     policy = AutoscalingPolicy()
     assert not policy.decide([off()], [waits(11)], RULES, 0)
     assert not policy.decide([off()], [waits(11)], RULES, 4)
-    assert done(policy.decide([off()], [waits(11)], RULES, 5)) == [("start", "a")]
+    assert verbs(policy.decide([off()], [waits(11)], RULES, 5)) == [("start", "a")]
 
 
-def test_a_wait_that_falls_below_meanwhile_begins_anew() -> None:
+def test_a_wait_that_falls_below_the_limit_starts_over() -> None:
     policy = AutoscalingPolicy()
     policy.decide([off()], [waits(11)], RULES, 0)
     policy.decide([off()], [waits(9)], RULES, 3)
     assert not policy.decide([off()], [waits(11)], RULES, 6)
 
 
-def test_what_is_being_started_counts_as_if_it_worked() -> None:
-    units = [StandbyNode("a", LifecyclePhase.STARTING, slots=4), off("b")]
+def test_a_node_that_is_starting_counts_as_if_it_worked() -> None:
+    nodes = [StandbyNode("a", LifecyclePhase.STARTING, slots=4), off("b")]
     policy = AutoscalingPolicy()
     for now in (0, 6):
-        assert not policy.decide(units, [waits(19, slots=4)], RULES, now)
-    policy.decide(units, [waits(21, slots=4)], RULES, 7)
-    assert done(policy.decide(units, [waits(21, slots=4)], RULES, 13)) == [("start", "b")]
+        assert not policy.decide(nodes, [waits(19, slots=4)], RULES, now)
+    policy.decide(nodes, [waits(21, slots=4)], RULES, 7)
+    assert verbs(policy.decide(nodes, [waits(21, slots=4)], RULES, 13)) == [("start", "b")]
 
 
-def test_what_nothing_serves_starts_a_node_at_once_and_only_one() -> None:
+def test_a_model_that_nothing_serves_starts_one_node_at_once() -> None:
     policy = AutoscalingPolicy()
-    assert done(policy.decide([off(), off("b")], [waits(0, slots=0)], RULES, 0)) == [("start", "a")]
-    units = [StandbyNode("a", LifecyclePhase.STARTING), off("b")]
-    assert not policy.decide(units, [waits(0, slots=0)], RULES, 1)
+    assert verbs(policy.decide([off(), off("b")], [waits(0, slots=0)], RULES, 0)) == [
+        ("start", "a")
+    ]
+    nodes = [StandbyNode("a", LifecyclePhase.STARTING), off("b")]
+    assert not policy.decide(nodes, [waits(0, slots=0)], RULES, 1)
 
 
-def test_the_cheapest_is_started_first() -> None:
-    units = [off("a", cost=0.4), off("b", cost=0.2)]
-    assert done(AutoscalingPolicy().decide(units, [waits(0, slots=0)], RULES, 0)) == [
+def test_the_cheapest_node_is_started_first() -> None:
+    nodes = [off("a", cost=0.4), off("b", cost=0.2)]
+    assert verbs(AutoscalingPolicy().decide(nodes, [waits(0, slots=0)], RULES, 0)) == [
         ("start", "b")
     ]
 
 
-def test_the_minimum_runs_whatever_the_load() -> None:
+def test_the_minimum_runs_whatever_the_load_is() -> None:
     rules = replace(RULES, min=1)
-    assert done(AutoscalingPolicy().decide([off(), off("b")], [], rules, 0)) == [("start", "a")]
+    assert verbs(AutoscalingPolicy().decide([off(), off("b")], [], rules, 0)) == [("start", "a")]
     policy = AutoscalingPolicy()
     for now in (0, 100):
         assert not policy.decide([on(), off("b")], [], rules, now)
@@ -84,19 +86,19 @@ def test_an_idle_node_is_retired_and_then_stopped() -> None:
     policy = AutoscalingPolicy()
     assert not policy.decide([on()], [], RULES, 0)
     assert not policy.decide([on()], [], RULES, 59)
-    assert done(policy.decide([on()], [], RULES, 60)) == [("retire", "a")]
+    assert verbs(policy.decide([on()], [], RULES, 60)) == [("retire", "a")]
     leaving = StandbyNode("a", LifecyclePhase.RETIRING)
     assert not policy.decide([replace(leaving, busy=1)], [], RULES, 61)
-    assert done(policy.decide([leaving], [], RULES, 62)) == [("stop", "a")]
+    assert verbs(policy.decide([leaving], [], RULES, 62)) == [("stop", "a")]
 
 
 def test_a_node_whose_work_the_others_could_do_is_retired_one_after_the_other() -> None:
-    units = [on(busy=1, other_slots=(8, 1)), on("b", busy=1, other_slots=(8, 1), cost=1.0)]
+    nodes = [on(busy=1, other_slots=(8, 1)), on("b", busy=1, other_slots=(8, 1), cost=1.0)]
     policy = AutoscalingPolicy()
-    policy.decide(units, [], RULES, 0)
-    assert done(policy.decide(units, [], RULES, 60)) == [("retire", "b")]
-    units[1] = replace(units[1], phase=LifecyclePhase.RETIRING)
-    assert not policy.decide(units, [], RULES, 61)
+    policy.decide(nodes, [], RULES, 0)
+    assert verbs(policy.decide(nodes, [], RULES, 60)) == [("retire", "b")]
+    nodes[1] = replace(nodes[1], phase=LifecyclePhase.RETIRING)
+    assert not policy.decide(nodes, [], RULES, 61)
 
 
 def test_a_node_that_is_needed_stays() -> None:
@@ -106,70 +108,72 @@ def test_a_node_that_is_needed_stays() -> None:
         assert not policy.decide([on(busy=1, other_slots=(0, 0))], [], RULES, now)
 
 
-def test_one_that_is_leaving_is_kept_when_it_is_needed_again() -> None:
-    units = [off("b"), StandbyNode("a", LifecyclePhase.RETIRING, busy=1)]
-    assert done(AutoscalingPolicy().decide(units, [waits(0, slots=0)], RULES, 0)) == [("keep", "a")]
+def test_a_retiring_node_is_kept_when_it_is_needed_again() -> None:
+    nodes = [off("b"), StandbyNode("a", LifecyclePhase.RETIRING, busy=1)]
+    assert verbs(AutoscalingPolicy().decide(nodes, [waits(0, slots=0)], RULES, 0)) == [
+        ("keep", "a")
+    ]
 
 
-def test_what_an_operator_has_drained_is_left_alone() -> None:
+def test_a_drained_node_is_left_alone() -> None:
     policy = AutoscalingPolicy()
     for now in (0, 100):
         assert not policy.decide([on(drained=True)], [], RULES, now)
     assert not policy.decide([off(drained=True)], [waits(0, slots=0)], RULES, 0)
 
 
-def test_a_hook_that_failed_is_not_tried_before_its_time() -> None:
-    unit = off(retry_at=50)
-    assert not AutoscalingPolicy().decide([unit], [waits(0, slots=0)], RULES, 49)
-    assert AutoscalingPolicy().decide([unit], [waits(0, slots=0)], RULES, 50)
+def test_a_failed_hook_is_not_run_again_before_its_retry_time() -> None:
+    node = off(retry_at=50)
+    assert not AutoscalingPolicy().decide([node], [waits(0, slots=0)], RULES, 49)
+    assert AutoscalingPolicy().decide([node], [waits(0, slots=0)], RULES, 50)
 
 
-def test_a_lower_maximum_retires_what_is_too_much() -> None:
-    units = [on(busy=1), on("b", busy=1)]
-    assert done(AutoscalingPolicy().decide(units, [], replace(RULES, max=1), 0)) == [
+def test_a_lower_maximum_retires_the_surplus() -> None:
+    nodes = [on(busy=1), on("b", busy=1)]
+    assert verbs(AutoscalingPolicy().decide(nodes, [], replace(RULES, max=1), 0)) == [
         ("retire", "a")
     ]
 
 
 @dataclass
 class World:
-    """Nodes that do as they are told, with a load that comes and goes as it likes."""
+    """Nodes that carry out each action, under a random load."""
 
     rng: random.Random
     rules: AutoscalingRules
-    units: dict[str, StandbyNode]
+    nodes: dict[str, StandbyNode]
     policy: AutoscalingPolicy = field(default_factory=AutoscalingPolicy)
     now: float = 0.0
     stopped: dict[str, float] = field(default_factory=dict)
     started: dict[str, float] = field(default_factory=dict)
 
     def running(self) -> int:
-        return sum(unit.phase is not LifecyclePhase.OFF for unit in self.units.values())
+        return sum(node.phase is not LifecyclePhase.OFF for node in self.nodes.values())
 
     def serving(self) -> int:
         return sum(
-            unit.phase in {LifecyclePhase.STARTING, LifecyclePhase.ON}
-            for unit in self.units.values()
+            node.phase in {LifecyclePhase.STARTING, LifecyclePhase.ON}
+            for node in self.nodes.values()
         )
 
     def step(self) -> None:
         rng = self.rng
         self.now += rng.choice([0.5, 1, 5, 20, 70])
-        for name, unit in self.units.items():
-            phase = unit.phase
+        for name, node in self.nodes.items():
+            phase = node.phase
             if phase is LifecyclePhase.STARTING and rng.random() < 0.4:
                 phase = LifecyclePhase.ON
-            busy = unit.busy
+            busy = node.busy
             if phase is LifecyclePhase.ON:
                 busy = rng.choice([0, 0, 0, 1, 2])
             elif phase is LifecyclePhase.RETIRING and busy and rng.random() < 0.5:
                 busy -= 1
             held = rng.random() < 0.05
             others = (rng.choice([0, 4, 8]), rng.choice([0, 2, 4]))
-            self.units[name] = replace(
-                unit, phase=phase, busy=busy, other_slots=others, drained=held
+            self.nodes[name] = replace(
+                node, phase=phase, busy=busy, other_slots=others, drained=held
             )
-        names = list(self.units)
+        names = list(self.nodes)
         demands = [
             WaitingDemand(
                 frozenset(rng.sample(names, rng.randint(1, len(names)))),
@@ -178,33 +182,33 @@ class World:
             )
             for _ in range(rng.choice([0, 0, 1, 2]))
         ]
-        for action in self.policy.decide(list(self.units.values()), demands, self.rules, self.now):
-            self.obey(action)
+        for action in self.policy.decide(list(self.nodes.values()), demands, self.rules, self.now):
+            self.carry_out(action)
 
-    def obey(self, action: ScalingAction) -> None:
-        unit, rules, now = self.units[action.name], self.rules, self.now
+    def carry_out(self, action: ScalingAction) -> None:
+        node, rules, now = self.nodes[action.name], self.rules, self.now
         match action.verb:
             case "start":
-                assert unit.phase is LifecyclePhase.OFF
-                assert not unit.drained
-                assert now - self.stopped.get(unit.name, -1e9) >= rules.cooldown
-                self.started[unit.name] = now
-                unit = replace(unit, phase=LifecyclePhase.STARTING, started_at=now)
+                assert node.phase is LifecyclePhase.OFF
+                assert not node.drained
+                assert now - self.stopped.get(node.name, -1e9) >= rules.cooldown
+                self.started[node.name] = now
+                node = replace(node, phase=LifecyclePhase.STARTING, started_at=now)
             case "retire":
-                assert unit.phase is LifecyclePhase.ON
-                assert not unit.drained
+                assert node.phase is LifecyclePhase.ON
+                assert not node.drained
                 assert all(now - at >= rules.cooldown for at in self.started.values())
-                unit = replace(unit, phase=LifecyclePhase.RETIRING)
+                node = replace(node, phase=LifecyclePhase.RETIRING)
             case "keep":
-                assert unit.phase is LifecyclePhase.RETIRING
-                unit = replace(unit, phase=LifecyclePhase.ON)
+                assert node.phase is LifecyclePhase.RETIRING
+                node = replace(node, phase=LifecyclePhase.ON)
             case "stop":
-                assert unit.phase is LifecyclePhase.RETIRING
-                assert unit.busy == 0
-                self.stopped[unit.name] = now
-                unit = replace(unit, phase=LifecyclePhase.OFF, stopped_at=now)
+                assert node.phase is LifecyclePhase.RETIRING
+                assert node.busy == 0
+                self.stopped[node.name] = now
+                node = replace(node, phase=LifecyclePhase.OFF, stopped_at=now)
         before = self.serving()
-        self.units[action.name] = unit
+        self.nodes[action.name] = node
         if rules.max is not None:
             assert self.running() <= rules.max
         if action.verb == "retire":
@@ -220,7 +224,7 @@ class World:
     cooldown=st.sampled_from([0.0, 10.0, 60.0]),
     stop_after=st.sampled_from([1.0, 30.0, 120.0]),
 )
-def test_whatever_comes_it_keeps_the_bounds_and_the_cooldown_and_stops_nothing_with_work(
+def test_any_load_keeps_the_bounds_and_the_cooldown_and_stops_no_busy_node(
     seed: int, count: int, least: int, more: int | None, cooldown: float, stop_after: float
 ) -> None:
     rules = AutoscalingRules(
@@ -231,15 +235,15 @@ def test_whatever_comes_it_keeps_the_bounds_and_the_cooldown_and_stops_nothing_w
         max=None if more is None else max(1, least + more),
         cooldown=cooldown,
     )
-    units = {name: StandbyNode(name, LifecyclePhase.OFF, slots=2) for name in "abcdef"[:count]}
-    world = World(random.Random(seed), rules, units)
+    nodes = {name: StandbyNode(name, LifecyclePhase.OFF, slots=2) for name in "abcdef"[:count]}
+    world = World(random.Random(seed), rules, nodes)
     for _ in range(120):
         world.step()
         startable = any(
-            unit.phase is LifecyclePhase.OFF
-            and not unit.drained
-            and world.now - unit.stopped_at >= cooldown
-            for unit in world.units.values()
+            node.phase is LifecyclePhase.OFF
+            and not node.drained
+            and world.now - node.stopped_at >= cooldown
+            for node in world.nodes.values()
         )
         at_most = rules.max is not None and world.running() >= rules.max
         assert world.serving() >= rules.min or at_most or not startable

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from dataclasses import dataclass
 
 import pytest
@@ -30,7 +29,7 @@ def a_budget(**keys: float) -> SpillBudget:
 
 
 def money(amount: float) -> SpillBudget:
-    """A budget of so much within one window."""
+    """A budget of `amount` within one window."""
     return a_budget(money_per_hour=amount * 3600 / WINDOW)
 
 
@@ -43,37 +42,36 @@ def reserved(budget: SpillBudget, now: float, most: float = 1.0) -> SpillReserva
 # The sliding sum.
 
 
-def test_what_was_added_leaves_exactly_after_the_window() -> None:
-    kept = SlidingSum(60.0, overestimate=True)
-    kept.add(0.0, 1.0)
-    kept.add(10.0, 2.0)
-    assert kept.value(59.9) == 3.0
-    assert kept.value(60.0) == 2.0
-    assert kept.value(69.9) == 2.0
-    assert kept.value(70.0) == 0.0
+def test_an_addition_leaves_exactly_after_the_window() -> None:
+    total = SlidingSum(60.0, overestimate=True)
+    total.add(0.0, 1.0)
+    total.add(10.0, 2.0)
+    assert total.value(59.9) == 3.0
+    assert total.value(60.0) == 2.0
+    assert total.value(69.9) == 2.0
+    assert total.value(70.0) == 0.0
 
 
-def test_its_memory_is_bounded_however_much_is_added() -> None:
-    kept = SlidingSum(60.0, overestimate=True)
+def test_memory_is_bounded_however_much_is_added() -> None:
+    total = SlidingSum(60.0, overestimate=True)
     for number in range(100_000):
-        kept.add(number * 0.001, 1.0)
-    assert len(kept._parts) <= WINDOW_PARTS + 1
-    assert sys.getsizeof(kept._parts) < 64 * 1024
-    assert kept.value(100.0) == pytest.approx(60_000, abs=120)
+        total.add(number * 0.001, 1.0)
+    assert total.part_count <= WINDOW_PARTS + 1
+    assert total.value(100.0) == pytest.approx(60_000, abs=120)
 
 
 additions = st.lists(st.tuples(st.floats(0, 3), st.floats(0, 5)), max_size=200)
 
 
 @given(additions, st.booleans(), st.floats(0, 80))
-def test_it_errs_to_one_side_and_by_one_part_of_the_window_at_most(
+def test_the_sum_errs_to_one_side_by_at_most_one_part_of_the_window(
     added: list[tuple[float, float]], late: bool, after: float
 ) -> None:
-    kept, now = SlidingSum(60.0, overestimate=late), 0.0
+    total, now = SlidingSum(60.0, overestimate=late), 0.0
     told = []
     for gap, amount in added:
         now += gap
-        kept.add(now, amount)
+        total.add(now, amount)
         told.append((now, amount))
     now += after
     part = 60.0 / WINDOW_PARTS
@@ -86,17 +84,17 @@ def test_it_errs_to_one_side_and_by_one_part_of_the_window_at_most(
         if late
         else (within(60.0 - part - 1e-9), within(60.0))
     )
-    assert least - 1e-6 <= kept.value(now) <= greatest + 1e-6
+    assert least - 1e-6 <= total.value(now) <= greatest + 1e-6
 
 
-# What it lets in.
+# Admission.
 
 
-def test_without_requests_there_is_no_share_of_them() -> None:
+def test_without_arrivals_nothing_spills() -> None:
     assert a_budget(share=0.5).reserve(0.0, 0.0) is None
 
 
-def test_one_of_ten_is_one_of_ten() -> None:
+def test_a_tenth_of_the_requests_may_spill() -> None:
     budget = a_budget(share=0.1)
     let_in = 0
     for number in range(100):
@@ -107,27 +105,27 @@ def test_one_of_ten_is_one_of_ten() -> None:
     assert let_in == 10
 
 
-def test_a_share_of_one_bounds_nothing() -> None:
+def test_a_share_of_one_is_no_limit() -> None:
     budget = a_budget(share=1.0)
     for number in range(50):
         budget.arrived(float(number))
         reserved(budget, float(number), math.inf)
 
 
-def test_what_was_not_used_early_can_be_used_later_in_the_window() -> None:
+def test_an_unused_share_can_be_used_later_in_the_window() -> None:
     budget = a_budget(share=0.1)
     for number in range(100):
         budget.arrived(number * 0.1)
     for _ in range(10):
         reserved(budget, 20.0)
     assert budget.reserve(20.0, 1.0) is None
-    assert budget.reserve(71.0, 1.0) is None  # they are out still, and nobody has come since
+    assert budget.reserve(71.0, 1.0) is None  # not settled yet, and no arrival since
 
 
-def test_money_is_reserved_before_and_settled_after() -> None:
+def test_money_is_reserved_before_and_settled_after_the_request() -> None:
     budget = money(10.0)
     first = reserved(budget, 0.0, 9.0)
-    second = reserved(budget, 0.0, 9.0)  # the one that may pass it
+    second = reserved(budget, 0.0, 9.0)  # the one that may exceed the budget
     assert budget.reserve(0.0, 0.01) is None
     first.settle(1.0, happened=True, now=1.0)
     second.settle(2.0, happened=True, now=2.0)
@@ -136,26 +134,26 @@ def test_money_is_reserved_before_and_settled_after() -> None:
     assert budget.reserve(2.0, 0.01) is None
 
 
-def test_what_did_not_happen_is_given_back() -> None:
+def test_a_cancelled_reservation_is_given_back() -> None:
     budget = a_budget(share=0.5, money_per_hour=60.0)
     budget.arrived(0.0)
     budget.arrived(0.0)
     reserved(budget, 0.0, 5.0).cancel()
     failed = reserved(budget, 0.0, 5.0)
-    failed.settle(0.25, happened=False, now=1.0)  # it failed, and cost something all the same
+    failed.settle(0.25, happened=False, now=1.0)  # it failed, and cost something
     assert budget.paid.value(1.0) == 0.25
     assert budget.spilled.value(1.0) == 0
     reserved(budget, 1.0, 5.0)
 
 
-def test_what_is_told_late_does_not_leave_early() -> None:
-    kept = SlidingSum(60.0, overestimate=True)
-    kept.add(10.0, 1.0)
-    kept.add(5.0, 1.0)
-    assert kept.value(69.9) == 2.0
+def test_a_late_settlement_does_not_leave_the_window_early() -> None:
+    total = SlidingSum(60.0, overestimate=True)
+    total.add(10.0, 1.0)
+    total.add(5.0, 1.0)
+    assert total.value(69.9) == 2.0
 
 
-def test_a_reservation_ends_once() -> None:
+def test_a_reservation_is_settled_once() -> None:
     budget = money(10.0)
     reservation = reserved(budget, 0.0, 5.0)
     reservation.settle(1.0, happened=True, now=0.0)
@@ -165,7 +163,7 @@ def test_a_reservation_ends_once() -> None:
 
 
 @pytest.mark.parametrize("boundless", [math.inf, math.nan, -1.0])
-def test_nothing_is_let_in_beside_what_has_no_bound(boundless: float) -> None:
+def test_nothing_is_admitted_beside_an_unbounded_reservation(boundless: float) -> None:
     budget = money(10.0)
     first = reserved(budget, 0.0, boundless)
     assert budget.reserved == math.inf
@@ -174,11 +172,11 @@ def test_nothing_is_let_in_beside_what_has_no_bound(boundless: float) -> None:
     reserved(budget, 1.0, 0.0)
 
 
-def test_nothing_is_let_in_without_money() -> None:
+def test_nothing_is_admitted_without_money() -> None:
     assert money(0.0).reserve(0.0, 0.0) is None
 
 
-def test_what_was_spent_stays_spent_over_a_change_of_the_rules() -> None:
+def test_spending_is_counted_over_a_change_of_settings() -> None:
     budget = money(10.0)
     reserved(budget, 0.0, 6.0).settle(6.0, happened=True, now=0.0)
     held = reserved(budget, 0.0, 3.0)
@@ -194,7 +192,7 @@ def test_what_was_spent_stays_spent_over_a_change_of_the_rules() -> None:
 
 @dataclass
 class Spent:
-    """One request that was let in."""
+    """One request that was admitted."""
 
     let_in: float
     over: float
@@ -238,7 +236,7 @@ def test_no_window_ever_costs_more_than_the_budget_and_one_request(
             continue
         running.append((now + rng.expovariate(1 / length), now, reservation, cost))
     spent += [Spent(let_in, over, cost) for over, let_in, _, cost in running]
-    # Whenever within its time it is thought to have been paid: at its beginning, its end, between.
+    # Whether it counts as paid at its start, at its end, or in between.
     for share in (0.0, 0.5, 1.0):
         paid = sorted((one.let_in + share * (one.over - one.let_in), one.cost) for one in spent)
         for first, (begin, _) in enumerate(paid):
@@ -253,12 +251,12 @@ def test_no_window_ever_costs_more_than_the_budget_and_one_request(
     gap=st.floats(0.01, 5.0),
     length=st.floats(0.1, 60.0),
 )
-def test_whenever_one_is_let_in_no_more_than_the_share_has_been(
+def test_whenever_one_is_admitted_the_share_holds(
     seed: int, share: float, gap: float, length: float
 ) -> None:
     rng = random.Random(seed)
     budget = a_budget(share=share)
-    asked: list[float] = []
+    start_lease: list[float] = []
     let_in: list[float] = []
     running: list[tuple[float, SpillReservation]] = []
     now = 0.0
@@ -268,18 +266,18 @@ def test_whenever_one_is_let_in_no_more_than_the_share_has_been(
             running.remove((over, reservation))
             reservation.settle(0.0, happened=True, now=over)
         budget.arrived(now)
-        asked.append(now)
+        start_lease.append(now)
         if rng.random() < 0.5:
             continue
         granted = budget.reserve(now, math.inf)
         if granted is not None:
             let_in.append(now)
             running.append((now + rng.expovariate(1 / length), granted))
-            of_all = sum(when > now - WINDOW for when in asked)
+            of_all = sum(when > now - WINDOW for when in start_lease)
             assert sum(when > now - WINDOW for when in let_in) <= share * of_all + 1e-6
 
 
-# What it costs.
+# Costs.
 
 
 def test_tokens_cost_what_the_inventory_says() -> None:
@@ -293,11 +291,11 @@ def test_a_node_paid_by_the_hour_costs_its_share_of_the_time() -> None:
     assert cost_of(spec, 4, prompt=1e9, completion=1e9, slots=1, seconds=1800) == pytest.approx(
         0.25
     )
-    # The limit may have shrunk below what it holds.
+    # The total may have shrunk below the slots that it holds.
     assert cost_of(spec, 1, prompt=0, completion=0, slots=3, seconds=3600) == pytest.approx(2.0)
 
 
-def test_the_most_is_what_the_longest_answer_to_the_longest_prompt_would_cost() -> None:
+def test_the_most_cost_is_that_of_the_longest_answer_to_the_longest_prompt() -> None:
     spec = a_spec(cost_per_million_tokens=TokenCost(prompt=1.0, completion=4.0))
 
     def of(**keys: int | None) -> float:
@@ -311,7 +309,7 @@ def test_the_most_is_what_the_longest_answer_to_the_longest_prompt_would_cost() 
     assert of(max_tokens=None) == math.inf
 
 
-def test_the_most_of_an_answer_that_costs_nothing_is_known() -> None:
+def test_the_most_cost_of_an_answer_without_price_is_bounded() -> None:
     spec = a_spec(cost_per_million_tokens=TokenCost(prompt=1.0))
     bound = most_cost(
         spec, 8, prompt_bytes=488, max_tokens=None, context=None, slots=1, seconds=60.0
@@ -319,7 +317,7 @@ def test_the_most_of_an_answer_that_costs_nothing_is_known() -> None:
     assert bound * 1e6 == pytest.approx(1000)
 
 
-def test_the_most_by_the_hour_is_the_longest_time() -> None:
+def test_the_most_cost_by_the_hour_is_that_of_the_longest_time() -> None:
     spec = a_spec(cost_per_hour=2.0)
     bound = most_cost(
         spec, 8, prompt_bytes=10**9, max_tokens=None, context=None, slots=1, seconds=3600.0
@@ -331,7 +329,7 @@ def test_the_most_by_the_hour_is_the_longest_time() -> None:
     st.floats(0, 100), st.floats(0, 100), st.integers(0, 10_000), st.integers(1, 10_000),
     st.integers(1, 8), st.floats(0, 1), st.floats(0, 1),
 )  # fmt: skip
-def test_nothing_costs_more_than_the_most(
+def test_no_request_costs_more_than_its_most_cost(
     prompt: float, completion: float, size: int, tokens: int, slots: int, read: float, wrote: float
 ) -> None:
     spec = a_spec(cost_per_million_tokens=TokenCost(prompt=prompt, completion=completion))

@@ -1,4 +1,4 @@
-"""Which nodes can serve a request at all."""
+"""Which nodes can serve a request, however busy they are."""
 
 from __future__ import annotations
 
@@ -7,46 +7,50 @@ import pytest
 from gateway.errors import GatewayError
 from gateway.fleet.node import Node, NodeState
 from gateway.request import Request
-from gateway.scheduling.candidates import NodeCandidates, fits_context, with_context
+from gateway.scheduling.candidates import CandidateFinder, fits_context, with_context
+from gateway.scheduling.fleet_sync import NodeCandidates
 from tests.scheduling.build import a_request, a_scheduler, node
 
 
-def plan(request: Request, *nodes: Node) -> NodeCandidates:
-    return a_scheduler(*nodes)._taking.candidate_finder.find(request)
+def find_candidates(request: Request, *nodes: Node) -> NodeCandidates:
+    scheduler = a_scheduler(*nodes)
+    return CandidateFinder(scheduler.fleet.model_index, scheduler.fleet_sync).find(request)
 
 
-def test_a_context_that_is_too_small_is_left_out_while_another_fits() -> None:
+def test_a_node_with_too_small_a_context_is_excluded_while_another_fits() -> None:
     small, large, silent = node("a", context=512), node("b", context=4096), node("c")
     request = a_request(prompt_tokens=1000)
     assert [fits_context(one, request) for one in (small, large, silent)] == [False, True, True]
     assert with_context([small, large, silent], request) == [large, silent]
     assert with_context([small, node("d", context=700)], request)[0].name == "d"
     assert with_context([small, large], a_request(min_context=4096)) == [large]
-    (group,) = plan(request, small, large, silent).groups
+    (group,) = find_candidates(request, small, large, silent).groups
     assert [row.name for row in group[0].rows] == ["a", "b", "c"]
-    assert plan(request, small, large, silent).excluded == {0}
+    assert find_candidates(request, small, large, silent).excluded == {0}
 
 
-def test_after_a_failure_its_node_is_avoided_and_its_hosts_others_doubted() -> None:
+def test_after_a_failure_the_node_is_avoided_and_its_hosts_others_penalised() -> None:
     one, same, other = node("a", host="x"), node("b", host="x"), node("c", host="y")
-    found = plan(a_request(failed_nodes={"a"}), one, same, other)
+    found = find_candidates(a_request(failed_nodes={"a"}), one, same, other)
     assert found.failed == {0}
     assert set(found.penalties) == {1}
     assert found.excluded == frozenset()
 
 
-def test_a_node_that_refused_it_is_closed() -> None:
-    found = plan(a_request(excluded_nodes={"b"}), node("a"), node("b"))
+def test_a_node_that_refused_the_request_is_excluded() -> None:
+    found = find_candidates(a_request(excluded_nodes={"b"}), node("a"), node("b"))
     assert found.excluded == {1}
 
 
-def test_tiers_are_pools_of_their_own_the_gpu_first() -> None:
-    (group,) = plan(a_request(), node("a"), node("b", tier="gpu")).groups
+def test_tiers_are_candidate_sets_of_their_own_the_gpu_first() -> None:
+    (group,) = find_candidates(a_request(), node("a"), node("b", tier="gpu")).groups
     assert [[row.name for row in pool.rows] for pool in group] == [["b"], ["a"]]
 
 
-def test_each_name_is_a_group() -> None:
-    found = plan(a_request("helper", "x", "y"), node("a", models=("y",)), node("b", models=("x",)))
+def test_each_model_name_is_a_group() -> None:
+    found = find_candidates(
+        a_request("helper", "x", "y"), node("a", models=("y",)), node("b", models=("x",))
+    )
     assert [name for name, _ in found.by_model] == ["x", "y"]
     assert [[row.name for row in pool.rows] for (pool,) in found.groups] == [["b"], ["a"]]
 
@@ -60,13 +64,13 @@ def test_each_name_is_a_group() -> None:
         (NodeState.DRAINING, False),
     ],
 )
-def test_a_node_that_is_out_is_not_alive(state: NodeState, alive: bool) -> None:
-    assert plan(a_request(), node(state=state)).any_alive() is alive
+def test_a_node_that_is_down_is_not_alive(state: NodeState, alive: bool) -> None:
+    assert find_candidates(a_request(), node(state=state)).any_alive() is alive
 
 
-def test_pictures_need_a_node_that_sees() -> None:
+def test_images_need_a_node_that_reads_them() -> None:
     blind = node()
     blind.properties.vision = False
     with pytest.raises(GatewayError) as raised:
-        plan(a_request(needs_vision=True), blind)
+        find_candidates(a_request(needs_vision=True), blind)
     assert raised.value.status == 400

@@ -1,4 +1,4 @@
-"""What is expected of requests, and what they teach."""
+"""What the demand model predicts, and what it learns."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def leased(scheduler: Scheduler, request: Request) -> Lease:
     return granted[0]
 
 
-def a_turn(
-    scheduler: Scheduler, request: Request, told: ReportedTokens | None, **keys: bool
+def serve(
+    scheduler: Scheduler, request: Request, reported: ReportedTokens | None, **keys: bool
 ) -> Lease:
-    """A request that is placed, ends and is learnt of."""
+    """Place a request, end it and learn from it."""
     lease = leased(scheduler, request)
     lease.release()
     scheduler.demand_model.answer_ended(request)
-    whole = keys.pop("whole", told is not None)
-    scheduler.demand_model.learn(lease, request, told, 30.0, complete=whole)
+    complete = keys.pop("complete", reported is not None)
+    scheduler.demand_model.learn(lease, request, reported, 30.0, complete=complete)
     return lease
 
 
@@ -38,93 +38,94 @@ def nodes() -> list[Node]:
     return [node("a"), node("b")]
 
 
-def talk(*blocks: int, size: int = 4000) -> Request:
+def prompt_request(*blocks: int, size: int = 4000) -> Request:
     prompt = PromptKey(blocks, size / 4, size=size)
     return a_request(prompt_key=prompt, text_bytes=size, max_tokens=100)
 
 
-def believed(scheduler: Scheduler, lease: Lease) -> float:
-    """Tokens that its node was believed to have cached of it."""
+def believed_cached(scheduler: Scheduler, lease: Lease) -> float:
+    """Prompt tokens that its node was believed to have cached."""
     row = scheduler.dispatcher.placement_state.by_name[lease.node.name]
     cached: float = lease.placement.queued.cached.get(row.index, 0.0)
     return cached
 
 
-def test_lengths_are_learnt_from_what_nodes_tell(nodes: list[Node]) -> None:
+def test_lengths_are_learnt_from_reported_tokens(nodes: list[Node]) -> None:
     scheduler = a_scheduler(*nodes)
     for _ in range(30):
-        a_turn(
+        serve(
             scheduler, a_request(text_bytes=1000, max_tokens=4000), ReportedTokens(500.0, 0.0, 20.0)
         )
     request = a_request(text_bytes=1000, max_tokens=4000)
-    ask = leased(scheduler, request).placement.queued
-    assert ask.prompt_tokens == pytest.approx(500.0, rel=0.1)
-    assert ask.completion_tokens == pytest.approx(20.0, rel=0.5)
+    queued = leased(scheduler, request).placement.queued
+    assert queued.prompt_tokens == pytest.approx(500.0, rel=0.1)
+    assert queued.completion_tokens == pytest.approx(20.0, rel=0.5)
 
 
-def test_what_is_only_read_writes_nothing(nodes: list[Node]) -> None:
+def test_a_request_that_generates_nothing_decodes_nothing(nodes: list[Node]) -> None:
     scheduler = a_scheduler(*nodes)
     request = a_request(endpoint="embeddings", generates=False, text_bytes=1000)
     assert leased(scheduler, request).placement.queued.completion_tokens <= 1.0
 
 
-def test_a_node_that_has_told_of_a_prompt_gets_the_next_turn(nodes: list[Node]) -> None:
+def test_a_node_that_has_a_prompt_cached_gets_the_next_turn(nodes: list[Node]) -> None:
     scheduler = a_scheduler(*nodes)
-    home = a_turn(scheduler, talk(1, 2, 3), ReportedTokens(1000.0, 0.0, 20.0)).node
+    first_node = serve(scheduler, prompt_request(1, 2, 3), ReportedTokens(1000.0, 0.0, 20.0)).node
     for _ in range(5):
         assert (
-            a_turn(scheduler, talk(1, 2, 3, 4), ReportedTokens(1100.0, 1000.0, 20.0)).node is home
+            serve(scheduler, prompt_request(1, 2, 3, 4), ReportedTokens(1100.0, 1000.0, 20.0)).node
+            is first_node
         )
 
 
-def test_an_answer_without_figures_leaves_nothing_to_count_on(nodes: list[Node]) -> None:
+def test_an_answer_without_reported_tokens_leaves_nothing_cached(nodes: list[Node]) -> None:
     scheduler = a_scheduler(*nodes)
-    a_turn(scheduler, talk(1, 2, 3), None)
+    serve(scheduler, prompt_request(1, 2, 3), None)
     assert scheduler.prompt_cache.lookup(PromptKey((1, 2, 3), 1000.0)).cached == {}
 
 
-def test_what_has_ended_is_learnt_of_before_a_long_prompt_is_placed(nodes: list[Node]) -> None:
+def test_ended_answers_are_learnt_before_a_long_prompt_is_placed(nodes: list[Node]) -> None:
     scheduler = a_scheduler(*nodes)
-    learning, first = scheduler.demand_model, talk(1, 2, 3)
+    demand_model, first = scheduler.demand_model, prompt_request(1, 2, 3)
     lease = leased(scheduler, first)
-    scheduler.learn_pending = lambda: learning.learn(
+    scheduler.learn_pending = lambda: demand_model.learn(
         lease, first, ReportedTokens(1000.0, 0.0, 5.0), 5.0, complete=True
     )
     lease.release()
-    learning.answer_ended(first)
-    leased(scheduler, talk(7, size=LONG_PROMPT_BYTES - 1)).release()
-    assert learning.learning_pending
-    assert believed(scheduler, leased(scheduler, talk(1, 2, 3, 4))) > 900
-    assert not learning.learning_pending
+    demand_model.answer_ended(first)
+    leased(scheduler, prompt_request(7, size=LONG_PROMPT_BYTES - 1)).release()
+    assert demand_model.learning_pending
+    assert believed_cached(scheduler, leased(scheduler, prompt_request(1, 2, 3, 4))) > 900
+    assert not demand_model.learning_pending
 
 
-async def test_what_has_ended_is_learnt_of_before_its_slot_is_given_to_who_waits() -> None:
+async def test_ended_answers_are_learnt_before_their_slots_are_given_out() -> None:
     only = node(slots=1)
     moments = itertools.count()
     scheduler = a_scheduler(only, clock=lambda: float(next(moments)))
-    learning, first = scheduler.demand_model, talk(1, 2, 3)
+    demand_model, first = scheduler.demand_model, prompt_request(1, 2, 3)
     lease = leased(scheduler, first)
-    scheduler.learn_pending = lambda: learning.learn(
+    scheduler.learn_pending = lambda: demand_model.learn(
         lease, first, ReportedTokens(1000.0, 0.0, 5.0), 5.0, complete=True
     )
-    waiting = asyncio.create_task(scheduler.lease(talk(1, 2, 3, 4)))
+    waiting = asyncio.create_task(scheduler.lease(prompt_request(1, 2, 3, 4)))
     await asyncio.sleep(0)
     lease.release()
-    learning.answer_ended(first)
+    demand_model.answer_ended(first)
     async with asyncio.timeout(30.0):
         granted, _ = await waiting
-    assert believed(scheduler, granted) > 900
+    assert believed_cached(scheduler, granted) > 900
 
 
-def test_short_prompts_are_not_waited_for(nodes: list[Node]) -> None:
+def test_a_short_prompt_leaves_no_learning_pending(nodes: list[Node]) -> None:
     scheduler = a_scheduler(*nodes)
-    scheduler.demand_model.answer_ended(talk(1, size=LONG_PROMPT_BYTES - 1))
+    scheduler.demand_model.answer_ended(prompt_request(1, size=LONG_PROMPT_BYTES - 1))
     assert not scheduler.demand_model.learning_pending
 
 
-def test_what_ends_on_a_node_that_has_left_is_forgotten(nodes: list[Node]) -> None:
+def test_an_answer_of_a_removed_node_leaves_nothing_cached(nodes: list[Node]) -> None:
     scheduler = a_scheduler(*nodes)
-    request = talk(1, 2, 3)
+    request = prompt_request(1, 2, 3)
     lease = leased(scheduler, request)
     del scheduler.fleet.nodes[lease.node.name]
     scheduler.fleet.model_index.set_nodes(scheduler.fleet.nodes.values())
@@ -138,7 +139,7 @@ def test_what_ends_on_a_node_that_has_left_is_forgotten(nodes: list[Node]) -> No
     assert not scheduler.demand_model.learning_pending
 
 
-def test_a_wide_request_takes_what_an_endpoint_without_slots_has_now() -> None:
+def test_a_wide_request_takes_the_slots_that_a_learnt_limit_leaves() -> None:
     one = node(kind="openai")
     one.spec = one.spec.model_copy(update={"slots": None})
     scheduler = a_scheduler(one)

@@ -1,4 +1,4 @@
-"""Conversations that are named by a header keep their node."""
+"""Sessions, which a header names, keep their node."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import pytest
 from gateway.fleet.node import Node
 from gateway.fleet.prompt_tree import PromptKey
 from gateway.request import Request
-from gateway.scheduling import demand_model
+from gateway.scheduling.demand_model import SessionAffinity
 from gateway.scheduling.scheduler import Scheduler
 from tests.scheduling.build import a_request, a_scheduler, node
+from tests.scheduling.queue_simulation import QueueSimulation
 
 
-def turn(scheduler: Scheduler, request: Request) -> str:
-    """The node that gets it, when it has ended."""
+def serve(scheduler: Scheduler, request: Request) -> str:
+    """Serve a request to its end; the name of its node."""
     granted = scheduler.lease_now(request)
     assert granted is not None
     granted[0].release()
     return granted[0].node.name
 
 
-def said(session: str | None, number: int, model: str = "demo") -> Request:
-    """One of a conversation's requests: its prompt is like none before."""
+def session_request(session: str | None, number: int, model: str = "demo") -> Request:
+    """A request of a session, with a prompt that no node has cached."""
     prompt = PromptKey((number,), 100.0, size=400)
     return a_request(model, prompt_key=prompt, text_bytes=400, max_tokens=100, session=session)
 
@@ -31,61 +32,65 @@ def nodes() -> list[Node]:
     return [node(name, models=("demo", "other")) for name in "abcd"]
 
 
-def test_it_goes_where_it_went_last(nodes: list[Node]) -> None:
+def test_a_session_goes_to_its_last_node(nodes: list[Node]) -> None:
     scheduler = a_scheduler(*nodes)
-    first = {f"s{number}": turn(scheduler, said(f"s{number}", number)) for number in range(20)}
+    first = {
+        f"s{number}": serve(scheduler, session_request(f"s{number}", number))
+        for number in range(20)
+    }
     assert set(first.values()) == set("abcd")
-    for number, (session, home) in enumerate(first.items(), start=100):
-        assert turn(scheduler, said(session, number)) == home
+    for number, (session, last_node) in enumerate(first.items(), start=100):
+        assert serve(scheduler, session_request(session, number)) == last_node
 
 
-def test_without_a_name_it_goes_anywhere(nodes: list[Node]) -> None:
+def test_a_request_without_a_session_goes_anywhere(nodes: list[Node]) -> None:
     scheduler = a_scheduler(*nodes)
-    assert {turn(scheduler, said(None, number)) for number in range(40)} == set("abcd")
+    assert {serve(scheduler, session_request(None, number)) for number in range(40)} == set("abcd")
 
 
-def test_each_model_has_its_own_home(nodes: list[Node]) -> None:
+def test_a_session_has_a_node_for_each_model(nodes: list[Node]) -> None:
     scheduler = a_scheduler(*nodes)
-    homes_of = {
-        model: [turn(scheduler, said(f"s{n}", n, model)) for n in range(20)]
+    last_nodes = {
+        model: [serve(scheduler, session_request(f"s{n}", n, model)) for n in range(20)]
         for model in ("demo", "other")
     }
-    assert homes_of["demo"] != homes_of["other"]
+    assert last_nodes["demo"] != last_nodes["other"]
 
 
 @pytest.mark.parametrize(("times", "stays"), [(1.4, True), (1.6, False)])
-def test_it_leaves_a_home_that_has_become_a_good_deal_slower(times: float, stays: bool) -> None:
+def test_a_session_leaves_a_node_that_is_much_slower_than_another(
+    times: float, stays: bool
+) -> None:
     scheduler = a_scheduler(node("a"), node("b"))
-    home = turn(scheduler, said("s", 1))
+    last_node = serve(scheduler, session_request("s", 1))
     for row in scheduler.dispatcher.placement_state.by_name.values():
-        factor = 1.0 if row.name == home else times
+        factor = 1.0 if row.name == last_node else times
         scheduler.dispatcher.placement_state.set_speed(row, 100.0 * factor, 0.1 / factor, 0.0)
-    assert (turn(scheduler, said("s", 2)) == home) is stays
+    assert (serve(scheduler, session_request("s", 2)) == last_node) is stays
 
 
-def test_it_does_not_wait_for_its_home() -> None:
+def test_a_session_does_not_wait_for_its_node() -> None:
     one, two = node("one", slots=1), node("two", slots=1)
     scheduler = a_scheduler(one, two)
-    home = turn(scheduler, said("s", 1))
-    held = scheduler.lease_now(said("s", 2))
+    last_node = serve(scheduler, session_request("s", 1))
+    held = scheduler.lease_now(session_request("s", 2))
     assert held is not None
-    assert held[0].node.name == home
-    assert turn(scheduler, said("s", 3)) != home
+    assert held[0].node.name == last_node
+    assert serve(scheduler, session_request("s", 3)) != last_node
 
 
-def test_a_home_that_takes_no_work_is_none(nodes: list[Node]) -> None:
+def test_a_session_leaves_a_node_that_takes_no_work(nodes: list[Node]) -> None:
     scheduler = a_scheduler(*nodes)
-    home = turn(scheduler, said("s", 1))
-    scheduler.fleet.drain(home)
-    assert turn(scheduler, said("s", 2)) != home
+    last_node = serve(scheduler, session_request("s", 1))
+    scheduler.fleet.drain(last_node)
+    assert serve(scheduler, session_request("s", 2)) != last_node
 
 
-def test_the_quietest_conversation_is_forgotten_first(
-    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demand_model, "MOST_SESSIONS", 3)
-    scheduler = a_scheduler(*nodes)
-    for number, session in enumerate(("a", "b", "c", "a", "d")):
-        turn(scheduler, said(session, number))
-    known = scheduler.demand_model.session_affinity
-    assert [session for session, _ in known._rows] == ["c", "a", "d"]
+def test_the_session_that_was_quiet_longest_is_forgotten_first() -> None:
+    sim = QueueSimulation((1,))
+    affinity = SessionAffinity(most_sessions=3)
+    for session in ("a", "b", "c", "a", "d"):
+        affinity.placed(session, "demo", sim.rows[0])
+    queued = sim.request()
+    known = [one for one in "abcd" if affinity.penalties(one, "demo", queued, sim.state)]
+    assert known == ["a", "c", "d"]

@@ -1,4 +1,4 @@
-"""Whatever happens, in whatever order: the counts are right and no slot idles without a reason."""
+"""Under any order of events the counts are right and no slot idles without a reason."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.request import Priority
-from gateway.scheduling.dispatcher import Placement
 from gateway.scheduling.matching import DispatchRules
-from gateway.scheduling.placement_state import QueuedRequest
+from gateway.scheduling.node_slots import Placement, QueuedRequest
 from gateway.scheduling.selection import POLICIES
-from tests.scheduling.rows import Desk
+from tests.scheduling.queue_simulation import QueueSimulation
 
 NODES = 4
 indexes = st.integers(0, NODES - 1)
 absurd = st.one_of(
     st.floats(0, 4000), st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 0.0, 1e18])
 )
-asks = st.fixed_dictionaries(
+requests = st.fixed_dictionaries(
     {
         "what": st.just("arrive"),
         "priority": st.sampled_from(Priority),
@@ -36,8 +35,8 @@ asks = st.fixed_dictionaries(
     }
 )
 events = st.one_of(
-    asks,
-    asks,
+    requests,
+    requests,
     st.fixed_dictionaries({"what": st.just("finish"), "which": st.integers(0, 50)}),
     st.fixed_dictionaries({"what": st.just("finish"), "which": st.integers(0, 50)}),
     st.fixed_dictionaries({"what": st.just("withdraw"), "which": st.integers(0, 50)}),
@@ -61,11 +60,9 @@ events = st.one_of(
 plays = st.lists(st.tuples(st.floats(0, 20), events), max_size=60)
 
 
-def play(
-    happened: list[tuple[float, dict[str, Any]]], rules: DispatchRules
-) -> list[tuple[str, str]]:
-    """Plays the events, looking at everything after each of them; who was placed where."""
-    desk = Desk((3, 2, 2, 1), rules, speeds=(600.0, 250.0, 250.0, 100.0))
+def play(played: list[tuple[float, dict[str, Any]]], rules: DispatchRules) -> list[tuple[str, str]]:
+    """Play the events, with a check after each; returns which request was placed on which row."""
+    sim = QueueSimulation((3, 2, 2, 1), rules, speeds=(600.0, 250.0, 250.0, 100.0))
     withdrawn: set[QueuedRequest] = set()
     arrived: list[QueuedRequest] = []
     order: list[tuple[str, str]] = []
@@ -77,72 +74,73 @@ def play(
             assert one.row.index not in one.queued.excluded
             order.append((str(arrived.index(one.queued)), one.row.name))
 
-    for gap, event in happened:
+    for gap, event in played:
         now += gap
         match event["what"]:
             case "arrive":
                 options = {key: value for key, value in event.items() if key != "what"}
-                ask = desk.ask(received_at=now, **options)
-                arrived.append(ask)
-                placement = desk.dispatcher.place_or_queue(ask, now)
+                queued = sim.request(received_at=now, **options)
+                arrived.append(queued)
+                placement = sim.dispatcher.place_or_queue(queued, now)
                 if placement is not None:
-                    desk.running.append(placement)
+                    sim.running.append(placement)
                     note([placement])
-            case "finish" if desk.running:
-                note(desk.finish(desk.running[event["which"] % len(desk.running)], now))
-            case "cancel" if desk.running:
-                placement = desk.running.pop(event["which"] % len(desk.running))
-                desk.dispatcher.cancelled(placement, now)
-                note(desk.match(now))
+            case "finish" if sim.running:
+                note(sim.finish(sim.running[event["which"] % len(sim.running)], now))
+            case "cancel" if sim.running:
+                placement = sim.running.pop(event["which"] % len(sim.running))
+                sim.dispatcher.cancelled(placement, now)
+                note(sim.match(now))
             case "withdraw" if arrived:
-                ask = arrived[event["which"] % len(arrived)]
-                if desk.dispatcher.withdraw(ask):
-                    withdrawn.add(ask)
-                note(desk.match(now))
+                queued = arrived[event["which"] % len(arrived)]
+                if sim.dispatcher.withdraw(queued):
+                    withdrawn.add(queued)
+                note(sim.match(now))
             case "slots":
-                row = desk.rows[event["which"]]
+                row = sim.rows[event["which"]]
                 before = row.ours
-                desk.board.set_slots(row, 3, event["capacity"], event["foreign"])
+                sim.state.set_slots(row, 3, event["capacity"], event["foreign"])
                 assert row.ours == before
-                note(desk.match(now))
+                note(sim.match(now))
             case "speed":
-                desk.board.set_speed(desk.rows[event["which"]], *event["values"])
-        check(desk, now)
+                sim.state.set_speed(sim.rows[event["which"]], *event["values"])
+        check(sim, now)
     return order
 
 
-def check(desk: Desk, now: float) -> None:
-    dispatcher = desk.dispatcher
-    for row in desk.rows:
-        running = [one for one in desk.running if one.row is row]
+def check(sim: QueueSimulation, now: float) -> None:
+    dispatcher = sim.dispatcher
+    for row in sim.rows:
+        running = [one for one in sim.running if one.row is row]
         assert row.running == running
         assert row.ours == sum(one.queued.slots for one in running)
         assert row.free == max(0, row.capacity - row.ours - row.foreign)
-        assert (row.index in desk.board.free_rows) == (row.free > 0)
+        assert (row.index in sim.state.free_rows) == (row.free > 0)
         assert math.isfinite(row.ends_sum)
         assert row.reserved_for is None or row.reserved_for.account is not None
-    waiting = dispatcher.queued_requests()
+    waiting = sim.waiting(now)
     assert len(waiting) == dispatcher.waiting == sum(dispatcher.depths().values())
-    assert not {one.queued for one in desk.running} & set(waiting)
-    places = [ask for ask, _ in dispatcher.predicted_waits(now)]
-    assert sorted(map(id, places)) == sorted(map(id, waiting))
-    assert [dispatcher.count_ahead(ask) for ask in places] == list(range(len(places)))
-    for ask in waiting:
-        assert dispatcher.expected_start(ask, now) >= now
-        if ask.deferred_to is None and ask.slots == 1:
-            for row in desk.rows:
+    assert not {one.queued for one in sim.running} & set(waiting)
+    assert len(set(waiting)) == len(waiting)
+    assert all(queued.account is not None for queued in waiting)
+    assert [dispatcher.count_ahead(queued) for queued in waiting] == list(range(len(waiting)))
+    assert all(wait >= 0 for _, wait in dispatcher.predicted_waits(now))
+    for queued in waiting:
+        assert dispatcher.predicted_wait(queued, now) >= 0
+        if queued.deferred_to is None and queued.slots == 1:
+            for row in sim.rows:
                 barred = (
-                    row.index in ask.excluded
-                    or row.index in ask.failed
+                    row.index in queued.excluded
+                    or row.index in queued.failed
                     or row.reserved_for is not None
                 )
-                spare = row.batch_reserve if ask.priority is Priority.BATCH else 0
+                spare = row.batch_reserve if queued.priority is Priority.BATCH else 0
                 assert barred or row.free <= spare, "a slot idles"
-        if ask.deferred_to is not None:
-            assert ask in ask.deferred_to.deferred
-            wake = dispatcher.wake_at(now)
+        if queued.deferred_to is not None:
+            assert queued in queued.deferred_to.deferred
+            wake = dispatcher.wake_at()
             assert wake is not None
-            assert wake <= ask.deferred_until
+            assert wake <= queued.deferred_until
 
 
 @settings(max_examples=300, deadline=None)
@@ -161,13 +159,13 @@ def test_the_same_seed_places_alike(happened: list[tuple[float, dict[str, Any]]]
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.floats(0.2, 5.0))
-def test_everything_that_came_is_served_in_the_end(seed: int, lengths: float) -> None:
+def test_every_arrival_is_served_in_the_end(seed: int, lengths: float) -> None:
     rng = random.Random(seed)
-    desk = Desk((2, 2, 1), seed=seed, speeds=(600.0, 250.0, 100.0))
+    sim = QueueSimulation((2, 2, 1), seed=seed, speeds=(600.0, 250.0, 100.0))
     arrivals = []
     for _ in range(80):
         at = rng.uniform(0, 100)
-        ask = desk.ask(
+        queued = sim.request(
             received_at=at,
             priority=rng.choice(list(Priority)),
             fairness_key=rng.choice("abcdef"),
@@ -177,7 +175,7 @@ def test_everything_that_came_is_served_in_the_end(seed: int, lengths: float) ->
             cached={rng.randrange(3): rng.uniform(0, 2000)},
             pending={rng.randrange(3): rng.uniform(0, 2000)},
         )
-        arrivals.append((at, ask))
-    assert len(desk.play(arrivals, lengths=lengths)) == len(arrivals)
-    assert not desk.running
-    assert all(row.ours == 0 for row in desk.rows)
+        arrivals.append((at, queued))
+    assert len(sim.play(arrivals, lengths=lengths)) == len(arrivals)
+    assert not sim.running
+    assert all(row.ours == 0 for row in sim.rows)

@@ -1,4 +1,4 @@
-"""The board shows what the nodes are, whatever happens to them."""
+"""The rows show the nodes as they are, whatever happens to them."""
 
 from __future__ import annotations
 
@@ -9,53 +9,54 @@ import pytest
 
 from gateway.fleet.node import Node, NodeState
 from gateway.fleet.prompt_tree import PromptKey
-from gateway.scheduling.placement_state import NodeSlots
+from gateway.scheduling.candidates import CandidateFinder
+from gateway.scheduling.node_slots import NodeSlots
 from gateway.scheduling.scheduler import Scheduler
 from tests.fleet.build import take
-from tests.scheduling.build import a_request, a_scheduler, node, settled
+from tests.scheduling.build import a_request, a_scheduler, node, settle
 
 
 def row_of(scheduler: Scheduler, name: str = "a") -> NodeSlots:
     return scheduler.dispatcher.placement_state.by_name[name]
 
 
-def agrees(scheduler: Scheduler) -> None:
-    """A row has the free slots of its node."""
+def check_rows(scheduler: Scheduler) -> None:
+    """Each row has the free slots of its node."""
     now = scheduler.clock()
     for one in scheduler.fleet.nodes.values():
         row = row_of(scheduler, one.name)
         assert (row.free, row.total) == (one.free_slots(now), one.slots_total)
 
 
-async def test_our_leases_count_once_and_others_work_too() -> None:
+async def test_own_leases_count_once_and_others_work_counts() -> None:
     one = node(slots=4)
     scheduler = a_scheduler(one)
     lease, _ = await scheduler.lease(a_request(slots=2))
-    agrees(scheduler)
-    foreign = take(one)  # a lease that the scheduler does not know of
+    check_rows(scheduler)
+    unplaced = take(one)  # a lease that the scheduler does not know of
     scheduler.fleet_sync.node_changed(one)
-    agrees(scheduler)
+    check_rows(scheduler)
     assert (row_of(scheduler).ours, row_of(scheduler).foreign) == (2, 1)
     one.occupancy.foreign = 1
     scheduler.fleet_sync.node_changed(one)
-    agrees(scheduler)
+    check_rows(scheduler)
     assert row_of(scheduler).free == 0
     lease.release()
-    foreign.release()
-    agrees(scheduler)
+    unplaced.release()
+    check_rows(scheduler)
     assert row_of(scheduler).free == 3
 
 
 @pytest.mark.parametrize("state", list(NodeState))
-def test_states_say_what_a_node_takes(state: NodeState) -> None:
+def test_the_state_decides_what_a_node_takes(state: NodeState) -> None:
     one = node(state=state)
     scheduler = a_scheduler(one)
-    agrees(scheduler)
+    check_rows(scheduler)
     alive = state in {NodeState.READY, NodeState.DEGRADED, NodeState.MUTE}
     assert row_of(scheduler).alive is alive
 
 
-def test_a_slow_start_lets_in_a_part() -> None:
+def test_a_slow_start_opens_a_part_of_the_slots() -> None:
     one = node(slots=10, health={"slow_start": 100.0})
     scheduler = a_scheduler(one)
     one.circuit.open_until = 0.0
@@ -63,28 +64,28 @@ def test_a_slow_start_lets_in_a_part() -> None:
     for passed in (0.0, 30.0, 40.0, 50.0):
         one.clock.passes(passed)  # type: ignore[attr-defined]
         scheduler.fleet_sync.node_changed(one)
-        agrees(scheduler)
+        check_rows(scheduler)
     assert row_of(scheduler).capacity == 10
 
 
-async def test_of_an_ejected_node_one_request_is_tried_beside_what_runs() -> None:
+async def test_an_ejected_node_gets_one_request_on_trial_beside_what_runs() -> None:
     one = node(slots=3)
     scheduler = a_scheduler(one)
     running, _ = await scheduler.lease(a_request())
     one.state, one.circuit.open_until = NodeState.EJECTED, one.clock() - 1.0
     scheduler.fleet_sync.node_changed(one)
-    agrees(scheduler)
+    check_rows(scheduler)
     trial, _ = await scheduler.lease(a_request())
     assert trial.trial
-    agrees(scheduler)
+    check_rows(scheduler)
     assert (row_of(scheduler).free, row_of(scheduler).alive) == (0, True)
     trial.release()
     running.release()
-    agrees(scheduler)
+    check_rows(scheduler)
 
 
 def half_open(one: Node) -> Node:
-    """Its ejection's time is over."""
+    """Let the time of its ejection pass."""
     for _ in range(one.settings.health.failures):
         one.circuit.record_failure(one.clock())
     one.state, one.circuit.open_until = NodeState.EJECTED, one.clock() - 1.0
@@ -139,7 +140,7 @@ async def test_a_request_is_no_trial_where_it_would_end_much_later() -> None:
     assert (short.node, short.trial) == (slow, True)
 
 
-def test_failures_in_a_row_are_doubted() -> None:
+def test_failures_in_a_row_are_penalised() -> None:
     one = node()
     scheduler = a_scheduler(one)
     scheduler.fleet.request_failed(one, one.clock())
@@ -148,7 +149,7 @@ def test_failures_in_a_row_are_doubted() -> None:
     assert row_of(scheduler).penalty == 0
 
 
-def test_measured_speeds_are_mirrored() -> None:
+def test_measured_speeds_reach_the_row() -> None:
     one = node()
     scheduler = a_scheduler(one)
     before = row_of(scheduler).prefill_tps
@@ -160,18 +161,18 @@ def test_measured_speeds_are_mirrored() -> None:
     assert row_of(scheduler).token_base == pytest.approx(0.1, rel=0.2)
 
 
-def test_a_board_that_is_wrong_about_a_node_is_not_believed() -> None:
+def test_a_placement_that_the_node_cannot_take_is_not_granted() -> None:
     one = node(slots=1)
     scheduler = a_scheduler(one)
-    held = take(one)  # nobody has told the board
+    held = take(one)  # the placement state does not know of it
     assert row_of(scheduler).free == 1
     assert scheduler.lease_now(a_request()) is None
-    agrees(scheduler)
+    check_rows(scheduler)
     assert one.leased == 1
     held.release()
 
 
-# Nodes that come and go.
+# Nodes that are added and removed.
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ def three() -> tuple[Scheduler, list[Node]]:
 
 
 def put(scheduler: Scheduler, *nodes: Node) -> None:
-    """These are the nodes of the inventory now."""
+    """Put these nodes, and no others, in the inventory."""
     fleet = scheduler.fleet
     for name, one in list(fleet.nodes.items()):
         if one not in nodes:
@@ -194,22 +195,22 @@ def put(scheduler: Scheduler, *nodes: Node) -> None:
     scheduler.capacity_changed()
 
 
-async def test_a_node_that_is_new_serves_who_waits_already(
+async def test_a_new_node_serves_waiting_requests(
     three: tuple[Scheduler, list[Node]],
 ) -> None:
     scheduler, nodes = three
     leases = [(await scheduler.lease(a_request()))[0] for _ in nodes]
     waiting = asyncio.create_task(scheduler.lease(a_request()))
-    await settled()
+    await settle()
     put(scheduler, *nodes, node("d", slots=1))
-    await settled()
+    await settle()
     assert waiting.result()[0].node.name == "d"
     for lease in [*leases, waiting.result()[0]]:
         lease.release()
-    agrees(scheduler)
+    check_rows(scheduler)
 
 
-async def test_what_runs_on_a_removed_node_ends_there_and_its_row_may_be_anothers(
+async def test_leases_of_a_removed_node_end_there_though_its_index_is_reused(
     three: tuple[Scheduler, list[Node]],
 ) -> None:
     scheduler, nodes = three
@@ -223,15 +224,15 @@ async def test_what_runs_on_a_removed_node_ends_there_and_its_row_may_be_another
     fresh, _ = await scheduler.lease(a_request())
     assert fresh.node.name == "d"
     leases["a"].release()
-    agrees(scheduler)
+    check_rows(scheduler)
     assert scheduler.lease_now(a_request()) is None
     for lease in leases.values():
         lease.release()
     fresh.release()
-    agrees(scheduler)
+    check_rows(scheduler)
 
 
-async def test_a_node_that_leaves_and_returns_still_counts_what_it_runs(
+async def test_a_node_that_leaves_and_returns_still_counts_its_leases(
     three: tuple[Scheduler, list[Node]],
 ) -> None:
     scheduler, nodes = three
@@ -239,26 +240,28 @@ async def test_a_node_that_leaves_and_returns_still_counts_what_it_runs(
     put(scheduler, *nodes[1:])
     nodes[0].removed = False
     put(scheduler, *nodes)
-    agrees(scheduler)
+    check_rows(scheduler)
     assert scheduler.lease_now(a_request()) is None
     for lease in leases:
         lease.release()
-    agrees(scheduler)
+    check_rows(scheduler)
     assert all(row_of(scheduler, name).free == 1 for name in "abc")
 
 
-def test_a_tier_that_is_changed_moves_the_node(three: tuple[Scheduler, list[Node]]) -> None:
+def test_a_changed_tier_moves_the_node(three: tuple[Scheduler, list[Node]]) -> None:
     scheduler, nodes = three
     before = scheduler.fleet_sync.has_gpu_tier
     nodes[1].spec = nodes[1].spec.model_copy(update={"tier": "gpu"})
     scheduler.capacity_changed()
     assert (before, scheduler.fleet_sync.has_gpu_tier) == (False, True)
     assert [row.name for row in scheduler.dispatcher.placement_state.rows if row.gpu] == ["b"]
-    (pools,) = scheduler._taking.candidate_finder.find(a_request()).groups
+    (pools,) = (
+        CandidateFinder(scheduler.fleet.model_index, scheduler.fleet_sync).find(a_request()).groups
+    )
     assert [[row.name for row in pool.rows] for pool in pools] == [["b"], ["a", "c"]]
 
 
-def test_what_a_node_remembers_goes_with_its_server() -> None:
+def test_the_cached_prompts_go_with_the_server() -> None:
     one = node()
     one.indexed_models = one.public_models
     scheduler = a_scheduler(one)

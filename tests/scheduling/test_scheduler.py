@@ -1,4 +1,4 @@
-"""Who waits, who goes, and who is told that it is no use."""
+"""Which requests get a lease, which wait, and which are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gateway.request import Priority, Request
 from gateway.scheduling.scheduler import Scheduler
 from tests.calls import count_calls
 from tests.fleet.build import Clock, take
-from tests.scheduling.build import a_request, a_scheduler, asked, look, node, settled
+from tests.scheduling.build import a_request, a_scheduler, node, settle, start_lease
 from tests.virtual import VirtualLoop, in_virtual_time, now
 
 
@@ -28,7 +28,7 @@ def refusal(task: asyncio.Task[Any]) -> GatewayError:
     return error
 
 
-async def test_a_free_slot_is_given_at_once() -> None:
+async def test_a_free_slot_is_granted_at_once() -> None:
     one = node(slots=1)
     scheduler = a_scheduler(one)
     lease, model = await scheduler.lease(a_request())
@@ -36,17 +36,17 @@ async def test_a_free_slot_is_given_at_once() -> None:
     assert scheduler.queue_positions() == []
 
 
-async def test_who_waits_goes_in_the_order_of_arrival() -> None:
+async def test_waiting_requests_go_in_the_order_of_arrival() -> None:
     one = node(slots=1)
     scheduler = a_scheduler(one)
-    first = await asked(scheduler, a_request())
-    others = [await asked(scheduler, a_request()) for _ in range(5)]
+    first = await start_lease(scheduler, a_request())
+    others = [await start_lease(scheduler, a_request()) for _ in range(5)]
     assert [place.position for place in scheduler.queue_positions()] == [1, 2, 3, 4, 5]
     running = first
     for following in others:
         assert not following.done()
         running.result()[0].release()
-        await settled()
+        await settle()
         assert following.done()
         running = following
     scheduler.close()
@@ -56,11 +56,11 @@ async def test_a_retry_keeps_the_place_that_its_arrival_gave_it() -> None:
     one = node(slots=1)
     scheduler = a_scheduler(one)
     early = a_request()
-    running = await asked(scheduler, a_request())
-    late = await asked(scheduler, a_request())
-    retry = await asked(scheduler, early)
+    running = await start_lease(scheduler, a_request())
+    late = await start_lease(scheduler, a_request())
+    retry = await start_lease(scheduler, early)
     running.result()[0].release()
-    await settled()
+    await settle()
     assert retry.done()
     assert not late.done()
     scheduler.close()
@@ -71,78 +71,78 @@ async def test_a_retry_keeps_the_place_that_its_arrival_gave_it() -> None:
 async def test_no_one_waits_for_a_model_that_is_free() -> None:
     busy, idle = node("a", slots=1), node("b", slots=1, models=("other",))
     scheduler = a_scheduler(busy, idle, queue={"max": 1})
-    await asked(scheduler, a_request())
-    waiting = await asked(scheduler, a_request())
+    await start_lease(scheduler, a_request())
+    waiting = await start_lease(scheduler, a_request())
     lease, _ = await scheduler.lease(a_request("other"))
     assert lease.node is idle
     assert not waiting.done()
     waiting.cancel()
-    await settled()
+    await settle()
 
 
-async def test_a_newcomer_does_not_pass_one_that_waits() -> None:
+async def test_an_arrival_does_not_pass_a_waiting_request() -> None:
     one = node(slots=1)
     scheduler = a_scheduler(one)
-    running = await asked(scheduler, a_request())
-    waiting = await asked(scheduler, a_request())
+    running = await start_lease(scheduler, a_request())
+    waiting = await start_lease(scheduler, a_request())
     running.result()[0].release()
-    # Its slot is free, and nobody has been told yet.
+    # The slot is free but not yet given out.
     newcomer = asyncio.create_task(scheduler.lease(a_request()))
-    await settled()
+    await settle()
     assert waiting.done()
     assert not newcomer.done()
     newcomer.cancel()
-    await settled()
+    await settle()
 
 
 async def test_a_wide_request_is_not_starved_by_narrow_ones() -> None:
     one = node(slots=2)
     scheduler = a_scheduler(one)
-    running = [await asked(scheduler, a_request()) for _ in range(2)]
-    wide = await asked(scheduler, a_request(slots=2))
-    narrow = [await asked(scheduler, a_request()) for _ in range(4)]
+    running = [await start_lease(scheduler, a_request()) for _ in range(2)]
+    wide = await start_lease(scheduler, a_request(slots=2))
+    narrow = [await start_lease(scheduler, a_request()) for _ in range(4)]
     running[0].result()[0].release()
-    await settled()
+    await settle()
     assert not wide.done()
-    assert not any(task.done() for task in narrow), "its slot was taken away"
-    late = await asked(scheduler, a_request())
+    assert not any(task.done() for task in narrow), "its reserved slot was taken"
+    late = await start_lease(scheduler, a_request())
     assert not late.done()
     running[1].result()[0].release()
-    await settled()
+    await settle()
     assert wide.done()
     wide.result()[0].release()
-    await settled()
+    await settle()
     assert [task.done() for task in narrow] == [True, True, False, False]
     scheduler.close()
     await asyncio.gather(late, *narrow, return_exceptions=True)
 
 
-async def test_when_a_wide_request_leaves_what_was_kept_for_it_is_free() -> None:
+async def test_when_a_wide_request_leaves_its_reserved_slots_are_free() -> None:
     one = node(slots=2)
     scheduler = a_scheduler(one)
-    running = [await asked(scheduler, a_request()) for _ in range(2)]
+    running = [await start_lease(scheduler, a_request()) for _ in range(2)]
     request = a_request(slots=2)
-    wide = await asked(scheduler, request)
-    narrow = await asked(scheduler, a_request())
+    wide = await start_lease(scheduler, request)
+    narrow = await start_lease(scheduler, a_request())
     running[0].result()[0].release()
-    await settled()
+    await settle()
     assert not narrow.done()
     assert scheduler.refuse(request.id, errors.node_failed("cancelled"))
-    await settled()
+    await settle()
     assert refusal(wide).code == "node_failed"
     assert narrow.done()
 
 
-async def test_what_needs_no_slot_passes_all_that_wait() -> None:
+async def test_a_slotless_request_passes_all_that_wait() -> None:
     one = node(slots=1)
     scheduler = a_scheduler(one)
-    await asked(scheduler, a_request())
-    wide = await asked(scheduler, a_request())
+    await start_lease(scheduler, a_request())
+    wide = await start_lease(scheduler, a_request())
     lease, _ = await scheduler.lease(a_request(slots=0))
     assert (lease.slots, one.leased) == (0, 1)
     lease.release()
     wide.cancel()
-    await settled()
+    await settle()
 
 
 async def test_more_slots_than_any_node_has_is_the_clients_mistake() -> None:
@@ -154,13 +154,13 @@ async def test_more_slots_than_any_node_has_is_the_clients_mistake() -> None:
     assert lease.node.name == "b"
 
 
-async def test_a_model_that_nobody_has_is_404() -> None:
+async def test_an_unknown_model_is_404() -> None:
     with pytest.raises(GatewayError) as raised:
         await a_scheduler(node()).lease(a_request("nothing"))
     assert (raised.value.status, raised.value.code) == (404, "model_not_found")
 
 
-async def test_while_a_node_might_still_have_it_it_is_503() -> None:
+async def test_a_model_that_an_unprobed_node_may_serve_is_503() -> None:
     silent = node("b", models=(), state=NodeState.STARTING)
     silent.probe_history.probed = silent.probe_history.up = False
     with pytest.raises(GatewayError) as raised:
@@ -169,14 +169,14 @@ async def test_while_a_node_might_still_have_it_it_is_503() -> None:
     assert raised.value.retry_after
 
 
-async def test_what_no_node_of_the_model_does_is_501() -> None:
+async def test_an_endpoint_that_no_node_of_the_model_supports_is_501() -> None:
     one = node(endpoints=["chat"])
     with pytest.raises(GatewayError) as raised:
         await a_scheduler(one).lease(a_request(endpoint="embeddings"))
     assert (raised.value.status, raised.value.retryable) == (501, False)
 
 
-async def test_a_picture_goes_to_a_node_that_sees_or_nowhere() -> None:
+async def test_an_image_goes_to_a_node_that_reads_images_or_nowhere() -> None:
     blind, seeing = node("a", endpoints=["chat"]), node("b", endpoints=["chat", "vision"])
     for _ in range(20):
         lease, _ = await a_scheduler(blind, seeing).lease(a_request(needs_vision=True))
@@ -192,12 +192,12 @@ async def test_a_list_of_models_means_the_first_that_can_serve() -> None:
     scheduler = a_scheduler(first, second)
     lease, model = await scheduler.lease(a_request("helper", "gone", "x", "y"))
     assert (lease.node, model) == (first, "x")
-    # A busy one is waited for, one that is out is not.
-    waiting = await asked(scheduler, a_request("helper", "x", "y"))
+    # A request waits for a busy node, but not for one that is down.
+    waiting = await start_lease(scheduler, a_request("helper", "x", "y"))
     assert not waiting.done()
     first.state = NodeState.DOWN
     scheduler.capacity_changed()
-    await settled()
+    await settle()
     assert waiting.result()[1] == "y"
 
 
@@ -205,7 +205,7 @@ async def test_the_queue_has_an_end_and_advises_by_the_measured_rate() -> None:
     clock = Clock()
     one = node(clock=clock, slots=1)
     scheduler = a_scheduler(one, queue={"max": 2})
-    tasks = [await asked(scheduler, a_request()) for _ in range(3)]
+    tasks = [await start_lease(scheduler, a_request()) for _ in range(3)]
     assert scheduler.has_room(), "another caller gets one of the two places"
     with pytest.raises(GatewayError) as raised:
         await scheduler.lease(a_request())
@@ -221,15 +221,15 @@ async def test_the_queue_has_an_end_and_advises_by_the_measured_rate() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_what_was_let_in_is_not_turned_away_by_a_full_queue() -> None:
+async def test_an_admitted_request_is_not_refused_by_a_full_queue() -> None:
     failing, busy = node("a", slots=1), node("b", slots=1)
     scheduler = a_scheduler(failing, busy, queue={"max": 0})
     early = a_request(failed_nodes={"a"})
     held = take(busy)
-    task = await asked(scheduler, early)
+    task = await start_lease(scheduler, early)
     assert not task.done()
     held.release()
-    await settled()
+    await settle()
     assert task.result()[0].node is busy
 
 
@@ -242,8 +242,8 @@ async def test_a_retry_that_goes_first_has_nobody_ahead() -> None:
         clock.passes(5.0)
     early = a_request(deadline=clock() + 12.0)
     await scheduler.lease(a_request())
-    tasks = [await asked(scheduler, a_request()) for _ in range(5)]
-    retry = await asked(scheduler, early)
+    tasks = [await start_lease(scheduler, a_request()) for _ in range(5)]
+    retry = await start_lease(scheduler, early)
     assert not retry.done()
     scheduler.close()
     await asyncio.gather(retry, *tasks, return_exceptions=True)
@@ -267,8 +267,8 @@ async def test_a_wait_ends_in_time() -> None:
     )
     await scheduler.lease(a_request())
     began = now()
-    normal = await asked(scheduler, a_request())
-    batch = await asked(scheduler, a_request(priority=Priority.BATCH))
+    normal = await start_lease(scheduler, a_request())
+    batch = await start_lease(scheduler, a_request(priority=Priority.BATCH))
     with pytest.raises(GatewayError) as raised:
         await batch
     assert now() - began == pytest.approx(0.05)
@@ -293,48 +293,48 @@ async def test_a_deadline_ends_the_wait() -> None:
     assert now() - began == pytest.approx(0.05)
 
 
-async def test_a_deadline_that_can_not_be_met_is_told_at_once() -> None:
+async def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     clock = Clock()
     scheduler = a_scheduler(node(clock=clock, slots=1))
     for _ in range(10):
         scheduler.completed(scheduler.clock())
         clock.passes(5.0)
     await scheduler.lease(a_request())
-    waiting = await asked(scheduler, a_request())
+    waiting = await start_lease(scheduler, a_request())
     with pytest.raises(GatewayError) as raised:
         await scheduler.lease(a_request(deadline=clock() + 6.0))
     assert (raised.value.status, raised.value.code) == (503, "queue_timeout")
     assert not raised.value.retryable
-    patient = await asked(scheduler, a_request(deadline=clock() + 60.0))
+    patient = await start_lease(scheduler, a_request(deadline=clock() + 60.0))
     assert not patient.done()
     scheduler.close()
     await asyncio.gather(waiting, patient, return_exceptions=True)
 
 
 @in_virtual_time
-async def test_when_every_node_is_out_the_first_to_come_back_is_waited_for() -> None:
+async def test_when_every_node_is_down_requests_wait_for_the_first_to_return() -> None:
     one = node(state=NodeState.DOWN)
     scheduler = a_scheduler(one, clock=now)
-    task = await asked(scheduler, a_request())
+    task = await start_lease(scheduler, a_request())
     assert not task.done()
     one.state = NodeState.READY
     scheduler.capacity_changed()
-    await settled()
+    await settle()
     assert task.done()
     scheduler.close()
 
 
 @in_virtual_time
-async def test_while_a_trial_is_out_the_node_is_worth_the_ordinary_wait() -> None:
+async def test_a_node_on_trial_is_worth_the_ordinary_wait() -> None:
     one = node(state=NodeState.EJECTED)
     one.circuit.trial = object()
     scheduler = a_scheduler(one, clock=now, retries={"wait_for_node": 0.05})
     waiting = asyncio.create_task(scheduler.lease(a_request()))
     await asyncio.sleep(0)
-    (ticket,) = scheduler._tickets
-    setattr(ticket, "nodes_down_since", now() - 1.0)  # noqa: B010 - mypy would not forget it
-    look(scheduler)
-    assert ticket.nodes_down_since is None
+    (waiter,) = scheduler.waiters
+    setattr(waiter, "nodes_down_since", now() - 1.0)  # noqa: B010 - mypy would not forget it
+    scheduler.check_all()
+    assert waiter.nodes_down_since is None
     one.circuit.trial = None
     with pytest.raises(GatewayError) as raised:
         await waiting
@@ -342,7 +342,7 @@ async def test_while_a_trial_is_out_the_node_is_worth_the_ordinary_wait() -> Non
 
 
 @in_virtual_time
-async def test_when_none_comes_back_it_is_no_node() -> None:
+async def test_when_no_node_returns_the_error_is_no_node() -> None:
     scheduler = a_scheduler(node(state=NodeState.DOWN), clock=now, retries={"wait_for_node": 0.05})
     with pytest.raises(GatewayError) as raised:
         await scheduler.lease(a_request())
@@ -350,60 +350,60 @@ async def test_when_none_comes_back_it_is_no_node() -> None:
     assert raised.value.retry_after
 
 
-async def test_a_node_that_is_mute_is_worth_the_ordinary_wait() -> None:
+async def test_a_mute_node_is_worth_the_ordinary_wait() -> None:
     one = node(state=NodeState.MUTE)
     clock = Clock()
     scheduler = a_scheduler(one, clock=clock, retries={"wait_for_node": 1.0})
-    task = await asked(scheduler, a_request())
+    task = await start_lease(scheduler, a_request())
     clock.passes(100.0)
-    look(scheduler)
-    await settled()
+    scheduler.check_all()
+    await settle()
     assert not task.done()
     one.state = NodeState.DOWN
-    look(scheduler)
+    scheduler.check_all()
     clock.passes(1.0)
-    look(scheduler)
-    await settled()
+    scheduler.check_all()
+    await settle()
     assert refusal(task).code == "no_node"
 
 
 @pytest.mark.parametrize("state", [NodeState.DRAINING, NodeState.DOWN])
-async def test_a_node_that_leaves_while_it_is_waited_for_is_not_used(state: NodeState) -> None:
+async def test_a_node_that_is_removed_meanwhile_is_not_used(state: NodeState) -> None:
     busy, other = node("a", slots=1), node("b", slots=1)
     scheduler = a_scheduler(busy, other)
     leases = [await scheduler.lease(a_request()) for _ in range(2)]
-    task = await asked(scheduler, a_request())
+    task = await start_lease(scheduler, a_request())
     by_node = {lease.node.name: lease for lease, _ in leases}
     busy.state = state
     by_node["a"].release()
-    await settled()
+    await settle()
     assert not task.done()
     by_node["b"].release()
-    await settled()
+    await settle()
     assert task.result()[0].node is other
 
 
-async def test_when_the_last_node_is_removed_who_waits_is_told() -> None:
+async def test_when_the_last_node_is_removed_waiting_requests_are_refused() -> None:
     one, other = node("a", slots=1), node("b", models=("other",))
     scheduler = a_scheduler(one, other)
     await scheduler.lease(a_request())
-    task = await asked(scheduler, a_request())
+    task = await start_lease(scheduler, a_request())
     del scheduler.fleet.nodes["a"]
     one.removed = True
     scheduler.fleet.model_index.set_nodes([other])
-    look(scheduler)
-    await settled()
+    scheduler.check_all()
+    await settle()
     assert refusal(task).code == "model_not_found"
 
 
-async def test_after_a_failure_the_other_node_is_waited_for() -> None:
+async def test_after_a_failure_the_request_waits_for_the_other_node() -> None:
     failing, busy = node("a", slots=1), node("b", slots=1)
     scheduler = a_scheduler(failing, busy)
     held = take(busy)
-    task = await asked(scheduler, a_request(failed_nodes={"a"}))
+    task = await start_lease(scheduler, a_request(failed_nodes={"a"}))
     assert not task.done()
     held.release()
-    await settled()
+    await settle()
     assert task.result()[0].node is busy
 
 
@@ -420,7 +420,7 @@ async def test_the_only_node_is_tried_again() -> None:
     assert lease.node.name == "a"
 
 
-async def test_a_node_that_refused_it_is_not_asked_again() -> None:
+async def test_a_node_that_refused_the_request_is_not_tried_again() -> None:
     scheduler = a_scheduler(node("a"), node("b"))
     for _ in range(20):
         lease, _ = await scheduler.lease(a_request(excluded_nodes={"a"}))
@@ -431,32 +431,32 @@ async def test_a_node_that_refused_it_is_not_asked_again() -> None:
     assert raised.value.status == 502
 
 
-async def test_others_work_on_a_node_is_waited_for() -> None:
+async def test_requests_wait_for_others_work_on_a_node() -> None:
     one = node(slots=1)
     one.occupancy.foreign = 1
     scheduler = a_scheduler(one)
-    task = await asked(scheduler, a_request())
+    task = await start_lease(scheduler, a_request())
     assert not task.done()
     one.occupancy.foreign = 0
     scheduler.fleet.refresh_state(one)
-    await settled()
+    await settle()
     assert task.done()
 
 
-async def test_who_leaves_the_queue_leaves_no_trace() -> None:
+async def test_a_request_that_leaves_the_queue_leaves_nothing_behind() -> None:
     one = node(slots=1)
     scheduler = a_scheduler(one)
-    running = await asked(scheduler, a_request())
-    waiting = [await asked(scheduler, a_request()) for _ in range(3)]
+    running = await start_lease(scheduler, a_request())
+    waiting = [await start_lease(scheduler, a_request()) for _ in range(3)]
     waiting[1].cancel()
-    await settled()
+    await settle()
     assert len(scheduler.queue_positions()) == 2
-    # Granted, and gone in the same instant: the slot must not be lost.
+    # Granted and cancelled at the same time: the slot must not be lost.
     running.result()[0].release()
-    scheduler._match()
+    scheduler.match()
     assert one.leased == 1
     waiting[0].cancel()
-    await settled()
+    await settle()
     assert waiting[0].cancelled()
     assert waiting[2].done()
     assert one.leased == 1
@@ -464,33 +464,33 @@ async def test_who_leaves_the_queue_leaves_no_trace() -> None:
     assert (one.leased, scheduler.queue_positions()) == (0, [])
 
 
-async def test_at_the_end_nothing_waits_and_nothing_is_taken() -> None:
+async def test_after_close_nothing_waits_and_nothing_is_granted() -> None:
     one = node(slots=1)
     scheduler = a_scheduler(one)
     await scheduler.lease(a_request())
-    waiting = await asked(scheduler, a_request())
+    waiting = await start_lease(scheduler, a_request())
     scheduler.closing = True
     for slots in (0, 1):
         with pytest.raises(GatewayError) as raised:
             await scheduler.lease(a_request(slots=slots))
         assert raised.value.code == "shutting_down"
     scheduler.close()
-    await settled()
+    await settle()
     assert refusal(waiting).code == "shutting_down"
-    assert scheduler._ticking is None
-    assert scheduler._matching is None
+    assert scheduler._timer is None
+    assert scheduler._match_handle is None
 
 
 async def test_a_full_queue_is_matched_with_little_work() -> None:
     nodes = [node(f"n{i}", slots=2) for i in range(50)]
     scheduler = a_scheduler(*nodes)
     leases = [(await scheduler.lease(a_request()))[0] for _ in range(100)]
-    tasks = [await asked(scheduler, a_request(prompt_tokens=i)) for i in range(256)]
+    tasks = [await start_lease(scheduler, a_request(prompt_tokens=i)) for i in range(256)]
 
     def free_all() -> None:
         for lease in leases:
             lease.release()
-            scheduler._match()
+            scheduler.match()
 
     each = count_calls(free_all) / len(leases)
     assert sum(task.done() for task in tasks) <= 100
@@ -504,7 +504,7 @@ async def test_a_full_queue_is_matched_with_little_work() -> None:
 
 @dataclass
 class World:
-    """What a run of random events does, with the limits that always hold."""
+    """A scheduler under random events, and the limits that always hold."""
 
     nodes: list[Node]
     scheduler: Scheduler
@@ -531,16 +531,16 @@ class World:
         waiting = [place.request for place in self.scheduler.queue_positions()]
         assert {one.id for one in waiting} == set(self.tasks)
         assert [one.received_at for one in waiting] == sorted(one.received_at for one in waiting)
-        # Nobody waits who could go, unless a wide one keeps the slots.
+        # No request waits that could go, unless a wide one has reserved the slots.
         now = self.scheduler.clock()
-        board = self.scheduler.dispatcher.placement_state
-        kept = {name for name, row in board.by_name.items() if row.reserved_for is not None}
+        state = self.scheduler.dispatcher.placement_state
+        reserved = {name for name, row in state.by_name.items() if row.reserved_for is not None}
         for request in waiting:
             for one in self.nodes:
                 if not one.served_name(request.model):
                     continue
                 if request.slots:
-                    assert one.name in kept or one.free_slots(now) < request.slots
+                    assert one.name in reserved or one.free_slots(now) < request.slots
                 else:
                     assert not one.capacity(now)
 
@@ -579,14 +579,14 @@ async def run(script: list[tuple[str, int, Any]]) -> None:
         elif what == "foreign":
             nodes[number].occupancy.foreign = how
             world.scheduler.capacity_changed()
-        await settled()
+        await settle()
         world.collect()
         world.check()
     for one in nodes:
         one.state, one.occupancy.foreign = NodeState.READY, 0
     world.scheduler.capacity_changed()
     for _ in range(200):
-        await settled()
+        await settle()
         world.collect()
         if not world.tasks and all(lease.released_at is not None for lease in world.leases):
             break
@@ -600,21 +600,21 @@ async def run(script: list[tuple[str, int, Any]]) -> None:
 
 @given(st.lists(steps, max_size=40))
 @settings(max_examples=150)
-def test_whatever_happens_no_node_gets_more_than_its_slots_and_all_come_back(
+def test_no_node_ever_gets_more_than_its_slots_and_all_are_freed(
     script: list[tuple[str, int, Any]],
 ) -> None:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(run(script))
 
 
-async def test_a_prompt_that_was_read_sooner_than_predicted_brings_the_end_forward() -> None:
+async def test_a_prefill_shorter_than_predicted_brings_the_expected_start_forward() -> None:
     only = node(slots=1)
     clock = Clock()
     scheduler = a_scheduler(only, clock=clock)
     long = a_request(prompt_tokens=100_000, stream=True)
     long.expected_tokens = (100_000.0, 10.0)
     lease, _ = await scheduler.lease(long)
-    waiting = await asked(scheduler, a_request())
+    waiting = await start_lease(scheduler, a_request())
     before = scheduler.queue_positions()[0].expected_seconds
     assert before is not None
     clock.now += 1.0
@@ -626,7 +626,7 @@ async def test_a_prompt_that_was_read_sooner_than_predicted_brings_the_end_forwa
     (await waiting)[0].release()
 
 
-async def test_a_prompt_that_can_not_be_read_in_time_is_refused_though_a_slot_is_free() -> None:
+async def test_a_prompt_that_cannot_be_read_in_time_is_refused_though_a_slot_is_free() -> None:
     only = node(slots=1)
     clock = Clock()
     scheduler = a_scheduler(only, clock=clock)
@@ -653,7 +653,7 @@ READ = {"prompt_n": 3000, "prompt_ms": 30_000.0}
 WROTE = {"predicted_n": 300, "predicted_ms": 30_000.0}
 
 
-async def asked_in_a_burst(scheduler: Scheduler, count: int) -> list[asyncio.Task[Any]]:
+async def start_burst(scheduler: Scheduler, count: int) -> list[asyncio.Task[Any]]:
     tasks = []
     for number in range(count):
         request = a_request(received_at=scheduler.clock(), prompt_tokens=3000)
@@ -661,7 +661,7 @@ async def asked_in_a_burst(scheduler: Scheduler, count: int) -> list[asyncio.Tas
         if number % 2:
             request.deadline = scheduler.clock() + 90.0
         tasks.append(asyncio.create_task(scheduler.lease(request)))
-    await settled()
+    await settle()
     return tasks
 
 
@@ -675,7 +675,7 @@ async def asked_in_a_burst(scheduler: Scheduler, count: int) -> list[asyncio.Tas
         ([READ | WROTE, READ | WROTE], True),
     ],
 )
-async def test_a_burst_is_refused_by_a_prediction_only_where_speeds_have_been_measured(
+async def test_a_burst_is_refused_by_prediction_only_with_measured_speeds(
     answers: list[dict[str, float]], refuses: bool
 ) -> None:
     clock = Clock()
@@ -684,35 +684,35 @@ async def test_a_burst_is_refused_by_a_prediction_only_where_speeds_have_been_me
     for timings in answers:
         scheduler.fleet.learn_timings(one, timings)
     scheduler.capacity_changed()
-    tasks = await asked_in_a_burst(scheduler, 40)
+    tasks = await start_burst(scheduler, 40)
     assert any(task.done() and task.exception() is not None for task in tasks) is refuses
-    # How many may wait is bounded all the same.
-    tasks += await asked_in_a_burst(scheduler, 40)
+    # The number of waiting requests is bounded all the same.
+    tasks += await start_burst(scheduler, 40)
     full = [task for task in tasks if task.done() and task.exception() is not None]
     assert full
     if not refuses:
         assert {refusal(task).code for task in full} == {"queue_full"}
-        assert scheduler.dispatcher.waiting == 44, "of one caller: all but a reserve"
+        assert scheduler.dispatcher.waiting == 44, "one caller gets all places but a reserve"
     scheduler.close()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_the_rate_of_a_bursts_first_answers_refuses_nobody() -> None:
+async def test_the_completion_rate_of_a_bursts_first_answers_refuses_nobody() -> None:
     clock = Clock()
     scheduler = a_scheduler(node(slots=4), clock=clock, queue={"max": 50, "max_wait": 120})
     for _ in range(3):
         scheduler.completed(clock())
         clock.passes(20.0)
-    tasks = await asked_in_a_burst(scheduler, 40)
+    tasks = await start_burst(scheduler, 40)
     assert not any(task.done() and task.exception() is not None for task in tasks)
     scheduler.completed(clock())
-    late = await asked_in_a_burst(scheduler, 2)
+    late = await start_burst(scheduler, 2)
     assert {refusal(task).code for task in late} <= {"queue_full", "queue_timeout"}
     scheduler.close()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_another_server_has_to_be_measured_anew() -> None:
+async def test_another_server_is_measured_anew() -> None:
     one = node(slots=2)
     scheduler = a_scheduler(one, queue={"max": 50, "max_wait": 120})
     for _ in range(2):
@@ -720,7 +720,7 @@ async def test_another_server_has_to_be_measured_anew() -> None:
     one.speed.forget()
     scheduler.fleet.learn_timings(one, READ | WROTE)
     scheduler.capacity_changed()
-    tasks = await asked_in_a_burst(scheduler, 40)
+    tasks = await start_burst(scheduler, 40)
     assert not any(task.done() and task.exception() is not None for task in tasks)
     scheduler.close()
     await asyncio.gather(*tasks, return_exceptions=True)

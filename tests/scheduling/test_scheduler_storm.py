@@ -1,4 +1,4 @@
-"""In whatever order things happen: nobody waits while a slot that would do idles, nothing leaks."""
+"""Under any order of events no request waits while a slot that it could use idles; no leaks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gateway.scheduling.demand_model import ReportedTokens
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.waiters import Waiter
 from tests.fleet.build import Clock
-from tests.scheduling.build import a_request, a_scheduler, look, node, settled
+from tests.scheduling.build import a_request, a_scheduler, node, settle
 from tests.virtual import VirtualLoop
 
 SLOTS = {"a": 1, "b": 2, "c": 4}
@@ -46,11 +46,11 @@ class World:
     errors: list[str] = field(default_factory=list)
 
     async def settle(self) -> None:
-        """Until all has gone as far as it can; a timer may fire in between."""
+        """Let tasks go as far as they can; a timer may fire in between."""
         for _ in range(5):
-            await settled()
+            await settle()
             self.collect()
-            if len(self.tasks) == len(self.scheduler._tickets):
+            if len(self.tasks) == len(self.scheduler.waiters):
                 break
 
     def collect(self) -> None:
@@ -71,10 +71,10 @@ class World:
 
     def arrive(self, number: int) -> None:
         rng = self.rng
-        talk = number % 7
+        conversation = number % 7
         prompt = None
         if number % 3:
-            blocks = tuple(hash((talk, i)) for i in range(1 + number % 5))
+            blocks = tuple(hash((conversation, i)) for i in range(1 + number % 5))
             prompt = PromptKey(blocks, 500.0, size=2000)
         request = a_request(
             received_at=self.clock(),
@@ -83,7 +83,7 @@ class World:
             prompt_key=prompt,
             text_bytes=rng.choice([10, 2000, 100_000]),
             max_tokens=rng.choice([None, 1, 300, 10**18]),
-            fairness_key=f"party {number % 5}",
+            fairness_key=f"caller {number % 5}",
             deadline=rng.choice([None, None, self.clock() - 1.0, self.clock() + 20.0]),
         )
         task = asyncio.create_task(self.scheduler.lease(request))
@@ -94,32 +94,32 @@ class World:
             return
         request, lease = self.running.pop(number % len(self.running))
         lease.release()
-        learning = self.scheduler.demand_model
+        demand_model = self.scheduler.demand_model
         if number % 4 == 0:
-            learning.abandoned(lease, request, refund=bool(number % 8))
+            demand_model.abandoned(lease, request, refund=bool(number % 8))
         elif number % 4 == 1:
-            learning.learn(lease, request, None, float(number), complete=False)
+            demand_model.learn(lease, request, None, float(number), complete=False)
         else:
-            lies = [0.0, float("nan"), -5.0, 1e300, 40.0, 400.0]
-            told = ReportedTokens(*(self.rng.choice(lies) for _ in range(3)))
-            learning.learn(lease, request, told, 3.0, complete=True)
+            absurd = [0.0, float("nan"), -5.0, 1e300, 40.0, 400.0]
+            reported = ReportedTokens(*(self.rng.choice(absurd) for _ in range(3)))
+            demand_model.learn(lease, request, reported, 3.0, complete=True)
 
     def cancel(self, number: int) -> None:
         if self.tasks:
             list(self.tasks.values())[number % len(self.tasks)][1].cancel()
 
     def change(self, number: int) -> None:
-        """A node's state, or what others put on it."""
+        """Change a node's state, or the slots that others' work takes there."""
         one = self.nodes["abc"[number % 3]]
         if number % 2:
             one.state = self.rng.choice(STATES)
         else:
             one.occupancy.foreign = self.rng.randint(0, 3)
         self.scheduler.fleet_sync.node_changed(one)
-        self.scheduler.capacity_changed()
+        self.scheduler.match()
 
     def inventory(self, number: int) -> None:
-        """A node leaves, or returns."""
+        """Remove a node, or bring it back."""
         name, fleet = "abc"[number % 3], self.scheduler.fleet
         if name in fleet.nodes and len(fleet.nodes) > 1:
             fleet.nodes.pop(name).removed = True
@@ -145,35 +145,35 @@ class World:
 
     def time_passes(self, number: int) -> None:
         self.clock.passes(number / 4)
-        look(self.scheduler)
+        self.scheduler.check_all()
 
-    # What always holds.
+    # Invariants.
 
     def check(self) -> None:
-        board, now = self.scheduler.dispatcher.placement_state, self.clock()
+        state, now = self.scheduler.dispatcher.placement_state, self.clock()
         for name, one in self.scheduler.fleet.nodes.items():
             assert one.leased == sum(lease.slots for _, lease in self.running if lease.node is one)
             assert one.leased <= one.slots_total
-            assert board.by_name[name].free == one.free_slots(now), name
-        tickets = self.scheduler._tickets
-        assert {ticket.request.id for ticket in tickets} == set(self.tasks)
+            assert state.by_name[name].free == one.free_slots(now), name
+        waiters = self.scheduler.waiters
+        assert {waiter.request.id for waiter in waiters} == set(self.tasks)
         assert self.scheduler.dispatcher.waiting == len(self.tasks)
-        for ticket in tickets:
-            assert self.may_wait(ticket, now), f"{ticket.request} could go"
+        for waiter in waiters:
+            assert self.may_wait(waiter, now), f"{waiter.request} could go"
 
-    def may_wait(self, ticket: Waiter, now: float) -> bool:
-        """Whether no slot idles that it could use, or it is held back for a better one."""
-        ask, board = ticket.queued, self.scheduler.dispatcher.placement_state
-        if ask.deferred_until > now:
+    def may_wait(self, waiter: Waiter, now: float) -> bool:
+        """Whether no slot idles that it could use, or it is deferred to a better one."""
+        queued, state = waiter.queued, self.scheduler.dispatcher.placement_state
+        if queued.deferred_until > now:
             return True
         for name, one in self.scheduler.fleet.nodes.items():
-            row = board.by_name[name]
-            if not ask.slots:
+            row = state.by_name[name]
+            if not queued.slots:
                 if one.capacity(now):
                     return False
                 continue
-            spare = row.batch_reserve if ask.priority is Priority.BATCH and row.busy else 0
-            if one.free_slots(now) - ask.slots >= spare and row.reserved_for in {None, ask}:
+            spare = row.batch_reserve if queued.priority is Priority.BATCH and row.busy else 0
+            if one.free_slots(now) - queued.slots >= spare and row.reserved_for in {None, queued}:
                 return False
         return True
 
@@ -193,7 +193,7 @@ async def run(events: list[tuple[str, int]], seed: int) -> None:
         getattr(world, what)(number)
         await world.settle()
         world.check()
-    # All nodes are well again and all work ends: then everybody who waits has been served.
+    # Once all nodes are ready and all leases end, every waiting request has been served.
     for name, one in nodes.items():
         one.state, one.occupancy.foreign, one.removed = NodeState.READY, 0, False
         scheduler.fleet.nodes[name] = one
@@ -206,7 +206,7 @@ async def run(events: list[tuple[str, int]], seed: int) -> None:
         while world.running:
             world.finish(3)
         clock.passes(0.3)
-        look(scheduler)
+        scheduler.check_all()
     assert not world.tasks
     assert [one.leased for one in nodes.values()] == [0, 0, 0]
     for row in scheduler.dispatcher.placement_state.by_name.values():

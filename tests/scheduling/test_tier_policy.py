@@ -65,7 +65,7 @@ def test_premium_goes_to_the_gpu_while_it_has_room(priority: Priority) -> None:
         (TierStatus(alive=False, has_room=False, failed=True), "gpu_failed"),
     ],
 )
-def test_it_falls_back_to_the_cpu_and_says_why(gpu: TierStatus, reason: str) -> None:
+def test_a_fallback_to_the_cpu_has_a_reason(gpu: TierStatus, reason: str) -> None:
     found = route(hybrid(), Priority.PREMIUM, gpu, SLOW)
     assert found.tiers == ("gpu", "cpu")
     assert found.fallback_delay == 0.0
@@ -74,11 +74,11 @@ def test_it_falls_back_to_the_cpu_and_says_why(gpu: TierStatus, reason: str) -> 
     assert found.reservation is None
 
 
-def test_a_gpu_whose_room_is_gone_when_it_comes_to_placing_was_full() -> None:
+def test_a_gpu_that_fills_up_before_placing_was_full() -> None:
     assert route(hybrid(), Priority.PREMIUM, FREE, SLOW).fallback("cpu") == "gpu_full"
 
 
-def test_a_full_gpu_is_waited_for_shortly_where_that_finishes_sooner() -> None:
+def test_a_request_waits_for_a_full_gpu_if_that_finishes_sooner() -> None:
     soon = TierStatus(alive=True, has_room=False, wait_seconds=1.5, service_seconds=1.0)
     assert route(hybrid(), Priority.PREMIUM, soon, SLOW).fallback_delay == 2.0
     assert route(hybrid(wait="1s"), Priority.PREMIUM, soon, SLOW).fallback_delay == 0.0
@@ -86,13 +86,13 @@ def test_a_full_gpu_is_waited_for_shortly_where_that_finishes_sooner() -> None:
     assert route(hybrid(wait=0), Priority.PREMIUM, soon, SLOW).fallback_delay == 0.0
 
 
-def test_it_is_not_waited_for_where_a_cpu_node_finishes_sooner() -> None:
+def test_no_request_waits_for_a_full_gpu_if_a_cpu_node_finishes_sooner() -> None:
     soon = TierStatus(alive=True, has_room=False, wait_seconds=1.5, service_seconds=10.0)
     quick = TierStatus(alive=True, has_room=True, wait_seconds=0.0, service_seconds=11.0)
     assert route(hybrid(), Priority.PREMIUM, soon, quick).fallback_delay == 0.0
 
 
-def test_it_is_not_waited_for_while_nobody_knows_how_long_or_it_asked_for_a_pause() -> None:
+def test_no_request_waits_for_a_gpu_of_unknown_wait_or_one_that_is_paused() -> None:
     unknown = TierStatus(alive=True, has_room=False, service_seconds=1.0)
     assert route(hybrid(), Priority.PREMIUM, unknown, SLOW).fallback_delay == 0.0
     paused = TierStatus(
@@ -101,7 +101,7 @@ def test_it_is_not_waited_for_while_nobody_knows_how_long_or_it_asked_for_a_paus
     assert route(hybrid(), Priority.PREMIUM, paused, SLOW).fallback_delay == 0.0
 
 
-def test_which_classes_go_first_is_settable() -> None:
+def test_the_classes_that_go_to_the_gpu_first_are_settable() -> None:
     rules = hybrid(gpu_first=["urgent", "normal"])
     assert route(rules, Priority.NORMAL, FREE, SLOW).tiers == ("gpu", "cpu")
     assert route(rules, Priority.PREMIUM, FREE, SLOW).tiers == ("cpu",)
@@ -118,7 +118,7 @@ def test_without_spill_over_the_others_never_use_the_gpu(priority: Priority) -> 
 
 
 @pytest.mark.parametrize("priority", Priority)
-def test_a_model_that_only_gpu_nodes_serve_is_served_there_for_everybody(
+def test_a_model_of_gpu_nodes_alone_is_served_there_for_every_class(
     priority: Priority,
 ) -> None:
     for rules in (hybrid(), spilling(share=0)):
@@ -130,7 +130,7 @@ def test_a_model_that_only_gpu_nodes_serve_is_served_there_for_everybody(
 
 
 @pytest.mark.parametrize("priority", Priority)
-def test_a_model_that_only_cpu_nodes_serve_is_no_fallback(priority: Priority) -> None:
+def test_a_model_of_cpu_nodes_alone_is_no_fallback(priority: Priority) -> None:
     found = route(spilling(), priority, None, BUSY)
     assert (found.tiers, found.fallback("cpu")) == (("cpu",), None)
 
@@ -144,7 +144,7 @@ def test_normal_spills_over_once_the_cpu_would_take_too_long() -> None:
     assert route(rules, Priority.NORMAL, FREE, shorter).tiers == ("cpu",)
 
 
-def test_it_spills_over_when_every_cpu_node_is_out() -> None:
+def test_normal_spills_over_when_every_cpu_node_is_down() -> None:
     assert route(spilling(), Priority.NORMAL, FREE, OUT).fallback("gpu") == "cpu_down"
 
 
@@ -160,13 +160,11 @@ def test_nothing_spills_while_a_cpu_node_is_free() -> None:
     assert route(spilling(after=0), Priority.NORMAL, FREE, SLOW).tiers == ("cpu",)
 
 
-def test_batch_spills_only_when_told() -> None:
+def test_batch_spills_only_if_the_settings_name_it() -> None:
     assert route(spilling(), Priority.BATCH, FREE, BUSY).tiers == ("cpu",)
-    told = spilling(classes=["batch"])
-    assert route(told, Priority.BATCH, FREE, BUSY).tiers == ("gpu",)
-    assert route(told, Priority.NORMAL, FREE, BUSY).tiers == ("cpu",)
-    assert told.may_spill(Priority.BATCH)
-    assert not told.may_spill(Priority.NORMAL)
+    batch_only = spilling(classes=["batch"])
+    assert route(batch_only, Priority.BATCH, FREE, BUSY).tiers == ("gpu",)
+    assert route(batch_only, Priority.NORMAL, FREE, BUSY).tiers == ("cpu",)
 
 
 def test_spill_over_keeps_its_share_of_the_requests() -> None:
@@ -183,7 +181,7 @@ def test_requests_of_other_classes_earn_no_share() -> None:
     assert route(rules, Priority.NORMAL, FREE, BUSY, arrived=False).tiers == ("cpu",)
 
 
-def test_spill_over_keeps_to_its_money_and_comes_back_when_less_was_used() -> None:
+def test_spill_over_keeps_to_its_money_and_resumes_when_less_was_used() -> None:
     rules = hybrid(spill={"money_per_hour": 1.0})
     first = route(rules, Priority.NORMAL, FREE, BUSY, most=0.9)
     second = route(rules, Priority.NORMAL, FREE, BUSY, most=0.9)
@@ -195,13 +193,12 @@ def test_spill_over_keeps_to_its_money_and_comes_back_when_less_was_used() -> No
     assert route(rules, Priority.NORMAL, FREE, BUSY, most=0.9).tiers == ("gpu",)
 
 
-def test_what_was_spent_survives_a_reload_that_switches_spill_over_off_and_on() -> None:
+def test_spending_survives_a_reload_that_switches_spill_over_off_and_on() -> None:
     on = HybridSettings.model_validate({"spill": {"money_per_hour": 1.0}})
     rules = TierPolicy(on)
     spent = route(rules, Priority.NORMAL, FREE, BUSY)
     assert spent.reservation is not None
     rules.configure(HybridSettings())
-    assert not rules.may_spill(Priority.NORMAL)
     assert route(rules, Priority.NORMAL, FREE, BUSY).tiers == ("cpu",)
     spent.reservation.settle(1.0, happened=True, now=10.0)
     rules.configure(on)

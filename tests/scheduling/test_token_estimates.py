@@ -1,4 +1,4 @@
-"""What a request is thought to cost, and how what came corrects it."""
+"""Token estimates, and how answers correct them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def answer_of(
     return estimates.expected_tokens(model, caller, 100, max_tokens)[1]
 
 
-def answered(
+def learn_answers(
     estimates: TokenEstimates,
     *lengths: float,
     max_tokens: float | None = HUGE,
     caller: str = "a",
-    whole: bool = True,
+    complete: bool = True,
 ) -> None:
     for length in lengths:
-        estimates.learn("m", caller, 400, 100, length, max_tokens, complete=whole)
+        estimates.learn("m", caller, 400, 100, length, max_tokens, complete=complete)
 
 
-def test_without_any_knowledge_four_bytes_are_a_token() -> None:
+def test_four_bytes_are_a_token_at_first() -> None:
     assert prompt_of(TokenEstimates(), 4000) == pytest.approx(1000)
 
 
@@ -49,8 +49,8 @@ def test_the_bytes_of_a_models_tokens_are_learnt() -> None:
     assert prompt_of(estimates, 6000, model="n") == pytest.approx(1500)
 
 
-def test_a_callers_own_texts_stand_above_the_models() -> None:
-    """One writes Chinese (two bytes a token), ten others English."""
+def test_a_callers_own_ratio_replaces_the_models() -> None:
+    """One caller writes Chinese (two bytes a token), ten others English."""
     estimates = TokenEstimates()
     for turn in range(200):
         estimates.learn("m", f"english {turn % 10}", 2000, 500, 50, None)
@@ -77,7 +77,7 @@ def test_one_wrong_usage_moves_the_ratio_little() -> None:
     assert prompt_of(estimates, 4000) == pytest.approx(1000, rel=0.1)
 
 
-def test_ids_count_as_they_are() -> None:
+def test_token_ids_count_exactly() -> None:
     estimates = TokenEstimates()
     for _ in range(20):
         estimates.learn("m", "a", 0, 777, 50, None, exact_tokens=777)
@@ -85,8 +85,8 @@ def test_ids_count_as_they_are() -> None:
     assert prompt_of(estimates, 4000) == pytest.approx(1000)
 
 
-def test_what_pictures_cost_is_learnt_apart_from_text() -> None:
-    """A model that makes 256 tokens of any picture, each guessed as 1,000."""
+def test_the_tokens_of_images_are_learnt_apart_from_text() -> None:
+    """A model that makes 256 tokens of any image, each guessed as 1,000."""
     estimates = TokenEstimates()
     for count in (1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3):
         estimates.learn("m", "a", 2000, 500 + 256 * count, 50, None, media_tokens=1000 * count)
@@ -96,69 +96,76 @@ def test_what_pictures_cost_is_learnt_apart_from_text() -> None:
     assert prompt_of(estimates, 4000) == pytest.approx(1000)
 
 
-def test_an_answer_that_nothing_is_known_of_is_a_usual_one_within_its_limit() -> None:
+def test_an_unknown_answer_has_the_default_length_within_its_limit() -> None:
     assert answer_of(TokenEstimates(), None) == DEFAULT_ANSWER_TOKENS
     assert answer_of(TokenEstimates(), HUGE) == pytest.approx(DEFAULT_ANSWER_TOKENS, rel=0.01)
     assert answer_of(TokenEstimates(), 16) == pytest.approx(16, rel=0.01)
 
 
-def test_lengths_far_below_max_tokens_are_learnt_from_what_came() -> None:
+def test_lengths_far_below_max_tokens_are_learnt() -> None:
     estimates, rng = TokenEstimates(), random.Random(7)
     for caller, mean in (("short", 20), ("long", 600)):
         for _ in range(80):
-            answered(estimates, rng.lognormvariate(math.log(mean), 0.4), caller=caller)
+            learn_answers(estimates, rng.lognormvariate(math.log(mean), 0.4), caller=caller)
     assert answer_of(estimates, caller="short") == pytest.approx(21, rel=0.25)
     assert answer_of(estimates, caller="long") == pytest.approx(650, rel=0.25)
     assert 21 < answer_of(estimates, caller="new") < 650
 
 
-def test_who_always_gets_what_is_asked_for_is_believed() -> None:
+def test_answers_that_always_reach_their_limit_are_expected_at_the_limit() -> None:
     estimates = TokenEstimates()
     for _ in range(10):
         for length in (20, 80, 200):
-            answered(estimates, length, max_tokens=length)
+            learn_answers(estimates, length, max_tokens=length)
     for limit in (20, 80, 200):
         assert answer_of(estimates, limit) == pytest.approx(limit, rel=0.05)
 
 
 def test_answers_cut_short_teach_no_short_lengths() -> None:
     estimates = TokenEstimates()
-    answered(estimates, *20 * [300])
+    learn_answers(estimates, *20 * [300])
     before = answer_of(estimates)
-    answered(estimates, *20 * [3], whole=False)
+    learn_answers(estimates, *20 * [3], complete=False)
     assert answer_of(estimates) >= before * 0.95
 
 
-def test_a_change_of_habit_is_followed() -> None:
+def test_a_change_of_lengths_is_followed() -> None:
     estimates = TokenEstimates()
-    answered(estimates, *100 * [40])
-    answered(estimates, *100 * [400])
+    learn_answers(estimates, *100 * [40])
+    learn_answers(estimates, *100 * [400])
     assert answer_of(estimates) == pytest.approx(400, rel=0.15)
 
 
 def test_one_runaway_answer_moves_it_little() -> None:
     estimates = TokenEstimates()
-    answered(estimates, *60 * [50], 30_000)
+    learn_answers(estimates, *60 * [50], 30_000)
     assert answer_of(estimates) == pytest.approx(50, rel=0.3)
 
 
-def test_nothing_is_written_where_nothing_may_be() -> None:
+def test_max_tokens_of_zero_means_no_answer() -> None:
     assert answer_of(TokenEstimates(), 0) == 0
     assert answer_of(TokenEstimates(), -1) == 0
 
 
 @pytest.mark.parametrize("absurd", [10**18, 1e300, math.inf, math.nan, None])
-def test_an_absurd_limit_is_none(absurd: float | None) -> None:
+def test_an_absurd_max_tokens_counts_as_none(absurd: float | None) -> None:
     assert answer_of(TokenEstimates(), absurd) == DEFAULT_ANSWER_TOKENS
 
 
-def test_memory_is_bounded_and_who_is_active_stays() -> None:
+def test_memory_is_bounded_and_active_callers_stay() -> None:
     estimates = TokenEstimates(most_models=10, most_callers=100)
     for number in range(1000):
-        answered(estimates, 50)
+        learn_answers(estimates, 50)
         estimates.learn(f"m{number}", f"c{number}", 1000, 500, 9, None)
-    assert len(estimates._models) == 10
-    assert len(estimates._callers) == 100
+
+    def known(model: str, caller: str) -> bool:
+        expected = estimates.expected_tokens(model, caller, 1000, None)
+        return expected != estimates.expected_tokens("never seen", "never seen", 1000, None)
+
+    # "m" is the tenth model, and its caller one of the hundred.
+    assert [number for number in range(1000) if known(f"m{number}", "")] == [*range(991, 1000)]
+    callers = [number for number in range(991) if known(f"m{number}", f"c{number}")]
+    assert callers == [*range(901, 991)]
     assert answer_of(estimates) == pytest.approx(50, rel=0.1)
 
 
@@ -166,7 +173,7 @@ numbers: Any = st.floats() | st.integers(-(10**30), 10**30)
 
 
 @given(st.lists(st.tuples(numbers, numbers, numbers, st.none() | numbers, numbers, numbers)))
-def test_whatever_it_is_told_its_estimates_are_sane(told: list[tuple[Any, ...]]) -> None:
+def test_estimates_are_sane_whatever_is_reported(told: list[tuple[Any, ...]]) -> None:
     estimates = TokenEstimates()
     for text, prompt, completion, limit, ids, media in told:
         estimates.learn("m", "a", text, prompt, completion, limit, ids, media)

@@ -1,4 +1,4 @@
-"""Many that wait cost no more, each, than few."""
+"""Waiting requests fall due in time, and many of them cost no more, each, than few."""
 
 from __future__ import annotations
 
@@ -8,68 +8,69 @@ import random
 
 from gateway.fleet.prompt_tree import PromptKey
 from gateway.request import Request
-from gateway.scheduling.candidates import NodeCandidates
-from gateway.scheduling.placement_state import QueuedRequest
+from gateway.scheduling.fleet_sync import NodeCandidates
+from gateway.scheduling.node_slots import QueuedRequest
 from gateway.scheduling.waiters import MOST_STALE_TIMERS, Waiter, Waiters
 from tests.calls import count_calls
 from tests.fleet.build import Clock
-from tests.scheduling.build import a_request, a_scheduler, asked, node, settled
+from tests.scheduling.build import a_request, a_scheduler, node, settle, start_lease
 
 
-def a_ticket(until: float, open_at: float = math.inf) -> Waiter:
+def a_waiter(until: float, open_at: float = math.inf) -> Waiter:
     request = a_request()
-    plan = NodeCandidates((), ((),), fallback_at=open_at)
+    candidates = NodeCandidates((), ((),), fallback_at=open_at)
     ask = QueuedRequest(
-        request.id, plan.groups, request.priority, "party", 0.0, 1, 9.0, 9.0, {}, {}
+        request.id, candidates.groups, request.priority, "caller", 0.0, 1, 9.0, 9.0, {}, {}
     )
-    return Waiter(request, plan, ask, 0.0, until, asyncio.Future())
+    return Waiter(request, candidates, ask, 0.0, until, asyncio.Future())
 
 
-async def test_each_falls_due_once_at_the_sooner_of_its_limits() -> None:
-    rng, tickets = random.Random(1), Waiters()
-    kept = []
+async def test_each_waiter_falls_due_once_at_the_sooner_of_its_limits() -> None:
+    rng, waiters = random.Random(1), Waiters()
+    staying = []
     for number in range(500):
-        ticket = a_ticket(rng.uniform(0, 100), rng.choice([math.inf, rng.uniform(0, 100)]))
-        tickets.add(ticket)
+        waiter = a_waiter(rng.uniform(0, 100), rng.choice([math.inf, rng.uniform(0, 100)]))
+        waiters.add(waiter)
         if number % 3:
-            kept.append(ticket)
+            staying.append(waiter)
         else:
-            assert tickets.pop(ticket.queued) is ticket
-            assert tickets.pop(ticket.queued) is None
-    for ticket in kept[::5]:
-        tickets.set_candidates(ticket, NodeCandidates((), ((),), fallback_at=rng.uniform(0, 100)))
+            assert waiters.pop(waiter.queued) is waiter
+            assert waiters.pop(waiter.queued) is None
+    for waiter in staying[::5]:
+        waiters.set_candidates(waiter, NodeCandidates((), ((),), fallback_at=rng.uniform(0, 100)))
     for until in range(0, 101, 5):
-        falls = {
+        expected = {
             one
-            for one in kept
+            for one in staying
             if until - 5 < min(one.expires_at, one.candidates.fallback_at) <= until
         }
-        found = tickets.pop_due(until)
-        assert set(found) == falls
-        assert len(found) == len(falls)
-        assert all(ticket.queued in tickets for ticket in found)
-    assert tickets.next_due() == math.inf
-    assert list(tickets) == kept
+        found = waiters.pop_due(until)
+        assert set(found) == expected
+        assert len(found) == len(expected)
+        assert all(waiter.queued in waiters for waiter in found)
+    assert waiters.next_due() == math.inf
+    assert list(waiters) == staying
 
 
-async def test_who_has_left_is_not_kept_until_its_limit_would_have_come() -> None:
-    tickets = Waiters()
-    here = a_ticket(1e9)
-    tickets.add(here)
+async def test_the_timers_of_waiters_that_have_left_are_dropped() -> None:
+    waiters = Waiters()
+    here = a_waiter(1e9)
+    waiters.add(here)
     for _ in range(1000):
-        ticket = a_ticket(1e9)
-        tickets.add(ticket)
-        tickets.pop(ticket.queued)
-    assert list(tickets) == list(tickets._by_number.values()) == [here]
-    assert len(tickets._times) <= MOST_STALE_TIMERS + 3
+        waiter = a_waiter(1e9)
+        waiters.add(waiter)
+        waiters.pop(waiter.queued)
+    assert list(waiters) == [here]
+    assert waiters.timer_count <= MOST_STALE_TIMERS + 3
+    assert waiters.pop_due(1e9) == [here]
 
 
-def a_talk(number: int, clock: Clock, deadline: float | None = None) -> Request:
-    """One of five callers' long prompts, each of its own."""
+def long_prompt_request(number: int, clock: Clock, deadline: float | None = None) -> Request:
+    """A request with a long prompt of its own, of one of five callers."""
     blocks = tuple(hash((number, place)) for place in range(20))
     return a_request(
         received_at=clock(),
-        fairness_key=f"party {number % 5}",
+        fairness_key=f"caller {number % 5}",
         prompt_key=PromptKey(blocks, 2500.0, size=10_000),
         text_bytes=10_000,
         deadline=deadline,
@@ -77,59 +78,61 @@ def a_talk(number: int, clock: Clock, deadline: float | None = None) -> Request:
 
 
 async def costs(waiting: int) -> dict[str, int]:
-    """Calls for one that comes, for one that goes, and for one whose time is over."""
+    """Calls of an arrival, of a release, and of a wait that expires."""
     clock = Clock()
     scheduler = a_scheduler(node(slots=4), clock=clock, queue={"max": 10_000, "max_wait": 9999})
-    running = [(await scheduler.lease(a_talk(-n, clock)))[0] for n in range(4)]
+    running = [(await scheduler.lease(long_prompt_request(-n, clock)))[0] for n in range(4)]
     tasks = []
     for number in range(waiting):
         deadline = clock() + 0.1 if number == waiting // 2 else clock() + 1000.0 + number
-        tasks.append(asyncio.create_task(scheduler.lease(a_talk(number, clock, deadline))))
-    await settled()
+        tasks.append(
+            asyncio.create_task(scheduler.lease(long_prompt_request(number, clock, deadline)))
+        )
+    await settle()
     assert scheduler.dispatcher.waiting == waiting
-    coming = scheduler.wait_for_lease(a_talk(waiting, clock))
+    arrival = scheduler.wait_for_lease(long_prompt_request(waiting, clock))
 
-    def comes() -> None:
-        coming.send(None)
-        scheduler._match()
+    def arrives() -> None:
+        arrival.send(None)
+        scheduler.match()
 
-    def goes() -> None:
+    def leaves() -> None:
         running[0].release()
-        scheduler._match()
+        scheduler.match()
 
-    found = {"comes": count_calls(comes), "goes": count_calls(goes)}
+    found = {"comes": count_calls(arrives), "goes": count_calls(leaves)}
     assert scheduler.dispatcher.waiting == waiting
     clock.passes(0.2)
-    found["is over"] = count_calls(scheduler._tick)
+    found["is over"] = count_calls(scheduler.check_due)
     assert scheduler.dispatcher.waiting == waiting - 1
-    coming.close()
+    arrival.close()
     for task in tasks:
         task.cancel()
-    await settled()
+    await settle()
     assert scheduler.dispatcher.waiting == 0
     scheduler.close()
     return found
 
 
-async def test_ten_times_as_many_that_wait_cost_no_more_for_each() -> None:
+async def test_ten_times_as_many_waiters_cost_no_more_for_each() -> None:
     few, many = await costs(200), await costs(2000)
     for what, count in few.items():
         assert many[what] < 1.25 * count + 20, (what, few, many)
 
 
-async def test_deadlines_are_kept_between_two_looks() -> None:
+async def test_deadlines_are_kept_between_two_ticks() -> None:
     clock = Clock()
     scheduler = a_scheduler(node(slots=1), clock=clock)
     await scheduler.lease(a_request(received_at=clock()))
-    first = await asked(scheduler, a_request(received_at=clock(), deadline=clock() + 0.1))
-    other = await asked(scheduler, a_request(received_at=clock(), deadline=clock() + 0.2))
+    first = await start_lease(scheduler, a_request(received_at=clock(), deadline=clock() + 0.1))
+    other = await start_lease(scheduler, a_request(received_at=clock(), deadline=clock() + 0.2))
     clock.passes(0.1)
-    scheduler._tick()
-    await settled()
+    scheduler.check_due()
+    await settle()
     assert (first.done(), other.done()) == (True, False)
     clock.passes(0.1)
-    scheduler._tick()
-    await settled()
+    scheduler.check_due()
+    await settle()
     assert other.done()
     for task in (first, other):
         assert getattr(task.exception(), "code", None) == "queue_timeout"

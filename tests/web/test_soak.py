@@ -93,7 +93,7 @@ def held(gate: Public) -> dict[str, object]:
     """All counts of clients that are not zero."""
     gateway = gate.running.gateway
     edge, scheduler = gateway.handler, gateway.scheduler
-    tickets = scheduler._tickets
+    tickets = scheduler.waiters
     assert gateway.public_listener is not None
     protocol = gateway.public_listener.protocol
     limiter, pipeline_queue = protocol.connection_limiter, protocol.pipeline_queue
@@ -104,7 +104,7 @@ def held(gate: Public) -> dict[str, object]:
         "requests": len(gateway.registry),
         "editors": len(edge.latest_edits),
         "tickets": len(tickets),
-        "lanes": len(tickets._of),
+        "lanes": len(tickets._by_user),
         "in line": scheduler.dispatcher.waiting,
         "slotless": sum(row.slotless_running + len(row.slotless_by_caller) for row in rows),
         "leased": sum(node.leased for node in gateway.fleet.nodes.values()),

@@ -1,30 +1,30 @@
-"""A lower bound: a mean completion below which no schedule can come, even one that knows all.
+"""A lower bound of the mean completion, for any schedule, even one that knows everything.
 
-It holds for the nodes of `server.py` and for the arrivals of one run. Nobody can know less than
-these facts, and each is in favour of the schedule:
+It holds for the nodes of `server.py` and the arrivals of one run. Each assumption is in favour of
+the schedule:
 
-- every request finds cached what anybody could have: its conversation's last turn and its shared
-  beginning, where an earlier request has read it;
+- every request finds cached all that could be: its conversation's last turn and its shared prefix,
+  if an earlier request has read them;
 - on a node it is as fast as if it were alone there: `s`, seconds;
-- a node gives only so much work in a second. A step with p prompt tokens and k writers takes
+- a node's work per second is limited. A step with p prompt tokens and k decoding slots takes
   max(base, p / prefill) + step x k, and k is at most the number of slots. So for any share a of
   0..1 a request costs its node at least
   `w` = (1 - a) u / prefill + (o - 1) (a (base - step) / slots + step) seconds,
-  for u uncached tokens and o tokens of the answer.
+  for u uncached tokens and o output tokens.
 
 **By capacity.** A request that ends more than D seconds after the last arrival took D seconds or
-more. All others share what the nodes give until then, T seconds each. With a price l >= 0 for a
-second of each kind of node, by weak duality the sum of all completions is at least
+more. All others share the nodes' time until then, T seconds each. With a price l >= 0 for a second
+of each kind of node, by weak duality the sum of all completions is at least
 
     sum over requests of min(D, min over kinds of (s + l w)) - T x sum over nodes of l
 
-whatever D, a and the prices are: they are searched for on a sample, and the sum is taken over all.
+for any D, a and prices: good ones are searched for on a sample, and the sum is taken over all.
 
-**By queueing.** All nodes together are no better than one server of their summed speed that takes
-up the request with the least work left at any time, which is the best order for a single server
-(Schrage, 1968). This one counts above capacity.
+**By queueing.** All nodes together are no better than one server of their summed speed that always
+serves the request with the least work left, the best order for a single server (Schrage, 1968).
+This one matters above capacity.
 
-The larger of the two is told.
+The result is the larger of the two.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from gateway.tools.simulate.simulation import SimulationResult
 from gateway.tools.simulate.trace import Job
 
 SAMPLE_REQUESTS = 400
-"""Requests on which the prices are searched for."""
+"""Requests in the sample."""
 
 MOST_NODE_KINDS = 6
-"""More kinds of nodes than that are taken together, each as good as the best of its band."""
+"""More kinds of nodes than this are merged into bands, each as fast as its best."""
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -52,7 +52,7 @@ PRICE_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Nodes that are alike, or at most as good as this. Seconds a token."""
+    """Equal nodes, or nodes that are at most as fast as this. Seconds per token."""
 
     nodes: int
     read: float
@@ -64,13 +64,13 @@ class _Kind:
         return max(self.base, uncached * self.read) + (output - 1) * self.base
 
     def rates(self, share: float) -> tuple[float, float]:
-        """What an uncached token and a written one cost the node at least."""
+        """Least seconds that an uncached token and an output token cost the node."""
         writing = share * (self.base - self.step) / self.slots + self.step
         return (1.0 - share) * self.read, writing
 
 
 def lower_bound(result: SimulationResult) -> float:
-    """Seconds that the mean completion of these arrivals on these nodes can't go below."""
+    """Least possible mean completion of these arrivals on these nodes, seconds."""
     jobs = result.jobs
     if not jobs:
         return 0.0
@@ -83,7 +83,7 @@ def lower_bound(result: SimulationResult) -> float:
 
 
 def _uncached(jobs: Sequence[Job]) -> list[int]:
-    """Tokens of each prompt that nobody can have read before."""
+    """Tokens of each prompt that no earlier request can have read."""
     found = [0] * len(jobs)
     streams: dict[int, int] = {}
     heads: set[int] = set()
@@ -118,7 +118,7 @@ def _kinds(machines: Iterable[SimulatedMachine]) -> list[_Kind]:
 
 
 def _by_capacity(kinds: list[_Kind], needs: list[tuple[int, int]], span: float) -> float:
-    """The sum of all completions is at least this."""
+    """A lower bound of the sum of all completions."""
     sample = needs[:: max(1, len(needs) // SAMPLE_REQUESTS)]
     scale = len(needs) / len(sample)
     slowest = sorted(max(kind.alone(*need) for kind in kinds) for need in sample)
@@ -173,7 +173,7 @@ def _by_queueing(
     """The sum of all completions on one server of the summed speed, least work left first."""
     rates = [kind.rates(share) for kind in kinds]
     read, write = (max(rate[i] for rate in rates) for i in range(2))
-    # Of each kind, how many of the slowest rates it is worth at most, whatever the request.
+    # The most that a node of each kind can be worth, in nodes of the highest costs.
     speed = 0.0
     for kind, (own_read, own_write) in zip(kinds, rates, strict=True):
         ratios = [
@@ -190,7 +190,7 @@ def _by_queueing(
             now += heappop(left)
             total += now
         if left:
-            # Taking from the least keeps it the least.
+            # The smallest stays the smallest, so the heap stays valid.
             left[0] -= max(0.0, arrived - now)
         now = max(now, arrived)
         uncached, output = needs[place]

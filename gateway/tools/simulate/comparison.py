@@ -1,13 +1,13 @@
-"""The same trace on the same fleet under one policy after the other."""
+"""Comparisons: the same trace on the same fleet under several policies, or with autoscaling."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gateway.scheduling.autoscaling_policy import AutoscalingRules
-from gateway.scheduling.dispatcher import DispatchRules
+from gateway.scheduling.matching import DispatchRules
 from gateway.scheduling.selection import POLICIES
 from gateway.tools.simulate.bound import lower_bound
 from gateway.tools.simulate.fronts import AutoscalingFront, GatewayFront, LeastConn, LeastConnQueued
@@ -17,16 +17,19 @@ from gateway.tools.simulate.server import SimulatedMachine
 from gateway.tools.simulate.simulation import Front, simulate
 from gateway.tools.simulate.trace import Trace
 
-OTHER_PROXIES = ("nginx", "haproxy")
-"""What is not the gateway's own: `least_conn`, and `leastconn` with `maxconn` of the slots."""
+OTHER_PROXIES: Mapping[str, Callable[[Sequence[SimulatedMachine]], Front]] = {
+    "nginx": lambda machines: LeastConn(len(machines)),
+    "haproxy": lambda machines: LeastConnQueued([machine.slots for machine in machines]),
+}
+"""Proxies beside the gateway: `least_conn`, and `leastconn` with `maxconn` = a node's slots."""
 
 
 class UnknownPolicyError(Exception):
-    """A policy that does not exist, told with those that do."""
+    """A policy that does not exist; the message names those that do."""
 
 
 def known_policies() -> tuple[str, ...]:
-    """All that can be compared: the gateway's, then the peers."""
+    """All policies that can be compared: the gateway's, then the other proxies."""
     return (*POLICIES, *OTHER_PROXIES)
 
 
@@ -40,18 +43,16 @@ def build_front(
 ) -> Front:
     """The front of that name for a fleet. Raises UnknownPolicyError.
 
-    `rules` are the gateway's queue settings, whose policy is replaced by `name`. `exact`: it knows
-    speeds, lengths and caches instead of learning them (`knowledge.Exact`).
+    `rules`: the gateway's queue settings; `name` replaces their policy. `exact`: the gateway knows
+    speeds, lengths and caches instead of learning them (`knowledge.ExactKnowledge`).
     """
-    if name == "nginx":
-        return LeastConn(len(machines))
-    if name == "haproxy":
-        return LeastConnQueued([machine.slots for machine in machines])
+    if name in OTHER_PROXIES:
+        return OTHER_PROXIES[name](machines)
     if name not in POLICIES:
         raise UnknownPolicyError(_unknown(name))
     given = rules or DispatchRules()
-    line = DispatchRules(name, given.overdue_after, given.overdue_share, given.batch_reserve)
-    return GatewayFront(machines, line, seed, ExactKnowledge() if exact else LearntKnowledge())
+    used = DispatchRules(name, given.overdue_after, given.overdue_share, given.batch_reserve)
+    return GatewayFront(machines, used, seed, ExactKnowledge() if exact else LearntKnowledge())
 
 
 def compare(
@@ -64,7 +65,7 @@ def compare(
     seed: int = 0,
     progress: Callable[[str, int], None] | None = None,
 ) -> list[PolicyReport]:
-    """Play the trace under each policy; `progress` gets its name and the requests that ended.
+    """Play the trace under each policy; `progress` gets its name and the number of ended requests.
 
     Raises UnknownPolicyError before anything is played, and `simulation.StuckError`.
     """
@@ -73,9 +74,9 @@ def compare(
             raise UnknownPolicyError(_unknown(name))
     reports: list[PolicyReport] = []
     for name in names:
-        # Made only now, and gone with its run: what a front learns may be large.
-        stood = build_front(name, machines, rules=rules, exact=exact, seed=seed)
-        reports.append(_played(trace, machines, name, stood, progress))
+        # Made one by one: what a front learns may be large.
+        front = build_front(name, machines, rules=rules, exact=exact, seed=seed)
+        reports.append(_played(trace, machines, name, front, progress))
     return reports
 
 
@@ -87,14 +88,14 @@ def _played(
     trace: Trace,
     machines: Sequence[SimulatedMachine],
     name: str,
-    stood: Front,
+    front: Front,
     progress: Callable[[str, int], None] | None,
 ) -> PolicyReport:
     begun = time.process_time()
-    told = None if progress is None else lambda ended: progress(name, ended)
-    outcome = simulate(trace, machines, stood, told)
+    report = None if progress is None else lambda ended: progress(name, ended)
+    result = simulate(trace, machines, front, report)
     spent = time.process_time() - begun
-    return summarise(name, outcome, lower_bound(outcome), spent)
+    return summarise(name, result, lower_bound(result), spent)
 
 
 SECONDS_PER_HOUR = 3600.0
@@ -102,16 +103,16 @@ SECONDS_PER_HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class StandbyResult:
-    """One way to run the machines."""
+    """The result of one way to run the machines."""
 
     fleet: str
     report: PolicyReport
     machine_hours: float
-    """Of all machines, from a start to the end of its stop."""
+    """Of all machines, from start to stop."""
     starts: int = 0
 
     def as_dict(self, cost: float) -> dict[str, object]:
-        """For a script; `cost` of a machine's hour."""
+        """For scripts; `cost`: of a machine's hour."""
         return {
             "fleet": self.fleet,
             "machine_hours": self.machine_hours,
@@ -131,17 +132,17 @@ def compare_elastic(
     seed: int = 0,
     progress: Callable[[str, int], None] | None = None,
 ) -> list[StandbyResult]:
-    """Play the trace on `base` and `standby` always on, elastic, and on `base` alone.
+    """Play the trace with `standby` machines always on, autoscaled, and on `base` alone.
 
     Speeds, lengths and caches are learnt. Raises `simulation.StuckError`.
     """
-    spares = [replace(one, name=f"standby-{place}") for place, one in enumerate(standby, 1)]
-    every = [*base, *spares]
+    standby = [replace(one, name=f"standby-{place}") for place, one in enumerate(standby, 1)]
+    every = [*base, *standby]
     found: list[StandbyResult] = []
 
     def played(name: str, machines: Sequence[SimulatedMachine], front: Front) -> PolicyReport:
-        told = None if progress is None else lambda ended: progress(name, ended)
-        return summarise(name, simulate(trace, machines, front, told))
+        report = None if progress is None else lambda ended: progress(name, ended)
+        return summarise(name, simulate(trace, machines, front, report))
 
     always = played("always on", every, GatewayFront(every, seed=seed, knowledge=LearntKnowledge()))
     found.append(StandbyResult("always on", always, len(every) * always.seconds / SECONDS_PER_HOUR))

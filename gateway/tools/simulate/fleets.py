@@ -1,4 +1,4 @@
-"""Which machines are simulated: an inventory with speeds, or a fleet in a few characters."""
+"""Which machines are simulated: those of an inventory with speeds, or a fleet given as text."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ FLEET_SYNTAX = "COUNTxSLOTS@DECODE:PREFILL, such as 4x2@40:600"
 
 
 class FleetError(Exception):
-    """A fleet that can't be simulated, in words with the remedy."""
+    """A fleet that can't be simulated; the message has the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSpeeds:
-    """How fast one node is; None: not said."""
+    """How fast one node is; None: not given."""
 
     prefill_tps: float | None = None
     decode_tps: float | None = None
@@ -47,7 +47,7 @@ class NodeSpeeds:
 
 @dataclass(frozen=True, slots=True)
 class ServerSetup:
-    """How the servers are set up, the same for all of them."""
+    """The settings of all servers."""
 
     batch_tokens: int = 512
     """Tokens of a step (`--batch-size`)."""
@@ -63,10 +63,10 @@ class ServerSetup:
 
 
 def from_text(text: str, setup: ServerSetup) -> list[SimulatedMachine]:
-    """A made-up fleet, in groups with commas between them.
+    """A fleet from text: groups of equal nodes, with commas between them.
 
-    `1000x2@40:600` are 1,000 nodes of 2 slots that write 40 and read 600 tokens a second; `+0.3`
-    behind it: what a busy slot more adds to a step, as a share. Raises FleetError.
+    `1000x2@40:600` are 1,000 nodes of 2 slots that decode 40 and prefill 600 tokens/s; `+0.3`
+    behind it: what one more busy slot adds to a step, as a share. Raises FleetError.
     """
     machines: list[SimulatedMachine] = []
     for part in text.replace(" ", "").split(","):
@@ -95,10 +95,10 @@ def from_inventory(
     default_speeds: NodeSpeeds,
     setup: ServerSetup,
 ) -> tuple[list[SimulatedMachine], list[str]]:
-    """The machines of an inventory, and what had to be assumed about them.
+    """The machines of an inventory, and notes on what had to be assumed about them.
 
-    A node's own speeds come from `speeds`; else it is `usual` times its `speed_hint`. Nodes that
-    get no work (`enabled: false`, `standby: true`) are left out. Raises FleetError.
+    A node has the speeds in `speeds`, else `default_speeds` times its `speed_hint`. Nodes that get
+    no work (`enabled: false`, `standby: true`) are left out. Raises FleetError.
     """
     machines: list[SimulatedMachine] = []
     unsized: list[str] = []
@@ -160,8 +160,8 @@ def read_speeds(path: Path) -> dict[str, NodeSpeeds]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        what = getattr(error, "problem", None) or "is no YAML"
-        raise FleetError(f"{place}: {what} (write valid YAML)") from None
+        problem = getattr(error, "problem", None) or "is no YAML"
+        raise FleetError(f"{place}: {problem} (write valid YAML)") from None
     nodes = value.get("nodes") if isinstance(value, dict) else value
     if not isinstance(nodes, list):
         raise FleetError(
@@ -185,7 +185,7 @@ def read_speeds(path: Path) -> dict[str, NodeSpeeds]:
 def _number(where: str, node: Mapping[str, Any], key: str) -> float | None:
     value = node.get(key)
     if value is None:
-        return None  # what the gateway has not measured yet
+        return None  # Not measured yet.
     sound = isinstance(value, int | float) and not isinstance(value, bool)
     if not sound or not math.isfinite(value) or value <= 0:
         raise FleetError(f"{where}.{key}: must be a positive number (or left away)")
@@ -193,14 +193,20 @@ def _number(where: str, node: Mapping[str, Any], key: str) -> float | None:
 
 
 def _machine(
-    name: str, slots: int, prefill: float, decode: float, cost: float, setup: ServerSetup, told: str
+    name: str,
+    slots: int,
+    prefill: float,
+    decode: float,
+    cost: float,
+    setup: ServerSetup,
+    source: str,
 ) -> SimulatedMachine:
     try:
         return SimulatedMachine(
             name, slots, prefill, decode, cost, setup.batch_tokens, setup.cache_tokens
         )
     except ValueError as error:
-        raise FleetError(f"{told!r}: {error}") from None
+        raise FleetError(f"{source!r}: {error}") from None
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The gateway itself as a front: the very dispatcher, policies and queue that it runs."""
+"""Fronts: the gateway's own dispatcher, with or without autoscaling, and two other proxies."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from gateway.scheduling.autoscaling_policy import (
     StandbyNode,
     WaitingDemand,
 )
-from gateway.scheduling.dispatcher import Dispatcher, DispatchRules, Placement
-from gateway.scheduling.placement_state import PlacementState, QueuedRequest
+from gateway.scheduling.dispatcher import Dispatcher
+from gateway.scheduling.matching import DispatchRules
+from gateway.scheduling.node_slots import Placement, QueuedRequest
+from gateway.scheduling.placement_state import PlacementState
 from gateway.tools.simulate.knowledge import ExactKnowledge, ExpectedRequest, Knowledge
-from gateway.tools.simulate.server import SimulatedMachine, SimulatedPromptCache
+from gateway.tools.simulate.server import SimulatedMachine
 from gateway.tools.simulate.simulation import SimulatedFleet
 from gateway.tools.simulate.trace import Job
 
 LEAST_ALARM_DELAY = 1e-3
-"""Seconds until an alarm at the earliest: a clock that stood still would ring for ever."""
+"""Least seconds to an alarm: at a clock that stands still it would go off for ever."""
 
 PRIORITY_BY_LABEL = {priority.label: priority for priority in Priority}
 
 
 class GatewayFront:
-    """Runs the gateway's dispatcher over simulated nodes.
+    """The gateway's dispatcher over simulated nodes.
 
-    `knowledge` says what it may know of speeds, lengths and caches. Raises KeyError for a policy
-    that does not exist.
+    `knowledge` says what it knows of speeds, lengths and caches. Raises KeyError for a policy that
+    does not exist.
     """
 
     def __init__(
@@ -43,67 +45,68 @@ class GatewayFront:
         knowledge: Knowledge | None = None,
     ) -> None:
         self.alarm = math.inf
-        self.board = PlacementState()
-        self.dispatcher = Dispatcher(self.board, rules or DispatchRules(), random.Random(seed))
+        self.state = PlacementState()
+        self.dispatcher = Dispatcher(self.state, rules or DispatchRules(), random.Random(seed))
         self.knowledge: Knowledge = knowledge or ExactKnowledge()
         for machine in machines:
-            self.board.add(machine.name, total=machine.slots)
-        self.knowledge.start(machines, self.board)
+            self.state.add(machine.name, total=machine.slots)
+        self.knowledge.start(machines, self.state)
         self._fleet: SimulatedFleet | None = None
-        self.dispatcher.refresh_cached = self._recall
-        self._groups = ((self.board.candidate_set(self.board.rows),),)
+        self._expected: dict[int, ExpectedRequest] = {}
+        """By the id of each job that has arrived and not ended."""
+        self.dispatcher.set_cache_refresh(self._refresh_cached)
+        self._groups = ((self.state.candidate_set(self.state.rows),),)
 
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
-        """Ask the dispatcher for a slot, with what is known of the request."""
+        """Place or queue the request, with what is known of it."""
         now = fleet.now
         self._fleet = fleet
-        known = self.knowledge.expect(job, fleet)
-        job.front_data = known
-        ask = QueuedRequest(
+        expected = self.knowledge.expect(job, fleet)
+        self._expected[job.id] = expected
+        queued = QueuedRequest(
             str(job.id),
             self._groups,
             PRIORITY_BY_LABEL[job.priority_label],
             job.caller,
             now,
-            prompt_tokens=known.prompt_tokens,
-            completion_tokens=known.completion_tokens,
-            cached=known.cached,
-            pending=known.pending,
-            affinity_hash=known.affinity_hash,
+            prompt_tokens=expected.prompt_tokens,
+            completion_tokens=expected.completion_tokens,
+            cached=expected.cached,
+            pending=expected.pending,
+            affinity_hash=expected.affinity_hash,
         )
-        placement = self.dispatcher.place_or_queue(ask, now)
+        placement = self.dispatcher.place_or_queue(queued, now)
         if placement is not None:
             self._send(placement, fleet)
         self._set_alarm(now)
 
     def started(self, job: Job, fleet: SimulatedFleet) -> None:
-        """Its first token came."""
-        known: ExpectedRequest = job.front_data
-        assert known.placement is not None
-        self.dispatcher.prefill_done(known.placement, fleet.now)
-        self.knowledge.prefill_done(job, known, fleet.now)
+        """The prompt has been read."""
+        expected = self._expected[job.id]
+        assert expected.placement is not None
+        self.dispatcher.prefill_done(expected.placement, fleet.now)
+        self.knowledge.prefill_done(job, expected, fleet.now)
 
     def ended(self, job: Job, fleet: SimulatedFleet) -> None:
-        """Settle it, learn from it, and see who is next."""
-        known: ExpectedRequest = job.front_data
-        assert known.placement is not None
+        """Settle it, learn from it, and give its slot to the next."""
+        expected = self._expected.pop(job.id)
+        assert expected.placement is not None
         now = fleet.now
-        self.dispatcher.finished(known.placement, now, job.prompt.tokens, job.cached, job.output)
-        self.knowledge.ended(job, known, now)
-        job.front_data = None
+        self.dispatcher.finished(expected.placement, now, job.prompt.tokens, job.cached, job.output)
+        self.knowledge.ended(job, expected, now)
         self._match(fleet)
 
     def wake(self, fleet: SimulatedFleet) -> None:
-        """See who may go now."""
+        """Give free slots to waiting requests."""
         self._match(fleet)
 
-    def _recall(self, ask: QueuedRequest) -> None:
-        """It has waited: what is cached of it may have changed."""
+    def _refresh_cached(self, queued: QueuedRequest) -> None:
+        """Look up anew what is cached of a request that has waited."""
         assert self._fleet is not None
-        job = self._fleet.jobs[int(ask.id)]
-        known: ExpectedRequest = job.front_data
-        self.knowledge.refresh_cached(job, known, self._fleet)
-        ask.cached, ask.pending = known.cached, known.pending
+        job = self._fleet.jobs[int(queued.id)]
+        expected = self._expected[job.id]
+        self.knowledge.refresh_cached(job, expected, self._fleet)
+        queued.set_cached(queued.prompt_tokens, expected.cached, expected.pending)
 
     def _match(self, fleet: SimulatedFleet) -> None:
         for placement in self.dispatcher.match(fleet.now):
@@ -112,13 +115,13 @@ class GatewayFront:
 
     def _send(self, placement: Placement, fleet: SimulatedFleet) -> None:
         job = fleet.jobs[int(placement.queued.id)]
-        known: ExpectedRequest = job.front_data
-        known.placement = placement
+        expected = self._expected[job.id]
+        expected.place(placement)
         fleet.send(job, placement.row.index)
-        self.knowledge.placed(job, known, fleet.now)
+        self.knowledge.placed(job, expected, fleet.now)
 
     def _set_alarm(self, now: float) -> None:
-        wake = self.dispatcher.wake_at(now)
+        wake = self.dispatcher.wake_at()
         self.alarm = math.inf if wake is None else max(wake, now + LEAST_ALARM_DELAY)
 
 
@@ -127,25 +130,38 @@ AUTOSCALER_TICK = 1.0
 
 
 class _StandbyMachine:
-    """One standby machine."""
+    """One standby machine. Times are seconds of the simulation."""
 
-    __slots__ = ("name", "phase", "place", "ready_at", "seconds", "slots", "started", "stopped")
+    __slots__ = ("index", "name", "phase", "ready_at", "seconds", "slots", "started", "stopped")
 
-    def __init__(self, place: int, machine: SimulatedMachine) -> None:
-        self.place = place
-        self.name = str(place)
+    def __init__(self, index: int, machine: SimulatedMachine) -> None:
+        self.index = index
+        self.name = str(index)
         self.slots = machine.slots
         self.phase = LifecyclePhase.OFF
         self.started = self.stopped = -math.inf
         self.ready_at = math.inf
         self.seconds = 0.0
-        """In which it ran, up to its last stop."""
+        """Seconds that it ran, up to its last stop."""
+
+    def enter(self, phase: LifecyclePhase) -> None:
+        """Begin another phase."""
+        self.phase = phase
+
+    def start(self, now: float, ready_at: float) -> None:
+        """Start it; it works from `ready_at` on."""
+        self.phase, self.started, self.ready_at = LifecyclePhase.STARTING, now, ready_at
+
+    def stop(self, now: float) -> None:
+        """Stop it."""
+        self.phase, self.stopped = LifecyclePhase.OFF, now
+        self.seconds += now - self.started
 
 
 class AutoscalingFront:
-    """Wraps a gateway; the machines from place `base` on are standby machines.
+    """A gateway with standby machines: those with an index from `base` on.
 
-    One takes `startup` seconds from its start to work, and comes with empty caches.
+    A standby machine works `startup` seconds after its start, with empty caches.
     """
 
     def __init__(
@@ -159,39 +175,36 @@ class AutoscalingFront:
         self.alarm = math.inf
         self.starts = 0
         self._gateway = gateway
-        self._machines = machines
         self._base = base
         self._rules = rules
         self._startup = startup
         self._policy = AutoscalingPolicy()
         self._tick = 0.0
         self._standby = [
-            _StandbyMachine(place, machine)
-            for place, machine in enumerate(machines)
-            if place >= base
+            _StandbyMachine(index, machine)
+            for index, machine in enumerate(machines)
+            if index >= base
         ]
         self._by_name = {one.name: one for one in self._standby}
         self._names = frozenset(self._by_name)
         for one in self._standby:
-            self._open(one, works=False)
+            self._set_working(one, works=False)
 
     def standby_seconds(self, until: float) -> float:
-        """Seconds in which standby machines ran, in all."""
+        """Seconds that standby machines ran, in all."""
         return sum(
             one.seconds
             + (0.0 if one.phase is LifecyclePhase.OFF else max(0.0, until - one.started))
             for one in self._standby
         )
 
-    # What happens.
-
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
-        """Hand it to the gateway."""
+        """Leave it to the gateway."""
         self._gateway.arrive(job, fleet)
         self._set_alarm(fleet.now)
 
     def started(self, job: Job, fleet: SimulatedFleet) -> None:
-        """Its first token came."""
+        """The prompt has been read."""
         self._gateway.started(job, fleet)
 
     def ended(self, job: Job, fleet: SimulatedFleet) -> None:
@@ -200,73 +213,66 @@ class AutoscalingFront:
         self._set_alarm(fleet.now)
 
     def wake(self, fleet: SimulatedFleet) -> None:
-        """Look at the load, or let the gateway look at what it holds back."""
+        """Start and stop machines once a tick, and wake the gateway."""
         now = fleet.now
         if now >= self._tick:
             self._tick = now + AUTOSCALER_TICK
-            self._look(fleet)
+            self._scale(fleet)
         self._gateway.wake(fleet)
         self._set_alarm(now)
 
-    # One look.
-
-    def _look(self, fleet: SimulatedFleet) -> None:
+    def _scale(self, fleet: SimulatedFleet) -> None:
         now = fleet.now
         for one in self._standby:
             if one.phase is LifecyclePhase.STARTING and now >= one.ready_at:
-                one.phase = LifecyclePhase.ON
-                self._open(one, works=True)
-        for action in self._policy.decide(self._units(), self._demands(now), self._rules, now):
+                one.enter(LifecyclePhase.ON)
+                self._set_working(one, works=True)
+        for action in self._policy.decide(
+            self._standby_nodes(), self._demands(now), self._rules, now
+        ):
             one = self._by_name[action.name]
             if action.verb == "start":
-                one.phase, one.started, one.ready_at = (
-                    LifecyclePhase.STARTING,
-                    now,
-                    now + self._startup,
-                )
+                one.start(now, now + self._startup)
                 self.starts += 1
             elif action.verb == "retire":
-                one.phase = LifecyclePhase.RETIRING
-                self._open(one, works=False)
+                one.enter(LifecyclePhase.RETIRING)
+                self._set_working(one, works=False)
             elif action.verb == "keep":
-                one.phase = LifecyclePhase.ON
-                self._open(one, works=True)
+                one.enter(LifecyclePhase.ON)
+                self._set_working(one, works=True)
             else:
-                one.phase, one.stopped = LifecyclePhase.OFF, now
-                one.seconds += now - one.started
-                machine = self._machines[one.place]
-                cache = SimulatedPromptCache(machine.slots, machine.cache_tokens)
-                fleet.servers[one.place].cache = cache
-                self._gateway.knowledge.restarted(one.place)
+                one.stop(now)
+                fleet.servers[one.index].restart()
+                self._gateway.knowledge.restarted(one.index)
 
-    def _units(self) -> list[StandbyNode]:
-        rows = self._gateway.board.rows
+    def _standby_nodes(self) -> list[StandbyNode]:
+        rows = self._gateway.state.rows
         slots = sum(row.capacity for row in rows)
         busy = sum(row.ours for row in rows if row.capacity)
-        units = []
+        nodes = []
         for one in self._standby:
-            row = rows[one.place]
+            row = rows[one.index]
             others = (slots - row.capacity, busy - (row.ours if row.capacity else 0))
-            units.append(
+            nodes.append(
                 StandbyNode(
                     one.name, one.phase, one.slots, row.ours, others, one.started, one.stopped
                 )
             )
-        return units
+        return nodes
 
     def _demands(self, now: float) -> list[WaitingDemand]:
         dispatcher = self._gateway.dispatcher
         if not dispatcher.waiting:
             return []
         wait = max(
-            max(wait, now - ask.received_at) for ask, wait in dispatcher.predicted_waits(now)
+            max(wait, now - queued.received_at) for queued, wait in dispatcher.predicted_waits(now)
         )
-        slots = sum(row.total for row in self._gateway.board.rows if row.alive)
+        slots = sum(row.total for row in self._gateway.state.rows if row.alive)
         return [WaitingDemand(self._names, wait, slots)]
 
-    def _open(self, one: _StandbyMachine, *, works: bool) -> None:
-        board = self._gateway.board
-        board.set_slots(board.rows[one.place], one.slots, one.slots if works else 0, 0, alive=works)
+    def _set_working(self, one: _StandbyMachine, *, works: bool) -> None:
+        state = self._gateway.state
+        state.set_slots(state.rows[one.index], one.slots, one.slots if works else 0, 0, alive=works)
 
     def _set_alarm(self, now: float) -> None:
         serving = sum(
@@ -289,7 +295,7 @@ _FULL = 1 << 30
 class LeastConn:
     """nginx `least_conn`: sends at once to the server with fewest connections, ties in turn.
 
-    What is too much for a node waits inside it, where nobody can move it any more.
+    Requests beyond a node's slots wait inside the node, and can't be moved any more.
     """
 
     def __init__(self, nodes: int) -> None:
@@ -305,10 +311,10 @@ class LeastConn:
         fleet.send(job, node)
 
     def started(self, job: Job, fleet: SimulatedFleet) -> None:
-        """Tell nothing: a byte that passes does not change the count."""
+        """Do nothing: a first byte does not change the count."""
 
     def ended(self, job: Job, fleet: SimulatedFleet) -> None:
-        """Count it off."""
+        """Decrement the node's count."""
         self._connections[job.node] -= 1
 
     def wake(self, fleet: SimulatedFleet) -> None:
@@ -316,35 +322,35 @@ class LeastConn:
 
 
 class LeastConnQueued:
-    """HAProxy `leastconn` with `maxconn` of a server's slots: the rest wait, first in first out."""
+    """HAProxy `leastconn` with `maxconn` = a server's slots: the rest wait, first in, first out."""
 
     def __init__(self, slots: list[int]) -> None:
         self.alarm = math.inf
         self._slots = slots
-        # A full server's count is lifted out of the comparison.
+        # A full server's count is raised by `_FULL`, so that it never is the least.
         self._connections = [0] * len(slots)
-        self._line: deque[Job] = deque()
+        self._queue: deque[Job] = deque()
         self._turn = 0
 
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
-        """Send it, or keep it while every server is full."""
+        """Send it, or queue it while every server is full."""
         node = _next_least(self._connections, self._turn)
         if self._connections[node] >= _FULL:
-            self._line.append(job)
+            self._queue.append(job)
             return
         self._turn = node + 1
         self._send(job, node, fleet)
 
     def started(self, job: Job, fleet: SimulatedFleet) -> None:
-        """Tell nothing."""
+        """Do nothing."""
 
     def ended(self, job: Job, fleet: SimulatedFleet) -> None:
-        """The server that has room takes the oldest of the line."""
+        """The server that has room gets the oldest of the queue."""
         node = job.node
         count = self._connections[node]
         self._connections[node] = (count - _FULL if count >= _FULL else count) - 1
-        if self._line:
-            self._send(self._line.popleft(), node, fleet)
+        if self._queue:
+            self._send(self._queue.popleft(), node, fleet)
 
     def wake(self, fleet: SimulatedFleet) -> None:
         """No alarm is ever set."""
@@ -356,7 +362,7 @@ class LeastConnQueued:
 
 
 def _next_least(counts: list[int], turn: int) -> int:
-    """The next place, from `turn` on and round, of the least count."""
+    """The index of the least count: the first from `turn` on, else the first of all."""
     least = min(counts)
     try:
         return counts.index(least, turn)

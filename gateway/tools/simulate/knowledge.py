@@ -1,18 +1,18 @@
-"""What the simulated gateway knows when it places a request: everything, or what it has learnt."""
+"""What the simulated gateway knows when it places a request: the truth, or what it has learnt."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from gateway.fleet.node import Node
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.fleet.prompt_tree import PromptKey
 from gateway.fleet.slot_occupancy import SlotOccupancy
 from gateway.fleet.speed import ObservedTiming, Speed, compare_speeds
-from gateway.scheduling.dispatcher import Placement
+from gateway.scheduling.node_slots import Placement
 from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.token_estimates import TokenEstimates
 from gateway.tools.simulate.server import SimulatedMachine
@@ -25,63 +25,71 @@ UNKNOWN_COMPLETION_TOKENS = 256
 
 @dataclass(slots=True)
 class ExpectedRequest:
-    """What is known of one request, and where it is."""
+    """What is known of one request, and its placement."""
 
     prompt_tokens: float
     """Expected prompt tokens."""
     completion_tokens: float
     """Expected tokens of the answer."""
     cached: Mapping[int, float]
-    """Tokens believed cached, by row."""
+    """Prompt tokens believed cached, by row index."""
     pending: Mapping[int, float] = field(default_factory=dict)
-    """Tokens believed to be cached there when what runs has ended, by row."""
+    """Prompt tokens believed to be cached once what runs there has ended, by row index."""
     affinity_hash: int = 0
-    """What it shares with its like, hashed."""
+    """Hash of the prompt's shared beginning."""
     placement: Placement | None = None
-    source_data: Any = None
-    """Whatever the source keeps beside it."""
+
+    def place(self, placement: Placement) -> None:
+        """It has this placement."""
+        self.placement = placement
+
+    def set_cached(
+        self, prompt_tokens: float, cached: Mapping[int, float], pending: Mapping[int, float]
+    ) -> None:
+        """Replace what is believed of its prompt."""
+        self.prompt_tokens, self.cached, self.pending = prompt_tokens, cached, pending
 
 
 class Knowledge(Protocol):
-    """Where the numbers of an ask and of a row come from."""
+    """Where the figures of requests and of rows come from."""
 
     def start(self, machines: Sequence[SimulatedMachine], placement_state: PlacementState) -> None:
-        """The board has a row for each machine, by its place: tell it the speeds."""
+        """Set the speeds of the rows; each machine has the row of its index."""
 
     def expect(self, job: Job, fleet: SimulatedFleet) -> ExpectedRequest:
-        """What to expect of a request that has come."""
+        """What to expect of a request that has arrived."""
 
     def refresh_cached(self, job: Job, expected: ExpectedRequest, fleet: SimulatedFleet) -> None:
-        """It has waited: look again what is cached of it, and write it into `known`."""
+        """It has waited: look up anew what is cached of it."""
 
     def placed(self, job: Job, expected: ExpectedRequest, now: float) -> None:
-        """It goes to the node of `known.placement`."""
+        """It goes to the node of `expected.placement`."""
 
     def prefill_done(self, job: Job, expected: ExpectedRequest, now: float) -> None:
-        """Its first token is there."""
+        """Its first token has come."""
 
     def ended(self, job: Job, expected: ExpectedRequest, now: float) -> None:
-        """It has ended there, with figures as llama.cpp tells them."""
+        """It has ended; the job has the figures that llama.cpp reports."""
 
     def restarted(self, node: int) -> None:
-        """That node has been stopped: its caches are gone."""
+        """That node was stopped: its caches are gone."""
 
 
 class ExactKnowledge:
-    """Knows everything: speeds, lengths, and what every node has cached.
+    """Knows the truth: speeds, lengths, and what every node has cached.
 
-    What learning costs is the distance to this. It looks into every node where a prompt may be
-    cached, so it is for fleets of some dozens of nodes.
+    The difference of results to `LearntKnowledge` is the cost of learning. It looks into every node
+    where a prompt may be cached, so it is for fleets of some dozens of nodes.
     """
 
     def __init__(self, *, lengths: bool = True, caches: bool = True) -> None:
         self._lengths = lengths
         self._caches = caches
-        # Where a stream, or what it begins with, has been: the nodes worth looking into.
-        self._seen: dict[int, set[int]] = {}
+        # By stream, or minus prefix: the nodes where a prompt of it may be cached.
+        self._nodes_by_text: dict[int, set[int]] = {}
 
     def start(self, machines: Sequence[SimulatedMachine], placement_state: PlacementState) -> None:
-        """Tell the board the speeds as they are."""
+        """Set the real speeds."""
         for machine, row in zip(machines, placement_state.rows, strict=True):
             placement_state.set_speed(
                 row, machine.prefill_tps, machine.token_base, machine.token_step
@@ -95,67 +103,70 @@ class ExactKnowledge:
             if self._lengths
             else min(job.max_tokens or UNKNOWN_COMPLETION_TOKENS, UNKNOWN_COMPLETION_TOKENS)
         )
-        known = ExpectedRequest(
+        expected = ExpectedRequest(
             prompt.tokens, completion, {}, affinity_hash=prompt.prefix or prompt.stream
         )
-        self.refresh_cached(job, known, fleet)
-        return known
+        self.refresh_cached(job, expected, fleet)
+        return expected
 
     def refresh_cached(self, job: Job, expected: ExpectedRequest, fleet: SimulatedFleet) -> None:
-        """The truth of now."""
+        """What is cached now."""
         if not self._caches:
             return
         prompt = job.prompt
         cached: dict[int, float] = {}
-        coming: dict[int, float] = {}
-        for node in self._seen.get(prompt.stream, set()) | self._seen.get(-prompt.prefix, set()):
+        pending: dict[int, float] = {}
+        nodes = self._nodes_by_text
+        for node in nodes.get(prompt.stream, set()) | nodes.get(-prompt.prefix, set()):
             server = fleet.servers[node]
-            # What a busy slot held is being written over.
+            # A busy slot's old prompt is being overwritten.
             idle = [
                 held
                 for held, job in zip(server.cache.slot_prompts, server.slots, strict=True)
                 if job is None
             ]
-            kept = (*idle, *server.cache.host_prompts)
-            if held := max((common_tokens(one, prompt) for one in kept), default=0):
+            prompts = (*idle, *server.cache.host_prompts)
+            if held := max((common_tokens(one, prompt) for one in prompts), default=0):
                 cached[node] = held
             running = [one.final_prompt for one in server.slots if one is not None]
-            if will := max((common_tokens(one, prompt) for one in running), default=0):
-                coming[node] = will
-        expected.cached, expected.pending = cached, coming
+            if tokens := max((common_tokens(one, prompt) for one in running), default=0):
+                pending[node] = tokens
+        expected.set_cached(expected.prompt_tokens, cached, pending)
 
     def placed(self, job: Job, expected: ExpectedRequest, now: float) -> None:
         """Remember where to look."""
-        self._seen.setdefault(job.prompt.stream, set()).add(job.node)
+        self._nodes_by_text.setdefault(job.prompt.stream, set()).add(job.node)
         if job.prompt.prefix:
-            self._seen.setdefault(-job.prompt.prefix, set()).add(job.node)
+            self._nodes_by_text.setdefault(-job.prompt.prefix, set()).add(job.node)
 
     def prefill_done(self, job: Job, expected: ExpectedRequest, now: float) -> None:
-        """Nothing is left to learn."""
+        """Nothing to learn."""
 
     def ended(self, job: Job, expected: ExpectedRequest, now: float) -> None:
-        """Nothing is left to learn."""
+        """Nothing to learn."""
 
     def restarted(self, node: int) -> None:
-        """It looks into the caches anyway."""
+        """Nothing to forget: the caches are looked into."""
 
 
 BYTES_PER_TOKEN = 4
 
 BLOCK_TOKENS = 128
-"""Tokens of a block of the fingerprint: 512 bytes (`proxy/inbound/prompt_key.py`)."""
+"""Tokens of a prompt key's block: 512 bytes (`proxy/inbound/prompt_key.py`)."""
 
 COMPARE_NODES_EVERY = 10.0
-"""Seconds between two comparisons of the nodes, while some are not measured."""
+"""Seconds between two comparisons of the nodes' speeds, while some are not measured."""
 
 MOST_STREAMS = 30_000
-"""Conversations whose fingerprint is kept; a client would send the whole text again."""
+"""Conversations whose blocks are kept; a client would send the whole text again."""
 
 SIMULATED_MODEL = "model"
 
+_Numbers = tuple[int, ...]
+
 
 class _NodeStub:
-    """As much of a node as `weigh` looks at."""
+    """As much of a node as `compare_speeds` reads."""
 
     public_models = frozenset({SIMULATED_MODEL})
 
@@ -169,15 +180,26 @@ class _NodeStub:
 
 
 class _Measured:
-    """What is kept of a request beside it."""
+    """A running request: its prompt key, and its node's occupancy since the last event."""
 
-    __slots__ = ("fingerprint", "reader_seconds", "readers", "slot_seconds")
+    __slots__ = ("mean_prefills", "prefill_seconds", "prompt_key", "slot_seconds")
 
-    def __init__(self, fingerprint: PromptKey) -> None:
-        self.fingerprint = fingerprint
+    def __init__(self, prompt_key: PromptKey) -> None:
+        self.prompt_key = prompt_key
         self.slot_seconds = 0.0
-        self.reader_seconds = 0.0
-        self.readers = 1.0
+        self.prefill_seconds = 0.0
+        self.mean_prefills = 1.0
+
+    def note(self, occupancy: SlotOccupancy) -> None:
+        """Measure from now on."""
+        self.slot_seconds = occupancy.slot_seconds
+        self.prefill_seconds = occupancy.prefill_seconds
+
+    def prefill_done(self, occupancy: SlotOccupancy, seconds: float) -> None:
+        """Its prompt was read in `seconds`; measure its decoding from now on."""
+        prefills = occupancy.prefill_seconds - self.prefill_seconds
+        self.mean_prefills = prefills / seconds if seconds else 1.0
+        self.note(occupancy)
 
 
 class LearntKnowledge:
@@ -186,76 +208,73 @@ class LearntKnowledge:
     def __init__(self) -> None:
         self.prompt_cache = FleetPromptCache()
         self.token_estimates = TokenEstimates()
-        self._board = PlacementState()
-        self._stands: list[_NodeStub] = []
+        self._state = PlacementState()
+        self._stubs: list[_NodeStub] = []
         self._occupancies: list[SlotOccupancy] = []
         self._slots: list[int] = []
         self._unmeasured = 0
-        self._weighed = 0.0
-        # The blocks of each conversation, and where each of them ends.
-        self._said: OrderedDict[int, tuple[tuple[int, ...], tuple[int, ...]]] = OrderedDict()
+        self._compared_at = 0.0
+        self._measured: dict[int, _Measured] = {}
+        """By the id of each job that has arrived and not ended."""
+        # By conversation: its blocks, and where each of them ends.
+        self._blocks_by_stream: OrderedDict[int, tuple[_Numbers, _Numbers]] = OrderedDict()
 
     def start(self, machines: Sequence[SimulatedMachine], placement_state: PlacementState) -> None:
-        """Every node has the first guess of a speed."""
-        self._board = placement_state
-        self._stands = [_NodeStub() for _ in machines]
+        """Every node has the default speed."""
+        self._state = placement_state
+        self._stubs = [_NodeStub() for _ in machines]
         self._occupancies = [SlotOccupancy() for _ in machines]
         self._slots = [machine.slots for machine in machines]
         self._unmeasured = len(machines)
         for machine, row in zip(machines, placement_state.rows, strict=True):
             self.prompt_cache.resize(row.index, machine.slots)
-        self._tell_all()
+        self._set_all_speeds()
 
     def expect(self, job: Job, fleet: SimulatedFleet) -> ExpectedRequest:
-        """What to expect of it by now."""
-        fingerprint = self._fingerprint(job)
+        """What to expect of it, by what was learnt so far."""
+        prompt_key = self._prompt_key(job)
         text = job.prompt.tokens * BYTES_PER_TOKEN
         tokens, completion = self.token_estimates.expected_tokens(
             SIMULATED_MODEL, job.caller, text, job.max_tokens
         )
-        fingerprint.tokens = tokens
-        affinity = fingerprint.blocks[0]
-        known = ExpectedRequest(
-            tokens, completion, {}, affinity_hash=affinity, source_data=_Measured(fingerprint)
-        )
-        self.refresh_cached(job, known, fleet)
-        return known
+        prompt_key.tokens = tokens
+        affinity = prompt_key.blocks[0]
+        expected = ExpectedRequest(tokens, completion, {}, affinity_hash=affinity)
+        self._measured[job.id] = _Measured(prompt_key)
+        self.refresh_cached(job, expected, fleet)
+        return expected
 
     def refresh_cached(self, job: Job, expected: ExpectedRequest, fleet: SimulatedFleet) -> None:
-        """What is believed by now."""
-        memo: _Measured = expected.source_data
-        recall = self.prompt_cache.lookup(memo.fingerprint)
-        expected.prompt_tokens = recall.tokens
-        expected.cached, expected.pending = recall.cached, recall.pending
+        """What is believed to be cached now."""
+        measured = self._measured[job.id]
+        found = self.prompt_cache.lookup(measured.prompt_key)
+        expected.set_cached(found.tokens, found.cached, found.pending)
 
     def placed(self, job: Job, expected: ExpectedRequest, now: float) -> None:
-        """Count it, and believe it where it goes."""
-        memo: _Measured = expected.source_data
-        self.prompt_cache.request_placed(job.node, memo.fingerprint)
+        """Count it on its node, and expect its prompt to be cached there."""
+        measured = self._measured[job.id]
+        self.prompt_cache.request_placed(job.node, measured.prompt_key)
         occupancy = self._occupancies[job.node]
         occupancy.take(1, now, prefilling=True)
-        memo.slot_seconds = occupancy.slot_seconds
-        memo.reader_seconds = occupancy.prefill_seconds
+        measured.note(occupancy)
 
     def prefill_done(self, job: Job, expected: ExpectedRequest, now: float) -> None:
         """Its prompt has been read."""
-        memo: _Measured = expected.source_data
+        measured = self._measured[job.id]
         occupancy = self._occupancies[job.node]
         occupancy.prefill_done(now)
         read = now - job.sent
-        memo.readers = (occupancy.prefill_seconds - memo.reader_seconds) / read if read else 1.0
-        memo.slot_seconds = occupancy.slot_seconds
-        memo.reader_seconds = occupancy.prefill_seconds
+        measured.prefill_done(occupancy, read)
 
     def ended(self, job: Job, expected: ExpectedRequest, now: float) -> None:
         """Learn from its figures."""
-        memo: _Measured = expected.source_data
+        measured = self._measured.pop(job.id)
         node = job.node
         occupancy = self._occupancies[node]
         occupancy.release(1, now)
         wrote = now - job.first
-        busy = (occupancy.slot_seconds - memo.slot_seconds) / wrote if wrote else 1.0
-        stalled = min(wrote, occupancy.prefill_seconds - memo.reader_seconds)
+        busy = (occupancy.slot_seconds - measured.slot_seconds) / wrote if wrote else 1.0
+        stalled = min(wrote, occupancy.prefill_seconds - measured.prefill_seconds)
         timings = {
             "cache_n": job.cached,
             "prompt_n": job.prompt.tokens - job.cached,
@@ -263,68 +282,72 @@ class LearntKnowledge:
             "predicted_n": job.output,
             "predicted_ms": wrote * 1000,
         }
-        seen = ObservedTiming(now - job.sent, job.first - job.sent, busy, stalled, memo.readers)
+        seen = ObservedTiming(
+            now - job.sent, job.first - job.sent, busy, stalled, measured.mean_prefills
+        )
         self._learn_speed(node, timings, seen, now)
         prompt = job.prompt.tokens
         text = prompt * BYTES_PER_TOKEN
         self.token_estimates.learn(
             SIMULATED_MODEL, job.caller, text, prompt, job.output, job.max_tokens
         )
-        self.prompt_cache.request_finished(node, memo.fingerprint, prompt, job.cached, job.output)
+        self.prompt_cache.request_finished(
+            node, measured.prompt_key, prompt, job.cached, job.output
+        )
 
     def restarted(self, node: int) -> None:
-        """What it had cached is gone; its speed is not."""
+        """Forget what it had cached, but not its speed."""
         self.prompt_cache.forget_node(node)
         self.prompt_cache.resize(node, self._slots[node])
 
     def _learn_speed(
         self, node: int, timings: Mapping[str, object], seen: ObservedTiming, now: float
     ) -> None:
-        speed = self._stands[node].speed
+        speed = self._stubs[node].speed
         fresh = speed.prefill_tps is None or speed.decode_tps is None
         speed.learn_timings(timings, seen)
         if fresh and speed.prefill_tps is not None and speed.decode_tps is not None:
             self._unmeasured -= 1
             fresh = False
             if not self._unmeasured:
-                self._tell_all()
-        if self._unmeasured and now >= self._weighed + COMPARE_NODES_EVERY:
-            self._weighed = now
-            self._tell_all()
-        row = self._board.rows[node]
-        self._board.set_speed(row, speed.expected_prefill_tps, speed.token_base, speed.token_step)
+                self._set_all_speeds()
+        if self._unmeasured and now >= self._compared_at + COMPARE_NODES_EVERY:
+            self._compared_at = now
+            self._set_all_speeds()
+        row = self._state.rows[node]
+        self._state.set_speed(row, speed.expected_prefill_tps, speed.token_base, speed.token_step)
 
-    def _tell_all(self) -> None:
-        """Compare the nodes: those not measured are taken to be as fast as the others."""
-        compare_speeds(cast("list[Node]", self._stands))
-        for stand, row in zip(self._stands, self._board.rows, strict=True):
-            speed = stand.speed
-            self._board.set_speed(
+    def _set_all_speeds(self) -> None:
+        """Compare the nodes' speeds: those not measured are taken to be as fast as the others."""
+        compare_speeds(cast("list[Node]", self._stubs))
+        for stub, row in zip(self._stubs, self._state.rows, strict=True):
+            speed = stub.speed
+            self._state.set_speed(
                 row, speed.expected_prefill_tps, speed.token_base, speed.token_step
             )
 
-    def _fingerprint(self, job: Job) -> PromptKey:
-        """The prompt in blocks: a new one begins where a turn or an answer does."""
-        stream, tokens, head, shared = job.prompt
+    def _prompt_key(self, job: Job) -> PromptKey:
+        """The prompt in blocks; a new block begins where a turn or an answer does."""
+        stream, tokens, prefix, shared = job.prompt
         blocks: list[int]
         ends: list[int]
-        if stream in self._said:
-            known, known_ends = self._said.pop(stream)
-            blocks, ends = list(known), list(known_ends)
+        if stream in self._blocks_by_stream:
+            expected, known_ends = self._blocks_by_stream.pop(stream)
+            blocks, ends = list(expected), list(known_ends)
             while ends and ends[-1] > tokens:
                 blocks.pop()
                 ends.pop()
         else:
             blocks, ends = [], []
-            if head:
-                _extend(blocks, ends, -head, min(shared, tokens))
+            if prefix:
+                _extend(blocks, ends, -prefix, min(shared, tokens))
         _extend(blocks, ends, stream, tokens)
         prompt, places = tuple(blocks), tuple(ends)
-        # What it answers stands in the next turn's prompt, and ends where a block does.
+        # Its answer is part of the next turn's prompt, and ends where a block does.
         _extend(blocks, ends, stream, tokens + job.output)
-        self._said[stream] = tuple(blocks), tuple(ends)
-        if len(self._said) > MOST_STREAMS:
-            self._said.popitem(last=False)
+        self._blocks_by_stream[stream] = tuple(blocks), tuple(ends)
+        if len(self._blocks_by_stream) > MOST_STREAMS:
+            self._blocks_by_stream.popitem(last=False)
         return PromptKey(
             prompt,
             float(tokens),
@@ -334,7 +357,7 @@ class LearntKnowledge:
 
 
 def _extend(blocks: list[int], ends: list[int], text: int, tokens: int) -> None:
-    """Add blocks of one text until so many tokens are covered."""
+    """Add blocks of one text until `tokens` tokens are covered."""
     at = ends[-1] if ends else 0
     last = blocks[-1] if blocks else 0
     while at < tokens:

@@ -1,4 +1,4 @@
-"""What a run came to, in the figures that an operator compares."""
+"""Reports: the figures of a run that an operator compares, and plots of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Percentiles:
-        """Of values in any order; all zero for none. Percentiles by the nearest rank."""
+        """Of values in any order; all 0 for no value. Percentiles by the nearest rank."""
         if not values:
             return cls(0.0, 0.0, 0.0, 0.0)
         ranked = sorted(values)
@@ -43,7 +43,7 @@ class PolicyReport:
     ttft: Percentiles
     """Until the first token."""
     wait: Percentiles
-    """Until a slot took it up: in the front's line or inside a node."""
+    """Until it got a slot: in the front's queue or inside a node."""
     service: float
     """Mean seconds in a slot."""
     slots: int
@@ -52,40 +52,40 @@ class PolicyReport:
     seconds: float
     """From the first arrival to the last end."""
     tokens_per_second: float
-    """Tokens of answers."""
+    """Output tokens."""
     cached_share: float
-    """Share of the prompt tokens that a cache held."""
+    """Share of the prompt tokens that were cached."""
     utilisation: float
-    """Share of the slots' time in which they worked, while requests came."""
+    """Share of the slots' time in which they were busy, while requests arrived."""
     load: float | None = None
-    """Seconds of work that came for each second of the slots; None: all came at once."""
+    """Seconds of work that arrived per second of the slots; None: all arrived at once."""
     longest_queue: int = 0
     """The most requests that waited for a slot at one time."""
     too_late: int = 0
-    """Requests that waited longer than `LONGEST_WAIT`: the simulation refuses nobody."""
+    """Requests that waited longer than `LONGEST_WAIT`: the simulation refuses none."""
     bound: float = 0.0
-    """No schedule could have a lower mean completion (`bound.py`); seconds, 0: not computed."""
+    """Lower bound of the mean completion under any schedule (`bound.py`); 0: not computed."""
     cpu_seconds: float = 0.0
-    """What the simulation of it took."""
+    """CPU time that its simulation took."""
     curve: tuple[float, ...] = field(default=(), repr=False)
     """Quantiles of TTFT for a plot: 0 %, 0.5 %, ... 100 %."""
     completion_curve: tuple[float, ...] = field(default=(), repr=False)
     """The same of the completion."""
 
     def as_dict(self) -> dict[str, object]:
-        """For a script: without the curves."""
-        told = asdict(self)
-        del told["curve"], told["completion_curve"]
-        return told | {"ratio": self.ratio, "overloaded": self.overloaded}
+        """For scripts; without the curves."""
+        figures = asdict(self)
+        del figures["curve"], figures["completion_curve"]
+        return figures | {"ratio": self.ratio, "overloaded": self.overloaded}
 
     @property
     def ratio(self) -> float:
-        """Mean completion against the bound."""
+        """Mean completion divided by the bound."""
         return self.completion.mean / self.bound if self.bound else 0.0
 
     @property
     def overloaded(self) -> bool:
-        """Whether more work came than the fleet can do, so that the queue grew while it came."""
+        """Whether more work arrived than the fleet can do, so that the queue grew."""
         return (
             self.load is not None
             and self.load > 1.0
@@ -98,7 +98,7 @@ LONGEST_WAIT = QueueSettings().max_wait
 """Seconds after which the gateway refuses with its default settings (503 `queue_timeout`)."""
 
 OVERLOAD_UTILISATION = 0.85
-"""Busier than this is full: a slot also idles between the turns of conversations."""
+"""A fleet busier than this is full: slots also idle between the turns of conversations."""
 
 CURVE_STEPS = 200
 """Steps of the curves."""
@@ -107,28 +107,28 @@ CURVE_STEPS = 200
 def summarise(
     policy: str, result: SimulationResult, bound: float = 0.0, cpu_seconds: float = 0.0
 ) -> PolicyReport:
-    """Sum up a run; read the jobs before the trace is played again."""
+    """The report of a run; to be made before the trace is played again."""
     jobs = result.jobs
     seconds = result.ended - result.began
     slots = sum(server.machine.slots for server in result.servers)
     prompt = sum(job.prompt.tokens for job in jobs)
     ttft = [job.first - job.arrived for job in jobs]
     completion = [job.ended - job.arrived for job in jobs]
-    worked = sum(job.ended - job.began for job in jobs)
+    busy_seconds = sum(job.ended - job.began for job in jobs)
     return PolicyReport(
         policy,
         len(jobs),
         Percentiles.of(completion),
         Percentiles.of(ttft),
         Percentiles.of([job.began - job.arrived for job in jobs]),
-        worked / len(jobs) if jobs else 0.0,
+        busy_seconds / len(jobs) if jobs else 0.0,
         slots,
         _by_class(jobs),
         seconds,
         sum(job.output for job in jobs) / seconds if seconds else 0.0,
         sum(job.cached for job in jobs) / prompt if prompt else 0.0,
         _utilisation(result, slots),
-        _load(jobs, worked, slots),
+        _load(jobs, busy_seconds, slots),
         _longest_queue(jobs),
         sum(job.began - job.arrived > LONGEST_WAIT for job in jobs),
         bound,
@@ -139,40 +139,43 @@ def summarise(
 
 
 def overload_warning(reports: Sequence[PolicyReport]) -> str:
-    """Words for the policies under which the fleet can't do what comes; empty: there is none."""
-    told = "\n".join(
+    """A warning about policies under which the fleet is overloaded; empty: there are none."""
+    overloaded = "\n".join(
         f"  {one.policy}: {one.load:.0%} of what it can do; up to {one.longest_queue:,} waited; "
         f"{one.too_late:,} of {one.requests:,} requests waited longer than {LONGEST_WAIT:.0f} s"
         for one in reports
         if one.overloaded
     )
-    if not told:
+    if not overloaded:
         return ""
     return f"""\
-OVERLOAD: more work comes than this fleet can do, and the queue grows as long as it comes.
-{told}
-Here everybody waits; the gateway would refuse those after queue.max_wait (503 queue_timeout).
-So the waits above tell how long the traffic lasts. Remedy: more nodes or slots, or less traffic."""
+OVERLOAD: more work arrives than this fleet can do, and the queue grows all the time.
+{overloaded}
+Here every request waits; the gateway would refuse those that wait longer than queue.max_wait (503
+queue_timeout). So the waits above depend on how long the traffic lasts. Remedy: more nodes or
+slots, or less traffic."""
 
 
-def _utilisation(outcome: SimulationResult, slots: int) -> float:
-    """Until the last arrival; of what came all at once, until the end."""
-    last = max((job.arrived for job in outcome.jobs), default=0.0)
-    until = last if last > outcome.began else outcome.ended
-    span = slots * (until - outcome.began)
-    worked = sum(min(job.ended, until) - job.began for job in outcome.jobs if job.began < until)
-    return worked / span if span else 0.0
+def _utilisation(result: SimulationResult, slots: int) -> float:
+    """Up to the last arrival; if all arrive at once, up to the end."""
+    last = max((job.arrived for job in result.jobs), default=0.0)
+    until = last if last > result.began else result.ended
+    span = slots * (until - result.began)
+    busy_seconds = sum(
+        min(job.ended, until) - job.began for job in result.jobs if job.began < until
+    )
+    return busy_seconds / span if span else 0.0
 
 
-def _load(jobs: Sequence[Job], worked: float, slots: int) -> float | None:
-    """By the times of the trace: in an overload, later turns come late since earlier ones do."""
+def _load(jobs: Sequence[Job], busy_seconds: float, slots: int) -> float | None:
+    """By the trace's times: under overload the real arrivals of later turns are late."""
     times = [job.time for job in jobs]
     span = max(times, default=0.0) - min(times, default=0.0)
-    return worked / (slots * span) if slots and span else None
+    return busy_seconds / (slots * span) if slots and span else None
 
 
 def _longest_queue(jobs: Sequence[Job]) -> int:
-    # At the same time a slot comes free before the next one comes.
+    # At equal times a slot comes free before the next request arrives.
     changes = sorted([(job.began, -1) for job in jobs] + [(job.arrived, 1) for job in jobs])
     return max(accumulate((change for _, change in changes), initial=0))
 
@@ -181,7 +184,7 @@ def _by_class(jobs: Sequence[Job]) -> dict[str, Percentiles]:
     found: dict[str, list[float]] = {}
     for job in jobs:
         found.setdefault(job.priority_label, []).append(job.first - job.arrived)
-    return {klass: Percentiles.of(values) for klass, values in found.items()}
+    return {label: Percentiles.of(values) for label, values in found.items()}
 
 
 def _curve(values: list[float]) -> tuple[float, ...]:
@@ -195,11 +198,11 @@ def _curve(values: list[float]) -> tuple[float, ...]:
 
 
 SHOWN_SHARE = 0.99
-"""Share of the requests that the curves show: the last per cent would press the rest together."""
+"""Share of the requests that the curves show: the last per cent would squeeze the rest."""
 
 
 def plot_reports(path: Path, reports: Sequence[PolicyReport], title: str) -> None:
-    """Write the curves of time to first token and of completion; the suffix says the format.
+    """Draw the curves of time to first token and of completion; the suffix gives the format.
 
     Needs the extra `plots`. Raises ValueError for an unknown suffix, and OSError.
     """

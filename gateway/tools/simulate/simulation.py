@@ -1,6 +1,7 @@
-"""The simulation: a trace, a fleet of simulated nodes and a front that places the requests.
+"""The simulation: plays a trace on simulated nodes, through a front that places the requests.
 
-Time is the trace's; nothing waits for the clock. Same trace, fleet, front and seed: same result.
+Time is the trace's; nothing waits for the clock. The same trace, fleet, front and seed give the
+same result.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from gateway.tools.simulate.server import SimulatedMachine, SimulatedServer
 from gateway.tools.simulate.trace import Job, Trace
 
 PROGRESS_EVERY = 2000
-"""Requests between two reports of the progress."""
+"""Ended requests between two calls of `progress`."""
 
 
 class SimulatedFleet:
-    """The simulated nodes, as a front sees them: it may send, and is told what became of it."""
+    """The simulated nodes, to which a front sends jobs."""
 
     __slots__ = ("_ends", "jobs", "now", "servers")
 
@@ -27,20 +28,19 @@ class SimulatedFleet:
         self.jobs = jobs
         self.servers = [SimulatedServer(machine) for machine in machines]
         self.now = 0.0
-        # When steps end, of which node; void where the node's version is another by now.
+        # Ends of steps: time, node, version; void if the node has another `end_version` by now.
         self._ends: list[tuple[float, int, int]] = []
 
     def send(self, job: Job, node: int) -> None:
-        """Hand a job to a node, now. A node without a free slot lets it wait inside."""
+        """Send a job to a node, now. A node without a free slot queues it."""
         now = self.now
-        job.sent = now
-        job.node = node
+        job.send_to(node, now)
         server = self.servers[node]
         if server.take(job, now):
             heappush(self._ends, (server.next_end, node, server.end_version))
 
     def next_step_end(self) -> float:
-        """When the next steps end; infinite while every node idles."""
+        """When the next steps end; infinity while every node is idle."""
         ends = self._ends
         servers = self.servers
         while ends:
@@ -51,72 +51,72 @@ class SimulatedFleet:
         return math.inf
 
     def end_steps(self) -> tuple[list[Job], list[Job]]:
-        """End those steps, now: who wrote a first token, who is done."""
+        """End those steps, now: the jobs that have their first token, and those that have ended."""
         _, node, _ = heappop(self._ends)
         server = self.servers[node]
-        told = server.end_steps(self.now)
+        ended = server.end_steps(self.now)
         if server.next_end >= 0:
             heappush(self._ends, (server.next_end, node, server.end_version))
-        return told
+        return ended
 
 
 class Arrivals:
-    """Who comes when: openings at their times, later turns when the earlier one has ended."""
+    """Arrivals: first turns at their times, later turns once the turn before has ended."""
 
-    __slots__ = ("_jobs", "_later", "_openings", "_turns", "next_time")
+    __slots__ = ("_first_turns", "_jobs", "_later", "_next_turns", "next_time")
 
     def __init__(self, trace: Trace) -> None:
         self._jobs = trace.jobs
-        self._turns = trace.next_turns
-        self._openings = [job for job in reversed(trace.jobs) if not job.is_later_turn]
+        self._next_turns = trace.next_turns
+        self._first_turns = [job for job in reversed(trace.jobs) if not job.is_later_turn]
         self._later: list[tuple[float, int]] = []
-        self.next_time = self._openings[-1].time if self._openings else math.inf
+        self.next_time = self._first_turns[-1].time if self._first_turns else math.inf
 
     def pop(self) -> Job:
-        """The one that comes at `next`."""
+        """The job that arrives at `next_time`."""
         if self._later and self._later[0][0] <= self.next_time:
             job = self._jobs[heappop(self._later)[1]]
         else:
-            job = self._openings.pop()
-        self._look()
+            job = self._first_turns.pop()
+        self._set_next_time()
         return job
 
     def schedule_next_turn(self, job: Job) -> None:
-        """A job has ended: the next turn of its conversation may come."""
-        place = self._turns.get(job.id)
+        """A job has ended: schedule the next turn of its conversation."""
+        place = self._next_turns.get(job.id)
         if place is not None:
             turn = self._jobs[place]
             heappush(self._later, (max(turn.time, job.ended + turn.pause), place))
-            self._look()
+            self._set_next_time()
 
-    def _look(self) -> None:
-        opening = self._openings[-1].time if self._openings else math.inf
+    def _set_next_time(self) -> None:
+        first = self._first_turns[-1].time if self._first_turns else math.inf
         later = self._later[0][0] if self._later else math.inf
-        self.next_time = min(opening, later)
+        self.next_time = min(first, later)
 
 
 class Front(Protocol):
-    """What stands before the nodes and says where a request goes, and when."""
+    """Places requests on nodes: a proxy in front of them."""
 
     alarm: float
-    """When it wants to be woken if nothing else happens; infinite: never."""
+    """When it is to be woken if nothing else happens; infinity: never."""
 
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
-        """A request has come: send it, or keep it."""
+        """A request has arrived: send it, or queue it."""
 
     def started(self, job: Job, fleet: SimulatedFleet) -> None:
-        """Its first token is there."""
+        """The first token has come."""
 
     def ended(self, job: Job, fleet: SimulatedFleet) -> None:
-        """Its last token is there and its slot is free."""
+        """The last token has come and the slot is free."""
 
     def wake(self, fleet: SimulatedFleet) -> None:
-        """The time of the alarm has come; it must set a later one."""
+        """The time of the alarm has come. Must set a later one."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """What a run came to; each job of the trace tells the rest."""
+    """The result of a run; the details are in the trace's jobs."""
 
     jobs: Sequence[Job]
     servers: Sequence[SimulatedServer]
@@ -127,7 +127,7 @@ class SimulationResult:
 
 
 class StuckError(Exception):
-    """A front kept requests for ever although nothing else was to happen."""
+    """A front never sent some requests, though nothing else was to happen."""
 
 
 def simulate(
@@ -138,9 +138,9 @@ def simulate(
 ) -> SimulationResult:
     """Play a trace through a front on a fleet.
 
-    What became of the jobs is written into them: read it before the trace is played again.
-    `progress` is called with the number of requests that have ended, now and then. Raises
-    StuckError if the front leaves requests unsent when nothing more can happen.
+    Results are written into the jobs: read them before the trace is played again. `progress` is
+    called now and then with the number of requests that have ended. Raises StuckError if the front
+    leaves requests unsent when nothing more can happen.
     """
     jobs = trace.jobs
     for job in jobs:
@@ -166,7 +166,7 @@ def simulate(
                     progress(ended)
         elif arrivals.next_time <= now:
             job = arrivals.pop()
-            job.arrived = now
+            job.arrive(now)
             front.arrive(job, fleet)
         else:
             front.wake(fleet)

@@ -1,4 +1,4 @@
-"""What one simulated request is, and what became of it."""
+"""Traces: the requests of a simulation, read from files, each with its result."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from gateway.request import Priority
 
 
 class TracePrompt(NamedTuple):
-    """What a run of tokens consists of, as far as a prefix cache can tell.
+    """The text of a prompt, as far as prefix caches matter.
 
-    `stream` names the text; two prompts of one stream have all tokens of the shorter in common:
-    a conversation is a stream, and each turn reads a little more of it. `shared` of the tokens
-    at its beginning are those of `head`, which other streams may begin with too: a system
-    prompt. Numbers are names: equal means the same text, 0 as `head` means none.
+    `stream` names the text; two prompts of one stream have all tokens of the shorter in common: a
+    conversation is a stream, and each turn reads a little more of it. The first `prefix_tokens` are
+    those of `prefix`, such as a system prompt, with which other streams may begin too. Numbers are
+    names: equal means the same text; 0 as `prefix` means none.
     """
 
     stream: int
@@ -32,7 +32,7 @@ class TracePrompt(NamedTuple):
 
 
 def common_tokens(one: TracePrompt, other: TracePrompt) -> int:
-    """Tokens that two prompts begin with alike."""
+    """Tokens of the longest common beginning of two prompts."""
     if one.stream == other.stream:
         return min(one.tokens, other.tokens)
     if one.prefix and one.prefix == other.prefix:
@@ -42,66 +42,76 @@ def common_tokens(one: TracePrompt, other: TracePrompt) -> int:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request of a trace, and while it is simulated also its state. Seconds and tokens."""
+    """One request of a trace, and its state while it is simulated. Seconds and tokens."""
 
     id: int
-    """Its place in the trace."""
+    """Its index in the trace."""
     time: float
-    """When it arrives, seconds from the trace's begin; a later turn waits for the earlier one."""
+    """When it arrives, from the trace's start; a later turn waits for the one before."""
     prompt: TracePrompt
     output: int
-    """Tokens of the answer, at least 1. No front knows it before it is there."""
+    """Tokens of the answer, at least 1. No front knows them before they have come."""
     max_tokens: int | None = None
-    """`max_tokens` of the request, which fronts may know; None: it did not say."""
+    """`max_tokens` of the request, which fronts may know; None: not given."""
     priority_label: str = "normal"
     caller: str = ""
     pause: float = 0.0
-    """A later turn: seconds between the end of the earlier one and this one's arrival."""
+    """Of a later turn: seconds from the end of the turn before to its arrival."""
     is_later_turn: bool = False
-    """A later turn: it arrives once the job before it in its session has ended."""
+    """Whether it arrives only once the turn before in its session has ended."""
 
-    # What became of it.
+    # Its result.
     arrived: float = field(default=0.0, init=False)
     sent: float = field(default=-1.0, init=False)
     """When the front sent it to a node; -1: not yet."""
     began: float = field(default=-1.0, init=False)
-    """When a slot took it up."""
+    """When it got a slot."""
     first: float = field(default=-1.0, init=False)
-    """When its first token was there."""
+    """When its first token came."""
     ended: float = field(default=-1.0, init=False)
     node: int = field(default=-1, init=False)
     cached: int = field(default=0, init=False)
-    """Prompt tokens that the slot held already."""
+    """Prompt tokens that the slot had cached."""
 
-    # What is left of it, while a node works on it.
+    # Its state on a node.
     slot: int = field(default=-1, init=False)
     to_read: int = field(default=0, init=False)
     to_write: int = field(default=0, init=False)
 
-    front_data: Any = field(default=None, init=False)
-    """Whatever the front keeps beside it."""
-
     @property
     def final_prompt(self) -> TracePrompt:
-        """What its slot holds in the end: all but the last token, which is not read any more."""
+        """What its slot holds in the end: all but the last token, which is never read back."""
         return self.prompt._replace(tokens=self.prompt.tokens + self.output - 1)
 
+    def arrive(self, now: float) -> None:
+        """It reaches the front."""
+        self.arrived = now
+
+    def send_to(self, node: int, now: float) -> None:
+        """The front sends it to a node."""
+        self.sent, self.node = now, node
+
+    def start(self, slot: int, cached: int, now: float) -> None:
+        """It gets a slot that has `cached` tokens of its prompt."""
+        self.began, self.slot, self.cached = now, slot, cached
+        self.to_read = self.prompt.tokens - cached
+        self.to_write = self.output
+
     def reset(self) -> None:
-        """Forget what became of it, for another run."""
+        """Clear its result, for another run."""
         self.arrived = 0.0
         self.sent = self.began = self.first = self.ended = -1.0
         self.node = self.slot = -1
         self.cached = 0
-        self.front_data = None
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their times; a job's id is its place."""
+    """Requests in the order of their times; a job's id is its index."""
 
     jobs: Sequence[Job]
     next_turns: Mapping[int, int] = field(default_factory=dict)
-    """Which job follows which in a conversation."""
+    """By a job's id: that of the next turn of its conversation."""
     skipped: int = 0
     """Broken lines that were left out."""
 
@@ -111,7 +121,7 @@ MOST_TOKENS = 10_000_000
 MOST_SECONDS = 1e9
 
 MOST_PROBLEMS = 20
-"""A file with more broken lines than this is read no further: it is another format."""
+"""A file with more broken lines than this is read no further: it has another format."""
 
 LONGEST_TRACE_LINE = 1_000_000
 
@@ -141,7 +151,7 @@ class _Broken(Exception):  # noqa: N818 - a line's own mistake, caught by the re
 
 @dataclass(slots=True)
 class _Names:
-    """Numbers for the names of a file."""
+    """Numbers the names of a file."""
 
     known: dict[str, int] = field(default_factory=dict)
 
@@ -157,8 +167,8 @@ def read_trace(
 ) -> Trace:
     """Read a trace; `.csv` means the Azure layout, anything else JSON lines.
 
-    `limit`: the first so many requests only. With `skip_broken` broken lines are left out and
-    counted. Raises ConfigError with file, line and remedy otherwise, and OSError.
+    `limit`: read only that many requests. With `skip_broken`, broken lines are left out and
+    counted; else raises ConfigError with file, line and remedy. Raises OSError.
     """
     problems: list[Problem] = []
     skipped = 0
@@ -171,13 +181,14 @@ def read_trace(
             try:
                 job = read(line)
             except _Broken as wrong:
-                # Without its head line a CSV has no columns.
+                # Without its head line a CSV file has no columns.
                 hopeless = isinstance(read, _Csv) and not read.has_head
                 if skip_broken and not hopeless:
                     skipped += 1
                     continue
-                told = (wrong.key, wrong.message, wrong.remedy, wrong.column)
-                problems.append(Problem(path, number, *told))
+                problems.append(
+                    Problem(path, number, wrong.key, wrong.message, wrong.remedy, wrong.column)
+                )
                 if hopeless or len(problems) >= MOST_PROBLEMS:
                     break
                 continue
@@ -262,7 +273,7 @@ class _Lines:
 
 
 class _Csv:
-    """The Azure layout. Every value is one of a few columns, none with a line end in it."""
+    """The Azure layout: a few columns, no value with a line end in it."""
 
     def __init__(self) -> None:
         self._places: list[int] | None = None
@@ -292,7 +303,7 @@ class _Csv:
             self._cell(cells, place, kind)
             for place, kind in zip(self._places, (_stamp, _count, _count), strict=True)
         )
-        # A few requests of the public traces wrote nothing; they read their prompt all the same.
+        # A few requests of the public traces have no output; their prompt is read all the same.
         written = max(1, int(output))
         return Job(0, time, TracePrompt(-1 - self._count, max(1, int(prompt))), written)
 
@@ -307,7 +318,7 @@ class _Csv:
 
 def _stamp(text: str) -> float:
     try:
-        # Seven digits of a second, which fromisoformat does not take everywhere.
+        # Seven digits of a second, which not every Python's fromisoformat accepts.
         head, _, fraction = text.partition(".")
         digits = ""
         while fraction[:1].isdigit():
@@ -327,7 +338,7 @@ def _count(text: str) -> float:
 def _whole(value: dict[str, Any], key: str, least: int, otherwise: int | None, line: str) -> int:
     found = value.get(key, otherwise)
     if found is None:
-        raise _Broken(key, "is missing", f"tell how many, {least} or more")
+        raise _Broken(key, "is missing", f"write a whole number, {least} or more")
     if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= MOST_TOKENS:
         remedy = f"write a whole number from {least} to {MOST_TOKENS}"
         raise _Broken(key, f"{_shown(found)} is not valid", remedy, _column(line, key))
@@ -363,8 +374,8 @@ def _column(line: str, key: str) -> int:
 
 
 def build_trace(jobs: list[Job]) -> Trace:
-    """Number jobs by their times and tell which follows which: turns of a stream in their order."""
-    jobs.sort(key=lambda job: job.time)  # stable: turns of a stream keep their order
+    """A trace of these jobs, sorted by time; the turns of a stream keep their order."""
+    jobs.sort(key=lambda job: job.time)  # Stable.
     turns: dict[int, int] = {}
     last: dict[int, int] = {}
     for place, job in enumerate(jobs):

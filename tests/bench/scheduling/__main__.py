@@ -43,7 +43,7 @@ QUICK = Shape(sessions=8, turns=2, tenants=3)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; its exit status."""
+    """Run the benchmark; returns the exit status."""
     words = sys.argv[1:] if arguments is None else arguments
     options = _parse(words)
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plan(
     options: argparse.Namespace, folder: Path, *, seeds: int = SEEDS, quick_scale: float = SCALE
 ) -> Plan:
-    """What to play; `seeds` and `quick_scale` are what holds where nothing was said."""
+    """What to play; `seeds` and `quick_scale` are the defaults."""
     quick = options.quick
     return Plan(
         loads=options.loads or (("capacity",) if quick else tuple(LOADS)),
@@ -124,7 +124,7 @@ def _emulated(
 
 
 def _installed(names: Sequence[str] | None, usual: Sequence[str], progress: Console) -> list[Front]:
-    """The fronts to measure; none when one that was asked for isn't installed."""
+    """The fronts to measure; none if one that was named is not installed."""
     wanted = [FRONTS[name] for name in names or usual]
     missing = [front for front in wanted if front.target.program() is None]
     for front in missing:

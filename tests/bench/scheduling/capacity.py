@@ -1,4 +1,4 @@
-"""What the fleet can do: the arrival rate that fills it, and what no scheduler can beat.
+"""Capacity: the arrival rate that fills the fleet, and the times that no scheduler can beat.
 
 **Capacity** is a rate of sessions: that at which the work of a balancer that knows of no caches
 equals what all nodes can do with every slot busy. Such a balancer sends a turn to any node alike;
@@ -27,35 +27,35 @@ from tests.bench.scheduling.fleet import SLOTS, Speed
 from tests.bench.scheduling.trace import Session, Trace
 
 MARKUP = 8
-"""Tokens of the chat template around one message, about."""
+"""About the tokens of the chat template around one message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """The least there is to do for one request: tokens to be read and to be written."""
+    """The least work of one request: prompt tokens to read and output tokens to decode."""
 
     read: float
     write: float
 
     def alone(self, speed: Speed) -> float:
-        """Seconds it takes on an idle node."""
-        # The first token comes out of the prompt's last batch.
+        """Seconds that it takes on an idle node."""
+        # The prompt's last batch gives the first token.
         return self.read / speed.prefill + (self.write - 1) * speed.token()
 
     def work(self, speed: Speed) -> float:
-        """Seconds of a node's computation where all slots are busy."""
+        """Seconds of computation on a node whose slots are all busy."""
         return self.read / speed.prefill + self.write * _share(speed)
 
 
 def session_rate(trace: Trace, fleet: Sequence[Speed]) -> float:
-    """Sessions a second that fill the fleet."""
+    """Sessions per second that fill the fleet."""
     blind = _blind(trace, len(fleet))
     per_session = [blind.work(speed) / len(trace.sessions) for speed in fleet]
     return sum(1 / work for work in per_session)
 
 
 def least(trace: Trace, *, systems: bool = True) -> list[list[Least]]:
-    """For each session's turns the least that has to be done.
+    """The least work of each session's turns.
 
     Each system prompt is read by the first request of its tenant, or, without `systems`, by none.
     """
@@ -74,7 +74,7 @@ def least(trace: Trace, *, systems: bool = True) -> list[list[Least]]:
 
 
 def alone(jobs: Sequence[Least], fleet: Sequence[Speed]) -> float:
-    """Mean seconds of the jobs, each on the fastest node and with nobody else."""
+    """Mean seconds of the jobs, each alone on the fastest node."""
     return sum(min(job.alone(speed) for speed in fleet) for job in jobs) / len(jobs)
 
 
@@ -104,12 +104,12 @@ def queued(jobs: Sequence[tuple[float, Least]], fleet: Sequence[Speed]) -> float
 
 
 def _share(speed: Speed) -> float:
-    """Seconds of computation that a token costs where all slots write."""
+    """Seconds of computation that an output token costs while all slots decode."""
     return speed.token(SLOTS) / SLOTS
 
 
 def _blind(trace: Trace, nodes: int) -> Least:
-    """All that is read and written where nodes are chosen without regard to caches."""
+    """All tokens read and decoded if nodes are chosen without regard to caches."""
     miss = 1 - 1 / nodes
     read = write = 0.0
     for tenant in range(trace.shape.tenants):
@@ -117,9 +117,11 @@ def _blind(trace: Trace, nodes: int) -> Least:
         read += trace.shape.system_tokens * nodes * (1 - miss**turns)
     for session in trace.sessions:
         for k, turn in enumerate(session.turns):
-            said = [t.question_tokens + t.answer_tokens + 2 * MARKUP for t in session.turns[:k]]
-            # Turn i has to be read again unless it or a later one was on the same node.
-            read += sum(tokens * miss ** (k - i) for i, tokens in enumerate(said))
+            turn_tokens = [
+                t.question_tokens + t.answer_tokens + 2 * MARKUP for t in session.turns[:k]
+            ]
+            # Turn i must be read again unless it or a later one was on the same node.
+            read += sum(tokens * miss ** (k - i) for i, tokens in enumerate(turn_tokens))
             read += turn.question_tokens
             write += turn.answer_tokens
     return Least(read, write)

@@ -1,4 +1,4 @@
-"""One chat request over HTTP, streamed, timed and held against the answer it must have."""
+"""One chat request over HTTP: streamed, timed and compared with the answer it must have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATH = "/v1/chat/completions"
 
 @dataclass(slots=True)
 class Answer:
-    """What came back. Times are monotonic seconds; `first` is 0 where no text came."""
+    """The response. Times are monotonic seconds; `first` is 0 if no text came."""
 
     text: str = ""
     finish: str = ""
@@ -61,8 +61,8 @@ class _Exchange(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         status = self.parser.get_status_code()
-        said = bytes(self.body[:300]).decode(errors="replace")
-        self._end("" if status == 200 else f"status {status}: {said}")
+        reply = bytes(self.body[:300]).decode(errors="replace")
+        self._end("" if status == 200 else f"status {status}: {reply}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(f"connection lost after {len(self.body)} bytes: {exc}")
@@ -111,7 +111,7 @@ def _request(address: Address, body: dict[str, Any]) -> bytes:
 
 
 def _read(body: bytes, answer: Answer) -> str:
-    """Fill in what the events say; what is wrong with them, empty when nothing is."""
+    """Fill in `answer` from the events; returns what is wrong with them, or an empty text."""
     events = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
     if not events or events.pop() != b"[DONE]":
         return "a stream without [DONE]"

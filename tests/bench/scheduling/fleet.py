@@ -22,14 +22,14 @@ ASKED = re.compile(r"Answer in (\d+) words\.")
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What a node can do, in tokens/s; `step` is the seconds each more busy slot adds a token."""
+    """A node's speed in tokens/s; `step`: seconds that each further busy slot adds to a token."""
 
     prefill: float
     decode: float
     step: float
 
     def token(self, busy: int = 1) -> float:
-        """Seconds from one token of a slot to its next, `busy` slots writing."""
+        """Seconds from one token of a slot to its next while `busy` slots decode."""
         return 1 / self.decode + self.step * (busy - 1)
 
     def scaled(self, scale: float) -> Speed:
@@ -44,7 +44,7 @@ FLEET = (FAST, FAST, FAST, FAST, SLOW, SLOW)
 
 
 def answer_tokens(prompt: str) -> int:
-    """Where the emulated model ends: what the last user's message asks for."""
+    """Length of the emulated model's answer: what the last user's message asks for."""
     return int(ASKED.findall(prompt)[-1])
 
 

@@ -1,4 +1,4 @@
-"""What is compared: this gateway, nginx `least_conn` and HAProxy `leastconn` with a queue.
+"""The fronts: this gateway, nginx `least_conn` and HAProxy `leastconn` with a queue.
 
 Neither peer keeps connections to the nodes: llama.cpp promises to keep a stream's connection and
 closes it all the same, and what they send there meanwhile they would answer with 502.
@@ -28,7 +28,7 @@ class Front:
 
 def _gateway(**settings: object) -> Callable[[str, Plan], list[str]]:
     def command(binary: str, plan: Plan) -> list[str]:
-        # JSON is YAML. All else is left as an operator finds it.
+        # JSON is YAML. All other settings are the defaults.
         nodes, config = plan.folder / "nodes.yaml", plan.folder / "gateway.yaml"
         fleet = [
             {"name": f"node{i}", "url": f"http://{HOST}:{port}"}
@@ -91,4 +91,4 @@ FRONTS = {
 OURS = ("gateway", "gateway-unknown")
 PEERS = ("nginx", "haproxy")
 USUAL = (*OURS, *PEERS)
-"""Measured unless told otherwise; the other policies only on demand."""
+"""Measured by default; the other policies only on demand."""

@@ -1,4 +1,4 @@
-"""A trace played against one front: sessions side by side, turns one after the other."""
+"""Plays a trace against one front: sessions side by side, turns one after the other."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ UNKNOWN = 4096
 """`max_tokens` of a client that doesn't know how long its answer will be."""
 
 Check = Callable[[list[dict[str, Any]], Turn, Answer], str]
-"""What is wrong with an answer; empty when nothing is."""
+"""What is wrong with an answer, or an empty text."""
 
 Asking = Callable[[Address, dict[str, Any], float, Callable[[], float]], Awaitable[Answer]]
-"""Sends one request to an address, within so many seconds by that clock."""
+"""Sends one request to an address, within a limit of seconds by that clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class Player:
     address: Address
     scale: float
     known: bool
-    """Whether `max_tokens` is what comes back."""
+    """Whether `max_tokens` is the answer's real length."""
     check: Check
     limit: float = 600.0
     clock: Callable[[], float] = time.monotonic
     asking: Asking = ask
 
     async def play(self, trace: Trace) -> list[Record]:
-        """Play all of it. A session ends with the first request that fails."""
+        """Play the whole trace. A session ends with the first request that fails."""
         begin = self.clock()
         async with asyncio.TaskGroup() as group:
             tasks = [
@@ -106,7 +106,7 @@ class Player:
 
 
 def as_emulated(messages: list[dict[str, Any]], turn: Turn, answer: Answer) -> str:
-    """The emulated model's answer is known to the last word."""
+    """Check the emulated model's answer, which is known to the last word."""
     if answer.completion_tokens != turn.answer_tokens:
         return f"{answer.completion_tokens} tokens, not {turn.answer_tokens}"
     if answer.text != expected_chat_text(messages, turn.answer_tokens):

@@ -76,7 +76,7 @@ async def _asked(front: Front, seed: int, folder: Path, ports: tuple[int, ...]) 
 
 
 def _as_asked(messages: list[dict[str, Any]], turn: Turn, answer: Answer) -> str:
-    """Half-precision weights may answer otherwise from one cache to another: length is checked."""
+    """Check the length alone: with half-precision weights the text may depend on the cache."""
     if answer.completion_tokens != turn.answer_tokens or not answer.text:
         return f"{answer.completion_tokens} tokens, not {turn.answer_tokens}"
     return ""

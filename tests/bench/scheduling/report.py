@@ -15,7 +15,7 @@ MARKS = ("<!-- bench-scheduling: begin -->", "<!-- bench-scheduling: end -->")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How the figures came about."""
+    """The command, plan and machine of a run."""
 
     command: str
     machine: dict[str, str]
@@ -27,7 +27,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run leaves behind."""
+    """The output of a run."""
 
     tables: str
     page: str
@@ -37,10 +37,10 @@ class Outcome:
 
 
 def outcome(results: Results, setting: Setting) -> Outcome:
-    """All that is told of a run."""
-    told = tables(results)
+    """The output of a run with verdicts."""
+    text = tables(results)
     failed = any(played.problems for played in results.played)
-    return Outcome(told, page(told, setting), as_json(results, setting), MARKS, failed)
+    return Outcome(text, page(text, setting), as_json(results, setting), MARKS, failed)
 
 
 def brief(
@@ -51,7 +51,7 @@ def brief(
     facts: dict[str, str],
     marks: tuple[str, str],
 ) -> Outcome:
-    """The same of a run that has no verdicts: tables, how they came about, and every request."""
+    """The output of a run without verdicts: tables, setting and every request."""
     text = _page(command, facts | {"seeds": str(seeds)}, tables)
     as_json = json.dumps(
         {"command": command, "machine": facts, "played": [asdict(one) for one in played]}
@@ -109,12 +109,12 @@ def _cell(results: Results, front: str, load: str, figure: Figure) -> str:
         for peer in PEERS
         if peer != front and peer in results.fronts()
     ]
-    told = ", ".join(f"{ratio:.2f}" for ratio in ratios if ratio is not None)
-    return f"{shown} ({told})" if told else shown
+    text = ", ".join(f"{ratio:.2f}" for ratio in ratios if ratio is not None)
+    return f"{shown} ({text})" if text else shown
 
 
 def _bounds(results: Results, load: str) -> str:
-    """How far from what no scheduler can beat."""
+    """Mean completion divided by the bounds that no scheduler can beat."""
     rows = []
     mean = FIGURES[0]
     for front in results.fronts():
@@ -161,12 +161,12 @@ def page(report: str, setting: Setting) -> str:
 
 
 def _page(command: str, facts: Mapping[str, str], tables: str) -> str:
-    told = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    return f"```console\n$ {command}\n```\n\n{told}\n\n{tables}"
+    text = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    return f"```console\n$ {command}\n```\n\n{text}\n\n{tables}"
 
 
 def as_json(results: Results, setting: Setting) -> str:
-    """Every request, the figures and the verdicts, with how they came about."""
+    """Every request, the figures, the verdicts and the setting."""
     figures = [
         {"front": front, "load": load}
         | {figure.name: results.value(front, load, figure) for figure in FIGURES}

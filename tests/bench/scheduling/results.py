@@ -1,4 +1,4 @@
-"""Figures of all seeds together, ratios to the peers, and the targets to be met."""
+"""Figures over all seeds, ratios to the other proxies, and the targets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CAPACITY = "capacity"
 LOADS = {"light": 0.5, CAPACITY: 1.0, "above": 1.5}
 """Loads as shares of the fleet's capacity (`capacity.py`)."""
 WORSE = 0.05
-"""What a figure may be worse than a peer's."""
+"""The most by which a figure may be worse than another proxy's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class Played:
     records: list[Record] = field(repr=False)
     bounds: dict[str, float] = field(default_factory=dict)
     front_busy: float = 0.0
-    """Share of its core that the front used, with all that ran beside it."""
+    """Share of its core that was in use, by the front and what ran beside it."""
     load_busy: float = 0.0
     """Share of the other core that nodes and clients used."""
     disturbed: float = 0.0
-    """Share of the time in which one of the processes, on average, was ready and had no core."""
+    """Share of the time that a process, on average, was ready to run but had no core."""
 
     @property
     def problems(self) -> list[str]:
@@ -56,7 +56,7 @@ def _ttft(share: float) -> Callable[[Sequence[Sequence[Record]]], float]:
 
 
 def _rate(runs: Sequence[Sequence[Record]]) -> float:
-    """Tokens written a second, from the first request of a trace to its last answer."""
+    """Output tokens per second, from the first request of a trace to its last answer."""
     seconds = sum(
         max(r.sent + r.took for r in run) - min(r.sent for r in run) for run in runs if run
     )
@@ -79,7 +79,7 @@ FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A ratio to nginx that is asked for at capacity."""
+    """A target: a ratio to nginx at capacity."""
 
     figure: str
     must: float
@@ -91,7 +91,7 @@ GOALS = (Goal("mean", 0.60, 0.50), Goal("ttft_p95", 0.50, 0.35))
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One target and what became of it."""
+    """One target and its result."""
 
     name: str
     value: float
@@ -102,7 +102,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class Results:
-    """All that was played."""
+    """All runs."""
 
     played: list[Played]
 
@@ -116,7 +116,7 @@ class Results:
         return [p for p in self.played if (p.front, p.load) == (front, load)]
 
     def value(self, front: str, load: str, figure: Figure) -> float | None:
-        """The figure of all seeds together; None where a request failed or nothing was played."""
+        """The figure over all seeds; None if a request failed or nothing was played."""
         runs = self.runs(front, load)
         if not runs or any(played.problems for played in runs):
             return None
@@ -132,7 +132,7 @@ class Results:
         return sum(found) / len(found) if found else None
 
     def verdicts(self) -> list[Verdict]:
-        """The targets that could be judged by what was played."""
+        """The verdicts on those targets for which the runs suffice."""
         found = []
         for ours in OURS:
             for goal in GOALS:
@@ -150,7 +150,7 @@ class Results:
         return found
 
     def _worst(self, ours: str) -> tuple[float, str] | None:
-        """The figure that stands worst beside a peer's, over all loads; above 1 is worse."""
+        """The figure with the worst ratio to another proxy's, over all loads; above 1 is worse."""
         found = []
         for load in self.loads():
             for peer in PEERS:

@@ -1,4 +1,4 @@
-"""In which order what is played: every load and seed, all fronts at once.
+"""The order of the runs: every load and seed, all fronts at once.
 
 Each front has a fleet of its own. The fleets sleep rather than compute, so that all fronts can be
 compared under the very same disturbances of the machine, with both cores mostly idle (the report
@@ -37,7 +37,7 @@ PAUSE = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is played, whatever the clock."""
+    """What is played, by a real or a virtual clock."""
 
     loads: Sequence[str]
     seeds: int
@@ -48,7 +48,7 @@ class Plan:
     fleet: Sequence[Speed] = FLEET
 
     def traces(self, load: str, seed: int) -> tuple[Trace, Trace, float]:
-        """The warm-up, the trace that is measured, and its sessions a second."""
+        """The warm-up, the measured trace, and its sessions per second."""
         full = capacity.session_rate(make(f"{seed}", 1.0, self.shape), self.fleet)
         rate = full * LOADS[load]
         return make(f"warm-up {seed}", full, self.warm_up), make(f"{seed}", rate, self.shape), rate
@@ -136,7 +136,7 @@ class Rounds:
 
 
 def bounds(trace: Trace, records: Sequence[Record], fleet: Sequence[Speed]) -> dict[str, float]:
-    """What no scheduler could have beaten in this run, in mean seconds."""
+    """Lower bounds of the mean seconds in this run, for any scheduler."""
     if len(records) < trace.requests or any(record.problem for record in records):
         return {}
     jobs = capacity.least(trace)

@@ -11,7 +11,7 @@ ONE = Speed(prefill=100, decode=10, step=0.1)  # a second for ten tokens at any 
 ALIKE = [ONE]
 
 
-def test_one_job_alone_takes_its_time_on_the_fastest_node() -> None:
+def test_a_single_job_takes_its_time_on_the_fastest_node() -> None:
     job = Least(read=600, write=41)
     assert capacity.alone([job], [SLOW, FAST]) == pytest.approx(1 + 1)
     assert capacity.alone([job, job], [SLOW]) == pytest.approx(600 / 250 + 40 / 16)
@@ -34,7 +34,7 @@ def test_only_the_first_request_of_a_tenant_has_to_read_its_system_prompt() -> N
     )
 
 
-def test_jobs_that_come_together_leave_one_after_the_other_the_short_one_first() -> None:
+def test_jobs_that_arrive_together_end_one_after_the_other_the_short_one_first() -> None:
     jobs = [(0.0, Least(300, 0)), (0.0, Least(100, 0)), (0.0, Least(200, 0))]
     assert capacity.queued(jobs, ALIKE) == pytest.approx((1 + 3 + 6) / 3)
 
@@ -76,7 +76,7 @@ def test_one_node_reads_everything_once() -> None:
     assert capacity.session_rate(trace, ALIKE) == pytest.approx(1 / work)
 
 
-def test_without_caches_to_meet_nearly_everything_is_read_again() -> None:
+def test_without_cache_hits_nearly_everything_is_read_again() -> None:
     shape = Shape(sessions=1, turns=4, tenants=1, system_tokens=1)
     trace = make("1", 1.0, shape)
     few, many = (capacity.session_rate(trace, [ONE] * count) / count for count in (1, 1000))

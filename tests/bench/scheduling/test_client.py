@@ -38,14 +38,14 @@ async def test_an_answer_is_read_with_its_times_and_its_usage() -> None:
 
 
 @in_virtual_time
-async def test_signs_of_progress_are_no_first_token() -> None:
+async def test_progress_events_are_no_first_token() -> None:
     async with EmulatedNode(prefill_tps=100, batch=2) as node:
         answer = await ask(address(node), BODY | {"return_progress": True}, 5, now)
     assert answer.first - answer.sent > answer.prompt_tokens / 100 * 0.9
 
 
 @in_virtual_time
-async def test_what_goes_wrong_is_told() -> None:
+async def test_errors_are_reported() -> None:
     async with EmulatedNode() as node:
         node.faults.next("status", status=503)
         assert (await ask(address(node), BODY, 5, now)).problem.startswith("status 503")
@@ -60,7 +60,7 @@ async def test_what_goes_wrong_is_told() -> None:
 
 
 @in_virtual_time
-async def test_a_trace_is_played_to_its_end_and_conversations_meet_their_cache() -> None:
+async def test_a_trace_is_played_to_its_end_and_conversations_hit_their_cache() -> None:
     shape = Shape(sessions=3, turns=2, tenants=1, system_tokens=200)
     small = trace.make("1", 5.0, shape)
     async with nodes([FAST], 40, now) as [node]:
@@ -85,7 +85,7 @@ async def test_a_session_ends_with_the_request_that_failed() -> None:
 
 
 @in_virtual_time
-async def test_an_answer_that_is_not_the_model_s_is_told() -> None:
+async def test_a_wrong_answer_is_reported() -> None:
     async with EmulatedNode() as node:
         answer = await ask(address(node), BODY, 5, now)
     [turn] = trace.make("1", 1.0, Shape(sessions=1, turns=1)).sessions[0].turns

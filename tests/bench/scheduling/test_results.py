@@ -20,7 +20,7 @@ def played(front: str, *tooks: float, load: str = "capacity", **more: float) -> 
     return Played(front, load, 1, records, {"alone": 1.0, "queued": 0.5}, **more)
 
 
-def test_figures_are_of_all_seeds_together() -> None:
+def test_figures_are_over_all_seeds() -> None:
     runs = [played("nginx", 1.0, 2.0), played("nginx", 6.0)]
     results = Results(runs)
     assert results.value("nginx", "capacity", MEAN) == 3
@@ -46,7 +46,7 @@ def test_the_targets_are_ratios_to_nginx_at_capacity() -> None:
     assert kept["gateway at capacity: TTFT p95, s / nginx"].kept == "must"
 
 
-def test_the_worst_figure_is_told_whether_more_or_less_of_it_is_better() -> None:
+def test_the_worst_figure_is_found_whether_more_or_less_is_better() -> None:
     slower = [played("gateway", 1.2, load="light"), played("nginx", 1.0, load="light")]
     [worst] = Results(slower).verdicts()
     assert worst.name == "gateway, worst figure against a peer: tokens/s / nginx, light"
@@ -56,12 +56,12 @@ def test_the_worst_figure_is_told_whether_more_or_less_of_it_is_better() -> None
     assert (best.value, best.kept) == (1, "must")
 
 
-def test_tables_have_the_ratios_to_both_peers_and_the_distance_to_the_bound() -> None:
+def test_tables_have_the_ratios_to_both_proxies_and_to_the_bound() -> None:
     results = Results([played("gateway", 2.0), played("nginx", 4.0), played("haproxy", 5.0)])
-    told = report.tables(results)
-    assert "| gateway, lengths known | 2 (0.50, 0.40) |" in told
-    assert "| gateway, lengths known | 1 | 0.5 | 2.00 x |" in told
-    for part in told.strip().split("\n\n"):
+    text = report.tables(results)
+    assert "| gateway, lengths known | 2 (0.50, 0.40) |" in text
+    assert "| gateway, lengths known | 1 | 0.5 | 2.00 x |" in text
+    for part in text.strip().split("\n\n"):
         assert len({line.count("|") for line in part.splitlines()}) == 1
 
 
@@ -69,9 +69,9 @@ def test_json_holds_every_request_and_the_figures() -> None:
     results = Results([played("gateway", 2.0), played("nginx", 4.0)])
     setting = report.Setting("x", {"cpu": "A"}, 4.0, 1, {"capacity": 0.5})
     outcome = report.outcome(results, setting)
-    told = json.loads(outcome.json)
-    assert told["figures"][0]["mean"] == 2
-    assert told["played"][1]["records"][0]["took"] == 4
-    assert told["verdicts"][0]["kept"] == "aim"
+    text = json.loads(outcome.json)
+    assert text["figures"][0]["mean"] == 2
+    assert text["played"][1]["records"][0]["took"] == 4
+    assert text["verdicts"][0]["kept"] == "aim"
     assert not outcome.failed
     assert "- sessions a second: capacity 0.50" in outcome.page

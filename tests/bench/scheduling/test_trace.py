@@ -28,7 +28,7 @@ def test_there_are_24_sessions_of_4_turns_in_6_tenants_of_1500_tokens() -> None:
     assert {count_tokens(system) for system in found.systems} == {1501}
 
 
-def test_sessions_begin_at_the_rate_asked_for() -> None:
+def test_sessions_begin_at_the_requested_rate() -> None:
     shape = Shape(sessions=2000, turns=1, system_tokens=1)
     assert make("1", 2.0, shape).sessions[-1].at == pytest.approx(1000, rel=0.1)
 

@@ -1,4 +1,4 @@
-"""The running gateway in virtual time: what it believes of the nodes when it places a request."""
+"""The running gateway in virtual time: what it believes cached when it places a request."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.virtual import VirtualLoop, now
 SEED = "2"
 SHAPE = Shape(sessions=16)
 NEAR = 100.0
-"""Tokens by which a belief may be off: less than the shortest turn is worth."""
+"""Tokens by which a belief may be wrong: less than the shortest turn has."""
 
 
 @dataclass(slots=True)
 class Belief:
-    """Tokens of a prompt that a node was believed to have cached, and what it had."""
+    """Prompt tokens that a node was believed to have cached, and those that it had."""
 
     believed: float
     found: float
@@ -54,15 +54,15 @@ def test_nodes_have_cached_what_they_are_believed_to_have(
         self: DemandModel,
         lease: Lease,
         request: Request,
-        told: ReportedTokens | None,
+        reported: ReportedTokens | None,
         seen: float,
         **keys: bool,
     ) -> None:
-        assert told is not None
+        assert reported is not None
         placement = lease.placement
         believed = placement.queued.cached.get(placement.row.index, 0.0)
-        beliefs.append(Belief(believed, told.cached_tokens))
-        learn(self, lease, request, told, seen, **keys)
+        beliefs.append(Belief(believed, reported.cached_tokens))
+        learn(self, lease, request, reported, seen, **keys)
 
     monkeypatch.setattr(DemandModel, "learn", noting)
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:

@@ -1,4 +1,4 @@
-"""The same trace through the running gateway in virtual time: what its choices are worth.
+"""The same trace through the running gateway in virtual time: only its choices count.
 
 Gateway, nodes and clients share one process and a clock that jumps, so that neither the machine
 nor its other work has a part in the figures, and a trace takes seconds. Other programs can't run
@@ -42,7 +42,7 @@ SEEDS = 30
 
 @dataclass(slots=True)
 class LeastConn:
-    """Sends each request to the node with the fewest under way, in turns among equals."""
+    """Sends each request to the node with the fewest requests, in turn among equals."""
 
     addresses: Sequence[Address]
     _busy: list[int] = field(init=False)

@@ -38,7 +38,7 @@ def test_an_overload_is_reported_in_words_and_in_json() -> None:
     flood = (*fleet, "--generate", "rate=2,requests=300")
     ran = run("simulate", *flood)
     assert ran.status == 0
-    assert "OVERLOAD: more work comes than this fleet can do" in ran.out
+    assert "OVERLOAD: more work arrives than this fleet can do" in ran.out
     assert re.search(
         r"\n  least_finish: \d{3,}% .* [1-9]\d* of 300 requests waited longer", ran.out
     )

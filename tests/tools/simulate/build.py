@@ -1,4 +1,4 @@
-"""Small fleets and traces for the tests of planning."""
+"""Small fleets and traces for the simulator's tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gateway.tools.simulate.trace import Job, Trace, TracePrompt, build_trace
 
 
 def machine(slots: int = 2, name: str = "node", /, **changes: float) -> SimulatedMachine:
-    """A node that reads 1,000 and writes 10 tokens a second; a neighbour costs a tenth more."""
+    """A machine of 1,000 prompt and 10 output tokens/s; a neighbour adds a tenth to a step."""
     known: dict[str, float] = {"prefill": 1000.0, "decode": 10.0, "batch_cost": 0.1, **changes}
     return SimulatedMachine(
         name,
@@ -30,13 +30,13 @@ def job(
     stream: int = 0,
     head: int = 0,
     shared: int = 0,
-    klass: str = "normal",
+    label: str = "normal",
     caller: str = "",
     pause: float = 0.0,
 ) -> Job:
-    """A request; every one without a stream is a text of its own."""
+    """A request; without `stream` its text is its own."""
     made = Job(
-        0, time, TracePrompt(stream, prompt, head, shared), output, 4096, klass, caller, pause
+        0, time, TracePrompt(stream, prompt, head, shared), output, 4096, label, caller, pause
     )
     if not stream:
         made.prompt = made.prompt._replace(stream=-id(made))

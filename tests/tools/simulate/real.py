@@ -1,4 +1,4 @@
-"""Requests to a real server, and what it tells of each: what the model is held against."""
+"""Requests to a real server, and the figures it reports: what the model is compared with."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BATCH = 512  # what `gateway/tools/local/embedded.py` starts servers with
 
 @dataclass
 class Answer:
-    """What one request came to."""
+    """The result of one request."""
 
     slot: int = 0
     cached: int = 0
     ids: list[int] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     progress: list[int] = field(default_factory=list)
-    """Tokens of the prompt that were there, at first and after each step that read some."""
+    """Prompt tokens that the slot had, at first and after each prefill step."""
     took: float = 0.0
     """Seconds."""
 
@@ -33,12 +33,12 @@ class Answer:
 
     @property
     def steps(self) -> int:
-        """Of the server: the one that reads the last of the prompt gives the first token."""
+        """Steps of the server: the last one of the prefill gives the first token."""
         return len(self.pieces) + len(self.ids) - 1
 
 
 async def ask(client: httpx.AsyncClient, url: str, prompt: list[int], output: int) -> Answer:
-    """One request to its end."""
+    """Send one request and read it to its end."""
     body = {
         "prompt": prompt,
         "n_predict": output,
@@ -67,13 +67,13 @@ async def ask(client: httpx.AsyncClient, url: str, prompt: list[int], output: in
 
 
 def words(rng: random.Random, count: int) -> list[int]:
-    """Tokens of the demo model's vocabulary, without those that control."""
+    """Tokens of the demo model's vocabulary, without control tokens."""
     return [rng.randrange(300, 900) for _ in range(count)]
 
 
 async def computed(client: httpx.AsyncClient, url: str) -> tuple[int, int]:
-    """Steps that the server has computed so far, and the slots that were busy in them, added up."""
+    """Steps that the server has computed so far, and the sum of the slots busy in each."""
     lines = (await client.get(f"{url}/metrics")).text.splitlines()
-    told = dict(line.split() for line in lines if not line.startswith("#"))
-    steps = int(float(told["llamacpp:n_decode_total"]))
-    return steps, round(steps * float(told["llamacpp:n_busy_slots_per_decode"]))
+    reported = dict(line.split() for line in lines if not line.startswith("#"))
+    steps = int(float(reported["llamacpp:n_decode_total"]))
+    return steps, round(steps * float(reported["llamacpp:n_busy_slots_per_decode"]))

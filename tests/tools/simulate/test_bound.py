@@ -13,34 +13,34 @@ from gateway.tools.simulate.traffic import Traffic, generate
 from tests.tools.simulate.build import job, machine, trace
 
 
-def mean(outcome: SimulationResult) -> float:
-    return sum(one.ended - one.arrived for one in outcome.jobs) / len(outcome.jobs)
+def mean(result: SimulationResult) -> float:
+    return sum(one.ended - one.arrived for one in result.jobs) / len(result.jobs)
 
 
-def test_a_request_alone_takes_what_the_bound_says() -> None:
-    outcome = simulate(trace([job(prompt=300, output=20)]), [machine()], LeastConn(1))
-    assert lower_bound(outcome) == pytest.approx(mean(outcome))
+def test_a_single_request_takes_the_time_of_the_bound() -> None:
+    result = simulate(trace([job(prompt=300, output=20)]), [machine()], LeastConn(1))
+    assert lower_bound(result) == pytest.approx(mean(result))
 
 
-def test_a_fast_node_that_is_not_enough_for_all_counts_as_such() -> None:
-    """Ten fast nodes could serve a tenth of this; the bound must not act as if they served all."""
+def test_fast_nodes_that_are_too_few_for_all_do_not_serve_all() -> None:
+    """Ten fast nodes could serve a tenth of this; the bound must not assume that they serve all."""
     jobs = [job(time=i * 0.05, prompt=100, output=101) for i in range(4000)]
     machines = [machine(1, f"fast{i}") for i in range(10)]
     machines += [machine(1, f"slow{i}", prefill=100.0, decode=1.0) for i in range(2000)]
-    outcome = simulate(trace(jobs), machines, LeastConnQueued([1] * 2010))
+    result = simulate(trace(jobs), machines, LeastConnQueued([1] * 2010))
     alone_on_the_fastest = 0.1 + 100 * 0.1
-    assert alone_on_the_fastest * 4 < lower_bound(outcome) < mean(outcome)
+    assert alone_on_the_fastest * 4 < lower_bound(result) < mean(result)
 
 
-def test_above_capacity_the_queue_counts() -> None:
+def test_above_capacity_the_bound_by_queueing_counts() -> None:
     jobs = [job(prompt=100, output=101) for _ in range(100)]
-    outcome = simulate(trace(jobs), [machine(1)], LeastConnQueued([1]))
+    result = simulate(trace(jobs), [machine(1)], LeastConnQueued([1]))
     # One after the other, each of 10.1 s: the best there is, but for the first step.
-    assert mean(outcome) == pytest.approx(10.1 * 101 / 2)
-    assert 0.9 * mean(outcome) < lower_bound(outcome) <= mean(outcome)
+    assert mean(result) == pytest.approx(10.1 * 101 / 2)
+    assert 0.9 * mean(result) < lower_bound(result) <= mean(result)
 
 
-def test_nothing_takes_no_time() -> None:
+def test_an_empty_trace_has_a_bound_of_zero() -> None:
     assert lower_bound(SimulationResult([], [], 0.0, 0.0)) == 0.0
 
 
@@ -62,5 +62,5 @@ def test_no_policy_is_better_than_the_bound(
         SimulatedMachine("c", 1, 900.0, 10.0, cost),
     ]
     played = generate(Traffic(requests=120, rate=rate, turns=turns, question=60.0), seed)
-    outcome = simulate(played, machines, build_front(policy, machines, exact=True))
-    assert lower_bound(outcome) <= mean(outcome) * (1 + 1e-9)
+    result = simulate(played, machines, build_front(policy, machines, exact=True))
+    assert lower_bound(result) <= mean(result) * (1 + 1e-9)

@@ -22,7 +22,7 @@ FLEET = [SimulatedMachine(f"fast{i}", 2, 600.0, 40.0) for i in range(4)] + [
 ]
 
 
-def test_every_policy_of_the_gateway_and_both_peers_can_be_compared() -> None:
+def test_every_policy_and_both_other_proxies_can_be_compared() -> None:
     assert set(known_policies()) == {*POLICIES, *OTHER_PROXIES}
     reports = compare(generate(Traffic(requests=150, rate=1.0), 1), FLEET, known_policies())
     assert [report.policy for report in reports] == list(known_policies())
@@ -43,16 +43,16 @@ def test_the_same_seed_gives_the_same_figures() -> None:
     assert played() == played()
 
 
-def test_a_policy_that_does_not_exist_is_told_before_anything_is_played() -> None:
-    told: list[str] = []
+def test_an_unknown_policy_is_an_error_before_anything_is_played() -> None:
+    reported: list[str] = []
     with pytest.raises(UnknownPolicyError, match="no policy 'best'; known: least_finish, "):
         compare(
             generate(Traffic(requests=10, rate=1.0), 1),
             FLEET,
             ["nginx", "best"],
-            progress=lambda name, _: told.append(name),
+            progress=lambda name, _: reported.append(name),
         )
-    assert told == []
+    assert reported == []
     with pytest.raises(UnknownPolicyError):
         build_front("best", FLEET)
 
@@ -81,27 +81,27 @@ def test_no_node_gets_more_than_it_has_slots_for() -> None:
 
 
 def test_urgent_requests_go_before_batch() -> None:
-    jobs = [job(time=i * 0.01, klass="batch", output=50) for i in range(40)]
-    jobs += [job(time=1.0 + i * 0.01, klass="urgent", output=50) for i in range(5)]
+    jobs = [job(time=i * 0.01, label="batch", output=50) for i in range(40)]
+    jobs += [job(time=1.0 + i * 0.01, label="urgent", output=50) for i in range(5)]
     machines = [machine(2)]
     simulate(trace(jobs), machines, build_front("least_finish", machines))
     last = max(one.began for one in jobs if one.priority_label == "urgent")
     assert sum(one.began > last for one in jobs if one.priority_label == "batch") > 20
 
 
-def test_what_was_learnt_is_near_the_truth() -> None:
+def test_learnt_speeds_are_near_the_real_ones() -> None:
     from gateway.tools.simulate.fronts import GatewayFront
 
     learnt = LearntKnowledge()
-    stood = GatewayFront(FLEET, knowledge=learnt)
-    simulate(generate(Traffic(requests=1000, rate=1.0), 2), FLEET, stood)
-    for node, row in zip(FLEET, stood.board.rows, strict=True):
+    front = GatewayFront(FLEET, knowledge=learnt)
+    simulate(generate(Traffic(requests=1000, rate=1.0), 2), FLEET, front)
+    for node, row in zip(FLEET, front.state.rows, strict=True):
         assert row.token_base == pytest.approx(node.token_base, rel=0.3)
         assert row.prefill_tps == pytest.approx(node.prefill_tps, rel=0.4)
 
 
-def test_believed_caches_mostly_are_there() -> None:
-    """What the gateway believes of a node when it places a request, against what came back."""
+def test_prompts_believed_cached_mostly_are() -> None:
+    """What the gateway believes to be cached when it places a request, compared with what was."""
     from gateway.tools.simulate.fronts import GatewayFront
     from gateway.tools.simulate.knowledge import ExpectedRequest
     from gateway.tools.simulate.trace import Job
@@ -113,14 +113,14 @@ def test_believed_caches_mostly_are_there() -> None:
             believed.append((known.cached.get(job.node, 0.0), job.cached))
             super().ended(job, known, now)
 
-    stood = GatewayFront(FLEET, knowledge=Watched())
-    simulate(generate(Traffic(requests=1500, rate=0.8), 2), FLEET, stood)
+    front = GatewayFront(FLEET, knowledge=Watched())
+    simulate(generate(Traffic(requests=1500, rate=0.8), 2), FLEET, front)
     wrong = sum(abs(guess - real) for guess, real in believed)
     assert wrong < 0.2 * sum(real for _, real in believed)
 
 
 @pytest.mark.slow
-def test_a_request_is_little_more_work_among_ten_times_the_nodes() -> None:
+def test_a_request_costs_little_more_among_ten_times_the_nodes() -> None:
     """So an hour of a thousand nodes is played in minutes: docs/simulation.md has the figures."""
 
     def work(nodes: int) -> float:

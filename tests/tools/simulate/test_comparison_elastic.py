@@ -12,7 +12,7 @@ RULES = AutoscalingRules(start_above=2, start_after=1, stop_after=60, cooldown=1
 
 
 def bursts() -> Trace:
-    """One request now and then, and forty at once after five minutes."""
+    """A request now and then, and forty at once after five minutes."""
     quiet = [job(time=30.0 * number) for number in range(40)]
     return trace([*quiet, *(job(time=300.0 + number / 10, output=60) for number in range(40))])
 
@@ -31,7 +31,7 @@ def test_a_machine_is_paid_from_its_start_to_its_stop() -> None:
     always, elastic = compare_elastic(work, [], [machine()], RULES, startup=20)
     assert always.machine_hours == pytest.approx(always.report.seconds / 3600)
     assert elastic.starts == 2
-    # Twice: 20 s until it is up, a second of work, 60 s until it is stopped.
+    # Twice: 20 s to start, a second of work, 60 s until it is stopped.
     assert elastic.machine_hours * 3600 == pytest.approx(2 * 81, abs=4)
     assert elastic.report.wait.mean == pytest.approx(20, abs=3)
 
@@ -43,7 +43,7 @@ def test_a_machine_that_was_stopped_has_lost_its_caches() -> None:
     assert elastic.report.cached_share == 0
 
 
-def test_bursts_bring_more_in_a_part_of_the_time_and_leave_the_mean_as_it_is() -> None:
+def test_bursts_raise_the_rate_for_a_time_and_keep_the_mean() -> None:
     traffic = Traffic(requests=20_000, rate=2.0, turns=1, burst=8.0, every=1000.0, lasting=200.0)
     jobs = generate(traffic, 3).jobs
     assert len(jobs) / jobs[-1].time == pytest.approx(2.0, rel=0.1)
@@ -52,6 +52,6 @@ def test_bursts_bring_more_in_a_part_of_the_time_and_leave_the_mean_as_it_is() -
 
 
 @pytest.mark.parametrize("text", ["burst=0.5", "lasting=4000", "lasting=0"])
-def test_bursts_that_make_no_sense_are_refused(text: str) -> None:
+def test_impossible_bursts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="burst must be"):
         Traffic.from_text(text)

@@ -24,7 +24,7 @@ def inventory(folder: Path, text: str) -> Inventory:
     return load_inventory(path)
 
 
-def test_a_fleet_in_a_line() -> None:
+def test_a_fleet_is_read_from_text() -> None:
     machines = from_text("2x2@40:600, 1x4@16.5:250+0.3", ServerSetup(batch_tokens=256))
     assert [(m.name, m.slots, m.decode_tps, m.prefill_tps) for m in machines] == [
         ("node-1", 2, 40.0, 600.0),
@@ -37,7 +37,7 @@ def test_a_fleet_in_a_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "write COUNTxSLOTS@DECODE:PREFILL, such as 4x2@40:600"),
         ("4x2", "write COUNTxSLOTS"),
@@ -47,8 +47,8 @@ def test_a_fleet_in_a_line() -> None:
         ("1x2@0:600", "speeds must be positive"),
     ],
 )
-def test_a_fleet_that_can_not_be_is_told(text: str, told: str) -> None:
-    with pytest.raises(FleetError, match=told):
+def test_an_impossible_fleet_is_an_error(text: str, message: str) -> None:
+    with pytest.raises(FleetError, match=message):
         from_text(text, ServerSetup())
 
 
@@ -74,32 +74,32 @@ nodes:
     ]
 
 
-def test_what_is_assumed_is_told(tmp_path: Path) -> None:
+def test_assumptions_are_noted(tmp_path: Path) -> None:
     text = "nodes:\n" + "".join(f"  - {{name: n{i}, url: http://n{i}}}\n" for i in range(5))
     machines, notes = from_inventory(inventory(tmp_path, text), {}, USUAL, ServerSetup())
     assert {machine.slots for machine in machines} == {1}
     assert notes[0].startswith("assumed one slot for n0, n1, n2 and 2 more")
 
 
-def test_an_inventory_without_work_is_told(tmp_path: Path) -> None:
+def test_an_inventory_without_working_nodes_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FleetError, match="no node that gets work"):
         from_inventory(inventory(tmp_path, "nodes: []"), {}, USUAL, ServerSetup())
 
 
 def test_speeds_are_what_the_nodes_command_writes(tmp_path: Path) -> None:
-    told = {
+    message = {
         "nodes": [
             {"name": "a", "prefill_tps": 600.5, "decode_tps": 40, "slots_total": 2, "state": "up"},
             {"name": "b", "prefill_tps": None, "decode_tps": None, "slots_total": None},
         ]
     }
     path = tmp_path / "speeds.json"
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(message))
     assert read_speeds(path) == {"a": NodeSpeeds(600.5, 40.0, None, 2), "b": NodeSpeeds()}
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "message"),
     [
         ("s.json", "{,", "s.json:1:2: "),
         ("s.yaml", "a: [", "s.yaml:1:"),
@@ -109,16 +109,16 @@ def test_speeds_are_what_the_nodes_command_writes(tmp_path: Path) -> None:
         ("s.json", '[{"name": "a", "prefill_tps": NaN}]', "must be a positive number"),
     ],
 )
-def test_wrong_speeds_are_told_with_their_place(
-    tmp_path: Path, name: str, text: str, told: str
+def test_wrong_speeds_are_errors_with_their_place(
+    tmp_path: Path, name: str, text: str, message: str
 ) -> None:
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(FleetError, match=told):
+    with pytest.raises(FleetError, match=message):
         read_speeds(path)
 
 
-def test_speeds_that_are_not_there_are_told_with_the_remedy(tmp_path: Path) -> None:
+def test_a_missing_speeds_file_is_an_error_with_the_remedy(tmp_path: Path) -> None:
     path = tmp_path / "none.json"
     with pytest.raises(
         FleetError, match=r"none\.json: can't be read: No such file.*check the path"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.scheduling.dispatcher import DispatchRules
+from gateway.scheduling.matching import DispatchRules
 from gateway.tools.simulate.fronts import GatewayFront
 from gateway.tools.simulate.knowledge import (
     ExactKnowledge,
@@ -15,45 +15,48 @@ from gateway.tools.simulate.trace import Job
 from tests.tools.simulate.build import job, machine, trace
 
 
-class Noting(ExactKnowledge):
-    """Exact, and keeps what it told."""
+class Recording(ExactKnowledge):
+    """Exact knowledge that keeps what it predicted."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: dict[int, ExpectedRequest] = {}
+        self.predicted: dict[int, ExpectedRequest] = {}
 
     def expect(self, job: Job, fleet: SimulatedFleet) -> ExpectedRequest:
-        self.told[job.id] = known = super().expect(job, fleet)
+        self.predicted[job.id] = known = super().expect(job, fleet)
         return known
 
 
-def test_exact_knows_what_is_cached_and_what_will_be() -> None:
+def test_exact_knowledge_has_what_is_cached_and_what_will_be() -> None:
     first = job(prompt=1000, output=100, stream=1, head=5, shared=400)
     then = job(time=2.0, prompt=600, output=5, stream=2, head=5, shared=400)
     later = job(time=60.0, prompt=1200, output=5, stream=1, head=5, shared=400)
-    noting = Noting()
+    recording = Recording()
     machines = [machine(2)]
-    simulate(trace([first, then, later]), machines, GatewayFront(machines, knowledge=noting))
-    assert (noting.told[0].cached, noting.told[0].pending) == ({}, {})
-    assert (noting.told[1].cached, noting.told[1].pending) == ({}, {0: 400})
-    assert (noting.told[2].cached, noting.told[2].pending) == ({0: 1099}, {})
-    assert (noting.told[1].prompt_tokens, noting.told[1].completion_tokens) == (600, 5)
-    assert noting.told[0].affinity_hash == noting.told[1].affinity_hash
+    simulate(trace([first, then, later]), machines, GatewayFront(machines, knowledge=recording))
+    assert (recording.predicted[0].cached, recording.predicted[0].pending) == ({}, {})
+    assert (recording.predicted[1].cached, recording.predicted[1].pending) == ({}, {0: 400})
+    assert (recording.predicted[2].cached, recording.predicted[2].pending) == ({0: 1099}, {})
+    assert (recording.predicted[1].prompt_tokens, recording.predicted[1].completion_tokens) == (
+        600,
+        5,
+    )
+    assert recording.predicted[0].affinity_hash == recording.predicted[1].affinity_hash
 
 
-def test_what_a_busy_slot_held_is_not_to_be_had() -> None:
+def test_the_old_prompt_of_a_busy_slot_is_not_cached() -> None:
     first = job(prompt=1000, output=100, stream=1, head=5, shared=400)
     second = job(time=60.0, prompt=1200, output=500, stream=1, head=5, shared=400)
     then = job(time=61.0, prompt=600, output=5, stream=2, head=5, shared=400)
-    noting = Noting()
+    recording = Recording()
     machines = [machine(2)]
-    simulate(trace([first, second, then]), machines, GatewayFront(machines, knowledge=noting))
+    simulate(trace([first, second, then]), machines, GatewayFront(machines, knowledge=recording))
     assert second.cached == 1099
-    assert (noting.told[2].cached, noting.told[2].pending) == ({}, {0: 400})
+    assert (recording.predicted[2].cached, recording.predicted[2].pending) == ({}, {0: 400})
     assert then.cached == 0
 
 
-def test_lengths_can_be_left_to_a_guess() -> None:
+def test_exact_knowledge_can_guess_lengths() -> None:
     known = ExactKnowledge(lengths=False).expect(job(output=900), SimulatedFleet([machine(1)], []))
     assert known.completion_tokens == 256
 
@@ -62,7 +65,7 @@ def test_lengths_can_be_left_to_a_guess() -> None:
     "knowledge", [ExactKnowledge(), LearntKnowledge()], ids=["exact", "learnt"]
 )
 def test_a_request_that_waited_finds_what_was_cached_meanwhile(knowledge: Knowledge) -> None:
-    """One slot: the second turn of a conversation is asked for while the first one runs."""
+    """One slot: the second turn of a conversation arrives while the first one runs."""
     machines = [machine(1)]
     front = GatewayFront(machines, DispatchRules(), 0, knowledge)
     jobs = [
@@ -74,7 +77,7 @@ def test_a_request_that_waited_finds_what_was_cached_meanwhile(knowledge: Knowle
     assert front.dispatcher.waiting == 0
 
 
-def test_learnt_lengths_are_what_callers_got() -> None:
+def test_learnt_lengths_are_those_of_each_caller() -> None:
     learnt = LearntKnowledge()
     machines = [machine(2, "a"), machine(2, "b")]
     jobs = [
@@ -87,13 +90,18 @@ def test_learnt_lengths_are_what_callers_got() -> None:
         assert completion == pytest.approx(output, rel=0.35)
 
 
-def test_a_conversation_comes_home() -> None:
-    """Four nodes, four conversations one after the other: each turn goes where the last was."""
+def test_a_conversation_returns_to_its_node() -> None:
+    """Four nodes, four conversations one after the other: each turn goes to the last one's node."""
     machines = [machine(1, str(number)) for number in range(4)]
     jobs = [
-        job(time=turn * 100.0 + talk * 10, prompt=800 * (turn + 1), output=20, stream=talk + 1)
+        job(
+            time=turn * 100.0 + conversation * 10,
+            prompt=800 * (turn + 1),
+            output=20,
+            stream=conversation + 1,
+        )
         for turn in range(6)
-        for talk in range(4)
+        for conversation in range(4)
     ]
     simulate(trace(jobs), machines, GatewayFront(machines, knowledge=LearntKnowledge()))
     later = [one for one in jobs if one.is_later_turn]

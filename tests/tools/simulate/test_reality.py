@@ -1,4 +1,4 @@
-"""The model against the pinned llama.cpp server, in what no machine's speed changes.
+"""The model compared with the pinned llama.cpp server, in what does not depend on speed.
 
 Slots, cached tokens, and steps: which tokens of a prompt are read in one, who writes in it, and
 how many a request takes. What a step costs in time is compared by `timing.py`, on demand.
@@ -25,9 +25,9 @@ from tests.tools.simulate.real import BATCH, ask, computed, words
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
-KV_BYTES = 2062  # of the small demo model's tokens in host memory, as the server's log tells
+KV_BYTES = 2062  # of the small demo model's tokens in host memory, as the server's log shows
 ENDLESS = 15_000
-"""Tokens of an answer that is broken off when the others have theirs."""
+"""Tokens of an answer that is cancelled once the others have theirs."""
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 
 
 def in_steps(*jobs: Job) -> list[int]:
-    """The steps that each takes in the model, from when it gets a slot of two."""
+    """The steps that each takes in the model, from when it gets one of two slots."""
     # Where every step lasts a second, whatever it holds, seconds are steps.
     simulate(trace(jobs), [SimulatedMachine("demo", 2, 1e9, 1.0, 0.0, BATCH)], LeastConn(1))
     return [round(one.ended - one.began) for one in jobs]
@@ -52,7 +52,7 @@ async def test_slots_cached_tokens_and_steps_are_those_of_a_real_server(
     rng = random.Random(seed)
     heads = {0: [], 1: words(rng, 300), 2: words(rng, 150)}
     cache = SimulatedPromptCache(slots, cache_mib * 1024 * 1024 // KV_BYTES)
-    talks: dict[int, tuple[int, int, list[int]]] = {}
+    conversations: dict[int, tuple[int, int, list[int]]] = {}
     expected: list[tuple[int, int, int]] = []
     seen: list[tuple[int, int, int]] = []
     server = spawn_demo_server(slots=slots, extra=("--cache-ram", str(cache_mib)))
@@ -60,21 +60,21 @@ async def test_slots_cached_tokens_and_steps_are_those_of_a_real_server(
         url = await asyncio.to_thread(wait_for, server)
         for number in range(40):
             talker = rng.randrange(10)
-            if talker not in talks or len(talks[talker][2]) > 2500:
+            if talker not in conversations or len(conversations[talker][2]) > 2500:
                 head = rng.randrange(3)
-                talks[talker] = (number + 1, head, list(heads[head]))
-            stream, head, said = talks[talker]
-            said += words(rng, rng.randrange(20, 400))
+                conversations[talker] = (number + 1, head, list(heads[head]))
+            stream, head, tokens = conversations[talker]
+            tokens += words(rng, rng.randrange(20, 400))
             output = rng.randrange(1, 40)
-            prompt = TracePrompt(stream, len(said), head, len(heads[head]))
+            prompt = TracePrompt(stream, len(tokens), head, len(heads[head]))
             slot, cached = cache.choose_slot(prompt, list(range(slots)))
             cache.save_idle([place == slot for place in range(slots)])
-            (steps,) = in_steps(job(prompt=len(said) - cached, output=output))
+            (steps,) = in_steps(job(prompt=len(tokens) - cached, output=output))
             expected.append((slot, cached, steps))
-            answer = await ask(client, url, said, output)
+            answer = await ask(client, url, tokens, output)
             seen.append((answer.slot, answer.cached, answer.steps))
-            cache.store(slot, prompt._replace(tokens=len(said) + output - 1), float(number))
-            said += answer.ids
+            cache.store(slot, prompt._replace(tokens=len(tokens) + output - 1), float(number))
+            tokens += answer.ids
         total, busy = await computed(client, url)
     finally:
         stop_demo_server(server)
@@ -83,7 +83,7 @@ async def test_slots_cached_tokens_and_steps_are_those_of_a_real_server(
     assert total == busy == sum(steps for _, _, steps in expected)
 
 
-async def test_a_neighbour_writes_one_token_for_each_batch_that_is_read(
+async def test_a_neighbour_decodes_one_token_for_each_prefill_batch(
     client: httpx.AsyncClient,
 ) -> None:
     rng = random.Random(1)
@@ -106,7 +106,7 @@ async def test_a_neighbour_writes_one_token_for_each_batch_that_is_read(
     assert slots - steps == reader.steps == modelled[1] == 3 + 99
 
 
-async def test_of_what_is_cached_only_the_rest_is_read_as_on_a_real_server(
+async def test_only_the_uncached_rest_is_read_as_on_a_real_server(
     client: httpx.AsyncClient,
 ) -> None:
     rng = random.Random(4)

@@ -16,7 +16,7 @@ def reports() -> list[PolicyReport]:
     return compare(generate(Traffic(requests=200, rate=0.2), 1), machines, ["nginx", "haproxy"])
 
 
-def test_a_picture_is_drawn(reports: list[PolicyReport], tmp_path: Path) -> None:
+def test_a_plot_is_drawn(reports: list[PolicyReport], tmp_path: Path) -> None:
     path = tmp_path / "plot.png"
     plot_reports(path, reports, "200 requests")
     assert path.read_bytes().startswith(b"\x89PNG")

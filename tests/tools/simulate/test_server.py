@@ -12,12 +12,12 @@ from tests.tools.simulate.build import job, machine, trace
 
 
 def play(jobs: list[Job], *, on: SimulatedMachine | None = None) -> list[Job]:
-    """Send all to one node at their times; the jobs in the order given."""
+    """Send all jobs to one node at their times; returns them in the order given."""
     simulate(trace(jobs), [on or machine()], LeastConn(1))
     return jobs
 
 
-def test_a_request_alone_reads_its_prompt_and_writes_token_by_token() -> None:
+def test_a_single_request_prefills_and_decodes_token_by_token() -> None:
     (one,) = play([job(prompt=1000, output=11)])
     # Two steps read 512 and 488 tokens; the second gives the first token, ten more follow.
     assert one.first == pytest.approx(1.0)
@@ -29,18 +29,18 @@ def test_a_step_is_never_shorter_than_reading_the_weights() -> None:
     assert one.ended == pytest.approx(0.1)
 
 
-def test_two_that_write_share_a_step_that_is_little_longer() -> None:
+def test_two_decoding_slots_share_a_step_that_is_little_longer() -> None:
     one, two = play([job(prompt=100, output=21), job(prompt=100, output=21)])
-    # The second comes when the first is being read, and is read while that one writes a token.
+    # The second arrives during the first one's prefill, and prefills while that decodes a token.
     assert one.first == pytest.approx(0.1)
     assert two.first == pytest.approx(0.1 + 0.11)
     assert one.ended == pytest.approx(0.21 + 19 * 0.11)
     assert two.ended == pytest.approx(one.ended + 0.1)
 
 
-def test_reading_holds_up_who_writes_to_one_token_a_step() -> None:
+def test_prefill_holds_decoding_neighbours_to_one_token_a_step() -> None:
     writer, reader = play([job(prompt=100, output=101), job(time=2.05, prompt=5110, output=2)])
-    # Ten steps of 511 tokens (the batch less the writer's), each 0.511 + 0.01 s.
+    # Ten steps of 511 tokens (the batch less the decoded one), each 0.511 + 0.01 s.
     assert reader.began == pytest.approx(2.05)
     assert reader.first == pytest.approx(2.1 + 10 * 0.521)
     # Ten tokens in 5.21 s; a token alone takes 0.1 s, one beside the reader's second token 0.11.
@@ -49,13 +49,13 @@ def test_reading_holds_up_who_writes_to_one_token_a_step() -> None:
 
 def test_prompts_are_read_in_the_order_of_their_slots() -> None:
     first, second = play([job(prompt=1024, output=1), job(prompt=1024, output=1)])
-    # The first got the last slot, as idle longest; the newcomer's slot is read before it.
+    # The first got the last slot, idle longest; the next one's slot comes before it.
     assert second.slot < first.slot
     assert second.first == pytest.approx(0.512 + 1.024)
     assert first.first == pytest.approx(2.048)
 
 
-def test_what_is_too_much_waits_inside_first_in_first_out() -> None:
+def test_requests_beyond_the_slots_wait_inside_first_in_first_out() -> None:
     jobs = play([job(time=i / 100, prompt=100, output=50) for i in range(4)], on=machine(1))
     assert [one.node for one in jobs] == [0] * 4
     for earlier, later in pairwise(jobs):
@@ -86,10 +86,10 @@ def test_every_token_of_a_busy_node_is_accounted_for() -> None:
     jobs = [
         job(time=i * 0.37, prompt=50 + 97 * (i % 7), output=1 + (i * 13) % 40) for i in range(200)
     ]
-    outcome = simulate(trace(jobs), [machine(3)], LeastConn(1))
-    server = outcome.servers[0]
+    result = simulate(trace(jobs), [machine(3)], LeastConn(1))
+    server = result.servers[0]
     least = sum(one.prompt.tokens - one.cached for one in jobs) / 1000
-    assert least < server.busy_seconds <= outcome.ended - outcome.began + 1e-6
+    assert least < server.busy_seconds <= result.ended - result.began + 1e-6
     for one in jobs:
         assert one.arrived <= one.began < one.first <= one.ended
         assert one.to_read == one.to_write == 0
@@ -103,6 +103,6 @@ def test_every_token_of_a_busy_node_is_accounted_for() -> None:
     ("key", "value"),
     [("prefill", 0.0), ("decode", float("nan")), ("batch_cost", -1.0), ("batch", 2)],
 )
-def test_a_node_that_can_not_be_is_refused(key: str, value: float) -> None:
+def test_an_impossible_machine_is_refused(key: str, value: float) -> None:
     with pytest.raises(ValueError, match=r"must|needs"):
         machine(2, **{key: value})

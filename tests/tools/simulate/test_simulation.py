@@ -12,7 +12,7 @@ from tests.tools.simulate.build import job, machine, trace
 
 
 class Keeper:
-    """A front that keeps everything."""
+    """A front that sends nothing."""
 
     alarm = math.inf
 
@@ -26,7 +26,7 @@ class Keeper:
 
 
 class Delayer(Keeper):
-    """A front that sends everything a second later."""
+    """A front that sends each request a second later."""
 
     def __init__(self) -> None:
         self.alarm = math.inf
@@ -41,12 +41,12 @@ class Delayer(Keeper):
         self.alarm = self._kept[0].arrived + 1.0 if self._kept else math.inf
 
 
-def test_a_front_that_serves_nobody_is_told() -> None:
+def test_a_front_that_serves_nothing_is_an_error() -> None:
     with pytest.raises(StuckError, match="2 of 2 requests were never served"):
         simulate(trace([job(), job()]), [machine()], Keeper())
 
 
-def test_a_front_that_rings_for_ever_is_told() -> None:
+def test_a_front_whose_alarm_never_ends_is_an_error() -> None:
     ringing = Keeper()
     ringing.alarm = 0.0
     with pytest.raises(StuckError, match="for ever"):
@@ -66,11 +66,11 @@ def test_least_conn_sends_at_once_and_takes_turns_among_equals() -> None:
     assert all(one.sent == one.arrived for one in jobs)
 
 
-def test_maxconn_keeps_the_rest_in_one_line() -> None:
+def test_maxconn_keeps_the_rest_in_one_queue() -> None:
     jobs = [job(time=i / 1000, output=100 if i % 2 else 30) for i in range(6)]
     simulate(trace(jobs), [machine(1, str(i)) for i in range(2)], LeastConnQueued([1, 1]))
     assert [one.node for one in jobs[:2]] == [0, 1]
-    # The first node is free earlier and takes the next two in their order.
+    # The first node is free earlier and gets the next two in their order.
     assert jobs[2].node == jobs[3].node == 0
     assert all(one.began == one.sent for one in jobs)
 
@@ -83,9 +83,9 @@ def test_a_trace_can_be_played_again() -> None:
     assert first == again
 
 
-def test_progress_is_told_now_and_then() -> None:
-    told: list[int] = []
+def test_progress_is_reported() -> None:
+    reported: list[int] = []
     played = generate(Traffic(requests=4100, rate=50.0), seed=3)
     machines = [machine(4, str(i)) for i in range(40)]
-    simulate(played, machines, LeastConn(40), told.append)
-    assert told == [2000, 4000]
+    simulate(played, machines, LeastConn(40), reported.append)
+    assert reported == [2000, 4000]

@@ -65,7 +65,7 @@ def test_requests_without_a_session_share_no_more_than_their_prefix(tmp_path: Pa
     assert one.prompt.prefix == two.prompt.prefix
 
 
-def test_lines_are_put_into_the_order_of_their_times(tmp_path: Path) -> None:
+def test_lines_are_sorted_by_their_times(tmp_path: Path) -> None:
     lines = [{"time": t, "prompt_tokens": 10, "output_tokens": 1} for t in (5, 3.5, 4)]
     assert [job.time for job in read_trace(written(tmp_path, *lines)).jobs] == [0.0, 0.5, 1.5]
 
@@ -76,7 +76,7 @@ def test_an_answer_ends_at_max_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ('{"prompt_tokens": 3,', "trace.jsonl:2:21: Expecting property name"),
         ("hello", "trace.jsonl:2:1: Expecting value (write one JSON object a line)"),
@@ -113,32 +113,32 @@ def test_an_answer_ends_at_max_tokens(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_broken_line_is_told_with_line_column_and_remedy(
-    tmp_path: Path, line: str, told: str
+def test_a_broken_line_is_an_error_with_line_column_and_remedy(
+    tmp_path: Path, line: str, message: str
 ) -> None:
     path = written(tmp_path, {"prompt_tokens": 1, "output_tokens": 1}, line)
     (problem,) = problems(path)
-    assert problem.startswith(told)
+    assert problem.startswith(message)
     assert "(" in problem
 
 
-def test_all_broken_lines_are_told_up_to_a_number(tmp_path: Path) -> None:
+def test_broken_lines_are_reported_up_to_a_limit(tmp_path: Path) -> None:
     good = {"prompt_tokens": 1, "output_tokens": 1}
     assert len(problems(written(tmp_path, good, "x", good, "y", "z"))) == 3
     assert len(problems(written(tmp_path, *["x"] * 1000))) == 20
 
 
-def test_broken_lines_can_be_left_out_and_are_counted(tmp_path: Path) -> None:
+def test_broken_lines_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
     good = {"prompt_tokens": 1, "output_tokens": 1}
     trace = read_trace(written(tmp_path, "x", good, '{"a": 1}', good), skip_broken=True)
     assert (len(trace.jobs), trace.skipped) == (2, 2)
 
 
-def test_a_file_without_a_request_is_told(tmp_path: Path) -> None:
+def test_a_file_without_requests_is_an_error(tmp_path: Path) -> None:
     assert problems(written(tmp_path, "")) == ["trace.jsonl: holds no request (write one a line)"]
 
 
-def test_the_layout_of_the_azure_traces(tmp_path: Path) -> None:
+def test_the_azure_layout_is_read(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, AZURE, name="azure.csv"))
     assert [(job.prompt.tokens, job.output) for job in trace.jobs] == [
         (374, 44),
@@ -157,19 +157,19 @@ def test_time_zones_of_later_azure_traces_are_understood(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("soon,3,4", "a.csv:5:1: TIMESTAMP: 'soon' is not valid (write it as 2023-11-16"),
         ("2023-11-16 18:15:46,-3,4", "a.csv:5:21: ContextTokens: '-3' is not valid"),
         ("2023-11-16 18:15:46,3", "a.csv:5: has 2 cells"),
     ],
 )
-def test_a_broken_line_of_a_csv_is_told(tmp_path: Path, line: str, told: str) -> None:
+def test_a_broken_line_of_a_csv_file_is_an_error(tmp_path: Path, line: str, message: str) -> None:
     (problem,) = problems(written(tmp_path, AZURE.strip(), line, name="a.csv"))
-    assert problem.startswith(told)
+    assert problem.startswith(message)
 
 
-def test_a_csv_without_its_head_is_not_read_further(tmp_path: Path) -> None:
+def test_a_csv_file_without_its_head_line_is_not_read_further(tmp_path: Path) -> None:
     path = written(tmp_path, "time,tokens", "1,2", "3,4", name="a.csv")
     (problem,) = problems(path)
     assert problem.startswith("a.csv:1:1: the head line has no TIMESTAMP, ContextTokens, Generat")
@@ -177,5 +177,5 @@ def test_a_csv_without_its_head_is_not_read_further(tmp_path: Path) -> None:
         read_trace(path, skip_broken=True)
 
 
-def test_only_the_first_requests(tmp_path: Path) -> None:
+def test_only_the_first_requests_are_read(tmp_path: Path) -> None:
     assert len(read_trace(written(tmp_path, AZURE, name="a.csv"), limit=2).jobs) == 2

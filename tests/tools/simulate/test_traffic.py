@@ -14,7 +14,7 @@ def test_the_same_seed_makes_the_same_trace() -> None:
     assert drawn(1) != drawn(2)
 
 
-def test_it_has_the_rate_and_the_means_that_were_asked_for() -> None:
+def test_traffic_has_the_requested_rate_and_means() -> None:
     traffic = Traffic(requests=20_000, rate=5.0, answer=200.0, turns=3.0)
     trace = generate(traffic, 1)
     jobs = trace.jobs
@@ -27,7 +27,7 @@ def test_it_has_the_rate_and_the_means_that_were_asked_for() -> None:
     assert len(jobs) / conversations == pytest.approx(3.0, rel=0.1)
 
 
-def test_every_turn_goes_on_after_the_one_before() -> None:
+def test_every_turn_continues_the_one_before() -> None:
     trace = generate(Traffic(requests=2000, rate=5.0), 1)
     assert trace.next_turns
     for before, after in trace.next_turns.items():
@@ -45,13 +45,13 @@ def test_tenants_share_their_system_prompts_and_classes_their_part() -> None:
     assert sum(job.priority_label == "batch" for job in jobs) / 5000 == pytest.approx(0.3, abs=0.05)
 
 
-def test_traffic_is_read_from_a_line() -> None:
+def test_traffic_is_read_from_text() -> None:
     traffic = Traffic.from_text("rate=2.5, requests=100,turns=1")
     assert (traffic.rate, traffic.requests, traffic.turns) == (2.5, 100, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("speed=1", "'speed' is nothing to set; known: requests, rate"),
         ("rate=fast", "write a number"),
@@ -64,6 +64,6 @@ def test_traffic_is_read_from_a_line() -> None:
         ("batch=0.7,urgent=0.7", "shares of the classes"),
     ],
 )
-def test_nonsense_is_told_in_words(text: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_invalid_traffic_is_an_error_with_an_explanation(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Traffic.from_text(text)

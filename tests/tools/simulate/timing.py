@@ -1,4 +1,4 @@
-"""`python -m tests.tools.simulate.timing`: the model's times beside a real server's.
+"""`python -m tests.tools.simulate.timing`: compares the model's times with a real server's.
 
 A small trace is played on a server with two slots and on its model, which gets speeds that were
 measured just before and after. Times are CPU seconds of the server: its one thread computes all
@@ -27,7 +27,7 @@ from tests.tools.simulate.build import trace
 from tests.tools.simulate.real import BATCH, ask, words
 
 USUAL = 800
-"""Tokens of a prompt of the trace, about."""
+"""About the tokens of a prompt of the trace."""
 
 
 @dataclass
@@ -48,12 +48,12 @@ class Scale:
         return times.user + times.system
 
     async def cost(self, prompt: int, output: int, together: int = 1) -> float:
-        """CPU seconds of so many requests at once."""
+        """CPU seconds of `together` requests at once."""
         begun = self.spent()
-        asked = (
+        requests = (
             ask(self.client, self.url, words(self.rng, prompt), output) for _ in range(together)
         )
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requests)
         return self.spent() - begun
 
     async def measure(self) -> tuple[float, float, float]:
@@ -67,31 +67,31 @@ class Scale:
         both = (await self.cost(USUAL, 101, together=2) - 2 * once) / 100
         return once / USUAL, alone, both
 
-    async def play(self, talks: list[list[Turn]]) -> tuple[float, float]:
-        """Mean completion and the whole, in CPU seconds."""
+    async def play(self, conversations: list[list[Turn]]) -> tuple[float, float]:
+        """Mean completion and total, in CPU seconds."""
         head = words(self.rng, 300)
 
-        async def talk(turns: list[Turn]) -> list[float]:
-            said = list(head)
+        async def converse(turns: list[Turn]) -> list[float]:
+            prompt = list(head)
             took = []
             for turn in turns:
-                said += words(self.rng, turn.question)
-                answer = await ask(self.client, self.url, said, turn.output)
+                prompt += words(self.rng, turn.question)
+                answer = await ask(self.client, self.url, prompt, turn.output)
                 took.append(answer.took)
-                said += answer.ids
+                prompt += answer.ids
             return took
 
         begun, before = time.monotonic(), self.spent()
-        told = await asyncio.gather(*map(talk, talks))
+        reported = await asyncio.gather(*map(converse, conversations))
         span, whole = time.monotonic() - begun, self.spent() - before
-        mean = statistics.mean(one for took in told for one in took)
+        mean = statistics.mean(one for took in reported for one in took)
         return mean * whole / span, whole
 
 
-def as_trace(talks: list[list[Turn]]) -> Trace:
-    """The same for the model."""
+def as_trace(conversations: list[list[Turn]]) -> Trace:
+    """The same conversations as a trace."""
     jobs = []
-    for number, turns in enumerate(talks):
+    for number, turns in enumerate(conversations):
         tokens = 300
         for turn in turns:
             tokens += turn.question
@@ -102,9 +102,9 @@ def as_trace(talks: list[list[Turn]]) -> Trace:
 
 
 async def compare(seed: int) -> tuple[float, float]:
-    """Mean completion and all work, as shares of the server's."""
+    """The model's mean completion and total work, as shares of the server's."""
     rng = random.Random(seed)
-    talks = [
+    conversations = [
         [Turn(rng.randrange(150, 500), rng.randrange(60, 200)) for _ in range(2)] for _ in range(4)
     ]
     limits = httpx.Limits(max_keepalive_connections=0)  # it closes a connection after a stream
@@ -115,19 +115,19 @@ async def compare(seed: int) -> tuple[float, float]:
             scale = Scale(client, server, rng)
             await scale.cost(600, 20)
             before = await scale.measure()
-            mean, whole = await scale.play(talks)
+            mean, whole = await scale.play(conversations)
             after = await scale.measure()
     finally:
         stop_demo_server(server)
     read, alone, both = map(statistics.mean, zip(before, after, strict=True))
     node = SimulatedMachine("demo", 2, 1 / read, 1 / alone, max(0.0, both / alone - 1), BATCH)
-    outcome = simulate(as_trace(talks), [node], LeastConn(1))
-    took = statistics.mean(job.ended - job.arrived for job in outcome.jobs)
-    return took / mean, outcome.servers[0].busy_seconds / whole
+    result = simulate(as_trace(conversations), [node], LeastConn(1))
+    took = statistics.mean(job.ended - job.arrived for job in result.jobs)
+    return took / mean, result.servers[0].busy_seconds / whole
 
 
 def main() -> None:
-    """Compare, and tell."""
+    """Compare and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
     for seed in range(parser.parse_args().runs):

@@ -1,4 +1,4 @@
-"""Boards, asks and a small loop of events for the tests of the core."""
+"""A dispatcher over made-up nodes, played through events at times that the test gives."""
 
 from __future__ import annotations
 
@@ -9,36 +9,38 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.request import Priority
-from gateway.scheduling.dispatcher import Dispatcher, Placement
+from gateway.scheduling.dispatcher import Dispatcher
 from gateway.scheduling.matching import DispatchRules
-from gateway.scheduling.placement_state import NodeSlots, PlacementState, QueuedRequest, TierSets
+from gateway.scheduling.node_slots import NodeSlots, Placement, QueuedRequest, TierSets
+from gateway.scheduling.placement_state import PlacementState
 
 _numbers = itertools.count(1)
 
 
 @dataclass
-class Desk:
-    """A board of nodes and a dispatcher, played with times that the test gives."""
+class QueueSimulation:
+    """Nodes and a dispatcher. Every request takes as long as predicted, unless a test says else."""
 
     slots: tuple[int, ...] = (2, 2)
     rules: DispatchRules = field(default_factory=DispatchRules)
     seed: int = 0
     speeds: tuple[float, ...] = ()
-    """Prompt tokens/s; tokens are written at a tenth of it."""
-    board: PlacementState = field(default_factory=PlacementState)
+    """Prompt tokens/s; output tokens come at a tenth of it."""
+    state: PlacementState = field(default_factory=PlacementState)
     running: list[Placement] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         speeds = self.speeds or (100.0,) * len(self.slots)
         self.rows: list[NodeSlots] = [
-            self.board.add(f"node-{i}", total=slots, prefill_tps=speed, token_base=10.0 / speed)
+            self.state.add(f"node-{i}", total=slots, prefill_tps=speed, token_base=10.0 / speed)
             for i, (slots, speed) in enumerate(zip(self.slots, speeds, strict=True))
         ]
-        self.pool = self.board.candidate_set(self.rows)
-        self.groups: tuple[TierSets, ...] = ((self.pool,),)
-        self.dispatcher = Dispatcher(self.board, self.rules, random.Random(self.seed))
+        self.candidates = self.state.candidate_set(self.rows)
+        self.groups: tuple[TierSets, ...] = ((self.candidates,),)
+        self.dispatcher = Dispatcher(self.state, self.rules, random.Random(self.seed))
 
-    def ask(self, **options: Any) -> QueuedRequest:
+    def request(self, **options: Any) -> QueuedRequest:
+        """A request; by default of class normal, for all nodes."""
         values: dict[str, Any] = {
             "id": str(next(_numbers)),
             "groups": self.groups,
@@ -51,33 +53,41 @@ class Desk:
         return QueuedRequest(**values | options)
 
     def arrive(self, now: float = 0.0, **options: Any) -> tuple[QueuedRequest, Placement | None]:
-        ask = self.ask(**{"received_at": now} | options)
-        placement = self.dispatcher.place_or_queue(ask, now)
+        """A request arrives: it is placed, or queued."""
+        queued = self.request(**{"received_at": now} | options)
+        placement = self.dispatcher.place_or_queue(queued, now)
         if placement is not None:
             self.running.append(placement)
-        return ask, placement
+        return queued, placement
 
     def fill(self, now: float = 0.0, **options: Any) -> list[Placement]:
-        """Takes every slot."""
+        """Take every free slot."""
         placements = []
-        while self.board.free_rows:
+        while self.state.free_rows:
             _, placement = self.arrive(now, **options)
             assert placement is not None
             placements.append(placement)
         return placements
 
     def finish(self, placement: Placement, now: float) -> list[Placement]:
-        """Ends it as it was expected to be, and gives out what is free."""
-        ask = placement.queued
+        """End a placement with the tokens that were expected, and give out what is free."""
+        queued = placement.queued
         self.running.remove(placement)
-        cached = ask.cached.get(placement.row.index, 0.0)
-        self.dispatcher.finished(placement, now, ask.prompt_tokens, cached, ask.completion_tokens)
+        cached = queued.cached.get(placement.row.index, 0.0)
+        self.dispatcher.finished(
+            placement, now, queued.prompt_tokens, cached, queued.completion_tokens
+        )
         return self.match(now)
 
     def match(self, now: float) -> list[Placement]:
+        """Give free slots to waiting requests."""
         placements = self.dispatcher.match(now)
         self.running += placements
         return placements
+
+    def waiting(self, now: float = 0.0) -> list[QueuedRequest]:
+        """Every request that waits."""
+        return [queued for queued, _ in self.dispatcher.predicted_waits(now)]
 
     def play(
         self,
@@ -86,10 +96,10 @@ class Desk:
         until: float = 1e9,
         lengths: float = 1.0,
     ) -> dict[QueuedRequest, Placement]:
-        """Plays arrivals to their end; everything takes `lengths` of what is expected."""
+        """Play arrivals to their end; every request takes `lengths` times what is predicted."""
         placed: dict[QueuedRequest, Placement] = {}
         ends: list[tuple[float, int, Placement]] = []
-        waiting = sorted(((at, i, ask) for i, (at, ask) in enumerate(arrivals)), reverse=True)
+        later = sorted(((at, i, one) for i, (at, one) in enumerate(arrivals)), reverse=True)
 
         def note(placements: list[Placement], now: float) -> None:
             for one in placements:
@@ -97,14 +107,13 @@ class Desk:
                 heapq.heappush(ends, (now + (one.ends - now) * lengths, id(one), one))
 
         for _ in range(1_000_000):
-            wake = self.dispatcher.wake_at(0.0)
-            times = [waiting[-1][0] if waiting else 1e9, ends[0][0] if ends else 1e9, wake or 1e9]
+            wake = self.dispatcher.wake_at()
+            times = [later[-1][0] if later else 1e9, ends[0][0] if ends else 1e9, wake or 1e9]
             now = min(times)
             if now >= until:
                 break
             if now == times[0]:
-                ask = waiting.pop()[2]
-                placement = self.dispatcher.place_or_queue(ask, now)
+                placement = self.dispatcher.place_or_queue(later.pop()[2], now)
                 if placement is not None:
                     self.running.append(placement)
                     note([placement], now)
@@ -113,5 +122,5 @@ class Desk:
             else:
                 note(self.match(now), now)
         else:
-            raise AssertionError("it never ends")
+            raise AssertionError("the simulation never ends")
         return placed
