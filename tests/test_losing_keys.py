@@ -187,7 +187,8 @@ async def test_anonymous_callers_that_were_admitted_beside_keys_still_are(tmp_pa
 async def test_a_file_of_comments_is_no_error_if_nothing_was_set(tmp_path: Path) -> None:
     async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
         gateway = running.gateway
-        gateway.settings = gateway.options.apply_to(type(gateway.settings)())
+        running.settings_file.write_text("{}\n")
+        await gateway.reload()
         running.settings_file.write_text("# queue:\n")
         await gateway.reload()
         assert gateway.settings_error is None

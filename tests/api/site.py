@@ -13,7 +13,7 @@ import httpx
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from gateway.app import Gateway
+from gateway.app import DEFAULT_TIMINGS, Gateway, Timings
 from gateway.events import RequestFinished
 from tests.gateways import NO_TLS, Running, running_gateway, until
 
@@ -87,9 +87,11 @@ async def running_site(
     folder: Path,
     nodes: Sequence[str | Mapping[str, Any]],
     settings: Mapping[str, Any] | None = None,
+    *,
+    timings: Timings = DEFAULT_TIMINGS,
 ) -> AsyncIterator[Site]:
     """Run a gateway over these nodes; at its end every counter must be at zero."""
-    async with running_gateway(folder, nodes, settings) as running:
+    async with running_gateway(folder, nodes, settings, timings=timings) as running:
         site = Site(running)
         yield site
         await site.until_idle()

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.app import Timings
 from tests.api.site import FIXED, HELLO, UNCACHED, Site, running_site, until_busy
 from tests.gateways import until
 
@@ -80,13 +81,10 @@ async def test_a_stream_with_progress_is_the_servers_own_too(
     assert without_changing_fields(ours) == without_changing_fields(direct)
 
 
-async def test_progress_of_a_long_prefill_is_reported(
-    tmp_path: Path, narrow_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.web.handler.PROGRESS_SECONDS", 0.02)
+async def test_progress_of_a_long_prefill_is_reported(tmp_path: Path, narrow_url: str) -> None:
     # A prefill of seconds, so that no stall of the machine hides all of its progress.
     body = {"messages": [{"role": "user", "content": "river stone " * 2000}], "max_tokens": 3}
-    async with running_site(tmp_path, [narrow_url]) as site:
+    async with running_site(tmp_path, [narrow_url], timings=Timings(progress=0.02)) as site:
         ours = await streamed(site.http, "/v1/chat/completions", body | UNCACHED, **ASKING)
     progress = [tuple(map(int, one)) for one in _READ.findall(ours)]
     assert progress == sorted(progress)

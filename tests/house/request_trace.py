@@ -29,7 +29,13 @@ STAGES: Mapping[str, frozenset[str]] = {
         {"Scheduler.lease_now", "LeaseGranter.granted", "LeaseGranter.grant", "Leases.grant"}
     ),
     "closed": frozenset(
-        {"_Exchange.close", "_HandledRequest.close", "HandledRequest.close", "RequestHandler.close"}
+        {
+            "_Exchange.close",
+            "_HandledRequest.close",
+            "_HandledRequest._close",
+            "HandledRequest.close",
+            "RequestHandler.close",
+        }
     ),
 }
 """The functions that mark each stage, by their qualified names at any time; add the new name when

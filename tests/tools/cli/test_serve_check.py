@@ -124,7 +124,7 @@ def test_a_missing_inventory_is_reported_with_the_remedy(
 REFUSED = {
     ("--host", "0.0.0.0"): "--allow-anonymous",
     ("--admin-host", "::"): "--admin-key-file",
-    ("--port", "8001"): "both listeners would stand on port 8001",
+    ("--port", "8001"): "both listeners would use port 8001",
     ("--admin-key-file", "missing"): "missing: the admin key can't be read",
     ("--admin-key-file", "binary"): "it is not a text",
     ("--host", "a/b", "--allow-anonymous"): "listen.host",
