@@ -103,7 +103,10 @@ class Forwarder:
         rejection = accounting.rejection(in_flight, context.settings.retries.quarantine)
         if rejection is not None:
             raise rejection
-        request = in_flight.request if tried is NOTHING_TRIED else tried.to_place(in_flight.request)
+        request = in_flight.request
+        if tried is not NOTHING_TRIED:
+            request = tried.to_place(request)
+            in_flight.place_as(request)
         granted = scheduler.lease_now(request)
         if granted is None:
             queued_at = clock()
@@ -141,15 +144,26 @@ class Forwarder:
             response = ProxyResponse(attempt.status, attempt.header_lines, attempt.content)
             accounting.response_completed(in_flight, attempt, response.content)
             return response
-        resumer = None
-        if recorder is not None and attempt.is_sse:
-            resumer = Resumer(context, in_flight, recorder, model, attempt)
-        stream = ResponseStream(attempt, in_flight, api, accounting, resumer)
+        stream = self._response_stream(in_flight, attempt, api, model, recorder)
         if attempt.is_sse and not request.stream:
             return await self._assemble(in_flight, stream, model, tried)
         if attempt.is_sse:
             record.first_content_sent(clock() - request.received_at)
         return ProxyResponse(attempt.status, attempt.header_lines, attempt.content, stream)
+
+    def _response_stream(
+        self,
+        in_flight: InFlightRequest,
+        attempt: Attempt,
+        api: Api,
+        model: str,
+        recorder: TranscriptRecorder | None,
+    ) -> ResponseStream:
+        """The rest of the response, which is resumed on another node if its own fails."""
+        resumer = None
+        if recorder is not None and attempt.is_sse:
+            resumer = Resumer(self.context, in_flight, recorder, model, attempt)
+        return ResponseStream(attempt, in_flight, api, self.context.accounting, resumer)
 
     # What is sent.
 

@@ -59,6 +59,18 @@ class InFlightRequest:
     on_cancel: Callable[[GatewayError], None] | None = None
     """Called on cancellation, by what runs the sub-requests."""
     unattributed_failures: tuple[UnattributedFailure, ...] = ()
+    placed: Request | None = None
+    """The request as the scheduler places it for a retry, where that differs from `request`."""
+
+    def place_as(self, request: Request) -> None:
+        """From now on the scheduler is asked to place it as `request`."""
+        self.placed = request
+
+    def note_response_started(self) -> None:
+        """Its client has a response head: no other request may displace it in the queue."""
+        self.request.note_response_started()
+        if self.placed is not None:
+            self.placed.note_response_started()
 
     def cancel(self, error: GatewayError) -> None:
         """End the request; its client gets `error`, as an event if the response has begun."""

@@ -569,7 +569,7 @@ class _HandledRequest:
         else:
             exchange.start_response(200, header_lines + self._header_lines(early=True), data)
             if self._in_flight is not None:
-                self._in_flight.request.note_response_started()
+                self._in_flight.note_response_started()
 
 
 class Heartbeat:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway import errors
+from gateway.events import AttemptEnded
 from gateway.fleet.node import LeasePhase
 from tests.emulator import EmulatedNode
 from tests.gateways import until
@@ -123,3 +124,24 @@ async def test_a_request_is_found_by_its_id_and_by_its_x_request_id(tmp_path: Pa
         mine.cancel(GONE)
         replies = await asyncio.gather(*tasks)
         assert all(reply.errors or reply.status == 503 for reply in replies)
+
+
+@in_virtual_time
+async def test_a_retry_that_waits_is_no_longer_shed_once_its_client_has_a_response_head(
+    tmp_path: Path,
+) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    one.faults.set("reset")
+    async with proxy_over(tmp_path, one, two, heartbeat=2.0) as proxy:
+        scheduler, fleet = proxy.app.scheduler, proxy.app.fleet
+        fleet.drain("b")
+        proxy.app.bus.subscribe(AttemptEnded, lambda _: fleet.drain("a"))
+        task = asyncio.create_task(proxy.stream())
+        await until(lambda: bool(proxy.attempts) and len(scheduler.queue_positions()) == 1)
+        (waiting,) = scheduler.queue_positions()
+        assert not waiting.request.response_started
+        await until(lambda: waiting.request.response_started)
+        fleet.resume("b")
+        reply = await task
+        await proxy.settled()
+        assert (reply.status, proxy.finished[0].node) == (200, "b")

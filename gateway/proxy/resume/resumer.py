@@ -241,6 +241,8 @@ class Resumer:
             text_bytes=request.text_bytes + len(transcript.text) + len(transcript.reasoning_text),
             max_tokens=None if tokens is None else max(1, tokens - transcript.token_count),
             expected_tokens=None,
+            # The client has part of a stream, which no other request may displace in the queue.
+            response_started=request.stream or request.response_started,
         )
 
     async def _exchange(self, lease: Lease, request: Request) -> Resumed:
