@@ -194,7 +194,7 @@ class CostColumns:
         for index, seconds in queued.penalties.items():
             costs[index] += seconds
         room = free >= queued.slots
-        if queued.requirements.keeps_batch_reserve:
+        if queued.keeps_batch_reserve:
             room &= (free - queued.slots >= reserve) | (running == 0)
         costs[~room] = np.inf
         if len(candidate_set.rows) < self._state.node_count:
