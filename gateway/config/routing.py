@@ -207,7 +207,12 @@ class RetrySettings(ConfigModel):
     ] = 2.0
     budget: Annotated[
         Fraction,
-        Field(description="Retries allowed, as a share of the last minute's requests."),
+        Field(
+            description=(
+                "Retries allowed, as a share of the last minute's requests. Each further "
+                "resumption of a stream counts as one; the first is always allowed."
+            )
+        ),
     ] = 0.2
     budget_min: Annotated[
         CountOrZero,
