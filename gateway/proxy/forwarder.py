@@ -237,8 +237,10 @@ class Forwarder:
         except StreamFailed as failed:
             drop_traceback(failed)
             tried = tried.failed_on(node)
-            retryable = is_resumable(failed.failure) and self._has_target(
-                tried.to_place(request), failed.failure, node
+            # An evicted request needs another node at once; any other may wait for one.
+            retryable = is_resumable(failed.failure) and (
+                not isinstance(failed.failure, RequestEvicted)
+                or self.context.scheduler.has_other_node(tried.to_place(request), node)
             )
             return FailedAttempt(node, tried, failed.error, retryable=retryable)
         except AssemblyError as failure:
@@ -339,7 +341,7 @@ class Forwarder:
         error = to_gateway_error(failure)
         tried = tried.failed_on(node)
         if isinstance(failure, RequestEvicted):
-            retryable = self._has_target(tried.to_place(request), failure, node)
+            retryable = self.context.scheduler.has_other_node(tried.to_place(request), node)
             return FailedAttempt(node, tried, error, retryable=retryable)
         if isinstance(failure, LocalResourcesExhausted):
             return FailedAttempt(node, tried, error)
@@ -361,12 +363,6 @@ class Forwarder:
         )
 
     # Where else the request could go.
-
-    def _has_target(self, request: Request, failure: UpstreamError | None, node: Node) -> bool:
-        """Whether an evicted request has another node; any other request may wait for one."""
-        if not isinstance(failure, RequestEvicted):
-            return True
-        return self.context.scheduler.has_other_node(request, node)
 
     def _has_cpu_node(self, tried: Tried) -> bool:
         """Whether a CPU node is alive that has not failed the request."""
