@@ -60,7 +60,7 @@ class InFlightRequest:
     """Called on cancellation, by what runs the sub-requests."""
     unattributed_failures: tuple[UnattributedFailure, ...] = ()
     placed: Request | None = None
-    """The request as the scheduler places it for a retry, where that differs from `request`."""
+    """The request as the scheduler places it for a retry or a resumption; None: as `request`."""
 
     def place_as(self, request: Request) -> None:
         """From now on the scheduler is asked to place it as `request`."""

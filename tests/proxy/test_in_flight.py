@@ -145,3 +145,23 @@ async def test_a_retry_that_waits_is_no_longer_shed_once_its_client_has_a_respon
         reply = await task
         await proxy.settled()
         assert (reply.status, proxy.finished[0].node) == (200, "b")
+
+
+@in_virtual_time
+async def test_a_resumption_that_waits_is_no_longer_shed_once_its_client_has_a_response_head(
+    tmp_path: Path,
+) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    one.faults.set("reset", after_events=3)
+    async with proxy_over(tmp_path, one, two, heartbeat=2.0, heartbeat_plain=True) as proxy:
+        scheduler, fleet = proxy.app.scheduler, proxy.app.fleet
+        fleet.drain("b")
+        task = asyncio.create_task(proxy.ask())
+        await until(lambda: len(scheduler.queue_positions()) == 1)
+        (waiting,) = scheduler.queue_positions()
+        assert not waiting.request.response_started
+        await until(lambda: waiting.request.response_started)
+        fleet.resume("b")
+        reply = await task
+        await proxy.settled()
+        assert (reply.status_code, proxy.finished[0].node) == (200, "b")

@@ -186,6 +186,7 @@ class Resumer:
         while True:
             self._check_allowed(failed_node)
             request = self._to_place(self._source.transcript)
+            self._in_flight.place_as(request)
             try:
                 lease, _ = await self._context.scheduler.lease(request)
             except GatewayError as error:
@@ -242,7 +243,7 @@ class Resumer:
             max_tokens=None if tokens is None else max(1, tokens - transcript.token_count),
             expected_tokens=None,
             # The client has part of a stream, which no other request may displace in the queue.
-            response_started=request.stream or request.response_started,
+            response_started=request.stream or self._in_flight.request.response_started,
         )
 
     async def _exchange(self, lease: Lease, request: Request) -> Resumed:
