@@ -158,8 +158,7 @@ class NativeApi(NativeEventsApi):
     event_rewriter = NativeRewriter
 
     def unresumable_reason(self, body: JsonObject, transcript: Transcript) -> str | None:
-        reason = resuming.unresumable_reason(body, transcript)
-        return reason or resuming.prompt_unresumable_reason(body, transcript)
+        return resuming.prompt_unresumable_reason(body, transcript)
 
     def continued_body(self, body: JsonObject, prefix: str, max_tokens: int | None) -> JsonObject:
         return resuming.continued_prompt(body, prefix, max_tokens)

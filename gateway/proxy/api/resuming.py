@@ -209,10 +209,11 @@ def message_unresumable_reason(body: JsonObject) -> str | None:
 
 
 def prompt_unresumable_reason(body: JsonObject, transcript: Transcript) -> str | None:
-    """Why a response to a prompt can't be resumed; None: the prompt allows it."""
-    if isinstance(body.get("prompt"), str) or transcript.token_ids:
-        return None
-    return "the prompt is not one text"
+    """Why a response to a prompt can't be resumed; None: it can."""
+    reason = unresumable_reason(body, transcript)
+    if reason is None and not (isinstance(body.get("prompt"), str) or transcript.token_ids):
+        return "the prompt is not one text"
+    return reason
 
 
 LENGTH_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
