@@ -21,7 +21,8 @@ from gateway.proxy.api.resuming import EventRewriter, ReasoningEndMark
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript, TranscriptReader
-from gateway.proxy.usage import Usage, read_usage
+from gateway.lease import Usage
+from gateway.proxy.usage import read_usage
 from gateway.transport.errors import InvalidResponse
 
 _DONE = re.compile(rb"\ndata: ?\[DONE\]")

@@ -21,7 +21,8 @@ from gateway.proxy.api.resuming import (
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_json
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript
-from gateway.proxy.usage import Usage, token_count
+from gateway.lease import Usage
+from gateway.proxy.usage import token_count
 
 _ERROR_TYPES = {
     400: "invalid_request_error",

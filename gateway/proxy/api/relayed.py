@@ -6,7 +6,7 @@ import re
 
 from gateway.proxy.api.base import Api
 from gateway.proxy.json_values import JsonObject
-from gateway.proxy.usage import Usage
+from gateway.lease import Usage
 
 _EMBEDDINGS_USAGE = re.compile(rb'"usage":\s*\{"prompt_tokens":(\d{1,9}),"total_tokens":\d{1,9}\}')
 
