@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.fleet.node import Lease, Node, NodeState
-from gateway.fleet.prompt_tree import PromptKey
-from gateway.request import Priority, Request
+from gateway.lease import LeaseRequest, PromptKey
+from gateway.request import Priority
 from gateway.scheduling.demand_model import ReportedTokens
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.waiters import Waiter
@@ -41,8 +41,10 @@ class World:
     nodes: dict[str, Node]
     scheduler: Scheduler
     rng: random.Random
-    tasks: dict[str, tuple[Request, asyncio.Task[tuple[Lease, str]]]] = field(default_factory=dict)
-    running: list[tuple[Request, Lease]] = field(default_factory=list)
+    tasks: dict[str, tuple[LeaseRequest, asyncio.Task[tuple[Lease, str]]]] = field(
+        default_factory=dict
+    )
+    running: list[tuple[LeaseRequest, Lease]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
     async def settle(self) -> None:
@@ -77,14 +79,13 @@ class World:
             blocks = tuple(hash((conversation, i)) for i in range(1 + number % 5))
             prompt = PromptKey(blocks, 500.0, size=2000)
         request = a_request(
-            received_at=self.clock(),
             priority=Priority(number % 4),
             slots=rng.choice([0, 1, 1, 1, 1, 2, 4]),
             prompt_key=prompt,
             text_bytes=rng.choice([10, 2000, 100_000]),
             max_tokens=rng.choice([None, 1, 300, 10**18]),
             fairness_key=f"caller {number % 5}",
-            deadline=rng.choice([None, None, self.clock() - 1.0, self.clock() + 20.0]),
+            time_limit=rng.choice([None, None, -1.0, 20.0]),
         )
         task = asyncio.create_task(self.scheduler.lease(request))
         self.tasks[request.id] = (request, task)
@@ -96,7 +97,7 @@ class World:
         lease.release()
         demand_model = self.scheduler.demand_model
         if number % 4 == 0:
-            demand_model.abandoned(lease, request, refund=bool(number % 8))
+            demand_model.abandoned(lease, refund=bool(number % 8))
         elif number % 4 == 1:
             demand_model.learn(lease, request, None, float(number), complete=False)
         else:
