@@ -297,7 +297,10 @@ class LeaseService(Protocol):
     # Ask where else a request could go.
 
     def has_other_node(self, request: LeaseRequest, tried: Tried) -> bool:
-        """Whether a node is alive that could take it and has not failed it. Raises: GatewayError."""
+        """Whether a node is alive that could take it and has not failed it.
+
+        Raises: GatewayError.
+        """
 
     def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
         """Whether a node has the context that it is known to need. Raises: GatewayError."""
@@ -307,6 +310,9 @@ class LeaseService(Protocol):
 
     def unsupported_error(self, request: LeaseRequest, tried: Tried) -> GatewayError | None:
         """The error of a request that no node supports (501); None: some node may."""
+
+    def resume_key_of(self, props: object) -> tuple[object, ...]:
+        """The `resume_key` of a server that answers `/props` like this."""
 
     def most_slots_of_a_host(self) -> int:
         """The slots of the largest host: all its requests may have to move at once."""
@@ -320,7 +326,7 @@ class LeaseService(Protocol):
         """The first content has come: the prompt has been read."""
 
     def content_went_on(self, lease_id: int) -> None:
-        """More content has come since the last report: the node is alive. Once a second is enough."""
+        """More content has come since the last report, a second ago or so: the node is alive."""
 
     def response_received(self, lease_id: int) -> None:
         """The whole response has come: the slots are free, though the client still reads it."""

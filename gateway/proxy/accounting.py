@@ -16,8 +16,8 @@ from gateway.lease import AttemptReport, Fault, LeaseService, NodeError, Usage, 
 from gateway.proxy.attempt import Attempt
 from gateway.proxy.in_flight import InFlightRequest
 from gateway.proxy.outcome import fault_of
+from gateway.proxy.request import Request
 from gateway.proxy.splice import SplicePoint
-from gateway.request import Request
 from gateway.transport.errors import ConnectionReset
 
 USAGE_EDGE_BYTES = 8 * 1024
@@ -153,7 +153,7 @@ class Accounting:
                 attempt.status,
                 attempt.sent_at > 0,
                 attempt.node_done,
-                False,  # noqa: FBT003 - positional, as below
+                False,
                 fault,
                 error,
                 unreachable,

@@ -10,7 +10,7 @@ import msgspec
 
 from gateway.lease import Fault
 from gateway.proxy.json_values import JSON_ERRORS
-from gateway.request import Headers, Request
+from gateway.request import Endpoint, Headers
 
 
 class ResponseOutcome(enum.Enum):
@@ -83,7 +83,7 @@ _ANY = msgspec.json.Decoder()
 _BODY = msgspec.json.Decoder(_ErrorBody)
 
 
-def classify(status: int, content: bytes, request: Request) -> ResponseOutcome:
+def classify(status: int, content: bytes, endpoint: Endpoint) -> ResponseOutcome:
     """What to do with a response of this status and, for errors, this content."""
     if status < 300:
         return ResponseOutcome.PASS
@@ -91,7 +91,7 @@ def classify(status: int, content: bytes, request: Request) -> ResponseOutcome:
         return ResponseOutcome.BUSY
     if status in _REFUSED or status < 400:
         return ResponseOutcome.REFUSED
-    if is_context_overflow(status, content, request):
+    if is_context_overflow(status, content, endpoint):
         return ResponseOutcome.CONTEXT_OVERFLOW
     return ResponseOutcome.SERVER_ERROR if status >= 500 else ResponseOutcome.PASS
 
@@ -117,7 +117,7 @@ def fault_of(outcome: str, *, request_took_time: bool) -> Fault:
     return Fault.NODE if outcome in _UNREACHED_OUTCOMES else Fault.NODE_OR_REQUEST
 
 
-def is_context_overflow(status: int, content: bytes, request: Request) -> bool:
+def is_context_overflow(status: int, content: bytes, endpoint: Endpoint) -> bool:
     """Whether the prompt was too long: an error of its own, or for embeddings a 500's message."""
     error = _error(content)
     if error is None:
@@ -130,7 +130,7 @@ def is_context_overflow(status: int, content: bytes, request: Request) -> bool:
         )
     return (
         status == 500
-        and request.endpoint in {"embeddings", "rerank"}
+        and endpoint in {"embeddings", "rerank"}
         and ("too large to process" in error.message or "context size" in error.message)
     )
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from gateway.config.routing import TimeoutSettings
 from gateway.lease import GrantedLease
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.request import Request
+from gateway.proxy.request import Request
 from gateway.transport.errors import UpstreamError, UpstreamTimeout
 
 SILENCE_GRACE = 5.0
@@ -40,8 +40,10 @@ class MonitoredAttempt(Protocol):
     """The part of an attempt that the monitor uses."""
 
     sent_at: float
-    last_content_at: float | None
-    """When content last came from the node; None: none has."""
+
+    @property
+    def last_content_at(self) -> float | None:
+        """When content last came from the node; None: none has."""
 
     @property
     def timeouts(self) -> AttemptTimeouts:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from gateway.errors import GatewayError
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.health import another_prefills
-from gateway.fleet.node import ALIVE_STATES, Lease, Node
+from gateway.fleet.node import Lease, Node
+from gateway.fleet.server_properties import ServerProperties
 from gateway.lease import (
     AttemptReport,
     Fault,
@@ -25,6 +26,7 @@ from gateway.lease import (
     UsageReport,
 )
 from gateway.scheduling.budget import cost_of
+from gateway.scheduling.fleet_sync import ALIVE_STATES
 from gateway.scheduling.lease_granter import LeaseRecord
 from gateway.scheduling.scheduler import Scheduler
 
@@ -90,7 +92,10 @@ class LocalLeaseService:
     # Asked where else a request could go.
 
     def has_other_node(self, request: LeaseRequest, tried: Tried) -> bool:
-        """Whether a node is alive that could take it and has not failed it. Raises: GatewayError."""
+        """Whether a node is alive that could take it and has not failed it.
+
+        Raises: GatewayError.
+        """
         return self.scheduler.has_other_node(request, tried)
 
     def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
@@ -109,6 +114,12 @@ class LocalLeaseService:
     def unsupported_error(self, request: LeaseRequest, tried: Tried) -> GatewayError | None:
         """The error of a request that no node supports (501); None: some node may."""
         return self.scheduler.unsupported_error(request, tried)
+
+    def resume_key_of(self, props: object) -> tuple[object, ...]:
+        """The `resume_key` of a server that answers `/props` like this."""
+        properties = ServerProperties()
+        properties.read_props(props)
+        return properties.resume_key()
 
     def most_slots_of_a_host(self) -> int:
         """The slots of the largest host: all its requests may have to move at once."""
@@ -131,7 +142,7 @@ class LocalLeaseService:
         lease.content_received(self.scheduler.clock())
 
     def content_went_on(self, lease_id: int) -> None:
-        """More content has come since the last report: the node is alive. Once a second is enough."""
+        """More content has come since the last report, a second ago or so: the node is alive."""
         lease = self._record(lease_id).lease
         lease.bytes_received(self.scheduler.clock())
 
@@ -275,9 +286,7 @@ class LocalLeaseService:
 
     # Who is to blame.
 
-    def _count_unattributed(
-        self, record: LeaseRecord, now: float, *, response_began: bool
-    ) -> None:
+    def _count_unattributed(self, record: LeaseRecord, now: float, *, response_began: bool) -> None:
         """The request failed under this lease; the node or the request itself is to blame.
 
         The node is blamed when another node has answered the same request, or when requests of

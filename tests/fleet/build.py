@@ -47,6 +47,8 @@ class Clock:
 class NoUpstream:
     """A node's client that no test may use; it knows whether it was closed."""
 
+    pool = None
+
     def __init__(self) -> None:
         self.closed = False
 
