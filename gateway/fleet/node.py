@@ -109,12 +109,15 @@ class Node:
         """What those who send requests to it may know of it."""
         info = self._info
         if info is None:
-            spec = self.spec
+            spec, own = self.spec, self.spec.timeouts
             info = self._info = NodeInfo(
                 spec.name,
                 spec.tier,
                 spec.kind,
-                spec.timeouts,
+                own.connect,
+                own.first_byte,
+                own.silence,
+                own.total,
                 self.context,
                 self.properties.resume_key(),
                 self.upstream.pool,
