@@ -268,6 +268,8 @@ class UsageReport(msgspec.Struct, frozen=True, eq=False):
     None: this node reported nothing."""
     sent_tokens: int
     """Tokens of this attempt that went to the client, as counted."""
+    complete: bool = True
+    """Whether the response ended by itself."""
 
 
 class LeaseService(Protocol):
