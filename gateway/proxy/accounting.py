@@ -11,8 +11,10 @@ from gateway.errors import GatewayError
 from gateway.events import AttemptEnded, EventBus, RequestFinished
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Lease, Node
+from gateway.lease import KeyedHash
 from gateway.proxy.attempt import Attempt
 from gateway.proxy.in_flight import InFlightRequest, UnattributedFailure
+from gateway.proxy.inbound.large_body import identifying_pieces
 from gateway.proxy.request import Request
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.usage import Usage
@@ -60,12 +62,13 @@ class QuarantineEntry:
 
 
 class Quarantine:
-    """Requests that nodes died on, each known by a hash of its body, never by the body itself."""
+    """Requests that nodes died on, each known by a digest of its body, never by the body itself."""
 
-    __slots__ = ("_entries",)
+    __slots__ = ("_entries", "_keyed_hash")
 
-    def __init__(self) -> None:
-        self._entries: OrderedDict[int, QuarantineEntry] = OrderedDict()
+    def __init__(self, keyed_hash: KeyedHash) -> None:
+        self._keyed_hash = keyed_hash
+        self._entries: OrderedDict[bytes, QuarantineEntry] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -75,12 +78,12 @@ class Quarantine:
 
         A request is rejected for `seconds` after the last loss; 0: none is ever rejected.
         """
-        entry = self._entries.get(_body_hash(request)) if self._entries and seconds else None
+        entry = self._entries.get(self._digest(request)) if self._entries and seconds else None
         if entry is None or len(entry.lost_nodes) < MOST_LOST_NODES:
             return None
         left = entry.last_lost + seconds - now
         if left <= 0:
-            del self._entries[_body_hash(request)]
+            del self._entries[self._digest(request)]
             return None
         return errors.node_failed(
             f"{len(entry.lost_nodes)} nodes died while they served this very request, so it is "
@@ -92,7 +95,7 @@ class Quarantine:
 
         Nodes that are lost together, such as those of one host, count as one.
         """
-        key = _body_hash(request)
+        key = self._digest(request)
         entry = self._entries.setdefault(key, QuarantineEntry())
         self._entries.move_to_end(key)
         if entry.lost_nodes and leased_at < entry.last_lost:
@@ -104,11 +107,13 @@ class Quarantine:
     def clear(self, request: Request) -> None:
         """A node completed the request, so the others did not die on it."""
         if self._entries:
-            self._entries.pop(_body_hash(request), None)
+            self._entries.pop(self._digest(request), None)
 
-
-def _body_hash(request: Request) -> int:
-    return hash((request.path, *request.bodies.values()))
+    def _digest(self, request: Request) -> bytes:
+        parts: list[bytes | memoryview] = [request.path.encode()]
+        for body in request.bodies.values():
+            parts += (b" %d " % len(body), *identifying_pieces(body))
+        return self._keyed_hash.digest(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +127,7 @@ class Accounting:
     scheduler: Scheduler
     bus: EventBus
     clock: Callable[[], float]
-    quarantine: Quarantine = field(default_factory=Quarantine)
+    quarantine: Quarantine
     _sampled_at: dict[str, float] = field(default_factory=dict)
     """When a response was last a sample of each node's speed."""
 
