@@ -44,7 +44,7 @@ class KeyedHash:
     def chain(self, before: bytes, parts: Iterable[bytes]) -> list[bytes]:
         """A digest for each part, which stands for all parts up to its end.
 
-        `before`: the digest of what precedes the first part.
+        `before`: the digest of what precedes the first part, or any other mark.
         """
         # A new state for each digest: it costs less than to go on with one, whose last bytes
         # would be compressed once for the digest and once more with what follows.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+import msgspec
 import pytest
 
-from gateway.fleet.node import Lease, Node
+from gateway.fleet.node import Lease, Node, NodeState
 from gateway.lease import LeaseRequest, PromptKey
 from gateway.scheduling.demand_model import LONG_PROMPT_BYTES, ReportedTokens
 from gateway.scheduling.scheduler import Scheduler
-from tests.scheduling.build import a_request, a_scheduler, node
+from tests.scheduling.build import a_request, a_scheduler, node, settle, start_lease
 
 
 def leased(scheduler: Scheduler, request: LeaseRequest) -> Lease:
@@ -114,6 +115,40 @@ async def test_ended_answers_are_learnt_before_their_slots_are_given_out() -> No
     async with asyncio.timeout(30.0):
         granted, _ = await waiting
     assert believed_cached(scheduler, granted) > 900
+
+
+async def test_a_waiting_request_keeps_its_estimate_when_the_inventory_changes() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    held = leased(scheduler, a_request())
+    request = prompt_request(1, 2, 3)
+    waiting = await start_lease(scheduler, request)
+    (waiter,) = scheduler.waiters
+    before = waiter.queued
+    estimate = before.prompt_tokens, before.completion_tokens
+    for _ in range(30):
+        scheduler.demand_model.token_estimates.learn(
+            request.model, request.fairness_key, 4000.0, 4000.0, 5.0, None
+        )
+    scheduler.fleet.nodes["b"] = node("b", slots=1, state=NodeState.DOWN)
+    scheduler.fleet.model_index.set_nodes(scheduler.fleet.nodes.values())
+    scheduler.capacity_changed()
+    scheduler.match()
+    (waiter,) = scheduler.waiters
+    assert waiter.queued is not before, "rows have changed"
+    assert (waiter.queued.prompt_tokens, waiter.queued.completion_tokens) == estimate
+    held.release()
+    await settle()
+    assert waiting.done()
+
+
+def test_nobody_changes_a_request_that_is_asked_for(nodes: list[Node]) -> None:
+    scheduler = a_scheduler(*nodes)
+    request = prompt_request(1, 2, 3)
+    before = msgspec.to_builtins(request)
+    serve(scheduler, request, ReportedTokens(1000.0, 0.0, 20.0))
+    serve(scheduler, request, ReportedTokens(1000.0, 900.0, 20.0))
+    assert msgspec.to_builtins(request) == before
 
 
 def test_a_short_prompt_leaves_no_learning_pending(nodes: list[Node]) -> None:

@@ -255,7 +255,7 @@ class _KeyBuilder:
         """The key; None without blocks, or if they hold no text at all."""
         if not (self.blocks and self.size):
             return None
-        return self._key(keyed_hash.chain(_model_digest(keyed_hash, model), self.blocks))
+        return self._key(keyed_hash.chain(_model_mark(model), self.blocks))
 
     def build_in_steps(
         self, keyed_hash: KeyedHash, model: str
@@ -263,7 +263,7 @@ class _KeyBuilder:
         """The same in short steps."""
         if not (self.blocks and self.size):
             return None
-        digests = [_model_digest(keyed_hash, model)]
+        digests = [_model_mark(model)]
         for start in range(0, len(self.blocks), BLOCKS_PER_STEP):
             yield
             digests += keyed_hash.chain(digests[-1], self.blocks[start : start + BLOCKS_PER_STEP])
@@ -289,8 +289,10 @@ class _KeyBuilder:
         self.ends.append(self.size)
 
 
-def _model_digest(keyed_hash: KeyedHash, model: str) -> bytes:
-    return keyed_hash.digest((model.encode(),))
+def _model_mark(model: str) -> bytes:
+    """What stands before the first block."""
+    name = model.encode()
+    return b"%d %b" % (len(name), name)
 
 
 def _add_chat(key: _KeyBuilder, chat: _ChatBody) -> None:
