@@ -43,7 +43,7 @@ def a_request(
         header_lines=b"",
         bodies={},
         model_in_body=model,
-        caller=CALLER,
+        caller=keys.pop("caller", CALLER),
         priority=keys.pop("priority", Priority.NORMAL),
         model=model,
         model_names=candidates or (model,),
