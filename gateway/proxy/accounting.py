@@ -13,9 +13,9 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Lease, Node
 from gateway.proxy.attempt import Attempt
 from gateway.proxy.in_flight import InFlightRequest, UnattributedFailure
+from gateway.proxy.request import Request
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.usage import Usage
-from gateway.request import Request
 from gateway.scheduling.budget import cost_of
 from gateway.scheduling.demand_model import ReportedTokens
 from gateway.scheduling.scheduler import Scheduler
@@ -157,9 +157,7 @@ class Accounting:
     def attempt_failed(self, in_flight: InFlightRequest, attempt: Attempt, outcome: str) -> None:
         """An attempt is over without a response for the client."""
         in_flight.end_attempt()
-        self.scheduler.demand_model.abandoned(
-            attempt.lease, in_flight.request, refund=outcome not in NEUTRAL_OUTCOMES
-        )
+        self.scheduler.demand_model.abandoned(attempt.lease, refund=outcome not in NEUTRAL_OUTCOMES)
         now = self.clock()
         if attempt.lease.reservation is not None:
             _charge_failed(in_flight, attempt, outcome, now)
@@ -216,8 +214,9 @@ class Accounting:
         """End the attempt now; returns the time."""
         attempt.release()
         in_flight.end_attempt()
-        if in_flight.request.prompt_key is not None:
-            self.scheduler.demand_model.answer_ended(in_flight.request)
+        lease_request = in_flight.request.lease_request
+        if lease_request.prompt_key is not None:
+            self.scheduler.demand_model.answer_ended(lease_request)
         now = self.clock()
         # Requests without a slot, such as token counts, don't show how fast slots come free.
         if attempt.lease.slots:
@@ -236,7 +235,7 @@ class Accounting:
 
         One event holds about one token; the prompt's tokens are then the estimate.
         """
-        lease, request = attempt.lease, in_flight.request
+        lease, request = attempt.lease, in_flight.request.lease_request
         opening = attempt.content if attempt.is_sse else b""
         usage = attempt.api.read_usage(sample, opening) if sample else None
         reported: ReportedTokens | None = None
@@ -265,7 +264,7 @@ class Accounting:
             self.fleet.adjust_limit(
                 lease, usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
             )
-        if outcome == "ok" or request.stream:
+        if outcome == "ok" or in_flight.request.stream:
             _record_tokens(in_flight.record, usage, attempt.splice_point)
         if cost:
             in_flight.record.charge(cost)
@@ -304,7 +303,9 @@ def _charge_failed(in_flight: InFlightRequest, attempt: Attempt, outcome: str, n
     lease = attempt.lease
     assert lease.reservation is not None
     worked = attempt.sent_at > 0 and attempt.status < 300
-    cost = _cost(lease, Usage(in_flight.request.prompt_tokens), now) if worked else 0.0
+    cost = (
+        _cost(lease, Usage(in_flight.request.lease_request.prompt_tokens), now) if worked else 0.0
+    )
     lease.reservation.settle(cost, happened=worked and outcome in NEUTRAL_OUTCOMES, now=now)
 
 

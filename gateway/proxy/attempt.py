@@ -20,10 +20,11 @@ from gateway.proxy.outcome import (
     error_status,
     is_context_overflow,
 )
+from gateway.proxy.request import Request
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.sse import EventFilter, EventFramer
 from gateway.proxy.timeouts import AttemptTimeouts, TimeoutMonitor, timeouts_for, total_timeout
-from gateway.request import Headers, Request, SegmentedBody
+from gateway.request import Headers, SegmentedBody
 from gateway.transport.connection import NodeConnection
 from gateway.transport.errors import (
     ConnectTimedOut,
@@ -462,7 +463,7 @@ class Attempt:
         mark, end_mark = api.error_mark, api.terminal_mark
         if end_mark not in events and not (mark and mark in events):
             return events
-        ends = api.single_terminal_event or self.request.slots < 2
+        ends = api.single_terminal_event or self.request.lease_request.slots < 2
         kept = []
         for event in sse.split(events):
             if mark and mark in event:
@@ -476,13 +477,14 @@ class Attempt:
 
     def _reported_error(self, data: bytes) -> NodeReportedError:
         """The failure that the node's error event reports."""
+        request = self.request.lease_request
         message = error_message(data) or "The node failed in the middle of it"
         failure = NodeReportedError(message, error_status(data))
-        if is_context_overflow(failure.status, data, self.request):
+        if is_context_overflow(failure.status, data, request.endpoint):
             tokens, context = context_overflow_sizes(data)
             context = context or self.lease.node.context
             failure.client_error = errors.context_length_exceeded(
-                tokens, context, self.request.prompt_field
+                tokens, context, request.prompt_field
             )
         return failure
 

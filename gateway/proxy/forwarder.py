@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from gateway import errors
 from gateway.errors import GatewayError, drop_traceback
 from gateway.fleet.node import Lease, Node
+from gateway.lease import NOTHING_TRIED, Tried
 from gateway.proxy import forwarded_headers, outcome
 from gateway.proxy.api.base import Api, AssemblyError, ResponseAssembler
 from gateway.proxy.attempt import Attempt, UpstreamRequest
@@ -27,6 +28,7 @@ from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import parse_object
 from gateway.proxy.multi_prompt import MultiPromptForwarder
 from gateway.proxy.outcome import ResponseOutcome
+from gateway.proxy.request import Request
 from gateway.proxy.response_stream import (
     JSON_HEADER_LINE,
     ProxyResponse,
@@ -37,7 +39,6 @@ from gateway.proxy.response_stream import (
 )
 from gateway.proxy.resume.resumer import Resumer
 from gateway.proxy.transcript import TokenIdExtractor, TranscriptRecorder
-from gateway.request import Request
 from gateway.scheduling.fleet_sync import ALIVE_STATES
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
@@ -104,14 +105,14 @@ class Forwarder:
         if rejection is not None:
             raise rejection
         request = in_flight.request
-        if tried is not NOTHING_TRIED:
-            request = tried.to_place(request)
-            in_flight.place_as(request)
-        granted = scheduler.lease_now(request)
+        lease_request, age = request.lease_request, clock() - request.received_at
+        granted = scheduler.lease_now(lease_request, tried, age)
         if granted is None:
             queued_at = clock()
             try:
-                granted = await scheduler.wait_for_lease(request)
+                granted = await scheduler.wait_for_lease(
+                    lease_request, tried, age, response_started=in_flight.response_started
+                )
             finally:
                 record.waited(clock() - queued_at)
         lease, model = granted
@@ -144,7 +145,7 @@ class Forwarder:
             response = ProxyResponse(attempt.status, attempt.header_lines, attempt.content)
             accounting.response_completed(in_flight, attempt, response.content)
             return response
-        stream = self._response_stream(in_flight, attempt, api, model, recorder)
+        stream = self._response_stream(in_flight, attempt, api, model, recorder, tried)
         if attempt.is_sse and not request.stream:
             return await self._assemble(in_flight, stream, model, tried)
         if attempt.is_sse:
@@ -158,11 +159,12 @@ class Forwarder:
         api: Api,
         model: str,
         recorder: TranscriptRecorder | None,
+        tried: Tried,
     ) -> ResponseStream:
         """The rest of the response, which is resumed on another node if its own fails."""
         resumer = None
         if recorder is not None and attempt.is_sse:
-            resumer = Resumer(self.context, in_flight, recorder, model, attempt)
+            resumer = Resumer(self.context, in_flight, recorder, model, attempt, tried.min_context)
         return ResponseStream(attempt, in_flight, api, self.context.accounting, resumer)
 
     # What is sent.
@@ -170,7 +172,7 @@ class Forwarder:
     def _recorder(self, attempt: Attempt, api: Api) -> TranscriptRecorder | None:
         """What records the stream, if it can be resumed."""
         settings, node = self.context.settings, attempt.lease.node
-        if settings.resume == "off" or attempt.request.slots != 1:
+        if settings.resume == "off" or attempt.request.lease_request.slots != 1:
             return None
         if api.transcript_reader is None or node.spec.kind != "llama.cpp":
             return None
@@ -236,17 +238,19 @@ class Forwarder:
             content = assembler.assemble(parse_object(fields))
         except StreamFailed as failed:
             drop_traceback(failed)
-            tried = tried.failed_on(node)
+            tried = tried.failed_on(node.name)
             # An evicted request needs another node at once; any other may wait for one.
             retryable = is_resumable(failed.failure) and (
                 not isinstance(failed.failure, RequestEvicted)
-                or self.context.scheduler.has_other_node(tried.to_place(request), node)
+                or self.context.scheduler.has_other_node(request.lease_request, tried)
             )
             return FailedAttempt(node, tried, failed.error, retryable=retryable)
         except AssemblyError as failure:
             # The server is not quite llama.cpp's: it may still answer plainly.
             error = errors.node_failed(f"{failure}".capitalize() + ".")
-            return FailedAttempt(node, replace(tried.failed_on(node), may_assemble=False), error)
+            return FailedAttempt(
+                node, replace(tried.failed_on(node.name), may_assemble=False), error
+            )
         finally:
             stream.close()
         headers = [field for field in attempt.headers if field[0] != b"content-type"]
@@ -261,7 +265,7 @@ class Forwarder:
         accounting, fleet, now = self.context.accounting, self.context.fleet, self.context.clock()
         lease, node = attempt.lease, attempt.lease.node
         attempt.release()
-        kind = outcome.classify(status, content, request)
+        kind = outcome.classify(status, content, request.lease_request.endpoint)
         accounting.attempt_failed(
             in_flight, attempt, "ok" if kind is ResponseOutcome.PASS else kind.value
         )
@@ -269,7 +273,7 @@ class Forwarder:
         if kind is ResponseOutcome.PASS:
             fleet.request_succeeded(node, now, lease.taken_at)
             return response
-        tried = tried.failed_on(node)
+        tried = tried.failed_on(node.name)
         if kind is ResponseOutcome.CONTEXT_OVERFLOW:
             return self._judge_overflow(request, content, lease, tried)
         if kind is ResponseOutcome.REFUSED:
@@ -285,7 +289,7 @@ class Forwarder:
             error = errors.node_failed(f"Every node tried failed ({status}).")
             return FailedAttempt(node, tried, error)
         if status in tried.statuses or not self.context.scheduler.has_other_node(
-            tried.to_place(request), node
+            request.lease_request, tried
         ):
             return response
         in_flight.add_unattributed_failure(UnattributedFailure(lease, counted=False))
@@ -298,13 +302,13 @@ class Forwarder:
     ) -> FailedAttempt:
         """The node can never serve this request; another node may. Raises: GatewayError."""
         scheduler, fleet = self.context.scheduler, self.context.fleet
-        tried = tried.refused_by(node)
+        tried, endpoint = tried.refused_by(node.name), request.lease_request.endpoint
         if status == 501:
             hint = outcome.error_message(content)
-            tried = tried.unsupported_by(node, hint)
-            if request.endpoint != "chat" or ROUTES[request.path].api.refusal_is_general:
-                fleet.endpoint_refused(node, request.endpoint, hint)
-            if (error := scheduler.unsupported_error(tried.to_place(request))) is not None:
+            tried = tried.unsupported_by(node.name, hint)
+            if endpoint != "chat" or ROUTES[request.path].api.refusal_is_general:
+                fleet.endpoint_refused(node, endpoint, hint)
+            if (error := scheduler.unsupported_error(request.lease_request, tried)) is not None:
                 raise error
         elif status == 401 and node.spec.kind == "openai" and not _names_account(request):
             # For a llama.cpp server the probes find out.
@@ -319,13 +323,13 @@ class Forwarder:
         node = lease.node
         tokens, context = outcome.context_overflow_sizes(content)
         context = context or node.context
-        error = errors.context_length_exceeded(tokens, context, request.prompt_field)
+        error = errors.context_length_exceeded(tokens, context, request.lease_request.prompt_field)
         self.context.fleet.request_succeeded(node, self.context.clock(), lease.taken_at)
         if tried.min_context or context is None:
             raise error
         # For embeddings a batch must hold the text, and can be smaller than the context.
         tried = replace(tried, min_context=max(tokens or 0, context + 1, (node.context or 0) + 1))
-        if not self.context.scheduler.has_larger_context(tried.to_place(request)):
+        if not self.context.scheduler.has_larger_context(request.lease_request, tried):
             raise error
         return FailedAttempt(node, tried, error)
 
@@ -339,9 +343,9 @@ class Forwarder:
         if isinstance(failure, RequestCancelled):
             raise failure.error
         error = to_gateway_error(failure)
-        tried = tried.failed_on(node)
+        tried = tried.failed_on(node.name)
         if isinstance(failure, RequestEvicted):
-            retryable = self.context.scheduler.has_other_node(tried.to_place(request), node)
+            retryable = self.context.scheduler.has_other_node(request.lease_request, tried)
             return FailedAttempt(node, tried, error, retryable=retryable)
         if isinstance(failure, LocalResourcesExhausted):
             return FailedAttempt(node, tried, error)
@@ -387,49 +391,6 @@ class FailedAttempt:
     """Whether the node received the request; if not, a retry adds no load."""
     error_response: ProxyResponse | None = None
     """The node's own error, for the client if no other attempt may follow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """What the earlier attempts of a request have shown about nodes and about the request."""
-
-    failed_nodes: frozenset[str] = frozenset()
-    excluded_nodes: frozenset[str] = frozenset()
-    unsupported_nodes: frozenset[str] = frozenset()
-    unsupported_hint: str | None = None
-    min_context: int = 0
-    statuses: tuple[int, ...] = ()
-    """Server errors of nodes; the same from two nodes is the request's own fault."""
-    may_assemble: bool = True
-    """False: a stream could not be assembled, so a plain response is asked for."""
-
-    def to_place(self, request: Request) -> Request:
-        """The request as the scheduler must place it now."""
-        return replace(
-            request,
-            failed_nodes=self.failed_nodes,
-            excluded_nodes=self.excluded_nodes,
-            unsupported_nodes=self.unsupported_nodes,
-            unsupported_hint=self.unsupported_hint,
-            min_context=self.min_context,
-            may_assemble=request.may_assemble and self.may_assemble,
-        )
-
-    def failed_on(self, node: Node) -> Tried:
-        """The same after `node` has failed the request."""
-        return replace(self, failed_nodes=self.failed_nodes | {node.name})
-
-    def refused_by(self, node: Node) -> Tried:
-        """The same after `node` has refused the request for good."""
-        return replace(self, excluded_nodes=self.excluded_nodes | {node.name})
-
-    def unsupported_by(self, node: Node, hint: str | None) -> Tried:
-        """The same after `node` has said that it lacks the feature (501), with its own hint."""
-        nodes = self.unsupported_nodes | {node.name}
-        return replace(self, unsupported_nodes=nodes, unsupported_hint=hint)
-
-
-NOTHING_TRIED = Tried()
 
 
 def _names_account(request: Request) -> bool:

@@ -11,7 +11,7 @@ from gateway.events import RequestFinished
 from gateway.fleet.node import Lease
 from gateway.proxy.attempt import Attempt
 from gateway.proxy.prefill_progress import PrefillProgress
-from gateway.request import Request
+from gateway.proxy.request import Request
 from gateway.transport.errors import UpstreamError
 
 
@@ -59,18 +59,12 @@ class InFlightRequest:
     on_cancel: Callable[[GatewayError], None] | None = None
     """Called on cancellation, by what runs the sub-requests."""
     unattributed_failures: tuple[UnattributedFailure, ...] = ()
-    placed: Request | None = None
-    """The request as the scheduler places it for a retry or a resumption; None: as `request`."""
-
-    def place_as(self, request: Request) -> None:
-        """From now on the scheduler is asked to place it as `request`."""
-        self.placed = request
+    response_started: bool = False
+    """Whether its client has the head of a response, so that no other should displace it."""
 
     def note_response_started(self) -> None:
-        """Its client has a response head: no other request may displace it in the queue."""
-        self.request.note_response_started()
-        if self.placed is not None:
-            self.placed.note_response_started()
+        """Its client has the head of a response."""
+        self.response_started = True
 
     def cancel(self, error: GatewayError) -> None:
         """End the request; its client gets `error`, as an event if the response has begun."""

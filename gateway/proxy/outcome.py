@@ -9,7 +9,7 @@ from email.utils import parsedate_to_datetime
 import msgspec
 
 from gateway.proxy.json_values import JSON_ERRORS
-from gateway.request import Headers, Request
+from gateway.request import Endpoint, Headers
 
 
 class ResponseOutcome(enum.Enum):
@@ -82,7 +82,7 @@ _ANY = msgspec.json.Decoder()
 _BODY = msgspec.json.Decoder(_ErrorBody)
 
 
-def classify(status: int, content: bytes, request: Request) -> ResponseOutcome:
+def classify(status: int, content: bytes, endpoint: Endpoint) -> ResponseOutcome:
     """What to do with a response of this status and, for errors, this content."""
     if status < 300:
         return ResponseOutcome.PASS
@@ -90,12 +90,12 @@ def classify(status: int, content: bytes, request: Request) -> ResponseOutcome:
         return ResponseOutcome.BUSY
     if status in _REFUSED or status < 400:
         return ResponseOutcome.REFUSED
-    if is_context_overflow(status, content, request):
+    if is_context_overflow(status, content, endpoint):
         return ResponseOutcome.CONTEXT_OVERFLOW
     return ResponseOutcome.SERVER_ERROR if status >= 500 else ResponseOutcome.PASS
 
 
-def is_context_overflow(status: int, content: bytes, request: Request) -> bool:
+def is_context_overflow(status: int, content: bytes, endpoint: Endpoint) -> bool:
     """Whether the prompt was too long: an error of its own, or for embeddings a 500's message."""
     error = _error(content)
     if error is None:
@@ -108,7 +108,7 @@ def is_context_overflow(status: int, content: bytes, request: Request) -> bool:
         )
     return (
         status == 500
-        and request.endpoint in {"embeddings", "rerank"}
+        and endpoint in {"embeddings", "rerank"}
         and ("too large to process" in error.message or "context size" in error.message)
     )
 

@@ -16,8 +16,8 @@ from gateway.proxy.api.base import Api
 from gateway.proxy.inbound import edits
 from gateway.proxy.inbound.large_body import Body, without_large_fields
 from gateway.proxy.json_values import InvalidJson, parse_object
+from gateway.proxy.request import Request
 from gateway.proxy.sse import EventFilter
-from gateway.request import Request
 from gateway.transport.errors import InvalidResponse
 
 _REQUEST_FIELD = b'"return_progress"'
@@ -55,7 +55,11 @@ class PrefillProgress:
         """
         self._lease, self._tokens = lease, None
         fields = api.progress_fields
-        if lease.node.spec.kind != "llama.cpp" or fields is None or request.slots != 1:
+        if (
+            lease.node.spec.kind != "llama.cpp"
+            or fields is None
+            or request.lease_request.slots != 1
+        ):
             return body, None
         small_fields = without_large_fields(body)
         self._client_asked = (

@@ -11,7 +11,7 @@ from gateway.config.routing import TimeoutSettings
 from gateway.fleet.health import PREFILL_GRACE_FACTOR, another_prefills
 from gateway.fleet.node import Lease
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.request import Request
+from gateway.proxy.request import Request
 from gateway.transport.errors import UpstreamError, UpstreamTimeout
 
 SILENCE_GRACE = 5.0

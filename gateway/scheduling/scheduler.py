@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -19,7 +19,8 @@ from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Lease, Node
 from gateway.fleet.prompt_cache import FleetPromptCache
-from gateway.request import Priority, Request
+from gateway.lease import NOTHING_TRIED, LeaseRequest, QueuePosition, Tried
+from gateway.request import Priority
 from gateway.scheduling.admission import Admission, CompletionRate, combine_waits, queue_room
 from gateway.scheduling.candidates import CandidateFinder
 from gateway.scheduling.demand_model import DemandModel, has_long_prompt
@@ -29,7 +30,7 @@ from gateway.scheduling.node_slots import Placement, QueuedRequest
 from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.tier_policy import TierPolicy
 from gateway.scheduling.tier_router import TierRouter
-from gateway.scheduling.waiters import QueuePosition, Waiter, Waiters
+from gateway.scheduling.waiters import Waiter, Waiters
 
 TICK = 0.5
 """Seconds between two looks at every waiting request, and at the whole fleet."""
@@ -111,33 +112,54 @@ class Scheduler:
 
     # Leases.
 
-    async def lease(self, request: Request) -> GrantedLease:
+    async def lease(
+        self,
+        request: LeaseRequest,
+        tried: Tried = NOTHING_TRIED,
+        age: float = 0.0,
+        *,
+        response_started: bool = False,
+    ) -> GrantedLease:
         """A lease for `request`, and the public model name for which it was given.
+
+        `age`: seconds since the request was received. `response_started`: whether its client has
+        the head of a response, so that no other request should displace it in the queue.
 
         Waits while all nodes that could serve it are busy or down. Raises: GatewayError, when it
         can't be served, the queue has no room, or it has waited too long.
         """
-        return self.lease_now(request) or await self.wait_for_lease(request)
+        granted = self.lease_now(request, tried, age)
+        if granted is not None:
+            return granted
+        return await self.wait_for_lease(request, tried, age, response_started=response_started)
 
-    def lease_now(self, request: Request) -> GrantedLease | None:
+    def lease_now(
+        self, request: LeaseRequest, tried: Tried = NOTHING_TRIED, age: float = 0.0
+    ) -> GrantedLease | None:
         """The same without waiting: None if the request would have to."""
         if self.closing:
             raise errors.shutting_down()
         if self.demand_model.learning_pending and has_long_prompt(request):
             self.learn_pending()
         now = self.clock()
-        if self.fleet_sync.has_gpu_tier and request.slots and not request.failed_nodes:
+        if self.fleet_sync.has_gpu_tier and request.slots and not tried.failed_nodes:
             self.tier_policy.arrived(request.priority, now)
-        candidates = self._granter.find_candidates(request, now)
-        queued = self.demand_model.build(request, candidates)
-        if request.deadline is not None:
-            self._granter.check_deadline(request, queued, candidates, now)
-        granted = self._place(queued, request, candidates, now)
+        candidates, queued = self._granter.begin(request, tried, now - age, now)
+        if queued.deadline is not None:
+            self._granter.check_deadline(queued, candidates, now)
+        granted = self._place(queued, request, tried, candidates, now)
         if granted is None:
             self.tier_router.cancel_reservation(candidates)
         return granted
 
-    async def wait_for_lease(self, request: Request) -> GrantedLease:
+    async def wait_for_lease(
+        self,
+        request: LeaseRequest,
+        tried: Tried = NOTHING_TRIED,
+        age: float = 0.0,
+        *,
+        response_started: bool = False,
+    ) -> GrantedLease:
         """Queue until a slot is granted; call after `lease_now` returned None.
 
         Raises: GatewayError, as `lease`.
@@ -145,53 +167,73 @@ class Scheduler:
         if self.closing:
             raise errors.shutting_down()
         now = self.clock()
-        candidates = self._granter.find_candidates(request, now)
-        queued = self.demand_model.build(request, candidates)
+        candidates, queued = self._granter.begin(request, tried, now - age, now)
         room = queue_room(request, self.waiters, self.admission)
         try:
-            expires_at = self._admit(request, queued, candidates, room.counted_waiting, now)
+            expires_at = self._admit(
+                request,
+                queued,
+                candidates,
+                room.counted_waiting,
+                now,
+                retried=bool(tried.failed_nodes),
+            )
         except errors.GatewayError:
             self.tier_router.cancel_reservation(candidates)
             raise
-        if room.displaced is not None and not request.failed_nodes:
+        if room.displaced is not None and not tried.failed_nodes:
             self._refuse(room.displaced, self._displaced_error(now))
         granted: asyncio.Future[GrantedLease] = asyncio.get_running_loop().create_future()
         down_since = None if candidates.any_alive() else now
-        waiter = Waiter(request, candidates, queued, now, expires_at, granted, down_since)
+        waiter = Waiter(
+            request,
+            tried,
+            candidates,
+            queued,
+            now,
+            expires_at,
+            granted,
+            down_since,
+            response_started,
+        )
         self._enqueue(waiter)
         self._match_soon()
         try:
             return await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled() and granted.exception() is None:
-                self._granter.release_unused(granted.result()[0], request)
+                self._granter.release_unused(granted.result()[0])
             raise
         finally:
             if waiter.queued in self.waiters:
                 self._remove(waiter)
                 self._match_soon()
 
-    def has_other_node(self, request: Request, node: Node) -> bool:
-        """Whether a node other than `node` is alive that could take `request`."""
+    def has_other_node(self, request: LeaseRequest, tried: Tried) -> bool:
+        """Whether a node is alive that could take `request` and has not failed it."""
         return any(
-            other is not node
-            and other.name not in request.failed_nodes
-            and other.state in ALIVE_STATES
-            for _, nodes in self._granter.candidate_finder.nodes_by_model(request)
-            for other in nodes
-        )
-
-    def has_larger_context(self, request: Request) -> bool:
-        """Whether a node has the context that `request` is now known to need."""
-        return any(
-            node.context is not None and node.context >= request.min_context
-            for _, nodes in self._granter.candidate_finder.nodes_by_model(request)
+            node.name not in tried.failed_nodes and node.state in ALIVE_STATES
+            for _, nodes in self._granter.candidate_finder.nodes_by_model(request, tried)
             for node in nodes
         )
 
-    def unsupported_error(self, request: Request) -> errors.GatewayError | None:
+    def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
+        """Whether a node has the context that `request` is now known to need."""
+        return any(
+            node.context is not None and node.context >= tried.min_context
+            for _, nodes in self._granter.candidate_finder.nodes_by_model(request, tried)
+            for node in nodes
+        )
+
+    def unsupported_error(self, request: LeaseRequest, tried: Tried) -> errors.GatewayError | None:
         """The error of a request that no node supports (501); None: some node may."""
-        return self._granter.candidate_finder.unsupported_error(request)
+        return self._granter.candidate_finder.unsupported_error(request, tried)
+
+    def keep_in_queue(self, request_id: str) -> None:
+        """The request's client has the head of a response: displace others before it."""
+        waiter = self.waiters.by_request_id(request_id)
+        if waiter is not None:
+            waiter.note_response_started()
 
     # The queue, as others see it.
 
@@ -200,22 +242,26 @@ class Scheduler:
         now = self.clock()
         return [
             QueuePosition(
-                waiter.request,
+                waiter.request.id,
                 position,
                 now - waiter.queued_at,
                 wait if math.isfinite(wait) else None,
             )
-            for position, (queued, wait) in enumerate(
-                islice(self.dispatcher.predicted_waits(now), most), 1
-            )
-            if (waiter := self.waiters.get(queued)) is not None
+            for position, (waiter, wait) in enumerate(self.predicted_waits(most), 1)
         ]
 
-    def queue_position(self, request: Request) -> QueuePosition | None:
+    def predicted_waits(self, most: int | None = None) -> Iterator[tuple[Waiter, float]]:
+        """The same with the seconds until each is expected to start; infinity: unknown."""
+        for queued, wait in islice(self.dispatcher.predicted_waits(self.clock()), most):
+            waiter = self.waiters.get(queued)
+            if waiter is not None:
+                yield waiter, wait
+
+    def queue_position(self, request_id: str) -> QueuePosition | None:
         """Where a request stands in the queue, up to `TICK` ago; None: it does not wait."""
         if self._positions is None:
-            self._positions = {one.request.id: one for one in self.queue_positions()}
-        return self._positions.get(request.id)
+            self._positions = {one.request_id: one for one in self.queue_positions()}
+        return self._positions.get(request_id)
 
     def depths(self) -> dict[Priority, int]:
         """How many requests of each class wait."""
@@ -277,11 +323,13 @@ class Scheduler:
 
     def _admit(
         self,
-        request: Request,
+        request: LeaseRequest,
         queued: QueuedRequest,
         candidates: NodeCandidates,
         waiting: int,
         now: float,
+        *,
+        retried: bool,
     ) -> float:
         """Until when the request may wait beside `waiting` others. Raises: GatewayError."""
         predicted = None
@@ -291,7 +339,13 @@ class Scheduler:
             ahead, slots = self.dispatcher.count_ahead(queued), self.fleet_sync.slots(queued)
             predicted = combine_waits(self.completion_rate, slots, ahead, by_work, now)
         return self.admission.admit(
-            request, waiting, predicted, self.completion_rate.retry_after(1, now), now
+            request,
+            waiting,
+            predicted,
+            self.completion_rate.retry_after(1, now),
+            now,
+            queued.deadline,
+            retried=retried,
         )
 
     def _displaced_error(self, now: float) -> errors.GatewayError:
@@ -315,7 +369,12 @@ class Scheduler:
     # Granting.
 
     def _place(
-        self, queued: QueuedRequest, request: Request, candidates: NodeCandidates, now: float
+        self,
+        queued: QueuedRequest,
+        request: LeaseRequest,
+        tried: Tried,
+        candidates: NodeCandidates,
+        now: float,
     ) -> GrantedLease | None:
         """A lease now; None: the request would have to wait."""
         dispatcher = self.dispatcher
@@ -325,7 +384,7 @@ class Scheduler:
             placement = dispatcher.place(queued, now)
             if placement is None:
                 return None
-            granted = self._granter.grant(placement, request, candidates, now)
+            granted = self._granter.grant(placement, request, tried, candidates, now)
             if granted is not None:
                 return granted
         return None
@@ -340,7 +399,9 @@ class Scheduler:
                     self._check_all_at = now + TICK
                 self.waiters.add(waiter)
                 return
-            granted = self._granter.grant(placement, waiter.request, waiter.candidates, now)
+            granted = self._granter.grant(
+                placement, waiter.request, waiter.tried, waiter.candidates, now
+            )
             if granted is not None:
                 waiter.granted.set_result(granted)
                 return
@@ -350,7 +411,9 @@ class Scheduler:
 
     def _rebuild(self, waiter: Waiter, candidates: NodeCandidates) -> None:
         """Give a waiter that is not in the queue these candidates."""
-        waiter.requeue_as(candidates, self.demand_model.build(waiter.request, candidates))
+        earlier = waiter.queued
+        queued = self.demand_model.build(waiter.request, candidates, earlier.received_at, earlier)
+        waiter.requeue_as(candidates, queued)
 
     def _match_soon(self) -> None:
         """Called for each slot that comes free."""
@@ -383,7 +446,9 @@ class Scheduler:
         if waiter is None or waiter.granted.done():
             self.dispatcher.cancelled(placement, now)
             return False
-        granted = self._granter.grant(placement, waiter.request, waiter.candidates, now)
+        granted = self._granter.grant(
+            placement, waiter.request, waiter.tried, waiter.candidates, now
+        )
         if granted is None:
             self._rebuild(waiter, waiter.candidates)
             self._enqueue(waiter)
@@ -443,7 +508,9 @@ class Scheduler:
     def _update_candidates(self, waiter: Waiter, now: float, *, requeue: bool = False) -> None:
         """Find its candidates anew; `requeue`: in any case, since row indexes have changed."""
         try:
-            candidates = self._granter.find_candidates(waiter.request, now, waiter.queued)
+            candidates = self._granter.find_candidates(
+                waiter.request, waiter.tried, waiter.queued, now
+            )
         except errors.GatewayError as error:
             self._refuse(waiter, error)
             return
@@ -467,28 +534,40 @@ class LeaseGranter:
     tier_router: TierRouter
     clock: Callable[[], float]
 
-    def find_candidates(
-        self, request: Request, now: float, waiting: QueuedRequest | None = None
-    ) -> NodeCandidates:
-        """Where the request may go now. Raises: GatewayError.
+    def begin(
+        self, request: LeaseRequest, tried: Tried, received_at: float, now: float
+    ) -> tuple[NodeCandidates, QueuedRequest]:
+        """Where a request may go now, and the request in numbers. Raises: GatewayError.
 
-        `waiting`: its entry in the queue, if it waits. Candidates that are not used must be given
-        to `TierRouter.cancel_reservation`.
+        Candidates that are not used must be given to `TierRouter.cancel_reservation`.
         """
-        candidates = self.candidate_finder.find(request)
+        candidates = self.candidate_finder.find(request, tried)
+        queued = self.demand_model.build(request, candidates, received_at)
         if self.fleet_sync.has_gpu_tier:
-            queued = waiting or self.demand_model.build(request, candidates)
-            candidates = self.tier_router.narrow(request, candidates, queued, now, waiting=waiting)
+            candidates = self.tier_router.narrow(request, tried, candidates, queued, now)
+            queued.set_groups(candidates.groups)
+        return candidates, queued
+
+    def find_candidates(
+        self, request: LeaseRequest, tried: Tried, waiting: QueuedRequest, now: float
+    ) -> NodeCandidates:
+        """Where a request that waits may go now; `waiting`: its entry in the queue.
+
+        Raises and reserves as `begin`.
+        """
+        candidates = self.candidate_finder.find(request, tried)
+        if self.fleet_sync.has_gpu_tier:
+            candidates = self.tier_router.narrow(
+                request, tried, candidates, waiting, now, waiting=waiting
+            )
         return candidates
 
-    def check_deadline(
-        self, request: Request, queued: QueuedRequest, candidates: NodeCandidates, now: float
-    ) -> None:
+    def check_deadline(self, queued: QueuedRequest, candidates: NodeCandidates, now: float) -> None:
         """Raises: GatewayError, if the prompt can't be read before the client stops waiting.
 
         The prompt's size is an estimate: half of the predicted prefill counts.
         """
-        assert request.deadline is not None
+        assert queued.deadline is not None
         if not self.fleet_sync.is_measured(queued):
             return
         prefill = min(
@@ -501,7 +580,7 @@ class LeaseGranter:
             ),
             default=0.0,
         )
-        left = request.deadline - now
+        left = queued.deadline - now
         if prefill / 2 > left:
             raise errors.queue_timeout(
                 f"Reading this prompt takes about {prefill:.0f} s, and this client waits for "
@@ -510,7 +589,12 @@ class LeaseGranter:
             )
 
     def grant(
-        self, placement: Placement, request: Request, candidates: NodeCandidates, now: float
+        self,
+        placement: Placement,
+        request: LeaseRequest,
+        tried: Tried,
+        candidates: NodeCandidates,
+        now: float,
     ) -> GrantedLease | None:
         """The lease for a placement; None: the node does not take it after all.
 
@@ -522,7 +606,7 @@ class LeaseGranter:
             self.dispatcher.cancelled(placement, now)
             self.fleet_sync.sync()
             return None
-        lease = _take_lease(node, request, placement, now)
+        lease = _take_lease(node, request, tried, placement, now)
         lease.placement = placement
         lease.on_first_content = self._prefill_done
         lease.on_release = self._released
@@ -534,9 +618,9 @@ class LeaseGranter:
             self.tier_router.lease_granted(candidates, placement.row, lease)
         return lease, candidates.by_model[placement.group][0]
 
-    def release_unused(self, lease: Lease, request: Request) -> None:
+    def release_unused(self, lease: Lease) -> None:
         """Release a lease whose request was cancelled before it could be sent."""
-        self.demand_model.abandoned(lease, request, refund=True)
+        self.demand_model.abandoned(lease, refund=True)
         if lease.reservation is not None:
             lease.reservation.settle(0.0, happened=False, now=self.clock())
         lease.release()
@@ -556,7 +640,9 @@ class LeaseGranter:
             lease.placement = None
 
 
-def _take_lease(node: Node, request: Request, placement: Placement, now: float) -> Lease:
+def _take_lease(
+    node: Node, request: LeaseRequest, tried: Tried, placement: Placement, now: float
+) -> Lease:
     """A lease with the predicted prefill and total, which bound how long the node may be silent."""
     speed = node.speed
     tokens = max(request.prompt_tokens, placement.queued.prompt_tokens)
@@ -569,7 +655,8 @@ def _take_lease(node: Node, request: Request, placement: Placement, now: float) 
         request.id,
         request.priority,
         now,
-        stream=request.stream or (request.may_assemble and node.spec.kind == "llama.cpp"),
+        stream=request.stream
+        or (request.may_assemble and tried.may_assemble and node.spec.kind == "llama.cpp"),
         expected_prefill=prefill,
         expected_total=total,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from gateway.config.settings import Settings
 from gateway.fleet.node import Lease
-from gateway.request import Request
+from gateway.lease import LeaseRequest, Tried
 from gateway.scheduling.budget import most_cost
 from gateway.scheduling.dispatcher import Dispatcher
 from gateway.scheduling.fleet_sync import FleetSync, ModelGroups, NodeCandidates
@@ -42,7 +42,8 @@ class TierRouter:
 
     def narrow(
         self,
-        request: Request,
+        request: LeaseRequest,
+        tried: Tried,
         candidates: NodeCandidates,
         queued: QueuedRequest,
         now: float,
@@ -58,7 +59,10 @@ class TierRouter:
         if tiers is None or not queued.slots:
             return candidates
         gpu, cpu = (self._status(tier, queued, now, waiting) for tier in tiers)
-        if gpu is None and any(row.name in request.excluded_nodes for row in tiers[0].rows):
+        if gpu is None and (
+            request.resume_key is not None
+            or any(row.name in tried.excluded_nodes for row in tiers[0].rows)
+        ):
             gpu = TierStatus(alive=False, has_room=False, failed=True)
         cost = (
             self._most_cost(request, tiers[0], queued, now)
@@ -67,7 +71,7 @@ class TierRouter:
         )
         route = self.tier_policy.route(request.priority, gpu, cpu, now, cost)
         # The delay counts from its arrival: a retry does not wait again.
-        open_tiers, fallback_at = route.tiers, request.received_at + route.fallback_delay
+        open_tiers, fallback_at = route.tiers, queued.received_at + route.fallback_delay
         if now < fallback_at:
             open_tiers = open_tiers[:1]
         else:
@@ -142,23 +146,22 @@ class TierRouter:
         )
 
     def _most_cost(
-        self, request: Request, tier: CandidateSet, queued: QueuedRequest, now: float
+        self, request: LeaseRequest, tier: CandidateSet, queued: QueuedRequest, now: float
     ) -> float:
         """The most that the request can cost on any node of the tier that has room."""
-        size = max(map(len, request.bodies.values()), default=0)
         costs = [0.0]
         for row in tier.rows:
             if row.free < 1 or row.index in queued.excluded or row.index in queued.failed:
                 continue
             node = self.fleet_sync.node(row)
             seconds = node.spec.timeouts.total or self.settings.timeouts.total
-            if request.deadline is not None:
-                seconds = min(seconds, max(0.0, request.deadline - now))
+            if queued.deadline is not None:
+                seconds = min(seconds, max(0.0, queued.deadline - now))
             costs.append(
                 most_cost(
                     node.spec,
                     node.slots_total,
-                    prompt_bytes=size,
+                    prompt_bytes=request.body_bytes,
                     max_tokens=request.max_tokens if request.generates else 0,
                     context=node.context,
                     slots=max(request.slots, queued.slots),

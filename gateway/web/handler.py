@@ -18,6 +18,7 @@ from gateway.config.settings import Settings
 from gateway.errors import ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
 from gateway.fleet.model_index import ModelIndex
+from gateway.lease import LeaseRequest
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
 from gateway.proxy.inbound import multipart
@@ -34,9 +35,9 @@ from gateway.proxy.inbound.prepare import (
 from gateway.proxy.inbound.prompt_key import VolatileLines
 from gateway.proxy.inbound.routes import Route, is_infill
 from gateway.proxy.prefill_progress import PrefillProgress
+from gateway.proxy.request import Request
 from gateway.proxy.response_stream import BodyStream, ProxyResponse
 from gateway.proxy.time_slicer import TimeSlicer
-from gateway.request import Request
 from gateway.scheduling.scheduler import Scheduler
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
@@ -368,17 +369,18 @@ class _HandledRequest:
         )
         index = self._handler.model_index
         request = prepare_request(incoming, parsed, record.priority, self._config.rules, index)
-        for name in request.model_names:
+        lease_request = request.lease_request
+        for name in lease_request.model_names:
             if index.serves(name):
-                record.describe(stream=request.stream, model=request.model)
+                record.describe(stream=request.stream, model=lease_request.model)
                 break
         else:
             record.describe(stream=request.stream, model=None)
         if is_infill(route, parsed) and settings.queue.latest_wins:
-            self._edit_session = request.session or self._default_edit_session(request)
+            self._edit_session = lease_request.session or self._default_edit_session(lease_request)
         return request
 
-    def _default_edit_session(self, request: Request) -> str:
+    def _default_edit_session(self, request: LeaseRequest) -> str:
         """Identifies an editor that names no session in a header."""
         exchange, proxies = self._exchange, self._config.settings.listen.trusted_proxies
         address = client_address(exchange.headers, exchange.peer_address, proxies)
@@ -539,7 +541,7 @@ class _HandledRequest:
             return self._send_heartbeat()
         assert in_flight is not None
         assert in_flight.prefill_progress is not None
-        position = handler.scheduler.queue_position(in_flight.request)
+        position = handler.scheduler.queue_position(self.request_id)
         prefill = in_flight.prefill_progress.status(handler.clock()) if position is None else None
         comment = progress_comment(position, prefill)
         beat = api.heartbeat() if api.heartbeat_is_event or not comment else b""
@@ -570,6 +572,7 @@ class _HandledRequest:
             exchange.start_response(200, header_lines + self._header_lines(early=True), data)
             if self._in_flight is not None:
                 self._in_flight.note_response_started()
+                self._handler.scheduler.keep_in_queue(self.request_id)
 
 
 class Heartbeat:

@@ -8,12 +8,12 @@ from functools import lru_cache
 
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
+from gateway.lease import QueuePosition
 from gateway.proxy.api.base import Api
 from gateway.proxy.json_values import InvalidJson, parse_json
 from gateway.proxy.prefill_progress import PrefillStatus
 from gateway.proxy.response_stream import ProxyResponse
 from gateway.request import Headers, Priority
-from gateway.scheduling.waiters import QueuePosition
 
 EXPOSED_HEADERS = (
     "X-Request-ID",

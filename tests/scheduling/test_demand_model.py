@@ -8,21 +8,20 @@ import itertools
 import pytest
 
 from gateway.fleet.node import Lease, Node
-from gateway.fleet.prompt_tree import PromptKey
-from gateway.request import Request
+from gateway.lease import LeaseRequest, PromptKey
 from gateway.scheduling.demand_model import LONG_PROMPT_BYTES, ReportedTokens
 from gateway.scheduling.scheduler import Scheduler
 from tests.scheduling.build import a_request, a_scheduler, node
 
 
-def leased(scheduler: Scheduler, request: Request) -> Lease:
+def leased(scheduler: Scheduler, request: LeaseRequest) -> Lease:
     granted = scheduler.lease_now(request)
     assert granted is not None
     return granted[0]
 
 
 def serve(
-    scheduler: Scheduler, request: Request, reported: ReportedTokens | None, **keys: bool
+    scheduler: Scheduler, request: LeaseRequest, reported: ReportedTokens | None, **keys: bool
 ) -> Lease:
     """Place a request, end it and learn from it."""
     lease = leased(scheduler, request)
@@ -38,7 +37,7 @@ def nodes() -> list[Node]:
     return [node("a"), node("b")]
 
 
-def prompt_request(*blocks: int, size: int = 4000) -> Request:
+def prompt_request(*blocks: int, size: int = 4000) -> LeaseRequest:
     prompt = PromptKey(blocks, size / 4, size=size)
     return a_request(prompt_key=prompt, text_bytes=size, max_tokens=100)
 

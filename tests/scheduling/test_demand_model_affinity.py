@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from gateway.fleet.node import Node
-from gateway.fleet.prompt_tree import PromptKey
-from gateway.request import Request
+from gateway.lease import LeaseRequest, PromptKey
 from gateway.scheduling.demand_model import SessionAffinity
 from gateway.scheduling.scheduler import Scheduler
 from tests.scheduling.build import a_request, a_scheduler, node
 from tests.scheduling.queue_simulation import QueueSimulation
 
 
-def serve(scheduler: Scheduler, request: Request) -> str:
+def serve(scheduler: Scheduler, request: LeaseRequest) -> str:
     """Serve a request to its end; the name of its node."""
     granted = scheduler.lease_now(request)
     assert granted is not None
@@ -21,7 +20,7 @@ def serve(scheduler: Scheduler, request: Request) -> str:
     return granted[0].node.name
 
 
-def session_request(session: str | None, number: int, model: str = "demo") -> Request:
+def session_request(session: str | None, number: int, model: str = "demo") -> LeaseRequest:
     """A request of a session, with a prompt that no node has cached."""
     prompt = PromptKey((number,), 100.0, size=400)
     return a_request(model, prompt_key=prompt, text_bytes=400, max_tokens=100, session=session)

@@ -8,12 +8,12 @@ import itertools
 import pytest
 
 from gateway.fleet.node import Node, NodeState
-from gateway.fleet.prompt_tree import PromptKey
+from gateway.lease import NOTHING_TRIED, PromptKey
 from gateway.scheduling.candidates import CandidateFinder
 from gateway.scheduling.node_slots import NodeSlots
 from gateway.scheduling.scheduler import Scheduler
 from tests.fleet.build import take
-from tests.scheduling.build import a_request, a_scheduler, node, settle
+from tests.scheduling.build import a_request, a_scheduler, failed_on, node, settle
 
 
 def row_of(scheduler: Scheduler, name: str = "a") -> NodeSlots:
@@ -120,9 +120,9 @@ async def test_a_trial_that_proves_nothing_is_followed_by_the_next() -> None:
 async def test_a_request_that_has_failed_is_no_trial_while_another_node_has_room() -> None:
     one = half_open(node())
     scheduler = a_scheduler(one, node("b"), node("c", slots=1))
-    again, _ = await scheduler.lease(a_request(failed_nodes={"b"}))
+    again, _ = await scheduler.lease(a_request(), failed_on("b"))
     assert again.node.name == "c"
-    last, _ = await scheduler.lease(a_request(failed_nodes={"b"}))
+    last, _ = await scheduler.lease(a_request(), failed_on("b"))
     assert (last.node, last.trial) == (one, True)
 
 
@@ -256,7 +256,9 @@ def test_a_changed_tier_moves_the_node(three: tuple[Scheduler, list[Node]]) -> N
     assert (before, scheduler.fleet_sync.has_gpu_tier) == (False, True)
     assert [row.name for row in scheduler.dispatcher.placement_state.rows if row.gpu] == ["b"]
     (pools,) = (
-        CandidateFinder(scheduler.fleet.model_index, scheduler.fleet_sync).find(a_request()).groups
+        CandidateFinder(scheduler.fleet.model_index, scheduler.fleet_sync)
+        .find(a_request(), NOTHING_TRIED)
+        .groups
     )
     assert [[row.name for row in pool.rows] for pool in pools] == [["b"], ["a", "c"]]
 

@@ -13,11 +13,20 @@ from hypothesis import strategies as st
 from gateway import errors
 from gateway.errors import GatewayError
 from gateway.fleet.node import Lease, Node, NodeState
-from gateway.request import Priority, Request
+from gateway.lease import LeaseRequest
+from gateway.request import Priority
 from gateway.scheduling.scheduler import Scheduler
 from tests.calls import count_calls
 from tests.fleet.build import Clock, take
-from tests.scheduling.build import a_request, a_scheduler, node, settle, start_lease
+from tests.scheduling.build import (
+    a_request,
+    a_scheduler,
+    failed_on,
+    node,
+    refused_by,
+    settle,
+    start_lease,
+)
 from tests.virtual import VirtualLoop, in_virtual_time, now
 
 
@@ -58,7 +67,7 @@ async def test_a_retry_keeps_the_place_that_its_arrival_gave_it() -> None:
     early = a_request()
     running = await start_lease(scheduler, a_request())
     late = await start_lease(scheduler, a_request())
-    retry = await start_lease(scheduler, early)
+    retry = await start_lease(scheduler, early, failed_on(), 1.0)
     running.result()[0].release()
     await settle()
     assert retry.done()
@@ -224,9 +233,9 @@ async def test_the_queue_has_an_end_and_advises_by_the_measured_rate() -> None:
 async def test_an_admitted_request_is_not_refused_by_a_full_queue() -> None:
     failing, busy = node("a", slots=1), node("b", slots=1)
     scheduler = a_scheduler(failing, busy, queue={"max": 0})
-    early = a_request(failed_nodes={"a"})
+    early = a_request()
     held = take(busy)
-    task = await start_lease(scheduler, early)
+    task = await start_lease(scheduler, early, failed_on("a"))
     assert not task.done()
     held.release()
     await settle()
@@ -240,10 +249,10 @@ async def test_a_retry_that_goes_first_has_nobody_ahead() -> None:
     for _ in range(10):
         scheduler.completed(scheduler.clock())
         clock.passes(5.0)
-    early = a_request(deadline=clock() + 12.0)
+    early = a_request(time_limit=13.0)
     await scheduler.lease(a_request())
     tasks = [await start_lease(scheduler, a_request()) for _ in range(5)]
-    retry = await start_lease(scheduler, early)
+    retry = await start_lease(scheduler, early, age=1.0)
     assert not retry.done()
     scheduler.close()
     await asyncio.gather(retry, *tasks, return_exceptions=True)
@@ -288,7 +297,7 @@ async def test_a_deadline_ends_the_wait() -> None:
     await scheduler.lease(a_request())
     began = now()
     with pytest.raises(GatewayError) as raised:
-        await scheduler.lease(a_request(deadline=began + 0.05))
+        await scheduler.lease(a_request(time_limit=0.05))
     assert raised.value.code == "queue_timeout"
     assert now() - began == pytest.approx(0.05)
 
@@ -302,10 +311,10 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     await scheduler.lease(a_request())
     waiting = await start_lease(scheduler, a_request())
     with pytest.raises(GatewayError) as raised:
-        await scheduler.lease(a_request(deadline=clock() + 6.0))
+        await scheduler.lease(a_request(time_limit=6.0))
     assert (raised.value.status, raised.value.code) == (503, "queue_timeout")
     assert not raised.value.retryable
-    patient = await start_lease(scheduler, a_request(deadline=clock() + 60.0))
+    patient = await start_lease(scheduler, a_request(time_limit=60.0))
     assert not patient.done()
     scheduler.close()
     await asyncio.gather(waiting, patient, return_exceptions=True)
@@ -400,7 +409,7 @@ async def test_after_a_failure_the_request_waits_for_the_other_node() -> None:
     failing, busy = node("a", slots=1), node("b", slots=1)
     scheduler = a_scheduler(failing, busy)
     held = take(busy)
-    task = await start_lease(scheduler, a_request(failed_nodes={"a"}))
+    task = await start_lease(scheduler, a_request(), failed_on("a"))
     assert not task.done()
     held.release()
     await settle()
@@ -410,24 +419,24 @@ async def test_after_a_failure_the_request_waits_for_the_other_node() -> None:
 async def test_after_a_failure_the_next_model_of_the_list_will_do() -> None:
     failing, other = node("a", models=("x",)), node("b", models=("y",))
     scheduler = a_scheduler(failing, other)
-    lease, model = await scheduler.lease(a_request("helper", "x", "y", failed_nodes={"a"}))
+    lease, model = await scheduler.lease(a_request("helper", "x", "y"), failed_on("a"))
     assert (lease.node, model) == (other, "y")
 
 
 async def test_the_only_node_is_tried_again() -> None:
     scheduler = a_scheduler(node("a"))
-    lease, _ = await scheduler.lease(a_request(failed_nodes={"a"}))
+    lease, _ = await scheduler.lease(a_request(), failed_on("a"))
     assert lease.node.name == "a"
 
 
 async def test_a_node_that_refused_the_request_is_not_tried_again() -> None:
     scheduler = a_scheduler(node("a"), node("b"))
     for _ in range(20):
-        lease, _ = await scheduler.lease(a_request(excluded_nodes={"a"}))
+        lease, _ = await scheduler.lease(a_request(), refused_by("a"))
         assert lease.node.name == "b"
         lease.release()
     with pytest.raises(GatewayError) as raised:
-        await scheduler.lease(a_request(excluded_nodes={"a", "b"}))
+        await scheduler.lease(a_request(), refused_by("a", "b"))
     assert raised.value.status == 502
 
 
@@ -508,7 +517,9 @@ class World:
 
     nodes: list[Node]
     scheduler: Scheduler
-    tasks: dict[str, tuple[Request, asyncio.Task[tuple[Lease, str]]]] = field(default_factory=dict)
+    tasks: dict[str, tuple[LeaseRequest, asyncio.Task[tuple[Lease, str]]]] = field(
+        default_factory=dict
+    )
     leases: list[Lease] = field(default_factory=list)
 
     def collect(self) -> None:
@@ -528,9 +539,14 @@ class World:
             assert one.leased == held
             assert one.leased <= one.slots_total
             assert self.scheduler.dispatcher.placement_state.by_name[one.name].ours == held
-        waiting = [place.request for place in self.scheduler.queue_positions()]
+        waiters = [waiter for waiter, _ in self.scheduler.predicted_waits()]
+        waiting = [waiter.request for waiter in waiters]
         assert {one.id for one in waiting} == set(self.tasks)
-        assert [one.received_at for one in waiting] == sorted(one.received_at for one in waiting)
+        assert [place.request_id for place in self.scheduler.queue_positions()] == [
+            one.id for one in waiting
+        ]
+        arrivals = [waiter.queued.arrival_key for waiter in waiters]
+        assert arrivals == sorted(arrivals)
         # No request waits that could go, unless a wide one has reserved the slots.
         now = self.scheduler.clock()
         state = self.scheduler.dispatcher.placement_state
@@ -611,8 +627,7 @@ async def test_a_prefill_shorter_than_predicted_brings_the_expected_start_forwar
     only = node(slots=1)
     clock = Clock()
     scheduler = a_scheduler(only, clock=clock)
-    long = a_request(prompt_tokens=100_000, stream=True)
-    long.expected_tokens = (100_000.0, 10.0)
+    long = a_request(prompt_tokens=100_000, exact_tokens=100_000, max_tokens=10, stream=True)
     lease, _ = await scheduler.lease(long)
     waiting = await start_lease(scheduler, a_request())
     before = scheduler.queue_positions()[0].expected_seconds
@@ -630,9 +645,7 @@ async def test_a_prompt_that_cannot_be_read_in_time_is_refused_though_a_slot_is_
     only = node(slots=1)
     clock = Clock()
     scheduler = a_scheduler(only, clock=clock)
-    late = a_request(prompt_tokens=3000, received_at=clock.now)
-    late.expected_tokens = (3000.0, 10.0)
-    late.deadline = clock.now + 0.5
+    late = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=0.5)
     unmeasured = scheduler.lease_now(late)
     assert unmeasured is not None
     unmeasured[0].release()
@@ -645,8 +658,8 @@ async def test_a_prompt_that_cannot_be_read_in_time_is_refused_though_a_slot_is_
         scheduler.lease_now(late)
     assert (refused.value.status, refused.value.code) == (503, "queue_timeout")
     assert refused.value.retry_after is not None
-    late.deadline = clock.now + 60.0
-    assert scheduler.lease_now(late) is not None
+    patient = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=60.0)
+    assert scheduler.lease_now(patient) is not None
 
 
 READ = {"prompt_n": 3000, "prompt_ms": 30_000.0}
@@ -656,10 +669,8 @@ WROTE = {"predicted_n": 300, "predicted_ms": 30_000.0}
 async def start_burst(scheduler: Scheduler, count: int) -> list[asyncio.Task[Any]]:
     tasks = []
     for number in range(count):
-        request = a_request(received_at=scheduler.clock(), prompt_tokens=3000)
-        request.expected_tokens = (3000.0, 300.0)
-        if number % 2:
-            request.deadline = scheduler.clock() + 90.0
+        limit = 90.0 if number % 2 else None
+        request = a_request(prompt_tokens=3000, exact_tokens=3000, time_limit=limit)
         tasks.append(asyncio.create_task(scheduler.lease(request)))
     await settle()
     return tasks

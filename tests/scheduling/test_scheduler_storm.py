@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.fleet.node import Lease, Node, NodeState
-from gateway.fleet.prompt_tree import PromptKey
-from gateway.request import Caller, Priority, Request
+from gateway.lease import LeaseRequest, PromptKey
+from gateway.request import Priority
 from gateway.scheduling.demand_model import ReportedTokens
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.waiters import Waiter
@@ -31,7 +31,7 @@ STATES = [
     NodeState.MUTE,
     NodeState.DEGRADED,
 ]
-CALLERS = [Caller(name, name, Priority.URGENT) for name in ("one", "two")]
+CALLERS = ["one", "two"]
 
 
 @dataclass
@@ -42,8 +42,10 @@ class World:
     nodes: dict[str, Node]
     scheduler: Scheduler
     rng: random.Random
-    tasks: dict[str, tuple[Request, asyncio.Task[tuple[Lease, str]]]] = field(default_factory=dict)
-    running: list[tuple[Request, Lease]] = field(default_factory=list)
+    tasks: dict[str, tuple[LeaseRequest, asyncio.Task[tuple[Lease, str]]]] = field(
+        default_factory=dict
+    )
+    running: list[tuple[LeaseRequest, Lease]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
     async def settle(self) -> None:
@@ -78,7 +80,6 @@ class World:
             blocks = tuple(hash((conversation, i)) for i in range(1 + number % 5))
             prompt = PromptKey(blocks, 500.0, size=2000)
         request = a_request(
-            received_at=self.clock(),
             priority=Priority(number % 4),
             slots=rng.choice([0, 1, 1, 1, 1, 2, 4]),
             prompt_key=prompt,
@@ -86,7 +87,7 @@ class World:
             max_tokens=rng.choice([None, 1, 300, 10**18]),
             fairness_key=f"caller {number % 5}",
             caller=CALLERS[number % 2],
-            deadline=rng.choice([None, None, self.clock() - 1.0, self.clock() + 20.0]),
+            time_limit=rng.choice([None, None, -1.0, 20.0]),
         )
         task = asyncio.create_task(self.scheduler.lease(request))
         self.tasks[request.id] = (request, task)
@@ -98,7 +99,7 @@ class World:
         lease.release()
         demand_model = self.scheduler.demand_model
         if number % 4 == 0:
-            demand_model.abandoned(lease, request, refund=bool(number % 8))
+            demand_model.abandoned(lease, refund=bool(number % 8))
         elif number % 4 == 1:
             demand_model.learn(lease, request, None, float(number), complete=False)
         else:
@@ -176,25 +177,25 @@ class World:
                 continue
             spare = row.batch_reserve if queued.priority is Priority.BATCH and row.busy else 0
             wide = row.reserved_for
-            passes = wide in {None, queued} or (
-                wide is not None and wide.priority > queued.priority and not row.reserved_from_all
-            )
-            if passes and one.free_slots(now) - queued.slots >= spare:
+            is_open = wide is None or wide is queued
+            if wide is not None and not row.reserved_from_all:
+                is_open = is_open or wide.priority > queued.priority
+            if is_open and one.free_slots(now) - queued.slots >= spare:
                 return False
         return True
 
-    def has_slotless_room(self, one: Node, request: Request) -> bool:
+    def has_slotless_room(self, one: Node, request: LeaseRequest) -> bool:
         """Whether the node may run one more request without a slot, of this caller.
 
         It runs `queue.slotless` of them at once, and one caller gets half of these places.
         """
         most = self.scheduler.settings.queue.slotless
         callers = [
-            running.caller.id
+            running.caller
             for running, lease in self.running
             if lease.node is one and not lease.slots
         ]
-        return len(callers) < most and callers.count(request.caller.id) < (most + 1) // 2
+        return len(callers) < most and callers.count(request.caller) < (most + 1) // 2
 
 
 EVENTS = (

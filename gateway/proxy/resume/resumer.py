@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from gateway import errors
 from gateway.errors import GatewayError, drop_traceback
 from gateway.events import StreamResumed
 from gateway.fleet.node import Lease
 from gateway.fleet.server_properties import ServerProperties
+from gateway.lease import LeaseRequest, Tried
 from gateway.proxy.accounting import BLAMELESS_RESUMPTION_OUTCOMES
 from gateway.proxy.api.resuming import StreamRewriter
 from gateway.proxy.attempt import Attempt, UpstreamRequest
@@ -26,7 +28,6 @@ from gateway.proxy.resume.plan import NotResumable, ResumeInput, ResumePlan, pla
 from gateway.proxy.retry import Retries
 from gateway.proxy.splice import OverlapMismatch
 from gateway.proxy.transcript import Transcript, TranscriptRecorder
-from gateway.request import Request
 from gateway.transport.connection import LoopTimeout
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
@@ -84,14 +85,15 @@ class Resumer:
 
     __slots__ = (
         "_context",
-        "_failed_nodes",
         "_in_flight",
+        "_lease_request",
         "_model",
         "_recorder",
         "_request",
         "_resume_key",
         "_retries",
         "_source",
+        "_tried",
     )
 
     def __init__(
@@ -101,6 +103,7 @@ class Resumer:
         recorder: TranscriptRecorder,
         model: str,
         first_attempt: Attempt,
+        min_context: int,
     ) -> None:
         self._context = context
         self._in_flight = in_flight
@@ -108,8 +111,10 @@ class Resumer:
         self._model = model
         self._request = first_attempt.request
         self._resume_key = first_attempt.lease.node.properties.resume_key()
-        self._failed_nodes: set[str] = set()
+        self._tried = Tried(min_context=min_context)
         """Nodes that failed this stream, or are of another kind."""
+        self._lease_request: LeaseRequest
+        """What is asked of the scheduler for the continuation."""
         self._retries: Retries | None = None
         """Grants the resumptions after the first one; None: none was attempted."""
         self._source: ResumeInput
@@ -126,7 +131,7 @@ class Resumer:
         """
         await ensure_task()
         failed_node = failed.lease.node.name
-        self._failed_nodes.add(failed_node)
+        self._exclude(failed_node)
         try:
             resumed = await self._resume(failed_node)
         except NotResumable as error:
@@ -145,6 +150,7 @@ class Resumer:
     async def _resume(self, failed_node: str) -> Resumed:
         """Resume as often as the retry policy grants. Raises: NotResumable, GatewayError."""
         self._source = self._resume_input()
+        self._lease_request = self._resumed_lease_request(self._source.transcript)
         failure = FailedStream()
         while await self._is_granted(failure):
             result = await self._attempt(failed_node)
@@ -185,29 +191,34 @@ class Resumer:
         """
         while True:
             self._check_allowed(failed_node)
-            request = self._to_place(self._source.transcript)
-            self._in_flight.place_as(request)
+            request, in_flight = self._request, self._in_flight
             try:
-                lease, _ = await self._context.scheduler.lease(request)
+                lease, _ = await self._context.scheduler.lease(
+                    self._lease_request,
+                    self._tried,
+                    self._context.clock() - request.received_at,
+                    # The client has part of a stream, which no other request should displace.
+                    response_started=request.stream or in_flight.response_started,
+                )
             except GatewayError as error:
                 if self._in_flight.cancel_error is not None:
                     raise
                 raise NotResumable(f"no node could resume it: {error.code}") from None
             node = lease.node.name
             try:
-                return await self._exchange(lease, request)
+                return await self._exchange(lease)
             except OverlapMismatch:
                 # Once more, from exactly the text that was sent.
                 self._source = dataclasses.replace(self._source, step_back=False)
             except OtherKindOfNode:
-                self._failed_nodes.add(node)
+                self._exclude(node)
             except UpstreamError as failure:
                 drop_traceback(failure)
                 if self._needs_completion(failure):
                     # The node's template may refuse a message that has begun: go around it.
                     self._source = dataclasses.replace(self._source, as_completion=True)
                 else:
-                    self._failed_nodes.add(node)
+                    self._exclude(node)
                     return FailedStream(
                         reached_node=not isinstance(failure, ConnectFailed | ConnectTimedOut)
                     )
@@ -222,37 +233,34 @@ class Resumer:
             self._publish(failed_node, None, "nodes died on this very request")
             raise rejection
 
-    def _to_place(self, transcript: Transcript) -> Request:
-        """The request as the scheduler must place it: the same model, a node of the same kind."""
-        request = self._request
-        unfit = {
-            node.name
-            for node in self._context.fleet.nodes.values()
-            if node.name in self._failed_nodes or node.properties.resume_key() != self._resume_key
-        }
+    def _exclude(self, node: str) -> None:
+        """This node is not asked again."""
+        self._tried = self._tried.failed_on(node).refused_by(node)
+
+    def _resumed_lease_request(self, transcript: Transcript) -> LeaseRequest:
+        """What is asked of the scheduler: the same model on a node of the same kind."""
+        request = self._request.lease_request
         tokens = request.max_tokens
-        return dataclasses.replace(
+        return replace(
             request,
             model_names=(self._model,),
             llama_cpp_only=True,
             stream=True,
-            excluded_nodes=unfit,
-            failed_nodes=set(self._failed_nodes),
             prompt_tokens=request.prompt_tokens + transcript.token_count,
             text_bytes=request.text_bytes + len(transcript.text) + len(transcript.reasoning_text),
             max_tokens=None if tokens is None else max(1, tokens - transcript.token_count),
-            expected_tokens=None,
-            # The client has part of a stream, which no other request may displace in the queue.
-            response_started=request.stream or self._in_flight.request.response_started,
+            resume_key=self._resume_key,
         )
 
-    async def _exchange(self, lease: Lease, request: Request) -> Resumed:
+    async def _exchange(self, lease: Lease) -> Resumed:
         """The continuation under this lease.
 
         Raises: UpstreamError, OtherKindOfNode, NotResumable, OverlapMismatch, GatewayError.
         """
         context, in_flight = self._context, self._in_flight
-        attempt = Attempt(lease, request, context.settings, context.timeout_monitor, context.clock)
+        attempt = Attempt(
+            lease, self._request, context.settings, context.timeout_monitor, context.clock
+        )
         in_flight.begin_attempt(attempt)
         outcome = "client_closed"
         try:
@@ -303,7 +311,8 @@ class Resumer:
         """
         await attempt.open(self._upstream_request(attempt.lease, resume_plan))
         if attempt.status >= 300:
-            if is_context_overflow(attempt.status, attempt.content, attempt.request):
+            endpoint = self._lease_request.endpoint
+            if is_context_overflow(attempt.status, attempt.content, endpoint):
                 raise NotResumable("no node has room for the response so far")
             raise ResumeRefused(attempt.status)
         if not attempt.is_sse:

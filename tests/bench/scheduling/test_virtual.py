@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.fleet.node import Lease
-from gateway.request import Request
+from gateway.lease import LeaseRequest
 from gateway.scheduling.demand_model import DemandModel, ReportedTokens
 from tests.bench.scheduling import capacity
 from tests.bench.scheduling.fleet import FLEET, nodes
@@ -53,7 +53,7 @@ def test_nodes_have_cached_what_they_are_believed_to_have(
     def noting(
         self: DemandModel,
         lease: Lease,
-        request: Request,
+        request: LeaseRequest,
         reported: ReportedTokens | None,
         seen: float,
         **keys: bool,
