@@ -51,6 +51,8 @@ class Dispatcher:
         self._forecast = WaitForecast(placement_state, self._wait_queue)
         self._slotless_forecast = WaitForecast(placement_state, self._slotless_queue)
         self._wake_at = math.inf
+        self.waiting = 0
+        """How many requests wait."""
         self.set_rules(rules)
 
     def set_rules(self, rules: DispatchRules) -> None:
@@ -111,6 +113,7 @@ class Dispatcher:
         if queued.account is None:
             return False
         self._queue_of(queued).remove(queued)
+        self.waiting -= 1
         return True
 
     def prefill_done(self, placement: Placement, now: float) -> None:
@@ -156,11 +159,6 @@ class Dispatcher:
         self._settle(placement, 0.0)
 
     # Predictions and counts.
-
-    @property
-    def waiting(self) -> int:
-        """How many requests wait."""
-        return self._wait_queue.count + self._slotless_queue.count
 
     def depths(self) -> dict[Priority, int]:
         """How many requests of each class wait."""
@@ -223,6 +221,7 @@ class Dispatcher:
         queued.looked_up(now)
         if queued.slots:
             queued.expect_work(*self._forecast.work_tokens(queued))
+        self.waiting += 1
         queue = self._queue_of(queued)
         queue.add(queued, queue.levels[queued.priority].counters.account(queued.fairness_key))
         if queued.deferred_to is not None:
@@ -234,6 +233,7 @@ class Dispatcher:
         assert account is not None
         queue = self._queue_of(queued)
         queue.remove(queued)
+        self.waiting -= 1
         self._holds.drop(queued)
         counters = queue.levels[queued.priority].counters
         return self._start(queued, counters, account, match.row, match.available.group, now)

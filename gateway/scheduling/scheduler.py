@@ -379,7 +379,7 @@ class Scheduler:
         """A lease now; None: the request would have to wait."""
         dispatcher = self.dispatcher
         for _ in range(MOST_STALE_PLACEMENTS):
-            if self.waiters and dispatcher.placement_state.slots_freed:
+            if dispatcher.waiting and dispatcher.placement_state.slots_freed:
                 self.match()  # Waiting requests go first.
             placement = dispatcher.place(queued, now)
             if placement is None:
@@ -417,7 +417,7 @@ class Scheduler:
 
     def _match_soon(self) -> None:
         """Called for each slot that comes free."""
-        if self.waiters and self._match_handle is None:
+        if self.dispatcher.waiting and self._match_handle is None:
             self._match_handle = asyncio.get_running_loop().call_soon(self.match)
 
     def match(self) -> None:
@@ -600,7 +600,7 @@ class LeaseGranter:
 
         Then the placement is cancelled and the placement state up to date.
         """
-        node = self.fleet_sync.node(placement.row)
+        node = self.fleet_sync.nodes[placement.row.index]
         slots = placement.queued.slots
         if node.free_slots(now) < slots if slots else not node.capacity(now):
             self.dispatcher.cancelled(placement, now)
