@@ -345,7 +345,7 @@ def sample_from_timings(
             others = (sample.busy_slots - 1) * ttft / (ttft + decode_seconds)
             prefills, stalled = max(prefills, 1 + others), max(stalled, others * decode_seconds)
         decode.allow_stalls(stalled)
-    if prefill is not None:
+    if prefill is not None and prefills > 1.0:
         prefill.shared_by(prefills)
     return sample
 
@@ -398,7 +398,7 @@ def _number(timings: Mapping[str, object], key: str) -> float:
     value = timings.get(key)
     if type(value) is float:
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if type(value) is not int:
         return _NAN
     try:
         return float(value)
@@ -452,10 +452,6 @@ class LinearTrend:
     _surprises: int = 0
     """Surprises in a row; negative: below the prediction."""
 
-    def predict(self, x: float) -> float:
-        """The line's y at `x`; 0 while nothing is known."""
-        return self.level + self.slope * x
-
     def learn(self, x: float, low: float, high: float, weight: float) -> bool:
         """Learn that y lies between `low` and `high` (0 < low <= high); False: it was ignored.
 
@@ -464,7 +460,7 @@ class LinearTrend:
         interval (other requests' work) mostly did take time.
         """
         weight = min(weight, self.half_life * MOST_SAMPLE_WEIGHT) * low / high
-        expected = self.predict(x)
+        expected = self.level + self.slope * x
         left = 1.0
         if expected:
             least, most = expected / MOST_TREND_STEP, expected * MOST_TREND_STEP
@@ -491,10 +487,7 @@ class LinearTrend:
         self._y = self._y * kept + weight * y
         self._xx = self._xx * kept + weight * x * x
         self._xy = self._xy * kept + weight * x * y
-        self._fit()
-        return True
-
-    def _fit(self) -> None:
+        # Fit the line.
         x, y = self._x / self._w, self._y / self._w
         spread = max(0.0, self._xx - self._x * x)
         usual = self.slope_prior * y / (1 + self.slope_prior * x)
@@ -503,3 +496,4 @@ class LinearTrend:
         )
         self.slope = min(max(slope, 0.0), y / (x + 1 / self.most_slope))
         self.level = y - self.slope * x
+        return True

@@ -279,7 +279,7 @@ class Accounting:
             self.fleet.learn_clocked(
                 lease, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
             )
-        self.scheduler.fleet_sync.node_changed(lease.node)
+        self.scheduler.fleet_sync.speed_learnt(lease.node)
 
     def _publish(
         self, in_flight: InFlightRequest, attempt: Attempt, outcome: str, now: float

@@ -171,6 +171,12 @@ class FleetSync:
         elif (row := self._rows.get(node)) is not None:
             self._refresh(node, row, self.clock())
 
+    def speed_learnt(self, node: Node) -> None:
+        """The node's speed has been learnt from a response, and nothing else has changed."""
+        row = self._rows.get(node)
+        if row is not None:
+            self._refresh_speed(node, row)
+
     def sync(self) -> None:
         """Bring the set of rows and every row up to date."""
         nodes, rows = self.fleet.nodes.values(), self._rows
@@ -208,8 +214,8 @@ class FleetSync:
 
     def _refresh(self, node: Node, row: NodeSlots, now: float) -> None:
         """Bring one row up to date."""
-        total = node.slots_total
-        foreign = node.foreign + node.leased - row.ours
+        total, occupancy = node.slots_total, node.occupancy
+        foreign = occupancy.foreign + occupancy.leased - row.ours
         capacity = node.capacity(now)
         penalty = FAILURE_PENALTY * node.circuit.failures
         if capacity and node.state is NodeState.EJECTED:
@@ -224,15 +230,18 @@ class FleetSync:
             or alive is not row.alive
         ):
             self.placement_state.set_slots(row, total, capacity, foreign, alive=alive)
-        speed = node.speed
-        if self._speed_versions.get(row) != speed.version:
-            self._speed_versions[row] = speed.version
-            self.placement_state.set_speed(
-                row, speed.expected_prefill_tps, speed.token_base, speed.token_step
-            )
+        if self._speed_versions.get(row) != node.speed.version:
+            self._refresh_speed(node, row)
         if penalty != row.penalty:
             self.placement_state.set_penalty(row, penalty)
         self._sync_prompt_cache(node, row, total)
+
+    def _refresh_speed(self, node: Node, row: NodeSlots) -> None:
+        speed = node.speed
+        self._speed_versions[row] = speed.version
+        self.placement_state.set_speed(
+            row, speed.expected_prefill_tps, speed.token_base, speed.token_step
+        )
 
     def _sync_prompt_cache(self, node: Node, row: NodeSlots, total: int) -> None:
         """Forget a node's cached prompts when its server goes or serves other models."""

@@ -74,26 +74,24 @@ class TokenStats:
     media_factor: float = 1.0
     """Real tokens of images and audio, divided by those guessed."""
 
-    def tokens_per_byte(self, prior_ratio: float) -> float:
-        """Tokens per byte of text; `prior_ratio` without evidence."""
-        return (self.prompt_tokens + PRIOR_BYTES * prior_ratio) / (self.prompt_bytes + PRIOR_BYTES)
-
     def mean_answer(self, prior_mean: float) -> float:
         """Mean tokens of an answer that nothing cuts off; `prior_mean` without evidence."""
         prior = PRIOR_ANSWERS / (1 + self.finished_answers)
         mean = (self.answer_tokens + prior * prior_mean) / (self.finished_answers + prior)
         return min(mean, MOST_TOKENS)
 
-    def add_prompt(self, size: float, tokens: float) -> None:
-        """A prompt of `size` bytes was `tokens` tokens."""
-        decayed = 0.5 ** (min(size, TEXT_HALF_LIFE) / TEXT_HALF_LIFE)
+    def add_prompt(self, size: float, tokens: float, decayed: float) -> None:
+        """A prompt of `size` bytes was `tokens` tokens; `decayed`: what remains of earlier ones."""
         self.prompt_tokens = self.prompt_tokens * decayed + tokens
         self.prompt_bytes = self.prompt_bytes * decayed + size
 
-    def add_answer(self, tokens: float, finished: bool, prior_mean: float) -> None:  # noqa: FBT001
-        """An answer had `tokens` tokens; `finished`: it ended by itself, else it was cut off."""
+    def add_answer(self, tokens: float, finished: bool, mean: float) -> None:  # noqa: FBT001
+        """An answer had `tokens` tokens; `finished`: it ended by itself, else it was cut off.
+
+        `mean`: the `mean_answer` so far.
+        """
         self.answer_tokens = self.answer_tokens * _ANSWER_DECAY + min(
-            tokens, OUTLIER_ANSWER_MEANS * self.mean_answer(prior_mean)
+            tokens, OUTLIER_ANSWER_MEANS * mean
         )
         self.finished_answers = self.finished_answers * _ANSWER_DECAY + finished
 
@@ -140,8 +138,7 @@ class TokenEstimates:
         """
         common = self._models.get(model, _NO_STATS)
         own = self._callers.get((caller, model), _NO_STATS)
-        # `own.tokens_per_byte(common.tokens_per_byte(TOKENS_PER_BYTE))`, inlined: the calls would
-        # be most of the time.
+        # Tokens per byte: the caller's, with the model's as its prior, and that a constant.
         ratio = (common.prompt_tokens + PRIOR_BYTES * TOKENS_PER_BYTE) / (
             common.prompt_bytes + PRIOR_BYTES
         )
@@ -179,14 +176,18 @@ class TokenEstimates:
         """
         common = _most_recent(self._models, model, self.most_models)
         own = _most_recent(self._callers, (caller, model), self.most_callers)
-        usual = common.tokens_per_byte(TOKENS_PER_BYTE)
         if (
             0 < prompt_tokens < math.inf
             and 0 <= text_bytes + exact_tokens + media_tokens < math.inf
         ):
             text_bytes = min(text_bytes, MOST_TEXT_BYTES)
             left = min(prompt_tokens, MOST_TOKENS) - exact_tokens
-            expected = text_bytes * own.tokens_per_byte(usual)
+            usual = (common.prompt_tokens + PRIOR_BYTES * TOKENS_PER_BYTE) / (
+                common.prompt_bytes + PRIOR_BYTES
+            )
+            expected = text_bytes * (
+                (own.prompt_tokens + PRIOR_BYTES * usual) / (own.prompt_bytes + PRIOR_BYTES)
+            )
             if media_tokens > 0:
                 common.correct_media(left - expected, media_tokens)
             elif text_bytes > 0 and left > 0:
@@ -195,14 +196,15 @@ class TokenEstimates:
                     max(tokens, text_bytes * LEAST_TOKENS_PER_BYTE),
                     text_bytes * MOST_TOKENS_PER_BYTE,
                 )
-                own.add_prompt(text_bytes, tokens)
-                common.add_prompt(text_bytes, tokens)
+                decayed = 0.5 ** (min(text_bytes, TEXT_HALF_LIFE) / TEXT_HALF_LIFE)
+                own.add_prompt(text_bytes, tokens, decayed)
+                common.add_prompt(text_bytes, tokens, decayed)
         if 0 < completion_tokens < math.inf:
             limited = max_tokens is not None and completion_tokens >= max_tokens - 1
             ended = complete and not limited
-            below = common.mean_answer(DEFAULT_ANSWER_TOKENS)
-            own.add_answer(completion_tokens, ended, below)
-            common.add_answer(completion_tokens, ended, DEFAULT_ANSWER_TOKENS)
+            mean = common.mean_answer(DEFAULT_ANSWER_TOKENS)
+            own.add_answer(completion_tokens, ended, own.mean_answer(mean))
+            common.add_answer(completion_tokens, ended, mean)
 
 
 def _clamp_tokens(value: float) -> float:
