@@ -20,7 +20,6 @@ from gateway.config.queue import DEFAULT_PATIENCE
 from gateway.config.settings import Settings
 from gateway.request import Priority
 from gateway.scheduling.cost import row_cost
-from gateway.scheduling.fairness import VirtualTokenCounters
 from gateway.scheduling.forecast import WaitForecast
 from gateway.scheduling.matching import DispatchRules, Match, Matcher, SlotHolds
 from gateway.scheduling.node_slots import (
@@ -33,7 +32,7 @@ from gateway.scheduling.node_slots import (
 )
 from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.selection import POLICIES, available_rows
-from gateway.scheduling.wait_queue import WaitQueue
+from gateway.scheduling.wait_queue import VirtualTokenCounters, WaitQueue
 
 
 class Dispatcher:

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gateway.scheduling.fairness import LEAST_TOKEN_WEIGHT, MOST_TOKEN_WEIGHT
 from gateway.scheduling.node_slots import (
     LEAST_UNCACHED_TOKENS,
     CandidateSet,
@@ -17,7 +16,7 @@ from gateway.scheduling.node_slots import (
     QueuedRequest,
 )
 from gateway.scheduling.placement_state import PlacementState
-from gateway.scheduling.wait_queue import WaitQueue, by_age
+from gateway.scheduling.wait_queue import LEAST_TOKEN_WEIGHT, MOST_TOKEN_WEIGHT, WaitQueue, by_age
 
 LEAST_REFRESH_PLACEMENTS, MOST_REFRESH_PLACEMENTS = 8, 256
 """Placements after which the fleet's mean speeds are computed anew: a quarter of the number of its
