@@ -8,6 +8,7 @@ from email.utils import parsedate_to_datetime
 
 import msgspec
 
+from gateway.lease import Fault
 from gateway.proxy.json_values import JSON_ERRORS
 from gateway.request import Endpoint, Headers
 
@@ -93,6 +94,27 @@ def classify(status: int, content: bytes, endpoint: Endpoint) -> ResponseOutcome
     if is_context_overflow(status, content, endpoint):
         return ResponseOutcome.CONTEXT_OVERFLOW
     return ResponseOutcome.SERVER_ERROR if status >= 500 else ResponseOutcome.PASS
+
+
+_BLAMELESS_OUTCOMES = frozenset(
+    {"client_closed", "cancelled", "moved", "exhausted", "request_error", "refused"}
+)
+"""Outcomes that blame no node: the client left, the gateway or a drain ended the request, this
+machine had no descriptor left, every node would report that error, or the node refused to resume a
+stream."""
+
+_UNREACHED_OUTCOMES = frozenset({"connect_failed", "connect_timeout"})
+
+
+def fault_of(outcome: str, *, request_took_time: bool) -> Fault:
+    """Who is to blame for an attempt that ended like this.
+
+    `request_took_time`: if the time for the whole request has passed, that is the request's own
+    doing: its client set the limit, or its response had begun.
+    """
+    if outcome in _BLAMELESS_OUTCOMES or (outcome == "total_timeout" and request_took_time):
+        return Fault.NOBODY
+    return Fault.NODE if outcome in _UNREACHED_OUTCOMES else Fault.NODE_OR_REQUEST
 
 
 def is_context_overflow(status: int, content: bytes, endpoint: Endpoint) -> bool:

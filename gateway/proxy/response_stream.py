@@ -99,7 +99,7 @@ class ResponseStream:
     @property
     def last_content_at(self) -> float:
         """When content last came from the node; monotonic."""
-        return self.source.lease.last_content_at or 0.0
+        return self.source.last_content_at or 0.0
 
     async def next_chunk(self, write: WriteToClient | None = None) -> bytes | None:
         """The next bytes for the client, empty at the end.

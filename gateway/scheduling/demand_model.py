@@ -24,11 +24,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from gateway.fleet.node import Lease
 from gateway.fleet.prompt_cache import FleetPromptCache
-from gateway.lease import LeaseRequest, PromptKey
+from gateway.lease import LeaseRequest, PromptKey, Usage
 from gateway.scheduling.dispatcher import Dispatcher
-from gateway.scheduling.fleet_sync import NodeCandidates, placement_of
+from gateway.scheduling.fleet_sync import NodeCandidates
 from gateway.scheduling.node_slots import (
     NEGLIGIBLE_COMPLETION,
     NO_ROWS,
@@ -87,15 +86,6 @@ MOST_TOKENS = float(1 << 20)
 
 MOST_TEXT_BYTES = 1e9
 """Bytes of a prompt; further ones teach nothing."""
-
-
-@dataclass(slots=True)
-class ReportedTokens:
-    """Token counts of an answer, as its node reported them; `cached_tokens` are of the prompt."""
-
-    prompt_tokens: float
-    cached_tokens: float
-    completion_tokens: float
 
 
 def has_long_prompt(request: LeaseRequest) -> bool:
@@ -383,9 +373,11 @@ class DemandModel:
         if request.session is not None and request.generates:
             self.session_affinity.placed(request.session, request.model, row)
 
-    def abandoned(self, lease: Lease, *, refund: bool) -> None:
-        """The request ended there without an answer; `refund`: its caller does not pay for it."""
-        placement = placement_of(lease)
+    def abandoned(self, placement: Placement | None, *, refund: bool) -> None:
+        """The request ended there without an answer; `refund`: its caller does not pay for it.
+
+        `placement`: None, if its row is no longer its node's.
+        """
         if placement is None:
             return
         if refund:
@@ -401,9 +393,9 @@ class DemandModel:
 
     def learn(
         self,
-        lease: Lease,
+        placement: Placement | None,
         request: LeaseRequest,
-        reported: ReportedTokens | None,
+        reported: Usage | None,
         sent_tokens: float,
         *,
         complete: bool,
@@ -415,10 +407,10 @@ class DemandModel:
         `complete`: it ended by itself. `learn_sizes`: correct the token estimates by it.
         """
         self.learning_pending = False  # The caller learns of all answers that have ended.
-        placement = placement_of(lease)
         if placement is None:
             return
-        queued, completion = placement.queued, sent_tokens
+        queued = placement.queued
+        completion: float = sent_tokens
         if reported is not None:
             completion = reported.completion_tokens
             self.dispatcher.settled(

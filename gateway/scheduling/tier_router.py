@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass, field, replace
 
 from gateway.config.settings import Settings
-from gateway.fleet.node import Lease
 from gateway.lease import LeaseRequest, Tried
-from gateway.scheduling.budget import most_cost
+from gateway.scheduling.budget import SpillReservation, most_cost
 from gateway.scheduling.dispatcher import Dispatcher
 from gateway.scheduling.fleet_sync import FleetSync, ModelGroups, NodeCandidates
 from gateway.scheduling.node_slots import CandidateSet, NodeSlots, QueuedRequest
@@ -88,16 +87,18 @@ class TierRouter:
         if candidates.tier_route is not None and candidates.tier_route.reservation is not None:
             candidates.tier_route.reservation.cancel()
 
-    def lease_granted(self, candidates: NodeCandidates, row: NodeSlots, lease: Lease) -> None:
-        """The request got this lease: note its fallback, and who settles its reservation."""
+    def placed(
+        self, candidates: NodeCandidates, row: NodeSlots
+    ) -> tuple[str | None, SpillReservation | None]:
+        """The request goes to this row: its fallback, and the reservation to be settled."""
         route = candidates.tier_route
         if route is None:
-            return
-        lease.fallback = route.fallback("gpu" if row.gpu else "cpu")
+            return None, None
+        fallback = route.fallback("gpu" if row.gpu else "cpu")
         if row.gpu:
-            lease.reservation = route.reservation
-        else:
-            self.cancel_reservation(candidates)
+            return fallback, route.reservation
+        self.cancel_reservation(candidates)
+        return fallback, None
 
     def _groups(self, groups: ModelGroups, tiers: tuple[Tier, ...]) -> ModelGroups:
         """The open tiers of each group; a group with one tier alone keeps that."""

@@ -14,8 +14,7 @@ from operator import attrgetter
 from gateway import errors
 from gateway.access.fair_share import FairShare
 from gateway.config.settings import Settings
-from gateway.fleet.node import Lease
-from gateway.lease import LeaseRequest, Tried
+from gateway.lease import GrantedLease, LeaseRequest, Tried
 from gateway.scheduling.fleet_sync import NodeCandidates, NodesByModel
 from gateway.scheduling.node_slots import QueuedRequest
 
@@ -34,7 +33,7 @@ class Waiter:
     queued_at: float
     expires_at: float
     """When it has waited long enough; monotonic seconds."""
-    granted: asyncio.Future[tuple[Lease, str]]
+    granted: asyncio.Future[GrantedLease]
     nodes_down_since: float | None = None
     """Since when every node that could serve it has been down."""
     response_started: bool = False

@@ -17,6 +17,7 @@ from gateway.fleet.server_properties import ServerProperties
 from gateway.fleet.state_files import DrainedNodes
 from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried
 from gateway.request import Priority
+from gateway.scheduling.lease_granter import LeaseRecord
 from gateway.scheduling.scheduler import Scheduler
 from tests.fleet.build import a_node, no_upstream
 
@@ -88,6 +89,34 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+async def take_lease(
+    scheduler: Scheduler,
+    request: LeaseRequest,
+    tried: Tried = NOTHING_TRIED,
+    age: float = 0.0,
+    *,
+    response_started: bool = False,
+) -> tuple[Lease, str]:
+    """A request's lease as its node knows it, and the model for which it was granted."""
+    granted = scheduler.lease_now(request, tried, age) or await scheduler.wait_for_lease(
+        request, tried, age, response_started=response_started
+    )
+    return scheduler.granter.record(granted.id).lease, granted.model
+
+
+async def take_record(scheduler: Scheduler, request: LeaseRequest) -> LeaseRecord:
+    """The scheduler's record of a request's lease."""
+    granted = scheduler.lease_now(request) or await scheduler.wait_for_lease(request)
+    return scheduler.granter.record(granted.id)
+
+
+def lease_at_once(scheduler: Scheduler, request: LeaseRequest) -> LeaseRecord:
+    """The scheduler's record of a lease for which the request does not have to wait."""
+    granted = scheduler.lease_now(request)
+    assert granted is not None
+    return scheduler.granter.record(granted.id)
+
+
 async def start_lease(
     scheduler: Scheduler,
     request: LeaseRequest,
@@ -98,7 +127,7 @@ async def start_lease(
 ) -> asyncio.Task[tuple[Lease, str]]:
     """The task of a request's lease, which has been granted or waits."""
     task = asyncio.create_task(
-        scheduler.lease(request, tried, age, response_started=response_started)
+        take_lease(scheduler, request, tried, age, response_started=response_started)
     )
     await settle()
     return task

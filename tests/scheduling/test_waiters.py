@@ -12,7 +12,7 @@ from gateway.scheduling.node_slots import QueuedRequest
 from gateway.scheduling.waiters import MOST_STALE_TIMERS, Waiter, Waiters
 from tests.calls import count_calls
 from tests.fleet.build import Clock
-from tests.scheduling.build import a_request, a_scheduler, node, settle, start_lease
+from tests.scheduling.build import a_request, a_scheduler, node, settle, start_lease, take_lease
 
 
 def a_waiter(until: float, open_at: float = math.inf) -> Waiter:
@@ -79,11 +79,11 @@ async def costs(waiting: int) -> dict[str, int]:
     """Calls of an arrival, of a release, and of a wait that expires."""
     clock = Clock()
     scheduler = a_scheduler(node(slots=4), clock=clock, queue={"max": 10_000, "max_wait": 9999})
-    running = [(await scheduler.lease(long_prompt_request(-n)))[0] for n in range(4)]
+    running = [(await take_lease(scheduler, long_prompt_request(-n)))[0] for n in range(4)]
     tasks = []
     for number in range(waiting):
         limit = 0.1 if number == waiting // 2 else 1000.0 + number
-        tasks.append(asyncio.create_task(scheduler.lease(long_prompt_request(number, limit))))
+        tasks.append(asyncio.create_task(take_lease(scheduler, long_prompt_request(number, limit))))
     await settle()
     assert scheduler.dispatcher.waiting == waiting
     arrival = scheduler.wait_for_lease(long_prompt_request(waiting))
@@ -119,7 +119,7 @@ async def test_ten_times_as_many_waiters_cost_no_more_for_each() -> None:
 async def test_deadlines_are_kept_between_two_ticks() -> None:
     clock = Clock()
     scheduler = a_scheduler(node(slots=1), clock=clock)
-    await scheduler.lease(a_request())
+    await take_lease(scheduler, a_request())
     first = await start_lease(scheduler, a_request(time_limit=0.1))
     other = await start_lease(scheduler, a_request(time_limit=0.2))
     clock.passes(0.1)
