@@ -47,25 +47,23 @@ class QuarantineEntry:
 class Quarantine:
     """Requests that nodes died on, each known by a hash of its body, never by the body itself."""
 
-    __slots__ = ("_entries",)
+    __slots__ = ("entries",)
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[int, QuarantineEntry] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        self.entries: OrderedDict[int, QuarantineEntry] = OrderedDict()
+        """By the hash of the body, the oldest first; nearly always there are none."""
 
     def rejection(self, request: Request, now: float, seconds: float) -> GatewayError | None:
         """Why this request may go to no node; None: it may.
 
         A request is rejected for `seconds` after the last loss; 0: none is ever rejected.
         """
-        entry = self._entries.get(_body_hash(request)) if self._entries and seconds else None
+        entry = self.entries.get(_body_hash(request)) if self.entries and seconds else None
         if entry is None or len(entry.lost_nodes) < MOST_LOST_NODES:
             return None
         left = entry.last_lost + seconds - now
         if left <= 0:
-            del self._entries[_body_hash(request)]
+            del self.entries[_body_hash(request)]
             return None
         return errors.node_failed(
             f"{len(entry.lost_nodes)} nodes died while they served this very request, so it is "
@@ -78,18 +76,18 @@ class Quarantine:
         Nodes that are lost together, such as those of one host, count as one.
         """
         key = _body_hash(request)
-        entry = self._entries.setdefault(key, QuarantineEntry())
-        self._entries.move_to_end(key)
+        entry = self.entries.setdefault(key, QuarantineEntry())
+        self.entries.move_to_end(key)
         if entry.lost_nodes and leased_at < entry.last_lost:
             return
         entry.add(node, now)
-        if len(self._entries) > MOST_QUARANTINED:
-            self._entries.popitem(last=False)
+        if len(self.entries) > MOST_QUARANTINED:
+            self.entries.popitem(last=False)
 
     def clear(self, request: Request) -> None:
         """A node completed the request, so the others did not die on it."""
-        if self._entries:
-            self._entries.pop(_body_hash(request), None)
+        if self.entries:
+            self.entries.pop(_body_hash(request), None)
 
 
 def _body_hash(request: Request) -> int:
@@ -169,8 +167,6 @@ class Accounting:
 
     def rejection(self, in_flight: InFlightRequest, seconds: float) -> GatewayError | None:
         """Why the request may go to no node, since others died on it within `seconds`."""
-        if not self.quarantine:
-            return None
         return self.quarantine.rejection(in_flight.request, self.clock(), seconds)
 
     def _end(
