@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from gateway.config.node import NodeTimeouts
 from gateway.errors import GatewayError
 from gateway.request import Endpoint, Priority
 
@@ -164,8 +163,11 @@ class NodeInfo(msgspec.Struct, frozen=True, eq=False):
     """`cpu` or `gpu`."""
     kind: str
     """`llama.cpp` or `openai`."""
-    timeouts: NodeTimeouts
-    """Its exceptions to the settings."""
+    connect_timeout: float | None
+    """Seconds; None: as the settings say. So are the next three."""
+    first_byte_timeout: float | None
+    silence_timeout: float | None
+    total_timeout: float | None
     context: int | None
     """Tokens of one slot; None: unknown."""
     resume_key: tuple[object, ...]
@@ -266,6 +268,8 @@ class UsageReport(msgspec.Struct, frozen=True, eq=False):
     None: this node reported nothing."""
     sent_tokens: int
     """Tokens of this attempt that went to the client, as counted."""
+    complete: bool = True
+    """Whether the response ended by itself."""
 
 
 class LeaseService(Protocol):

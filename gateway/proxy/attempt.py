@@ -170,8 +170,7 @@ class Attempt:
     @property
     def connect_timeout(self) -> float:
         """Seconds to wait for a connection."""
-        own = self.lease.node.timeouts.connect
-        return own or self._settings.timeouts.connect
+        return self.lease.node.connect_timeout or self._settings.timeouts.connect
 
     @property
     def complete(self) -> bool:

@@ -193,8 +193,8 @@ def timeouts_for(
     lease: GrantedLease, request: Request, timeouts: TimeoutSettings
 ) -> AttemptTimeouts:
     """The timeouts of this request under this lease; the node's own override the settings'."""
-    own = lease.node.timeouts
-    deadline = request.received_at + (own.total or timeouts.total)
+    node = lease.node
+    deadline = request.received_at + (node.total_timeout or timeouts.total)
     if request.deadline is not None:
         deadline = min(deadline, request.deadline)
     first_byte = None
@@ -202,5 +202,5 @@ def timeouts_for(
     if lease.stream or not (route.generates or route.multipart):
         # Any other response comes in one piece, after its last token.
         # A node is not failed here while its state (`mute`) excuses it.
-        first_byte = max(own.first_byte or timeouts.first_byte, lease.prefill_grace)
-    return AttemptTimeouts(first_byte, own.silence or timeouts.silence, deadline)
+        first_byte = max(node.first_byte_timeout or timeouts.first_byte, lease.prefill_grace)
+    return AttemptTimeouts(first_byte, node.silence_timeout or timeouts.silence, deadline)

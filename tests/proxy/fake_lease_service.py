@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from gateway.config.node import NodeTimeouts
 from gateway.errors import GatewayError
 from gateway.lease import (
     AttemptReport,
@@ -24,13 +23,19 @@ from gateway.transport.pool import ConnectionPool
 CALLER = Caller("c", "c", Priority.NORMAL)
 
 
+def a_node_info(name: str = "a", **keys: Any) -> NodeInfo:
+    """A node without exceptions to the settings."""
+    values = {"connect_timeout": None, "first_byte_timeout": None, "silence_timeout": None,
+              "total_timeout": None, "context": 4096, "resume_key": ()}  # fmt: skip
+    return NodeInfo(name, "cpu", "llama.cpp", **{**values, **keys})
+
+
 def a_granted_lease(**keys: Any) -> GrantedLease:
     """A lease on a node without connections."""
-    node = NodeInfo("a", "cpu", "llama.cpp", NodeTimeouts(), None, ())
     return GrantedLease(
         **{
             "id": 1,
-            "node": node,
+            "node": a_node_info(),
             "model": "demo",
             "served_name": "demo",
             "slots": 1,
@@ -70,8 +75,7 @@ class FakeLeaseService:
 
     def __init__(self, pools: Iterable[tuple[str, ConnectionPool]]) -> None:
         self.nodes = [
-            NodeInfo(name, "cpu", "llama.cpp", NodeTimeouts(), 4096, ("model",), pool)
-            for name, pool in pools
+            a_node_info(name, resume_key=("model",), connections=pool) for name, pool in pools
         ]
         self.held: dict[int, NodeInfo] = {}
         """The nodes of leases that have not ended."""
