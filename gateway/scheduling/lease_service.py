@@ -71,10 +71,8 @@ class LocalLeaseService:
     """The scheduler's, by lease id."""
 
     def __post_init__(self) -> None:
-        self._records = self.scheduler.granter.records
-
-    def __post_init__(self) -> None:
         self.lease_now = self.scheduler.lease_now
+        self._records = self.scheduler.granter.records
 
     # Asked for a lease.
 
