@@ -330,7 +330,7 @@ class LeaseService(Protocol):
 
     # Ask for a lease.
 
-    def lease_now(self, request: LeaseRequest, tried: Tried, age: float) -> GrantedLease | None:
+    def lease_now(self, request: LeaseRequest, tried: Tried, age: float, /) -> GrantedLease | None:
         """A lease for a request that was received `age` seconds ago; None: it must wait.
 
         Raises: GatewayError, if no node can serve it, or not in time.

@@ -140,7 +140,7 @@ class LeaseGranter:
 
         Then the placement is cancelled and the placement state up to date.
         """
-        node, queued = self.fleet_sync.node(placement.row), placement.queued
+        node, queued = self.fleet_sync.nodes[placement.row.index], placement.queued
         slots = queued.slots
         if node.free_slots(now) < slots if slots else not node.capacity(now):
             self.dispatcher.cancelled(placement, now)

@@ -7,6 +7,7 @@ given more, how fast it is, what the request took, and who pays for it.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -58,6 +59,8 @@ class LocalLeaseService:
 
     scheduler: Scheduler
     fleet: Fleet
+    lease_now: Callable[[LeaseRequest, Tried, float], GrantedLease | None] = field(init=False)
+    """The scheduler's own, since each request calls it."""
     _sampled_at: dict[str, float] = field(default_factory=dict)
     """When a response was last a sample of each node's speed."""
     _failures: OrderedDict[str, tuple[UnattributedFailure, ...]] = field(
@@ -68,16 +71,10 @@ class LocalLeaseService:
     """The scheduler's, by lease id."""
 
     def __post_init__(self) -> None:
+        self.lease_now = self.scheduler.lease_now
         self._records = self.scheduler.granter.records
 
     # Asked for a lease.
-
-    def lease_now(self, request: LeaseRequest, tried: Tried, age: float) -> GrantedLease | None:
-        """A lease for a request that was received `age` seconds ago; None: it must wait.
-
-        Raises: GatewayError, if no node can serve it, or not in time.
-        """
-        return self.scheduler.lease_now(request, tried, age)
 
     async def wait_for_lease(
         self, request: LeaseRequest, tried: Tried, age: float, *, response_started: bool = False
@@ -283,7 +280,7 @@ class LocalLeaseService:
             self.fleet.learn_clocked(
                 lease, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
             )
-        self.scheduler.fleet_sync.node_changed(lease.node)
+        self.scheduler.fleet_sync.speed_learnt(lease.node)
 
     # Who is to blame.
 

@@ -357,7 +357,7 @@ class Scheduler:
         """A lease now; None: the request would have to wait."""
         dispatcher = self.dispatcher
         for _ in range(MOST_STALE_PLACEMENTS):
-            if self.waiters and dispatcher.placement_state.slots_freed:
+            if dispatcher.waiting and dispatcher.placement_state.slots_freed:
                 self.match()  # Waiting requests go first.
             placement = dispatcher.place(queued, now)
             if placement is None:
@@ -395,7 +395,7 @@ class Scheduler:
 
     def _match_soon(self) -> None:
         """Called for each slot that comes free."""
-        if self.waiters and self._match_handle is None:
+        if self.dispatcher.waiting and self._match_handle is None:
             self._match_handle = asyncio.get_running_loop().call_soon(self.match)
 
     def match(self) -> None:

@@ -4,7 +4,7 @@ The cost is estimated from the first bytes of the base64 text. Encoders differ. 
 Qwen-VL family makes a token of each 28 x 28 pixels, 8 to 4,096 in all (`clip.cpp`,
 `set_limit_image_tokens(8, 4096)`), those of Pixtral and Mistral 3 much the same; Gemma 3 makes 256
 of any image, LLaVA 1.5 576 (24 x 24). So the estimate goes by the image's size, and a model's
-`usage` corrects it (`scheduling/token_estimates.py`). Audio encoders work on chunks of 30 s:
+`usage` corrects it (`scheduling/demand_model.py`). Audio encoders work on chunks of 30 s:
 Voxtral makes 375 tokens of each.
 """
 

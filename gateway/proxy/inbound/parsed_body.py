@@ -159,7 +159,7 @@ SHORTEST_IMAGE = 256
 
 
 class PromptSize(NamedTuple):
-    """A prompt's size, from which `scheduling/token_estimates.py` estimates its tokens."""
+    """A prompt's size, from which `scheduling/demand_model.py` estimates its tokens."""
 
     text_bytes: int = 0
     """Bytes of text, as UTF-8."""
