@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gateway import errors
+from gateway.catalog import ServerFigures
 from gateway.fleet.node import Node, NodeState
 from gateway.request import Endpoint
 
@@ -109,6 +110,20 @@ class ModelIndex:
         """The nodes that serve this public model name, down or not."""
         return self._index().get(model, ())
 
+    def servers_of(self, models: Iterable[str]) -> list[ServerFigures]:
+        """The servers of any of these models, down or not, each once."""
+        nodes = dict.fromkeys(node for model in models for node in self.nodes_for(model))
+        return [
+            ServerFigures(
+                slots=node.slots_total,
+                context=node.context,
+                trained_context=node.properties.trained_context,
+                has_vision=_has_vision(node),
+                has_audio=node.properties.audio is True,
+            )
+            for node in nodes
+        ]
+
     def not_found_error(self, model: str | None) -> errors.GatewayError:
         """Why no node can serve this model name; None: the request names no model.
 
@@ -136,3 +151,9 @@ class ModelIndex:
             named = set().union(*self._serving.values())
             self._nameless = tuple(node for node in self._nodes if node not in named)
         return self._serving
+
+
+def _has_vision(node: Node) -> bool:
+    if node.spec.endpoints is not None:
+        return "vision" in node.spec.endpoints
+    return node.properties.vision is True and "vision" not in node.properties.refused

@@ -41,6 +41,10 @@ class NodeState(enum.Enum):
     READY = "ready"
 
 
+ALIVE_STATES = frozenset({NodeState.READY, NodeState.DEGRADED, NodeState.MUTE})
+"""States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
     """The settings in force that nodes read; replaced as a whole."""

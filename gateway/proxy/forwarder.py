@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from gateway import errors
 from gateway.errors import GatewayError, drop_traceback
-from gateway.fleet.node import Lease, Node
+from gateway.fleet.node import ALIVE_STATES, Lease, Node
 from gateway.proxy import forwarded_headers, outcome
 from gateway.proxy.api.base import Api, AssemblyError, ResponseAssembler
 from gateway.proxy.attempt import Attempt, UpstreamRequest
@@ -38,7 +38,6 @@ from gateway.proxy.response_stream import (
 from gateway.proxy.resume.resumer import Resumer
 from gateway.proxy.transcript import TokenIdExtractor, TranscriptRecorder
 from gateway.request import Request
-from gateway.scheduling.fleet_sync import ALIVE_STATES
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
     ConnectFailed,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.model_index import CapableNodes
-from gateway.fleet.node import Lease, Node, NodeState
+from gateway.fleet.node import ALIVE_STATES, Lease, Node, NodeState
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.request import Endpoint
 from gateway.scheduling.node_slots import (
@@ -22,9 +22,6 @@ from gateway.scheduling.node_slots import (
 )
 from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.tier_policy import TierRoute
-
-ALIVE_STATES = frozenset({NodeState.READY, NodeState.DEGRADED, NodeState.MUTE})
-"""States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds."""
 
 FAILURE_PENALTY = 5.0
 """Seconds by which a node looks slower for each failure in a row: one that fails fast is always

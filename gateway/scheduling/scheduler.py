@@ -17,14 +17,14 @@ from itertools import islice
 from gateway import errors
 from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.node import Lease, Node
+from gateway.fleet.node import ALIVE_STATES, Lease, Node
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.request import Priority, Request
 from gateway.scheduling.admission import Admission, CompletionRate, combine_waits, queue_room
 from gateway.scheduling.candidates import CandidateFinder
 from gateway.scheduling.demand_model import DemandModel, has_long_prompt
 from gateway.scheduling.dispatcher import Dispatcher, dispatch_rules
-from gateway.scheduling.fleet_sync import ALIVE_STATES, FleetSync, NodeCandidates, placement_of
+from gateway.scheduling.fleet_sync import FleetSync, NodeCandidates, placement_of
 from gateway.scheduling.node_slots import Placement, QueuedRequest
 from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.tier_policy import TierPolicy
@@ -211,11 +211,11 @@ class Scheduler:
             if (waiter := self.waiters.get(queued)) is not None
         ]
 
-    def queue_position(self, request: Request) -> QueuePosition | None:
+    def queue_position(self, request_id: str) -> QueuePosition | None:
         """Where a request stands in the queue, up to `TICK` ago; None: it does not wait."""
         if self._positions is None:
             self._positions = {one.request.id: one for one in self.queue_positions()}
-        return self._positions.get(request.id)
+        return self._positions.get(request_id)
 
     def depths(self) -> dict[Priority, int]:
         """How many requests of each class wait."""
@@ -230,6 +230,10 @@ class Scheduler:
         return len(waiters) < self.settings.queue.max or waiters.fair_share.fits(
             "", 1, len(waiters)
         )
+
+    def retry_after(self) -> float:
+        """Seconds until the next request is expected to end."""
+        return self.completion_rate.retry_after(1, self.clock())
 
     # Events.
 

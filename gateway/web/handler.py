@@ -14,10 +14,10 @@ from gateway import errors
 from gateway.access.callers import IdentityHeaders, client_address, effective_priority
 from gateway.access.exposure import INITIAL_ACCESS, AnonymousAccess
 from gateway.access.keys import KeyRing
+from gateway.catalog import ModelCatalog, RequestQueue
 from gateway.config.settings import Settings
 from gateway.errors import ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
-from gateway.fleet.model_index import ModelIndex
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
 from gateway.proxy.inbound import multipart
@@ -37,7 +37,6 @@ from gateway.proxy.prefill_progress import PrefillProgress
 from gateway.proxy.response_stream import BodyStream, ProxyResponse
 from gateway.proxy.time_slicer import TimeSlicer
 from gateway.request import Request
-from gateway.scheduling.scheduler import Scheduler
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
 from gateway.web import response_heads
@@ -150,8 +149,8 @@ class ProxyHandler:
 
     config: HandlerConfig
     forwarder: Forwarder
-    scheduler: Scheduler
-    model_index: ModelIndex
+    queue: RequestQueue
+    catalog: ModelCatalog
     registry: InFlightRegistry
     bus: EventBus
     clock: Callable[[], float]
@@ -366,10 +365,10 @@ class _HandledRequest:
             context.session,
             has_timer,
         )
-        index = self._handler.model_index
-        request = prepare_request(incoming, parsed, record.priority, self._config.rules, index)
+        catalog = self._handler.catalog
+        request = prepare_request(incoming, parsed, record.priority, self._config.rules, catalog)
         for name in request.model_names:
-            if index.serves(name):
+            if catalog.serves(name):
                 record.describe(stream=request.stream, model=request.model)
                 break
         else:
@@ -386,20 +385,20 @@ class _HandledRequest:
 
     def _evict(self, error: GatewayError) -> bool:
         """End the request with `error` if it is queued; returns whether it was."""
-        in_flight, scheduler = self._in_flight, self._handler.scheduler
+        in_flight, queue = self._in_flight, self._handler.queue
         ids = (
             [self.request_id]
             if in_flight is None or in_flight.sub_requests is None
             else in_flight.sub_requests
         )
-        return any(scheduler.shed(request_id, error) for request_id in ids)
+        return any(queue.shed(request_id, error) for request_id in ids)
 
     def _supersede(self, session: str, in_flight: InFlightRequest) -> None:
         """End the session's earlier request, whose response nobody reads any more."""
         earlier = self._handler.latest_edits.replace(session, in_flight)
         if earlier is not None:
             error = errors.superseded()
-            if not self._handler.scheduler.refuse(earlier.request.id, error):
+            if not self._handler.queue.refuse(earlier.request.id, error):
                 earlier.cancel(error)
 
     # Send the response.
@@ -539,7 +538,7 @@ class _HandledRequest:
             return self._send_heartbeat()
         assert in_flight is not None
         assert in_flight.prefill_progress is not None
-        position = handler.scheduler.queue_position(in_flight.request)
+        position = handler.queue.queue_position(self.request_id)
         prefill = in_flight.prefill_progress.status(handler.clock()) if position is None else None
         comment = progress_comment(position, prefill)
         beat = api.heartbeat() if api.heartbeat_is_event or not comment else b""

@@ -6,6 +6,7 @@ import math
 import secrets
 from functools import lru_cache
 
+from gateway.catalog import QueuePlace
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
 from gateway.proxy.api.base import Api
@@ -13,7 +14,6 @@ from gateway.proxy.json_values import InvalidJson, parse_json
 from gateway.proxy.prefill_progress import PrefillStatus
 from gateway.proxy.response_stream import ProxyResponse
 from gateway.request import Headers, Priority
-from gateway.scheduling.waiters import QueuePosition
 
 EXPOSED_HEADERS = (
     "X-Request-ID",
@@ -124,7 +124,7 @@ def encode_rejection(error: GatewayError, api: Api) -> tuple[bytes, bytes]:
 
 
 def progress_comment(
-    queue_position: QueuePosition | None, prefill_status: PrefillStatus | None
+    queue_position: QueuePlace | None, prefill_status: PrefillStatus | None
 ) -> bytes:
     """An SSE comment with the place in the queue or the progress of the prefill.
 

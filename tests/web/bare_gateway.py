@@ -107,8 +107,8 @@ async def bare_gateway(
         handler = ProxyHandler(
             HandlerConfig.of(chosen, loopback=loopback),
             forwarder=forwarder,
-            scheduler=scheduler,
-            model_index=running.fleet.model_index,
+            queue=scheduler,
+            catalog=running.fleet.model_index,
             registry=registry,
             bus=bus,
             clock=clock,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from gateway import errors
+from gateway.catalog import ModelCatalog
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL
-from gateway.fleet.model_index import ModelIndex
 from gateway.fleet.prompt_tree import PromptKey
 from gateway.proxy.inbound import edits, media, parsed_body, request_limits
 from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES, Body, LargeBody, read_large_body
@@ -64,7 +64,7 @@ def prepare(
     parsed: ParsedBody,
     priority: Priority,
     rules: RequestRules,
-    model_index: ModelIndex,
+    catalog: ModelCatalog,
 ) -> Request:
     """The request of a JSON body, ready to be sent to nodes. Raises: GatewayError.
 
@@ -91,12 +91,12 @@ def prepare(
             request_limits.check_grammars(parsed, depth, limits)
         if route.generates:
             request_limits.check_sampling(parsed, limits)
-    model, targets = _resolve_model(parsed.model, rules, incoming.caller, model_index)
+    model, targets = _resolve_model(parsed.model, rules, incoming.caller, catalog)
     bodies, slots = _edited_bodies(body, parsed, targets, route, rules)
     generation = prompt_list = None
     if route.generates:
         if route.api.merger is not None:
-            prompt_list = _parse_prompt_list(incoming, parsed.prompt, priority, rules, model_index)
+            prompt_list = _parse_prompt_list(incoming, parsed.prompt, priority, rules, catalog)
         generation = _generation(body, parsed, raw, slots, route, model, rules.volatile_lines)
     return _new_request(
         incoming,
@@ -117,13 +117,13 @@ def prepare_multipart(
     parsed: ParsedBody,
     priority: Priority,
     rules: RequestRules,
-    model_index: ModelIndex,
+    catalog: ModelCatalog,
 ) -> Request:
     """The request of a multipart form; rules of `models` do not edit forms.
 
     Raises: GatewayError.
     """
-    model, targets = _resolve_model(parsed.model, rules, incoming.caller, model_index)
+    model, targets = _resolve_model(parsed.model, rules, incoming.caller, catalog)
     bodies = {target.name: incoming.body for target in targets}
     return _new_request(incoming, parsed.model, priority, model, bodies)
 
@@ -142,20 +142,20 @@ def prepare_large(
 
 
 def _resolve_model(
-    requested: str | None, rules: RequestRules, caller: Caller, model_index: ModelIndex
+    requested: str | None, rules: RequestRules, caller: Caller, catalog: ModelCatalog
 ) -> tuple[str, tuple[ResolvedModel, ...]]:
     """The public model name of a request, and the models it stands for. Raises: GatewayError."""
     model = requested or rules.default_model
     if model is None:
-        known = [name for name in model_index.model_names() if caller.may_use(name)]
+        known = [name for name in catalog.model_names() if caller.may_use(name)]
         if not known:
-            raise model_index.not_found_error(None)
+            raise catalog.not_found_error(None)
         if len(known) > 1:
             some = ", ".join(f"'{name}'" for name in known[:8])
             raise errors.invalid_request(f"'model' is missing. There are: {some}.", "model")
         model = known[0]
     aliases = rules.model_aliases
-    if aliases.has_catch_all and aliases.is_catch_all(model, model_index):
+    if aliases.has_catch_all and aliases.is_catch_all(model, catalog):
         if not (caller.may_use(model) or caller.may_use(CATCH_ALL)):
             raise errors.model_not_allowed(model)
         targets = aliases.resolve(CATCH_ALL)
@@ -319,13 +319,13 @@ def _parse_prompt_list(
     raw_prompt: msgspec.Raw,
     priority: Priority,
     rules: RequestRules,
-    model_index: ModelIndex,
+    catalog: ModelCatalog,
 ) -> PromptList | None:
     """The prompts, if the body holds several, which are served as requests of their own."""
 
     def sub_request(index: int, body: bytes) -> Generator[None, None, Request]:
         def prepare_body(large: LargeBody) -> Request:
-            return prepare(replace(one, body=large), large.parse(), priority, rules, model_index)
+            return prepare(replace(one, body=large), large.parse(), priority, rules, catalog)
 
         one = replace(
             incoming,
@@ -334,7 +334,7 @@ def _parse_prompt_list(
             body=body,
         )
         if len(body) < LARGE_BODY_BYTES:
-            return prepare(one, parse_body(body), priority, rules, model_index)
+            return prepare(one, parse_body(body), priority, rules, catalog)
         return (yield from prepare_large(body, one.route, rules, prepare_body))
 
     return parse_prompt_list(incoming.body, raw_prompt, rules.limits, sub_request)
