@@ -48,7 +48,7 @@ from gateway.system import SystemdNotifier, connection_limits, raise_open_file_l
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
 from gateway.web.admin.app import admin_app
-from gateway.web.admin.control import ReloadResult
+from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import PROGRESS_SECONDS, HandlerConfig, ProxyHandler

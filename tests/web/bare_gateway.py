@@ -24,7 +24,7 @@ from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.scheduler import Scheduler
 from gateway.web.admin.app import admin_app
-from gateway.web.admin.control import ReloadResult
+from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import HandlerConfig, ProxyHandler
@@ -43,7 +43,7 @@ PROBE_LIMIT = 30.0
 
 @dataclass
 class BareGateway:
-    """A gateway without files; fills `gateway.web.admin.control.GatewayControl`."""
+    """A gateway without files; fills `gateway.web.admin.configuration.GatewayControl`."""
 
     settings: Settings
     running: Running
