@@ -275,7 +275,7 @@ def _slot_tokens(plan: LocalFleetPlan, context: int, request: BenchmarkRequest) 
 def _refuse_other_work(topology: Topology, *, force: bool) -> None:
     import time
 
-    from gateway.tools.tune.other_work import (
+    from gateway.tools.tune.machine_benchmark import (
         MOST_OTHER_WORK,
         SAMPLE_SECONDS,
         other_work_between,
