@@ -13,7 +13,7 @@ import pytest
 
 from gateway.transport.connection import BODY_HIGH_WATER
 from tests.emulator import EmulatedNode, expected_chat_text
-from tests.emulator.wire import Wire, chat, post, wired
+from tests.emulator.raw_connection import RawConnection, chat, post, raw_connection
 from tests.gateways import until
 from tests.proxy.proxy_over_nodes import (
     A_FIRST,
@@ -117,14 +117,14 @@ async def test_a_client_may_leave_between_two_attempts(tmp_path: Path) -> None:
 @asynccontextmanager
 async def slow_clients(
     proxy: ProxyOverNodes, count: int, **more: object
-) -> AsyncIterator[list[Wire]]:
+) -> AsyncIterator[list[RawConnection]]:
     """Clients that read nothing until the block ends."""
     async with asyncio.TaskGroup() as group:
         done = asyncio.Event()
-        wires: list[Wire] = []
+        wires: list[RawConnection] = []
 
         async def one() -> None:
-            async with wired(proxy.running.url) as wire:
+            async with raw_connection(proxy.running.url) as wire:
                 sock = wire.writer.get_extra_info("socket")
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 await wire.send(post(PATH, chat("say something", **more)))

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from gateway import errors
 from tests.emulator import EmulatedNode
-from tests.emulator.wire import chat, post
+from tests.emulator.raw_connection import chat, post
 from tests.gateways import until
 from tests.proxy.proxy_over_nodes import A_FIRST, ProxyOverNodes, proxy_over
 from tests.proxy.test_attempt_cancel import PATH, slow_clients, until_it_lags

@@ -14,7 +14,7 @@ import pytest
 
 from gateway.fleet.node import Node, NodeState
 from tests.emulator import EmulatedNode
-from tests.emulator.wire import Wire, wired
+from tests.emulator.raw_connection import RawConnection, raw_connection
 from tests.gateways import until
 from tests.virtual import in_virtual_time
 from tests.web.raw_client import HELLO, Public, answer, public, request
@@ -41,13 +41,13 @@ async def left(gate: Public) -> None:
 
 
 @asynccontextmanager
-async def asking(gate: Public, data: bytes) -> AsyncIterator[Wire]:
-    async with wired(gate.url) as wire:
+async def asking(gate: Public, data: bytes) -> AsyncIterator[RawConnection]:
+    async with raw_connection(gate.url) as wire:
         await wire.send(data)
         yield wire
 
 
-def reset(wire: Wire) -> None:
+def reset(wire: RawConnection) -> None:
     sock = wire.writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     wire.writer.transport.abort()
