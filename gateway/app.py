@@ -98,6 +98,7 @@ class Gateway:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         timings: Timings = DEFAULT_TIMINGS,
+        resolver: Resolver | None = None,
     ) -> None:
         self.options = options
         self.timings = timings
@@ -120,7 +121,7 @@ class Gateway:
         self.bus = EventBus(
             lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work)
         )
-        self._resolver = Resolver()
+        self._resolver = resolver or Resolver()
         self.fleet = Fleet(
             connect=functools.partial(open_node_client, resolver=self._resolver),
             health=settings.health,

@@ -35,7 +35,7 @@ def answers_at_length(node: EmulatedNode) -> None:
 def connections(proxy: ProxyOverNodes) -> int:
     public = proxy.app.public_listener
     assert public is not None
-    return len(public._server.server_state.connections)
+    return len(public.protocol.connection_limiter)
 
 
 async def until_over(proxy: ProxyOverNodes, code: int) -> None:
