@@ -42,6 +42,7 @@ from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.autoscaler import Autoscaler
+from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
 from gateway.startup import Options, drains_file, properties_file, read_admin_key
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
@@ -138,7 +139,11 @@ class Gateway:
         self.autoscaler = Autoscaler(self.fleet, self.scheduler, settings, self.bus, self.clock)
         self.timeout_monitor = TimeoutMonitor(self.clock)
         self.proxy_context = ProxyContext(
-            self.scheduler, self.fleet, settings, self.bus, self.timeout_monitor, self.clock
+            LocalLeaseService(self.scheduler, self.fleet),
+            settings,
+            self.bus,
+            self.timeout_monitor,
+            self.clock,
         )
         self.forwarder = Forwarder(self.proxy_context)
         self.registry = InFlightRegistry()

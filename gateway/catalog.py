@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.errors import GatewayError
+from gateway.lease import QueuePosition
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +64,6 @@ class FleetCatalog(Protocol):
         """Whether some node is alive, or is a standby node that a request would start."""
 
 
-class QueuePlace(Protocol):
-    """The place of one waiting request."""
-
-    @property
-    def position(self) -> int:
-        """1 for the request that is likely to go next."""
-
-    @property
-    def expected_seconds(self) -> float | None:
-        """Seconds until it is expected to start; None: unknown."""
-
-
 class RequestQueue(Protocol):
     """The requests that wait for a slot."""
 
@@ -88,7 +77,7 @@ class RequestQueue(Protocol):
     def retry_after(self) -> float:
         """Seconds until the next request is expected to end: worth a try then."""
 
-    def queue_position(self, request_id: str) -> QueuePlace | None:
+    def queue_position(self, request_id: str) -> QueuePosition | None:
         """Where a request stands, up to a moment ago; None: it does not wait."""
 
     def refuse(self, request_id: str, error: GatewayError) -> bool:
@@ -96,3 +85,6 @@ class RequestQueue(Protocol):
 
     def shed(self, request_id: str, error: GatewayError) -> bool:
         """The same, to free its memory: not if it has been granted a slot meanwhile."""
+
+    def keep_in_queue(self, request_id: str) -> None:
+        """The request's client has the head of a response: it is displaced last."""

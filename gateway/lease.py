@@ -6,10 +6,13 @@ something takes or has taken, never when it was. So either side may have a clock
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import msgspec
 
+from gateway.errors import GatewayError
 from gateway.request import Endpoint, Priority
 
 
@@ -144,3 +147,205 @@ class QueuePosition(msgspec.Struct, frozen=True, eq=False):
     waited_seconds: float
     expected_seconds: float | None = None
     """Seconds until it is expected to start; None: unknown."""
+
+
+# What is granted.
+
+
+class NodeInfo(msgspec.Struct, frozen=True, eq=False):
+    """A node, as far as those know it who send requests to it.
+
+    Made once for each node, and anew when its inventory entry or its server's properties change.
+    """
+
+    name: str
+    tier: str
+    """`cpu` or `gpu`."""
+    kind: str
+    """`llama.cpp` or `openai`."""
+    connect_timeout: float | None
+    """Seconds; None: as the settings say. So are the next three."""
+    first_byte_timeout: float | None
+    silence_timeout: float | None
+    total_timeout: float | None
+    context: int | None
+    """Tokens of one slot; None: unknown."""
+    resume_key: tuple[object, ...]
+    """Equal on two nodes if one can resume the other's stream; see `LeaseRequest.resume_key`."""
+    connections: object = None
+    """The node's `transport.pool.ConnectionPool`, which rides along within one process. It is no
+    part of the message: another process would open connections of its own."""
+
+
+class GrantedLease(msgspec.Struct, frozen=True, eq=False):
+    """Slots of a node, granted to one request until its attempt is reported as ended."""
+
+    id: int
+    node: NodeInfo
+    model: str
+    """The one of the request's `model_names` for which it was granted."""
+    served_name: str
+    """The node's own name for this model."""
+    slots: int
+    stream: bool
+    """Whether the node must be asked for a stream."""
+    prefill_grace: float
+    """Seconds that the node may take to read the prompt, whatever the settings say."""
+    expected_prefill: float | None
+    """Seconds until the prompt is expected to have been read; None: the node's speed is unknown."""
+    fallback: str | None = None
+    """Why the node is not of the tier that the request's class belongs to."""
+
+
+# What is reported.
+
+
+class Fault(enum.Enum):
+    """Who is to blame for the end of an attempt."""
+
+    NOBODY = "nobody"
+    NODE = "node"
+    NODE_OR_REQUEST = "node or request"
+    """A request can make a node too slow, kill it, or have it send an unusable response, and would
+    do so on every node."""
+
+
+class NodeError(msgspec.Struct, frozen=True, eq=False):
+    """What the error response of a node shows about the node."""
+
+    is_loading: bool = False
+    """Whether its model is still being loaded."""
+    retry_after: float | None = None
+    """Seconds for which it wants no request; None: it does not say."""
+    lacks_endpoint: bool = False
+    """Whether it would refuse all requests of this endpoint."""
+    hint: str | None = None
+    """Its advice with that refusal."""
+    key_rejected_at: str | None = None
+    """The path for which it rejected the gateway's key; None: it did not."""
+
+
+class AttemptReport(msgspec.Struct, frozen=True, eq=False):
+    """How the attempt under a lease ended."""
+
+    lease_id: int
+    outcome: str
+    """The word of metrics and logs: `ok`, or the failure."""
+    status: int
+    """The response's; 0: its head had not come."""
+    sent: bool
+    """Whether the request was sent."""
+    node_done: bool
+    """Whether the node has nothing left to do for it. Else its slots are held until they are seen
+    to be idle."""
+    response_began: bool
+    """Whether its response was the client's, or the beginning of it. `settle` follows then."""
+    fault: Fault = Fault.NOBODY
+    error: NodeError | None = None
+    """What its error response shows about the node."""
+    unreachable: str | None = None
+    """Why no connection could be made, in words."""
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of one response; `cached_tokens` are part of `prompt_tokens`."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    timings: dict[str, Any] | None = None
+    """llama.cpp's own figures of the generation, unchecked."""
+
+
+class UsageReport(msgspec.Struct, frozen=True, eq=False):
+    """What the response of an ended attempt took."""
+
+    lease_id: int
+    attempt: Usage
+    """Of this attempt: as the node reported it, else as it was counted."""
+    reported: Usage | None
+    """Of the client's own prompt and the whole response, resumed or not, as nodes reported it;
+    None: this node reported nothing."""
+    sent_tokens: int
+    """Tokens of this attempt that went to the client, as counted."""
+
+
+class LeaseService(Protocol):
+    """The scheduler, as the proxy sees it: asked for leases, and told how their attempts go.
+
+    Each lease ends with one report to `ended`. Then `settle` may follow some time later, when
+    nobody waits for it.
+    """
+
+    # Ask for a lease.
+
+    def lease_now(self, request: LeaseRequest, tried: Tried, age: float) -> GrantedLease | None:
+        """A lease for a request that was received `age` seconds ago; None: it must wait.
+
+        Raises: GatewayError, if no node can serve it, or not in time.
+        """
+
+    async def wait_for_lease(
+        self, request: LeaseRequest, tried: Tried, age: float, *, response_started: bool = False
+    ) -> GrantedLease:
+        """Queue until a slot is granted; call after `lease_now` returned None.
+
+        `response_started`: the client has the head of a response. Raises: GatewayError.
+        """
+
+    def keep_in_queue(self, request_id: str) -> None:
+        """The client has the head of a response: it is displaced last."""
+
+    # Ask where else a request could go.
+
+    def has_other_node(self, request: LeaseRequest, tried: Tried) -> bool:
+        """Whether a node is alive that could take it and has not failed it.
+
+        Raises: GatewayError.
+        """
+
+    def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
+        """Whether a node has the context that it is known to need. Raises: GatewayError."""
+
+    def has_cpu_node(self, tried: Tried) -> bool:
+        """Whether a CPU node is alive that has not failed the request."""
+
+    def unsupported_error(self, request: LeaseRequest, tried: Tried) -> GatewayError | None:
+        """The error of a request that no node supports (501); None: some node may."""
+
+    def resume_key_of(self, props: object) -> tuple[object, ...]:
+        """The `resume_key` of a server that answers `/props` like this."""
+
+    def most_slots_of_a_host(self) -> int:
+        """The slots of the largest host: all its requests may have to move at once."""
+
+    # Report how the attempt goes.
+
+    def reading_began(self, lease_id: int) -> None:
+        """The head of a streamed response has come: a slot reads the prompt."""
+
+    def content_began(self, lease_id: int) -> None:
+        """The first content has come: the prompt has been read."""
+
+    def content_went_on(self, lease_id: int) -> None:
+        """More content has come since the last report, a second ago or so: the node is alive."""
+
+    def response_received(self, lease_id: int) -> None:
+        """The whole response has come: the slots are free, though the client still reads it."""
+
+    def answered(self, lease_id: int) -> None:
+        """The node answers a request that other nodes have failed: those were to blame."""
+
+    def is_silence_excused(self, lease_id: int) -> bool:
+        """Whether the node reads another prompt, so that it may be silent meanwhile."""
+
+    # Report how it ended.
+
+    def ended(self, report: AttemptReport) -> None:
+        """The attempt is over. Each lease ends exactly once."""
+
+    def settle(self, report: UsageReport, request: LeaseRequest) -> float:
+        """Count what an ended response took; returns its cost in the settings' currency.
+
+        `request`: the client's own, of which the attempt may be a resumption.
+        """

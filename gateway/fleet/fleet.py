@@ -35,10 +35,7 @@ COMPARE_SPEEDS_EVERY = 5.0
 class Fleet:
     """All nodes by name, in the inventory's order.
 
-    `on_capacity` is called whenever a slot may have become free. `on_change` is called when the
-    capacity or the abilities of a node may have changed; with None: of all nodes, or which nodes
-    there are. Both may be called often and from within other calls: they must be cheap and must
-    not raise.
+    Who schedules on it subscribes to its changes (`subscribe`).
     """
 
     def __init__(
@@ -57,8 +54,6 @@ class Fleet:
         self.model_index = ModelIndex()
         self.first_probes_done = asyncio.Event()
         """Set when every node of the first inventory has been probed once."""
-        self.on_capacity: Callable[[], None] | None = None
-        self.on_change: Callable[[Node | None], None] | None = None
         self.properties_store = properties_store or PropertiesStore()
         self._connect = connect
         self._settings = NodeSettings(health, timeouts)
@@ -72,6 +67,22 @@ class Fleet:
         self._closing = ClosingNodes()
         self._speed_comparison: asyncio.Task[None] | None = None
         self._unprobed: set[Node] = set()
+        self._on_capacity: Callable[[], None] | None = None
+        self._on_change: Callable[[Node | None], None] | None = None
+
+    def subscribe(
+        self,
+        *,
+        on_capacity: Callable[[], None] | None = None,
+        on_change: Callable[[Node | None], None] | None = None,
+    ) -> None:
+        """Call `on_capacity` whenever a slot may have become free.
+
+        Call `on_change` when the capacity or the abilities of a node may have changed; with None:
+        of all nodes, or which nodes there are. Both may be called often and from within other
+        calls: they must be cheap and must not raise. Only the last subscriber is called.
+        """
+        self._on_capacity, self._on_change = on_capacity, on_change
 
     async def start(self, inventory: Inventory) -> InventoryChanged:
         """Take in the first inventory and begin to watch. Raises what `connect` raises."""
@@ -263,12 +274,12 @@ class Fleet:
 
     # What requests show.
 
-    def lease_released(self, lease: Lease) -> None:
-        """A lease has ended; the scheduler has counted its own placements already."""
+    def lease_released(self, lease: Lease, counted: bool) -> None:  # noqa: FBT001 - a callback
+        """A lease has ended; `counted`: the scheduler counts its slots as free already."""
         node = lease.node
         if node.removed or lease.upstream is not node.upstream:
             self._closing.lease_released(node)
-        if lease.placement is None or lease.trial or node.state is NodeState.EJECTED:
+        if not counted or lease.trial or node.state is NodeState.EJECTED:
             self._notify_change(node)
         self._notify_capacity()
 
@@ -407,6 +418,7 @@ class Fleet:
     def _compare_properties(self, node: Node) -> None:
         """Act on changes in the server's properties."""
         node.forget_replaced_model()
+        node.update_info()
         if node.models_changed():
             self.model_index.models_changed()
         self.properties_store.record(node.spec, node.properties)
@@ -414,12 +426,12 @@ class Fleet:
             self._bus.publish(NodeDrift(node.name, node.drift))
 
     def _notify_change(self, node: Node | None = None) -> None:
-        if self.on_change is not None:
-            self.on_change(node)
+        if self._on_change is not None:
+            self._on_change(node)
 
     def _notify_capacity(self) -> None:
-        if self.on_capacity is not None:
-            self.on_capacity()
+        if self._on_capacity is not None:
+            self._on_capacity()
 
     async def _compare_speeds_forever(self) -> None:
         while True:

@@ -10,7 +10,7 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from gateway.config.inventory import NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
@@ -22,6 +22,7 @@ from gateway.fleet.probe_history import ProbeHistory
 from gateway.fleet.server_properties import ServerProperties, inventory_drift
 from gateway.fleet.slot_occupancy import SlotOccupancy
 from gateway.fleet.speed import ObservedTiming, Speed
+from gateway.lease import NodeInfo
 from gateway.request import Endpoint, Priority
 from gateway.transport.node_client import NodeClient
 
@@ -94,16 +95,38 @@ class Node:
     """Failures reported since the start."""
     announced_free: int = 0
     """Free slots as the scheduler knows them; see `free_slots_grew`."""
-    on_lease_released: Callable[[Lease], None] = lambda _: None
+    on_lease_released: Callable[[Lease, bool], None] = lambda _lease, _counted: None
     on_lease_abandoned: Callable[[Node], None] = lambda _: None
     name: str = field(init=False)
     """Its name in the inventory."""
+    _info: NodeInfo | None = field(default=None, init=False, repr=False)
+    """Made when it is first asked for, and anew when it has changed."""
 
     def __post_init__(self) -> None:
         self.name = self.spec.name
         self.speed.set_relative(self.spec.speed_hint)
         if self.spec.kind == "openai":
             self.concurrency_limit = ConcurrencyLimit()
+
+    @property
+    def info(self) -> NodeInfo:
+        """What those who send requests to it may know of it."""
+        info = self._info
+        if info is None:
+            spec, own = self.spec, self.spec.timeouts
+            info = self._info = NodeInfo(
+                spec.name,
+                spec.tier,
+                spec.kind,
+                own.connect,
+                own.first_byte,
+                own.silence,
+                own.total,
+                self.context,
+                self.properties.resume_key(),
+                self.upstream.pool,
+            )
+        return info
 
     # What it may be given.
 
@@ -276,11 +299,13 @@ class Node:
         stream: bool = True,
         expected_prefill: float | None = None,
         expected_total: float | None = None,
+        holder: LeaseHolder | None = None,
     ) -> Lease:
         """Count `slots` as used, at once. The caller has checked `free_slots`.
 
-        `expected_prefill` and `expected_total` are seconds from now. Raises ValueError for a
-        negative number of slots; a request that needs no slot takes 0.
+        `expected_prefill` and `expected_total` are seconds from now. `holder` is told how the
+        lease goes on. Raises ValueError for a negative number of slots; a request that needs no
+        slot takes 0.
         """
         if slots < 0:
             raise ValueError(f"{slots} slots")
@@ -295,6 +320,7 @@ class Node:
             stream,
             expected_prefill,
             expected_total,
+            holder,
         )
         lease.prefill_began_at = now
         lease.prefilling = stream and slots > 0
@@ -312,12 +338,15 @@ class Node:
         self.announced_free = self.announced_free - slots if self.announced_free > slots else 0
         return lease
 
-    def lease_released(self, lease: Lease) -> None:
-        """The lease's slots are free: called by the lease, once."""
+    def lease_released(self, lease: Lease, *, counted: bool) -> None:
+        """The lease's slots are free: called by the lease, once.
+
+        `counted`: its holder has counted them as free by itself.
+        """
         self.leases.remove(lease)
         if lease.trial:
             self.circuit.end_trial(lease)
-        self.on_lease_released(lease)
+        self.on_lease_released(lease, counted)
 
     # What the inventory, the settings and the operator decide.
 
@@ -329,13 +358,13 @@ class Node:
     def respecify(self, spec: NodeSpec, now: float) -> None:
         """Take in a changed entry of the inventory; probe soon if that puts it into service."""
         was_in_service = self.in_service
-        self.spec = spec
+        self.spec, self._info = spec, None
         if not was_in_service:
             self.reset_probes(now)
 
     def replace_upstream(self, upstream: NodeClient, now: float) -> NodeClient:
         """Use new connections, perhaps with another key; the old client, for its last leases."""
-        replaced, self.upstream = self.upstream, upstream
+        replaced, self.upstream, self._info = self.upstream, upstream, None
         self.key_rejection.clear()
         self.probe_history.probe_by(now)
         return replaced
@@ -411,6 +440,14 @@ class Node:
                 self.degradation.forget()
             self.measured_model = model
 
+    def update_info(self) -> None:
+        """Make `info` anew if the server's properties have changed it."""
+        info = self._info
+        if info is not None and (
+            info.context != self.context or info.resume_key != self.properties.resume_key()
+        ):
+            self._info = None
+
     def models_changed(self) -> bool:
         """Whether its public models differ from those of the last call (`indexed_models`)."""
         models = self.public_models
@@ -440,11 +477,14 @@ class LeasePhase(enum.Enum):
     """The slots are free."""
 
 
-class CostReservation(Protocol):
-    """A share of a budget; settled once, with what the lease cost."""
+class LeaseHolder(Protocol):
+    """Who took a lease, and keeps counts of its own that follow the lease."""
 
-    def settle(self, cost: float, *, happened: bool, now: float) -> None:
-        """Count the cost; `happened`: the node worked for it."""
+    def prefill_done(self) -> None:
+        """The first content came: the prompt has been read."""
+
+    def slots_freed(self) -> bool:
+        """The slots are free; told before anyone else. Returns whether its counts follow that."""
 
 
 @dataclass(slots=True, eq=False)
@@ -468,6 +508,8 @@ class Lease:
     """Predicted seconds from dispatch to the first content; None: unknown."""
     expected_total: float | None
     """Predicted seconds from dispatch to the end; None: unknown."""
+    holder: LeaseHolder | None = None
+    """Told how the lease goes on, until it is released; None: nobody wants to know."""
     trial: bool = False
     """Whether its outcome closes or reopens the node's circuit."""
     phase: LeasePhase = LeasePhase.WAITING_HEAD
@@ -491,16 +533,6 @@ class Lease:
     """Likewise."""
     first_content_at: float | None = None
     """When its first content came."""
-    reservation: CostReservation | None = None
-    """The share of a budget that it holds."""
-    fallback: str | None = None
-    """Why it is not of the tier that the request's class belongs to."""
-    placement: Any = None
-    """The scheduler's record of it; None: the scheduler has not placed it."""
-    on_first_content: Callable[[Lease], None] | None = None
-    """Called when the first content came: the prompt has been read."""
-    on_release: Callable[[Lease], None] | None = None
-    """Called when the slots are free, before any other callback."""
 
     def head_received(self, now: float) -> None:
         """The head of a streamed answer has come: a slot reads the prompt."""
@@ -515,8 +547,8 @@ class Lease:
             self.phase = LeasePhase.DECODE
             if self.prefilling:
                 self._prefill_done(now)
-            if self.on_first_content is not None:
-                self.on_first_content(self)
+            if self.holder is not None:
+                self.holder.prefill_done()
 
     def bytes_received(self, now: float) -> None:
         """More of a response came whose first content was noted, or that comes in one piece."""
@@ -527,15 +559,16 @@ class Lease:
         if self.phase is LeasePhase.RELEASED:
             return
         self.phase = LeasePhase.RELEASED
-        if self.on_release is not None:
-            self.on_release(self)
+        # Holder and lease name each other: without this, only the garbage collector frees them.
+        holder, self.holder = self.holder, None
+        counted = holder is not None and holder.slots_freed()
         node = self.node
         occupancy = node.occupancy
         self.released_at = now = node.clock()
         occupancy.release(self.slots, now, self.prefilling)
         self.slot_seconds = occupancy.slot_seconds - self.slot_seconds
         self.prefill_seconds = occupancy.prefill_seconds - self.prefill_seconds
-        node.lease_released(self)
+        node.lease_released(self, counted=counted)
 
     def abandon(self) -> None:
         """The gateway leaves, the node may still be at work: hold the slots until they are idle."""

@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from gateway.fleet.prompt_tree import CachedPrompt, PrefixEdge, PromptKey, PromptTree
+from gateway.fleet.prompt_tree import CachedPrompt, PrefixEdge, PromptTree
+from gateway.lease import PromptKey
 
 SLOT_SIMILARITY = 0.1
 """Least share of a request's prompt that a slot's prompt must have for the slot to be chosen for it

@@ -13,38 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 
-@dataclass(slots=True, eq=False)
-class PromptKey:
-    """A prompt, reduced to what caches depend on: its prefixes and its length.
-
-    The prompts of running requests are told apart by their `id`.
-    """
-
-    blocks: tuple[int, ...]
-    """Each stands for the prompt up to its end, never for itself alone; 64 bits, signed."""
-    tokens: float
-    """An estimate of the whole prompt's tokens."""
-    ends: tuple[int, ...] = ()
-    """The prompt's size at the end of each block, bytes; empty: blocks of one size."""
-    size: int = 0
-    """Bytes of the whole prompt; 0: it ends where its last block does."""
-    omits_volatile: bool = False
-    """Whether the blocks leave out lines that the node gets, and may ignore or not."""
-
-    def share_of(self, blocks: int) -> float:
-        """The share of the prompt that its first so many blocks are."""
-        if not blocks:
-            return 0.0
-        if not self.ends:
-            return blocks / len(self.blocks)
-        return self.ends[blocks - 1] / (self.size or self.ends[-1])
-
-    @property
-    def ends_on_block(self) -> bool:
-        """Whether the last block ends where the prompt does."""
-        return bool(self.blocks) and self.size in {0, self.ends[-1] if self.ends else 0}
-
-
 class PromptTree:
     """The tree of all prompts that any node caches."""
 

@@ -1,4 +1,7 @@
-"""The end of each attempt: what it cost, what it taught the scheduler, which node is to blame."""
+"""The end of each attempt: reported to the scheduler, and written into the request's record.
+
+What the scheduler and the fleet learn from it is their affair (`LeaseService.ended`, `settle`).
+"""
 
 from __future__ import annotations
 
@@ -9,34 +12,16 @@ from dataclasses import dataclass, field
 from gateway import errors
 from gateway.errors import GatewayError
 from gateway.events import AttemptEnded, EventBus, RequestFinished
-from gateway.fleet.fleet import Fleet
-from gateway.fleet.node import Lease, Node
+from gateway.lease import AttemptReport, Fault, LeaseService, NodeError, Usage, UsageReport
 from gateway.proxy.attempt import Attempt
-from gateway.proxy.in_flight import InFlightRequest, UnattributedFailure
+from gateway.proxy.in_flight import InFlightRequest
+from gateway.proxy.outcome import fault_of
+from gateway.proxy.request import Request
 from gateway.proxy.splice import SplicePoint
-from gateway.proxy.usage import Usage
-from gateway.request import Request
-from gateway.scheduling.budget import cost_of
-from gateway.scheduling.demand_model import ReportedTokens
-from gateway.scheduling.scheduler import Scheduler
 from gateway.transport.errors import ConnectionReset
-
-NEUTRAL_OUTCOMES = frozenset({"client_closed", "cancelled"})
-"""Outcomes that tell nothing about the node: the client left, or the gateway ended the request."""
-
-_BLAMELESS_STREAM_OUTCOMES = NEUTRAL_OUTCOMES | {"moved", "total_timeout", "request_error"}
-"""Outcomes of a begun response that blame no node: also a drain, a response that took all the time
-the request had, and an error that every node would report."""
-
-BLAMELESS_RESUMPTION_OUTCOMES = frozenset({"cancelled", "moved", "exhausted", "request_error"})
-"""Outcomes of a resumption that blame no node."""
 
 USAGE_EDGE_BYTES = 8 * 1024
 """`usage` stands within so many bytes of a response's beginning (embeddings) or end (the rest)."""
-
-SPEED_SAMPLE_INTERVAL = 0.01
-"""Seconds. Of responses that follow each other faster on one node, only the first is a sample of
-its speed and, where nothing was generated, of the bytes of text in a token."""
 
 MOST_LOST_NODES = 2
 """Nodes that may be lost over one request."""
@@ -118,23 +103,16 @@ class Accounting:
     Whatever nobody waits for is deferred: the event bus does it for many requests at once.
     """
 
-    fleet: Fleet
-    scheduler: Scheduler
+    leases: LeaseService
     bus: EventBus
     clock: Callable[[], float]
     quarantine: Quarantine = field(default_factory=Quarantine)
-    _sampled_at: dict[str, float] = field(default_factory=dict)
-    """When a response was last a sample of each node's speed."""
 
     def response_completed(
         self, in_flight: InFlightRequest, attempt: Attempt, sample: bytes
     ) -> None:
         """A response was complete; `sample` holds its end, or all of it."""
-        now = self._release(in_flight, attempt)
-        lease = attempt.lease
-        self.fleet.request_succeeded(lease.node, now, lease.taken_at)
-        if in_flight.unattributed_failures:
-            self.attribute_failures(in_flight, lease.node, complete=True)
+        now = self._end(in_flight, attempt, "ok")
         self.quarantine.clear(in_flight.request)
         if not attempt.is_sse:
             attempt.drop_content()
@@ -147,62 +125,47 @@ class Accounting:
 
         The tokens of a stream that were sent count; those of a response to be assembled do not.
         """
-        now = self._release(in_flight, attempt)
-        if outcome not in _BLAMELESS_STREAM_OUTCOMES:
-            self.add_unattributed_failure(in_flight, attempt.lease, now, response_started=True)
+        now = self._end(in_flight, attempt, outcome, fault_of(outcome, request_took_time=True))
         if outcome == ConnectionReset.outcome:
-            self.node_lost(in_flight, attempt.lease, now)
+            self.node_lost(in_flight, attempt)
         self.bus.defer(self._account, in_flight, attempt, outcome, now)
 
-    def attempt_failed(self, in_flight: InFlightRequest, attempt: Attempt, outcome: str) -> None:
-        """An attempt is over without a response for the client."""
-        in_flight.end_attempt()
-        self.scheduler.demand_model.abandoned(
-            attempt.lease, in_flight.request, refund=outcome not in NEUTRAL_OUTCOMES
-        )
-        now = self.clock()
-        if attempt.lease.reservation is not None:
-            _charge_failed(in_flight, attempt, outcome, now)
-        self.bus.defer(self._publish, in_flight, attempt, outcome, now)
-
-    # Who is to blame.
-
-    def add_unattributed_failure(
-        self, in_flight: InFlightRequest, lease: Lease, now: float, *, response_started: bool
+    def attempt_failed(
+        self,
+        in_flight: InFlightRequest,
+        attempt: Attempt,
+        outcome: str,
+        fault: Fault = Fault.NOBODY,
+        *,
+        error: NodeError | None = None,
+        unreachable: str | None = None,
     ) -> None:
-        """The request failed under this lease; the node or the request itself is to blame.
+        """An attempt is over without a response for the client, or with an error response.
 
-        A request can make a node too slow, kill it, or have it send an unusable response, and would
-        do so on every node. So the node is blamed when another node has answered the same request,
-        or when requests of other callers fail there too (`Circuit.failed`).
+        `error`: what that shows about the node. `unreachable`: why there was no connection.
         """
-        caller = in_flight.request.caller.id
-        self.fleet.request_failed(
-            lease.node, now, lease.taken_at, caller=caller, node_at_fault=False
+        attempt.close()
+        in_flight.end_attempt()
+        self.leases.ended(
+            AttemptReport(
+                attempt.lease.id,
+                outcome,
+                attempt.status,
+                attempt.sent_at > 0,
+                attempt.node_done,
+                False,
+                fault,
+                error,
+                unreachable,
+            )
         )
-        in_flight.add_unattributed_failure(UnattributedFailure(lease, response_started))
+        self.bus.defer(self._publish, in_flight, attempt, outcome, self.clock())
 
-    def attribute_failures(self, in_flight: InFlightRequest, node: Node, *, complete: bool) -> None:
-        """`node` answers a request that others failed: blame those. `complete`: to its end.
-
-        Nodes that failed after their response had begun are blamed for a complete one only.
-        """
-        now, caller = self.clock(), in_flight.request.caller.id
-        left = []
-        for failure in in_flight.unattributed_failures:
-            if failure.response_started and not complete:
-                left.append(failure)
-                continue
-            lease, counted = failure.lease, failure.counted
-            if lease.node is not node:
-                self.fleet.request_failed(
-                    lease.node, now, lease.taken_at, caller=caller, already_counted=counted
-                )
-        in_flight.keep_unattributed_failures(tuple(left))
-
-    def node_lost(self, in_flight: InFlightRequest, lease: Lease, now: float) -> None:
+    def node_lost(self, in_flight: InFlightRequest, attempt: Attempt) -> None:
         """The node died while it served the request."""
-        self.quarantine.node_lost(in_flight.request, lease.node.name, lease.taken_at, now)
+        self.quarantine.node_lost(
+            in_flight.request, attempt.lease.node.name, attempt.started_at, self.clock()
+        )
 
     def rejection(self, in_flight: InFlightRequest, seconds: float) -> GatewayError | None:
         """Why the request may go to no node, since others died on it within `seconds`."""
@@ -210,19 +173,25 @@ class Accounting:
             return None
         return self.quarantine.rejection(in_flight.request, self.clock(), seconds)
 
-    # What it cost and taught.
-
-    def _release(self, in_flight: InFlightRequest, attempt: Attempt) -> float:
-        """End the attempt now; returns the time."""
-        attempt.release()
+    def _end(
+        self,
+        in_flight: InFlightRequest,
+        attempt: Attempt,
+        outcome: str,
+        fault: Fault = Fault.NOBODY,
+    ) -> float:
+        """End an attempt whose response was the client's; returns the time."""
+        attempt.close()
         in_flight.end_attempt()
-        if in_flight.request.prompt_key is not None:
-            self.scheduler.demand_model.answer_ended(in_flight.request)
-        now = self.clock()
-        # Requests without a slot, such as token counts, don't show how fast slots come free.
-        if attempt.lease.slots:
-            self.scheduler.completion_rate.completed(now)
-        return now
+        # Positional arguments: this runs for each request.
+        self.leases.ended(
+            AttemptReport(
+                attempt.lease.id, outcome, attempt.status, True, attempt.node_done, True, fault
+            )
+        )
+        return self.clock()
+
+    # Deferred.
 
     def _account(
         self,
@@ -236,51 +205,22 @@ class Accounting:
 
         One event holds about one token; the prompt's tokens are then the estimate.
         """
-        lease, request = attempt.lease, in_flight.request
+        request = in_flight.request.lease_request
         opening = attempt.content if attempt.is_sse else b""
         usage = attempt.api.read_usage(sample, opening) if sample else None
-        reported: ReportedTokens | None = None
-        is_sample = False
+        reported = None
         if usage is None:
             usage = Usage(request.prompt_tokens, completion_tokens=attempt.event_count)
         else:
-            reported = _reported_tokens(usage, attempt.splice_point)
-            name = lease.node.name
-            is_sample = (
-                outcome == "ok" and now - self._sampled_at.get(name, -1.0) >= SPEED_SAMPLE_INTERVAL
-            )
-            if is_sample:
-                self._sampled_at[name] = now
-                self._learn_speed(lease, usage)
-        cost = _cost(lease, usage, now)
-        self.scheduler.demand_model.learn(
-            lease,
-            request,
-            reported,
-            attempt.event_count,
-            complete=outcome == "ok",
-            learn_sizes=request.generates or is_sample,
+            reported = _of_whole_response(usage, attempt.splice_point)
+        cost = self.leases.settle(
+            UsageReport(attempt.lease.id, usage, reported, attempt.event_count), request
         )
-        if outcome == "ok" and lease.slots and lease.node.concurrency_limit is not None:
-            self.fleet.adjust_limit(
-                lease, usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
-            )
-        if outcome == "ok" or request.stream:
+        if outcome == "ok" or in_flight.request.stream:
             _record_tokens(in_flight.record, usage, attempt.splice_point)
         if cost:
             in_flight.record.charge(cost)
-        if lease.reservation is not None:
-            lease.reservation.settle(cost, happened=True, now=now)
         self._publish(in_flight, attempt, outcome, now)
-
-    def _learn_speed(self, lease: Lease, usage: Usage) -> None:
-        if usage.timings is not None:
-            self.fleet.learn_timings(lease.node, usage.timings, lease)
-        elif lease.slots:
-            self.fleet.learn_clocked(
-                lease, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
-            )
-        self.scheduler.fleet_sync.node_changed(lease.node)
 
     def _publish(
         self, in_flight: InFlightRequest, attempt: Attempt, outcome: str, now: float
@@ -296,49 +236,21 @@ class Accounting:
         )
 
 
-def _charge_failed(in_flight: InFlightRequest, attempt: Attempt, outcome: str, now: float) -> None:
-    """Settle the reservation of an attempt without a response.
-
-    A prompt that was sent counts as read, unless an error response refused it.
-    """
-    lease = attempt.lease
-    assert lease.reservation is not None
-    worked = attempt.sent_at > 0 and attempt.status < 300
-    cost = _cost(lease, Usage(in_flight.request.prompt_tokens), now) if worked else 0.0
-    lease.reservation.settle(cost, happened=worked and outcome in NEUTRAL_OUTCOMES, now=now)
-
-
-def _cost(lease: Lease, usage: Usage, now: float) -> float:
-    spec = lease.node.spec
-    if not spec.cost_per_hour and spec.cost_per_million_tokens is None:
-        return 0.0
-    return cost_of(
-        spec,
-        lease.node.slots_total,
-        prompt=usage.prompt_tokens,
-        completion=usage.completion_tokens,
-        slots=lease.slots,
-        seconds=now - lease.taken_at,
-    )
-
-
-def _reported_tokens(usage: Usage, splice_point: SplicePoint | None) -> ReportedTokens:
+def _of_whole_response(usage: Usage, splice_point: SplicePoint | None) -> Usage:
     """The tokens of the client's own prompt and of the whole response, resumed or not."""
     if splice_point is None:
         return usage
     prompt = splice_point.prompt_tokens
     completion = splice_point.prefix_tokens + usage.completion_tokens
-    return ReportedTokens(prompt, min(usage.cached_tokens, prompt), completion)
+    return Usage(prompt, min(usage.cached_tokens, prompt), completion)
 
 
 def _record_tokens(record: RequestFinished, usage: Usage, splice_point: SplicePoint | None) -> None:
     """A resumed attempt reports the tokens of all attempts before it: they count once."""
-    if splice_point is None:
-        record.count_tokens(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-        return
+    whole = _of_whole_response(usage, splice_point)
     record.count_tokens(
-        splice_point.prompt_tokens,
-        min(usage.cached_tokens, splice_point.prompt_tokens),
-        splice_point.prefix_tokens + usage.completion_tokens,
-        replace=True,
+        whole.prompt_tokens,
+        whole.cached_tokens,
+        whole.completion_tokens,
+        replace=splice_point is not None,
     )

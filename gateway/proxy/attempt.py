@@ -9,7 +9,7 @@ import msgspec
 
 from gateway import errors
 from gateway.config.settings import Settings
-from gateway.fleet.node import Lease
+from gateway.lease import GrantedLease, LeaseService
 from gateway.proxy import forwarded_headers, sse
 from gateway.proxy.api.base import Api, StreamEventKind
 from gateway.proxy.inbound import request_limits
@@ -20,10 +20,11 @@ from gateway.proxy.outcome import (
     error_status,
     is_context_overflow,
 )
+from gateway.proxy.request import Request
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.sse import EventFilter, EventFramer
 from gateway.proxy.timeouts import AttemptTimeouts, TimeoutMonitor, timeouts_for, total_timeout
-from gateway.request import Headers, Request, SegmentedBody
+from gateway.request import Headers, SegmentedBody
 from gateway.transport.connection import NodeConnection
 from gateway.transport.errors import (
     ConnectTimedOut,
@@ -31,6 +32,7 @@ from gateway.transport.errors import (
     NodeReportedError,
     UpstreamError,
 )
+from gateway.transport.pool import ConnectionPool
 
 MOST_ERROR_BODY_BYTES = 256 * 1024
 """Bytes of an error's body that are read."""
@@ -63,18 +65,20 @@ class UpstreamRequest:
 
 
 class Attempt:
-    """Made with a lease, then opened. `release` ends it, once: its connection and its lease."""
+    """Made with a lease, then opened. `close` ends it, once; the accounting reports its end."""
 
     __slots__ = (
         "_clock",
+        "_closed",
         "_connection",
         "_dropped_events",
         "_event_filter",
         "_framer",
         "_held",
+        "_leases",
         "_on_fail",
         "_on_output",
-        "_released",
+        "_reported_content_at",
         "_sent",
         "_settings",
         "_timeout_monitor",
@@ -85,7 +89,10 @@ class Attempt:
         "failure",
         "headers",
         "is_sse",
+        "last_content_at",
         "lease",
+        "node_done",
+        "pool",
         "recent_chunks",
         "request",
         "sent_at",
@@ -97,14 +104,20 @@ class Attempt:
 
     def __init__(
         self,
-        lease: Lease,
+        lease: GrantedLease,
         request: Request,
         settings: Settings,
+        leases: LeaseService,
         timeout_monitor: TimeoutMonitor,
         clock: Callable[[], float],
     ) -> None:
         self.lease = lease
+        pool = lease.node.connections
+        assert isinstance(pool, ConnectionPool)
+        self.pool = pool
+        """The connections to the node."""
         self.request = request
+        self._leases = leases
         self._settings = settings
         self._timeout_monitor = timeout_monitor
         self._clock = clock
@@ -127,7 +140,9 @@ class Attempt:
         self._held: bytes | None = None
         """What `read` returns next; empty: the client lags."""
         self._write_to_client: WriteToClient | None = None
-        self._released = False
+        self._closed = False
+        self.node_done = False
+        """Once it is closed: whether the node has nothing left to do for it."""
         self._sent = False
         self.started_at = clock()
         self.sent_at = 0.0
@@ -136,6 +151,10 @@ class Attempt:
         self.headers: Headers = []
         self.is_sse = False
         """Whether the response is a stream of events."""
+        self.last_content_at: float | None = None
+        """When content last came from the node; None: none has."""
+        self._reported_content_at: float | None = None
+        """That of which the scheduler was told last."""
         self.content = b""
         """What had come when `open` returned: the first events, or a whole plain response."""
         self.recent_chunks: tuple[bytes, bytes, bytes] = (b"", b"", b"")
@@ -151,13 +170,17 @@ class Attempt:
     @property
     def connect_timeout(self) -> float:
         """Seconds to wait for a connection."""
-        own = self.lease.node.spec.timeouts.connect
-        return own or self._settings.timeouts.connect
+        return self.lease.node.connect_timeout or self._settings.timeouts.connect
 
     @property
     def complete(self) -> bool:
         """Whether the node has sent its whole response."""
         return self._connection is not None and self._connection.complete
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the node reads the prompt of a stream, as far as is known."""
+        return self.is_sse and self.last_content_at is None and not self._closed
 
     @property
     def client_lagging(self) -> bool:
@@ -204,7 +227,7 @@ class Attempt:
         A plain response longer than may be buffered is left to `read`. Raises: UpstreamError.
         """
         self.api = upstream.api
-        connection = await self.lease.upstream.pool.exchange(
+        connection = await self.pool.exchange(
             upstream.head, upstream.body, dial=self._dial, on_connected=self._send_on
         )
         limits = self._settings.limits
@@ -216,7 +239,7 @@ class Attempt:
                 self.headers = JSON_HEADERS
                 self.content = _oversized_error(self.status)
         elif self.lease.stream and is_event_stream(self.headers):
-            self.lease.head_received(self._clock())
+            self._leases.reading_began(self.lease.id)
             self.is_sse = True
             self.splice_point = upstream.splice_point
             self._event_filter = upstream.event_filter
@@ -282,26 +305,34 @@ class Attempt:
         """Forget the response's content, which is on its way: the accounts may come much later."""
         self.content = b""
 
-    def release(self) -> None:
-        """Release the connection and the lease.
+    def report_progress(self) -> None:
+        """Tell the scheduler if content has come since the last call."""
+        if self.last_content_at != self._reported_content_at:
+            self._reported_content_at = self.last_content_at
+            self._leases.content_went_on(self.lease.id)
 
-        If the response was incomplete, the slot is held until `/slots` shows it idle.
-        """
-        if self._released:
+    def report_received(self) -> None:
+        """Tell the scheduler that the whole response has come, though the client still reads it."""
+        self._leases.response_received(self.lease.id)
+
+    def is_silence_excused(self) -> bool:
+        """Whether the node has a reason to be silent: it reads another prompt."""
+        return self._leases.is_silence_excused(self.lease.id)
+
+    def close(self) -> None:
+        """Release the connection. Calling it again does nothing."""
+        if self._closed:
             return
-        self._released = True
+        self._closed = True
         self._timeout_monitor.remove(self)
         connection = self._connection
         if connection is not None and connection.complete:
-            self.lease.upstream.pool.release(connection)
-            self.lease.release()
+            self.node_done = True
+            self.pool.release(connection)
             return
+        self.node_done = not self._sent
         if connection is not None:
             connection.close()
-        if self._sent:
-            self.lease.abandon()
-        else:
-            self.lease.release()
 
     # Sending the request.
 
@@ -323,13 +354,12 @@ class Attempt:
         # A stale connection before this one never reached the node.
         self._connection = None
         self._sent = False
-        pool = self.lease.upstream.pool
         timeout, deadline = self.connect_timeout, self.request.deadline
         if deadline is None:
-            return await pool.connect(timeout)
+            return await self.pool.connect(timeout)
         left = max(0.0, deadline - self._clock())
         try:
-            return await pool.connect(min(timeout, left))
+            return await self.pool.connect(min(timeout, left))
         except ConnectTimedOut:
             if left < timeout:
                 raise total_timeout() from None
@@ -345,7 +375,7 @@ class Attempt:
         parts = [first]
         size = len(first)
         while size < most and (part := await connection.read()):
-            self.lease.bytes_received(self._clock())
+            self.last_content_at = self._clock()
             parts.append(part)
             size += len(part)
         return b"".join(parts)
@@ -370,7 +400,8 @@ class Attempt:
                     continue
                 if kind is StreamEventKind.ERROR:
                     return self._error_instead(sse.payload(event))
-                self.lease.content_received(self._clock())
+                self.last_content_at = self._clock()
+                self._leases.content_began(self.lease.id)
                 if held is not passed:
                     special = framer.special_bytes_in(held)
                 held = self._check(held, special)
@@ -422,7 +453,7 @@ class Attempt:
         if self._on_output is not None and passed:
             self._on_output(passed)
         if framer.event_count != before:
-            self.lease.bytes_received(self._clock())
+            self.last_content_at = self._clock()
             _, second, third = self.recent_chunks
             self.recent_chunks = (second, third, passed)
         return passed
@@ -467,7 +498,7 @@ class Attempt:
         mark, end_mark = api.error_mark, api.terminal_mark
         if end_mark not in events and not (mark and mark in events):
             return events
-        ends = api.single_terminal_event or self.request.slots < 2
+        ends = api.single_terminal_event or self.request.lease_request.slots < 2
         kept = []
         for event in sse.split(events):
             if mark and mark in event:
@@ -481,13 +512,14 @@ class Attempt:
 
     def _reported_error(self, data: bytes) -> NodeReportedError:
         """The failure that the node's error event reports."""
+        request = self.request.lease_request
         message = error_message(data) or "The node failed in the middle of it"
         failure = NodeReportedError(message, error_status(data))
-        if is_context_overflow(failure.status, data, self.request):
+        if is_context_overflow(failure.status, data, request.endpoint):
             tokens, context = context_overflow_sizes(data)
             context = context or self.lease.node.context
             failure.client_error = errors.context_length_exceeded(
-                tokens, context, self.request.prompt_field
+                tokens, context, request.prompt_field
             )
         return failure
 

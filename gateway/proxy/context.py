@@ -7,20 +7,18 @@ from dataclasses import dataclass, field
 
 from gateway.config.settings import Settings
 from gateway.events import EventBus
-from gateway.fleet.fleet import Fleet
+from gateway.lease import LeaseService
 from gateway.proxy.accounting import Accounting
 from gateway.proxy.retry import RetryPolicy
 from gateway.proxy.time_slicer import TimeSlicer
 from gateway.proxy.timeouts import TimeoutMonitor
-from gateway.scheduling.scheduler import Scheduler
 
 
 @dataclass(slots=True, eq=False)
 class ProxyContext:
     """What every request's attempts need; one for the whole process."""
 
-    scheduler: Scheduler
-    fleet: Fleet
+    leases: LeaseService
     settings: Settings
     bus: EventBus
     timeout_monitor: TimeoutMonitor
@@ -31,8 +29,8 @@ class ProxyContext:
     retry_policy: RetryPolicy = field(init=False)
 
     def __post_init__(self) -> None:
-        self.accounting = Accounting(self.fleet, self.scheduler, self.bus, self.clock)
-        self.retry_policy = RetryPolicy(self.fleet, self.clock)
+        self.accounting = Accounting(self.leases, self.bus, self.clock)
+        self.retry_policy = RetryPolicy(self.leases, self.clock)
 
     def configure(self, settings: Settings) -> None:
         """Apply changed settings to the attempts that begin from now on."""

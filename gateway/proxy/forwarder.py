@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from gateway import errors
 from gateway.errors import GatewayError, drop_traceback
-from gateway.fleet.node import ALIVE_STATES, Lease, Node
+from gateway.lease import NOTHING_TRIED, NodeError, NodeInfo, Tried
 from gateway.proxy import forwarded_headers, outcome
 from gateway.proxy.api.base import Api, AssemblyError, ResponseAssembler
 from gateway.proxy.attempt import Attempt, UpstreamRequest
@@ -19,7 +19,6 @@ from gateway.proxy.in_flight import (
     InFlightRequest,
     RequestCancelled,
     RequestEvicted,
-    UnattributedFailure,
 )
 from gateway.proxy.inbound import edits
 from gateway.proxy.inbound.large_body import Body, bytes_to_parse, without_large_fields
@@ -27,6 +26,7 @@ from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import parse_object
 from gateway.proxy.multi_prompt import MultiPromptForwarder
 from gateway.proxy.outcome import ResponseOutcome
+from gateway.proxy.request import Request
 from gateway.proxy.response_stream import (
     JSON_HEADER_LINE,
     ProxyResponse,
@@ -37,13 +37,11 @@ from gateway.proxy.response_stream import (
 )
 from gateway.proxy.resume.resumer import Resumer
 from gateway.proxy.transcript import TokenIdExtractor, TranscriptRecorder
-from gateway.request import Request
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
     ConnectFailed,
     ConnectionReset,
     ConnectTimedOut,
-    LocalResourcesExhausted,
     UpstreamError,
     UpstreamTimeout,
 )
@@ -74,10 +72,10 @@ class Forwarder:
         may_cross = settings.attempts > 1
         while True:
             crosses = False
-            if may_cross and failed.retryable and failed.node.spec.tier == "gpu":
+            if may_cross and failed.retryable and failed.node.tier == "gpu":
                 # Once, a request moves from GPU to CPU nodes at once and at no cost: this can't
                 # multiply an outage of the GPU nodes.
-                may_cross, crosses = False, self._has_cpu_node(failed.tried)
+                may_cross, crosses = False, self.context.leases.has_cpu_node(failed.tried)
             if not crosses and not await retries.granted(failed):
                 break
             result = await self._attempt(in_flight, failed.tried)
@@ -93,7 +91,7 @@ class Forwarder:
     ) -> ProxyResponse | FailedAttempt:
         """One attempt: select a node, count, exchange, judge. Raises: GatewayError."""
         context, record, clock = self.context, in_flight.record, self.context.clock
-        scheduler, accounting = context.scheduler, context.accounting
+        leases, accounting = context.leases, context.accounting
         api = ROUTES[in_flight.request.path].api
 
         # Select a node.
@@ -103,33 +101,30 @@ class Forwarder:
         if rejection is not None:
             raise rejection
         request = in_flight.request
-        if tried is not NOTHING_TRIED:
-            request = tried.to_place(request)
-            in_flight.place_as(request)
-        granted = scheduler.lease_now(request)
-        if granted is None:
+        lease_request, age = request.lease_request, clock() - request.received_at
+        lease = leases.lease_now(lease_request, tried, age)
+        if lease is None:
             queued_at = clock()
             try:
-                granted = await scheduler.wait_for_lease(request)
+                lease = await leases.wait_for_lease(
+                    lease_request, tried, age, response_started=in_flight.response_started
+                )
             finally:
                 record.waited(clock() - queued_at)
-        lease, model = granted
 
         # Count the attempt.
-        record.attempt_began(lease.node.name, lease.node.spec.tier, lease.fallback)
-        attempt = Attempt(lease, request, context.settings, context.timeout_monitor, clock)
+        record.attempt_began(lease.node.name, lease.node.tier, lease.fallback)
+        attempt = Attempt(lease, request, context.settings, leases, context.timeout_monitor, clock)
         in_flight.begin_attempt(attempt)
 
         # Exchange the request for the response's beginning.
         try:
             recorder = self._recorder(attempt, api) if lease.stream else None
-            await attempt.open(self._upstream_request(in_flight, attempt, api, model, recorder))
+            await attempt.open(self._upstream_request(in_flight, attempt, api, recorder))
         except UpstreamError as failure:
-            attempt.release()
             drop_traceback(failure)
             return self._judge_failure(in_flight, attempt, tried, failure)
         except BaseException:
-            attempt.release()
             accounting.attempt_failed(in_flight, attempt, "client_closed")
             raise
         record.dispatched(request.received_at, attempt.sent_at)
@@ -137,15 +132,15 @@ class Forwarder:
         # Judge the response.
         if attempt.status >= 300:
             return self._judge_error(in_flight, attempt, tried)
-        if in_flight.unattributed_failures:
-            accounting.attribute_failures(in_flight, lease.node, complete=False)
+        if tried is not NOTHING_TRIED:
+            leases.answered(lease.id)
         if attempt.complete and not attempt.is_sse:
             response = ProxyResponse(attempt.status, attempt.header_lines, attempt.content)
             accounting.response_completed(in_flight, attempt, response.content)
             return response
-        stream = self._response_stream(in_flight, attempt, api, model, recorder)
+        stream = self._response_stream(in_flight, attempt, api, recorder, tried)
         if attempt.is_sse and not request.stream:
-            return await self._assemble(in_flight, stream, model, tried)
+            return await self._assemble(in_flight, stream, tried)
         if attempt.is_sse:
             record.first_content_sent(clock() - request.received_at)
         return ProxyResponse(attempt.status, attempt.header_lines, attempt.content, stream)
@@ -155,13 +150,13 @@ class Forwarder:
         in_flight: InFlightRequest,
         attempt: Attempt,
         api: Api,
-        model: str,
         recorder: TranscriptRecorder | None,
+        tried: Tried,
     ) -> ResponseStream:
         """The rest of the response, which is resumed on another node if its own fails."""
         resumer = None
         if recorder is not None and attempt.is_sse:
-            resumer = Resumer(self.context, in_flight, recorder, model, attempt)
+            resumer = Resumer(self.context, in_flight, recorder, attempt, tried.min_context)
         return ResponseStream(attempt, in_flight, api, self.context.accounting, resumer)
 
     # What is sent.
@@ -169,9 +164,9 @@ class Forwarder:
     def _recorder(self, attempt: Attempt, api: Api) -> TranscriptRecorder | None:
         """What records the stream, if it can be resumed."""
         settings, node = self.context.settings, attempt.lease.node
-        if settings.resume == "off" or attempt.request.slots != 1:
+        if settings.resume == "off" or attempt.request.lease_request.slots != 1:
             return None
-        if api.transcript_reader is None or node.spec.kind != "llama.cpp":
+        if api.transcript_reader is None or node.kind != "llama.cpp":
             return None
         return TranscriptRecorder(api.transcript_reader, settings.limits.resume_bytes)
 
@@ -180,18 +175,17 @@ class Forwarder:
         in_flight: InFlightRequest,
         attempt: Attempt,
         api: Api,
-        model: str,
         recorder: TranscriptRecorder | None,
     ) -> UpstreamRequest:
         """The request for this node, which may know the model by a name of its own."""
         request, lease = attempt.request, attempt.lease
-        body: Body = request.bodies[model]
+        body: Body = request.bodies[lease.model]
         event_filter = None
         if lease.stream and not request.stream:
             body = edits.apply_edit(body, api.streaming_fields or {})
         if in_flight.prefill_progress is not None and lease.stream:
             progress = in_flight.prefill_progress
-            body, event_filter = progress.begin_attempt(lease, request, api, body)
+            body, event_filter = progress.begin_attempt(attempt, request, api, body)
         if (
             recorder is not None
             and self.context.settings.resume == "exact"
@@ -202,12 +196,12 @@ class Forwarder:
                 api.take_token_ids, recorder.add_token_ids, event_filter
             )
             body = edits.apply_edit(body, api.logprobs_fields)
-        name = lease.node.served_name(model) or model
+        name = lease.served_name
         if name != request.model_in_body and (
-            request.model_in_body is not None or lease.node.spec.kind == "openai"
+            request.model_in_body is not None or lease.node.kind == "openai"
         ):
             body = edits.with_model(body, name)
-        head = lease.upstream.pool.address.request_head(
+        head = attempt.pool.address.request_head(
             b"POST", request.path.encode(), request.header_lines, len(body)
         )
         on_output = None if recorder is None else recorder.add
@@ -216,12 +210,13 @@ class Forwarder:
     # Judging what came. Each returns a failed attempt if another one may follow.
 
     async def _assemble(
-        self, in_flight: InFlightRequest, stream: ResponseStream, model: str, tried: Tried
+        self, in_flight: InFlightRequest, stream: ResponseStream, tried: Tried
     ) -> ProxyResponse | FailedAttempt:
         """The plain response that the events of a stream make."""
         settings = self.context.settings
         request, attempt = in_flight.request, stream.source
-        node, most = attempt.lease.node, settings.limits.response_bytes
+        lease, most = attempt.lease, settings.limits.response_bytes
+        node = lease.node
         assembler = ResponseAssembler(stream.api, attempt.content, most)
         try:
             while (chunk := await stream.next_chunk(assembler.add)) != b"":
@@ -231,21 +226,23 @@ class Forwarder:
                     # It would be too large from any node.
                     error = errors.node_failed(f"The answer is too long ({most} bytes).")
                     return FailedAttempt(node, tried, error, retryable=False)
-            fields = without_large_fields(request.bodies[model])
+            fields = without_large_fields(request.bodies[lease.model])
             content = assembler.assemble(parse_object(fields))
         except StreamFailed as failed:
             drop_traceback(failed)
-            tried = tried.failed_on(node)
+            tried = tried.failed_on(node.name)
             # An evicted request needs another node at once; any other may wait for one.
             retryable = is_resumable(failed.failure) and (
                 not isinstance(failed.failure, RequestEvicted)
-                or self.context.scheduler.has_other_node(tried.to_place(request), node)
+                or self.context.leases.has_other_node(request.lease_request, tried)
             )
             return FailedAttempt(node, tried, failed.error, retryable=retryable)
         except AssemblyError as failure:
             # The server is not quite llama.cpp's: it may still answer plainly.
             error = errors.node_failed(f"{failure}".capitalize() + ".")
-            return FailedAttempt(node, replace(tried.failed_on(node), may_assemble=False), error)
+            return FailedAttempt(
+                node, replace(tried.failed_on(node.name), may_assemble=False), error
+            )
         finally:
             stream.close()
         headers = [field for field in attempt.headers if field[0] != b"content-type"]
@@ -257,74 +254,55 @@ class Forwarder:
     ) -> ProxyResponse | FailedAttempt:
         """A node's error: pass it on, or try another node. Raises: GatewayError."""
         status, content, request = attempt.status, attempt.content, in_flight.request
-        accounting, fleet, now = self.context.accounting, self.context.fleet, self.context.clock()
-        lease, node = attempt.lease, attempt.lease.node
-        attempt.release()
-        kind = outcome.classify(status, content, request)
-        accounting.attempt_failed(
-            in_flight, attempt, "ok" if kind is ResponseOutcome.PASS else kind.value
-        )
+        node = attempt.lease.node
+        kind = outcome.classify(status, content, request.lease_request.endpoint)
+        word = "ok" if kind is ResponseOutcome.PASS else kind.value
+        shown = _shown_error(request, attempt) if kind in _SHOWING_OUTCOMES else None
+        self.context.accounting.attempt_failed(in_flight, attempt, word, error=shown)
         response = ProxyResponse(status, attempt.header_lines, content)
         if kind is ResponseOutcome.PASS:
-            fleet.request_succeeded(node, now, lease.taken_at)
             return response
-        tried = tried.failed_on(node)
+        tried = tried.failed_on(node.name)
         if kind is ResponseOutcome.CONTEXT_OVERFLOW:
-            return self._judge_overflow(request, content, lease, tried)
+            return self._judge_overflow(request, content, node, tried)
         if kind is ResponseOutcome.REFUSED:
             return self._judge_refusal(request, status, content, node, tried)
         if kind is ResponseOutcome.BUSY:
-            if outcome.is_model_loading(status, content):
-                fleet.model_loading(node)
-            elif status == 429 or (status == 503 and node.concurrency_limit is not None):
-                # No failure: the endpoint shows its limit like this.
-                fleet.node_overloaded(lease, now, outcome.retry_after(attempt.headers, time.time()))
-            elif status in {502, 503, 504}:
-                accounting.add_unattributed_failure(in_flight, lease, now, response_started=False)
             error = errors.node_failed(f"Every node tried failed ({status}).")
             return FailedAttempt(node, tried, error)
-        if status in tried.statuses or not self.context.scheduler.has_other_node(
-            tried.to_place(request), node
+        if status in tried.statuses or not self.context.leases.has_other_node(
+            request.lease_request, tried
         ):
             return response
-        in_flight.add_unattributed_failure(UnattributedFailure(lease, counted=False))
         tried = replace(tried, statuses=(*tried.statuses, status))
         error = errors.node_failed("Every node tried failed.")
         return FailedAttempt(node, tried, error, error_response=response)
 
     def _judge_refusal(
-        self, request: Request, status: int, content: bytes, node: Node, tried: Tried
+        self, request: Request, status: int, content: bytes, node: NodeInfo, tried: Tried
     ) -> FailedAttempt:
         """The node can never serve this request; another node may. Raises: GatewayError."""
-        scheduler, fleet = self.context.scheduler, self.context.fleet
-        tried = tried.refused_by(node)
+        tried = tried.refused_by(node.name)
         if status == 501:
-            hint = outcome.error_message(content)
-            tried = tried.unsupported_by(node, hint)
-            if request.endpoint != "chat" or ROUTES[request.path].api.refusal_is_general:
-                fleet.endpoint_refused(node, request.endpoint, hint)
-            if (error := scheduler.unsupported_error(tried.to_place(request))) is not None:
+            tried = tried.unsupported_by(node.name, outcome.error_message(content))
+            error = self.context.leases.unsupported_error(request.lease_request, tried)
+            if error is not None:
                 raise error
-        elif status == 401 and node.spec.kind == "openai" and not _names_account(request):
-            # For a llama.cpp server the probes find out.
-            fleet.key_rejected(node, request.path, status)
         message = f"No node could serve this request (the last said {status})."
         return FailedAttempt(node, tried, errors.node_failed(message))
 
     def _judge_overflow(
-        self, request: Request, content: bytes, lease: Lease, tried: Tried
+        self, request: Request, content: bytes, node: NodeInfo, tried: Tried
     ) -> FailedAttempt:
         """The prompt does not fit: try a larger context once. Raises: GatewayError without one."""
-        node = lease.node
         tokens, context = outcome.context_overflow_sizes(content)
         context = context or node.context
-        error = errors.context_length_exceeded(tokens, context, request.prompt_field)
-        self.context.fleet.request_succeeded(node, self.context.clock(), lease.taken_at)
+        error = errors.context_length_exceeded(tokens, context, request.lease_request.prompt_field)
         if tried.min_context or context is None:
             raise error
         # For embeddings a batch must hold the text, and can be smaller than the context.
         tried = replace(tried, min_context=max(tokens or 0, context + 1, (node.context or 0) + 1))
-        if not self.context.scheduler.has_larger_context(tried.to_place(request)):
+        if not self.context.leases.has_larger_context(request.lease_request, tried):
             raise error
         return FailedAttempt(node, tried, error)
 
@@ -332,44 +310,31 @@ class Forwarder:
         self, in_flight: InFlightRequest, attempt: Attempt, tried: Tried, failure: UpstreamError
     ) -> FailedAttempt:
         """There is no response that could be passed on. Raises: GatewayError."""
-        accounting, fleet, now = self.context.accounting, self.context.fleet, self.context.clock()
-        request, lease, node = in_flight.request, attempt.lease, attempt.lease.node
-        accounting.attempt_failed(in_flight, attempt, failure.outcome)
+        accounting, request, node = self.context.accounting, in_flight.request, attempt.lease.node
+        took_time = request.deadline is not None or attempt.last_content_at is not None
+        accounting.attempt_failed(
+            in_flight,
+            attempt,
+            failure.outcome,
+            outcome.fault_of(failure.outcome, request_took_time=took_time),
+            unreachable=str(failure) if isinstance(failure, ConnectFailed) else None,
+        )
         if isinstance(failure, RequestCancelled):
             raise failure.error
         error = to_gateway_error(failure)
-        tried = tried.failed_on(node)
+        tried = tried.failed_on(node.name)
         if isinstance(failure, RequestEvicted):
-            retryable = self.context.scheduler.has_other_node(tried.to_place(request), node)
+            retryable = self.context.leases.has_other_node(request.lease_request, tried)
             return FailedAttempt(node, tried, error, retryable=retryable)
-        if isinstance(failure, LocalResourcesExhausted):
-            return FailedAttempt(node, tried, error)
-        out_of_time = isinstance(failure, UpstreamTimeout) and failure.limit == "total"
-        reached_node = not isinstance(failure, ConnectFailed | ConnectTimedOut)
-        if not reached_node:
-            fleet.request_failed(node, now, lease.taken_at)
-        elif not out_of_time or (request.deadline is None and lease.last_content_at is None):
-            accounting.add_unattributed_failure(in_flight, lease, now, response_started=False)
-        if isinstance(failure, ConnectFailed):
-            fleet.connect_failed(node, str(failure))
         if isinstance(failure, ConnectionReset):
-            accounting.node_lost(in_flight, lease, now)
+            accounting.node_lost(in_flight, attempt)
             seconds = self.context.settings.retries.quarantine
             if (rejection := accounting.rejection(in_flight, seconds)) is not None:
                 raise rejection
+        out_of_time = isinstance(failure, UpstreamTimeout) and failure.limit == "total"
+        reached_node = not isinstance(failure, ConnectFailed | ConnectTimedOut)
         return FailedAttempt(
             node, tried, error, retryable=not out_of_time, reached_node=reached_node
-        )
-
-    # Where else the request could go.
-
-    def _has_cpu_node(self, tried: Tried) -> bool:
-        """Whether a CPU node is alive that has not failed the request."""
-        return any(
-            node.spec.tier == "cpu"
-            and node.name not in tried.failed_nodes
-            and node.state in ALIVE_STATES
-            for node in self.context.fleet.nodes.values()
         )
 
 
@@ -377,7 +342,7 @@ class Forwarder:
 class FailedAttempt:
     """An attempt without a response. `error` is for the client if no other attempt may follow."""
 
-    node: Node
+    node: NodeInfo
     tried: Tried
     """What the request has tried, this attempt included."""
     error: GatewayError
@@ -388,49 +353,25 @@ class FailedAttempt:
     """The node's own error, for the client if no other attempt may follow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """What the earlier attempts of a request have shown about nodes and about the request."""
+_SHOWING_OUTCOMES = frozenset({ResponseOutcome.REFUSED, ResponseOutcome.BUSY})
+"""Outcomes of error responses that show something about the node."""
 
-    failed_nodes: frozenset[str] = frozenset()
-    excluded_nodes: frozenset[str] = frozenset()
-    unsupported_nodes: frozenset[str] = frozenset()
-    unsupported_hint: str | None = None
-    min_context: int = 0
-    statuses: tuple[int, ...] = ()
-    """Server errors of nodes; the same from two nodes is the request's own fault."""
-    may_assemble: bool = True
-    """False: a stream could not be assembled, so a plain response is asked for."""
 
-    def to_place(self, request: Request) -> Request:
-        """The request as the scheduler must place it now."""
-        return replace(
-            request,
-            failed_nodes=self.failed_nodes,
-            excluded_nodes=self.excluded_nodes,
-            unsupported_nodes=self.unsupported_nodes,
-            unsupported_hint=self.unsupported_hint,
-            min_context=self.min_context,
-            may_assemble=request.may_assemble and self.may_assemble,
+def _shown_error(request: Request, attempt: Attempt) -> NodeError | None:
+    """What an error response shows about the node, beyond this request."""
+    status, content = attempt.status, attempt.content
+    if status == 501:
+        general = (
+            request.lease_request.endpoint != "chat" or ROUTES[request.path].api.refusal_is_general
         )
-
-    def failed_on(self, node: Node) -> Tried:
-        """The same after `node` has failed the request."""
-        return replace(self, failed_nodes=self.failed_nodes | {node.name})
-
-    def refused_by(self, node: Node) -> Tried:
-        """The same after `node` has refused the request for good."""
-        return replace(self, excluded_nodes=self.excluded_nodes | {node.name})
-
-    def unsupported_by(self, node: Node, hint: str | None) -> Tried:
-        """The same after `node` has said that it lacks the feature (501), with its own hint."""
-        nodes = self.unsupported_nodes | {node.name}
-        return replace(self, unsupported_nodes=nodes, unsupported_hint=hint)
-
-
-NOTHING_TRIED = Tried()
-
-
-def _names_account(request: Request) -> bool:
-    """Whether the client names an organization or project, which may be what a 401 refuses."""
-    return b"\nopenai-" in b"\n" + request.header_lines
+        return NodeError(lacks_endpoint=general, hint=outcome.error_message(content))
+    if status == 401 and attempt.lease.node.kind == "openai":
+        # For a llama.cpp server the probes find out. A client's own account may be refused, too.
+        names_account = b"\nopenai-" in b"\n" + request.header_lines
+        return None if names_account else NodeError(key_rejected_at=request.path)
+    if status in {429, 503}:
+        return NodeError(
+            is_loading=outcome.is_model_loading(status, content),
+            retry_after=outcome.retry_after(attempt.headers, time.time()),
+        )
+    return None

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
-from gateway.fleet.node import Lease
 from gateway.proxy.attempt import Attempt
 from gateway.proxy.prefill_progress import PrefillProgress
-from gateway.request import Request
+from gateway.proxy.request import Request
 from gateway.transport.errors import UpstreamError
 
 
@@ -35,15 +33,6 @@ class RequestEvicted(UpstreamError):  # noqa: N818 - as `StreamFailed`
         self.error = error
 
 
-class UnattributedFailure(NamedTuple):
-    """A failure for which either the node or the request itself is to blame."""
-
-    lease: Lease
-    response_started: bool = False
-    counted: bool = True
-    """Whether the circuit of the node has counted it already."""
-
-
 @dataclass(slots=True, eq=False)
 class InFlightRequest:
     """A request on its way: its value, its record, and the attempt under way."""
@@ -58,19 +47,12 @@ class InFlightRequest:
     """The requests that a request of several prompts runs in, by id; None: it has one prompt."""
     on_cancel: Callable[[GatewayError], None] | None = None
     """Called on cancellation, by what runs the sub-requests."""
-    unattributed_failures: tuple[UnattributedFailure, ...] = ()
-    placed: Request | None = None
-    """The request as the scheduler places it for a retry or a resumption; None: as `request`."""
-
-    def place_as(self, request: Request) -> None:
-        """From now on the scheduler is asked to place it as `request`."""
-        self.placed = request
+    response_started: bool = False
+    """Whether its client has the head of a response, so that no other should displace it."""
 
     def note_response_started(self) -> None:
-        """Its client has a response head: no other request may displace it in the queue."""
-        self.request.note_response_started()
-        if self.placed is not None:
-            self.placed.note_response_started()
+        """Its client has the head of a response."""
+        self.response_started = True
 
     def cancel(self, error: GatewayError) -> None:
         """End the request; its client gets `error`, as an event if the response has begun."""
@@ -107,14 +89,6 @@ class InFlightRequest:
     def end_sub_requests(self) -> None:
         """The sub-requests are over."""
         self.on_cancel = None
-
-    def add_unattributed_failure(self, failure: UnattributedFailure) -> None:
-        """An attempt failed; who is to blame is not known yet."""
-        self.unattributed_failures += (failure,)
-
-    def keep_unattributed_failures(self, failures: tuple[UnattributedFailure, ...]) -> None:
-        """Only for these failures it is still unknown who is to blame."""
-        self.unattributed_failures = failures
 
 
 class InFlightRegistry:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+
+from msgspec.structs import replace
 
 from gateway import errors
 from gateway.errors import GatewayError
@@ -20,8 +22,8 @@ from gateway.proxy import outcome, sse
 from gateway.proxy.attempt import Attempt, WriteToClient
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.in_flight import InFlightRequest
-from gateway.proxy.inbound.prompt_list import PromptList
 from gateway.proxy.inbound.routes import ROUTES
+from gateway.proxy.request import PromptList
 from gateway.proxy.response_stream import (
     JSON_HEADER_LINE,
     BodyStream,
@@ -82,11 +84,14 @@ class MultiPromptForwarder:
         self._time_slicer = context.time_slicer
         self._max_bytes = context.settings.limits.response_bytes
         """Bytes that a plain response may have."""
+        assert in_flight.request.prompt_list is not None
         self._prompts: PromptList = in_flight.request.prompt_list
         self._unanswered = len(self._prompts.prompts)
         self._api = ROUTES[in_flight.request.path].api
         assert self._api.merger is not None
-        self._merger = self._api.merger(self._prompts.other_fields, in_flight.request.slots)
+        self._merger = self._api.merger(
+            self._prompts.other_fields, in_flight.request.lease_request.slots
+        )
         self._chunks: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue(MOST_BUFFERED_CHUNKS)
         """Chunks with their prompt's index; None: the end, or a failure."""
         self._error: Exception | None = None
@@ -204,12 +209,13 @@ class MultiPromptForwarder:
         for index in range(len(self._prompts.prompts)):
             request = await self._prompts.sub_request(index, self._time_slicer)
             if index:
-                request = replace(request, admitted=True)
+                lease_request = replace(request.lease_request, admitted=True)
+                request = replace(request, lease_request=lease_request)
             record = RequestFinished(
                 request.x_request_id,
                 request.path,
                 parent.model,
-                request.priority,
+                request.lease_request.priority,
                 parent.caller,
                 stream=request.stream,
             )

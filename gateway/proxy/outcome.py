@@ -8,8 +8,9 @@ from email.utils import parsedate_to_datetime
 
 import msgspec
 
+from gateway.lease import Fault
 from gateway.proxy.json_values import JSON_ERRORS
-from gateway.request import Headers, Request
+from gateway.request import Endpoint, Headers
 
 
 class ResponseOutcome(enum.Enum):
@@ -82,7 +83,7 @@ _ANY = msgspec.json.Decoder()
 _BODY = msgspec.json.Decoder(_ErrorBody)
 
 
-def classify(status: int, content: bytes, request: Request) -> ResponseOutcome:
+def classify(status: int, content: bytes, endpoint: Endpoint) -> ResponseOutcome:
     """What to do with a response of this status and, for errors, this content."""
     if status < 300:
         return ResponseOutcome.PASS
@@ -90,12 +91,33 @@ def classify(status: int, content: bytes, request: Request) -> ResponseOutcome:
         return ResponseOutcome.BUSY
     if status in _REFUSED or status < 400:
         return ResponseOutcome.REFUSED
-    if is_context_overflow(status, content, request):
+    if is_context_overflow(status, content, endpoint):
         return ResponseOutcome.CONTEXT_OVERFLOW
     return ResponseOutcome.SERVER_ERROR if status >= 500 else ResponseOutcome.PASS
 
 
-def is_context_overflow(status: int, content: bytes, request: Request) -> bool:
+_BLAMELESS_OUTCOMES = frozenset(
+    {"client_closed", "cancelled", "moved", "exhausted", "request_error", "refused"}
+)
+"""Outcomes that blame no node: the client left, the gateway or a drain ended the request, this
+machine had no descriptor left, every node would report that error, or the node refused to resume a
+stream."""
+
+_UNREACHED_OUTCOMES = frozenset({"connect_failed", "connect_timeout"})
+
+
+def fault_of(outcome: str, *, request_took_time: bool) -> Fault:
+    """Who is to blame for an attempt that ended like this.
+
+    `request_took_time`: if the time for the whole request has passed, that is the request's own
+    doing: its client set the limit, or its response had begun.
+    """
+    if outcome in _BLAMELESS_OUTCOMES or (outcome == "total_timeout" and request_took_time):
+        return Fault.NOBODY
+    return Fault.NODE if outcome in _UNREACHED_OUTCOMES else Fault.NODE_OR_REQUEST
+
+
+def is_context_overflow(status: int, content: bytes, endpoint: Endpoint) -> bool:
     """Whether the prompt was too long: an error of its own, or for embeddings a 500's message."""
     error = _error(content)
     if error is None:
@@ -108,7 +130,7 @@ def is_context_overflow(status: int, content: bytes, request: Request) -> bool:
         )
     return (
         status == 500
-        and request.endpoint in {"embeddings", "rerank"}
+        and endpoint in {"embeddings", "rerank"}
         and ("too large to process" in error.message or "context size" in error.message)
     )
 

@@ -6,18 +6,18 @@ stream as it would have been. For all other nodes the progress is estimated.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from gateway.fleet.node import Lease, LeasePhase
+from gateway.lease import GrantedLease
 from gateway.proxy import sse
 from gateway.proxy.api.base import Api
 from gateway.proxy.inbound import edits
 from gateway.proxy.inbound.large_body import Body, without_large_fields
 from gateway.proxy.json_values import InvalidJson, parse_object
+from gateway.proxy.request import Request
 from gateway.proxy.sse import EventFilter
-from gateway.request import Request
 from gateway.transport.errors import InvalidResponse
 
 _REQUEST_FIELD = b'"return_progress"'
@@ -33,13 +33,24 @@ class PrefillStatus(NamedTuple):
     """Tokens that were read or cached, and all tokens; None: the percentage is an estimate."""
 
 
+class ReadingAttempt(Protocol):
+    """The part of an attempt that its progress is read from."""
+
+    lease: GrantedLease
+    started_at: float
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the node reads the prompt of a stream, as far as is known."""
+
+
 class PrefillProgress:
     """The prefill of one request, on one node after the other."""
 
-    __slots__ = ("_client_asked", "_keep_next", "_lease", "_tokens")
+    __slots__ = ("_attempt", "_client_asked", "_keep_next", "_tokens")
 
     def __init__(self) -> None:
-        self._lease: Lease | None = None
+        self._attempt: ReadingAttempt | None = None
         self._tokens: tuple[int, int] | None = None
         self._client_asked = False
         """Whether the client itself asks for progress events."""
@@ -47,15 +58,19 @@ class PrefillProgress:
         """Whether the next progress event stands for an event that the client must get."""
 
     def begin_attempt(
-        self, lease: Lease, request: Request, api: Api, body: Body
+        self, attempt: ReadingAttempt, request: Request, api: Api, body: Body
     ) -> tuple[Body, EventFilter | None]:
         """Begin an attempt; return the body that makes its node report progress, if it can.
 
         Also return the filter that removes the progress events; None: there are none.
         """
-        self._lease, self._tokens = lease, None
+        self._attempt, self._tokens = attempt, None
         fields = api.progress_fields
-        if lease.node.spec.kind != "llama.cpp" or fields is None or request.slots != 1:
+        if (
+            attempt.lease.node.kind != "llama.cpp"
+            or fields is None
+            or request.lease_request.slots != 1
+        ):
             return body, None
         small_fields = without_large_fields(body)
         self._client_asked = (
@@ -91,17 +106,14 @@ class PrefillProgress:
 
     def status(self, now: float) -> PrefillStatus | None:
         """How far the prompt is read; None: that is unknown, or no prompt is being read."""
-        lease = self._lease
-        if lease is None or lease.phase is not LeasePhase.PREFILL:
+        attempt = self._attempt
+        if attempt is None or not attempt.is_reading:
             return None
         if self._tokens is not None:
             done, total = self._tokens
             return PrefillStatus(100 * done // max(1, total), self._tokens)
-        placement = lease.placement
-        if placement is None or lease.node.speed.prefill_tps is None:
-            return None
-        elapsed, expected = now - placement.placed_at, placement.prefill_ends - placement.placed_at
+        elapsed, expected = now - attempt.started_at, attempt.lease.expected_prefill
         # A prefill that takes longer than expected may take any time.
-        if not 0.0 <= elapsed < expected:
+        if expected is None or not 0.0 <= elapsed < expected:
             return None
         return PrefillStatus(int(100 * elapsed / expected), None)

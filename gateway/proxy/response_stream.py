@@ -99,7 +99,7 @@ class ResponseStream:
     @property
     def last_content_at(self) -> float:
         """When content last came from the node; monotonic."""
-        return self.source.lease.last_content_at or 0.0
+        return self.source.last_content_at or 0.0
 
     async def next_chunk(self, write: WriteToClient | None = None) -> bytes | None:
         """The next bytes for the client, empty at the end.
@@ -186,7 +186,9 @@ class ResponseStream:
         Where each answer has a terminal event of its own, a failure may hide others that are due.
         """
         attempt = self.source
-        ends_once = attempt.api.single_terminal_event or self.in_flight.request.slots < 2
+        ends_once = (
+            attempt.api.single_terminal_event or self.in_flight.request.lease_request.slots < 2
+        )
         return (
             attempt.api.is_stream_complete(tail)
             and not attempt.ends_mid_event

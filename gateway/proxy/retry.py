@@ -7,7 +7,7 @@ multiplied by retries.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -23,7 +23,7 @@ from tenacity import (
 from tenacity.stop import stop_base
 
 from gateway.config.routing import RetrySettings
-from gateway.fleet.fleet import Fleet
+from gateway.lease import LeaseService
 
 BUDGET_WINDOW = 60.0
 """Seconds of the past that the budget counts."""
@@ -84,7 +84,7 @@ class RetryBudget:
 class RetryPolicy:
     """Grants retries and resumptions within one budget."""
 
-    fleet: Fleet
+    leases: LeaseService
     clock: Callable[[], float]
     budget: RetryBudget = field(default_factory=RetryBudget)
 
@@ -110,10 +110,7 @@ class RetryPolicy:
 
         The minimum covers the slots of the largest host: all its requests may have to move at once.
         """
-        hosts: Counter[str] = Counter()
-        for node in self.fleet.nodes.values():
-            hosts[node.spec.host] += node.slots_total
-        return settings.budget, max(settings.budget_min, *hosts.values(), 0)
+        return settings.budget, max(settings.budget_min, self.leases.most_slots_of_a_host())
 
 
 class Retries:

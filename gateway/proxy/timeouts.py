@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.config.routing import TimeoutSettings
-from gateway.fleet.health import PREFILL_GRACE_FACTOR, another_prefills
-from gateway.fleet.node import Lease
+from gateway.lease import GrantedLease
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.request import Request
+from gateway.proxy.request import Request
 from gateway.transport.errors import UpstreamError, UpstreamTimeout
 
 SILENCE_GRACE = 5.0
@@ -19,6 +18,9 @@ SILENCE_GRACE = 5.0
 
 CHECK_INTERVAL = 0.2
 """Seconds between two checks, and so the precision of every timeout."""
+
+REPORT_INTERVAL = 1.0
+"""Seconds between two reports to the scheduler on streams that move."""
 
 DEADLINE_SLACK = 0.001
 """Seconds by which a client's own deadline is kept late, so that it is never kept early."""
@@ -37,8 +39,11 @@ class AttemptTimeouts:
 class MonitoredAttempt(Protocol):
     """The part of an attempt that the monitor uses."""
 
-    lease: Lease
     sent_at: float
+
+    @property
+    def last_content_at(self) -> float | None:
+        """When content last came from the node; None: none has."""
 
     @property
     def timeouts(self) -> AttemptTimeouts:
@@ -52,12 +57,21 @@ class MonitoredAttempt(Protocol):
     def client_lagging(self) -> bool:
         """Whether received bytes are still unread, since the client lags."""
 
+    def is_silence_excused(self) -> bool:
+        """Whether the node has a reason to be silent: it reads another prompt."""
+
+    def report_progress(self) -> None:
+        """Tell the scheduler if content has come since the last call."""
+
+    def report_received(self) -> None:
+        """Tell the scheduler that the whole response has come, though the client still reads it."""
+
     def fail(self, error: UpstreamError) -> None:
         """End it with `error`."""
 
 
 class TimeoutMonitor:
-    """Fails attempts whose nodes are overdue; each lease knows when content last came.
+    """Fails attempts whose nodes are overdue; each attempt knows when content last came.
 
     One timer checks all attempts several times a second: a timer for each attempt would cost a
     short request more than the checks cost a long one.
@@ -72,6 +86,7 @@ class TimeoutMonitor:
         """When an attempt was last silent through no fault of its node."""
         self._timer: asyncio.TimerHandle | None = None
         self._skipped_check = False
+        self._next_report = 0.0
 
     def __len__(self) -> int:
         return len(self._attempts)
@@ -117,11 +132,18 @@ class TimeoutMonitor:
 
     def _fail_overdue(self) -> None:
         now = self._clock()
+        reports = now >= self._next_report
+        if reports:
+            self._next_report = now + REPORT_INTERVAL
         for attempt in list(self._attempts):
             if attempt.complete:
                 # Only the client has yet to read it: the slot is free.
-                attempt.lease.release()
-            failure = passed_timeout(attempt.lease, attempt.timeouts, attempt.sent_at, now)
+                attempt.report_received()
+            elif reports:
+                attempt.report_progress()
+            failure = passed_timeout(
+                attempt.timeouts, attempt.sent_at, attempt.last_content_at, now
+            )
             if failure is not None and not self._is_excused(attempt, failure, now):
                 self._attempts.discard(attempt)
                 attempt.fail(failure)
@@ -130,7 +152,7 @@ class TimeoutMonitor:
         """Whether the silence is not the node's fault: another prefill, or the client lags."""
         if failure.limit == "total":
             return False
-        if attempt.client_lagging or another_prefills(attempt.lease, now):
+        if attempt.client_lagging or attempt.is_silence_excused():
             self._excused_at[attempt] = now
             return True
         excused_at = self._excused_at.get(attempt)
@@ -153,12 +175,11 @@ def _is_late(timer: asyncio.TimerHandle) -> bool:
 
 
 def passed_timeout(
-    lease: Lease, timeouts: AttemptTimeouts, sent_at: float, now: float
+    timeouts: AttemptTimeouts, sent_at: float, last_content_at: float | None, now: float
 ) -> UpstreamTimeout | None:
     """The timeout that has passed for a request sent at `sent_at`, if any has."""
     if now >= timeouts.deadline:
         return total_timeout()
-    last_content_at = lease.last_content_at
     if last_content_at is not None:
         if now < max(sent_at, last_content_at) + timeouts.silence:
             return None
@@ -168,24 +189,18 @@ def passed_timeout(
     return UpstreamTimeout("first_byte", f"Nothing came for {timeouts.first_byte:.0f} s")
 
 
-def timeouts_for(lease: Lease, request: Request, timeouts: TimeoutSettings) -> AttemptTimeouts:
+def timeouts_for(
+    lease: GrantedLease, request: Request, timeouts: TimeoutSettings
+) -> AttemptTimeouts:
     """The timeouts of this request under this lease; the node's own override the settings'."""
-    own = lease.node.spec.timeouts
-    deadline = request.received_at + (own.total or timeouts.total)
+    node = lease.node
+    deadline = request.received_at + (node.total_timeout or timeouts.total)
     if request.deadline is not None:
         deadline = min(deadline, request.deadline)
     first_byte = None
     route = ROUTES[request.path]
     if lease.stream or not (route.generates or route.multipart):
         # Any other response comes in one piece, after its last token.
-        first_byte = first_byte_timeout(own.first_byte or timeouts.first_byte, lease)
-    return AttemptTimeouts(first_byte, own.silence or timeouts.silence, deadline)
-
-
-def first_byte_timeout(base: float, lease: Lease) -> float:
-    """Seconds until the first content must come, for a prompt of this length on this node.
-
-    The factor is that of the node state `mute`, so that a node is not failed here while its state
-    excuses it.
-    """
-    return max(base, PREFILL_GRACE_FACTOR * (lease.expected_prefill or 0.0))
+        # A node is not failed here while its state (`mute`) excuses it.
+        first_byte = max(node.first_byte_timeout or timeouts.first_byte, lease.prefill_grace)
+    return AttemptTimeouts(first_byte, node.silence_timeout or timeouts.silence, deadline)

@@ -8,11 +8,10 @@ found only where it is a real key.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from gateway.lease import Usage
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
-from gateway.scheduling.demand_model import ReportedTokens
 
 MOST_CLOSING_BRACKETS = 16
 
@@ -21,17 +20,6 @@ MOST_OBJECT_BYTES = 16 * 1024
 
 MOST_PLAUSIBLE_TOKENS = 1 << 31
 """Tokens of one response; a larger figure is wrong."""
-
-
-@dataclass(slots=True)
-class Usage(ReportedTokens):
-    """Tokens of one response; `cached_tokens` are part of `prompt_tokens`."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    timings: dict[str, Any] | None = None
-    """llama.cpp's own figures of the generation, unchecked."""
 
 
 UsageReader = Callable[[JsonObject, Usage], Usage]

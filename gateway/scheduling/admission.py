@@ -15,7 +15,8 @@ from gateway import errors
 from gateway.access.fair_share import soft_limit
 from gateway.config.scheduling import DEFAULT_QUEUE_SHARE
 from gateway.config.settings import Settings
-from gateway.request import Priority, Request
+from gateway.lease import LeaseRequest
+from gateway.request import Priority
 from gateway.scheduling.waiters import Waiter, Waiters, caller_and_user
 
 MOST_REFUSED_CALLERS = 4096
@@ -72,28 +73,31 @@ class Admission:
 
     def admit(
         self,
-        request: Request,
+        request: LeaseRequest,
         waiting: int,
         predicted: float | None,
         retry_after: float,
         now: float,
+        deadline: float | None = None,
+        *,
+        retried: bool = False,
     ) -> float:
-        """Until when a request may wait.
+        """Until when a request may wait; `deadline`: until when its client does.
 
         Raises: GatewayError, as `refusal`, or when its client will have stopped waiting before.
         """
         until = now + self.limits(request.priority).max_wait
-        if request.deadline is not None:
-            if predicted is not None and now + predicted > request.deadline:
+        if deadline is not None:
+            if predicted is not None and now + predicted > deadline:
                 raise errors.queue_timeout(
                     f"A slot is expected in {predicted:.0f} s: longer than this client will wait.",
-                    max(1.0, now + predicted - request.deadline),
+                    max(1.0, now + predicted - deadline),
                 )
-            until = min(until, request.deadline)
+            until = min(until, deadline)
         # A request that was admitted once is not refused because its node failed it.
-        if not (request.failed_nodes or request.admitted):
+        if not (retried or request.admitted):
             refusal = self.refusal(
-                request.priority, waiting, predicted, retry_after, request.caller.id
+                request.priority, waiting, predicted, retry_after, request.caller
             )
             if refusal is not None:
                 raise refusal
@@ -155,7 +159,7 @@ class QueueRoom:
     """The one that is shed for it."""
 
 
-def queue_room(request: Request, waiters: Waiters, admission: Admission) -> QueueRoom:
+def queue_room(request: LeaseRequest, waiters: Waiters, admission: Admission) -> QueueRoom:
     """The room for `request`, within its caller's fair share of the queue."""
     caller, user = caller_and_user(request)
     waiting, most = len(waiters), admission.settings.queue.max

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from gateway.fleet.hooks import run_hook
 from gateway.fleet.lifecycle import LifecyclePhase
 from gateway.fleet.node import Node
 from gateway.fleet.probes import probe_slots
-from gateway.request import Request
+from gateway.lease import LeaseRequest, Tried
 from gateway.scheduling.autoscaling_policy import (
     AutoscalingPolicy,
     AutoscalingRules,
@@ -193,8 +194,9 @@ class Autoscaler:
         """Waiting requests, by the standby nodes that could serve them."""
         found: dict[object, tuple[NodesByModel, frozenset[str]]] = {}
         demands: dict[frozenset[str], WaitingDemand] = {}
-        for waiting in self.scheduler.queue_positions():
-            request = waiting.request
+        now = self.scheduler.clock()
+        for waiter, expected in self.scheduler.predicted_waits():
+            request, tried = waiter.request, waiter.tried
             key = (
                 *request.model_names,
                 request.endpoint,
@@ -202,10 +204,11 @@ class Autoscaler:
                 request.llama_cpp_only,
                 request.slots,
                 request.priority,
-                *(request.failed_nodes or request.excluded_nodes),
+                request.resume_key,
+                *(tried.failed_nodes or tried.excluded_nodes),
             )
             if key not in found:
-                found[key] = self._nodes_for(request)
+                found[key] = self._nodes_for(request, tried)
             by_model, names = found[key]
             if not names:
                 continue
@@ -213,16 +216,21 @@ class Autoscaler:
                 node.slots_total for _, nodes in by_model for node in nodes if is_alive(node)
             )
             counts = request.priority.label in self.settings.elastic.classes
-            wait = max(waiting.waited_seconds, waiting.expected_seconds or 0.0) if counts else 0.0
+            wait = 0.0
+            if counts:
+                waited = now - waiter.queued_at
+                wait = max(waited, expected) if math.isfinite(expected) else waited
             known = demands.get(names)
             if known is None or wait > known.wait:
                 demands[names] = WaitingDemand(names, wait, alive)
         return list(demands.values())
 
-    def _nodes_for(self, request: Request) -> tuple[NodesByModel, frozenset[str]]:
+    def _nodes_for(
+        self, request: LeaseRequest, tried: Tried
+    ) -> tuple[NodesByModel, frozenset[str]]:
         """The nodes that could serve it, and the names of the standby nodes that it may use."""
         try:
-            by_model = self._candidate_finder.nodes_by_model(request)
+            by_model = self._candidate_finder.nodes_by_model(request, tried)
         except errors.GatewayError:
             return (), frozenset()
         nodes = [node for _, found in by_model for node in found]

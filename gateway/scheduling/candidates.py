@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gateway import errors
 from gateway.fleet.model_index import ModelIndex
 from gateway.fleet.node import Node
-from gateway.request import Request
+from gateway.lease import LeaseRequest, Tried
 from gateway.scheduling.fleet_sync import (
     FleetSync,
     ModelGroups,
@@ -31,13 +31,18 @@ class CandidateFinder:
     model_index: ModelIndex
     fleet_sync: FleetSync
 
-    def find(self, request: Request) -> NodeCandidates:
+    def find(self, request: LeaseRequest, tried: Tried) -> NodeCandidates:
         """Where the request may go.
 
         Raises: GatewayError when no node serves it, or none could ever hold it.
         """
         names = request.model_names
-        if len(names) == 1 and not request.excluded_nodes and not request.failed_nodes:
+        if (
+            len(names) == 1
+            and not tried.excluded_nodes
+            and not tried.failed_nodes
+            and request.resume_key is None
+        ):
             # Nearly always: one name, and every node that serves it can take the request.
             service = self.fleet_sync.service(_key(names[0], request))
             capable = service.capable_nodes
@@ -45,52 +50,54 @@ class CandidateFinder:
             if (
                 capable.nodes
                 and request.slots <= capable.least_slots
-                and request.prompt_tokens <= capable.least_context >= request.min_context
+                and request.prompt_tokens <= capable.least_context >= tried.min_context
             ):
                 return service.candidates
-        by_model = self.nodes_by_model(request)
+        by_model = self.nodes_by_model(request, tried)
         groups = tuple(
             tiers
             for name, _ in by_model
             for tiers in self.fleet_sync.service(_key(name, request)).groups
         )
         excluded = self._excluded(by_model, groups)
-        return NodeCandidates(by_model, groups, excluded, *self._failed(by_model, request))
+        return NodeCandidates(by_model, groups, excluded, *self._failed(by_model, tried))
 
-    def nodes_by_model(self, request: Request) -> NodesByModel:
+    def nodes_by_model(self, request: LeaseRequest, tried: Tried) -> NodesByModel:
         """The nodes that can serve the request, by model name. Raises: GatewayError."""
         is_served = False
         by_model: list[tuple[str, Sequence[Node]]] = []
         most_slots = 0
-        context = max(request.prompt_tokens, request.min_context)
+        resume_key, context = request.resume_key, max(request.prompt_tokens, tried.min_context)
         for name in request.model_names:
             capable = self.model_index.capable_nodes(
                 name, request.endpoint, vision=request.needs_vision, native=request.llama_cpp_only
             )
             nodes: Sequence[Node] = capable.nodes
             is_served = is_served or bool(nodes) or self.model_index.serves(name)
-            if request.excluded_nodes:
-                nodes = [node for node in nodes if node.name not in request.excluded_nodes]
+            if tried.excluded_nodes:
+                nodes = [node for node in nodes if node.name not in tried.excluded_nodes]
+            if resume_key is not None:
+                nodes = [node for node in nodes if node.properties.resume_key() == resume_key]
             if not nodes:
                 continue
             if capable.least_slots < request.slots:
                 most_slots = max(most_slots, *(node.most_slots for node in nodes))
                 nodes = [node for node in nodes if node.most_slots >= request.slots]
             if nodes and capable.least_context < context:
-                nodes = with_context(nodes, request)
+                nodes = with_context(nodes, context)
             if nodes:
                 by_model.append((name, nodes))
         if by_model:
             return by_model
-        raise self._no_node_error(request, is_served=is_served, most_slots=most_slots)
+        raise self._no_node_error(request, tried, is_served=is_served, most_slots=most_slots)
 
-    def unsupported_error(self, request: Request) -> errors.GatewayError | None:
+    def unsupported_error(self, request: LeaseRequest, tried: Tried) -> errors.GatewayError | None:
         """The 501 of a request whose endpoint no node of its models supports; else None."""
         names = request.model_names
         nodes = [node for name in names for node in self.model_index.nodes_for(name)]
-        hints = [request.unsupported_hint]
+        hints = [tried.unsupported_hint]
         for node in nodes:
-            if node.name not in request.unsupported_nodes and (
+            if node.name not in tried.unsupported_nodes and (
                 node.supports(request.endpoint)
                 and not (request.llama_cpp_only and node.spec.kind == "openai")
             ):
@@ -99,7 +106,7 @@ class CandidateFinder:
         if not nodes:
             return None
         hint = next((hint for hint in hints if hint is not None), None)
-        return errors.not_supported(request.endpoint, request.path, request.model, hint)
+        return errors.not_supported(request.endpoint, request.feature, request.model, hint)
 
     def _excluded(self, by_model: NodesByModel, groups: ModelGroups) -> Collection[int]:
         """Rows of the candidate sets whose nodes can't hold this request."""
@@ -108,10 +115,10 @@ class CandidateFinder:
         return frozenset(every - able)
 
     def _failed(
-        self, by_model: NodesByModel, request: Request
+        self, by_model: NodesByModel, tried: Tried
     ) -> tuple[Collection[int], Mapping[int, float]]:
         """Rows that have failed it; penalties for their hosts' other nodes and for trials."""
-        failed = request.failed_nodes
+        failed = tried.failed_nodes
         if not failed:
             return (), NO_ROWS
         nodes = {node for _, nodes in by_model for node in nodes}
@@ -126,20 +133,19 @@ class CandidateFinder:
         return frozenset(rows), penalties
 
     def _no_node_error(
-        self, request: Request, *, is_served: bool, most_slots: int
+        self, request: LeaseRequest, tried: Tried, *, is_served: bool, most_slots: int
     ) -> errors.GatewayError:
         """`most_slots`: of one node, where all have fewer than the request takes; else 0."""
         if most_slots:
-            body = next(iter(request.bodies.values()), b"")
             return errors.invalid_request(
                 f"This request takes {request.slots} slots at once, more than any node has "
                 f"({most_slots}). Ask for fewer answers.",
-                "n_cmpl" if b'"n_cmpl"' in body else "n",
+                request.slots_field,
             )
         if is_served:
-            if (unsupported := self.unsupported_error(request)) is not None:
+            if (unsupported := self.unsupported_error(request, tried)) is not None:
                 return unsupported
-            if request.needs_vision and not request.excluded_nodes:
+            if request.needs_vision and not tried.excluded_nodes:
                 return errors.invalid_request(
                     f"No node that serves '{request.model}' reads images.",
                     request.prompt_field or "messages",
@@ -150,18 +156,13 @@ class CandidateFinder:
         return self.model_index.not_found_error(request.model)
 
 
-def _key(name: str, request: Request) -> ServiceKey:
+def _key(name: str, request: LeaseRequest) -> ServiceKey:
     return name, request.endpoint, request.needs_vision, request.llama_cpp_only
 
 
-def fits_context(node: Node, request: Request) -> bool:
-    """Whether the prompt, as far as its size is known, fits into one slot's context."""
-    return node.context is None or node.context >= max(request.prompt_tokens, request.min_context)
-
-
-def with_context(nodes: Sequence[Node], request: Request) -> Sequence[Node]:
-    """The nodes whose context the prompt fits; if none, the largest: their error names the size."""
-    fitting = [node for node in nodes if fits_context(node, request)]
+def with_context(nodes: Sequence[Node], tokens: int) -> Sequence[Node]:
+    """Nodes with a context of so many tokens; if none, the largest: their error names the size."""
+    fitting = [node for node in nodes if node.context is None or node.context >= tokens]
     if fitting:
         return fitting
     largest = max((node.context or 0 for node in nodes), default=0)

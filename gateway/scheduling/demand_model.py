@@ -10,12 +10,10 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gateway.fleet.node import Lease
 from gateway.fleet.prompt_cache import FleetPromptCache
-from gateway.fleet.prompt_tree import PromptKey
-from gateway.request import Request
+from gateway.lease import LeaseRequest, PromptKey, Usage
 from gateway.scheduling.dispatcher import Dispatcher
-from gateway.scheduling.fleet_sync import NodeCandidates, placement_of
+from gateway.scheduling.fleet_sync import NodeCandidates
 from gateway.scheduling.node_slots import (
     NEGLIGIBLE_COMPLETION,
     NO_ROWS,
@@ -37,16 +35,7 @@ AFFINITY_BONUS = 1 / 3
 another node must be one and a half times as fast, a difference that measured speeds can show."""
 
 
-@dataclass(slots=True)
-class ReportedTokens:
-    """Token counts of an answer, as its node reported them; `cached_tokens` are of the prompt."""
-
-    prompt_tokens: float
-    cached_tokens: float
-    completion_tokens: float
-
-
-def has_long_prompt(request: Request) -> bool:
+def has_long_prompt(request: LeaseRequest) -> bool:
     """Whether it pays to know at once which nodes have its prompt cached."""
     return request.prompt_key is not None and request.prompt_key.size >= LONG_PROMPT_BYTES
 
@@ -93,11 +82,20 @@ class DemandModel:
     def __post_init__(self) -> None:
         self.dispatcher.set_cache_refresh(self.refresh_cached)
 
-    def build(self, request: Request, candidates: NodeCandidates) -> QueuedRequest:
-        """The request in numbers, as predicted now."""
-        expected = request.expected_tokens
-        if expected is None:
-            expected = request.expected_tokens = self.token_estimates.expected_tokens(
+    def build(
+        self,
+        request: LeaseRequest,
+        candidates: NodeCandidates,
+        received_at: float,
+        earlier: QueuedRequest | None = None,
+    ) -> QueuedRequest:
+        """The request in numbers, as predicted now.
+
+        `earlier`: the same request in numbers; its estimate of the tokens still holds.
+        """
+        key = request.prompt_key
+        if earlier is None:
+            prompt_tokens, completion_tokens = self.token_estimates.expected_tokens(
                 request.model,
                 request.fairness_key,
                 request.text_bytes,
@@ -105,37 +103,44 @@ class DemandModel:
                 request.exact_tokens,
                 request.media_tokens,
             )
-        prompt_tokens, completion_tokens = expected
+            if not request.generates:
+                completion_tokens = NEGLIGIBLE_COMPLETION
+            if key is not None:
+                key = PromptKey(key.blocks, prompt_tokens, key.ends, key.size, key.omits_volatile)
+        else:
+            prompt_tokens, completion_tokens = earlier.prompt_tokens, earlier.completion_tokens
+            if isinstance(earlier.prompt_key, PromptKey):
+                key = earlier.prompt_key
+                prompt_tokens = key.tokens
         # By position, since it is made for each request: keywords cost more.
         queued = QueuedRequest(
             request.id,
             candidates.groups,
             request.priority,
             request.fairness_key,
-            request.received_at,
+            received_at,
             request.slots if request.slots < 2 else _slots(request, candidates),
             prompt_tokens,
-            completion_tokens if request.generates else NEGLIGIBLE_COMPLETION,
+            completion_tokens,
             NO_ROWS,
             NO_ROWS,
             candidates.excluded,
             candidates.failed,
             candidates.penalties,
         )
-        queued.deadline = request.deadline
+        if request.time_limit is not None:
+            queued.deadline = received_at + request.time_limit
         if not request.slots:
-            queued.slotless_caller = request.caller.id
+            queued.slotless_caller = request.caller
         if request.session is not None and request.generates:
             queued.penalties = self.session_affinity.penalties(
                 request.session, request.model, queued, self.dispatcher.placement_state
             )
-        prompt_key = request.prompt_key
-        if prompt_key is not None:
-            prompt_key.tokens = prompt_tokens
-            queued.prompt_key = prompt_key
+        if key is not None:
+            queued.prompt_key = key
             self.refresh_cached(queued)
-            if prompt_key.blocks:
-                queued.affinity_hash = prompt_key.blocks[0]
+            if key.blocks:
+                queued.affinity_hash = key.blocks[0]
         return queued
 
     def refresh_cached(self, queued: QueuedRequest) -> None:
@@ -145,34 +150,37 @@ class DemandModel:
             found = self.prompt_cache.lookup(prompt_key)
             queued.set_cached(found.tokens, found.cached, found.pending)
 
-    def placed(self, placement: Placement, request: Request) -> None:
+    def placed(self, placement: Placement, request: LeaseRequest) -> None:
         """The request starts there."""
-        row = placement.row
-        if request.prompt_key is not None:
-            self.prompt_cache.request_placed(row.index, request.prompt_key)
+        row, prompt_key = placement.row, placement.queued.prompt_key
+        if isinstance(prompt_key, PromptKey):
+            self.prompt_cache.request_placed(row.index, prompt_key)
         if request.session is not None and request.generates:
             self.session_affinity.placed(request.session, request.model, row)
 
-    def abandoned(self, lease: Lease, request: Request, *, refund: bool) -> None:
-        """The request ended there without an answer; `refund`: its caller does not pay for it."""
-        placement = placement_of(lease)
+    def abandoned(self, placement: Placement | None, *, refund: bool) -> None:
+        """The request ended there without an answer; `refund`: its caller does not pay for it.
+
+        `placement`: None, if its row is no longer its node's.
+        """
         if placement is None:
             return
         if refund:
             self.dispatcher.settled(placement, 0.0, 0.0, 0.0)
-        if request.prompt_key is not None and self._row_is_current(placement):
-            self.prompt_cache.request_dropped(placement.row.index, request.prompt_key)
+        prompt_key = placement.queued.prompt_key
+        if isinstance(prompt_key, PromptKey) and self._row_is_current(placement):
+            self.prompt_cache.request_dropped(placement.row.index, prompt_key)
 
-    def answer_ended(self, request: Request) -> None:
+    def answer_ended(self, request: LeaseRequest) -> None:
         """Its answer has ended; `learn` follows a little later."""
         if has_long_prompt(request):
             self.learning_pending = True
 
     def learn(
         self,
-        lease: Lease,
-        request: Request,
-        reported: ReportedTokens | None,
+        placement: Placement | None,
+        request: LeaseRequest,
+        reported: Usage | None,
         sent_tokens: float,
         *,
         complete: bool,
@@ -184,10 +192,10 @@ class DemandModel:
         `complete`: it ended by itself. `learn_sizes`: correct the token estimates by it.
         """
         self.learning_pending = False  # The caller learns of all answers that have ended.
-        placement = placement_of(lease)
         if placement is None:
             return
-        queued, completion = placement.queued, sent_tokens
+        queued = placement.queued
+        completion: float = sent_tokens
         if reported is not None:
             completion = reported.completion_tokens
             self.dispatcher.settled(
@@ -208,14 +216,15 @@ class DemandModel:
                 request.media_tokens,
                 complete=complete,
             )
-        if request.prompt_key is None or not self._row_is_current(placement):
+        prompt_key = queued.prompt_key
+        if not isinstance(prompt_key, PromptKey) or not self._row_is_current(placement):
             return
         if reported is None:
-            self.prompt_cache.request_dropped(placement.row.index, request.prompt_key)
+            self.prompt_cache.request_dropped(placement.row.index, prompt_key)
         else:
             self.prompt_cache.request_finished(
                 placement.row.index,
-                request.prompt_key,
+                prompt_key,
                 reported.prompt_tokens,
                 reported.cached_tokens,
                 reported.completion_tokens,
@@ -227,7 +236,7 @@ class DemandModel:
         return self.dispatcher.placement_state.by_name.get(row.name) is row
 
 
-def _slots(request: Request, candidates: NodeCandidates) -> int:
+def _slots(request: LeaseRequest, candidates: NodeCandidates) -> int:
     """Slots that it takes: at most those that any of its nodes has.
 
     A node that has to learn its endpoint's limit may have fewer just now than the request asks for.

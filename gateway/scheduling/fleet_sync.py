@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.model_index import CapableNodes
-from gateway.fleet.node import ALIVE_STATES, Lease, Node, NodeState
+from gateway.fleet.node import ALIVE_STATES, Node, NodeState
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.request import Endpoint
 from gateway.scheduling.node_slots import (
@@ -16,7 +16,6 @@ from gateway.scheduling.node_slots import (
     NO_ROWS,
     CandidateSet,
     NodeSlots,
-    Placement,
     QueuedRequest,
     TierSets,
 )
@@ -47,13 +46,6 @@ ServiceKey = tuple[str, Endpoint, bool, bool]
 def is_alive(node: Node) -> bool:
     """Whether it is worth the ordinary wait; one on trial is, since its ejection may end so."""
     return node.state in ALIVE_STATES or node.circuit.trial is not None
-
-
-def placement_of(lease: Lease) -> Placement | None:
-    """The placement that a lease was given for; None: its row is no longer its node's."""
-    placement = lease.placement
-    assert placement is None or isinstance(placement, Placement)
-    return placement
 
 
 @dataclass(frozen=True, slots=True)

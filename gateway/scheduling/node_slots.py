@@ -140,6 +140,10 @@ class QueuedRequest:
         """Whether it must leave each node's batch reserve free."""
         return self.priority is Priority.BATCH
 
+    def set_groups(self, groups: tuple[TierSets, ...]) -> None:
+        """It may go to these candidates only; before it waits."""
+        self.groups = groups
+
     def set_cached(
         self, prompt_tokens: float, cached: Mapping[int, float], pending: Mapping[int, float]
     ) -> None:

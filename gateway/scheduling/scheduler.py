@@ -10,26 +10,28 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
 from gateway import errors
 from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.node import ALIVE_STATES, Lease, Node
+from gateway.fleet.node import ALIVE_STATES
 from gateway.fleet.prompt_cache import FleetPromptCache
-from gateway.request import Priority, Request
+from gateway.lease import NOTHING_TRIED, GrantedLease, LeaseRequest, QueuePosition, Tried
+from gateway.request import Priority
 from gateway.scheduling.admission import Admission, CompletionRate, combine_waits, queue_room
 from gateway.scheduling.candidates import CandidateFinder
 from gateway.scheduling.demand_model import DemandModel, has_long_prompt
 from gateway.scheduling.dispatcher import Dispatcher, dispatch_rules
-from gateway.scheduling.fleet_sync import FleetSync, NodeCandidates, placement_of
+from gateway.scheduling.fleet_sync import FleetSync, NodeCandidates
+from gateway.scheduling.lease_granter import LeaseGranter
 from gateway.scheduling.node_slots import Placement, QueuedRequest
 from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.tier_policy import TierPolicy
 from gateway.scheduling.tier_router import TierRouter
-from gateway.scheduling.waiters import QueuePosition, Waiter, Waiters
+from gateway.scheduling.waiters import Waiter, Waiters
 
 TICK = 0.5
 """Seconds between two looks at every waiting request, and at the whole fleet."""
@@ -40,13 +42,6 @@ LEAST_TIMER_SECONDS = 0.001
 MOST_STALE_PLACEMENTS = 4
 """Placements that a request may lose because its node does not take it after all. Each time the
 placement state is brought up to date, so one is a lot."""
-
-PESSIMISTIC_PREFILL_TPS = 25.0
-"""Prompt tokens/s assumed of a node that has not shown its speed: slow on purpose, since it bounds
-a wait (one busy thread read 140 tokens/s of a 768 wide model when measured)."""
-
-GrantedLease = tuple[Lease, str]
-"""A lease, and the public model name for which it was given."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +64,7 @@ class Scheduler:
     demand_model: DemandModel = field(init=False)
     tier_policy: TierPolicy = field(init=False)
     tier_router: TierRouter = field(init=False)
-    _granter: LeaseGranter = field(init=False)
+    granter: LeaseGranter = field(init=False)
     _check_all_at: float = 0.0
     """When every waiting request is checked; until then only those that fall due."""
     _positions: dict[str, QueuePosition] | None = None
@@ -89,7 +84,7 @@ class Scheduler:
         self.tier_router = TierRouter(
             self.tier_policy, self.fleet_sync, self.dispatcher, self.settings
         )
-        self._granter = LeaseGranter(
+        self.granter = LeaseGranter(
             self.dispatcher,
             self.fleet_sync,
             CandidateFinder(self.fleet.model_index, self.fleet_sync),
@@ -98,8 +93,7 @@ class Scheduler:
             self.clock,
         )
         self.fleet_sync.sync()
-        self.fleet.on_change = self.fleet_sync.node_changed
-        self.fleet.on_capacity = self._match_soon
+        self.fleet.subscribe(on_capacity=self._match_soon, on_change=self.fleet_sync.node_changed)
 
     def configure(self, settings: Settings) -> None:
         """Put changed settings in force."""
@@ -111,87 +105,114 @@ class Scheduler:
 
     # Leases.
 
-    async def lease(self, request: Request) -> GrantedLease:
-        """A lease for `request`, and the public model name for which it was given.
+    def lease_now(
+        self, request: LeaseRequest, tried: Tried = NOTHING_TRIED, age: float = 0.0
+    ) -> GrantedLease | None:
+        """A lease for a request that was received `age` seconds ago; None: it must wait.
 
-        Waits while all nodes that could serve it are busy or down. Raises: GatewayError, when it
-        can't be served, the queue has no room, or it has waited too long.
+        Raises: GatewayError, if no node can serve it, or not in time.
         """
-        return self.lease_now(request) or await self.wait_for_lease(request)
-
-    def lease_now(self, request: Request) -> GrantedLease | None:
-        """The same without waiting: None if the request would have to."""
         if self.closing:
             raise errors.shutting_down()
         if self.demand_model.learning_pending and has_long_prompt(request):
             self.learn_pending()
         now = self.clock()
-        if self.fleet_sync.has_gpu_tier and request.slots and not request.failed_nodes:
+        if self.fleet_sync.has_gpu_tier and request.slots and not tried.failed_nodes:
             self.tier_policy.arrived(request.priority, now)
-        candidates = self._granter.find_candidates(request, now)
-        queued = self.demand_model.build(request, candidates)
-        if request.deadline is not None:
-            self._granter.check_deadline(request, queued, candidates, now)
-        granted = self._place(queued, request, candidates, now)
+        candidates, queued = self.granter.begin(request, tried, now - age, now)
+        if queued.deadline is not None:
+            self.granter.check_deadline(queued, candidates, now)
+        granted = self._place(queued, request, tried, candidates, now)
         if granted is None:
             self.tier_router.cancel_reservation(candidates)
         return granted
 
-    async def wait_for_lease(self, request: Request) -> GrantedLease:
+    async def wait_for_lease(
+        self,
+        request: LeaseRequest,
+        tried: Tried = NOTHING_TRIED,
+        age: float = 0.0,
+        *,
+        response_started: bool = False,
+    ) -> GrantedLease:
         """Queue until a slot is granted; call after `lease_now` returned None.
 
-        Raises: GatewayError, as `lease`.
+        Waits while all nodes that could serve it are busy or down. `response_started`: whether its
+        client has the head of a response, so that no other request should displace it in the queue.
+
+        Raises: GatewayError, when it can't be served, the queue has no room, or it has waited too
+        long.
         """
         if self.closing:
             raise errors.shutting_down()
         now = self.clock()
-        candidates = self._granter.find_candidates(request, now)
-        queued = self.demand_model.build(request, candidates)
+        candidates, queued = self.granter.begin(request, tried, now - age, now)
         room = queue_room(request, self.waiters, self.admission)
         try:
-            expires_at = self._admit(request, queued, candidates, room.counted_waiting, now)
+            expires_at = self._admit(
+                request,
+                queued,
+                candidates,
+                room.counted_waiting,
+                now,
+                retried=bool(tried.failed_nodes),
+            )
         except errors.GatewayError:
             self.tier_router.cancel_reservation(candidates)
             raise
-        if room.displaced is not None and not request.failed_nodes:
+        if room.displaced is not None and not tried.failed_nodes:
             self._refuse(room.displaced, self._displaced_error(now))
         granted: asyncio.Future[GrantedLease] = asyncio.get_running_loop().create_future()
         down_since = None if candidates.any_alive() else now
-        waiter = Waiter(request, candidates, queued, now, expires_at, granted, down_since)
+        waiter = Waiter(
+            request,
+            tried,
+            candidates,
+            queued,
+            now,
+            expires_at,
+            granted,
+            down_since,
+            response_started,
+        )
         self._enqueue(waiter)
         self._match_soon()
         try:
             return await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled() and granted.exception() is None:
-                self._granter.release_unused(granted.result()[0], request)
+                self.granter.release_unused(granted.result().id)
             raise
         finally:
             if waiter.queued in self.waiters:
                 self._remove(waiter)
                 self._match_soon()
 
-    def has_other_node(self, request: Request, node: Node) -> bool:
-        """Whether a node other than `node` is alive that could take `request`."""
+    def has_other_node(self, request: LeaseRequest, tried: Tried) -> bool:
+        """Whether a node is alive that could take `request` and has not failed it."""
         return any(
-            other is not node
-            and other.name not in request.failed_nodes
-            and other.state in ALIVE_STATES
-            for _, nodes in self._granter.candidate_finder.nodes_by_model(request)
-            for other in nodes
-        )
-
-    def has_larger_context(self, request: Request) -> bool:
-        """Whether a node has the context that `request` is now known to need."""
-        return any(
-            node.context is not None and node.context >= request.min_context
-            for _, nodes in self._granter.candidate_finder.nodes_by_model(request)
+            node.name not in tried.failed_nodes and node.state in ALIVE_STATES
+            for _, nodes in self.granter.candidate_finder.nodes_by_model(request, tried)
             for node in nodes
         )
 
-    def unsupported_error(self, request: Request) -> errors.GatewayError | None:
+    def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
+        """Whether a node has the context that `request` is now known to need."""
+        return any(
+            node.context is not None and node.context >= tried.min_context
+            for _, nodes in self.granter.candidate_finder.nodes_by_model(request, tried)
+            for node in nodes
+        )
+
+    def unsupported_error(self, request: LeaseRequest, tried: Tried) -> errors.GatewayError | None:
         """The error of a request that no node supports (501); None: some node may."""
-        return self._granter.candidate_finder.unsupported_error(request)
+        return self.granter.candidate_finder.unsupported_error(request, tried)
+
+    def keep_in_queue(self, request_id: str) -> None:
+        """The request's client has the head of a response: displace others before it."""
+        waiter = self.waiters.by_request_id(request_id)
+        if waiter is not None:
+            waiter.note_response_started()
 
     # The queue, as others see it.
 
@@ -200,21 +221,25 @@ class Scheduler:
         now = self.clock()
         return [
             QueuePosition(
-                waiter.request,
+                waiter.request.id,
                 position,
                 now - waiter.queued_at,
                 wait if math.isfinite(wait) else None,
             )
-            for position, (queued, wait) in enumerate(
-                islice(self.dispatcher.predicted_waits(now), most), 1
-            )
-            if (waiter := self.waiters.get(queued)) is not None
+            for position, (waiter, wait) in enumerate(self.predicted_waits(most), 1)
         ]
+
+    def predicted_waits(self, most: int | None = None) -> Iterator[tuple[Waiter, float]]:
+        """The same with the seconds until each is expected to start; infinity: unknown."""
+        for queued, wait in islice(self.dispatcher.predicted_waits(self.clock()), most):
+            waiter = self.waiters.get(queued)
+            if waiter is not None:
+                yield waiter, wait
 
     def queue_position(self, request_id: str) -> QueuePosition | None:
         """Where a request stands in the queue, up to `TICK` ago; None: it does not wait."""
         if self._positions is None:
-            self._positions = {one.request.id: one for one in self.queue_positions()}
+            self._positions = {one.request_id: one for one in self.queue_positions()}
         return self._positions.get(request_id)
 
     def depths(self) -> dict[Priority, int]:
@@ -281,11 +306,13 @@ class Scheduler:
 
     def _admit(
         self,
-        request: Request,
+        request: LeaseRequest,
         queued: QueuedRequest,
         candidates: NodeCandidates,
         waiting: int,
         now: float,
+        *,
+        retried: bool,
     ) -> float:
         """Until when the request may wait beside `waiting` others. Raises: GatewayError."""
         predicted = None
@@ -295,7 +322,13 @@ class Scheduler:
             ahead, slots = self.dispatcher.count_ahead(queued), self.fleet_sync.slots(queued)
             predicted = combine_waits(self.completion_rate, slots, ahead, by_work, now)
         return self.admission.admit(
-            request, waiting, predicted, self.completion_rate.retry_after(1, now), now
+            request,
+            waiting,
+            predicted,
+            self.completion_rate.retry_after(1, now),
+            now,
+            queued.deadline,
+            retried=retried,
         )
 
     def _displaced_error(self, now: float) -> errors.GatewayError:
@@ -319,7 +352,12 @@ class Scheduler:
     # Granting.
 
     def _place(
-        self, queued: QueuedRequest, request: Request, candidates: NodeCandidates, now: float
+        self,
+        queued: QueuedRequest,
+        request: LeaseRequest,
+        tried: Tried,
+        candidates: NodeCandidates,
+        now: float,
     ) -> GrantedLease | None:
         """A lease now; None: the request would have to wait."""
         dispatcher = self.dispatcher
@@ -329,7 +367,7 @@ class Scheduler:
             placement = dispatcher.place(queued, now)
             if placement is None:
                 return None
-            granted = self._granter.grant(placement, request, candidates, now)
+            granted = self.granter.grant(placement, request, tried, candidates, now)
             if granted is not None:
                 return granted
         return None
@@ -344,7 +382,9 @@ class Scheduler:
                     self._check_all_at = now + TICK
                 self.waiters.add(waiter)
                 return
-            granted = self._granter.grant(placement, waiter.request, waiter.candidates, now)
+            granted = self.granter.grant(
+                placement, waiter.request, waiter.tried, waiter.candidates, now
+            )
             if granted is not None:
                 waiter.granted.set_result(granted)
                 return
@@ -354,7 +394,9 @@ class Scheduler:
 
     def _rebuild(self, waiter: Waiter, candidates: NodeCandidates) -> None:
         """Give a waiter that is not in the queue these candidates."""
-        waiter.requeue_as(candidates, self.demand_model.build(waiter.request, candidates))
+        earlier = waiter.queued
+        queued = self.demand_model.build(waiter.request, candidates, earlier.received_at, earlier)
+        waiter.requeue_as(candidates, queued)
 
     def _match_soon(self) -> None:
         """Called for each slot that comes free."""
@@ -387,7 +429,9 @@ class Scheduler:
         if waiter is None or waiter.granted.done():
             self.dispatcher.cancelled(placement, now)
             return False
-        granted = self._granter.grant(placement, waiter.request, waiter.candidates, now)
+        granted = self.granter.grant(
+            placement, waiter.request, waiter.tried, waiter.candidates, now
+        )
         if granted is None:
             self._rebuild(waiter, waiter.candidates)
             self._enqueue(waiter)
@@ -447,7 +491,9 @@ class Scheduler:
     def _update_candidates(self, waiter: Waiter, now: float, *, requeue: bool = False) -> None:
         """Find its candidates anew; `requeue`: in any case, since row indexes have changed."""
         try:
-            candidates = self._granter.find_candidates(waiter.request, now, waiter.queued)
+            candidates = self.granter.find_candidates(
+                waiter.request, waiter.tried, waiter.queued, now
+            )
         except errors.GatewayError as error:
             self._refuse(waiter, error)
             return
@@ -458,122 +504,3 @@ class Scheduler:
             self._remove(waiter)
             self._rebuild(waiter, candidates)
             self._enqueue(waiter)
-
-
-@dataclass(slots=True, eq=False)
-class LeaseGranter:
-    """Finds requests' candidates, and turns the dispatcher's placements into leases."""
-
-    dispatcher: Dispatcher
-    fleet_sync: FleetSync
-    candidate_finder: CandidateFinder
-    demand_model: DemandModel
-    tier_router: TierRouter
-    clock: Callable[[], float]
-
-    def find_candidates(
-        self, request: Request, now: float, waiting: QueuedRequest | None = None
-    ) -> NodeCandidates:
-        """Where the request may go now. Raises: GatewayError.
-
-        `waiting`: its entry in the queue, if it waits. Candidates that are not used must be given
-        to `TierRouter.cancel_reservation`.
-        """
-        candidates = self.candidate_finder.find(request)
-        if self.fleet_sync.has_gpu_tier:
-            queued = waiting or self.demand_model.build(request, candidates)
-            candidates = self.tier_router.narrow(request, candidates, queued, now, waiting=waiting)
-        return candidates
-
-    def check_deadline(
-        self, request: Request, queued: QueuedRequest, candidates: NodeCandidates, now: float
-    ) -> None:
-        """Raises: GatewayError, if the prompt can't be read before the client stops waiting.
-
-        The prompt's size is an estimate: half of the predicted prefill counts.
-        """
-        assert request.deadline is not None
-        if not self.fleet_sync.is_measured(queued):
-            return
-        prefill = min(
-            (
-                (queued.prompt_tokens - queued.cached.get(row.index, 0.0)) / row.prefill_tps
-                for tiers in candidates.groups
-                for candidate_set in tiers
-                for row in candidate_set.rows
-                if row.alive and row.index not in candidates.excluded
-            ),
-            default=0.0,
-        )
-        left = request.deadline - now
-        if prefill / 2 > left:
-            raise errors.queue_timeout(
-                f"Reading this prompt takes about {prefill:.0f} s, and this client waits for "
-                f"{max(0.0, left):.1f} s more.",
-                max(1.0, prefill / 2 - left),
-            )
-
-    def grant(
-        self, placement: Placement, request: Request, candidates: NodeCandidates, now: float
-    ) -> GrantedLease | None:
-        """The lease for a placement; None: the node does not take it after all.
-
-        Then the placement is cancelled and the placement state up to date.
-        """
-        node = self.fleet_sync.node(placement.row)
-        slots = placement.queued.slots
-        if node.free_slots(now) < slots if slots else not node.capacity(now):
-            self.dispatcher.cancelled(placement, now)
-            self.fleet_sync.sync()
-            return None
-        lease = _take_lease(node, request, placement, now)
-        lease.placement = placement
-        lease.on_first_content = self._prefill_done
-        lease.on_release = self._released
-        if lease.trial:
-            self.fleet_sync.node_changed(node)
-        if request.prompt_key is not None or request.session is not None:
-            self.demand_model.placed(placement, request)
-        if candidates.tier_route is not None:
-            self.tier_router.lease_granted(candidates, placement.row, lease)
-        return lease, candidates.by_model[placement.group][0]
-
-    def release_unused(self, lease: Lease, request: Request) -> None:
-        """Release a lease whose request was cancelled before it could be sent."""
-        self.demand_model.abandoned(lease, request, refund=True)
-        if lease.reservation is not None:
-            lease.reservation.settle(0.0, happened=False, now=self.clock())
-        lease.release()
-
-    def _prefill_done(self, lease: Lease) -> None:
-        """The first content came: replace the predicted prefill by the real one."""
-        placement = placement_of(lease)
-        assert placement is not None
-        self.dispatcher.prefill_done(placement, self.clock())
-
-    def _released(self, lease: Lease) -> None:
-        """The slots are free. Where the row is no longer the node's, the fleet counts them."""
-        placement = placement_of(lease)
-        assert placement is not None
-        self.dispatcher.released(placement, self.clock())
-        if self.dispatcher.placement_state.by_name.get(placement.row.name) is not placement.row:
-            lease.placement = None
-
-
-def _take_lease(node: Node, request: Request, placement: Placement, now: float) -> Lease:
-    """A lease with the predicted prefill and total, which bound how long the node may be silent."""
-    speed = node.speed
-    tokens = max(request.prompt_tokens, placement.queued.prompt_tokens)
-    prefill = tokens / (speed.prefill_tps or PESSIMISTIC_PREFILL_TPS)
-    total = None
-    if request.max_tokens is not None and (decode_tps := speed.decode_tps) is not None:
-        total = prefill + request.max_tokens / decode_tps
-    return node.take_lease(
-        placement.queued.slots,
-        request.id,
-        request.priority,
-        now,
-        stream=request.stream or (request.may_assemble and node.spec.kind == "llama.cpp"),
-        expected_prefill=prefill,
-        expected_total=total,
-    )

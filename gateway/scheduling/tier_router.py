@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass, field, replace
 
 from gateway.config.settings import Settings
-from gateway.fleet.node import Lease
-from gateway.request import Request
-from gateway.scheduling.budget import most_cost
+from gateway.lease import LeaseRequest, Tried
+from gateway.scheduling.budget import SpillReservation, most_cost
 from gateway.scheduling.dispatcher import Dispatcher
 from gateway.scheduling.fleet_sync import FleetSync, ModelGroups, NodeCandidates
 from gateway.scheduling.node_slots import CandidateSet, NodeSlots, QueuedRequest
@@ -42,7 +41,8 @@ class TierRouter:
 
     def narrow(
         self,
-        request: Request,
+        request: LeaseRequest,
+        tried: Tried,
         candidates: NodeCandidates,
         queued: QueuedRequest,
         now: float,
@@ -58,7 +58,10 @@ class TierRouter:
         if tiers is None or not queued.slots:
             return candidates
         gpu, cpu = (self._status(tier, queued, now, waiting) for tier in tiers)
-        if gpu is None and any(row.name in request.excluded_nodes for row in tiers[0].rows):
+        if gpu is None and (
+            request.resume_key is not None
+            or any(row.name in tried.excluded_nodes for row in tiers[0].rows)
+        ):
             gpu = TierStatus(alive=False, has_room=False, failed=True)
         cost = (
             self._most_cost(request, tiers[0], queued, now)
@@ -67,7 +70,7 @@ class TierRouter:
         )
         route = self.tier_policy.route(request.priority, gpu, cpu, now, cost)
         # The delay counts from its arrival: a retry does not wait again.
-        open_tiers, fallback_at = route.tiers, request.received_at + route.fallback_delay
+        open_tiers, fallback_at = route.tiers, queued.received_at + route.fallback_delay
         if now < fallback_at:
             open_tiers = open_tiers[:1]
         else:
@@ -84,16 +87,18 @@ class TierRouter:
         if candidates.tier_route is not None and candidates.tier_route.reservation is not None:
             candidates.tier_route.reservation.cancel()
 
-    def lease_granted(self, candidates: NodeCandidates, row: NodeSlots, lease: Lease) -> None:
-        """The request got this lease: note its fallback, and who settles its reservation."""
+    def placed(
+        self, candidates: NodeCandidates, row: NodeSlots
+    ) -> tuple[str | None, SpillReservation | None]:
+        """The request goes to this row: its fallback, and the reservation to be settled."""
         route = candidates.tier_route
         if route is None:
-            return
-        lease.fallback = route.fallback("gpu" if row.gpu else "cpu")
+            return None, None
+        fallback = route.fallback("gpu" if row.gpu else "cpu")
         if row.gpu:
-            lease.reservation = route.reservation
-        else:
-            self.cancel_reservation(candidates)
+            return fallback, route.reservation
+        self.cancel_reservation(candidates)
+        return fallback, None
 
     def _groups(self, groups: ModelGroups, tiers: tuple[Tier, ...]) -> ModelGroups:
         """The open tiers of each group; a group with one tier alone keeps that."""
@@ -142,23 +147,22 @@ class TierRouter:
         )
 
     def _most_cost(
-        self, request: Request, tier: CandidateSet, queued: QueuedRequest, now: float
+        self, request: LeaseRequest, tier: CandidateSet, queued: QueuedRequest, now: float
     ) -> float:
         """The most that the request can cost on any node of the tier that has room."""
-        size = max(map(len, request.bodies.values()), default=0)
         costs = [0.0]
         for row in tier.rows:
             if row.free < 1 or row.index in queued.excluded or row.index in queued.failed:
                 continue
             node = self.fleet_sync.node(row)
             seconds = node.spec.timeouts.total or self.settings.timeouts.total
-            if request.deadline is not None:
-                seconds = min(seconds, max(0.0, request.deadline - now))
+            if queued.deadline is not None:
+                seconds = min(seconds, max(0.0, queued.deadline - now))
             costs.append(
                 most_cost(
                     node.spec,
                     node.slots_total,
-                    prompt_bytes=size,
+                    prompt_bytes=request.body_bytes,
                     max_tokens=request.max_tokens if request.generates else 0,
                     context=node.context,
                     slots=max(request.slots, queued.slots),

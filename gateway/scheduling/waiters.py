@@ -14,8 +14,7 @@ from operator import attrgetter
 from gateway import errors
 from gateway.access.fair_share import FairShare
 from gateway.config.settings import Settings
-from gateway.fleet.node import Lease
-from gateway.request import Request
+from gateway.lease import GrantedLease, LeaseRequest, Tried
 from gateway.scheduling.fleet_sync import NodeCandidates, NodesByModel
 from gateway.scheduling.node_slots import QueuedRequest
 
@@ -27,15 +26,18 @@ MOST_STALE_TIMERS = 64
 class Waiter:
     """A request that waits, its entry in the wait queue, and the future of its lease."""
 
-    request: Request
+    request: LeaseRequest
+    tried: Tried
     candidates: NodeCandidates
     queued: QueuedRequest
     queued_at: float
     expires_at: float
     """When it has waited long enough; monotonic seconds."""
-    granted: asyncio.Future[tuple[Lease, str]]
+    granted: asyncio.Future[GrantedLease]
     nodes_down_since: float | None = None
     """Since when every node that could serve it has been down."""
+    response_started: bool = False
+    """Whether its client has the head of a response, with a heartbeat."""
     shed_key: tuple[int, float, int] = (0, 0.0, 0)
     """Sorts its user's requests by class, then by age."""
     timer_id: int = -1
@@ -48,8 +50,7 @@ class Waiter:
         Not once it, or the request that it is a part of, has been at a node: its response may have
         begun.
         """
-        request = self.request
-        return not (request.failed_nodes or request.admitted or self.granted.done())
+        return not (self.tried.failed_nodes or self.request.admitted or self.granted.done())
 
     @property
     def due_at(self) -> float:
@@ -68,6 +69,10 @@ class Waiter:
         """Set `shed_key`, the first time that it waits."""
         if not self.shed_key[2]:
             self.shed_key = (int(self.request.priority), self.queued_at, serial)
+
+    def note_response_started(self) -> None:
+        """Its client has the head of a response."""
+        self.response_started = True
 
     def set_timer(self, timer_id: int) -> None:
         """Its due time has this entry."""
@@ -106,17 +111,6 @@ class Waiter:
         return errors.queue_timeout(f"No slot came free in {waited:.0f} s.", retry_after)
 
 
-@dataclass(frozen=True, slots=True)
-class QueuePosition:
-    """One waiting request, as the admin API shows it."""
-
-    request: Request
-    position: int
-    waited_seconds: float
-    expected_seconds: float | None = None
-    """Seconds until it is expected to start; None: unknown."""
-
-
 _shed_key = attrgetter("shed_key")
 
 
@@ -127,6 +121,7 @@ class Waiters:
     fair_share: FairShare = field(default_factory=FairShare)
     """How many places each caller and user holds."""
     _by_queued: dict[QueuedRequest, Waiter] = field(default_factory=dict)
+    _by_request_id: dict[str, Waiter] = field(default_factory=dict)
     _by_user: dict[tuple[str, str], list[Waiter]] = field(default_factory=dict)
     """By caller and user: the highest class first, within a class the oldest."""
     _serials: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -151,11 +146,12 @@ class Waiters:
 
     def by_request_id(self, request_id: str) -> Waiter | None:
         """The waiter of one request."""
-        return next((one for one in self if one.request.id == request_id), None)
+        return self._by_request_id.get(request_id)
 
     def add(self, waiter: Waiter) -> None:
         """It waits from now on."""
         self._by_queued[waiter.queued] = waiter
+        self._by_request_id[waiter.request.id] = waiter
         self._add_timer(waiter)
         waiter.set_shed_key(next(self._serials))
         user = caller_and_user(waiter.request)
@@ -166,6 +162,7 @@ class Waiters:
         """Take out the waiter of this entry; it does not wait any more."""
         waiter = self._by_queued.pop(queued, None)
         if waiter is not None:
+            self._by_request_id.pop(waiter.request.id, None)
             self._remove_timer(waiter)
             user = caller_and_user(waiter.request)
             self.fair_share.remove(user[0], 1, user[1])
@@ -185,7 +182,7 @@ class Waiters:
         for waiter in reversed(self._by_user.get((caller, user), ())):
             if not waiter.can_shed:
                 continue
-            if not waiter.request.response_started:
+            if not waiter.response_started:
                 return waiter
             begun = begun or waiter
         return begun
@@ -229,10 +226,9 @@ class Waiters:
             heapq.heapify(self._timers)
 
 
-def caller_and_user(request: Request) -> tuple[str, str]:
+def caller_and_user(request: LeaseRequest) -> tuple[str, str]:
     """The caller of a request, and the user that it names: else the caller itself."""
-    caller = request.caller.id
-    return caller, request.fairness_key or caller
+    return request.caller, request.fairness_key
 
 
 def standby_ready_in(nodes_by_model: NodesByModel, cooldown: float, now: float) -> float | None:

@@ -18,6 +18,7 @@ from gateway.catalog import ModelCatalog, RequestQueue
 from gateway.config.settings import Settings
 from gateway.errors import ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
+from gateway.lease import LeaseRequest
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
 from gateway.proxy.inbound import multipart
@@ -34,9 +35,9 @@ from gateway.proxy.inbound.prepare import (
 from gateway.proxy.inbound.prompt_key import VolatileLines
 from gateway.proxy.inbound.routes import Route, is_infill
 from gateway.proxy.prefill_progress import PrefillProgress
+from gateway.proxy.request import Request
 from gateway.proxy.response_stream import BodyStream, ProxyResponse
 from gateway.proxy.time_slicer import TimeSlicer
-from gateway.request import Request
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
 from gateway.web import response_heads
@@ -367,17 +368,18 @@ class _HandledRequest:
         )
         catalog = self._handler.catalog
         request = prepare_request(incoming, parsed, record.priority, self._config.rules, catalog)
-        for name in request.model_names:
+        lease_request = request.lease_request
+        for name in lease_request.model_names:
             if catalog.serves(name):
-                record.describe(stream=request.stream, model=request.model)
+                record.describe(stream=request.stream, model=lease_request.model)
                 break
         else:
             record.describe(stream=request.stream, model=None)
         if is_infill(route, parsed) and settings.queue.latest_wins:
-            self._edit_session = request.session or self._default_edit_session(request)
+            self._edit_session = lease_request.session or self._default_edit_session(lease_request)
         return request
 
-    def _default_edit_session(self, request: Request) -> str:
+    def _default_edit_session(self, request: LeaseRequest) -> str:
         """Identifies an editor that names no session in a header."""
         exchange, proxies = self._exchange, self._config.settings.listen.trusted_proxies
         address = client_address(exchange.headers, exchange.peer_address, proxies)
@@ -569,6 +571,7 @@ class _HandledRequest:
             exchange.start_response(200, header_lines + self._header_lines(early=True), data)
             if self._in_flight is not None:
                 self._in_flight.note_response_started()
+                self._handler.queue.keep_in_queue(self.request_id)
 
 
 class Heartbeat:

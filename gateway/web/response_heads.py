@@ -6,9 +6,9 @@ import math
 import secrets
 from functools import lru_cache
 
-from gateway.catalog import QueuePlace
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
+from gateway.lease import QueuePosition
 from gateway.proxy.api.base import Api
 from gateway.proxy.json_values import InvalidJson, parse_json
 from gateway.proxy.prefill_progress import PrefillStatus
@@ -124,7 +124,7 @@ def encode_rejection(error: GatewayError, api: Api) -> tuple[bytes, bytes]:
 
 
 def progress_comment(
-    queue_position: QueuePlace | None, prefill_status: PrefillStatus | None
+    queue_position: QueuePosition | None, prefill_status: PrefillStatus | None
 ) -> bytes:
     """An SSE comment with the place in the queue or the progress of the prefill.
 

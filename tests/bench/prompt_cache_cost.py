@@ -15,7 +15,7 @@ from collections.abc import Callable
 import psutil
 
 from gateway.fleet.prompt_cache import FleetPromptCache
-from gateway.fleet.prompt_tree import PromptKey
+from gateway.lease import PromptKey
 from gateway.proxy.inbound.parsed_body import BYTES_PER_TOKEN
 from gateway.proxy.inbound.prompt_key import (
     BLOCK_BYTES,

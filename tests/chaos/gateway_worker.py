@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 REQUEST_OBJECTS = (
     *("HttpExchange", "_HandledRequest", "InFlightRequest"),
-    *("Attempt", "Lease", "ResponseStream"),
+    *("Attempt", "GrantedLease", "Lease", "LeaseRecord", "ResponseStream"),
 )
 """Classes of the gateway whose objects must not outlive their request."""
 MIN_POLLS = 4

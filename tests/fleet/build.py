@@ -47,6 +47,8 @@ class Clock:
 class NoUpstream:
     """A node's client that no test may use; it knows whether it was closed."""
 
+    pool = None
+
     def __init__(self) -> None:
         self.closed = False
 
@@ -102,7 +104,7 @@ class Running:
     changes: list[NodeChanged] = field(default_factory=list)
     drifts: list[NodeDrift] = field(default_factory=list)
     capacity: int = 0
-    """How often `on_capacity` was called."""
+    """How often a slot may have become free."""
 
     def __getitem__(self, name: str) -> Node:
         return self.fleet.nodes[name]
@@ -159,7 +161,7 @@ async def a_fleet(
     def count() -> None:
         running.capacity += 1
 
-    fleet.on_capacity = count
+    fleet.subscribe(on_capacity=count)
     await fleet.start(inventory(*specs))
     try:
         if probed:

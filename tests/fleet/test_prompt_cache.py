@@ -17,7 +17,7 @@ from gateway.fleet.prompt_cache import (
     MOST_HOST_PROMPTS,
     FleetPromptCache,
 )
-from gateway.fleet.prompt_tree import PromptKey
+from gateway.lease import PromptKey
 from tests.calls import count_calls
 
 BLOCK = 100.0

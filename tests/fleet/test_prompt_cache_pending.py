@@ -8,7 +8,7 @@ from gateway.fleet.prompt_cache import (
     PendingPrefixes,
     common_blocks,
 )
-from gateway.fleet.prompt_tree import PromptKey
+from gateway.lease import PromptKey
 
 
 @given(st.integers(0, 40), st.integers(0, 20), st.integers(0, 20))

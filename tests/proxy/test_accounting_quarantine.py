@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from gateway.proxy.accounting import MOST_QUARANTINED, Quarantine
-from gateway.request import Request
+from gateway.proxy.request import Request
+from gateway.request import Caller, Priority
 from tests.emulator import EmulatedNode
 from tests.proxy.proxy_over_nodes import proxy_over
 from tests.scheduling.build import a_request
@@ -15,9 +16,12 @@ LONG = 600.0
 
 
 def asking(text: str) -> Request:
-    request = a_request()
-    request.bodies = {"demo": text.encode()}
-    return request
+    lease_request = a_request()
+    name, bodies = lease_request.id, {"demo": text.encode()}
+    caller = Caller("c", "c", Priority.NORMAL)
+    return Request(
+        name, name, "/v1/chat/completions", b"", bodies, "demo", caller, 0.0, lease_request
+    )
 
 
 def test_a_request_that_two_nodes_died_on_is_rejected_for_a_while() -> None:

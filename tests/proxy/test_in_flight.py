@@ -138,9 +138,9 @@ async def test_a_retry_that_waits_is_no_longer_shed_once_its_client_has_a_respon
         proxy.app.bus.subscribe(AttemptEnded, lambda _: fleet.drain("a"))
         task = asyncio.create_task(proxy.stream())
         await until(lambda: bool(proxy.attempts) and len(scheduler.queue_positions()) == 1)
-        (waiting,) = scheduler.queue_positions()
-        assert not waiting.request.response_started
-        await until(lambda: waiting.request.response_started)
+        (waiting,) = scheduler.waiters
+        assert not waiting.response_started
+        await until(lambda: waiting.response_started)
         fleet.resume("b")
         reply = await task
         await proxy.settled()
@@ -158,9 +158,9 @@ async def test_a_resumption_that_waits_is_no_longer_shed_once_its_client_has_a_r
         fleet.drain("b")
         task = asyncio.create_task(proxy.ask())
         await until(lambda: len(scheduler.queue_positions()) == 1)
-        (waiting,) = scheduler.queue_positions()
-        assert not waiting.request.response_started
-        await until(lambda: waiting.request.response_started)
+        (waiting,) = scheduler.waiters
+        assert not waiting.response_started
+        await until(lambda: waiting.response_started)
         fleet.resume("b")
         reply = await task
         await proxy.settled()

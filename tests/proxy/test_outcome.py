@@ -22,7 +22,6 @@ from gateway.proxy.outcome import (
 from tests.emulator import EmulatedNode
 from tests.gateways import until
 from tests.proxy.proxy_over_nodes import A_FIRST, GENERATION_PATHS, prompt_field, proxy_over
-from tests.scheduling.build import a_request
 from tests.virtual import in_virtual_time
 
 
@@ -342,8 +341,6 @@ async def test_a_huge_error_is_replaced_by_a_short_one(tmp_path: Path) -> None:
 
 # The classification alone.
 
-EMBEDDINGS = a_request(endpoint="embeddings")
-CHAT = a_request()
 OVERFLOW = b'{"error":{"type":"exceed_context_size_error","n_prompt_tokens":9,"n_ctx":8}}'
 
 
@@ -367,13 +364,13 @@ OVERFLOW = b'{"error":{"type":"exceed_context_size_error","n_prompt_tokens":9,"n
 def test_a_response_is_classified_by_status_and_type(
     status: int, content: bytes, verdict: ResponseOutcome
 ) -> None:
-    assert classify(status, content, CHAT) is verdict
+    assert classify(status, content, "chat") is verdict
 
 
 def test_a_500_about_the_size_is_an_overflow_for_embeddings_alone() -> None:
     content = b'{"error":{"message":"input is too large to process"}}'
-    assert classify(500, content, EMBEDDINGS) is ResponseOutcome.CONTEXT_OVERFLOW
-    assert classify(500, content, CHAT) is ResponseOutcome.SERVER_ERROR
+    assert classify(500, content, "embeddings") is ResponseOutcome.CONTEXT_OVERFLOW
+    assert classify(500, content, "chat") is ResponseOutcome.SERVER_ERROR
 
 
 @pytest.mark.parametrize(
@@ -401,7 +398,7 @@ def test_an_overflow_is_known_by_its_message_without_a_type(
     fields: dict[str, str], sizes: tuple[int | None, int | None]
 ) -> None:
     content = msgspec.json.encode({"error": fields})
-    assert classify(400, content, CHAT) is ResponseOutcome.CONTEXT_OVERFLOW
+    assert classify(400, content, "chat") is ResponseOutcome.CONTEXT_OVERFLOW
     assert context_overflow_sizes(content) == sizes
 
 
@@ -410,7 +407,7 @@ def test_the_sizes_of_a_text_that_is_too_long_to_embed_are_read() -> None:
         b'{"error":{"code":500,"message":"input (2002 tokens) is too large to process. increase '
         b'the physical batch size (current batch size: 512)","type":"server_error"}}'
     )
-    assert classify(500, content, EMBEDDINGS) is ResponseOutcome.CONTEXT_OVERFLOW
+    assert classify(500, content, "embeddings") is ResponseOutcome.CONTEXT_OVERFLOW
     assert context_overflow_sizes(content) == (2002, 512)
 
 

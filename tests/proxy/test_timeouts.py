@@ -12,17 +12,21 @@ from pathlib import Path
 
 import pytest
 
+from gateway.config.routing import TimeoutSettings
+from gateway.fleet.health import another_prefills
 from gateway.fleet.node import Lease, LeasePhase
 from gateway.proxy.timeouts import (
+    REPORT_INTERVAL,
     AttemptTimeouts,
     TimeoutMonitor,
-    first_byte_timeout,
     passed_timeout,
+    timeouts_for,
 )
 from gateway.transport.errors import UpstreamError
 from tests.emulator import EmulatedNode
 from tests.fleet.build import Clock, a_node, take
 from tests.gateways import until
+from tests.proxy.fake_lease_service import a_granted_lease, a_proxy_request
 from tests.proxy.proxy_over_nodes import GENERATION_PATHS, proxy_over
 from tests.virtual import in_virtual_time, now
 
@@ -30,7 +34,7 @@ LIMITS = AttemptTimeouts(first_byte=60.0, silence=20.0, deadline=1000.0)
 
 
 def outcome(lease: Lease, limits: AttemptTimeouts, now: float) -> str | None:
-    error = passed_timeout(lease, limits, 100.0, now)
+    error = passed_timeout(limits, 100.0, lease.last_content_at, now)
     return None if error is None else error.limit
 
 
@@ -70,6 +74,21 @@ class Attempt:
     client_lagging: bool = False
     complete: bool = False
     failure: UpstreamError | None = None
+    reports: int = 0
+    """How often it was asked to report its progress."""
+
+    @property
+    def last_content_at(self) -> float | None:
+        return self.lease.last_content_at
+
+    def is_silence_excused(self) -> bool:
+        return another_prefills(self.lease, self.lease.node.clock())
+
+    def report_progress(self) -> None:
+        self.reports += 1
+
+    def report_received(self) -> None:
+        self.lease.release()
 
     def fail(self, error: UpstreamError) -> None:
         self.failure = error
@@ -144,11 +163,31 @@ async def test_silence_of_a_node_whose_client_lags_is_excused() -> None:
     assert look(505.0) == "silence"
 
 
-def test_a_long_prompt_on_a_slow_node_has_a_longer_timeout() -> None:
-    node = a_node()
-    assert first_byte_timeout(60.0, take(node, expected_prefill=10.0)) == 60.0
-    assert first_byte_timeout(60.0, take(node, expected_prefill=100.0)) == 400.0
-    assert first_byte_timeout(60.0, take(node)) == 60.0
+@in_virtual_time
+async def test_the_scheduler_is_told_of_moving_streams_once_a_second() -> None:
+    clock = Clock(100.0)
+    attempt = Attempt(take(a_node(clock)), LIMITS)
+    look = await limits_of(clock, attempt)
+    for number in range(100):
+        assert look(100.0 + number / 10) is None
+    assert attempt.reports == 10 / REPORT_INTERVAL
+
+
+@in_virtual_time
+async def test_a_whole_response_frees_the_slots_before_its_client_has_read_it() -> None:
+    clock = Clock(100.0)
+    attempt = Attempt(take(a_node(clock)), LIMITS, complete=True)
+    look = await limits_of(clock, attempt)
+    assert look(101.0) is None
+    assert attempt.lease.phase is LeasePhase.RELEASED
+
+
+@pytest.mark.parametrize(("grace", "limit"), [(40.0, 60.0), (400.0, 400.0), (0.0, 60.0)])
+def test_a_long_prompt_on_a_slow_node_has_a_longer_timeout(grace: float, limit: float) -> None:
+    lease = a_granted_lease(prefill_grace=grace)
+    assert timeouts_for(lease, a_proxy_request(), TimeoutSettings(first_byte=60.0)) == (
+        AttemptTimeouts(limit, TimeoutSettings().silence, TimeoutSettings().total)
+    )
 
 
 @in_virtual_time

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.lease import Usage
 from gateway.proxy.api.base import Api
 from gateway.proxy.api.chat import CHAT
 from gateway.proxy.api.messages import MESSAGES
@@ -18,7 +19,6 @@ from gateway.proxy.api.responses import RESPONSES
 from gateway.proxy.usage import (
     MOST_OBJECT_BYTES,
     MOST_PLAUSIBLE_TOKENS,
-    Usage,
     find_last_object,
     read_usage,
 )

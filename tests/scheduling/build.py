@@ -15,11 +15,13 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Lease, Node
 from gateway.fleet.server_properties import ServerProperties
 from gateway.fleet.state_files import DrainedNodes
-from gateway.request import Caller, Priority, Request
+from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried
+from gateway.request import Priority
+from gateway.scheduling.lease_granter import LeaseRecord
 from gateway.scheduling.scheduler import Scheduler
 from tests.fleet.build import a_node, no_upstream
 
-CALLER = Caller("c", "c", Priority.NORMAL)
+CALLER = "c"
 _numbers = itertools.count()
 
 
@@ -32,25 +34,28 @@ def node(
     return made
 
 
-def a_request(
-    model: str = "demo", *candidates: str, received_at: float = 0.0, **keys: Any
-) -> Request:
+def a_request(model: str = "demo", *candidates: str, **keys: Any) -> LeaseRequest:
     number = next(_numbers)
-    return Request(
+    return LeaseRequest(
         id=f"req_{number}",
-        x_request_id=f"req_{number}",
-        path="/v1/chat/completions",
-        header_lines=b"",
-        bodies={},
-        model_in_body=model,
-        caller=CALLER,
-        priority=keys.pop("priority", Priority.NORMAL),
         model=model,
         model_names=candidates or (model,),
         endpoint=keys.pop("endpoint", "chat"),
-        received_at=received_at or float(number),
+        priority=keys.pop("priority", Priority.NORMAL),
+        caller=keys.pop("caller", CALLER),
+        fairness_key=keys.pop("fairness_key", CALLER),
         **keys,
     )
+
+
+def failed_on(*nodes: str) -> Tried:
+    """These nodes have failed the request."""
+    return Tried(failed_nodes=frozenset(nodes))
+
+
+def refused_by(*nodes: str) -> Tried:
+    """These nodes have refused the request for good."""
+    return Tried(excluded_nodes=frozenset(nodes))
 
 
 def a_scheduler(
@@ -84,8 +89,45 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def start_lease(scheduler: Scheduler, request: Request) -> asyncio.Task[tuple[Lease, str]]:
+async def take_lease(
+    scheduler: Scheduler,
+    request: LeaseRequest,
+    tried: Tried = NOTHING_TRIED,
+    age: float = 0.0,
+    *,
+    response_started: bool = False,
+) -> tuple[Lease, str]:
+    """A request's lease as its node knows it, and the model for which it was granted."""
+    granted = scheduler.lease_now(request, tried, age) or await scheduler.wait_for_lease(
+        request, tried, age, response_started=response_started
+    )
+    return scheduler.granter.record(granted.id).lease, granted.model
+
+
+async def take_record(scheduler: Scheduler, request: LeaseRequest) -> LeaseRecord:
+    """The scheduler's record of a request's lease."""
+    granted = scheduler.lease_now(request) or await scheduler.wait_for_lease(request)
+    return scheduler.granter.record(granted.id)
+
+
+def lease_at_once(scheduler: Scheduler, request: LeaseRequest) -> LeaseRecord:
+    """The scheduler's record of a lease for which the request does not have to wait."""
+    granted = scheduler.lease_now(request)
+    assert granted is not None
+    return scheduler.granter.record(granted.id)
+
+
+async def start_lease(
+    scheduler: Scheduler,
+    request: LeaseRequest,
+    tried: Tried = NOTHING_TRIED,
+    age: float = 0.0,
+    *,
+    response_started: bool = False,
+) -> asyncio.Task[tuple[Lease, str]]:
     """The task of a request's lease, which has been granted or waits."""
-    task = asyncio.create_task(scheduler.lease(request))
+    task = asyncio.create_task(
+        take_lease(scheduler, request, tried, age, response_started=response_started)
+    )
     await settle()
     return task

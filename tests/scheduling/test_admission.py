@@ -80,23 +80,23 @@ def test_a_reload_changes_the_limits() -> None:
 
 def test_a_deadline_bounds_the_wait_and_is_refused_at_once_if_it_cannot_be_met() -> None:
     admission = an_admission(queue={"max_wait": 100})
-    request = a_request(deadline=1010.0)
-    assert admission.admit(request, 1, 9.0, 5.0, 1000.0) == 1010.0
+    request = a_request()
+    assert admission.admit(request, 1, 9.0, 5.0, 1000.0, 1010.0) == 1010.0
     assert admission.admit(a_request(), 1, 9.0, 5.0, 1000.0) == 1100.0
     with pytest.raises(GatewayError) as raised:
-        admission.admit(request, 1, 11.0, 5.0, 1000.0)
+        admission.admit(request, 1, 11.0, 5.0, 1000.0, 1010.0)
     assert (raised.value.status, raised.value.code) == (503, "queue_timeout")
     assert raised.value.retry_after == 1.0
     # A deadline in the past: a predicted wait of 0 is too long.
     with pytest.raises(GatewayError):
-        admission.admit(a_request(deadline=999.0), 1, 0.0, 5.0, 1000.0)
+        admission.admit(request, 1, 0.0, 5.0, 1000.0, 999.0)
 
 
 def test_an_admitted_request_is_refused_only_for_its_deadline() -> None:
     admission = an_admission(queue={"max": 1})
-    assert admission.admit(a_request(failed_nodes={"a"}), 9, None, 5.0, 0.0) > 0
+    assert admission.admit(a_request(), 9, None, 5.0, 0.0, retried=True) > 0
     with pytest.raises(GatewayError):
-        admission.admit(a_request(failed_nodes={"a"}, deadline=5.0), 9, 6.0, 5.0, 0.0)
+        admission.admit(a_request(), 9, 6.0, 5.0, 0.0, 5.0, retried=True)
 
 
 def test_the_lower_of_two_predictions_counts() -> None:

@@ -12,20 +12,16 @@ from hypothesis import strategies as st
 
 from gateway.errors import GatewayError
 from gateway.fleet.node import Node
-from gateway.request import Caller, Priority, Request
+from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried
+from gateway.request import Priority
 from gateway.scheduling.scheduler import Scheduler
-from tests.scheduling.build import a_request, a_scheduler, node, settle, start_lease
+from tests.scheduling.build import a_request, a_scheduler, failed_on, node, settle, start_lease
 from tests.virtual import VirtualLoop
 
-BEST = Priority.URGENT
 
-
-def of(caller: str, user: str = "", **keys: Any) -> Request:
+def of(caller: str, user: str = "", **keys: Any) -> LeaseRequest:
     """A request of a caller, or of a user that it names."""
-    request = a_request(**keys)
-    request.caller = Caller(caller, caller, BEST)
-    request.fairness_key = f"{caller}/{user}" if user else caller
-    return request
+    return a_request(caller=caller, fairness_key=f"{caller}/{user}" if user else caller, **keys)
 
 
 class BusyNode:
@@ -34,15 +30,21 @@ class BusyNode:
     def __init__(self, **queue: Any) -> None:
         self.node: Node = node(slots=1)
         self.scheduler: Scheduler = a_scheduler(self.node, queue=queue)
-        self.tasks: dict[str, tuple[Request, asyncio.Task[Any]]] = {}
+        self.tasks: dict[str, tuple[LeaseRequest, asyncio.Task[Any]]] = {}
 
-    async def send(self, request: Request) -> str:
+    async def send(
+        self,
+        request: LeaseRequest,
+        tried: Tried = NOTHING_TRIED,
+        *,
+        response_started: bool = False,
+    ) -> str:
         """Send a request; its `outcome`."""
-        task = await start_lease(self.scheduler, request)
+        task = await start_lease(self.scheduler, request, tried, response_started=response_started)
         self.tasks[request.id] = request, task
         return self.outcome(request)
 
-    def outcome(self, request: Request) -> str:
+    def outcome(self, request: LeaseRequest) -> str:
         """`waits`, or the code of its error."""
         task = self.tasks[request.id][1]
         if not task.done():
@@ -57,7 +59,7 @@ class BusyNode:
         found = [one for one, task in self.tasks.values() if not task.done()]
         if by == "user":
             return Counter(one.fairness_key for one in found)
-        return Counter(one.caller.id for one in found)
+        return Counter(one.caller for one in found)
 
     async def __aenter__(self) -> Self:
         self.running = await start_lease(self.scheduler, of("runs"))
@@ -81,10 +83,10 @@ async def test_another_callers_requests_wait_where_a_flood_was_refused() -> None
 
 async def test_the_newest_of_the_largest_caller_is_shed_but_no_retry() -> None:
     async with BusyNode(max=4) as busy:
-        retried = of("a", failed_nodes=frozenset({"a"}))
-        early, late = of("a"), of("a")
+        early, late, retried = of("a"), of("a"), of("a")
         for request in (early, late, retried, of("c")):
-            assert await busy.send(request) == "waits"
+            tried = failed_on("a") if request is retried else NOTHING_TRIED
+            assert await busy.send(request, tried) == "waits"
         assert await busy.send(of("b")) == "waits"
         assert [busy.outcome(one) for one in (early, late, retried)] == [
             "waits",
@@ -147,8 +149,7 @@ async def test_a_request_whose_response_has_begun_is_shed_last() -> None:
     async with BusyNode(max=4) as busy:
         outcome_ = [of("a"), of("a")]
         for request in (of("a"), of("a"), *outcome_):
-            request.response_started = request in outcome_
-            assert await busy.send(request) == "waits"
+            assert await busy.send(request, response_started=request in outcome_) == "waits"
         for other in ("b", "c"):
             assert await busy.send(of(other)) == "waits"
         assert [busy.outcome(one) for one in outcome_] == ["waits", "waits"]

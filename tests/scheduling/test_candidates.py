@@ -6,24 +6,25 @@ import pytest
 
 from gateway.errors import GatewayError
 from gateway.fleet.node import Node, NodeState
-from gateway.request import Request
-from gateway.scheduling.candidates import CandidateFinder, fits_context, with_context
+from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried
+from gateway.scheduling.candidates import CandidateFinder, with_context
 from gateway.scheduling.fleet_sync import NodeCandidates
-from tests.scheduling.build import a_request, a_scheduler, node
+from tests.scheduling.build import a_request, a_scheduler, failed_on, node, refused_by
 
 
-def find_candidates(request: Request, *nodes: Node) -> NodeCandidates:
+def find_candidates(
+    request: LeaseRequest, *nodes: Node, tried: Tried = NOTHING_TRIED
+) -> NodeCandidates:
     scheduler = a_scheduler(*nodes)
-    return CandidateFinder(scheduler.fleet.model_index, scheduler.fleet_sync).find(request)
+    return CandidateFinder(scheduler.fleet.model_index, scheduler.fleet_sync).find(request, tried)
 
 
 def test_a_node_with_too_small_a_context_is_excluded_while_another_fits() -> None:
     small, large, silent = node("a", context=512), node("b", context=4096), node("c")
     request = a_request(prompt_tokens=1000)
-    assert [fits_context(one, request) for one in (small, large, silent)] == [False, True, True]
-    assert with_context([small, large, silent], request) == [large, silent]
-    assert with_context([small, node("d", context=700)], request)[0].name == "d"
-    assert with_context([small, large], a_request(min_context=4096)) == [large]
+    assert with_context([small, large, silent], 1000) == [large, silent]
+    assert with_context([small, node("d", context=700)], 1000)[0].name == "d"
+    assert with_context([small, large], 4096) == [large]
     (group,) = find_candidates(request, small, large, silent).groups
     assert [row.name for row in group[0].rows] == ["a", "b", "c"]
     assert find_candidates(request, small, large, silent).excluded == {0}
@@ -31,14 +32,14 @@ def test_a_node_with_too_small_a_context_is_excluded_while_another_fits() -> Non
 
 def test_after_a_failure_the_node_is_avoided_and_its_hosts_others_penalised() -> None:
     one, same, other = node("a", host="x"), node("b", host="x"), node("c", host="y")
-    found = find_candidates(a_request(failed_nodes={"a"}), one, same, other)
+    found = find_candidates(a_request(), one, same, other, tried=failed_on("a"))
     assert found.failed == {0}
     assert set(found.penalties) == {1}
     assert found.excluded == frozenset()
 
 
 def test_a_node_that_refused_the_request_is_excluded() -> None:
-    found = find_candidates(a_request(excluded_nodes={"b"}), node("a"), node("b"))
+    found = find_candidates(a_request(), node("a"), node("b"), tried=refused_by("b"))
     assert found.excluded == {1}
 
 

@@ -5,23 +5,21 @@ from __future__ import annotations
 import pytest
 
 from gateway.fleet.node import Node
-from gateway.fleet.prompt_tree import PromptKey
-from gateway.request import Request
+from gateway.lease import LeaseRequest, PromptKey
 from gateway.scheduling.demand_model import SessionAffinity
 from gateway.scheduling.scheduler import Scheduler
-from tests.scheduling.build import a_request, a_scheduler, node
+from tests.scheduling.build import a_request, a_scheduler, lease_at_once, node
 from tests.scheduling.queue_simulation import QueueSimulation
 
 
-def serve(scheduler: Scheduler, request: Request) -> str:
+def serve(scheduler: Scheduler, request: LeaseRequest) -> str:
     """Serve a request to its end; the name of its node."""
-    granted = scheduler.lease_now(request)
-    assert granted is not None
-    granted[0].release()
-    return granted[0].node.name
+    lease = lease_at_once(scheduler, request).lease
+    lease.release()
+    return lease.node.name
 
 
-def session_request(session: str | None, number: int, model: str = "demo") -> Request:
+def session_request(session: str | None, number: int, model: str = "demo") -> LeaseRequest:
     """A request of a session, with a prompt that no node has cached."""
     prompt = PromptKey((number,), 100.0, size=400)
     return a_request(model, prompt_key=prompt, text_bytes=400, max_tokens=100, session=session)
@@ -73,9 +71,7 @@ def test_a_session_does_not_wait_for_its_node() -> None:
     one, two = node("one", slots=1), node("two", slots=1)
     scheduler = a_scheduler(one, two)
     last_node = serve(scheduler, session_request("s", 1))
-    held = scheduler.lease_now(session_request("s", 2))
-    assert held is not None
-    assert held[0].node.name == last_node
+    assert lease_at_once(scheduler, session_request("s", 2)).lease.node.name == last_node
     assert serve(scheduler, session_request("s", 3)) != last_node
 
 

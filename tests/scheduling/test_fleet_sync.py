@@ -8,12 +8,12 @@ import itertools
 import pytest
 
 from gateway.fleet.node import Node, NodeState
-from gateway.fleet.prompt_tree import PromptKey
+from gateway.lease import NOTHING_TRIED, PromptKey
 from gateway.scheduling.candidates import CandidateFinder
 from gateway.scheduling.node_slots import NodeSlots
 from gateway.scheduling.scheduler import Scheduler
 from tests.fleet.build import take
-from tests.scheduling.build import a_request, a_scheduler, node, settle
+from tests.scheduling.build import a_request, a_scheduler, failed_on, node, settle, take_lease
 
 
 def row_of(scheduler: Scheduler, name: str = "a") -> NodeSlots:
@@ -31,7 +31,7 @@ def check_rows(scheduler: Scheduler) -> None:
 async def test_own_leases_count_once_and_others_work_counts() -> None:
     one = node(slots=4)
     scheduler = a_scheduler(one)
-    lease, _ = await scheduler.lease(a_request(slots=2))
+    lease, _ = await take_lease(scheduler, a_request(slots=2))
     check_rows(scheduler)
     unplaced = take(one)  # a lease that the scheduler does not know of
     scheduler.fleet_sync.node_changed(one)
@@ -71,11 +71,11 @@ def test_a_slow_start_opens_a_part_of_the_slots() -> None:
 async def test_an_ejected_node_gets_one_request_on_trial_beside_what_runs() -> None:
     one = node(slots=3)
     scheduler = a_scheduler(one)
-    running, _ = await scheduler.lease(a_request())
+    running, _ = await take_lease(scheduler, a_request())
     one.state, one.circuit.open_until = NodeState.EJECTED, one.clock() - 1.0
     scheduler.fleet_sync.node_changed(one)
     check_rows(scheduler)
-    trial, _ = await scheduler.lease(a_request())
+    trial, _ = await take_lease(scheduler, a_request())
     assert trial.trial
     check_rows(scheduler)
     assert (row_of(scheduler).free, row_of(scheduler).alive) == (0, True)
@@ -98,10 +98,10 @@ async def test_the_first_request_after_an_ejection_is_the_trial_though_others_ar
 ) -> None:
     one = half_open(node(slots=3))
     scheduler = a_scheduler(one, *(node(f"b{n}") for n in range(nodes)))
-    trial, _ = await scheduler.lease(a_request())
+    trial, _ = await take_lease(scheduler, a_request())
     assert (trial.node, trial.trial) == (one, True)
     assert row_of(scheduler).penalty > 0
-    other, _ = await scheduler.lease(a_request())
+    other, _ = await take_lease(scheduler, a_request())
     assert other.node is not one
     scheduler.fleet.request_succeeded(one, one.clock(), trial.taken_at)
     trial.release()
@@ -112,7 +112,7 @@ async def test_a_trial_that_proves_nothing_is_followed_by_the_next() -> None:
     one = half_open(node(slots=3))
     scheduler = a_scheduler(one, node("b"))
     for _ in range(3):
-        trial, _ = await scheduler.lease(a_request())
+        trial, _ = await take_lease(scheduler, a_request())
         assert (trial.node, trial.trial) == (one, True)
         trial.release()
 
@@ -120,9 +120,9 @@ async def test_a_trial_that_proves_nothing_is_followed_by_the_next() -> None:
 async def test_a_request_that_has_failed_is_no_trial_while_another_node_has_room() -> None:
     one = half_open(node())
     scheduler = a_scheduler(one, node("b"), node("c", slots=1))
-    again, _ = await scheduler.lease(a_request(failed_nodes={"b"}))
+    again, _ = await take_lease(scheduler, a_request(), failed_on("b"))
     assert again.node.name == "c"
-    last, _ = await scheduler.lease(a_request(failed_nodes={"b"}))
+    last, _ = await take_lease(scheduler, a_request(), failed_on("b"))
     assert (last.node, last.trial) == (one, True)
 
 
@@ -134,9 +134,9 @@ async def test_a_request_is_no_trial_where_it_would_end_much_later() -> None:
         for _ in range(20):
             scheduler.fleet.learn_timings(one, timings)
         scheduler.fleet_sync.node_changed(one)
-    lease, _ = await scheduler.lease(a_request(max_tokens=20))
+    lease, _ = await take_lease(scheduler, a_request(max_tokens=20))
     assert lease.node is fast
-    short, _ = await scheduler.lease(a_request(max_tokens=2))
+    short, _ = await take_lease(scheduler, a_request(max_tokens=2))
     assert (short.node, short.trial) == (slow, True)
 
 
@@ -199,8 +199,8 @@ async def test_a_new_node_serves_waiting_requests(
     three: tuple[Scheduler, list[Node]],
 ) -> None:
     scheduler, nodes = three
-    leases = [(await scheduler.lease(a_request()))[0] for _ in nodes]
-    waiting = asyncio.create_task(scheduler.lease(a_request()))
+    leases = [(await take_lease(scheduler, a_request()))[0] for _ in nodes]
+    waiting = asyncio.create_task(take_lease(scheduler, a_request()))
     await settle()
     put(scheduler, *nodes, node("d", slots=1))
     await settle()
@@ -215,13 +215,14 @@ async def test_leases_of_a_removed_node_end_there_though_its_index_is_reused(
 ) -> None:
     scheduler, nodes = three
     leases = {
-        lease.node.name: lease for lease in [(await scheduler.lease(a_request()))[0] for _ in nodes]
+        lease.node.name: lease
+        for lease in [(await take_lease(scheduler, a_request()))[0] for _ in nodes]
     }
     prompt = PromptKey((1, 2), 100.0)
     scheduler.prompt_cache.request_placed(row_of(scheduler, "a").index, prompt)
     put(scheduler, *nodes[1:], node("d", slots=1))
     assert "a" not in scheduler.dispatcher.placement_state.by_name
-    fresh, _ = await scheduler.lease(a_request())
+    fresh, _ = await take_lease(scheduler, a_request())
     assert fresh.node.name == "d"
     leases["a"].release()
     check_rows(scheduler)
@@ -236,7 +237,7 @@ async def test_a_node_that_leaves_and_returns_still_counts_its_leases(
     three: tuple[Scheduler, list[Node]],
 ) -> None:
     scheduler, nodes = three
-    leases = [(await scheduler.lease(a_request()))[0] for _ in nodes]
+    leases = [(await take_lease(scheduler, a_request()))[0] for _ in nodes]
     put(scheduler, *nodes[1:])
     nodes[0].removed = False
     put(scheduler, *nodes)
@@ -256,7 +257,9 @@ def test_a_changed_tier_moves_the_node(three: tuple[Scheduler, list[Node]]) -> N
     assert (before, scheduler.fleet_sync.has_gpu_tier) == (False, True)
     assert [row.name for row in scheduler.dispatcher.placement_state.rows if row.gpu] == ["b"]
     (pools,) = (
-        CandidateFinder(scheduler.fleet.model_index, scheduler.fleet_sync).find(a_request()).groups
+        CandidateFinder(scheduler.fleet.model_index, scheduler.fleet_sync)
+        .find(a_request(), NOTHING_TRIED)
+        .groups
     )
     assert [[row.name for row in pool.rows] for pool in pools] == [["b"], ["a", "c"]]
 

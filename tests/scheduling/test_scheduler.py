@@ -13,11 +13,21 @@ from hypothesis import strategies as st
 from gateway import errors
 from gateway.errors import GatewayError
 from gateway.fleet.node import Lease, Node, NodeState
-from gateway.request import Priority, Request
+from gateway.lease import LeaseRequest
+from gateway.request import Priority
 from gateway.scheduling.scheduler import Scheduler
 from tests.calls import count_calls
 from tests.fleet.build import Clock, take
-from tests.scheduling.build import a_request, a_scheduler, node, settle, start_lease
+from tests.scheduling.build import (
+    a_request,
+    a_scheduler,
+    failed_on,
+    node,
+    refused_by,
+    settle,
+    start_lease,
+    take_lease,
+)
 from tests.virtual import VirtualLoop, in_virtual_time, now
 
 
@@ -31,7 +41,7 @@ def refusal(task: asyncio.Task[Any]) -> GatewayError:
 async def test_a_free_slot_is_granted_at_once() -> None:
     one = node(slots=1)
     scheduler = a_scheduler(one)
-    lease, model = await scheduler.lease(a_request())
+    lease, model = await take_lease(scheduler, a_request())
     assert (lease.node, model, one.leased) == (one, "demo", 1)
     assert scheduler.queue_positions() == []
 
@@ -58,7 +68,7 @@ async def test_a_retry_keeps_the_place_that_its_arrival_gave_it() -> None:
     early = a_request()
     running = await start_lease(scheduler, a_request())
     late = await start_lease(scheduler, a_request())
-    retry = await start_lease(scheduler, early)
+    retry = await start_lease(scheduler, early, failed_on(), 1.0)
     running.result()[0].release()
     await settle()
     assert retry.done()
@@ -73,7 +83,7 @@ async def test_no_one_waits_for_a_model_that_is_free() -> None:
     scheduler = a_scheduler(busy, idle, queue={"max": 1})
     await start_lease(scheduler, a_request())
     waiting = await start_lease(scheduler, a_request())
-    lease, _ = await scheduler.lease(a_request("other"))
+    lease, _ = await take_lease(scheduler, a_request("other"))
     assert lease.node is idle
     assert not waiting.done()
     waiting.cancel()
@@ -87,7 +97,7 @@ async def test_an_arrival_does_not_pass_a_waiting_request() -> None:
     waiting = await start_lease(scheduler, a_request())
     running.result()[0].release()
     # The slot is free but not yet given out.
-    newcomer = asyncio.create_task(scheduler.lease(a_request()))
+    newcomer = asyncio.create_task(take_lease(scheduler, a_request()))
     await settle()
     assert waiting.done()
     assert not newcomer.done()
@@ -138,7 +148,7 @@ async def test_a_slotless_request_passes_all_that_wait() -> None:
     scheduler = a_scheduler(one)
     await start_lease(scheduler, a_request())
     wide = await start_lease(scheduler, a_request())
-    lease, _ = await scheduler.lease(a_request(slots=0))
+    lease, _ = await take_lease(scheduler, a_request(slots=0))
     assert (lease.slots, one.leased) == (0, 1)
     lease.release()
     wide.cancel()
@@ -148,15 +158,15 @@ async def test_a_slotless_request_passes_all_that_wait() -> None:
 async def test_more_slots_than_any_node_has_is_the_clients_mistake() -> None:
     scheduler = a_scheduler(node("a", slots=2), node("b", slots=3))
     with pytest.raises(GatewayError) as raised:
-        await scheduler.lease(a_request(slots=4))
+        await take_lease(scheduler, a_request(slots=4))
     assert (raised.value.status, raised.value.code) == (400, "invalid_request")
-    lease, _ = await scheduler.lease(a_request(slots=3))
+    lease, _ = await take_lease(scheduler, a_request(slots=3))
     assert lease.node.name == "b"
 
 
 async def test_an_unknown_model_is_404() -> None:
     with pytest.raises(GatewayError) as raised:
-        await a_scheduler(node()).lease(a_request("nothing"))
+        await take_lease(a_scheduler(node()), a_request("nothing"))
     assert (raised.value.status, raised.value.code) == (404, "model_not_found")
 
 
@@ -164,7 +174,7 @@ async def test_a_model_that_an_unprobed_node_may_serve_is_503() -> None:
     silent = node("b", models=(), state=NodeState.STARTING)
     silent.probe_history.probed = silent.probe_history.up = False
     with pytest.raises(GatewayError) as raised:
-        await a_scheduler(node(), silent).lease(a_request("nothing"))
+        await take_lease(a_scheduler(node(), silent), a_request("nothing"))
     assert (raised.value.status, raised.value.code) == (503, "no_node")
     assert raised.value.retry_after
 
@@ -172,25 +182,25 @@ async def test_a_model_that_an_unprobed_node_may_serve_is_503() -> None:
 async def test_an_endpoint_that_no_node_of_the_model_supports_is_501() -> None:
     one = node(endpoints=["chat"])
     with pytest.raises(GatewayError) as raised:
-        await a_scheduler(one).lease(a_request(endpoint="embeddings"))
+        await take_lease(a_scheduler(one), a_request(endpoint="embeddings"))
     assert (raised.value.status, raised.value.retryable) == (501, False)
 
 
 async def test_an_image_goes_to_a_node_that_reads_images_or_nowhere() -> None:
     blind, seeing = node("a", endpoints=["chat"]), node("b", endpoints=["chat", "vision"])
     for _ in range(20):
-        lease, _ = await a_scheduler(blind, seeing).lease(a_request(needs_vision=True))
+        lease, _ = await take_lease(a_scheduler(blind, seeing), a_request(needs_vision=True))
         assert lease.node is seeing
         lease.release()
     with pytest.raises(GatewayError) as raised:
-        await a_scheduler(blind).lease(a_request(needs_vision=True))
+        await take_lease(a_scheduler(blind), a_request(needs_vision=True))
     assert (raised.value.status, raised.value.code) == (400, "invalid_request")
 
 
 async def test_a_list_of_models_means_the_first_that_can_serve() -> None:
     first, second = node("a", slots=1, models=("x",)), node("b", slots=1, models=("y",))
     scheduler = a_scheduler(first, second)
-    lease, model = await scheduler.lease(a_request("helper", "gone", "x", "y"))
+    lease, model = await take_lease(scheduler, a_request("helper", "gone", "x", "y"))
     assert (lease.node, model) == (first, "x")
     # A request waits for a busy node, but not for one that is down.
     waiting = await start_lease(scheduler, a_request("helper", "x", "y"))
@@ -208,14 +218,14 @@ async def test_the_queue_has_an_end_and_advises_by_the_measured_rate() -> None:
     tasks = [await start_lease(scheduler, a_request()) for _ in range(3)]
     assert scheduler.has_room(), "another caller gets one of the two places"
     with pytest.raises(GatewayError) as raised:
-        await scheduler.lease(a_request())
+        await take_lease(scheduler, a_request())
     assert (raised.value.status, raised.value.code) == (429, "queue_full")
     assert raised.value.retry_after == 5.0
     for _ in range(6):
         scheduler.completed(scheduler.clock())
         clock.passes(7.0)
     with pytest.raises(GatewayError) as raised:
-        await scheduler.lease(a_request())
+        await take_lease(scheduler, a_request())
     assert raised.value.retry_after == 7.0
     scheduler.close()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -224,9 +234,9 @@ async def test_the_queue_has_an_end_and_advises_by_the_measured_rate() -> None:
 async def test_an_admitted_request_is_not_refused_by_a_full_queue() -> None:
     failing, busy = node("a", slots=1), node("b", slots=1)
     scheduler = a_scheduler(failing, busy, queue={"max": 0})
-    early = a_request(failed_nodes={"a"})
+    early = a_request()
     held = take(busy)
-    task = await start_lease(scheduler, early)
+    task = await start_lease(scheduler, early, failed_on("a"))
     assert not task.done()
     held.release()
     await settle()
@@ -240,10 +250,10 @@ async def test_a_retry_that_goes_first_has_nobody_ahead() -> None:
     for _ in range(10):
         scheduler.completed(scheduler.clock())
         clock.passes(5.0)
-    early = a_request(deadline=clock() + 12.0)
-    await scheduler.lease(a_request())
+    early = a_request(time_limit=13.0)
+    await take_lease(scheduler, a_request())
     tasks = [await start_lease(scheduler, a_request()) for _ in range(5)]
-    retry = await start_lease(scheduler, early)
+    retry = await start_lease(scheduler, early, age=1.0)
     assert not retry.done()
     scheduler.close()
     await asyncio.gather(retry, *tasks, return_exceptions=True)
@@ -251,9 +261,9 @@ async def test_a_retry_that_goes_first_has_nobody_ahead() -> None:
 
 async def test_no_queue_at_all_is_possible() -> None:
     scheduler = a_scheduler(node(slots=1), queue={"max": 0})
-    await scheduler.lease(a_request())
+    await take_lease(scheduler, a_request())
     with pytest.raises(GatewayError) as raised:
-        await scheduler.lease(a_request())
+        await take_lease(scheduler, a_request())
     assert raised.value.code == "queue_full"
 
 
@@ -265,7 +275,7 @@ async def test_a_wait_ends_in_time() -> None:
         queue={"max_wait": 0.15},
         classes={"batch": {"max_wait": 0.05}},
     )
-    await scheduler.lease(a_request())
+    await take_lease(scheduler, a_request())
     began = now()
     normal = await start_lease(scheduler, a_request())
     batch = await start_lease(scheduler, a_request(priority=Priority.BATCH))
@@ -285,10 +295,10 @@ async def test_a_wait_ends_in_time() -> None:
 @in_virtual_time
 async def test_a_deadline_ends_the_wait() -> None:
     scheduler = a_scheduler(node(slots=1), clock=now)
-    await scheduler.lease(a_request())
+    await take_lease(scheduler, a_request())
     began = now()
     with pytest.raises(GatewayError) as raised:
-        await scheduler.lease(a_request(deadline=began + 0.05))
+        await take_lease(scheduler, a_request(time_limit=0.05))
     assert raised.value.code == "queue_timeout"
     assert now() - began == pytest.approx(0.05)
 
@@ -299,13 +309,13 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     for _ in range(10):
         scheduler.completed(scheduler.clock())
         clock.passes(5.0)
-    await scheduler.lease(a_request())
+    await take_lease(scheduler, a_request())
     waiting = await start_lease(scheduler, a_request())
     with pytest.raises(GatewayError) as raised:
-        await scheduler.lease(a_request(deadline=clock() + 6.0))
+        await take_lease(scheduler, a_request(time_limit=6.0))
     assert (raised.value.status, raised.value.code) == (503, "queue_timeout")
     assert not raised.value.retryable
-    patient = await start_lease(scheduler, a_request(deadline=clock() + 60.0))
+    patient = await start_lease(scheduler, a_request(time_limit=60.0))
     assert not patient.done()
     scheduler.close()
     await asyncio.gather(waiting, patient, return_exceptions=True)
@@ -329,7 +339,7 @@ async def test_a_node_on_trial_is_worth_the_ordinary_wait() -> None:
     one = node(state=NodeState.EJECTED)
     one.circuit.trial = object()
     scheduler = a_scheduler(one, clock=now, retries={"wait_for_node": 0.05})
-    waiting = asyncio.create_task(scheduler.lease(a_request()))
+    waiting = asyncio.create_task(take_lease(scheduler, a_request()))
     await asyncio.sleep(0)
     (waiter,) = scheduler.waiters
     setattr(waiter, "nodes_down_since", now() - 1.0)  # noqa: B010 - mypy would not forget it
@@ -345,7 +355,7 @@ async def test_a_node_on_trial_is_worth_the_ordinary_wait() -> None:
 async def test_when_no_node_returns_the_error_is_no_node() -> None:
     scheduler = a_scheduler(node(state=NodeState.DOWN), clock=now, retries={"wait_for_node": 0.05})
     with pytest.raises(GatewayError) as raised:
-        await scheduler.lease(a_request())
+        await take_lease(scheduler, a_request())
     assert (raised.value.status, raised.value.code) == (503, "no_node")
     assert raised.value.retry_after
 
@@ -371,7 +381,7 @@ async def test_a_mute_node_is_worth_the_ordinary_wait() -> None:
 async def test_a_node_that_is_removed_meanwhile_is_not_used(state: NodeState) -> None:
     busy, other = node("a", slots=1), node("b", slots=1)
     scheduler = a_scheduler(busy, other)
-    leases = [await scheduler.lease(a_request()) for _ in range(2)]
+    leases = [await take_lease(scheduler, a_request()) for _ in range(2)]
     task = await start_lease(scheduler, a_request())
     by_node = {lease.node.name: lease for lease, _ in leases}
     busy.state = state
@@ -386,7 +396,7 @@ async def test_a_node_that_is_removed_meanwhile_is_not_used(state: NodeState) ->
 async def test_when_the_last_node_is_removed_waiting_requests_are_refused() -> None:
     one, other = node("a", slots=1), node("b", models=("other",))
     scheduler = a_scheduler(one, other)
-    await scheduler.lease(a_request())
+    await take_lease(scheduler, a_request())
     task = await start_lease(scheduler, a_request())
     del scheduler.fleet.nodes["a"]
     one.removed = True
@@ -400,7 +410,7 @@ async def test_after_a_failure_the_request_waits_for_the_other_node() -> None:
     failing, busy = node("a", slots=1), node("b", slots=1)
     scheduler = a_scheduler(failing, busy)
     held = take(busy)
-    task = await start_lease(scheduler, a_request(failed_nodes={"a"}))
+    task = await start_lease(scheduler, a_request(), failed_on("a"))
     assert not task.done()
     held.release()
     await settle()
@@ -410,24 +420,24 @@ async def test_after_a_failure_the_request_waits_for_the_other_node() -> None:
 async def test_after_a_failure_the_next_model_of_the_list_will_do() -> None:
     failing, other = node("a", models=("x",)), node("b", models=("y",))
     scheduler = a_scheduler(failing, other)
-    lease, model = await scheduler.lease(a_request("helper", "x", "y", failed_nodes={"a"}))
+    lease, model = await take_lease(scheduler, a_request("helper", "x", "y"), failed_on("a"))
     assert (lease.node, model) == (other, "y")
 
 
 async def test_the_only_node_is_tried_again() -> None:
     scheduler = a_scheduler(node("a"))
-    lease, _ = await scheduler.lease(a_request(failed_nodes={"a"}))
+    lease, _ = await take_lease(scheduler, a_request(), failed_on("a"))
     assert lease.node.name == "a"
 
 
 async def test_a_node_that_refused_the_request_is_not_tried_again() -> None:
     scheduler = a_scheduler(node("a"), node("b"))
     for _ in range(20):
-        lease, _ = await scheduler.lease(a_request(excluded_nodes={"a"}))
+        lease, _ = await take_lease(scheduler, a_request(), refused_by("a"))
         assert lease.node.name == "b"
         lease.release()
     with pytest.raises(GatewayError) as raised:
-        await scheduler.lease(a_request(excluded_nodes={"a", "b"}))
+        await take_lease(scheduler, a_request(), refused_by("a", "b"))
     assert raised.value.status == 502
 
 
@@ -467,12 +477,12 @@ async def test_a_request_that_leaves_the_queue_leaves_nothing_behind() -> None:
 async def test_after_close_nothing_waits_and_nothing_is_granted() -> None:
     one = node(slots=1)
     scheduler = a_scheduler(one)
-    await scheduler.lease(a_request())
+    await take_lease(scheduler, a_request())
     waiting = await start_lease(scheduler, a_request())
     scheduler.closing = True
     for slots in (0, 1):
         with pytest.raises(GatewayError) as raised:
-            await scheduler.lease(a_request(slots=slots))
+            await take_lease(scheduler, a_request(slots=slots))
         assert raised.value.code == "shutting_down"
     scheduler.close()
     await settle()
@@ -484,7 +494,7 @@ async def test_after_close_nothing_waits_and_nothing_is_granted() -> None:
 async def test_a_full_queue_is_matched_with_little_work() -> None:
     nodes = [node(f"n{i}", slots=2) for i in range(50)]
     scheduler = a_scheduler(*nodes)
-    leases = [(await scheduler.lease(a_request()))[0] for _ in range(100)]
+    leases = [(await take_lease(scheduler, a_request()))[0] for _ in range(100)]
     tasks = [await start_lease(scheduler, a_request(prompt_tokens=i)) for i in range(256)]
 
     def free_all() -> None:
@@ -508,7 +518,9 @@ class World:
 
     nodes: list[Node]
     scheduler: Scheduler
-    tasks: dict[str, tuple[Request, asyncio.Task[tuple[Lease, str]]]] = field(default_factory=dict)
+    tasks: dict[str, tuple[LeaseRequest, asyncio.Task[tuple[Lease, str]]]] = field(
+        default_factory=dict
+    )
     leases: list[Lease] = field(default_factory=list)
 
     def collect(self) -> None:
@@ -528,9 +540,14 @@ class World:
             assert one.leased == held
             assert one.leased <= one.slots_total
             assert self.scheduler.dispatcher.placement_state.by_name[one.name].ours == held
-        waiting = [place.request for place in self.scheduler.queue_positions()]
+        waiters = [waiter for waiter, _ in self.scheduler.predicted_waits()]
+        waiting = [waiter.request for waiter in waiters]
         assert {one.id for one in waiting} == set(self.tasks)
-        assert [one.received_at for one in waiting] == sorted(one.received_at for one in waiting)
+        assert [place.request_id for place in self.scheduler.queue_positions()] == [
+            one.id for one in waiting
+        ]
+        arrivals = [waiter.queued.arrival_key for waiter in waiters]
+        assert arrivals == sorted(arrivals)
         # No request waits that could go, unless a wide one has reserved the slots.
         now = self.scheduler.clock()
         state = self.scheduler.dispatcher.placement_state
@@ -565,7 +582,7 @@ async def run(script: list[tuple[str, int, Any]]) -> None:
     for what, number, how in script:
         if what == "arrive":
             request = a_request(how, slots=number)
-            task = asyncio.create_task(world.scheduler.lease(request))
+            task = asyncio.create_task(take_lease(world.scheduler, request))
             world.tasks[request.id] = (request, task)
         elif what == "finish" and (
             held := [lease for lease in world.leases if lease.released_at is None]
@@ -611,9 +628,8 @@ async def test_a_prefill_shorter_than_predicted_brings_the_expected_start_forwar
     only = node(slots=1)
     clock = Clock()
     scheduler = a_scheduler(only, clock=clock)
-    long = a_request(prompt_tokens=100_000, stream=True)
-    long.expected_tokens = (100_000.0, 10.0)
-    lease, _ = await scheduler.lease(long)
+    long = a_request(prompt_tokens=100_000, exact_tokens=100_000, max_tokens=10, stream=True)
+    lease, _ = await take_lease(scheduler, long)
     waiting = await start_lease(scheduler, a_request())
     before = scheduler.queue_positions()[0].expected_seconds
     assert before is not None
@@ -630,12 +646,10 @@ async def test_a_prompt_that_cannot_be_read_in_time_is_refused_though_a_slot_is_
     only = node(slots=1)
     clock = Clock()
     scheduler = a_scheduler(only, clock=clock)
-    late = a_request(prompt_tokens=3000, received_at=clock.now)
-    late.expected_tokens = (3000.0, 10.0)
-    late.deadline = clock.now + 0.5
+    late = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=0.5)
     unmeasured = scheduler.lease_now(late)
     assert unmeasured is not None
-    unmeasured[0].release()
+    scheduler.granter.release_unused(unmeasured.id)
     only.speed.learn_timings(
         {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
     )
@@ -645,8 +659,8 @@ async def test_a_prompt_that_cannot_be_read_in_time_is_refused_though_a_slot_is_
         scheduler.lease_now(late)
     assert (refused.value.status, refused.value.code) == (503, "queue_timeout")
     assert refused.value.retry_after is not None
-    late.deadline = clock.now + 60.0
-    assert scheduler.lease_now(late) is not None
+    patient = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=60.0)
+    assert scheduler.lease_now(patient) is not None
 
 
 READ = {"prompt_n": 3000, "prompt_ms": 30_000.0}
@@ -656,11 +670,9 @@ WROTE = {"predicted_n": 300, "predicted_ms": 30_000.0}
 async def start_burst(scheduler: Scheduler, count: int) -> list[asyncio.Task[Any]]:
     tasks = []
     for number in range(count):
-        request = a_request(received_at=scheduler.clock(), prompt_tokens=3000)
-        request.expected_tokens = (3000.0, 300.0)
-        if number % 2:
-            request.deadline = scheduler.clock() + 90.0
-        tasks.append(asyncio.create_task(scheduler.lease(request)))
+        limit = 90.0 if number % 2 else None
+        request = a_request(prompt_tokens=3000, exact_tokens=3000, time_limit=limit)
+        tasks.append(asyncio.create_task(take_lease(scheduler, request)))
     await settle()
     return tasks
 

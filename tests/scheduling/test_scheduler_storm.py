@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
-from gateway.fleet.node import Lease, Node, NodeState
-from gateway.fleet.prompt_tree import PromptKey
-from gateway.request import Priority, Request
-from gateway.scheduling.demand_model import ReportedTokens
+from gateway.fleet.node import Node, NodeState
+from gateway.lease import LeaseRequest, PromptKey, Usage
+from gateway.request import Priority
+from gateway.scheduling.lease_granter import LeaseRecord
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.waiters import Waiter
 from tests.fleet.build import Clock
-from tests.scheduling.build import a_request, a_scheduler, node, settle
+from tests.scheduling.build import a_request, a_scheduler, node, settle, take_record
 from tests.virtual import VirtualLoop
 
 SLOTS = {"a": 1, "b": 2, "c": 4}
@@ -41,8 +41,8 @@ class World:
     nodes: dict[str, Node]
     scheduler: Scheduler
     rng: random.Random
-    tasks: dict[str, tuple[Request, asyncio.Task[tuple[Lease, str]]]] = field(default_factory=dict)
-    running: list[tuple[Request, Lease]] = field(default_factory=list)
+    tasks: dict[str, tuple[LeaseRequest, asyncio.Task[LeaseRecord]]] = field(default_factory=dict)
+    running: list[tuple[LeaseRequest, LeaseRecord]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
     async def settle(self) -> None:
@@ -62,7 +62,7 @@ class World:
                 continue
             error = task.exception()
             if error is None:
-                self.running.append((request, task.result()[0]))
+                self.running.append((request, task.result()))
             else:
                 assert isinstance(error, GatewayError), error
                 self.errors.append(error.code)
@@ -77,32 +77,31 @@ class World:
             blocks = tuple(hash((conversation, i)) for i in range(1 + number % 5))
             prompt = PromptKey(blocks, 500.0, size=2000)
         request = a_request(
-            received_at=self.clock(),
             priority=Priority(number % 4),
             slots=rng.choice([0, 1, 1, 1, 1, 2, 4]),
             prompt_key=prompt,
             text_bytes=rng.choice([10, 2000, 100_000]),
             max_tokens=rng.choice([None, 1, 300, 10**18]),
             fairness_key=f"caller {number % 5}",
-            deadline=rng.choice([None, None, self.clock() - 1.0, self.clock() + 20.0]),
+            time_limit=rng.choice([None, None, -1.0, 20.0]),
         )
-        task = asyncio.create_task(self.scheduler.lease(request))
+        task = asyncio.create_task(take_record(self.scheduler, request))
         self.tasks[request.id] = (request, task)
 
     def finish(self, number: int) -> None:
         if not self.running:
             return
-        request, lease = self.running.pop(number % len(self.running))
-        lease.release()
+        request, record = self.running.pop(number % len(self.running))
+        record.lease.release()
         demand_model = self.scheduler.demand_model
         if number % 4 == 0:
-            demand_model.abandoned(lease, request, refund=bool(number % 8))
+            demand_model.abandoned(record.placement, refund=bool(number % 8))
         elif number % 4 == 1:
-            demand_model.learn(lease, request, None, float(number), complete=False)
+            demand_model.learn(record.placement, request, None, float(number), complete=False)
         else:
             absurd = [0.0, float("nan"), -5.0, 1e300, 40.0, 400.0]
-            reported = ReportedTokens(*(self.rng.choice(absurd) for _ in range(3)))
-            demand_model.learn(lease, request, reported, 3.0, complete=True)
+            reported = Usage(*(self.rng.choice(absurd) for _ in range(3)))  # type: ignore[arg-type]
+            demand_model.learn(record.placement, request, reported, 3.0, complete=True)
 
     def cancel(self, number: int) -> None:
         if self.tasks:
@@ -152,7 +151,8 @@ class World:
     def check(self) -> None:
         state, now = self.scheduler.dispatcher.placement_state, self.clock()
         for name, one in self.scheduler.fleet.nodes.items():
-            assert one.leased == sum(lease.slots for _, lease in self.running if lease.node is one)
+            leases = [record.lease for _, record in self.running]
+            assert one.leased == sum(lease.slots for lease in leases if lease.node is one)
             assert one.leased <= one.slots_total
             assert state.by_name[name].free == one.free_slots(now), name
         waiters = self.scheduler.waiters

@@ -6,14 +6,13 @@ import asyncio
 import math
 import random
 
-from gateway.fleet.prompt_tree import PromptKey
-from gateway.request import Request
+from gateway.lease import NOTHING_TRIED, LeaseRequest, PromptKey
 from gateway.scheduling.fleet_sync import NodeCandidates
 from gateway.scheduling.node_slots import QueuedRequest
 from gateway.scheduling.waiters import MOST_STALE_TIMERS, Waiter, Waiters
 from tests.calls import count_calls
 from tests.fleet.build import Clock
-from tests.scheduling.build import a_request, a_scheduler, node, settle, start_lease
+from tests.scheduling.build import a_request, a_scheduler, node, settle, start_lease, take_lease
 
 
 def a_waiter(until: float, open_at: float = math.inf) -> Waiter:
@@ -22,7 +21,7 @@ def a_waiter(until: float, open_at: float = math.inf) -> Waiter:
     ask = QueuedRequest(
         request.id, candidates.groups, request.priority, "caller", 0.0, 1, 9.0, 9.0, {}, {}
     )
-    return Waiter(request, candidates, ask, 0.0, until, asyncio.Future())
+    return Waiter(request, NOTHING_TRIED, candidates, ask, 0.0, until, asyncio.Future())
 
 
 async def test_each_waiter_falls_due_once_at_the_sooner_of_its_limits() -> None:
@@ -65,15 +64,14 @@ async def test_the_timers_of_waiters_that_have_left_are_dropped() -> None:
     assert waiters.pop_due(1e9) == [here]
 
 
-def long_prompt_request(number: int, clock: Clock, deadline: float | None = None) -> Request:
+def long_prompt_request(number: int, time_limit: float | None = None) -> LeaseRequest:
     """A request with a long prompt of its own, of one of five callers."""
     blocks = tuple(hash((number, place)) for place in range(20))
     return a_request(
-        received_at=clock(),
         fairness_key=f"caller {number % 5}",
         prompt_key=PromptKey(blocks, 2500.0, size=10_000),
         text_bytes=10_000,
-        deadline=deadline,
+        time_limit=time_limit,
     )
 
 
@@ -81,16 +79,14 @@ async def costs(waiting: int) -> dict[str, int]:
     """Calls of an arrival, of a release, and of a wait that expires."""
     clock = Clock()
     scheduler = a_scheduler(node(slots=4), clock=clock, queue={"max": 10_000, "max_wait": 9999})
-    running = [(await scheduler.lease(long_prompt_request(-n, clock)))[0] for n in range(4)]
+    running = [(await take_lease(scheduler, long_prompt_request(-n)))[0] for n in range(4)]
     tasks = []
     for number in range(waiting):
-        deadline = clock() + 0.1 if number == waiting // 2 else clock() + 1000.0 + number
-        tasks.append(
-            asyncio.create_task(scheduler.lease(long_prompt_request(number, clock, deadline)))
-        )
+        limit = 0.1 if number == waiting // 2 else 1000.0 + number
+        tasks.append(asyncio.create_task(take_lease(scheduler, long_prompt_request(number, limit))))
     await settle()
     assert scheduler.dispatcher.waiting == waiting
-    arrival = scheduler.wait_for_lease(long_prompt_request(waiting, clock))
+    arrival = scheduler.wait_for_lease(long_prompt_request(waiting))
 
     def arrives() -> None:
         arrival.send(None)
@@ -123,9 +119,9 @@ async def test_ten_times_as_many_waiters_cost_no_more_for_each() -> None:
 async def test_deadlines_are_kept_between_two_ticks() -> None:
     clock = Clock()
     scheduler = a_scheduler(node(slots=1), clock=clock)
-    await scheduler.lease(a_request(received_at=clock()))
-    first = await start_lease(scheduler, a_request(received_at=clock(), deadline=clock() + 0.1))
-    other = await start_lease(scheduler, a_request(received_at=clock(), deadline=clock() + 0.2))
+    await take_lease(scheduler, a_request())
+    first = await start_lease(scheduler, a_request(time_limit=0.1))
+    other = await start_lease(scheduler, a_request(time_limit=0.2))
     clock.passes(0.1)
     scheduler.check_due()
     await settle()

@@ -22,6 +22,7 @@ from gateway.proxy.context import ProxyContext
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.timeouts import TimeoutMonitor
+from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.configuration import ReloadResult
@@ -102,7 +103,9 @@ async def bare_gateway(
     async with a_fleet(*specs, **{"timeout": PROBE_LIMIT, **fleet}) as running:
         scheduler = Scheduler(running.fleet, chosen, clock, random.Random(7))
         registry = InFlightRegistry()
-        context = ProxyContext(scheduler, running.fleet, chosen, bus, TimeoutMonitor(clock), clock)
+        context = ProxyContext(
+            LocalLeaseService(scheduler, running.fleet), chosen, bus, TimeoutMonitor(clock), clock
+        )
         forwarder = Forwarder(context)
         handler = ProxyHandler(
             HandlerConfig.of(chosen, loopback=loopback),

@@ -14,6 +14,7 @@ from typing import ClassVar
 import msgspec
 
 from gateway.errors import GatewayError
+from gateway.lease import Usage
 from gateway.proxy import json_values, sse
 from gateway.proxy.api import resuming
 from gateway.proxy.api.merging import ResponseMerger
@@ -21,7 +22,7 @@ from gateway.proxy.api.resuming import EventRewriter, ReasoningEndMark
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript, TranscriptReader
-from gateway.proxy.usage import Usage, read_usage
+from gateway.proxy.usage import read_usage
 from gateway.transport.errors import InvalidResponse
 
 _DONE = re.compile(rb"\ndata: ?\[DONE\]")

@@ -8,6 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from gateway.errors import GatewayError
+from gateway.lease import Usage
 from gateway.proxy import sse, usage
 from gateway.proxy.api import resuming
 from gateway.proxy.api.base import Api, AssemblyError
@@ -21,7 +22,7 @@ from gateway.proxy.api.resuming import (
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_json
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript
-from gateway.proxy.usage import Usage, token_count
+from gateway.proxy.usage import token_count
 
 _ERROR_TYPES = {
     400: "invalid_request_error",

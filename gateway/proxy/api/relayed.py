@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
+from gateway.lease import Usage
 from gateway.proxy.api.base import Api
 from gateway.proxy.json_values import JsonObject
-from gateway.proxy.usage import Usage
 
 _EMBEDDINGS_USAGE = re.compile(rb'"usage":\s*\{"prompt_tokens":(\d{1,9}),"total_tokens":\d{1,9}\}')
 

@@ -6,14 +6,21 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 
 import msgspec
+from msgspec.structs import replace as replace_fields
 
 from gateway import errors
 from gateway.catalog import ModelCatalog
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL
-from gateway.fleet.prompt_tree import PromptKey
+from gateway.lease import LeaseRequest, PromptKey
 from gateway.proxy.inbound import edits, media, parsed_body, request_limits
-from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES, Body, LargeBody, read_large_body
+from gateway.proxy.inbound.large_body import (
+    LARGE_BODY_BYTES,
+    Body,
+    LargeBody,
+    read_large_body,
+    without_large_fields,
+)
 from gateway.proxy.inbound.model_names import ModelAliases, ResolvedModel
 from gateway.proxy.inbound.parsed_body import (
     BYTES_PER_TOKEN,
@@ -23,9 +30,10 @@ from gateway.proxy.inbound.parsed_body import (
     parse_body,
 )
 from gateway.proxy.inbound.prompt_key import VolatileLines, build_large_prompt_key, build_prompt_key
-from gateway.proxy.inbound.prompt_list import PromptList, parse_prompt_list
+from gateway.proxy.inbound.prompt_list import parse_prompt_list
 from gateway.proxy.inbound.routes import Route, can_assemble
-from gateway.request import Caller, Priority, Request
+from gateway.proxy.request import PromptList, Request
+from gateway.request import Caller, Priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +145,9 @@ def prepare_large(
     """
     large = yield from read_large_body(body, rules.limits)
     request = prepare_body(large)
-    key = yield from build_large_prompt_key(large, route, request.model, rules.volatile_lines)
-    return replace(request, prompt_key=key)
+    lease_request = request.lease_request
+    key = yield from build_large_prompt_key(large, route, lease_request.model, rules.volatile_lines)
+    return replace_fields(request, lease_request=replace_fields(lease_request, prompt_key=key))
 
 
 def _resolve_model(
@@ -259,47 +268,63 @@ def _new_request(
     prompt_list: PromptList | None = None,
     generation: _Generation | None = None,
 ) -> Request:
+    stream = logprobs = may_assemble = False
+    key: PromptKey | None = None
+    max_tokens: int | None = None
+    text_bytes, exact_tokens, media_tokens = prompt_tokens * BYTES_PER_TOKEN, 0, 0
+    if generation is not None:
+        stream, logprobs, may_assemble, max_tokens, key, size = generation
+        text_bytes, exact_tokens, media_tokens = size
+    route, caller, limit = incoming.route, incoming.caller, incoming.client_timeout
     # Positional arguments: so many keywords would cost more than the rest of `prepare`.
-    request = Request(
+    lease_request = LeaseRequest(
+        incoming.id,
+        model,
+        tuple(bodies),
+        route.endpoint,
+        priority,
+        caller.id,
+        incoming.fairness_key or caller.id,
+        slots,
+        generation is not None,
+        stream,
+        may_assemble,
+        needs_vision,
+        route.llama_cpp_only,
+        prompt_tokens,
+        text_bytes,
+        exact_tokens,
+        media_tokens,
+        max_tokens,
+        max(map(len, bodies.values())),
+        key,
+        incoming.session,
+        limit,
+        route.path,
+        route.prompt_field,
+        "n" if slots < 2 else _slots_field(bodies),
+    )
+    return Request(
         incoming.id,
         incoming.x_request_id,
-        incoming.route.path,
+        route.path,
         incoming.header_lines + b"x-request-id: " + incoming.x_request_id.encode() + b"\r\n",
         bodies,
         model_in_body,
-        incoming.caller,
-        priority,
-        model,
-        tuple(bodies),
-        incoming.route.endpoint,
+        caller,
         incoming.received_at,
+        lease_request,
+        stream,
+        logprobs,
+        None if limit is None else incoming.received_at + limit,
+        limit is not None and incoming.client_has_timer,
+        prompt_list,
     )
-    request.needs_vision = needs_vision
-    request.slots = slots
-    request.prompt_tokens = prompt_tokens
-    request.prompt_list = prompt_list
-    request.prompt_field = incoming.route.prompt_field
-    request.llama_cpp_only = incoming.route.llama_cpp_only
-    request.prompt_field = incoming.route.prompt_field
-    if incoming.client_timeout is not None:
-        request.deadline = incoming.received_at + incoming.client_timeout
-        request.client_has_timer = incoming.client_has_timer
-    request.fairness_key = incoming.fairness_key or incoming.caller.id
-    request.session = incoming.session
-    if generation is None:
-        request.generates = False
-        request.text_bytes = prompt_tokens * BYTES_PER_TOKEN
-    else:
-        (
-            request.stream,
-            request.logprobs,
-            request.may_assemble,
-            request.max_tokens,
-            request.prompt_key,
-            size,
-        ) = generation
-        request.text_bytes, request.exact_tokens, request.media_tokens = size
-    return request
+
+
+def _slots_field(bodies: dict[str, Body]) -> str:
+    """The field by which a body asks for several slots."""
+    return "n_cmpl" if b'"n_cmpl"' in without_large_fields(next(iter(bodies.values()))) else "n"
 
 
 def _max_tokens(parsed: ParsedBody) -> int | None:

@@ -17,7 +17,7 @@ from collections.abc import Generator, Sequence
 import msgspec
 
 from gateway.config.prompts import LONGEST_LINE, literal_prefix, pattern_problem
-from gateway.fleet.prompt_tree import PromptKey
+from gateway.lease import PromptKey
 from gateway.proxy.inbound.edits import Edit, raw_fields
 from gateway.proxy.inbound.large_body import Body, LargeBody
 from gateway.proxy.inbound.media import UNREADABLE_IMAGE_TOKENS

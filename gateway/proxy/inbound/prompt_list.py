@@ -5,9 +5,6 @@ Each prompt becomes a request of its own; `proxy/multi_prompt.py` serves them as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
-
 import msgspec
 
 from gateway import errors
@@ -15,32 +12,13 @@ from gateway.config.listeners import LimitSettings
 from gateway.proxy.inbound.edits import raw_fields
 from gateway.proxy.inbound.large_body import FULL_PARSE_BYTES, Body
 from gateway.proxy.json_values import ITEMS_DECODER
-from gateway.proxy.time_slicer import TimeSlicer
-from gateway.request import Request
+from gateway.proxy.request import PromptList, SubRequestMaker
 
 MOST_PROMPTS_BYTES = FULL_PARSE_BYTES
 """Bytes of several prompts together: they are split in one go."""
 
 MOST_REPEATED_BYTES = 8 << 20
 """Bytes of the other fields, times the prompts that they are sent with."""
-
-SubRequestMaker = Callable[[int, bytes], Generator[None, None, Request]]
-"""Makes a prompt's request of its index and body, in short steps. Raises: GatewayError."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptList:
-    """The prompts of one request."""
-
-    prompts: list[msgspec.Raw]
-    other_fields: dict[str, msgspec.Raw]
-    """The body's other fields, which are sent with each prompt."""
-    make_request: SubRequestMaker
-
-    async def sub_request(self, index: int, time_slicer: TimeSlicer) -> Request:
-        """The request of one prompt. Raises: GatewayError."""
-        body = msgspec.json.encode(self.other_fields | {"prompt": self.prompts[index]})
-        return await time_slicer.run(self.make_request(index, body))
 
 
 def split_prompts(raw: msgspec.Raw) -> list[msgspec.Raw]:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from gateway import errors
 from gateway.errors import GatewayError, drop_traceback
 from gateway.events import StreamResumed
-from gateway.fleet.node import Lease
-from gateway.fleet.server_properties import ServerProperties
-from gateway.proxy.accounting import BLAMELESS_RESUMPTION_OUTCOMES
+from gateway.lease import Fault, GrantedLease, LeaseRequest, Tried
 from gateway.proxy.api.resuming import StreamRewriter
 from gateway.proxy.attempt import Attempt, UpstreamRequest
 from gateway.proxy.context import ProxyContext
@@ -21,12 +20,11 @@ from gateway.proxy.in_flight import InFlightRequest
 from gateway.proxy.inbound.large_body import FULL_PARSE_BYTES, Body, bytes_to_parse
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
-from gateway.proxy.outcome import is_context_overflow
+from gateway.proxy.outcome import fault_of, is_context_overflow
 from gateway.proxy.resume.plan import NotResumable, ResumeInput, ResumePlan, plan_resume
 from gateway.proxy.retry import Retries
 from gateway.proxy.splice import OverlapMismatch
 from gateway.proxy.transcript import Transcript, TranscriptRecorder
-from gateway.request import Request
 from gateway.transport.connection import LoopTimeout
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
@@ -38,6 +36,7 @@ from gateway.transport.errors import (
     UpstreamError,
     UpstreamTimeout,
 )
+from gateway.transport.pool import ConnectionPool
 
 TOO_LARGE_TO_RESUME = "the request is too large to be resumed"
 
@@ -84,14 +83,15 @@ class Resumer:
 
     __slots__ = (
         "_context",
-        "_failed_nodes",
         "_in_flight",
+        "_lease_request",
         "_model",
         "_recorder",
         "_request",
         "_resume_key",
         "_retries",
         "_source",
+        "_tried",
     )
 
     def __init__(
@@ -99,17 +99,19 @@ class Resumer:
         context: ProxyContext,
         in_flight: InFlightRequest,
         recorder: TranscriptRecorder,
-        model: str,
         first_attempt: Attempt,
+        min_context: int,
     ) -> None:
         self._context = context
         self._in_flight = in_flight
         self._recorder = recorder
-        self._model = model
+        self._model = first_attempt.lease.model
         self._request = first_attempt.request
-        self._resume_key = first_attempt.lease.node.properties.resume_key()
-        self._failed_nodes: set[str] = set()
+        self._resume_key = first_attempt.lease.node.resume_key
+        self._tried = Tried(min_context=min_context)
         """Nodes that failed this stream, or are of another kind."""
+        self._lease_request: LeaseRequest
+        """What is asked of the scheduler for the continuation."""
         self._retries: Retries | None = None
         """Grants the resumptions after the first one; None: none was attempted."""
         self._source: ResumeInput
@@ -126,7 +128,7 @@ class Resumer:
         """
         await ensure_task()
         failed_node = failed.lease.node.name
-        self._failed_nodes.add(failed_node)
+        self._exclude(failed_node)
         try:
             resumed = await self._resume(failed_node)
         except NotResumable as error:
@@ -145,6 +147,7 @@ class Resumer:
     async def _resume(self, failed_node: str) -> Resumed:
         """Resume as often as the retry policy grants. Raises: NotResumable, GatewayError."""
         self._source = self._resume_input()
+        self._lease_request = self._resumed_lease_request(self._source.transcript)
         failure = FailedStream()
         while await self._is_granted(failure):
             result = await self._attempt(failed_node)
@@ -185,32 +188,44 @@ class Resumer:
         """
         while True:
             self._check_allowed(failed_node)
-            request = self._to_place(self._source.transcript)
-            self._in_flight.place_as(request)
             try:
-                lease, _ = await self._context.scheduler.lease(request)
+                lease = await self._lease()
             except GatewayError as error:
                 if self._in_flight.cancel_error is not None:
                     raise
                 raise NotResumable(f"no node could resume it: {error.code}") from None
             node = lease.node.name
             try:
-                return await self._exchange(lease, request)
+                return await self._exchange(lease)
             except OverlapMismatch:
                 # Once more, from exactly the text that was sent.
                 self._source = dataclasses.replace(self._source, step_back=False)
             except OtherKindOfNode:
-                self._failed_nodes.add(node)
+                self._exclude(node)
             except UpstreamError as failure:
                 drop_traceback(failure)
                 if self._needs_completion(failure):
                     # The node's template may refuse a message that has begun: go around it.
                     self._source = dataclasses.replace(self._source, as_completion=True)
                 else:
-                    self._failed_nodes.add(node)
+                    self._exclude(node)
                     return FailedStream(
                         reached_node=not isinstance(failure, ConnectFailed | ConnectTimedOut)
                     )
+
+    async def _lease(self) -> GrantedLease:
+        """A lease on a node that may resume the stream. Raises: GatewayError."""
+        leases, request = self._context.leases, self._request
+        age = self._context.clock() - request.received_at
+        return leases.lease_now(
+            self._lease_request, self._tried, age
+        ) or await leases.wait_for_lease(
+            self._lease_request,
+            self._tried,
+            age,
+            # The client has part of a stream, which no other request should displace.
+            response_started=request.stream or self._in_flight.response_started,
+        )
 
     def _check_allowed(self, failed_node: str) -> None:
         """Check that the request may go to another node. Raises: GatewayError."""
@@ -222,47 +237,49 @@ class Resumer:
             self._publish(failed_node, None, "nodes died on this very request")
             raise rejection
 
-    def _to_place(self, transcript: Transcript) -> Request:
-        """The request as the scheduler must place it: the same model, a node of the same kind."""
-        request = self._request
-        unfit = {
-            node.name
-            for node in self._context.fleet.nodes.values()
-            if node.name in self._failed_nodes or node.properties.resume_key() != self._resume_key
-        }
+    def _exclude(self, node: str) -> None:
+        """This node is not asked again."""
+        self._tried = self._tried.failed_on(node).refused_by(node)
+
+    def _resumed_lease_request(self, transcript: Transcript) -> LeaseRequest:
+        """What is asked of the scheduler: the same model on a node of the same kind."""
+        request = self._request.lease_request
         tokens = request.max_tokens
-        return dataclasses.replace(
+        return replace(
             request,
             model_names=(self._model,),
             llama_cpp_only=True,
             stream=True,
-            excluded_nodes=unfit,
-            failed_nodes=set(self._failed_nodes),
             prompt_tokens=request.prompt_tokens + transcript.token_count,
             text_bytes=request.text_bytes + len(transcript.text) + len(transcript.reasoning_text),
             max_tokens=None if tokens is None else max(1, tokens - transcript.token_count),
-            expected_tokens=None,
-            # The client has part of a stream, which no other request may displace in the queue.
-            response_started=request.stream or self._in_flight.request.response_started,
+            resume_key=self._resume_key,
         )
 
-    async def _exchange(self, lease: Lease, request: Request) -> Resumed:
+    async def _exchange(self, lease: GrantedLease) -> Resumed:
         """The continuation under this lease.
 
         Raises: UpstreamError, OtherKindOfNode, NotResumable, OverlapMismatch, GatewayError.
         """
         context, in_flight = self._context, self._in_flight
-        attempt = Attempt(lease, request, context.settings, context.timeout_monitor, context.clock)
+        attempt = Attempt(
+            lease,
+            self._request,
+            context.settings,
+            context.leases,
+            context.timeout_monitor,
+            context.clock,
+        )
         in_flight.begin_attempt(attempt)
-        outcome = "client_closed"
+        outcome, fault, unreachable = "client_closed", Fault.NOBODY, None
         try:
-            queries = NodeQueries(lease, attempt.connect_timeout)
+            queries = NodeQueries(attempt.pool, attempt.connect_timeout)
             await self._check_kind(queries)
             resume_plan = await plan_resume(queries.post, self._source)
             if resume_plan.final_events is not None:
                 outcome = "ok"
                 return Resumed(resume_plan.final_events)
-            in_flight.record.attempt_began(lease.node.name, lease.node.spec.tier, lease.fallback)
+            in_flight.record.attempt_began(lease.node.name, lease.node.tier, lease.fallback)
             resumed = await self._open(attempt, resume_plan)
             outcome = ""
             return resumed
@@ -277,23 +294,26 @@ class Resumer:
             raise
         except UpstreamError as failure:
             outcome = failure.outcome
-            self._blame(attempt, failure)
+            fault = fault_of(outcome, request_took_time=self._request.deadline is not None)
+            unreachable = str(failure) if isinstance(failure, ConnectFailed) else None
+            if outcome == ConnectionReset.outcome:
+                context.accounting.node_lost(in_flight, attempt)
             if _is_out_of_time(failure):
                 raise errors.node_timeout(f"{failure}.") from failure
             raise
         finally:
             if outcome:
-                attempt.release()
-                context.accounting.attempt_failed(in_flight, attempt, outcome)
+                context.accounting.attempt_failed(
+                    in_flight, attempt, outcome, fault, unreachable=unreachable
+                )
 
     async def _check_kind(self, queries: NodeQueries) -> None:
         """Check that the node is still of the first one's kind; it may have been restarted.
 
         Raises: OtherKindOfNode, UpstreamError.
         """
-        properties = ServerProperties()
-        properties.read_props(await queries.get("/props"))
-        if properties.resume_key() != self._resume_key:
+        props = await queries.get("/props")
+        if self._context.leases.resume_key_of(props) != self._resume_key:
             raise OtherKindOfNode
 
     async def _open(self, attempt: Attempt, resume_plan: ResumePlan) -> Resumed:
@@ -301,9 +321,10 @@ class Resumer:
 
         Raises: UpstreamError, NotResumable, OverlapMismatch.
         """
-        await attempt.open(self._upstream_request(attempt.lease, resume_plan))
+        await attempt.open(self._upstream_request(attempt, resume_plan))
         if attempt.status >= 300:
-            if is_context_overflow(attempt.status, attempt.content, attempt.request):
+            endpoint = self._lease_request.endpoint
+            if is_context_overflow(attempt.status, attempt.content, endpoint):
                 raise NotResumable("no node has room for the response so far")
             raise ResumeRefused(attempt.status)
         if not attempt.is_sse:
@@ -317,13 +338,13 @@ class Resumer:
             first_bytes += rewriter.rewrite(chunk)
         return Resumed(first_bytes, attempt, rewriter)
 
-    def _upstream_request(self, lease: Lease, resume_plan: ResumePlan) -> UpstreamRequest:
+    def _upstream_request(self, attempt: Attempt, resume_plan: ResumePlan) -> UpstreamRequest:
         route, body = resume_plan.route, resume_plan.body
         assert body is not None
         if "model" in body:
-            body = body | {"model": lease.node.served_name(self._model) or self._model}
+            body = body | {"model": attempt.lease.served_name}
         data = msgspec.json.encode(body)
-        head = lease.upstream.pool.address.request_head(
+        head = attempt.pool.address.request_head(
             b"POST", route.path.encode(), self._request.header_lines, len(data)
         )
         return UpstreamRequest(head, data, route.api, splice_point=resume_plan.splice_point)
@@ -336,26 +357,6 @@ class Resumer:
             and not self._source.as_completion
             and "messages" in self._source.body
         )
-
-    def _blame(self, attempt: Attempt, failure: UpstreamError) -> None:
-        if isinstance(failure, ResumeRefused) or failure.outcome in BLAMELESS_RESUMPTION_OUTCOMES:
-            return
-        if _is_out_of_time(failure) and self._request.deadline is not None:
-            return  # the client would not wait longer
-        accounting, fleet, now = (
-            self._context.accounting,
-            self._context.fleet,
-            self._context.clock(),
-        )
-        lease, node = attempt.lease, attempt.lease.node
-        if isinstance(failure, ConnectFailed | ConnectTimedOut):
-            fleet.request_failed(node, now, lease.taken_at)
-        else:
-            accounting.add_unattributed_failure(self._in_flight, lease, now, response_started=True)
-        if failure.outcome == ConnectionReset.outcome:
-            accounting.node_lost(self._in_flight, lease, now)
-        if isinstance(failure, ConnectFailed):
-            fleet.connect_failed(node, str(failure))
 
 
 def _is_out_of_time(failure: UpstreamError) -> bool:
@@ -373,10 +374,10 @@ _JSON_HEADER_LINE = b"content-type: application/json\r\n"
 
 
 class NodeQueries:
-    """Queries to the node of one lease. Its `post` is a `splice.PostToNode`."""
+    """Queries to one node. Its `post` is a `splice.PostToNode`."""
 
-    def __init__(self, lease: Lease, connect_timeout: float) -> None:
-        self._pool = lease.upstream.pool
+    def __init__(self, pool: ConnectionPool, connect_timeout: float) -> None:
+        self._pool = pool
         self._connect_timeout = connect_timeout
 
     async def post(self, path: str, value: JsonObject) -> JsonObject:

@@ -9,9 +9,9 @@ from typing import Protocol, cast
 
 from gateway.fleet.node import Node
 from gateway.fleet.prompt_cache import FleetPromptCache
-from gateway.fleet.prompt_tree import PromptKey
 from gateway.fleet.slot_occupancy import SlotOccupancy
 from gateway.fleet.speed import ObservedTiming, Speed, compare_speeds
+from gateway.lease import PromptKey
 from gateway.scheduling.node_slots import Placement
 from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.token_estimates import TokenEstimates
@@ -232,12 +232,11 @@ class LearntKnowledge:
 
     def expect(self, job: Job, fleet: SimulatedFleet) -> ExpectedRequest:
         """What to expect of it, by what was learnt so far."""
-        prompt_key = self._prompt_key(job)
         text = job.prompt.tokens * BYTES_PER_TOKEN
         tokens, completion = self.token_estimates.expected_tokens(
             SIMULATED_MODEL, job.caller, text, job.max_tokens
         )
-        prompt_key.tokens = tokens
+        prompt_key = self._prompt_key(job, tokens)
         affinity = prompt_key.blocks[0]
         expected = ExpectedRequest(tokens, completion, {}, affinity_hash=affinity)
         self._measured[job.id] = _Measured(prompt_key)
@@ -326,7 +325,7 @@ class LearntKnowledge:
                 row, speed.expected_prefill_tps, speed.token_base, speed.token_step
             )
 
-    def _prompt_key(self, job: Job) -> PromptKey:
+    def _prompt_key(self, job: Job, expected_tokens: float) -> PromptKey:
         """The prompt in blocks; a new block begins where a turn or an answer does."""
         stream, tokens, prefix, shared = job.prompt
         blocks: list[int]
@@ -350,7 +349,7 @@ class LearntKnowledge:
             self._blocks_by_stream.popitem(last=False)
         return PromptKey(
             prompt,
-            float(tokens),
+            expected_tokens,
             tuple([end * BYTES_PER_TOKEN for end in places]),
             tokens * BYTES_PER_TOKEN,
         )

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.errors import GatewayError, truncate_echo
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.node import LeasePhase, Node
+from gateway.fleet.node import Node
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
 from gateway.web.asgi import JsonResponse
 
@@ -210,10 +210,8 @@ def _rounded(value: float | None) -> float | None:
 
 def is_running_on(in_flight: InFlightRequest, name: str) -> bool:
     """Whether the request runs on the node of this name."""
-    if in_flight.attempt is None:
-        return False
-    lease = in_flight.attempt.lease
-    return lease.node.name == name and lease.phase not in {LeasePhase.RECLAIM, LeasePhase.RELEASED}
+    attempt = in_flight.attempt
+    return attempt is not None and attempt.lease.node.name == name and not attempt.complete
 
 
 def node_drained(name: str) -> GatewayError:

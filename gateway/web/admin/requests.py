@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.errors import GatewayError, truncate_echo
+from gateway.lease import QueuePosition
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
 from gateway.scheduling.scheduler import Scheduler
-from gateway.scheduling.waiters import QueuePosition
 from gateway.web.asgi import JsonResponse
 
 
@@ -24,7 +24,7 @@ class RequestEndpoints:
 
     async def list(self, _: Request) -> Response:
         """All requests, queued and running, the oldest first."""
-        queued = {place.request.id: place for place in self.scheduler.queue_positions()}
+        queued = {place.request_id: place for place in self.scheduler.queue_positions()}
         now = self.scheduler.clock()
         requests = [
             request_json(in_flight, queued.get(in_flight.request.id), now)
@@ -58,24 +58,25 @@ def request_json(
     Times are in seconds, sizes in tokens.
     """
     request, record = in_flight.request, in_flight.record
+    lease_request = request.lease_request
     queued = record.queue_seconds + (0.0 if place is None else place.waited_seconds)
     return {
         "id": request.id,
         "request_id": request.x_request_id,
         "path": request.path,
-        "class": request.priority.label,
-        "model": request.model,
+        "class": lease_request.priority.label,
+        "model": lease_request.model,
         "caller": request.caller.id,
         "state": "running" if place is None else "waiting",
         "position": None if place is None else place.position,
         "expected_start": None if place is None else _rounded(place.expected_seconds),
         "node": record.node,
         "attempts": record.attempts,
-        "slots": request.slots,
+        "slots": lease_request.slots,
         "stream": request.stream,
         "seconds": round(now - request.received_at, 3),
         "queue_seconds": round(queued, 3),
-        "prompt_tokens_estimate": request.prompt_tokens,
+        "prompt_tokens_estimate": lease_request.prompt_tokens,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,17 +66,18 @@ class StatusEndpoints:
         )
 
     def _waiting(self) -> list[dict[str, Any]]:
+        now = self.scheduler.clock()
         return [
             {
-                "position": place.position,
-                "seconds": round(place.waited_seconds, 3),
-                "class": place.request.priority.label,
-                "model": place.request.model,
-                "expected_start": (
-                    None if place.expected_seconds is None else round(place.expected_seconds, 3)
-                ),
+                "position": position,
+                "seconds": round(now - waiter.queued_at, 3),
+                "class": waiter.request.priority.label,
+                "model": waiter.request.model,
+                "expected_start": round(wait, 3) if math.isfinite(wait) else None,
             }
-            for place in self.scheduler.queue_positions(MOST_LISTED_WAITING)
+            for position, (waiter, wait) in enumerate(
+                self.scheduler.predicted_waits(MOST_LISTED_WAITING), 1
+            )
         ]
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.fleet.node import Lease
-from gateway.request import Request
-from gateway.scheduling.demand_model import DemandModel, ReportedTokens
+from gateway.lease import LeaseRequest, Usage
+from gateway.scheduling.demand_model import DemandModel
+from gateway.scheduling.node_slots import Placement
 from tests.bench.scheduling import capacity
 from tests.bench.scheduling.fleet import FLEET, nodes
 from tests.bench.scheduling.play import Record
@@ -52,17 +52,17 @@ def test_nodes_have_cached_what_they_are_believed_to_have(
 
     def noting(
         self: DemandModel,
-        lease: Lease,
-        request: Request,
-        reported: ReportedTokens | None,
+        placement: Placement | None,
+        request: LeaseRequest,
+        reported: Usage | None,
         seen: float,
         **keys: bool,
     ) -> None:
         assert reported is not None
-        placement = lease.placement
+        assert placement is not None
         believed = placement.queued.cached.get(placement.row.index, 0.0)
         beliefs.append(Belief(believed, reported.cached_tokens))
-        learn(self, lease, request, reported, seen, **keys)
+        learn(self, placement, request, reported, seen, **keys)
 
     monkeypatch.setattr(DemandModel, "learn", noting)
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:

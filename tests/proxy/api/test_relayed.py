@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from gateway import errors
+from gateway.lease import Usage
 from gateway.proxy.api.ollama import OLLAMA
 from gateway.proxy.api.relayed import EMBEDDINGS_USAGE_WITHIN, RELAYED
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.proxy.usage import Usage
 
 
 @pytest.mark.parametrize("vectors", [1, 10 * EMBEDDINGS_USAGE_WITHIN])

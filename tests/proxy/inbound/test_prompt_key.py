@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fleet.prompt_tree import PromptKey
+from gateway.lease import PromptKey
 from gateway.proxy.inbound.prompt_key import (
     BLOCK_BYTES,
     BUILT_IN_PATTERNS,

@@ -1,0 +1,220 @@
+"""Grants leases: where a request may go, and the slots of the node that the dispatcher chose."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from gateway import errors
+from gateway.fleet.health import PREFILL_GRACE_FACTOR
+from gateway.fleet.node import Lease
+from gateway.lease import GrantedLease, LeaseRequest, Tried
+from gateway.scheduling.budget import SpillReservation
+from gateway.scheduling.candidates import CandidateFinder
+from gateway.scheduling.demand_model import DemandModel
+from gateway.scheduling.dispatcher import Dispatcher
+from gateway.scheduling.fleet_sync import FleetSync, NodeCandidates
+from gateway.scheduling.node_slots import Placement, QueuedRequest
+from gateway.scheduling.tier_router import TierRouter
+
+PESSIMISTIC_PREFILL_TPS = 25.0
+"""Prompt tokens/s assumed of a node that has not shown its speed: slow on purpose, since it bounds
+a wait (one busy thread read 140 tokens/s of a 768 wide model when measured)."""
+
+
+@dataclass(slots=True, eq=False)
+class LeaseRecord:
+    """The scheduler's record of a lease, until its attempt has been accounted for.
+
+    It is the lease's holder: the placement state follows the lease.
+    """
+
+    request: LeaseRequest
+    placement: Placement | None
+    """None: its row is no longer its node's, which counts the slots by itself."""
+    reservation: SpillReservation | None
+    """The share of the budget that it holds."""
+    dispatcher: Dispatcher
+    clock: Callable[[], float]
+    lease: Lease = field(init=False)
+    ended_at: float = 0.0
+    """When its attempt ended."""
+    complete: bool = False
+    """Whether that brought a whole response."""
+
+    def begin(self, lease: Lease) -> None:
+        """The slots are taken."""
+        self.lease = lease
+
+    def end(self, now: float, *, complete: bool) -> None:
+        """Its attempt ended, with a response that was the client's."""
+        self.ended_at, self.complete = now, complete
+
+    def prefill_done(self) -> None:
+        """The first content came: replace the predicted prefill by the real one."""
+        assert self.placement is not None
+        self.dispatcher.prefill_done(self.placement, self.clock())
+
+    def slots_freed(self) -> bool:
+        """The slots are free. Returns whether the row is still the node's."""
+        placement = self.placement
+        assert placement is not None
+        self.dispatcher.released(placement, self.clock())
+        row = placement.row
+        if self.dispatcher.placement_state.by_name.get(row.name) is row:
+            return True
+        self.placement = None
+        return False
+
+
+@dataclass(slots=True, eq=False)
+class LeaseGranter:
+    """Finds requests' candidates, turns the dispatcher's placements into leases, and keeps them."""
+
+    dispatcher: Dispatcher
+    fleet_sync: FleetSync
+    candidate_finder: CandidateFinder
+    demand_model: DemandModel
+    tier_router: TierRouter
+    clock: Callable[[], float]
+    _records: dict[int, LeaseRecord] = field(default_factory=dict)
+    """By lease id."""
+    _lease_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    # Where a request may go.
+
+    def begin(
+        self, request: LeaseRequest, tried: Tried, received_at: float, now: float
+    ) -> tuple[NodeCandidates, QueuedRequest]:
+        """Where a request may go now, and the request in numbers. Raises: GatewayError.
+
+        Candidates that are not used must be given to `TierRouter.cancel_reservation`.
+        """
+        candidates = self.candidate_finder.find(request, tried)
+        queued = self.demand_model.build(request, candidates, received_at)
+        if self.fleet_sync.has_gpu_tier:
+            candidates = self.tier_router.narrow(request, tried, candidates, queued, now)
+            queued.set_groups(candidates.groups)
+        return candidates, queued
+
+    def find_candidates(
+        self, request: LeaseRequest, tried: Tried, waiting: QueuedRequest, now: float
+    ) -> NodeCandidates:
+        """Where a request that waits may go now; `waiting`: its entry in the queue.
+
+        Raises and reserves as `begin`.
+        """
+        candidates = self.candidate_finder.find(request, tried)
+        if self.fleet_sync.has_gpu_tier:
+            candidates = self.tier_router.narrow(
+                request, tried, candidates, waiting, now, waiting=waiting
+            )
+        return candidates
+
+    def check_deadline(self, queued: QueuedRequest, candidates: NodeCandidates, now: float) -> None:
+        """Raises: GatewayError, if the prompt can't be read before the client stops waiting.
+
+        The prompt's size is an estimate: half of the predicted prefill counts.
+        """
+        assert queued.deadline is not None
+        if not self.fleet_sync.is_measured(queued):
+            return
+        prefill = min(
+            (
+                (queued.prompt_tokens - queued.cached.get(row.index, 0.0)) / row.prefill_tps
+                for tiers in candidates.groups
+                for candidate_set in tiers
+                for row in candidate_set.rows
+                if row.alive and row.index not in candidates.excluded
+            ),
+            default=0.0,
+        )
+        left = queued.deadline - now
+        if prefill / 2 > left:
+            raise errors.queue_timeout(
+                f"Reading this prompt takes about {prefill:.0f} s, and this client waits for "
+                f"{max(0.0, left):.1f} s more.",
+                max(1.0, prefill / 2 - left),
+            )
+
+    # Granting.
+
+    def grant(
+        self,
+        placement: Placement,
+        request: LeaseRequest,
+        tried: Tried,
+        candidates: NodeCandidates,
+        now: float,
+    ) -> GrantedLease | None:
+        """The lease for a placement; None: the node does not take it after all.
+
+        Then the placement is cancelled and the placement state up to date.
+        """
+        node, queued = self.fleet_sync.node(placement.row), placement.queued
+        slots = queued.slots
+        if node.free_slots(now) < slots if slots else not node.capacity(now):
+            self.dispatcher.cancelled(placement, now)
+            self.fleet_sync.sync()
+            return None
+        fallback: str | None = None
+        reservation: SpillReservation | None = None
+        if candidates.tier_route is not None:
+            fallback, reservation = self.tier_router.placed(candidates, placement.row)
+        stream = request.stream or (
+            request.may_assemble and tried.may_assemble and node.spec.kind == "llama.cpp"
+        )
+        # The predicted prefill and total bound how long the node may be silent.
+        speed = node.speed
+        tokens = max(request.prompt_tokens, queued.prompt_tokens)
+        prefill = tokens / (speed.prefill_tps or PESSIMISTIC_PREFILL_TPS)
+        total: float | None = None
+        if request.max_tokens is not None and (decode_tps := speed.decode_tps) is not None:
+            total = prefill + request.max_tokens / decode_tps
+        record = LeaseRecord(request, placement, reservation, self.dispatcher, self.clock)
+        lease = node.take_lease(
+            slots,
+            request.id,
+            request.priority,
+            now,
+            stream=stream,
+            expected_prefill=prefill,
+            expected_total=total,
+            holder=record,
+        )
+        record.begin(lease)
+        lease_id = next(self._lease_ids)
+        self._records[lease_id] = record
+        if lease.trial:
+            self.fleet_sync.node_changed(node)
+        if request.prompt_key is not None or request.session is not None:
+            self.demand_model.placed(placement, request)
+        model = candidates.by_model[placement.group][0]
+        return GrantedLease(
+            lease_id,
+            node.info,
+            model,
+            node.served_name(model) or model,
+            slots,
+            stream,
+            PREFILL_GRACE_FACTOR * prefill,
+            None if speed.prefill_tps is None else placement.prefill_ends - placement.placed_at,
+            fallback,
+        )
+
+    def record(self, lease_id: int) -> LeaseRecord:
+        """The record of a lease whose attempt has not been accounted for. Raises KeyError."""
+        return self._records[lease_id]
+
+    def drop_record(self, lease_id: int) -> LeaseRecord:
+        """Its attempt has been accounted for: forget its record. Raises KeyError."""
+        return self._records.pop(lease_id)
+
+    def release_unused(self, lease_id: int) -> None:
+        """Release a lease whose request was cancelled before it could be sent."""
+        record = self.drop_record(lease_id)
+        self.demand_model.abandoned(record.placement, refund=True)
+        if record.reservation is not None:
+            record.reservation.settle(0.0, happened=False, now=self.clock())
+        record.lease.release()

@@ -1,0 +1,345 @@
+"""The lease interface in one process: what the proxy asks and reports, as direct calls.
+
+Most of it is what the end of a lease teaches the fleet and the scheduler: whether the node may be
+given more, how fast it is, what the request took, and who pays for it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gateway.errors import GatewayError
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.health import another_prefills
+from gateway.fleet.node import ALIVE_STATES, Lease, Node
+from gateway.fleet.server_properties import ServerProperties
+from gateway.lease import (
+    AttemptReport,
+    Fault,
+    GrantedLease,
+    LeaseRequest,
+    NodeError,
+    Tried,
+    Usage,
+    UsageReport,
+)
+from gateway.scheduling.budget import cost_of
+from gateway.scheduling.lease_granter import LeaseRecord
+from gateway.scheduling.scheduler import Scheduler
+
+NEUTRAL_OUTCOMES = frozenset({"client_closed", "cancelled"})
+"""Outcomes that tell nothing about the node: the client left, or the gateway ended the request."""
+
+SPEED_SAMPLE_INTERVAL = 0.01
+"""Seconds. Of responses that follow each other faster on one node, only the first is a sample of
+its speed and, where nothing was generated, of the bytes of text in a token."""
+
+MOST_FAILED_REQUESTS = 4096
+"""Requests whose failures are remembered until it is known who was to blame; the oldest is
+forgotten first."""
+
+
+class UnattributedFailure(NamedTuple):
+    """A failure for which either the node or the request itself is to blame."""
+
+    node: Node
+    leased_at: float
+    response_began: bool
+    counted: bool = True
+    """Whether the circuit of the node has counted it already."""
+
+
+@dataclass(slots=True, eq=False)
+class LocalLeaseService:
+    """The `LeaseService` of a scheduler in the same process."""
+
+    scheduler: Scheduler
+    fleet: Fleet
+    _sampled_at: dict[str, float] = field(default_factory=dict)
+    """When a response was last a sample of each node's speed."""
+    _failures: OrderedDict[str, tuple[UnattributedFailure, ...]] = field(
+        default_factory=OrderedDict
+    )
+    """By request id."""
+
+    # Asked for a lease.
+
+    def lease_now(self, request: LeaseRequest, tried: Tried, age: float) -> GrantedLease | None:
+        """A lease for a request that was received `age` seconds ago; None: it must wait.
+
+        Raises: GatewayError, if no node can serve it, or not in time.
+        """
+        return self.scheduler.lease_now(request, tried, age)
+
+    async def wait_for_lease(
+        self, request: LeaseRequest, tried: Tried, age: float, *, response_started: bool = False
+    ) -> GrantedLease:
+        """Queue until a slot is granted; call after `lease_now` returned None.
+
+        `response_started`: the client has the head of a response. Raises: GatewayError.
+        """
+        return await self.scheduler.wait_for_lease(
+            request, tried, age, response_started=response_started
+        )
+
+    def keep_in_queue(self, request_id: str) -> None:
+        """The client has the head of a response: it is displaced last."""
+        self.scheduler.keep_in_queue(request_id)
+
+    # Asked where else a request could go.
+
+    def has_other_node(self, request: LeaseRequest, tried: Tried) -> bool:
+        """Whether a node is alive that could take it and has not failed it.
+
+        Raises: GatewayError.
+        """
+        return self.scheduler.has_other_node(request, tried)
+
+    def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
+        """Whether a node has the context that it is known to need. Raises: GatewayError."""
+        return self.scheduler.has_larger_context(request, tried)
+
+    def has_cpu_node(self, tried: Tried) -> bool:
+        """Whether a CPU node is alive that has not failed the request."""
+        return any(
+            node.spec.tier == "cpu"
+            and node.name not in tried.failed_nodes
+            and node.state in ALIVE_STATES
+            for node in self.fleet.nodes.values()
+        )
+
+    def unsupported_error(self, request: LeaseRequest, tried: Tried) -> GatewayError | None:
+        """The error of a request that no node supports (501); None: some node may."""
+        return self.scheduler.unsupported_error(request, tried)
+
+    def resume_key_of(self, props: object) -> tuple[object, ...]:
+        """The `resume_key` of a server that answers `/props` like this."""
+        properties = ServerProperties()
+        properties.read_props(props)
+        return properties.resume_key()
+
+    def most_slots_of_a_host(self) -> int:
+        """The slots of the largest host: all its requests may have to move at once."""
+        slots: dict[str, int] = {}
+        for node in self.fleet.nodes.values():
+            host = node.spec.host
+            slots[host] = slots.get(host, 0) + node.slots_total
+        return max(slots.values(), default=0)
+
+    # Told how the attempt goes.
+
+    def reading_began(self, lease_id: int) -> None:
+        """The head of a streamed response has come: a slot reads the prompt."""
+        lease = self._record(lease_id).lease
+        lease.head_received(self.scheduler.clock())
+
+    def content_began(self, lease_id: int) -> None:
+        """The first content has come: the prompt has been read."""
+        lease = self._record(lease_id).lease
+        lease.content_received(self.scheduler.clock())
+
+    def content_went_on(self, lease_id: int) -> None:
+        """More content has come since the last report, a second ago or so: the node is alive."""
+        lease = self._record(lease_id).lease
+        lease.bytes_received(self.scheduler.clock())
+
+    def response_received(self, lease_id: int) -> None:
+        """The whole response has come: the slots are free, though the client still reads it."""
+        self._record(lease_id).lease.release()
+
+    def answered(self, lease_id: int) -> None:
+        """The node answers a request that other nodes have failed: those were to blame.
+
+        Nodes that failed after their response had begun are blamed for a complete one only.
+        """
+        self._blame_others(self._record(lease_id), complete=False)
+
+    def is_silence_excused(self, lease_id: int) -> bool:
+        """Whether the node reads another prompt, so that it may be silent meanwhile."""
+        return another_prefills(self._record(lease_id).lease, self.scheduler.clock())
+
+    # Told how it ended.
+
+    def ended(self, report: AttemptReport) -> None:
+        """The attempt is over. Each lease ends exactly once."""
+        record = self._record(report.lease_id)
+        if report.node_done:
+            record.lease.release()
+        else:
+            record.lease.abandon()
+        now = self.scheduler.clock()
+        if report.response_began:
+            self._response_ended(record, report, now)
+        else:
+            self.scheduler.granter.drop_record(report.lease_id)
+            self._attempt_failed(record, report, now)
+        if report.fault is Fault.NODE:
+            self.fleet.request_failed(record.lease.node, now, record.lease.taken_at)
+        elif report.fault is Fault.NODE_OR_REQUEST:
+            self._count_unattributed(record, now, response_began=report.response_began)
+        if report.unreachable is not None:
+            self.fleet.connect_failed(record.lease.node, report.unreachable)
+
+    def settle(self, report: UsageReport, request: LeaseRequest) -> float:
+        """Count what an ended response took; returns its cost in the settings' currency.
+
+        `request`: the client's own, of which the attempt may be a resumption.
+        """
+        record = self.scheduler.granter.drop_record(report.lease_id)
+        lease, now, complete = record.lease, record.ended_at, record.complete
+        usage, reported = report.attempt, report.reported
+        is_sample = False
+        if reported is not None and complete:
+            name = lease.node.name
+            is_sample = now - self._sampled_at.get(name, -1.0) >= SPEED_SAMPLE_INTERVAL
+            if is_sample:
+                self._sampled_at[name] = now
+                self._learn_speed(lease, usage)
+        self.scheduler.demand_model.learn(
+            record.placement,
+            request,
+            reported,
+            report.sent_tokens,
+            complete=complete,
+            learn_sizes=request.generates or is_sample,
+        )
+        if complete and lease.slots and lease.node.concurrency_limit is not None:
+            self.fleet.adjust_limit(
+                lease, usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
+            )
+        cost = _cost(lease, usage, now)
+        if record.reservation is not None:
+            record.reservation.settle(cost, happened=True, now=now)
+        return cost
+
+    # What the end teaches.
+
+    def _response_ended(self, record: LeaseRecord, report: AttemptReport, now: float) -> None:
+        """A response that was the client's has ended, by itself or not."""
+        lease, complete = record.lease, report.outcome == "ok"
+        record.end(now, complete=complete)
+        if record.request.prompt_key is not None:
+            self.scheduler.demand_model.answer_ended(record.request)
+        # Requests without a slot, such as token counts, don't show how fast slots come free.
+        if lease.slots:
+            self.scheduler.completion_rate.completed(now)
+        if complete:
+            self.fleet.request_succeeded(lease.node, now, lease.taken_at)
+            if self._failures:
+                self._blame_others(record, complete=True)
+
+    def _attempt_failed(self, record: LeaseRecord, report: AttemptReport, now: float) -> None:
+        """The attempt brought no response for the client, or an error response."""
+        lease, outcome = record.lease, report.outcome
+        self.scheduler.demand_model.abandoned(
+            record.placement, refund=outcome not in NEUTRAL_OUTCOMES
+        )
+        if record.reservation is not None:
+            # A prompt that was sent counts as read, unless an error response refused it.
+            worked = report.sent and report.status < 300
+            usage = Usage(record.request.prompt_tokens)
+            record.reservation.settle(
+                _cost(lease, usage, now) if worked else 0.0,
+                happened=worked and outcome in NEUTRAL_OUTCOMES,
+                now=now,
+            )
+        if report.status >= 300 and outcome in {"ok", "context_overflow"}:
+            # An error that the request has caused.
+            self.fleet.request_succeeded(lease.node, now, lease.taken_at)
+        elif outcome == "busy":
+            self._node_busy(record, report, now)
+        elif outcome == "server_error":
+            self._remember_failure(record, response_began=False, counted=False)
+        elif report.error is not None:
+            self._node_refused(record, report.status, report.error)
+
+    def _node_busy(self, record: LeaseRecord, report: AttemptReport, now: float) -> None:
+        """The node could not serve the request at this time."""
+        status, error, lease = report.status, report.error, record.lease
+        if error is not None and error.is_loading:
+            self.fleet.model_loading(lease.node)
+        elif status == 429 or (status == 503 and lease.node.concurrency_limit is not None):
+            # No failure: the endpoint shows its limit like this.
+            self.fleet.node_overloaded(lease, now, None if error is None else error.retry_after)
+        elif status in {502, 503, 504}:
+            self._count_unattributed(record, now, response_began=False)
+
+    def _node_refused(self, record: LeaseRecord, status: int, error: NodeError) -> None:
+        """The node can never serve the request, and perhaps none like it."""
+        node = record.lease.node
+        if error.lacks_endpoint:
+            self.fleet.endpoint_refused(node, record.request.endpoint, error.hint)
+        elif error.key_rejected_at is not None:
+            self.fleet.key_rejected(node, error.key_rejected_at, status)
+
+    def _learn_speed(self, lease: Lease, usage: Usage) -> None:
+        if usage.timings is not None:
+            self.fleet.learn_timings(lease.node, usage.timings, lease)
+        elif lease.slots:
+            self.fleet.learn_clocked(
+                lease, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+            )
+        self.scheduler.fleet_sync.node_changed(lease.node)
+
+    # Who is to blame.
+
+    def _count_unattributed(self, record: LeaseRecord, now: float, *, response_began: bool) -> None:
+        """The request failed under this lease; the node or the request itself is to blame.
+
+        The node is blamed when another node has answered the same request, or when requests of
+        other callers fail there too (`Circuit.record_failure`).
+        """
+        lease = record.lease
+        self.fleet.request_failed(
+            lease.node, now, lease.taken_at, caller=record.request.caller, node_at_fault=False
+        )
+        self._remember_failure(record, response_began=response_began)
+
+    def _remember_failure(
+        self, record: LeaseRecord, *, response_began: bool, counted: bool = True
+    ) -> None:
+        failures, request_id, lease = self._failures, record.request.id, record.lease
+        failure = UnattributedFailure(lease.node, lease.taken_at, response_began, counted)
+        failures[request_id] = (*failures.get(request_id, ()), failure)
+        if len(failures) > MOST_FAILED_REQUESTS:
+            failures.popitem(last=False)
+
+    def _blame_others(self, record: LeaseRecord, *, complete: bool) -> None:
+        """The lease's node answers a request that others failed; `complete`: to its end."""
+        request, node = record.request, record.lease.node
+        failures = self._failures.pop(request.id, None)
+        if failures is None:
+            return
+        now, left = self.scheduler.clock(), []
+        for failure in failures:
+            if failure.response_began and not complete:
+                left.append(failure)
+            elif failure.node is not node:
+                self.fleet.request_failed(
+                    failure.node,
+                    now,
+                    failure.leased_at,
+                    caller=request.caller,
+                    already_counted=failure.counted,
+                )
+        if left:
+            self._failures[request.id] = tuple(left)
+
+    def _record(self, lease_id: int) -> LeaseRecord:
+        return self.scheduler.granter.record(lease_id)
+
+
+def _cost(lease: Lease, usage: Usage, now: float) -> float:
+    spec = lease.node.spec
+    if not spec.cost_per_hour and spec.cost_per_million_tokens is None:
+        return 0.0
+    return cost_of(
+        spec,
+        lease.node.slots_total,
+        prompt=usage.prompt_tokens,
+        completion=usage.completion_tokens,
+        slots=lease.slots,
+        seconds=now - lease.taken_at,
+    )
