@@ -268,6 +268,8 @@ class UsageReport(msgspec.Struct, frozen=True, eq=False):
     None: this node reported nothing."""
     sent_tokens: int
     """Tokens of this attempt that went to the client, as counted."""
+    complete: bool = True
+    """Whether the response ended by itself."""
 
 
 class LeaseService(Protocol):
@@ -279,7 +281,7 @@ class LeaseService(Protocol):
 
     # Ask for a lease.
 
-    def lease_now(self, request: LeaseRequest, tried: Tried, age: float) -> GrantedLease | None:
+    def lease_now(self, request: LeaseRequest, tried: Tried, age: float, /) -> GrantedLease | None:
         """A lease for a request that was received `age` seconds ago; None: it must wait.
 
         Raises: GatewayError, if no node can serve it, or not in time.

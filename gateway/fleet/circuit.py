@@ -49,6 +49,8 @@ class Circuit:
     """Callers of failed requests in this row that the request itself may have caused."""
     open_until: float | None = None
     """None: closed."""
+    fully_closed: bool = True
+    """Whether it lets all requests through, and will until one fails: no slow start."""
     trial: object | None = None
     """The lease that is on trial."""
     open_seconds: float = 0.0
@@ -63,11 +65,6 @@ class Circuit:
         if self.open_until is None:
             return CircuitPhase.CLOSED
         return CircuitPhase.OPEN if now < self.open_until else CircuitPhase.HALF_OPEN
-
-    @property
-    def fully_closed(self) -> bool:
-        """Whether it lets all requests through, and will until one fails: no slow start."""
-        return self.open_until is None and self._slow_start_at is None
 
     def wants_trial(self, now: float) -> bool:
         """Whether it is half-open and no request is on trial."""
@@ -139,6 +136,7 @@ class Circuit:
             max(seconds, self.settings.open), max(self.settings.open_max, self.settings.open)
         )
         self._opened_at = now
+        self.fully_closed = False
         self.open_until = now + self.open_seconds * self.rng.uniform(
             1 - OPEN_JITTER, 1 + OPEN_JITTER
         )
@@ -153,6 +151,7 @@ class Circuit:
         self.open_until = None
         self.trial = None
         self._closed_at = self._slow_start_at = now
+        self.fully_closed = False  # Not before the slow start is over.
         return True
 
     def server_restarted(self, now: float) -> None:
@@ -174,6 +173,7 @@ class Circuit:
         elapsed = now - self._slow_start_at
         if elapsed >= self.settings.slow_start:
             self._slow_start_at = None
+            self.fully_closed = self.open_until is None
             return 1.0
         return max(SLOW_START_LEAST, elapsed / self.settings.slow_start)
 

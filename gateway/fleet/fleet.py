@@ -11,9 +11,9 @@ from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.events import EventBus, InventoryChanged, NodeChanged, NodeDrift
 from gateway.fleet.circuit import Circuit
-from gateway.fleet.health import HealthMonitor, judge_state
+from gateway.fleet.health import ALIVE_STATES, HealthMonitor, judge_state
 from gateway.fleet.model_index import ModelIndex
-from gateway.fleet.node import ALIVE_STATES, Lease, Node, NodeSettings, NodeState
+from gateway.fleet.node import Lease, Node, NodeSettings, NodeState
 from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
 from gateway.fleet.probes import key_rejected_reason
 from gateway.fleet.reclaim import Reclaimer

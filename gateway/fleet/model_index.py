@@ -45,6 +45,8 @@ class ModelIndex:
         """Goes up whenever the result of a lookup may have changed."""
         self._nodes: tuple[Node, ...] = ()
         self._serving: dict[str, tuple[Node, ...]] | None = None
+        self._names: tuple[str, ...] = ()
+        """The keys of `_serving`; as old as it is."""
         self._nameless: tuple[Node, ...] = ()
         """Nodes of which no model is known; as old as `_serving`."""
         self.cached_lookups: dict[tuple[str, str, bool, bool], CapableNodes] = {}
@@ -91,7 +93,8 @@ class ModelIndex:
 
     def model_names(self) -> tuple[str, ...]:
         """The public model names that nodes serve, declared or reported, down or not."""
-        return tuple(self._index())
+        self._index()
+        return self._names
 
     def serves(self, model: str) -> bool:
         """Whether some node serves this public model name, down or not."""
@@ -148,6 +151,7 @@ class ModelIndex:
                     for model in models:
                         serving.setdefault(model, []).append(node)
             self._serving = {model: tuple(nodes) for model, nodes in serving.items()}
+            self._names = tuple(serving)
             named = set().union(*self._serving.values())
             self._nameless = tuple(node for node in self._nodes if node not in named)
         return self._serving

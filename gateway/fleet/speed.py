@@ -73,9 +73,20 @@ class Speed:
     prior: SpeedPrior = CPU_PRIOR
     """The assumed speed until it is measured; set by `compare_speeds`."""
     version: int = 0
-    """Goes up whenever `prefill_tps`, `token_base` or `token_step` may have changed."""
+    """Goes up whenever one of the figures below may have changed."""
     samples: int = 0
     """Answers from which it was learnt."""
+    # Kept up to date: they are read for each request, and change with a sample.
+    prefill_tps: float | None = None
+    """Prompt tokens per second of one request alone; None: not measured."""
+    decode_tps: float | None = None
+    """Tokens written per second by one request alone; None: not measured."""
+    expected_prefill_tps: float = CPU_PRIOR.prefill_tps
+    """Prompt tokens per second: measured, else assumed."""
+    token_base: float = CPU_PRIOR.token_base
+    """Seconds a token with one busy slot: measured, else assumed."""
+    token_step: float = CPU_PRIOR.token_step
+    """Seconds that each busy neighbour adds to a token: measured, else assumed."""
     _prefill: LinearTrend = field(
         default_factory=lambda: LinearTrend(
             PREFILL_HALF_LIFE, 0.0, OVERHEAD_STRENGTH, MOST_OVERHEAD
@@ -84,34 +95,6 @@ class Speed:
     _decode: LinearTrend = field(
         default_factory=lambda: LinearTrend(DECODE_HALF_LIFE, STEP_PRIOR, STEP_STRENGTH, MOST_STEP)
     )
-
-    @property
-    def prefill_tps(self) -> float | None:
-        """Prompt tokens per second of one request alone; None: not measured."""
-        level = self._prefill.level
-        return 1 / level if level else None
-
-    @property
-    def decode_tps(self) -> float | None:
-        """Tokens written per second by one request alone; None: not measured."""
-        level = self._decode.level
-        return 1 / level if level else None
-
-    @property
-    def expected_prefill_tps(self) -> float:
-        """Prompt tokens per second: measured, else assumed."""
-        level = self._prefill.level
-        return 1 / level if level else self.prior.prefill_tps
-
-    @property
-    def token_base(self) -> float:
-        """Seconds a token with one busy slot: measured, else assumed."""
-        return self._decode.level or self.prior.token_base
-
-    @property
-    def token_step(self) -> float:
-        """Seconds that each busy neighbour adds to a token: measured, else assumed."""
-        return self._decode.slope if self._decode.level else self.prior.token_step
 
     def seconds_per_token(self, busy: float) -> float:
         """Seconds a token with so many busy slots, the writing one included."""
@@ -141,14 +124,28 @@ class Speed:
         """Its assumed speed, by other nodes' measurements."""
         if prior != self.prior:
             self.prior = prior
-            self.version += 1
+            self._update()
 
     def forget(self) -> None:
         """Another model or another server: no measurement holds any more."""
         fresh = Speed()
         self._prefill, self._decode = fresh._prefill, fresh._decode
         self.samples = 0
+        self._update()
+
+    def _update(self) -> None:
+        """Derive the figures from what was learnt and assumed."""
         self.version += 1
+        prior, decode = self.prior, self._decode
+        prefill = self._prefill.level
+        self.prefill_tps = 1 / prefill if prefill else None
+        self.expected_prefill_tps = 1 / prefill if prefill else prior.prefill_tps
+        if decode.level:
+            self.decode_tps = 1 / decode.level
+            self.token_base, self.token_step = decode.level, decode.slope
+        else:
+            self.decode_tps = None
+            self.token_base, self.token_step = prior.token_base, prior.token_step
 
     def _learn(self, sample: SpeedSample) -> SpeedSample:
         rate = sample.prefill
@@ -157,7 +154,7 @@ class Speed:
         rate = sample.decode
         if rate is not None:
             self._decode.learn((sample.busy_slots or 1.0) - 1, rate.low, rate.high, rate.tokens)
-        self.version += 1
+        self._update()
         self.samples += 1
         return sample
 
@@ -348,7 +345,7 @@ def sample_from_timings(
             others = (sample.busy_slots - 1) * ttft / (ttft + decode_seconds)
             prefills, stalled = max(prefills, 1 + others), max(stalled, others * decode_seconds)
         decode.allow_stalls(stalled)
-    if prefill is not None:
+    if prefill is not None and prefills > 1.0:
         prefill.shared_by(prefills)
     return sample
 
@@ -401,7 +398,7 @@ def _number(timings: Mapping[str, object], key: str) -> float:
     value = timings.get(key)
     if type(value) is float:
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if type(value) is not int:
         return _NAN
     try:
         return float(value)
@@ -455,10 +452,6 @@ class LinearTrend:
     _surprises: int = 0
     """Surprises in a row; negative: below the prediction."""
 
-    def predict(self, x: float) -> float:
-        """The line's y at `x`; 0 while nothing is known."""
-        return self.level + self.slope * x
-
     def learn(self, x: float, low: float, high: float, weight: float) -> bool:
         """Learn that y lies between `low` and `high` (0 < low <= high); False: it was ignored.
 
@@ -467,7 +460,7 @@ class LinearTrend:
         interval (other requests' work) mostly did take time.
         """
         weight = min(weight, self.half_life * MOST_SAMPLE_WEIGHT) * low / high
-        expected = self.predict(x)
+        expected = self.level + self.slope * x
         left = 1.0
         if expected:
             least, most = expected / MOST_TREND_STEP, expected * MOST_TREND_STEP
@@ -494,10 +487,7 @@ class LinearTrend:
         self._y = self._y * kept + weight * y
         self._xx = self._xx * kept + weight * x * x
         self._xy = self._xy * kept + weight * x * y
-        self._fit()
-        return True
-
-    def _fit(self) -> None:
+        # Fit the line.
         x, y = self._x / self._w, self._y / self._w
         spread = max(0.0, self._xx - self._x * x)
         usual = self.slope_prior * y / (1 + self.slope_prior * x)
@@ -506,3 +496,4 @@ class LinearTrend:
         )
         self.slope = min(max(slope, 0.0), y / (x + 1 / self.most_slope))
         self.level = y - self.slope * x
+        return True

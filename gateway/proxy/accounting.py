@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from gateway import errors
 from gateway.errors import GatewayError
-from gateway.events import AttemptEnded, EventBus, RequestFinished
+from gateway.events import AttemptEnded, EventBus
 from gateway.lease import AttemptReport, Fault, LeaseService, NodeError, Usage, UsageReport
 from gateway.proxy.attempt import Attempt
 from gateway.proxy.in_flight import InFlightRequest
@@ -47,25 +47,26 @@ class QuarantineEntry:
 class Quarantine:
     """Requests that nodes died on, each known by a hash of its body, never by the body itself."""
 
-    __slots__ = ("_entries",)
+    __slots__ = ("entries",)
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[int, QuarantineEntry] = OrderedDict()
+        self.entries: OrderedDict[int, QuarantineEntry] = OrderedDict()
+        """By the hash, the oldest first."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def rejection(self, request: Request, now: float, seconds: float) -> GatewayError | None:
         """Why this request may go to no node; None: it may.
 
         A request is rejected for `seconds` after the last loss; 0: none is ever rejected.
         """
-        entry = self._entries.get(_body_hash(request)) if self._entries and seconds else None
+        entry = self.entries.get(_body_hash(request)) if self.entries and seconds else None
         if entry is None or len(entry.lost_nodes) < MOST_LOST_NODES:
             return None
         left = entry.last_lost + seconds - now
         if left <= 0:
-            del self._entries[_body_hash(request)]
+            del self.entries[_body_hash(request)]
             return None
         return errors.node_failed(
             f"{len(entry.lost_nodes)} nodes died while they served this very request, so it is "
@@ -78,18 +79,17 @@ class Quarantine:
         Nodes that are lost together, such as those of one host, count as one.
         """
         key = _body_hash(request)
-        entry = self._entries.setdefault(key, QuarantineEntry())
-        self._entries.move_to_end(key)
+        entry = self.entries.setdefault(key, QuarantineEntry())
+        self.entries.move_to_end(key)
         if entry.lost_nodes and leased_at < entry.last_lost:
             return
         entry.add(node, now)
-        if len(self._entries) > MOST_QUARANTINED:
-            self._entries.popitem(last=False)
+        if len(self.entries) > MOST_QUARANTINED:
+            self.entries.popitem(last=False)
 
     def clear(self, request: Request) -> None:
         """A node completed the request, so the others did not die on it."""
-        if self._entries:
-            self._entries.pop(_body_hash(request), None)
+        self.entries.pop(_body_hash(request), None)
 
 
 def _body_hash(request: Request) -> int:
@@ -113,7 +113,8 @@ class Accounting:
     ) -> None:
         """A response was complete; `sample` holds its end, or all of it."""
         now = self._end(in_flight, attempt, "ok")
-        self.quarantine.clear(in_flight.request)
+        if self.quarantine.entries:
+            self.quarantine.clear(in_flight.request)
         if not attempt.is_sse:
             attempt.drop_content()
             if len(sample) > 2 * USAGE_EDGE_BYTES:
@@ -169,7 +170,7 @@ class Accounting:
 
     def rejection(self, in_flight: InFlightRequest, seconds: float) -> GatewayError | None:
         """Why the request may go to no node, since others died on it within `seconds`."""
-        if not self.quarantine:
+        if not self.quarantine.entries:
             return None
         return self.quarantine.rejection(in_flight.request, self.clock(), seconds)
 
@@ -208,18 +209,29 @@ class Accounting:
         request = in_flight.request.lease_request
         opening = attempt.content if attempt.is_sse else b""
         usage = attempt.api.read_usage(sample, opening) if sample else None
-        reported = None
-        if usage is None:
-            usage = Usage(request.prompt_tokens, completion_tokens=attempt.event_count)
-        else:
-            reported = _of_whole_response(usage, attempt.splice_point)
-        cost = self.leases.settle(
-            UsageReport(attempt.lease.id, usage, reported, attempt.event_count), request
+        is_reported, events, splice_point = (
+            usage is not None,
+            attempt.event_count,
+            attempt.splice_point,
         )
-        if outcome == "ok" or in_flight.request.stream:
-            _record_tokens(in_flight.record, usage, attempt.splice_point)
+        if usage is None:
+            usage = Usage(request.prompt_tokens, 0, events)
+        whole = usage if splice_point is None else _of_whole_response(usage, splice_point)
+        complete, record = outcome == "ok", in_flight.record
+        reported = whole if is_reported else None
+        cost = self.leases.settle(
+            UsageReport(attempt.lease.id, usage, reported, events, complete), request
+        )
+        if complete or in_flight.request.stream:
+            # A resumed attempt reports the tokens of all attempts before it: they count once.
+            record.count_tokens(
+                whole.prompt_tokens,
+                whole.cached_tokens,
+                whole.completion_tokens,
+                replace=splice_point is not None,
+            )
         if cost:
-            in_flight.record.charge(cost)
+            record.charge(cost)
         self._publish(in_flight, attempt, outcome, now)
 
     def _publish(
@@ -236,21 +248,8 @@ class Accounting:
         )
 
 
-def _of_whole_response(usage: Usage, splice_point: SplicePoint | None) -> Usage:
-    """The tokens of the client's own prompt and of the whole response, resumed or not."""
-    if splice_point is None:
-        return usage
+def _of_whole_response(usage: Usage, splice_point: SplicePoint) -> Usage:
+    """The tokens of the client's own prompt and of the whole response, which was resumed."""
     prompt = splice_point.prompt_tokens
     completion = splice_point.prefix_tokens + usage.completion_tokens
     return Usage(prompt, min(usage.cached_tokens, prompt), completion)
-
-
-def _record_tokens(record: RequestFinished, usage: Usage, splice_point: SplicePoint | None) -> None:
-    """A resumed attempt reports the tokens of all attempts before it: they count once."""
-    whole = _of_whole_response(usage, splice_point)
-    record.count_tokens(
-        whole.prompt_tokens,
-        whole.cached_tokens,
-        whole.completion_tokens,
-        replace=splice_point is not None,
-    )

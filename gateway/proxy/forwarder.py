@@ -58,7 +58,6 @@ class Forwarder:
         if in_flight.request.prompt_list is not None:
             await ensure_task()
             return await MultiPromptForwarder(in_flight, self.forward, self.context).run()
-        self.context.retry_policy.count_request()
         result = await self._attempt(in_flight, NOTHING_TRIED)
         if isinstance(result, ProxyResponse):
             return result
@@ -97,9 +96,8 @@ class Forwarder:
         # Select a node.
         if in_flight.cancel_error is not None:
             raise in_flight.cancel_error
-        rejection = accounting.rejection(in_flight, context.settings.retries.quarantine)
-        if rejection is not None:
-            raise rejection
+        if accounting.quarantine.entries:
+            self._check_quarantine(in_flight)
         request = in_flight.request
         lease_request, age = request.lease_request, clock() - request.received_at
         lease = leases.lease_now(lease_request, tried, age)
@@ -113,6 +111,8 @@ class Forwarder:
                 record.waited(clock() - queued_at)
 
         # Count the attempt.
+        if tried is NOTHING_TRIED:
+            context.retry_policy.count_request()
         record.attempt_began(lease.node.name, lease.node.tier, lease.fallback)
         attempt = Attempt(lease, request, context.settings, leases, context.timeout_monitor, clock)
         in_flight.begin_attempt(attempt)
@@ -144,6 +144,13 @@ class Forwarder:
         if attempt.is_sse:
             record.first_content_sent(clock() - request.received_at)
         return ProxyResponse(attempt.status, attempt.header_lines, attempt.content, stream)
+
+    def _check_quarantine(self, in_flight: InFlightRequest) -> None:
+        """Raises: GatewayError, if nodes have died on this very request."""
+        seconds = self.context.settings.retries.quarantine
+        rejection = self.context.accounting.rejection(in_flight, seconds)
+        if rejection is not None:
+            raise rejection
 
     def _response_stream(
         self,

@@ -44,15 +44,19 @@ class CandidateFinder:
             and request.resume_key is None
         ):
             # Nearly always: one name, and every node that serves it can take the request.
-            service = self.fleet_sync.service(_key(names[0], request))
-            capable = service.capable_nodes
+            key = names[0], request.endpoint, request.needs_vision, request.llama_cpp_only
+            service = self.fleet_sync.services.get(key)
+            if service is None or service.version != self.model_index.version:
+                service = self.fleet_sync.service(key)
+            capable, candidates = service.capable_nodes, service.candidates
             assert capable is not None
+            assert candidates is not None
             if (
                 capable.nodes
                 and request.slots <= capable.least_slots
                 and request.prompt_tokens <= capable.least_context >= tried.min_context
             ):
-                return service.candidates
+                return candidates
         by_model = self.nodes_by_model(request, tried)
         groups = tuple(
             tiers

@@ -1,14 +1,28 @@
 """The demand model: what a request will take, learnt from what earlier ones took.
 
-It predicts tokens (`token_estimates.py`), which nodes have the prompt's beginning cached
+It predicts tokens (`TokenEstimates`), which nodes have the prompt's beginning cached
 (`fleet.prompt_cache`), and which node served the session last (`SessionAffinity`).
+
+**Prompts.** Each model has a ratio of tokens to bytes of text. A caller's texts (another language,
+code) differ from others', so the caller's own ratio replaces the model's as evidence for it grows.
+Sums of tokens and of bytes decay, so that long prompts count for more. The tokens of images and
+audio are guessed by their size (`proxy/inbound/media.py`) and corrected by a factor for each model.
+
+**Answers.** Lengths are distributed about exponentially, and `max_tokens` cuts some answers off:
+of those only a lower bound of the length is known. The maximum likelihood estimate of the mean
+under such censoring is all tokens divided by the number of answers that ended by themselves
+(Lawless, Statistical Models and Methods for Lifetime Data, 4.1). So a caller whose answers all run
+into their limit gets an estimate at the limit, and one that disconnects early teaches no short
+lengths. The caller's own mean has the model's as its prior, and that a constant.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final, TypeVar
 
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.lease import LeaseRequest, PromptKey, Usage
@@ -22,7 +36,6 @@ from gateway.scheduling.node_slots import (
     QueuedRequest,
 )
 from gateway.scheduling.placement_state import PlacementState
-from gateway.scheduling.token_estimates import TokenEstimates
 
 LONG_PROMPT_BYTES = 1024
 """Size of a prompt from which on it pays to know at once what earlier ones left in the caches."""
@@ -33,6 +46,46 @@ MOST_SESSIONS = 65_536
 AFFINITY_BONUS = 1 / 3
 """Head start of the node that served the session last, as a share of the request's time alone:
 another node must be one and a half times as fast, a difference that measured speeds can show."""
+
+TOKENS_PER_BYTE = 0.25
+"""English text has about 4 bytes per token in the tokenizers of today's open models."""
+
+LEAST_TOKENS_PER_BYTE, MOST_TOKENS_PER_BYTE = 1 / 64, 2.0
+"""Tokens per byte outside of which a reported `usage` is taken for wrong, and clamped."""
+
+PRIOR_BYTES = 1000.0
+"""Weight of the prior (a constant for a model, the model's ratio for a caller), in bytes of text.
+"""
+
+TEXT_HALF_LIFE = 100_000.0
+"""Bytes of text after which earlier ones count half."""
+
+OUTLIER_RATIO = 3.0
+"""A prompt counts as at most this many times more or fewer tokens than expected."""
+
+MOST_MEDIA_STEP = 4.0
+"""One prompt moves the media factor's target by at most this ratio."""
+
+MOST_MEDIA_FACTOR, LEAST_MEDIA_FACTOR = 16.0, 1 / 16
+"""Bounds of the media factor."""
+
+DEFAULT_ANSWER_TOKENS = 256.0
+"""Tokens of an answer about which nothing is known."""
+
+PRIOR_ANSWERS = 1.0
+"""Weight of the prior mean at first, in answers; less with each answer that ends."""
+
+ANSWERS_HALF_LIFE = 24.0
+"""Answers after which earlier ones count half."""
+
+OUTLIER_ANSWER_MEANS = 8.0
+"""One answer counts as at most this many means."""
+
+MOST_TOKENS = float(1 << 20)
+"""Tokens of a prompt or an answer; more is a mistake and is clamped."""
+
+MOST_TEXT_BYTES = 1e9
+"""Bytes of a prompt; further ones teach nothing."""
 
 
 def has_long_prompt(request: LeaseRequest) -> bool:
@@ -65,6 +118,168 @@ class SessionAffinity:
         alone = queued.prompt_tokens / row.prefill_tps + queued.completion_tokens * row.token_base
         penalty = queued.penalties.get(row.index, 0.0)
         return {**queued.penalties, row.index: penalty - AFFINITY_BONUS * alone}
+
+
+@dataclass(slots=True)
+class TokenStats:
+    """Decaying sums over the answers of one model, or of one caller to it."""
+
+    prompt_tokens: float = 0.0
+    prompt_bytes: float = 0.0
+    """Bytes of the text of those prompt tokens."""
+    answer_tokens: float = 0.0
+    finished_answers: float = 0.0
+    """How many answers ended by themselves."""
+    media_factor: float = 1.0
+    """Real tokens of images and audio, divided by those guessed."""
+
+    def mean_answer(self, prior_mean: float) -> float:
+        """Mean tokens of an answer that nothing cuts off; `prior_mean` without evidence."""
+        prior = PRIOR_ANSWERS / (1 + self.finished_answers)
+        mean = (self.answer_tokens + prior * prior_mean) / (self.finished_answers + prior)
+        return min(mean, MOST_TOKENS)
+
+    def add_prompt(self, size: float, tokens: float, decayed: float) -> None:
+        """A prompt of `size` bytes was `tokens` tokens; `decayed`: what remains of earlier ones."""
+        self.prompt_tokens = self.prompt_tokens * decayed + tokens
+        self.prompt_bytes = self.prompt_bytes * decayed + size
+
+    def add_answer(self, tokens: float, finished: bool, mean: float) -> None:  # noqa: FBT001
+        """An answer had `tokens` tokens; `finished`: it ended by itself, else it was cut off.
+
+        `mean`: the `mean_answer` so far.
+        """
+        self.answer_tokens = self.answer_tokens * _ANSWER_DECAY + min(
+            tokens, OUTLIER_ANSWER_MEANS * mean
+        )
+        self.finished_answers = self.finished_answers * _ANSWER_DECAY + finished
+
+    def correct_media(self, tokens: float, guessed: float) -> None:
+        """Images and audio were `tokens` tokens where `guessed` were expected at a factor of 1."""
+        factor = min(
+            max(tokens / guessed, self.media_factor / MOST_MEDIA_STEP),
+            self.media_factor * MOST_MEDIA_STEP,
+        )
+        factor = min(max(factor, LEAST_MEDIA_FACTOR), MOST_MEDIA_FACTOR)
+        self.media_factor += (factor - self.media_factor) / 4
+
+
+Key = TypeVar("Key")
+
+_ANSWER_DECAY: Final = 0.5 ** (1 / ANSWERS_HALF_LIFE)
+
+_NO_STATS: Final = TokenStats()
+
+
+@dataclass(slots=True, eq=False)
+class TokenEstimates:
+    """Both estimates, corrected by every answer. The least recently used are forgotten."""
+
+    most_models: int = 1024
+    most_callers: int = 16_384
+    """Most pairs of caller and model."""
+    _models: OrderedDict[str, TokenStats] = field(default_factory=OrderedDict)
+    _callers: OrderedDict[tuple[str, str], TokenStats] = field(default_factory=OrderedDict)
+
+    def expected_tokens(
+        self,
+        model: str,
+        caller: str,
+        text_bytes: float,
+        max_tokens: float | None,
+        exact_tokens: float = 0,
+        media_tokens: float = 0,
+    ) -> tuple[float, float]:
+        """Expected tokens of the prompt, and of each answer.
+
+        `exact_tokens`: known ones, given as ids; `media_tokens`: guessed of images and audio.
+        Absurd figures are clamped; a `max_tokens` of NaN counts as none.
+        """
+        common = self._models.get(model, _NO_STATS)
+        own = self._callers.get((caller, model), _NO_STATS)
+        # Tokens per byte: the caller's, with the model's as its prior, and that a constant.
+        ratio = (common.prompt_tokens + PRIOR_BYTES * TOKENS_PER_BYTE) / (
+            common.prompt_bytes + PRIOR_BYTES
+        )
+        ratio = (own.prompt_tokens + PRIOR_BYTES * ratio) / (own.prompt_bytes + PRIOR_BYTES)
+        prompt = text_bytes * ratio + exact_tokens
+        if media_tokens:
+            prompt += media_tokens * common.media_factor
+        if not 0.0 <= prompt <= MOST_TOKENS:
+            prompt = _clamp_tokens(prompt)
+        if max_tokens is not None and max_tokens <= 0:
+            return prompt, 0.0
+        mean = own.mean_answer(common.mean_answer(DEFAULT_ANSWER_TOKENS))
+        if max_tokens is None or not max_tokens < MOST_TOKENS:
+            return prompt, mean
+        # A smooth minimum: at most the limit, at most the mean, less where both are close.
+        return prompt, mean * max_tokens / math.hypot(mean, max_tokens)
+
+    def learn(
+        self,
+        model: str,
+        caller: str,
+        text_bytes: float,
+        prompt_tokens: float,
+        completion_tokens: float,
+        max_tokens: float | None,
+        exact_tokens: float = 0,
+        media_tokens: float = 0,
+        *,
+        complete: bool = True,
+    ) -> None:
+        """Learn from an answer; tokens of 0 are unknown.
+
+        `completion_tokens` is of each answer. Not `complete`: its client or a failure cut it short,
+        so its length says only that it would have been at least as long.
+        """
+        common = _most_recent(self._models, model, self.most_models)
+        own = _most_recent(self._callers, (caller, model), self.most_callers)
+        if (
+            0 < prompt_tokens < math.inf
+            and 0 <= text_bytes + exact_tokens + media_tokens < math.inf
+        ):
+            text_bytes = min(text_bytes, MOST_TEXT_BYTES)
+            left = min(prompt_tokens, MOST_TOKENS) - exact_tokens
+            usual = (common.prompt_tokens + PRIOR_BYTES * TOKENS_PER_BYTE) / (
+                common.prompt_bytes + PRIOR_BYTES
+            )
+            expected = text_bytes * (
+                (own.prompt_tokens + PRIOR_BYTES * usual) / (own.prompt_bytes + PRIOR_BYTES)
+            )
+            if media_tokens > 0:
+                common.correct_media(left - expected, media_tokens)
+            elif text_bytes > 0 and left > 0:
+                tokens = min(max(left, expected / OUTLIER_RATIO), expected * OUTLIER_RATIO)
+                tokens = min(
+                    max(tokens, text_bytes * LEAST_TOKENS_PER_BYTE),
+                    text_bytes * MOST_TOKENS_PER_BYTE,
+                )
+                decayed = 0.5 ** (min(text_bytes, TEXT_HALF_LIFE) / TEXT_HALF_LIFE)
+                own.add_prompt(text_bytes, tokens, decayed)
+                common.add_prompt(text_bytes, tokens, decayed)
+        if 0 < completion_tokens < math.inf:
+            limited = max_tokens is not None and completion_tokens >= max_tokens - 1
+            ended = complete and not limited
+            mean = common.mean_answer(DEFAULT_ANSWER_TOKENS)
+            own.add_answer(completion_tokens, ended, own.mean_answer(mean))
+            common.add_answer(completion_tokens, ended, mean)
+
+
+def _clamp_tokens(value: float) -> float:
+    return min(value, MOST_TOKENS) if value > 0 else 0.0
+
+
+def _most_recent(entries: OrderedDict[Key, TokenStats], key: Key, most: int) -> TokenStats:
+    """The entry of `key`, now the most recent; a new one drops the least recent beyond `most`."""
+    stats = entries.get(key)
+    if stats is None:
+        if len(entries) >= most:
+            entries.popitem(last=False)
+        stats = entries[key] = TokenStats()
+    else:
+        entries.move_to_end(key)
+    return stats
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,6 @@ from gateway.config.scheduling import DEFAULT_PATIENCE
 from gateway.config.settings import Settings
 from gateway.request import Priority
 from gateway.scheduling.cost import row_cost
-from gateway.scheduling.fairness import VirtualTokenCounters
 from gateway.scheduling.forecast import WaitForecast
 from gateway.scheduling.matching import DispatchRules, Match, Matcher, SlotHolds
 from gateway.scheduling.node_slots import (
@@ -33,7 +32,7 @@ from gateway.scheduling.node_slots import (
 )
 from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.selection import POLICIES, available_rows
-from gateway.scheduling.wait_queue import WaitQueue
+from gateway.scheduling.wait_queue import VirtualTokenCounters, WaitQueue
 
 
 class Dispatcher:
@@ -51,6 +50,8 @@ class Dispatcher:
         self._forecast = WaitForecast(placement_state, self._wait_queue)
         self._slotless_forecast = WaitForecast(placement_state, self._slotless_queue)
         self._wake_at = math.inf
+        self.waiting = 0
+        """How many requests wait."""
         self.set_rules(rules)
 
     def set_rules(self, rules: DispatchRules) -> None:
@@ -70,17 +71,37 @@ class Dispatcher:
 
     def place_or_queue(self, queued: QueuedRequest, now: float) -> Placement | None:
         """Place a request at once, or queue it: None."""
-        placement = self._place(queued, now)
+        placement = self.place(queued, now, keep_deferral=True)
         if placement is None:
             self._enqueue(queued, now)
         return placement
 
-    def place(self, queued: QueuedRequest, now: float) -> Placement | None:
-        """Place a request at once; None: it would have to wait, and is not queued."""
-        placement = self._place(queued, now)
-        if placement is None:
-            self._holds.drop(queued)
-        return placement
+    def place(
+        self, queued: QueuedRequest, now: float, *, keep_deferral: bool = False
+    ) -> Placement | None:
+        """Place a request at once; None: it would have to wait, and is not queued.
+
+        Where slots have come free that `match` has not given out yet, waiting requests go first.
+        `keep_deferral`: let a request that would rather wait for a busy node remain deferred to it.
+        """
+        queue = self._wait_queue if queued.slots else self._slotless_queue
+        if queue.count and self.placement_state.slots_freed:
+            return None
+        available = available_rows(self.placement_state, queued)
+        if available is None:
+            return None
+        rows = available.rows
+        row = rows[0] if len(rows) == 1 else self._choose(available, queued, now, self._rng)
+        if (queued.cached or queued.pending) and self._policy.by_cost:
+            queued.find_warmest_rows()
+            cost = row_cost(row, queued, now)
+            if self._holds.defer(queued, available.candidate_set, cost, now):
+                if not keep_deferral:
+                    self._holds.drop(queued)
+                return None
+        counters = queue.levels[queued.priority].counters
+        account = counters.account(queued.fairness_key)
+        return self._start(queued, counters, account, row, available.group, now)
 
     def match(self, now: float) -> list[Placement]:
         """Give free slots to waiting requests; to be called when capacity has changed."""
@@ -111,6 +132,7 @@ class Dispatcher:
         if queued.account is None:
             return False
         self._queue_of(queued).remove(queued)
+        self.waiting -= 1
         return True
 
     def prefill_done(self, placement: Placement, now: float) -> None:
@@ -143,11 +165,13 @@ class Dispatcher:
         completion_tokens: float,
     ) -> None:
         """Charge its caller for the tokens that it took instead of those expected."""
-        used = clamp(prompt_tokens - cached_tokens, 0.0, MOST_TOKENS_PER_REQUEST, 0.0)
+        used = prompt_tokens - cached_tokens
+        if not 0.0 <= used <= MOST_TOKENS_PER_REQUEST:
+            used = clamp(used, 0.0, MOST_TOKENS_PER_REQUEST, 0.0)
         if completion_tokens:
-            used += (
-                clamp(completion_tokens, 0.0, MOST_TOKENS_PER_REQUEST, 0.0) * placement.token_weight
-            )
+            if not 0.0 <= completion_tokens <= MOST_TOKENS_PER_REQUEST:
+                completion_tokens = clamp(completion_tokens, 0.0, MOST_TOKENS_PER_REQUEST, 0.0)
+            used += completion_tokens * placement.token_weight
         self._settle(placement, used)
 
     def cancelled(self, placement: Placement, now: float) -> None:
@@ -156,11 +180,6 @@ class Dispatcher:
         self._settle(placement, 0.0)
 
     # Predictions and counts.
-
-    @property
-    def waiting(self) -> int:
-        """How many requests wait."""
-        return self._wait_queue.count + self._slotless_queue.count
 
     def depths(self) -> dict[Priority, int]:
         """How many requests of each class wait."""
@@ -195,34 +214,13 @@ class Dispatcher:
 
     # Inside.
 
-    def _place(self, queued: QueuedRequest, now: float) -> Placement | None:
-        """Place a request unless it has to wait, or would rather wait.
-
-        Where slots have come free that `match` has not given out yet, waiting requests go first.
-        """
-        queue = self._wait_queue if queued.slots else self._slotless_queue
-        if queue.count and self.placement_state.slots_freed:
-            return None
-        available = available_rows(self.placement_state, queued)
-        if available is None:
-            return None
-        rows = available.rows
-        row = rows[0] if len(rows) == 1 else self._choose(available, queued, now, self._rng)
-        if (queued.cached or queued.pending) and self._policy.by_cost:
-            queued.find_warmest_rows()
-            cost = row_cost(row, queued, now)
-            if self._holds.defer(queued, available.candidate_set, cost, now):
-                return None
-        counters = queue.levels[queued.priority].counters
-        account = counters.account(queued.fairness_key)
-        return self._start(queued, counters, account, row, available.group, now)
-
     def _enqueue(self, queued: QueuedRequest, now: float) -> None:
         if not self.waiting:
-            self.placement_state.clear_slots_freed()  # `_place` has just looked at every free slot.
+            self.placement_state.clear_slots_freed()  # `place` has just looked at every free slot.
         queued.looked_up(now)
         if queued.slots:
             queued.expect_work(*self._forecast.work_tokens(queued))
+        self.waiting += 1
         queue = self._queue_of(queued)
         queue.add(queued, queue.levels[queued.priority].counters.account(queued.fairness_key))
         if queued.deferred_to is not None:
@@ -234,6 +232,7 @@ class Dispatcher:
         assert account is not None
         queue = self._queue_of(queued)
         queue.remove(queued)
+        self.waiting -= 1
         self._holds.drop(queued)
         counters = queue.levels[queued.priority].counters
         return self._start(queued, counters, account, match.row, match.available.group, now)
@@ -247,11 +246,12 @@ class Dispatcher:
         group: int,
         now: float,
     ) -> Placement:
-        placement = self.placement_state.start(queued, row, group, now)
-        weight = self._forecast.token_weight
-        charge = placement.uncached + queued.completion_tokens * weight
-        placement.charge_to(account, charge, weight)
-        counters.started(account, charge)
+        state, forecast = self.placement_state, self._forecast
+        number = state.placement_count + 1
+        if number >= forecast.refresh_at or state.speed_changes:
+            forecast.refresh_if_due(number)
+        placement = state.start(queued, row, group, now, account, forecast.token_weight)
+        counters.started(account, placement.charge)
         return placement
 
     def _settle(self, placement: Placement, used: float) -> None:

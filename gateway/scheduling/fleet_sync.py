@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.health import ALIVE_STATES
 from gateway.fleet.model_index import CapableNodes
-from gateway.fleet.node import ALIVE_STATES, Node, NodeState
+from gateway.fleet.node import Node, NodeState
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.request import Endpoint
 from gateway.scheduling.node_slots import (
@@ -93,18 +94,10 @@ class Service:
     """The model index's nodes, when the candidate sets were filled; None: fill them anew."""
     groups: ModelGroups = ()
     """Where a request for it may go while no rule says otherwise."""
+    candidates: NodeCandidates | None = None
+    """The candidates of a request that every node of the service can take."""
     version: int = -1
     """The model index's version when they were last checked."""
-    _candidates: NodeCandidates | None = None
-
-    @property
-    def candidates(self) -> NodeCandidates:
-        """The candidates of a request that every node of the service can take."""
-        nodes, found = self.capable_nodes, self._candidates
-        assert nodes is not None
-        if found is None or found.by_model is not nodes.by_model:
-            found = self._candidates = NodeCandidates(nodes.by_model, self.groups)
-        return found
 
     def invalidate(self) -> None:
         """The rows are others now."""
@@ -120,6 +113,7 @@ class Service:
         if self.capable_nodes is not capable_nodes:
             self.capable_nodes = capable_nodes
             self._fill(rows_of(capable_nodes.nodes))
+            self.candidates = NodeCandidates(capable_nodes.by_model, self.groups)
         self.version = version
 
     def _fill(self, rows: tuple[NodeSlots, ...]) -> None:
@@ -131,7 +125,6 @@ class Service:
         tiers = tuple(candidates for candidates in (self.gpu, self.cpu) if candidates.rows)
         if not self.groups or self.groups[0] != tiers:
             self.groups = (tiers,)
-            self._candidates = None
 
 
 @dataclass(slots=True, eq=False)
@@ -150,9 +143,10 @@ class FleetSync:
     rows_version: int = 0
     """Changes with the set of rows: then an index may stand for another node."""
     _rows: dict[Node, NodeSlots] = field(default_factory=dict)
-    _nodes: dict[int, Node] = field(default_factory=dict)
+    nodes: dict[int, Node] = field(default_factory=dict)
     """By row index."""
-    _services: dict[ServiceKey, Service] = field(default_factory=dict)
+    services: dict[ServiceKey, Service] = field(default_factory=dict)
+    """Those asked for; one whose `version` is not the model index's is out of date (`service`)."""
     _speed_versions: dict[NodeSlots, int] = field(default_factory=dict)
     """The version of the node's speed that a row has."""
     _cached_models: dict[NodeSlots, tuple[int, frozenset[str]]] = field(default_factory=dict)
@@ -167,6 +161,12 @@ class FleetSync:
         elif (row := self._rows.get(node)) is not None:
             self._refresh(node, row, self.clock())
 
+    def speed_learnt(self, node: Node) -> None:
+        """The node's speed has been learnt from a response, and nothing else has changed."""
+        row = self._rows.get(node)
+        if row is not None:
+            self._refresh_speed(node, row)
+
     def sync(self) -> None:
         """Bring the set of rows and every row up to date."""
         nodes, rows = self.fleet.nodes.values(), self._rows
@@ -179,7 +179,7 @@ class FleetSync:
         for node, row in rows.items():
             self._refresh(node, row, now)
         if rows_changed:
-            for key in self._services:
+            for key in self.services:
                 self.service(key)
 
     def _replace_rows(self, nodes: set[Node]) -> None:
@@ -187,7 +187,7 @@ class FleetSync:
         self.rows_version += 1
         for node in [node for node in self._rows if node not in nodes]:
             row = self._rows.pop(node)
-            del self._nodes[row.index]
+            del self.nodes[row.index]
             self._speed_versions.pop(row, None)
             self._cached_models.pop(row, None)
             self.prompt_cache.forget_node(row.index)
@@ -196,16 +196,16 @@ class FleetSync:
             gpu = node.spec.tier == "gpu"
             if node not in self._rows:
                 row = self._rows[node] = self.placement_state.add(node.name, gpu=gpu)
-                self._nodes[row.index] = node
+                self.nodes[row.index] = node
             self.placement_state.set_tier(self._rows[node], gpu=gpu)
         self.has_gpu_tier = any(node.spec.tier == "gpu" for node in nodes)
-        for service in self._services.values():
+        for service in self.services.values():
             service.invalidate()
 
     def _refresh(self, node: Node, row: NodeSlots, now: float) -> None:
         """Bring one row up to date."""
-        total = node.slots_total
-        foreign = node.foreign + node.leased - row.ours
+        total, occupancy = node.slots_total, node.occupancy
+        foreign = occupancy.foreign + occupancy.leased - row.ours
         capacity = node.capacity(now)
         penalty = FAILURE_PENALTY * node.circuit.failures
         if capacity and node.state is NodeState.EJECTED:
@@ -220,15 +220,18 @@ class FleetSync:
             or alive is not row.alive
         ):
             self.placement_state.set_slots(row, total, capacity, foreign, alive=alive)
-        speed = node.speed
-        if self._speed_versions.get(row) != speed.version:
-            self._speed_versions[row] = speed.version
-            self.placement_state.set_speed(
-                row, speed.expected_prefill_tps, speed.token_base, speed.token_step
-            )
+        if self._speed_versions.get(row) != node.speed.version:
+            self._refresh_speed(node, row)
         if penalty != row.penalty:
             self.placement_state.set_penalty(row, penalty)
         self._sync_prompt_cache(node, row, total)
+
+    def _refresh_speed(self, node: Node, row: NodeSlots) -> None:
+        speed = node.speed
+        self._speed_versions[row] = speed.version
+        self.placement_state.set_speed(
+            row, speed.expected_prefill_tps, speed.token_base, speed.token_step
+        )
 
     def _sync_prompt_cache(self, node: Node, row: NodeSlots, total: int) -> None:
         """Forget a node's cached prompts when its server goes or serves other models."""
@@ -249,10 +252,6 @@ class FleetSync:
 
     # Asked by the scheduler.
 
-    def node(self, row: NodeSlots) -> Node:
-        """The node of a row. Raises KeyError."""
-        return self._nodes[row.index]
-
     def rows(self, nodes: Iterable[Node]) -> tuple[NodeSlots, ...]:
         """The rows of these nodes, as far as they are in the inventory."""
         rows = (self._rows.get(node) for node in nodes)
@@ -261,16 +260,16 @@ class FleetSync:
     def service(self, key: ServiceKey) -> Service:
         """The candidate sets of the nodes that serve this, up to date."""
         model_index = self.fleet.model_index
-        service = self._services.get(key)
+        service = self.services.get(key)
         if service is not None and service.version == model_index.version:
             return service
         model, endpoint, vision, native = key
         capable = model_index.capable_nodes(model, endpoint, vision=vision, native=native)
         if service is None:
-            if len(self._services) >= MOST_SERVICES:
-                self._services.clear()
+            if len(self.services) >= MOST_SERVICES:
+                self.services.clear()
             state = self.placement_state
-            service = self._services[key] = Service(state.candidate_set(), state.candidate_set())
+            service = self.services[key] = Service(state.candidate_set(), state.candidate_set())
         service.update(capable, self.rows, model_index.version)
         return service
 
@@ -283,7 +282,7 @@ class FleetSync:
         decodes = queued.completion_tokens > NEGLIGIBLE_COMPLETION
         for candidates in queued.groups[0]:
             for row in candidates.rows:
-                node = self._nodes.get(row.index)
+                node = self.nodes.get(row.index)
                 if node is not None and node.speed.samples >= max(1, row.total):
                     speed = node.speed
                     if speed.prefill_tps is not None and (not decodes or speed.decode_tps):

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gateway.scheduling.fairness import LEAST_TOKEN_WEIGHT, MOST_TOKEN_WEIGHT
 from gateway.scheduling.node_slots import (
     LEAST_UNCACHED_TOKENS,
     CandidateSet,
@@ -17,7 +16,7 @@ from gateway.scheduling.node_slots import (
     QueuedRequest,
 )
 from gateway.scheduling.placement_state import PlacementState
-from gateway.scheduling.wait_queue import WaitQueue, by_age
+from gateway.scheduling.wait_queue import LEAST_TOKEN_WEIGHT, MOST_TOKEN_WEIGHT, WaitQueue, by_age
 
 LEAST_REFRESH_PLACEMENTS, MOST_REFRESH_PLACEMENTS = 8, 256
 """Placements after which the fleet's mean speeds are computed anew: a quarter of the number of its
@@ -33,19 +32,12 @@ class WaitForecast:
 
     placement_state: PlacementState
     wait_queue: WaitQueue
-    _token_weight: float = LEAST_TOKEN_WEIGHT
+    token_weight: float = LEAST_TOKEN_WEIGHT
+    """Price of an output token in prompt tokens, by the speeds at the last refresh."""
+    refresh_at: int = 0
+    """The number of placements at which the means are computed anew."""
     _prompt_token_seconds: float = 0.0
     _output_token_seconds: float = 0.0
-    _refresh_at: int = 0
-    """The number of placements at which the means are computed anew."""
-
-    @property
-    def token_weight(self) -> float:
-        """Price of an output token in prompt tokens, by the fleet's measured speeds."""
-        state = self.placement_state
-        if state.placement_count >= self._refresh_at or state.speed_changes:
-            self._refresh_if_due()
-        return self._token_weight
 
     def predicted_wait(self, queued: QueuedRequest, now: float) -> float:
         """Seconds until a request has its slots; for one that does not wait: if it arrived now."""
@@ -148,7 +140,7 @@ class WaitForecast:
         slots = count(self.placement_state.slots_version)
         if not slots:
             return math.inf
-        self._refresh_if_due()
+        self.refresh_if_due(self.placement_state.placement_count)
         prompt_tokens, output_tokens = map(sum, queued.groups[0][0].queued_tokens)
         seconds = (
             prompt_tokens * self._prompt_token_seconds + output_tokens * self._output_token_seconds
@@ -156,21 +148,21 @@ class WaitForecast:
         work = ahead * seconds / max(1, self.wait_queue.count)
         return first + work * max(1, queued.slots) / slots
 
-    def _refresh_if_due(self) -> None:
-        """Compute the means anew after some placements, or when enough speeds have changed."""
-        state = self.placement_state
-        if (
-            state.placement_count >= self._refresh_at
-            or state.speed_changes > len(state.by_name) // 8
-        ):
-            self._refresh()
+    def refresh_if_due(self, placement: int) -> None:
+        """Compute the means anew after some placements, or when enough speeds have changed.
 
-    def _refresh(self) -> None:
+        `placement`: the number of the last placement, or of the one under way.
+        """
+        state = self.placement_state
+        if placement >= self.refresh_at or state.speed_changes > len(state.by_name) // 8:
+            self._refresh(placement)
+
+    def _refresh(self, placement: int) -> None:
         state = self.placement_state
         state.clear_speed_changes()
         rows = [row for row in state.by_name.values() if row.alive]
         interval = min(max(LEAST_REFRESH_PLACEMENTS, len(rows) // 4), MOST_REFRESH_PLACEMENTS)
-        self._refresh_at = state.placement_count + interval
+        self.refresh_at = placement + interval
         if not rows:
             return
         self._prompt_token_seconds = sum(1.0 / row.prefill_tps for row in rows) / len(rows)
@@ -178,7 +170,7 @@ class WaitForecast:
             row.token_base + row.token_step * max(0, row.total - 1) for row in rows
         ) / len(rows)
         weight = self._output_token_seconds / self._prompt_token_seconds
-        self._token_weight = min(max(weight, LEAST_TOKEN_WEIGHT), MOST_TOKEN_WEIGHT)
+        self.token_weight = min(max(weight, LEAST_TOKEN_WEIGHT), MOST_TOKEN_WEIGHT)
 
 
 def _slots_short_of_reserve(row: NodeSlots) -> int:

@@ -38,18 +38,6 @@ class LeaseRecord:
     dispatcher: Dispatcher
     clock: Callable[[], float]
     lease: Lease = field(init=False)
-    ended_at: float = 0.0
-    """When its attempt ended."""
-    complete: bool = False
-    """Whether that brought a whole response."""
-
-    def begin(self, lease: Lease) -> None:
-        """The slots are taken."""
-        self.lease = lease
-
-    def end(self, now: float, *, complete: bool) -> None:
-        """Its attempt ended, with a response that was the client's."""
-        self.ended_at, self.complete = now, complete
 
     def prefill_done(self) -> None:
         """The first content came: replace the predicted prefill by the real one."""
@@ -78,8 +66,8 @@ class LeaseGranter:
     demand_model: DemandModel
     tier_router: TierRouter
     clock: Callable[[], float]
-    _records: dict[int, LeaseRecord] = field(default_factory=dict)
-    """By lease id."""
+    records: dict[int, LeaseRecord] = field(default_factory=dict)
+    """Those of leases whose attempts have not been accounted for, by lease id."""
     _lease_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     # Where a request may go.
@@ -152,7 +140,7 @@ class LeaseGranter:
 
         Then the placement is cancelled and the placement state up to date.
         """
-        node, queued = self.fleet_sync.node(placement.row), placement.queued
+        node, queued = self.fleet_sync.nodes[placement.row.index], placement.queued
         slots = queued.slots
         if node.free_slots(now) < slots if slots else not node.capacity(now):
             self.dispatcher.cancelled(placement, now)
@@ -166,9 +154,9 @@ class LeaseGranter:
             request.may_assemble and tried.may_assemble and node.spec.kind == "llama.cpp"
         )
         # The predicted prefill and total bound how long the node may be silent.
-        speed = node.speed
+        speed, prefill_tps = node.speed, node.speed.prefill_tps
         tokens = max(request.prompt_tokens, queued.prompt_tokens)
-        prefill = tokens / (speed.prefill_tps or PESSIMISTIC_PREFILL_TPS)
+        prefill = tokens / (prefill_tps or PESSIMISTIC_PREFILL_TPS)
         total: float | None = None
         if request.max_tokens is not None and (decode_tps := speed.decode_tps) is not None:
             total = prefill + request.max_tokens / decode_tps
@@ -183,9 +171,9 @@ class LeaseGranter:
             expected_total=total,
             holder=record,
         )
-        record.begin(lease)
+        record.lease = lease
         lease_id = next(self._lease_ids)
-        self._records[lease_id] = record
+        self.records[lease_id] = record
         if lease.trial:
             self.fleet_sync.node_changed(node)
         if request.prompt_key is not None or request.session is not None:
@@ -199,21 +187,13 @@ class LeaseGranter:
             slots,
             stream,
             PREFILL_GRACE_FACTOR * prefill,
-            None if speed.prefill_tps is None else placement.prefill_ends - placement.placed_at,
+            None if prefill_tps is None else placement.prefill_ends - placement.placed_at,
             fallback,
         )
 
-    def record(self, lease_id: int) -> LeaseRecord:
-        """The record of a lease whose attempt has not been accounted for. Raises KeyError."""
-        return self._records[lease_id]
-
-    def drop_record(self, lease_id: int) -> LeaseRecord:
-        """Its attempt has been accounted for: forget its record. Raises KeyError."""
-        return self._records.pop(lease_id)
-
     def release_unused(self, lease_id: int) -> None:
         """Release a lease whose request was cancelled before it could be sent."""
-        record = self.drop_record(lease_id)
+        record = self.records.pop(lease_id)
         self.demand_model.abandoned(record.placement, refund=True)
         if record.reservation is not None:
             record.reservation.settle(0.0, happened=False, now=self.clock())

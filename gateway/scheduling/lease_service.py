@@ -7,13 +7,14 @@ given more, how fast it is, what the request took, and who pays for it.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gateway.errors import GatewayError
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.health import another_prefills
-from gateway.fleet.node import ALIVE_STATES, Lease, Node
+from gateway.fleet.health import ALIVE_STATES, another_prefills
+from gateway.fleet.node import Lease, Node
 from gateway.fleet.server_properties import ServerProperties
 from gateway.lease import (
     AttemptReport,
@@ -57,21 +58,22 @@ class LocalLeaseService:
 
     scheduler: Scheduler
     fleet: Fleet
+    lease_now: Callable[[LeaseRequest, Tried, float], GrantedLease | None] = field(init=False)
+    """The scheduler's own, since each request calls it."""
     _sampled_at: dict[str, float] = field(default_factory=dict)
     """When a response was last a sample of each node's speed."""
     _failures: OrderedDict[str, tuple[UnattributedFailure, ...]] = field(
         default_factory=OrderedDict
     )
     """By request id."""
+    _records: dict[int, LeaseRecord] = field(init=False)
+    """The scheduler's, by lease id."""
+
+    def __post_init__(self) -> None:
+        self.lease_now = self.scheduler.lease_now
+        self._records = self.scheduler.granter.records
 
     # Asked for a lease.
-
-    def lease_now(self, request: LeaseRequest, tried: Tried, age: float) -> GrantedLease | None:
-        """A lease for a request that was received `age` seconds ago; None: it must wait.
-
-        Raises: GatewayError, if no node can serve it, or not in time.
-        """
-        return self.scheduler.lease_now(request, tried, age)
 
     async def wait_for_lease(
         self, request: LeaseRequest, tried: Tried, age: float, *, response_started: bool = False
@@ -132,48 +134,57 @@ class LocalLeaseService:
 
     def reading_began(self, lease_id: int) -> None:
         """The head of a streamed response has come: a slot reads the prompt."""
-        lease = self._record(lease_id).lease
+        lease = self._records[lease_id].lease
         lease.head_received(self.scheduler.clock())
 
     def content_began(self, lease_id: int) -> None:
         """The first content has come: the prompt has been read."""
-        lease = self._record(lease_id).lease
+        lease = self._records[lease_id].lease
         lease.content_received(self.scheduler.clock())
 
     def content_went_on(self, lease_id: int) -> None:
         """More content has come since the last report, a second ago or so: the node is alive."""
-        lease = self._record(lease_id).lease
+        lease = self._records[lease_id].lease
         lease.bytes_received(self.scheduler.clock())
 
     def response_received(self, lease_id: int) -> None:
         """The whole response has come: the slots are free, though the client still reads it."""
-        self._record(lease_id).lease.release()
+        self._records[lease_id].lease.release()
 
     def answered(self, lease_id: int) -> None:
         """The node answers a request that other nodes have failed: those were to blame.
 
         Nodes that failed after their response had begun are blamed for a complete one only.
         """
-        self._blame_others(self._record(lease_id), complete=False)
+        self._blame_others(self._records[lease_id], complete=False)
 
     def is_silence_excused(self, lease_id: int) -> bool:
         """Whether the node reads another prompt, so that it may be silent meanwhile."""
-        return another_prefills(self._record(lease_id).lease, self.scheduler.clock())
+        return another_prefills(self._records[lease_id].lease, self.scheduler.clock())
 
     # Told how it ended.
 
     def ended(self, report: AttemptReport) -> None:
         """The attempt is over. Each lease ends exactly once."""
-        record = self._record(report.lease_id)
+        record = self._records[report.lease_id]
         if report.node_done:
             record.lease.release()
         else:
             record.lease.abandon()
         now = self.scheduler.clock()
         if report.response_began:
-            self._response_ended(record, report, now)
+            lease = record.lease
+            if record.request.prompt_key is not None:
+                self.scheduler.demand_model.answer_ended(record.request)
+            # Requests without a slot, such as token counts, don't show how fast slots come free.
+            if lease.slots:
+                self.scheduler.completion_rate.completed(now)
+            if report.outcome == "ok":
+                self.fleet.request_succeeded(lease.node, now, lease.taken_at)
+                if self._failures:
+                    self._blame_others(record, complete=True)
         else:
-            self.scheduler.granter.drop_record(report.lease_id)
+            del self._records[report.lease_id]
             self._attempt_failed(record, report, now)
         if report.fault is Fault.NODE:
             self.fleet.request_failed(record.lease.node, now, record.lease.taken_at)
@@ -187,8 +198,9 @@ class LocalLeaseService:
 
         `request`: the client's own, of which the attempt may be a resumption.
         """
-        record = self.scheduler.granter.drop_record(report.lease_id)
-        lease, now, complete = record.lease, record.ended_at, record.complete
+        record = self._records.pop(report.lease_id)
+        lease, complete = record.lease, report.complete
+        now = lease.abandoned_at or lease.released_at or self.scheduler.clock()
         usage, reported = report.attempt, report.reported
         is_sample = False
         if reported is not None and complete:
@@ -215,20 +227,6 @@ class LocalLeaseService:
         return cost
 
     # What the end teaches.
-
-    def _response_ended(self, record: LeaseRecord, report: AttemptReport, now: float) -> None:
-        """A response that was the client's has ended, by itself or not."""
-        lease, complete = record.lease, report.outcome == "ok"
-        record.end(now, complete=complete)
-        if record.request.prompt_key is not None:
-            self.scheduler.demand_model.answer_ended(record.request)
-        # Requests without a slot, such as token counts, don't show how fast slots come free.
-        if lease.slots:
-            self.scheduler.completion_rate.completed(now)
-        if complete:
-            self.fleet.request_succeeded(lease.node, now, lease.taken_at)
-            if self._failures:
-                self._blame_others(record, complete=True)
 
     def _attempt_failed(self, record: LeaseRecord, report: AttemptReport, now: float) -> None:
         """The attempt brought no response for the client, or an error response."""
@@ -281,7 +279,7 @@ class LocalLeaseService:
             self.fleet.learn_clocked(
                 lease, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
             )
-        self.scheduler.fleet_sync.node_changed(lease.node)
+        self.scheduler.fleet_sync.speed_learnt(lease.node)
 
     # Who is to blame.
 
@@ -326,9 +324,6 @@ class LocalLeaseService:
                 )
         if left:
             self._failures[request.id] = tuple(left)
-
-    def _record(self, lease_id: int) -> LeaseRecord:
-        return self.scheduler.granter.record(lease_id)
 
 
 def _cost(lease: Lease, usage: Usage, now: float) -> float:

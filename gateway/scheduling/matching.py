@@ -1,7 +1,7 @@
 """Which waiting request goes next, and to which row.
 
 Classes go in strict order, except for the share of placements that overdue requests get
-(`StarvationGuard`). Within a class the least served caller goes (`fairness.py`). Of its requests,
+(`StarvationGuard`). Within a class the least served caller goes (`wait_queue.py`). Of its requests,
 and of those of callers within a small slack of it, the one with the highest response ratio goes:
 the time from its arrival to its expected end, divided by the time it takes on the node that has
 room. So requests that fit the node, and short ones, go before the rest, and those that have waited
@@ -21,7 +21,6 @@ from itertools import islice
 from gateway.config.scheduling import DEFAULT_PATIENCE, DEFAULT_SLOTLESS
 from gateway.request import Priority
 from gateway.scheduling.cost import row_cost, row_cost_after
-from gateway.scheduling.fairness import COUNTER_SLACK
 from gateway.scheduling.node_slots import (
     AvailableRows,
     CandidateSet,
@@ -31,7 +30,7 @@ from gateway.scheduling.node_slots import (
 )
 from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.selection import AvailabilityCache, SelectionPolicy
-from gateway.scheduling.wait_queue import PriorityLevel, WaitQueue
+from gateway.scheduling.wait_queue import COUNTER_SLACK, PriorityLevel, WaitQueue
 
 OLDEST_PER_FIFO = 24
 """Requests of one FIFO that are compared, from its oldest on."""

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from gateway.request import Priority
 
 MOST_TOKENS_PER_REQUEST = 1e7
@@ -70,8 +72,8 @@ class Requirements(NamedTuple):
 NO_REQUIREMENTS = Requirements()
 
 
-@dataclass(slots=True, eq=False)
-class QueuedRequest:
+# Structs of msgspec, since both are made for each request: a dataclass takes three times as long.
+class QueuedRequest(msgspec.Struct, eq=False):
     """A request for slots on one node, in numbers. Out-of-range numbers are clamped.
 
     `groups` has the candidate sets of each model name that the request stands for; a later name
@@ -90,15 +92,15 @@ class QueuedRequest:
     """Expected prompt tokens."""
     completion_tokens: float = DEFAULT_COMPLETION_TOKENS
     """Expected tokens of the answer."""
-    cached: Mapping[int, float] = field(default_factory=lambda: NO_ROWS)
+    cached: Mapping[int, float] = msgspec.field(default_factory=lambda: NO_ROWS)
     """Prompt tokens that a row is believed to have cached, by row index."""
-    pending: Mapping[int, float] = field(default_factory=lambda: NO_ROWS)
+    pending: Mapping[int, float] = msgspec.field(default_factory=lambda: NO_ROWS)
     """Prompt tokens that a row will have cached once what runs there has ended, by row index."""
     excluded: Collection[int] = ()
     """Indexes of rows that can't serve it: never used."""
     failed: Collection[int] = ()
     """Indexes of rows that have failed it: used only while no other is alive."""
-    penalties: Mapping[int, float] = field(default_factory=lambda: NO_ROWS)
+    penalties: Mapping[int, float] = msgspec.field(default_factory=lambda: NO_ROWS)
     """Seconds by which a row looks slower to this request, by row index; negative: faster."""
     prompt_key: object = None
     """Its prompt's key in the prompt cache's index, for whoever refreshes `cached`."""
@@ -222,8 +224,7 @@ class FairnessAccount:
         self.counter += correction
 
 
-@dataclass(slots=True, eq=False)
-class Placement:
+class Placement(msgspec.Struct, eq=False):
     """A request that has slots on a row, until it is released."""
 
     queued: QueuedRequest
@@ -245,10 +246,6 @@ class Placement:
     """Price of an output token when it was placed: it is settled at the same price."""
     released: bool = False
     """Whether its slots are free again."""
-
-    def charge_to(self, account: FairnessAccount, charge: float, token_weight: float) -> None:
-        """Let `account` pay for it."""
-        self.account, self.charge, self.token_weight = account, charge, token_weight
 
     def take_account(self) -> FairnessAccount | None:
         """The account that pays for it, the first time; then None."""
@@ -334,14 +331,17 @@ class NodeSlots:
 
     def set_speed(self, prefill_tps: float, token_base: float, token_step: float) -> bool:
         """As `PlacementState.set_speed`; whether it is twice as fast as before, or half."""
-        before = self.prefill_tps, self.token_base
-        self.prefill_tps = clamp(prefill_tps, SLOWEST_TPS, FASTEST_TPS, UNMEASURED_PREFILL_TPS)
-        self.token_base = clamp(
-            token_base, 1 / FASTEST_TPS, 1 / SLOWEST_TPS, UNMEASURED_TOKEN_SECONDS
-        )
-        self.token_step = clamp(token_step, 0.0, 1 / SLOWEST_TPS, 0.0)
-        after = self.prefill_tps, self.token_base
-        return any(not 0.5 <= new / old <= 2.0 for new, old in zip(after, before, strict=True))
+        if not SLOWEST_TPS <= prefill_tps <= FASTEST_TPS:
+            prefill_tps = clamp(prefill_tps, SLOWEST_TPS, FASTEST_TPS, UNMEASURED_PREFILL_TPS)
+        if not 1 / FASTEST_TPS <= token_base <= 1 / SLOWEST_TPS:
+            token_base = clamp(
+                token_base, 1 / FASTEST_TPS, 1 / SLOWEST_TPS, UNMEASURED_TOKEN_SECONDS
+            )
+        if not 0.0 <= token_step <= 1 / SLOWEST_TPS:
+            token_step = clamp(token_step, 0.0, 1 / SLOWEST_TPS, 0.0)
+        prefill_ratio, base_ratio = prefill_tps / self.prefill_tps, token_base / self.token_base
+        self.prefill_tps, self.token_base, self.token_step = prefill_tps, token_base, token_step
+        return not (0.5 <= prefill_ratio <= 2.0 and 0.5 <= base_ratio <= 2.0)
 
     def set_penalty(self, seconds: float) -> None:
         """As `PlacementState.set_penalty`."""
@@ -368,17 +368,25 @@ class NodeSlots:
 
     # Its work.
 
-    def start(self, queued: QueuedRequest, group: int, now: float, number: int) -> Placement:
+    def start(
+        self,
+        queued: QueuedRequest,
+        group: int,
+        now: float,
+        number: int,
+        account: FairnessAccount,
+        token_weight: float,
+    ) -> Placement:
         """Start a request: its prefill holds up what decodes, its decoding slows that down.
 
         Where nothing decodes, prompts are read one after the other and no other end moves.
         """
-        uncached = queued.prompt_tokens
+        uncached, completion = queued.prompt_tokens, queued.completion_tokens
         if queued.cached:
             uncached = max(LEAST_UNCACHED_TOKENS, uncached - queued.cached.get(self.index, 0.0))
         prefill = uncached / self.prefill_tps
         running = self.running
-        decodes = queued.completion_tokens > NEGLIGIBLE_COMPLETION
+        decodes = completion > NEGLIGIBLE_COMPLETION
         if not (decodes or self.decoding):
             start = max(now, self.prefill_until)
         elif running:
@@ -393,8 +401,11 @@ class NodeSlots:
         else:
             start, self.ends_sum = now, 0.0
         self.prefill_until = prefill_ends = start + prefill
-        ends = prefill_ends + queued.completion_tokens * self.per_output_token
-        placement = Placement(queued, self, group, now, prefill_ends, ends, uncached)
+        ends = prefill_ends + completion * self.per_output_token
+        charge = uncached + completion * token_weight
+        placement = Placement(
+            queued, self, group, now, prefill_ends, ends, uncached, account, charge, token_weight
+        )
         running.append(placement)
         self.decoding += decodes
         self.ends_sum += ends
@@ -405,6 +416,7 @@ class NodeSlots:
             caller = queued.slotless_caller
             self.slotless_running += 1
             self.slotless_by_caller[caller] = self.slotless_by_caller.get(caller, 0) + 1
+        self.recompute()
         return placement
 
     def prefill_done(self, placement: Placement, now: float) -> None:
@@ -429,11 +441,15 @@ class NodeSlots:
         self.decoding -= decodes
         if not running:
             self.ends_sum = self.prefill_until = 0.0
-            return
-        if not (decodes or self.decoding):
+        elif decodes or self.decoding:
+            self._hasten(running, placement, now)
+        else:
             self.ends_sum -= placement.ends
             self.prefill_until = running[-1].prefill_ends
-            return
+        self.recompute()
+
+    def _hasten(self, running: list[Placement], placement: Placement, now: float) -> None:
+        """What still runs goes faster now that `placement` has ended."""
         gain = self.token_step / self.per_output_token
         prefill_ends = placement.prefill_ends
         unread = prefill_ends - now

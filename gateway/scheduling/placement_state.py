@@ -17,6 +17,7 @@ from gateway.scheduling.node_slots import (
     UNMEASURED_PREFILL_TPS,
     UNMEASURED_TOKEN_SECONDS,
     CandidateSet,
+    FairnessAccount,
     NodeSlots,
     Placement,
     QueuedRequest,
@@ -159,11 +160,23 @@ class PlacementState:
 
     # Requests on them.
 
-    def start(self, queued: QueuedRequest, row: NodeSlots, group: int, now: float) -> Placement:
-        """Place a request on a row."""
+    def start(
+        self,
+        queued: QueuedRequest,
+        row: NodeSlots,
+        group: int,
+        now: float,
+        account: FairnessAccount,
+        token_weight: float,
+    ) -> Placement:
+        """Place a request on a row; `account` pays, for an output token `token_weight`."""
         self.placement_count = number = self.placement_count + 1
-        placement = row.start(queued, group, now, number)
-        self._recompute(row)
+        before = row.free
+        placement = row.start(queued, group, now, number, account, token_weight)
+        if before and not row.free:
+            self.free_rows_version += 1
+            self.free_rows.pop(row.index, None)
+        self._changed.add(row.index)
         return placement
 
     def prefill_done(self, placement: Placement, now: float) -> None:
@@ -175,11 +188,15 @@ class PlacementState:
     def end(self, placement: Placement, now: float) -> None:
         """`placement` has ended: its slots are free."""
         row = placement.row
+        before = row.free
         row.end(placement, now)
-        if not placement.queued.slots:
+        if not placement.queued.slots or row.free > before:
             self.slots_freed = True
+        if row.free and not before:
+            self.free_rows[row.index] = row
+            self.free_rows_version += 1
         self.last_release = now
-        self._recompute(row)
+        self._changed.add(row.index)
 
     def clear_slots_freed(self) -> None:
         """The waiting requests have been offered every free slot."""
@@ -217,5 +234,4 @@ class PlacementState:
         elif before and not free:
             self.free_rows_version += 1
             self.free_rows.pop(row.index, None)
-        if row.index not in self._changed:
-            self._changed.add(row.index)
+        self._changed.add(row.index)

@@ -17,7 +17,7 @@ from itertools import islice
 from gateway import errors
 from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.node import ALIVE_STATES
+from gateway.fleet.health import ALIVE_STATES
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.lease import NOTHING_TRIED, GrantedLease, LeaseRequest, QueuePosition, Tried
 from gateway.request import Priority
@@ -362,7 +362,7 @@ class Scheduler:
         """A lease now; None: the request would have to wait."""
         dispatcher = self.dispatcher
         for _ in range(MOST_STALE_PLACEMENTS):
-            if self.waiters and dispatcher.placement_state.slots_freed:
+            if dispatcher.waiting and dispatcher.placement_state.slots_freed:
                 self.match()  # Waiting requests go first.
             placement = dispatcher.place(queued, now)
             if placement is None:
@@ -400,7 +400,7 @@ class Scheduler:
 
     def _match_soon(self) -> None:
         """Called for each slot that comes free."""
-        if self.waiters and self._match_handle is None:
+        if self.dispatcher.waiting and self._match_handle is None:
             self._match_handle = asyncio.get_running_loop().call_soon(self.match)
 
     def match(self) -> None:

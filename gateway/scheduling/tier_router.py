@@ -142,7 +142,7 @@ class TierRouter:
             has_room=has_room,
             wait_seconds=wait,
             service_seconds=min(_service_seconds(row, queued) for row in alive),
-            paused=all(self.fleet_sync.node(row).paused(now) for row in alive),
+            paused=all(self.fleet_sync.nodes[row.index].paused(now) for row in alive),
             failed=failed,
         )
 
@@ -154,7 +154,7 @@ class TierRouter:
         for row in tier.rows:
             if row.free < 1 or row.index in queued.excluded or row.index in queued.failed:
                 continue
-            node = self.fleet_sync.node(row)
+            node = self.fleet_sync.nodes[row.index]
             seconds = node.spec.timeouts.total or self.settings.timeouts.total
             if queued.deadline is not None:
                 seconds = min(seconds, max(0.0, queued.deadline - now))

@@ -24,7 +24,7 @@ from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
 from gateway.proxy.inbound import multipart
 from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES, Body
 from gateway.proxy.inbound.model_names import ModelAliases
-from gateway.proxy.inbound.parsed_body import parse_body
+from gateway.proxy.inbound.parsed_body import MISSING, parse_body
 from gateway.proxy.inbound.prepare import (
     IncomingRequest,
     RequestRules,
@@ -341,15 +341,17 @@ class _HandledRequest:
                     raise
                 body = body[len(BYTE_ORDER_MARK) :]
                 parsed = parse_body(body)
-        priority, service_tier = parsed.priority, parsed.service_tier
-        record.classify(
-            effective_priority(
+        priority = context.usual_priority
+        if priority is None or not parsed.priority is parsed.service_tier is None:
+            word, service_tier = parsed.priority, parsed.service_tier
+            priority = effective_priority(
                 context.priority_header,
-                priority if isinstance(priority, str) else None,
+                word if isinstance(word, str) else None,
                 service_tier if isinstance(service_tier, str) else None,
                 context.caller,
             )
-        )
+        if priority is not record.priority:
+            record.classify(priority)
         timeout, has_timer = context.plain_client_timeout, context.client_has_timer
         if parsed.stream or settings.heartbeat_plain:
             timeout, has_timer = context.client_timeout, False
@@ -367,7 +369,7 @@ class _HandledRequest:
             has_timer,
         )
         catalog = self._handler.catalog
-        request = prepare_request(incoming, parsed, record.priority, self._config.rules, catalog)
+        request = prepare_request(incoming, parsed, priority, self._config.rules, catalog)
         lease_request = request.lease_request
         for name in lease_request.model_names:
             if catalog.serves(name):
@@ -375,7 +377,8 @@ class _HandledRequest:
                 break
         else:
             record.describe(stream=request.stream, model=None)
-        if is_infill(route, parsed) and settings.queue.latest_wins:
+        may_be_infill = parsed.suffix is not MISSING or route.endpoint == "infill"
+        if may_be_infill and settings.queue.latest_wins and is_infill(route, parsed):
             self._edit_session = lease_request.session or self._default_edit_session(lease_request)
         return request
 

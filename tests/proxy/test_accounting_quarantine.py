@@ -34,7 +34,7 @@ def test_a_request_that_two_nodes_died_on_is_rejected_for_a_while() -> None:
     assert (refusal.status, refusal.code, refusal.retryable) == (502, "node_failed", False)
     assert "590 s" in refusal.message
     assert quarantine.rejection(asking("x"), 711.0, LONG) is None
-    assert len(quarantine) == 0
+    assert len(quarantine.entries) == 0
 
 
 def test_another_request_is_served_meanwhile() -> None:
@@ -84,7 +84,7 @@ def test_the_oldest_entry_is_forgotten_first() -> None:
     quarantine = Quarantine()
     for number in range(MOST_QUARANTINED + 10):
         quarantine.node_lost(asking(str(number)), "a", 0.0, 0.0)
-    assert len(quarantine) == MOST_QUARANTINED
+    assert len(quarantine.entries) == MOST_QUARANTINED
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -101,20 +101,20 @@ async def take_lease(
     granted = scheduler.lease_now(request, tried, age) or await scheduler.wait_for_lease(
         request, tried, age, response_started=response_started
     )
-    return scheduler.granter.record(granted.id).lease, granted.model
+    return scheduler.granter.records[granted.id].lease, granted.model
 
 
 async def take_record(scheduler: Scheduler, request: LeaseRequest) -> LeaseRecord:
     """The scheduler's record of a request's lease."""
     granted = scheduler.lease_now(request) or await scheduler.wait_for_lease(request)
-    return scheduler.granter.record(granted.id)
+    return scheduler.granter.records[granted.id]
 
 
 def lease_at_once(scheduler: Scheduler, request: LeaseRequest) -> LeaseRecord:
     """The scheduler's record of a lease for which the request does not have to wait."""
     granted = scheduler.lease_now(request)
     assert granted is not None
-    return scheduler.granter.record(granted.id)
+    return scheduler.granter.records[granted.id]
 
 
 async def start_lease(

@@ -109,7 +109,7 @@ async def test_ended_answers_are_learnt_before_their_slots_are_given_out() -> No
     demand_model.answer_ended(first)
     async with asyncio.timeout(30.0):
         granted = await waiting
-    assert believed_cached(scheduler, scheduler.granter.record(granted.id)) > 900
+    assert believed_cached(scheduler, scheduler.granter.records[granted.id]) > 900
 
 
 def test_a_short_prompt_leaves_no_learning_pending(nodes: list[Node]) -> None:

@@ -3,11 +3,10 @@ from __future__ import annotations
 import pytest
 
 from gateway.request import Priority
-from gateway.scheduling.fairness import LEAST_TOKEN_WEIGHT, MOST_TOKEN_WEIGHT
 from gateway.scheduling.forecast import WaitForecast
 from gateway.scheduling.node_slots import LEAST_UNCACHED_TOKENS, QueuedRequest
 from gateway.scheduling.placement_state import PlacementState
-from gateway.scheduling.wait_queue import WaitQueue
+from gateway.scheduling.wait_queue import LEAST_TOKEN_WEIGHT, MOST_TOKEN_WEIGHT, WaitQueue
 from tests.scheduling.queue_simulation import QueueSimulation
 
 

@@ -27,9 +27,15 @@ from gateway.proxy.inbound.parsed_body import (
     PROMPT_FIELDS,
     ParsedBody,
     PromptSize,
+    has_edited_options,
     parse_body,
 )
-from gateway.proxy.inbound.prompt_key import VolatileLines, build_large_prompt_key, build_prompt_key
+from gateway.proxy.inbound.prompt_key import (
+    SHORTEST_BODY,
+    VolatileLines,
+    build_large_prompt_key,
+    build_prompt_key,
+)
 from gateway.proxy.inbound.prompt_list import parse_prompt_list
 from gateway.proxy.inbound.routes import Route, can_assemble
 from gateway.proxy.request import PromptList, Request
@@ -156,7 +162,9 @@ def _resolve_model(
     """The public model name of a request, and the models it stands for. Raises: GatewayError."""
     model = requested or rules.default_model
     if model is None:
-        known = [name for name in catalog.model_names() if caller.may_use(name)]
+        known = catalog.model_names()
+        if caller.models is not None:
+            known = tuple(name for name in known if caller.may_use(name))
         if not known:
             raise catalog.not_found_error(None)
         if len(known) > 1:
@@ -170,7 +178,7 @@ def _resolve_model(
         targets = aliases.resolve(CATCH_ALL)
         # The target's name from here on: the client's may be any text.
         return targets[0].name, targets
-    if not caller.may_use(model):
+    if caller.models is not None and not caller.may_use(model):
         raise errors.model_not_allowed(model)
     return model, aliases.resolve(model)
 
@@ -194,25 +202,25 @@ def _edited_bodies(
         ruled_parsed = parsed
         if ruled is not body:
             ruled_parsed = parse_body(ruled) if isinstance(ruled, bytes) else ruled.parse()
-        edit = edits.required_edit(
-            ruled_parsed,
-            target.rules,
-            max_tokens_field=route.max_tokens_field,
-            max_tokens=limits.max_tokens,
-            n_probs=limits.n_probs,
-        )
+        edit = None
+        if target.rules or limits.max_tokens is not None or has_edited_options(ruled_parsed):
+            edit = edits.required_edit(
+                ruled_parsed,
+                target.rules,
+                max_tokens_field=route.max_tokens_field,
+                max_tokens=limits.max_tokens,
+                n_probs=limits.n_probs,
+            )
         if volatile_lines.strips_requests:
             edit = (edit or {}) | volatile_lines.strip_edit(ruled)
         bodies[target.name] = edits.apply_edit(ruled, edit) if edit else ruled
-        if route.generates:
+        if route.generates and not ruled_parsed.n is ruled_parsed.n_cmpl is None:
             slots = max(slots, _completion_count(ruled_parsed, limits.n))
     return bodies, slots
 
 
 def _completion_count(parsed: ParsedBody, limit: int) -> int:
     """Completions per prompt (`n`, `n_cmpl`); each takes a slot. Raises: GatewayError 400."""
-    if parsed.n is None and parsed.n_cmpl is None:
-        return 1
     most = 1
     for name in ("n", "n_cmpl"):
         count = edits.clamped_int(getattr(parsed, name)) or 1
@@ -242,12 +250,13 @@ def _generation(
         size = parsed_body.measure_prompt(
             raw_prompt, parsed.tools, parsed.system, parsed.instructions
         )
-        key = build_prompt_key(body, route, model, volatile_lines)
+        if len(body) >= SHORTEST_BODY:
+            key = build_prompt_key(body, route, model, volatile_lines)
     else:
         size = body.measure_prompt(route.prompt_field)
     return (
         stream,
-        request_limits.wants_logprobs(parsed),
+        has_edited_options(parsed) and request_limits.wants_logprobs(parsed),
         not stream and can_assemble(route, body, parsed.messages, slots),
         _max_tokens(parsed),
         key,
@@ -335,7 +344,8 @@ def _max_tokens(parsed: ParsedBody) -> int | None:
         parsed.n_predict,
     ):
         if value is not None and value >= 0:
-            return edits.clamped_int(value)
+            # Nearly all are small integers.
+            return value if type(value) is int and value < 1 << 32 else edits.clamped_int(value)
     return None
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from gateway import errors
 from gateway.errors import GatewayError, drop_traceback
 from gateway.events import StreamResumed
-from gateway.lease import Fault, GrantedLease, LeaseRequest, Tried
+from gateway.lease import NOTHING_TRIED, Fault, GrantedLease, LeaseRequest, Tried
 from gateway.proxy.api.resuming import StreamRewriter
 from gateway.proxy.attempt import Attempt, UpstreamRequest
 from gateway.proxy.context import ProxyContext
@@ -108,7 +108,7 @@ class Resumer:
         self._model = first_attempt.lease.model
         self._request = first_attempt.request
         self._resume_key = first_attempt.lease.node.resume_key
-        self._tried = Tried(min_context=min_context)
+        self._tried = Tried(min_context=min_context) if min_context else NOTHING_TRIED
         """Nodes that failed this stream, or are of another kind."""
         self._lease_request: LeaseRequest
         """What is asked of the scheduler for the continuation."""

@@ -12,9 +12,9 @@ from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.fleet.slot_occupancy import SlotOccupancy
 from gateway.fleet.speed import ObservedTiming, Speed, compare_speeds
 from gateway.lease import PromptKey
+from gateway.scheduling.demand_model import TokenEstimates
 from gateway.scheduling.node_slots import Placement
 from gateway.scheduling.placement_state import PlacementState
-from gateway.scheduling.token_estimates import TokenEstimates
 from gateway.tools.simulate.server import SimulatedMachine
 from gateway.tools.simulate.simulation import SimulatedFleet
 from gateway.tools.simulate.trace import Job, common_tokens

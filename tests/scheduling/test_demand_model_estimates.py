@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.scheduling.token_estimates import DEFAULT_ANSWER_TOKENS, MOST_TOKENS, TokenEstimates
+from gateway.scheduling.demand_model import DEFAULT_ANSWER_TOKENS, MOST_TOKENS, TokenEstimates
 
 HUGE = 32_768
 

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from gateway.scheduling.fairness import MOST_ACCOUNTS, VirtualTokenCounters
 from gateway.scheduling.node_slots import QueuedRequest
+from gateway.scheduling.wait_queue import MOST_ACCOUNTS, VirtualTokenCounters
 from tests.scheduling.queue_simulation import QueueSimulation
 
 
