@@ -76,7 +76,11 @@ class SlotOccupancy:
 
     def prefill_done(self, now: float) -> None:
         """One of our prompts has been read."""
-        self.integrate(now)
+        elapsed = now - self._integrated_at
+        if elapsed > 0:
+            self._integrated_at = now
+            self.slot_seconds += elapsed * (self.leased + self.foreign)
+            self.prefill_seconds += elapsed * self.prefills
         self.prefills -= 1
 
     def release(self, slots: int, now: float, prefilling: bool = False) -> None:  # noqa: FBT001, FBT002
